@@ -1,0 +1,142 @@
+"""Codecs that give each block of elements a scale of its own, and each element one byte.
+
+Legend: n elements, B elements a block, R = ceil(n / B) blocks.
+
+A payload is R scales (float32), zeros up to a multiple of 64 bytes, and n codes (one byte each). A short
+last block has a scale like any other. Scales come first so that they are checked before any code is looked
+at, and the codes begin where a cache line does if the payload does.
+"""
+
+import abc
+from typing import ClassVar
+
+import torch
+
+from .base import CheckedCodec
+from .buffers import typed
+from .codec import CodecError
+from .cuda import copy_to_host, default_stream
+from .scratch import CHUNK_ELEMENTS, CUDA_CHUNK_ELEMENTS, chunk_ranges
+
+__all__ = ["BlockCodec", "reciprocals_of_scales"]
+
+_ALIGNMENT = 64
+_SMALLEST_NORMAL = 2.0**-126
+
+
+class BlockCodec(CheckedCodec):
+    """The layout, the chunks and the scales; what a code stands for is the subclass's."""
+
+    __slots__ = ()
+    block_size: int
+    largest_scale_bits: ClassVar[int]
+    """The bits of the largest scale (float32) that is accepted; no code exceeds MAX_MAGNITUDE with it."""
+
+    @abc.abstractmethod
+    def _quantize(self, rows: torch.Tensor, start: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Scales (float32 (R,)) and codes (uint8 (R, B)) of `rows` (float32 (R, B)), on the same device.
+
+        On the CPU there are at most CHUNK_ELEMENTS elements, and the results may lie in scratch memory.
+        `start` is where `rows` begins in the caller's vector. Raises CodecError for numbers which must not be
+        encoded.
+        """
+
+    @abc.abstractmethod
+    def _levels(self, codes: torch.Tensor) -> torch.Tensor:
+        """What `codes` (uint8 (m,), at most a chunk) mean at scale 1: float32 (m,), in scratch memory."""
+
+    @abc.abstractmethod
+    def _validate_codes(self, codes: torch.Tensor) -> None:
+        """Raise CodecError if `codes` (uint8 (n,)) contains one that the encoder never writes."""
+
+    @property
+    def granularity(self) -> int:
+        return self.block_size
+
+    def _payload_nbytes(self, elements: int) -> int:
+        return self._codes_offset(elements) + elements
+
+    def _encode(self, values: torch.Tensor, target: torch.Tensor) -> None:
+        scales, padding, codes = self._sections(target, values.numel())
+        padding.zero_()
+        if values.is_cuda:
+            with default_stream(values.device):
+                self._encode_chunks(values, scales, codes, CUDA_CHUNK_ELEMENTS)
+        else:
+            self._encode_chunks(values, scales, codes, CHUNK_ELEMENTS)
+
+    def _encode_chunks(
+        self, values: torch.Tensor, scales: torch.Tensor, codes: torch.Tensor, chunk_elements: int
+    ) -> None:
+        copy = copy_to_host if values.is_cuda else _copy_on_host
+        for start, stop in chunk_ranges(values.numel(), self.block_size, chunk_elements):
+            chunk_scales, chunk_codes = self._quantize(self._rows(values[start:stop]), start)
+            first = 4 * (start // self.block_size)
+            copy(chunk_scales, scales[first : first + 4 * chunk_scales.numel()])
+            copy(chunk_codes.view(-1)[: stop - start], codes[start:stop])
+
+    def _rows(self, chunk: torch.Tensor) -> torch.Tensor:
+        """`chunk` as whole blocks (R, B); a short block is filled up with zeros, which change no scale."""
+        if chunk.numel() % self.block_size == 0:
+            return chunk.view(-1, self.block_size)
+        row = torch.zeros(1, self.block_size, dtype=torch.float32, device=chunk.device)
+        row[0, : chunk.numel()] = chunk
+        return row
+
+    def _validate(self, source: torch.Tensor, elements: int) -> None:
+        scales, padding, codes = self._sections(source, elements)
+        # Bits of non-negative floats compare as the floats do, infinity and NaN come above and a sign below.
+        bits = typed(scales, torch.int32)
+        if bits.amin().item() < 0 or bits.amax().item() > self.largest_scale_bits:
+            raise CodecError(f"{self.name} payload has a scale that is negative, not finite or too large")
+        if padding.any().item():
+            raise CodecError(f"{self.name} payload has padding that is not zero")
+        self._validate_codes(codes)
+
+    def _decode(self, source: torch.Tensor, out: torch.Tensor) -> None:
+        scales, _, codes = self._sections(source, out.numel())
+        columns = typed(scales, torch.float32).view(-1, 1)
+        for start, stop in chunk_ranges(out.numel(), self.block_size, CHUNK_ELEMENTS):
+            column = self._column(columns, start, stop)
+            levels = self._levels(codes[start:stop]).view(len(column), -1)
+            torch.mul(levels, column, out=out[start:stop].view_as(levels))
+
+    def _accumulate(self, source: torch.Tensor, accumulator: torch.Tensor, weight: float) -> None:
+        scales, _, codes = self._sections(source, accumulator.numel())
+        columns = typed(scales, torch.float32).view(-1, 1)
+        for start, stop in chunk_ranges(accumulator.numel(), self.block_size, CHUNK_ELEMENTS):
+            column = self._column(columns, start, stop)
+            levels = self._levels(codes[start:stop]).view(len(column), -1)
+            accumulator[start:stop].view_as(levels).addcmul_(levels, column, value=weight)
+
+    def _column(self, columns: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+        """Of the scales (R, 1) those of the blocks that elements `start` to `stop` lie in."""
+        return columns[start // self.block_size : -(-stop // self.block_size)]
+
+    def _codes_offset(self, elements: int) -> int:
+        blocks = -(-elements // self.block_size)
+        return -(-4 * blocks // _ALIGNMENT) * _ALIGNMENT
+
+    def _sections(
+        self, payload: torch.Tensor, elements: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The bytes of the scales, of the padding and of the codes."""
+        scales_end, offset = 4 * -(-elements // self.block_size), self._codes_offset(elements)
+        return payload[:scales_end], payload[scales_end:offset], payload[offset:]
+
+
+def _copy_on_host(source: torch.Tensor, target: torch.Tensor) -> None:
+    target.copy_(source.view(torch.uint8))
+
+
+def reciprocals_of_scales(scales: torch.Tensor) -> torch.Tensor:
+    """What to multiply each block by (float32 (R, 1)); a scale too small for that is set to zero in `scales`.
+
+    1 / 2**-127 and above would overflow, and 0 * infinity make NaN of zeros. Scales below the smallest normal
+    number therefore become 0, and their blocks zeros: an error below 2**-126 of scale, which no optimizer can
+    tell from 0.
+    """
+    if scales.amin().item() >= _SMALLEST_NORMAL:  # nearly always, and three passes less
+        return scales.reciprocal().view(-1, 1)
+    scales.masked_fill_(scales < _SMALLEST_NORMAL, 0.0)
+    return scales.reciprocal().masked_fill_(scales == 0.0, 0.0).view(-1, 1)

@@ -1,0 +1,82 @@
+"""Dynamic 8-bit codes with a scale for every block."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from .base import check_block_size, check_encodable
+from .blocks import BlockCodec, reciprocals_of_scales
+from .buffers import typed
+from .dynamic_map import CODE_OF_HALF, LEVEL_PAIRS, LEVELS, ZERO_CODE
+from .scratch import scratch
+
+__all__ = ["Blockwise8"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Blockwise8(BlockCodec):
+    """Blockwise dynamic quantization: the level nearest to x / scale, with scale = max|x| of the block.
+
+    1 byte an element and 4 a block. Source: Dettmers et al., "8-bit Optimizers via Block-wise Quantization"
+    (2022), section 2; `dynamic_map` has the levels. Exact zeros stay zeros, and elements keep their magnitude
+    down to 2.8e-7 of their block's maximum.
+
+    On the CPU x / scale is rounded to half precision and its 16 bits are looked up in a table: about eight
+    times as fast as the CPU encoder of bitsandbytes. A number next to the middle between two levels may get
+    the other of the two. On CUDA the codes are those of bitsandbytes' kernel. Both are the same wire format.
+
+    `block_size`: a power of two from 64 to 4096.
+    """
+
+    largest_scale_bits: ClassVar[int] = 0x7180_0000  # 2**100; no level exceeds 1
+    block_size: int = 64
+
+    def __post_init__(self) -> None:
+        check_block_size(self.block_size)
+
+    @property
+    def name(self) -> str:
+        return f"blockwise8:{self.block_size}"
+
+    def _quantize(self, rows: torch.Tensor, start: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return _quantize_cuda(rows, start) if rows.is_cuda else _quantize_cpu(rows, start)
+
+    def _levels(self, codes: torch.Tensor) -> torch.Tensor:
+        levels, elements = scratch.floats[: codes.numel()], codes.numel()
+        even = elements - elements % 2
+        pairs = scratch.integers[: even // 2].copy_(typed(codes[:even], torch.uint16))
+        torch.index_select(LEVEL_PAIRS, 0, pairs, out=scratch.floats.view(torch.int64)[: even // 2])
+        if even < elements:
+            levels[even] = LEVELS[int(codes[even].item())]
+        return levels
+
+    def _validate_codes(self, codes: torch.Tensor) -> None:
+        """Each of the 256 codes stands for a level."""
+
+
+def _quantize_cpu(rows: torch.Tensor, start: int) -> tuple[torch.Tensor, torch.Tensor]:
+    elements = rows.numel()
+    work = scratch.floats[:elements].view_as(rows)
+    scales = torch.abs(rows, out=work).amax(1)
+    check_encodable(scales, rows, start)
+    torch.mul(rows, reciprocals_of_scales(scales), out=work)
+    halves = scratch.halves[:elements].copy_(work.view(-1))
+    indices = scratch.integers[:elements].copy_(halves.view(torch.uint16))
+    return scales, CODE_OF_HALF.index_select(0, indices).view_as(rows)
+
+
+def _quantize_cuda(rows: torch.Tensor, start: int) -> tuple[torch.Tensor, torch.Tensor]:
+    # Importing it takes seconds and some 100 MB, which those without a GPU should not pay.
+    from bitsandbytes.functional import quantize_blockwise
+
+    # Its kernel drops NaN in the maximum and gives it a code in silence: the maximum is taken here as well.
+    scales = rows.abs().amax(1)
+    check_encodable(scales, rows, start)
+    codes, _ = quantize_blockwise(
+        rows.view(-1), code=LEVELS.to(rows.device), blocksize=rows.shape[1], nested=False
+    )
+    # As on the CPU: zeros stay zeros, and so becomes a block without a finite reciprocal, for which the kernel's
+    # codes mean nothing.
+    is_zero = (rows == 0.0).logical_or_(reciprocals_of_scales(scales) == 0.0)
+    return scales, codes.view_as(rows).masked_fill_(is_zero, ZERO_CODE)

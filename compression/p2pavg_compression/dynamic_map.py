@@ -1,0 +1,76 @@
+"""The signed dynamic 8-bit data type, and the tables by which it is encoded and decoded.
+
+Source: Dettmers, Lewis, Shleifer and Zettlemoyer, "8-bit Optimizers via Block-wise Quantization" (2022),
+section 1.3, and Dettmers, "8-Bit Approximations for Parallelism in Deep Learning" (2016). Of 256 levels in
+[-1, 1] each decade below 1 has half of those of the decade above it: 64, 32, ... 1, over seven decades and
+both signs, together with 0 and 1. Small numbers keep their magnitude, large ones their precision.
+"""
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from .buffers import CPU
+
+__all__ = ["CODE_OF_HALF", "LEVELS", "LEVEL_PAIRS", "ZERO_CODE", "dynamic_levels"]
+
+_DECADES = 7
+
+
+def dynamic_levels() -> NDArray[np.float32]:
+    """The 256 levels, ascending, float32 (256,).
+
+    They are those of `bitsandbytes.functional.create_dynamic_map()`, bit for bit, where torch has AVX2 or
+    better. On other hosts bitsandbytes makes levels that differ by up to two units in the last place,
+    because torch.linspace rounds differently with and without a fused multiply-add. Peers must decode to
+    the same bits, so here the fused rounding is written out.
+    """
+    levels = [np.float32(0.0), np.float32(1.0)]
+    for decade in range(_DECADES):
+        edges = _linspace_from_tenth_to_one(2**decade + 1)
+        centers = (edges[:-1] + edges[1:]) / np.float32(2.0)
+        magnitudes = np.float32(10.0 ** (decade - _DECADES + 1)) * centers
+        levels.extend((*magnitudes, *-magnitudes))
+    return np.array(sorted(levels), dtype=np.float32)
+
+
+def _linspace_from_tenth_to_one(steps: int) -> NDArray[np.float32]:
+    """torch.linspace(0.1, 1, steps) with a fused multiply-add: both halves count from their own end.
+
+    float64 holds product and sum exactly (24 bits times at most 6, over few binades), so that the conversion
+    to float32 is the only rounding.
+    """
+    first, last = np.float32(0.1), np.float32(1.0)
+    step = np.float64((last - first) / np.float32(steps - 1))
+    index = np.arange(steps)
+    rising = np.float64(first) + step * index
+    falling = np.float64(last) - step * (steps - 1 - index)
+    return np.where(index < steps // 2, rising, falling).astype(np.float32)
+
+
+def _code_of_half(levels: NDArray[np.float32]) -> NDArray[np.uint8]:
+    """The code of the nearest level for each of the 65,536 half-precision numbers, by its bits; 0 for NaN."""
+    halves = np.arange(65_536, dtype=np.uint16).view(np.float16).astype(np.float64)
+    # The mean of two float32 is exact in float64.
+    midpoints = (levels[:-1].astype(np.float64) + levels[1:].astype(np.float64)) / 2
+    return np.searchsorted(midpoints, np.nan_to_num(halves, nan=0.0)).astype(np.uint8)
+
+
+def _level_pairs(levels: NDArray[np.float32]) -> NDArray[np.int64]:
+    """For each two codes, read as one 16-bit number, their two levels, as one 64-bit number."""
+    pair = np.arange(65_536)
+    return np.stack((levels[pair & 0xFF], levels[pair >> 8]), axis=1).view(np.int64).reshape(-1)
+
+
+_levels = dynamic_levels()
+
+LEVELS = torch.tensor(_levels, dtype=torch.float32, device=CPU)
+"""float32 (256,): the level of each code."""
+
+LEVEL_PAIRS = torch.tensor(_level_pairs(_levels), dtype=torch.int64, device=CPU)
+"""int64 (65536,): 512 KiB. Looking codes up in pairs is twice as fast as one by one."""
+
+CODE_OF_HALF = torch.tensor(_code_of_half(_levels), dtype=torch.uint8, device=CPU)
+"""uint8 (65536,): 64 KiB."""
+
+ZERO_CODE = int(np.flatnonzero(_levels == 0.0)[0])

@@ -1,0 +1,52 @@
+"""Linear 8-bit codes with a scale for every block."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from .base import check_block_size, check_encodable
+from .blocks import BlockCodec, reciprocals_of_scales
+from .codec import CodecError
+from .scratch import scratch
+
+__all__ = ["Int8"]
+
+_LARGEST_CODE = 127
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Int8(BlockCodec):
+    """Symmetric linear quantization: x is sent as rint(x / scale), with scale = max|x| / 127 over its block.
+
+    1 byte an element and 4 a block. The error of an element is at most half a scale, so that elements below
+    max/254 of their block become zero. It is the method of absmax quantization, section 2 of Dettmers et al.,
+    "LLM.int8()" (2022), by blocks instead of by tensors.
+
+    `block_size`: a power of two from 64 to 4096.
+    """
+
+    largest_scale_bits: ClassVar[int] = 0x6E01_0204  # the scale of a block whose maximum is 2**100
+    block_size: int = 256
+
+    def __post_init__(self) -> None:
+        check_block_size(self.block_size)
+
+    @property
+    def name(self) -> str:
+        return f"int8:{self.block_size}"
+
+    def _quantize(self, rows: torch.Tensor, start: int) -> tuple[torch.Tensor, torch.Tensor]:
+        work = torch.empty_like(rows) if rows.is_cuda else scratch.floats[: rows.numel()].view_as(rows)
+        scales = torch.abs(rows, out=work).amax(1)
+        check_encodable(scales, rows, start)
+        # amax * (1/127) and x * (1/scale) round alike with and without SIMD; 127/amax does not.
+        inverses = reciprocals_of_scales(scales.mul_(1 / _LARGEST_CODE))
+        return scales, torch.mul(rows, inverses, out=work).round_().to(torch.int8).view(torch.uint8)
+
+    def _levels(self, codes: torch.Tensor) -> torch.Tensor:
+        return scratch.floats[: codes.numel()].copy_(codes.view(torch.int8))
+
+    def _validate_codes(self, codes: torch.Tensor) -> None:
+        if codes.view(torch.int8).amin().item() < -_LARGEST_CODE:
+            raise CodecError(f"{self.name} payload contains the code -128, which stands for nothing")

@@ -1,0 +1,132 @@
+"""Asking others: one bounded call, and a whole lookup of them. Keeps the routing table informed."""
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+import trio
+
+from p2pavg_dht.contact import MAX_ADDRESSES, Contact
+from p2pavg_dht.lookup import MOST_CALLS, Lookup
+from p2pavg_dht.messages import (
+    Answer,
+    Find,
+    Found,
+    Locate,
+    Located,
+    MessageError,
+    Request,
+    Store,
+    Stored,
+    decode_answer,
+    encode,
+)
+from p2pavg_dht.record import Record, RecordError, verify
+from p2pavg_dht.routing import RoutingTable
+from p2pavg_dht.rpc import RPC_TIMEOUT, Rpc, RpcError
+
+logger = logging.getLogger(__name__)
+
+# A lookup among dead peers asks the next ones every half second; after this it takes what it has.
+LOOKUP_TIMEOUT = 15.0
+# About 3 ms of signatures between two checkpoints.
+VERIFIED_AT_ONCE = 32
+
+OnAnswer: TypeAlias = Callable[[Contact, Answer], None]
+Outcome: TypeAlias = tuple[Contact, Answer | RpcError]
+
+
+class Client:
+    """Calls over `rpc`. `on_live` is told of each contact that has newly, or again, answered."""
+
+    def __init__(
+        self,
+        rpc: Rpc,
+        table: RoutingTable,
+        addresses: Callable[[], Sequence[str]],
+        on_live: Callable[[Contact], None],
+    ) -> None:
+        self._rpc = rpc
+        self._table = table
+        self._own_addresses = addresses
+        self._on_live = on_live
+
+    def addresses(self) -> tuple[str, ...]:
+        """This peer's own addresses, the first 16 of them."""
+        return tuple(self._own_addresses())[:MAX_ADDRESSES]
+
+    async def ask(self, contact: Contact, request: Request) -> Answer:
+        """The checked answer of `contact`. RpcError when there is none within RPC_TIMEOUT, or a bad one."""
+        encoded = encode(request)
+        try:
+            with trio.fail_after(RPC_TIMEOUT):
+                answer = decode_answer(await self._rpc.call(contact, encoded))
+                await _check(request, answer)
+        except (RpcError, MessageError, RecordError, trio.TooSlowError) as error:
+            self._table.failed(contact, trio.current_time())
+            logger.debug("%s did not answer a %s: %r", contact.peer_id, type(request).__name__, error)
+            raise RpcError(f"{contact.peer_id}: {error!r}") from error
+        if self._table.succeeded(contact, trio.current_time()):
+            self._on_live(contact)
+        return answer
+
+    async def walk(self, lookup: Lookup, request: Request, on_answer: OnAnswer) -> None:
+        """Send `request` to whom `lookup` names until it is finished, LOOKUP_TIMEOUT at most."""
+        # Room for every outcome: a call that has ended never waits to say so.
+        send, receive = trio.open_memory_channel[Outcome](MOST_CALLS)
+        with trio.move_on_after(LOOKUP_TIMEOUT):
+            async with trio.open_nursery() as nursery:
+                while True:
+                    for contact in lookup.next_calls(trio.current_time()):
+                        nursery.start_soon(self._ask_into, contact, request, send)
+                    if lookup.finished:
+                        break
+                    with trio.move_on_at(lookup.next_stall):
+                        contact, outcome = await receive.receive()
+                        self._note(lookup, contact, outcome, on_answer)
+                    lookup.notice_stalls(trio.current_time())
+                nursery.cancel_scope.cancel()
+        for contact in lookup.stalled:
+            self._table.failed(contact, trio.current_time())
+
+    async def _ask_into(
+        self, contact: Contact, request: Request, outcomes: trio.MemorySendChannel[Outcome]
+    ) -> None:
+        try:
+            outcome: Answer | RpcError = await self.ask(contact, request)
+        except RpcError as error:
+            outcome = error
+        outcomes.send_nowait((contact, outcome))
+
+    def _note(
+        self, lookup: Lookup, contact: Contact, outcome: Answer | RpcError, on_answer: OnAnswer
+    ) -> None:
+        if isinstance(outcome, RpcError):
+            lookup.failed(contact.peer_id)
+            return
+        now = trio.current_time()
+        named = [self._table.prefer_live(closer) for closer in outcome.closer]
+        lookup.answered(contact.peer_id, [closer for closer in named if self._table.usable(closer, now)])
+        on_answer(contact, outcome)
+
+
+async def _check(request: Request, answer: Answer) -> None:
+    """MessageError or RecordError unless `answer` is one to `request` and its records are genuine."""
+    match request, answer:
+        case Store(_, records), Stored(_, held, outcomes, _) if len(outcomes) == len(records):
+            await _check_records(held, {record.key for record in records})
+        case Find(_, key), Found(_, held):
+            await _check_records(held, {key})
+        case Locate(), Located():
+            pass
+        case _:
+            raise MessageError("the answer does not belong to the request")
+
+
+async def _check_records(records: Sequence[Record], keys: set[bytes]) -> None:
+    for number, record in enumerate(records, start=1):
+        if record.key not in keys:
+            raise MessageError("the answer has records under another key")
+        verify(record)
+        if number % VERIFIED_AT_ONCE == 0:
+            await trio.lowlevel.checkpoint()

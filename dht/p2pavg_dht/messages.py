@@ -1,0 +1,243 @@
+"""The requests and answers of `/p2pavg/records/1.0.0`, and their bytes.
+
+A message that exists is valid: the dataclasses check themselves, and the decoders are the only way in from
+the network. On the wire each is a msgpack array that begins with its number.
+
+| message | number | fields |
+|---|---|---|
+| Store   | 1 | addresses, records                       |
+| Find    | 2 | addresses, key                           |
+| Locate  | 3 | addresses, point                         |
+| Stored  | 4 | closer, records, outcomes, omitted       |
+| Found   | 5 | closer, records                          |
+| Located | 6 | closer                                   |
+
+`addresses` are the sender's own; its peer id is the transport's to say. `closer` are the responder's K
+nearest contacts to what was asked for.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, TypeAlias, TypeVar
+
+from p2pavg_dht.contact import MAX_ADDRESSES, Contact, ContactError, check_addresses
+from p2pavg_dht.distance import BITS, K
+from p2pavg_dht.record import FIELDS, KEY_BYTES, Record, RecordError, pack, unpack
+from p2pavg_dht.wire import MAX_MESSAGE_BYTES, Reader, WireError, packed
+
+PROTOCOL: Final = "/p2pavg/records/1.0.0"
+# What one STORE may cost the responder: 64 signatures, about 6 ms.
+MAX_STORED_RECORDS: Final = 64
+# As many tombstones as fit into an answer; more of anything cannot come.
+MAX_ANSWER_RECORDS: Final = 4096
+MAX_OUTCOME_LENGTH: Final = 200
+
+T = TypeVar("T")
+
+
+class MessageError(ValueError):
+    """Bytes that are no message, or parts that would make none; `reason` says why."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    """Keep these 1 to 64 records."""
+
+    addresses: tuple[str, ...]
+    records: tuple[Record, ...]
+
+    def __post_init__(self) -> None:
+        _check_sender(self.addresses)
+        _require(
+            0 < len(self.records) <= MAX_STORED_RECORDS, f"a store has 1 to {MAX_STORED_RECORDS} records"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Find:
+    """What is under `key` (32 bytes), and who is nearer to it?"""
+
+    addresses: tuple[str, ...]
+    key: bytes
+
+    def __post_init__(self) -> None:
+        _check_sender(self.addresses)
+        _require(len(self.key) == KEY_BYTES, f"a key has {KEY_BYTES} bytes")
+
+
+@dataclass(frozen=True, slots=True)
+class Locate:
+    """Who is near `point` (32 bytes, big-endian)? Also the question whether somebody is there at all."""
+
+    addresses: tuple[str, ...]
+    point: bytes
+
+    def __post_init__(self) -> None:
+        _check_sender(self.addresses)
+        _require(len(self.point) == BITS // 8, f"a point has {BITS // 8} bytes")
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """What became of each record of a Store, in its order ("" = taken), and what is now under its keys.
+
+    `omitted` counts the records that did not fit; it is 0 whenever the Store concerned one key.
+    """
+
+    closer: tuple[Contact, ...]
+    records: tuple[Record, ...]
+    outcomes: tuple[str, ...]
+    omitted: int
+
+    def __post_init__(self) -> None:
+        _check_closer(self.closer)
+        _require(0 < len(self.outcomes) <= MAX_STORED_RECORDS, f"1 to {MAX_STORED_RECORDS} outcomes")
+        for outcome in self.outcomes:
+            # They end up in logs and terminals.
+            _require(len(outcome) <= MAX_OUTCOME_LENGTH, f"an outcome has {MAX_OUTCOME_LENGTH} characters")
+            _require(outcome.isascii() and (not outcome or outcome.isprintable()), "an outcome is ASCII")
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The unexpired records under the key, withdrawals among them."""
+
+    closer: tuple[Contact, ...]
+    records: tuple[Record, ...]
+
+    def __post_init__(self) -> None:
+        _check_closer(self.closer)
+
+
+@dataclass(frozen=True, slots=True)
+class Located:
+    """The responder's nearest contacts to the point."""
+
+    closer: tuple[Contact, ...]
+
+    def __post_init__(self) -> None:
+        _check_closer(self.closer)
+
+
+Request: TypeAlias = Store | Find | Locate
+Answer: TypeAlias = Stored | Found | Located
+
+
+def encode(message: Request | Answer) -> bytes:
+    """The bytes of `message`. MessageError when there would be more than MAX_MESSAGE_BYTES."""
+    encoded = packed(_parts(message))
+    _require(len(encoded) <= MAX_MESSAGE_BYTES, f"a message has at most {MAX_MESSAGE_BYTES} bytes")
+    return encoded
+
+
+def _parts(message: Request | Answer) -> tuple[object, ...]:
+    match message:
+        case Store(addresses, records):
+            return 1, addresses, tuple(map(pack, records))
+        case Find(addresses, key):
+            return 2, addresses, key
+        case Locate(addresses, point):
+            return 3, addresses, point
+        case Stored(closer, records, outcomes, omitted):
+            return 4, _contact_parts(closer), tuple(map(pack, records)), outcomes, omitted
+        case Found(closer, records):
+            return 5, _contact_parts(closer), tuple(map(pack, records))
+        case Located(closer):
+            return 6, _contact_parts(closer)
+
+
+def decode_request(message: bytes) -> Request:
+    """The request in `message`. MessageError for any other bytes; signatures are not checked here."""
+    request = _decode(message)
+    if not isinstance(request, Store | Find | Locate):
+        raise MessageError("an answer came where a request was expected")
+    return request
+
+
+def decode_answer(message: bytes) -> Answer:
+    """The answer in `message`. MessageError for any other bytes; signatures are not checked here."""
+    answer = _decode(message)
+    if isinstance(answer, Store | Find | Locate):
+        raise MessageError("a request came where an answer was expected")
+    return answer
+
+
+def _decode(message: bytes) -> Request | Answer:
+    try:
+        reader = Reader(message)
+        decoded = _read_message(reader)
+        reader.end()
+    except (WireError, RecordError, ContactError) as error:
+        raise MessageError(str(error)) from error
+    return decoded
+
+
+def _read_message(reader: Reader) -> Request | Answer:
+    length = reader.array(5)
+    match reader.integer(6), length:
+        case 1, 3:
+            return Store(_read_addresses(reader), _read_many(reader, MAX_STORED_RECORDS, _read_record))
+        case 2, 3:
+            return Find(_read_addresses(reader), reader.binary(KEY_BYTES))
+        case 3, 3:
+            return Locate(_read_addresses(reader), reader.binary(BITS // 8))
+        case 4, 5:
+            closer, records = _read_closer(reader), _read_records(reader)
+            outcomes = _read_many(reader, MAX_STORED_RECORDS, Reader.text)
+            return Stored(closer, records, outcomes, reader.integer(2**32))
+        case 5, 3:
+            return Found(_read_closer(reader), _read_records(reader))
+        case 6, 2:
+            return Located(_read_closer(reader))
+    raise WireError("no message has this number and length")
+
+
+def _read_many(reader: Reader, most: int, read: Callable[[Reader], T]) -> tuple[T, ...]:
+    return tuple(read(reader) for _ in range(reader.array(most)))
+
+
+def _read_records(reader: Reader) -> tuple[Record, ...]:
+    return _read_many(reader, MAX_ANSWER_RECORDS, _read_record)
+
+
+def _read_record(reader: Reader) -> Record:
+    return unpack(reader.scalars(FIELDS))
+
+
+def _read_closer(reader: Reader) -> tuple[Contact, ...]:
+    return _read_many(reader, K, _read_contact)
+
+
+def _read_contact(reader: Reader) -> Contact:
+    if reader.array(2) != 2:
+        raise WireError("a contact is a peer id and its addresses")
+    return Contact(reader.text(), _read_addresses(reader))
+
+
+def _read_addresses(reader: Reader) -> tuple[str, ...]:
+    return _read_many(reader, MAX_ADDRESSES, Reader.text)
+
+
+def _contact_parts(contacts: tuple[Contact, ...]) -> tuple[object, ...]:
+    return tuple((contact.peer_id, contact.addresses) for contact in contacts)
+
+
+def _check_sender(addresses: tuple[str, ...]) -> None:
+    try:
+        check_addresses(addresses)
+    except ContactError as error:
+        raise MessageError(error.reason) from error
+
+
+def _check_closer(closer: tuple[Contact, ...]) -> None:
+    _require(len(closer) <= K, f"an answer names at most {K} contacts")
+    _require(len({contact.peer_id for contact in closer}) == len(closer), "an answer names a contact twice")
+
+
+def _require(holds: bool, reason: str) -> None:
+    if not holds:
+        raise MessageError(reason)

@@ -1,0 +1,101 @@
+"""The three things one does with the network: look around, store a record, find the records under a key."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import trio
+
+from p2pavg_dht.client import Client
+from p2pavg_dht.contact import Contact
+from p2pavg_dht.distance import K, key_point, point_bytes
+from p2pavg_dht.lookup import Lookup
+from p2pavg_dht.messages import Answer, Find, Found, Locate, Store, Stored
+from p2pavg_dht.record import Record
+from p2pavg_dht.routing import RoutingTable
+
+# How long the way to a key counts as known, and for how many keys it is remembered.
+RESOLVED_FOR = 60.0
+MOST_RESOLVED = 1024
+
+
+@dataclass(slots=True)
+class StoreRound:
+    """What came of sending one record to the nearest peers."""
+
+    holders: list[str] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
+    records: list[Record] = field(default_factory=list)
+
+    def note(self, contact: Contact, answer: Answer) -> None:
+        """`contact` has answered."""
+        assert isinstance(answer, Stored)
+        if answer.outcomes[0]:
+            self.refused.append(f"{contact.peer_id}: {answer.outcomes[0]}")
+        else:
+            self.holders.append(contact.peer_id)
+        self.records.extend(answer.records)
+
+
+class Operations:
+    """Lookups for the peer `own_id` over `client`, starting from what `table` knows."""
+
+    def __init__(self, own_id: str, client: Client, table: RoutingTable) -> None:
+        self._own_id = own_id
+        self._client = client
+        self._table = table
+        self._resolved: dict[int, float] = {}
+
+    async def locate(self, point: int, seeds: Iterable[Contact] = ()) -> None:
+        """Learn who is near `point`, from `seeds` and the contacts known."""
+        lookup = self._lookup(point, seeds)
+        request = Locate(self._client.addresses(), point_bytes(point))
+        await self._client.walk(lookup, request, _ignore)
+        self._note_resolved(point)
+
+    async def store(self, record: Record) -> StoreRound:
+        """Send `record` to the K nearest, and on to nearer ones that their answers name.
+
+        When the way is known this is one wave of calls. When it is not, it is looked up first, so that a
+        large network is not strewn with copies on the way.
+        """
+        point = key_point(record.key)
+        if not self._known(point):
+            await self.locate(point)
+        outcome = StoreRound()
+        request = Store(self._client.addresses(), (record,))
+        await self._client.walk(self._lookup(point), request, outcome.note)
+        return outcome
+
+    async def find(self, key: bytes) -> list[Record]:
+        """All records under `key` that the K nearest hold, as they hold them: not merged yet."""
+        found: list[Record] = []
+
+        def collect(_: Contact, answer: Answer) -> None:
+            assert isinstance(answer, Found)
+            found.extend(answer.records)
+
+        point = key_point(key)
+        await self._client.walk(self._lookup(point), Find(self._client.addresses(), key), collect)
+        self._note_resolved(point)
+        return found
+
+    def _lookup(self, point: int, seeds: Iterable[Contact] = ()) -> Lookup:
+        # Twice as many as are asked: the second half steps in for those that do not answer.
+        known = [*self._table.nearest(point, 2 * K), *seeds]
+        return Lookup(point, known, own_id=self._own_id, wide=self._known(point))
+
+    def _known(self, point: int) -> bool:
+        """Whether the nearest contacts in the table are the nearest there are, as far as one can tell."""
+        few = len(self._table.live()) < K
+        return few or trio.current_time() < self._resolved.get(point, -RESOLVED_FOR) + RESOLVED_FOR
+
+    def _note_resolved(self, point: int) -> None:
+        self._resolved.pop(point, None)
+        self._resolved[point] = trio.current_time()
+        if len(self._resolved) > MOST_RESOLVED:
+            # Dictionaries keep their order: the first was resolved longest ago.
+            del self._resolved[next(iter(self._resolved))]
+
+
+def _ignore(_: Contact, __: Answer) -> None:
+    """The client has told the routing table already."""

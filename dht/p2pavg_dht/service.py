@@ -1,0 +1,45 @@
+"""Serving others: what the answer to a request is. Decides; no I/O, no clock."""
+
+from collections.abc import Iterable
+
+from p2pavg_dht.contact import Contact
+from p2pavg_dht.distance import key_point, nearest
+from p2pavg_dht.messages import Answer, Find, Found, Locate, Located, Request, Store, Stored
+from p2pavg_dht.record import Record
+from p2pavg_dht.routing import RoutingTable
+from p2pavg_dht.storage import RecordStore, Refusal
+from p2pavg_dht.wire import MAX_RECORD_BYTES_PER_ANSWER
+
+UNCHECKED = "not looked at: an earlier record of this message was forged"
+
+
+def serve(request: Request, sender: str, store: RecordStore, table: RoutingTable, now: float) -> Answer:
+    """Carry out `request` of the authenticated peer `sender` at wall-clock time `now`."""
+    match request:
+        case Store(_, records):
+            outcomes = tuple(_put_all(records, sender, store, now))
+            keys = dict.fromkeys(record.key for record in records)
+            held, omitted = store.records_within(keys, MAX_RECORD_BYTES_PER_ANSWER, now)
+            return Stored(_closer(table, key_point(records[0].key), sender), tuple(held), outcomes, omitted)
+        case Find(_, key):
+            return Found(_closer(table, key_point(key), sender), store.records(key, now))
+        case Locate(_, point):
+            return Located(_closer(table, int.from_bytes(point, "big"), sender))
+
+
+def _put_all(records: Iterable[Record], sender: str, store: RecordStore, now: float) -> Iterable[str]:
+    forged = False
+    for record in records:
+        if forged:
+            # Nobody who checks what it stores passes on a forgery, so this sender gets no more of our time.
+            yield UNCHECKED
+            continue
+        refusal = store.put(record, sender=sender, now=now)
+        forged = refusal is Refusal.FORGED
+        yield refusal or ""
+
+
+def _closer(table: RoutingTable, point: int, asker: str) -> tuple[Contact, ...]:
+    # Without an address nobody but us could reach it.
+    others = (contact for contact in table.live() if contact.addresses and contact.peer_id != asker)
+    return tuple(nearest(others, point))

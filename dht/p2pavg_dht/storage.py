@@ -1,0 +1,223 @@
+"""What this peer keeps for others, and why it refuses.
+
+The policy under attack: **a live record is never pushed out by somebody else's.** Who is in stays in until
+it expires, and renewing what is held is refused only where the new value is longer and there is no room for
+the difference. So a flood can keep newcomers out, of one key or of the whole store, for at most the longest
+TTL unless it is paid for again; it cannot remove an honest record. One publisher is held to its allowance
+over all keys, one sender to its allowance of other publishers' records. Many identities that each connect
+themselves are many publishers: admission to a run is not this layer's to decide.
+
+Nothing is refused for being far from this peer's own point: keys are free to choose, so a flood would
+simply choose near ones, while an honest record may meet a peer whose table is out of date.
+
+Replays: under one key, a publisher's sequence and its expiration time only ever grow. A tombstone thereby
+outlives every record that it withdraws, and when it is gone an older record is refused as expired.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+from heapq import heapify, heappop, heappush
+from typing import TypeVar
+
+from p2pavg_dht.limits import Limits
+from p2pavg_dht.record import Record, RecordError, verify
+
+T = TypeVar("T", bound=bytes | str)
+
+
+class Refusal(StrEnum):
+    """Why a record was not taken; the text travels to the sender."""
+
+    EXPIRED = "already expired"
+    TOO_FAR = "expires too far in the future"
+    REPLAYED = "replayed: a newer record of this publisher is held"
+    SHORTENED = "expires before the record it replaces, which could then be replayed"
+    FORGED = "forged: the signature is not the publisher's"
+    KEY_FULL = "no room under this key"
+    PUBLISHER_QUOTA = "the publisher's allowance is used up"
+    SENDER_QUOTA = "the sender's allowance of other publishers' records is used up"
+    STORE_FULL = "no room"
+
+
+def untimely(record: Record, now: float, limits: Limits) -> Refusal | None:
+    """Why `record` cannot count at wall-clock time `now`, if so."""
+    if record.expiration_time <= now:
+        return Refusal.EXPIRED
+    if record.expiration_time > now + limits.max_ttl + limits.clock_skew:
+        return Refusal.TOO_FAR
+    return None
+
+
+@dataclass(slots=True)
+class _Usage:
+    records: int = 0
+    bytes: int = 0
+
+    def add(self, records: int, size: int) -> None:
+        self.records += records
+        self.bytes += size
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    record: Record
+    # Who brought a record of somebody else; None when the publisher came itself.
+    relayed_by: str | None
+
+
+class RecordStore:
+    """Verified records by key and publisher, within `limits`."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._keys: dict[bytes, dict[str, _Entry]] = {}
+        self._total = _Usage()
+        self._by_key: dict[bytes, _Usage] = {}
+        self._by_publisher: dict[str, _Usage] = {}
+        self._relayed: Counter[str] = Counter()
+        self._expirations: list[tuple[float, bytes, str]] = []
+
+    def __len__(self) -> int:
+        return self._total.records
+
+    @property
+    def total_bytes(self) -> int:
+        """The bytes of all records held, as they travel."""
+        return self._total.bytes
+
+    def put(self, record: Record, *, sender: str, now: float) -> Refusal | None:
+        """Keep `record`, brought by the authenticated peer `sender`. The reason when it is not taken.
+
+        What is held already counts as taken. The signature, which costs the most, is checked last.
+        """
+        self.expire(now)
+        held = self._held(record.key, record.publisher)
+        if held is not None and held.record == record:
+            return None
+        refusal = (
+            untimely(record, now, self._limits)
+            or (_outranked(record, held.record) if held else None)
+            or self._no_room(record, held, sender)
+            or _forged(record)
+        )
+        if refusal is None:
+            self._replace(record, held, sender)
+        return refusal
+
+    def records(self, key: bytes, now: float) -> tuple[Record, ...]:
+        """The unexpired records under `key`, withdrawals among them, ordered by publisher."""
+        self.expire(now)
+        entries = self._keys.get(key, {})
+        return tuple(entries[publisher].record for publisher in sorted(entries))
+
+    def records_within(self, keys: Iterable[bytes], most_bytes: int, now: float) -> tuple[list[Record], int]:
+        """The unexpired records under `keys` as far as `most_bytes` goes, and how many were left out."""
+        taken: list[Record] = []
+        omitted = 0
+        for record in (record for key in keys for record in self.records(key, now)):
+            if record.wire_bytes <= most_bytes:
+                most_bytes -= record.wire_bytes
+                taken.append(record)
+            else:
+                omitted += 1
+        return taken, omitted
+
+    def expire(self, now: float) -> None:
+        """Forget what has expired at wall-clock time `now`."""
+        while self._expirations and self._expirations[0][0] <= now:
+            _, key, publisher = heappop(self._expirations)
+            entry = self._held(key, publisher)
+            # A renewed record has left its earlier expiration behind in the heap.
+            if entry is not None and entry.record.expiration_time <= now:
+                self._remove(entry)
+
+    def _held(self, key: bytes, publisher: str) -> _Entry | None:
+        return self._keys.get(key, {}).get(publisher)
+
+    def _no_room(self, record: Record, held: _Entry | None, sender: str) -> Refusal | None:
+        limits = self._limits
+        records = 0 if held else 1
+        size = record.wire_bytes - (held.record.wire_bytes if held else 0)
+        if not held and sender != record.publisher and self._relayed[sender] >= limits.relayed_per_sender:
+            return Refusal.SENDER_QUOTA
+        publisher = self._by_publisher.get(record.publisher, _Usage())
+        if _over(publisher, records, size, limits.records_per_publisher, limits.bytes_per_publisher):
+            return Refusal.PUBLISHER_QUOTA
+        key = self._by_key.get(record.key, _Usage())
+        if _over(key, records, size, limits.publishers_per_key, limits.bytes_per_key):
+            return Refusal.KEY_FULL
+        new_key = record.key not in self._keys and len(self._keys) >= limits.total_keys
+        if new_key or _over(self._total, records, size, limits.total_records, limits.total_bytes):
+            return Refusal.STORE_FULL
+        return None
+
+    def _replace(self, record: Record, held: _Entry | None, sender: str) -> None:
+        relayed_by = None if sender == record.publisher else sender
+        if held is not None:
+            # Who brought it first goes on paying, so that renewals cannot wander over many senders; only
+            # the publisher itself takes over what was brought for it.
+            relayed_by = relayed_by and held.relayed_by
+            self._remove(held)
+        self._insert(_Entry(record, relayed_by))
+
+    def _insert(self, entry: _Entry) -> None:
+        record = entry.record
+        self._keys.setdefault(record.key, {})[record.publisher] = entry
+        self._count(entry, 1)
+        heappush(self._expirations, (record.expiration_time, record.key, record.publisher))
+        # A publisher that renews all the time leaves one stale expiration each time.
+        if len(self._expirations) > 2 * len(self) + 64:
+            self._expirations = [_expiration(e) for entries in self._keys.values() for e in entries.values()]
+            heapify(self._expirations)
+
+    def _remove(self, entry: _Entry) -> None:
+        entries = self._keys[entry.record.key]
+        del entries[entry.record.publisher]
+        if not entries:
+            del self._keys[entry.record.key]
+        self._count(entry, -1)
+
+    def _count(self, entry: _Entry, sign: int) -> None:
+        record = entry.record
+        self._total.add(sign, sign * record.wire_bytes)
+        _count_in(self._by_key, record.key, sign, record.wire_bytes)
+        _count_in(self._by_publisher, record.publisher, sign, record.wire_bytes)
+        if entry.relayed_by is not None:
+            self._relayed[entry.relayed_by] += sign
+            if not self._relayed[entry.relayed_by]:
+                del self._relayed[entry.relayed_by]
+
+
+def _expiration(entry: _Entry) -> tuple[float, bytes, str]:
+    return entry.record.expiration_time, entry.record.key, entry.record.publisher
+
+
+def _count_in(usages: dict[T, _Usage], name: T, sign: int, size: int) -> None:
+    usage = usages.setdefault(name, _Usage())
+    usage.add(sign, sign * size)
+    if not usage.records:
+        del usages[name]
+
+
+def _outranked(record: Record, held: Record) -> Refusal | None:
+    if record.rank < held.rank:
+        return Refusal.REPLAYED
+    if record.expiration_time < held.expiration_time:
+        return Refusal.SHORTENED
+    return None
+
+
+def _forged(record: Record) -> Refusal | None:
+    try:
+        verify(record)
+    except RecordError:
+        return Refusal.FORGED
+    return None
+
+
+def _over(usage: _Usage, records: int, size: int, most_records: int, most_bytes: int) -> bool:
+    # What takes no more room than before is never refused for want of it: renewals and withdrawals pass.
+    too_many = records > 0 and usage.records + records > most_records
+    return too_many or (size > 0 and usage.bytes + size > most_bytes)

@@ -1,0 +1,179 @@
+"""What goes on in the background of a record node: renewals, expiry, checks on peers, looking around."""
+
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Protocol
+
+import trio
+
+from p2pavg_dht.client import Client
+from p2pavg_dht.contact import Contact
+from p2pavg_dht.distance import K, flipped, key_point, point_bytes
+from p2pavg_dht.messages import MAX_STORED_RECORDS, Locate, Store, Stored
+from p2pavg_dht.operations import Operations
+from p2pavg_dht.publications import Publications
+from p2pavg_dht.routing import RoutingTable
+from p2pavg_dht.rpc import RpcError
+from p2pavg_dht.storage import RecordStore
+
+logger = logging.getLogger(__name__)
+
+# The wall clock may jump (a suspended laptop, a corrected clock), so it is looked at again this often.
+TICK = 1.0
+SHORTEST_TICK = 0.05
+# Soon after joining, when others are joining too, then ever more rarely.
+FIRST_REFRESH = 0.25
+LONGEST_REFRESH = 300.0
+# Peers that call but do not answer can occupy so many tasks at most, each for RPC_TIMEOUT.
+CHECKERS = 16
+MOST_WAITING = 256
+MOST_BOOTSTRAP = 64
+
+
+class Started(Protocol):
+    """What `nursery.start` passes as `task_status` (trio.TaskStatus[None])."""
+
+    def started(self) -> None:
+        """It runs."""
+
+
+class Upkeep:
+    """The background of one node. Nothing happens before `run`; what waits meanwhile is bounded."""
+
+    def __init__(
+        self,
+        *,
+        own_point: int,
+        client: Client,
+        table: RoutingTable,
+        operations: Operations,
+        store: RecordStore,
+        publications: Publications,
+        renew: Callable[[bytes], Awaitable[None]],
+        wall_clock: Callable[[], float],
+    ) -> None:
+        self._own_point = own_point
+        self._client = client
+        self._table = table
+        self._operations = operations
+        self._store = store
+        self._publications = publications
+        self._renew = renew
+        self._now = wall_clock
+        self._running = False
+        self._bootstrap: tuple[Contact, ...] = ()
+        self._refresh_wanted = trio.Event()
+        self._checking: set[str] = set()
+        self._to_check, self._checks = trio.open_memory_channel[Contact](MOST_WAITING)
+        self._to_tell, self._newcomers = trio.open_memory_channel[Contact](MOST_WAITING)
+
+    def remember_bootstrap(self, contacts: Sequence[Contact]) -> None:
+        """Try these again whenever nobody is known."""
+        self._bootstrap = tuple(dict.fromkeys((*contacts, *self._bootstrap)))[:MOST_BOOTSTRAP]
+
+    def refresh_soon(self) -> None:
+        """Look around in FIRST_REFRESH, and less often from there."""
+        self._refresh_wanted.set()
+
+    def check_if_wanted(self, contact: Contact) -> None:
+        """Call `contact` soon, if the routing table wants it."""
+        if self._table.wanted(contact, trio.current_time()):
+            self._check_soon(contact)
+
+    def tell_soon(self, contact: Contact) -> None:
+        """Bring `contact`, which has just come (back), the records of ours that it should hold."""
+        try:
+            self._to_tell.send_nowait(contact)
+        except trio.WouldBlock:
+            logger.debug("%s will get our records at their renewal: too many came at once", contact.peer_id)
+
+    async def run(self, *, task_status: Started) -> None:
+        """Until cancelled. RuntimeError when it runs already."""
+        if self._running:
+            raise RuntimeError("this record node runs already")
+        self._running = True
+        try:
+            async with trio.open_nursery() as nursery:
+                for _ in range(CHECKERS):
+                    nursery.start_soon(self._check_contacts)
+                    nursery.start_soon(self._tell_newcomers)
+                nursery.start_soon(self._refresh)
+                nursery.start_soon(self._tick, nursery)
+                task_status.started()
+        finally:
+            self._running = False
+
+    async def _tick(self, nursery: trio.Nursery) -> None:
+        while True:
+            now = self._now()
+            self._store.expire(now)
+            for key in self._publications.due(now):
+                nursery.start_soon(self._renew, key)
+            self._check_on_peers()
+            # The renewals have begun, and are no longer due, when the next tick is planned.
+            await trio.sleep(SHORTEST_TICK)
+            await trio.sleep(max(0.0, min(TICK, self._publications.next_due() - self._now())))
+
+    def _check_on_peers(self) -> None:
+        for contact in self._table.due(trio.current_time()):
+            self._check_soon(contact)
+        if not self._table.live():
+            for contact in self._bootstrap:
+                self.check_if_wanted(contact)
+
+    def _check_soon(self, contact: Contact) -> None:
+        if contact.peer_id in self._checking:
+            return
+        try:
+            self._to_check.send_nowait(contact)
+        except trio.WouldBlock:
+            logger.debug("%s is not checked: too many wait for it", contact.peer_id)
+        else:
+            self._checking.add(contact.peer_id)
+
+    async def _check_contacts(self) -> None:
+        # Asking for our own surroundings makes every check a look around as well.
+        async for contact in self._checks:
+            try:
+                await self._client.ask(
+                    contact, Locate(self._client.addresses(), point_bytes(self._own_point))
+                )
+            except RpcError as error:
+                logger.debug("check: %s", error)
+            finally:
+                self._checking.discard(contact.peer_id)
+
+    async def _tell_newcomers(self) -> None:
+        async for contact in self._newcomers:
+            records = [
+                record
+                for record in self._publications.unconfirmed(contact.peer_id, self._now())
+                if contact in self._table.nearest(key_point(record.key), K)
+            ][:MAX_STORED_RECORDS]
+            if not records:
+                continue
+            try:
+                answer = await self._client.ask(contact, Store(self._client.addresses(), tuple(records)))
+            except RpcError as error:
+                logger.debug("telling: %s", error)
+                continue
+            assert isinstance(answer, Stored)
+            for record, outcome in zip(records, answer.outcomes, strict=True):
+                if not outcome:
+                    self._publications.confirmed(record, contact.peer_id)
+
+    async def _refresh(self) -> None:
+        interval = FIRST_REFRESH
+        while True:
+            self._refresh_wanted = trio.Event()
+            with trio.move_on_after(interval):
+                await self._refresh_wanted.wait()
+                interval = FIRST_REFRESH
+                await trio.sleep(interval)
+            await self._look_around()
+            interval = min(2 * interval, LONGEST_REFRESH)
+
+    async def _look_around(self) -> None:
+        await self._operations.locate(self._own_point)
+        for bucket in self._table.buckets_to_refresh():
+            await self._operations.locate(flipped(self._own_point, bucket))

@@ -1,0 +1,54 @@
+"""Peers average gradients and parameters over the open internet, with no server.
+
+``p2pavg.blocking`` is for ordinary training loops, :func:`open_peer` for trio programs.
+"""
+
+from __future__ import annotations
+
+from p2pavg import blocking
+from p2pavg.averager import DecentralizedAverager
+from p2pavg.config import AveragingConfig
+from p2pavg.errors import (
+    AccumulateError,
+    AddressError,
+    BootstrapError,
+    ClosedError,
+    ConfigError,
+    IdentityError,
+    ListenError,
+    P2PAvgError,
+)
+from p2pavg.peer import Peer, open_peer
+from p2pavg.result import Failed, InProgress, NoPeers, RoundResult, Success, Tensors
+from p2pavg_compression import Bf16, Blockwise8, Codec, CodecError, Fp16, Fp32, Int8
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AccumulateError",
+    "AddressError",
+    "AveragingConfig",
+    "Bf16",
+    "Blockwise8",
+    "BootstrapError",
+    "ClosedError",
+    "Codec",
+    "CodecError",
+    "ConfigError",
+    "DecentralizedAverager",
+    "Failed",
+    "Fp16",
+    "Fp32",
+    "IdentityError",
+    "InProgress",
+    "Int8",
+    "ListenError",
+    "NoPeers",
+    "P2PAvgError",
+    "Peer",
+    "RoundResult",
+    "Success",
+    "Tensors",
+    "blocking",
+    "open_peer",
+]

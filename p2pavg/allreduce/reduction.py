@@ -1,0 +1,176 @@
+"""What a member is still owed in a round, and what a loss therefore means. No I/O, no clock.
+
+A member owes another its contribution to that one's share, and the averages of its own share. A lost member that owes
+nothing any more changes nothing; one that owes something ends the round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from p2pavg.allreduce.messages import Lane
+from p2pavg.allreduce.partition import Part, cut_into_parts, share_bounds
+from p2pavg.errors import RemoteProtocolError
+from p2pavg.matchmaking.roster import Roster
+from p2pavg_compression import MAX_MAGNITUDE, Codec, CodecError
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The round cannot end well here: why, and because of whom (``None``: of nobody but ourselves)."""
+
+    reason: str
+    peer_id: str | None
+    hostile: bool = False
+    """Whether that peer broke the protocol, which no honest one does."""
+
+
+class Ledger:
+    """What one member expects, part by part, from every other."""
+
+    def __init__(self, roster: Roster, me: str, granularity: int) -> None:
+        self.roster = roster
+        self.me = me
+        position = roster.position(me)
+        self.contributing = not roster.members[position].auxiliary
+        self.parts = {
+            member.peer_id: cut_into_parts(*share_bounds(roster.shares, index), granularity)
+            for index, member in enumerate(roster.members)
+        }
+        """The parts of each member's share."""
+        others = [member for member in roster.members if member.peer_id != me]
+        self.contributors = [member.peer_id for member in others if not member.auxiliary]
+        """The other members that contribute."""
+        self._next: dict[tuple[str, Lane], int] = {}
+        self._expected: dict[tuple[str, Lane], int] = {}
+        for member in others:
+            sends = len(self.parts[me]) if not member.auxiliary else 0
+            self._expected[member.peer_id, Lane.CONTRIBUTIONS] = sends
+            reduces = len(self.parts[member.peer_id]) if self.contributing else 0
+            self._expected[member.peer_id, Lane.AVERAGES] = reduces
+        self._missing = [len(self.contributors)] * len(self.parts[me])
+        self._own_left = len(self.parts[me])
+        self.gave_up: dict[str, str] = {}
+        """Members that are gone although they owed nothing, and why."""
+
+    def expects(self, peer_id: str, lane: Lane) -> int:
+        """How many parts a member sends on a lane to this one."""
+        return self._expected.get((peer_id, lane), 0)
+
+    def owed_by(self, peer_id: str) -> int:
+        """How many parts are still to come from a member."""
+        return sum(
+            self._expected.get((peer_id, lane), 0) - self._next.get((peer_id, lane), 0) for lane in Lane
+        )
+
+    @property
+    def inbound_lanes(self) -> int:
+        """How many lanes others open to this member."""
+        return sum(expected > 0 for expected in self._expected.values())
+
+    def due(self, peer_id: str, lane: Lane) -> Part:
+        """The next part of a lane.
+
+        Raises:
+            RemoteProtocolError: no further part is due.
+        """
+        position = self._next.get((peer_id, lane), 0)
+        if position >= self.expects(peer_id, lane):
+            raise RemoteProtocolError(f"a part of {lane.name.lower()} came where none was due")
+        return self.parts[peer_id if lane is Lane.AVERAGES else self.me][position]
+
+    def received(self, peer_id: str, lane: Lane) -> bool:
+        """The part that was due has come whole; whether it was the last contribution to that part of our share."""
+        index = self.due(peer_id, lane).index
+        self._next[peer_id, lane] = index + 1
+        if lane is Lane.AVERAGES:
+            return False
+        self._missing[index] -= 1
+        return self._missing[index] == 0
+
+    def averaged_own(self) -> None:
+        """A part of our own share has been averaged."""
+        self._own_left -= 1
+
+    @property
+    def complete(self) -> bool:
+        """Everything that this member needs is there."""
+        return self._own_left == 0 and not any(map(self.owed_by, self._peers()))
+
+    def lost(self, peer_id: str, reason: str, *, blames: str | None = None) -> Verdict | None:
+        """A member is gone. ``None`` when it owed nothing; else the round is over.
+
+        ``blames`` is the member that the lost one itself gave as its reason.
+        """
+        if self.owed_by(peer_id) == 0:
+            self.gave_up.setdefault(peer_id, reason)
+            return None
+        return Verdict(f"{peer_id} was lost in the exchange: {reason}", blames or peer_id)
+
+    def overdue(self, timeout: float) -> Verdict:
+        """The time is over: who is waited for."""
+        waiting = [
+            f"{peer_id} ({self.owed_by(peer_id)} parts)" for peer_id in self._peers() if self.owed_by(peer_id)
+        ]
+        culprit = next((peer_id for peer_id in self._peers() if self.owed_by(peer_id)), None)
+        return Verdict(
+            f"the exchange took longer than {timeout:g} s, waiting for {', '.join(waiting) or 'itself'}",
+            culprit,
+        )
+
+    def _peers(self) -> list[str]:
+        return [member.peer_id for member in self.roster.members if member.peer_id != self.me]
+
+
+@dataclass(frozen=True, slots=True)
+class Contribution:
+    """One member's values of one part: float32 of the part's length, or the bytes that its codec made of them."""
+
+    peer_id: str
+    weight: float
+    values: torch.Tensor | bytearray
+
+
+class BadContributionError(RemoteProtocolError):
+    """A member's part does not decode."""
+
+    def __init__(self, peer_id: str, reason: str) -> None:
+        super().__init__(f"{peer_id} sent a part that does not decode: {reason}")
+        self.peer_id = peer_id
+
+
+def average_part(
+    codec: Codec, contributions: Sequence[Contribution], total_weight: float, out: torch.Tensor
+) -> memoryview:
+    """The weighted mean of one part, encoded once, and decoded from there into ``out``.
+
+    Every member decodes these same bytes, this one too: that is what makes their results identical.
+
+    Args:
+        contributions: of all members, in the roster's order, so that the rounding is the same in every run.
+        total_weight: the sum of the roster's weights.
+        out: float32 of the part's length, on the CPU.
+
+    Raises:
+        BadContributionError: an encoded contribution is malformed.
+    """
+    accumulator = torch.zeros(out.numel(), dtype=torch.float32)
+    for contribution in contributions:
+        share = contribution.weight / total_weight
+        if isinstance(contribution.values, torch.Tensor):
+            accumulator.add_(contribution.values, alpha=share)
+            continue
+        try:
+            codec.accumulate(contribution.values, accumulator, share)
+        except CodecError as error:
+            raise BadContributionError(contribution.peer_id, str(error)) from None
+    try:
+        encoded = codec.encode(accumulator)
+    except CodecError:
+        # Contributions at the limit may exceed it by a rounding error together.
+        encoded = codec.encode(accumulator.clamp_(-MAX_MAGNITUDE, MAX_MAGNITUDE))
+    codec.decode(encoded, out.numel(), out=out)
+    return encoded

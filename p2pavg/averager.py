@@ -1,0 +1,238 @@
+"""The averager that a trio program uses; :mod:`p2pavg.blocking` is the same for ordinary threads."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import trio
+
+from p2pavg.accumulation import Accumulation, Given, Schema
+from p2pavg.allreduce.partition import shares_by_bandwidth
+from p2pavg.config import AveragingConfig
+from p2pavg.errors import ClosedError
+from p2pavg.matchmaking.matchmaker import Matchmaker
+from p2pavg.matchmaking.roster import Candidate, ready_key
+from p2pavg.matchmaking.rules import Settings
+from p2pavg.result import InProgress, NoPeers, RoundResult, Tensors
+from p2pavg.round import Round, RoundTools
+from p2pavg.run import RUN_TTL_SECONDS, RunEntry, encode_entry, read_entries, run_key, why_apart
+from p2pavg.workers import Workers
+
+if TYPE_CHECKING:
+    from p2pavg.peer import Peer
+
+_CLOSE_SECONDS = 2.0
+
+
+class DecentralizedAverager:
+    """Averages what is accumulated with other peers of the same run.
+
+    Made by :meth:`p2pavg.Peer.averager`. ``accumulate``, ``accumulated``, ``weight`` and ``clear`` may be called from
+    any thread; ``step`` belongs to trio.
+    """
+
+    def __init__(
+        self, peer: Peer, config: AveragingConfig, nursery: trio.Nursery, tails: trio.Nursery
+    ) -> None:
+        self.config = config
+        self._peer = peer
+        self._nursery = nursery
+        self._tails = tails
+        self._accumulation = Accumulation()
+        self._tools: RoundTools | None = None
+        self._key = b""
+        self._entry: RunEntry | None = None
+        self._round: Round | None = None
+        self._stepping = trio.Lock()
+        self._round_scope = trio.CancelScope()
+        self._closed = False
+
+    @property
+    def peer_id(self) -> str:
+        """This peer's id."""
+        return self._peer.id
+
+    @property
+    def addresses(self) -> list[str]:
+        """Where others can dial this peer; each ends in ``/p2p/<peer id>``."""
+        return self._peer.addresses
+
+    def accumulate(self, tensors: Given, *, weight: float = 1.0) -> None:
+        """Take tensors into this peer's next contribution: their mean by weight.
+
+        Args:
+            tensors: a sequence, or a mapping from names, of dense tensors of float32, float16 or bfloat16, on CPU or
+                CUDA; always the same number, names, shapes, dtypes and devices as in the first call. They are read,
+                not kept.
+            weight: how much they count, in samples; finite and above 0.
+
+        Raises:
+            AccumulateError: anything else, NaN and Inf among the values too; the message names the tensor, and nothing
+                of this call is accumulated.
+            ClosedError: the averager is closed.
+        """
+        self._check_open()
+        self._accumulation.add(tensors, weight)
+
+    @property
+    def accumulated(self) -> Tensors | None:
+        """A copy of the weighted mean of what waits for the next round; ``None`` when nothing does."""
+        return self._accumulation.mean()
+
+    @property
+    def weight(self) -> float:
+        """The summed weight, in samples, of what waits for the next round."""
+        return self._accumulation.weight
+
+    def clear(self) -> None:
+        """Forget what was accumulated, also what a round that fails would give back."""
+        self._accumulation.clear()
+
+    async def step(self, *, wait: float | None) -> RoundResult:
+        """Average, or see how far averaging is.
+
+        Starts a round if none runs; what is accumulated from then on belongs to the next one. The round goes on in
+        the background when this call returns before it has ended, and a later call collects its result.
+
+        Args:
+            wait: 0 does not wait, a number waits for at most so many seconds, ``None`` until there is a result or the
+                match timeout has passed without a group.
+
+        Returns:
+            * :class:`~p2pavg.Success`: ``averaged`` is the average of ``peers``; the contribution is used up.
+            * :class:`~p2pavg.InProgress`: the round runs.
+            * :class:`~p2pavg.NoPeers`: nobody was ready by the match timeout, or nothing was accumulated.
+            * :class:`~p2pavg.Failed`: the exchange did not come to an end, and why. As with ``NoPeers``, everything
+              accumulated still is, and the next call begins another round.
+
+        Raises:
+            ClosedError: the averager is closed.
+            ValueError: ``wait`` is negative or not a number.
+        """
+        self._check_open()
+        deadline = trio.current_time() + _checked_wait(wait)
+        await trio.lowlevel.checkpoint()
+        with trio.move_on_at(deadline if self._stepping.locked() else math.inf) as scope:
+            await self._stepping.acquire()
+        if scope.cancelled_caught:  # another task waits for the round
+            return self._progress()
+        try:
+            return await self._step(deadline)
+        finally:
+            self._stepping.release()
+
+    async def _step(self, deadline: float) -> RoundResult:
+        if self._round is None and not self._begin():
+            return NoPeers(reason="nothing is accumulated")
+        assert self._round is not None
+        while True:
+            if (result := self._round.result) is not None:
+                self._round = None
+                return result
+            if (report := self._round.take_report()) is not None:
+                return report
+            with trio.move_on_at(deadline) as scope:
+                await self._round.changed()
+            self._check_open()
+            if scope.cancelled_caught and self._round.result is None:
+                return self._progress()
+
+    def _progress(self) -> InProgress:
+        if self._round is None:
+            return InProgress(
+                ready_peers=1, target_size=self.config.group_size, reason="another thread is averaging"
+            )
+        return self._round.progress()
+
+    def _begin(self) -> bool:
+        contribution = self._accumulation.take()
+        if contribution is None:
+            return False
+        if self._tools is None:
+            self._tools = self._prepare(contribution.schema)
+        self._round = Round(self._tools, contribution)
+        self._nursery.start_soon(self._run_round, self._round)
+        return True
+
+    async def _run_round(self, running: Round) -> None:
+        with trio.CancelScope() as self._round_scope:
+            await running.run()
+
+    def _prepare(self, schema: Schema) -> RoundTools:
+        """What waits for the first step, since it takes the schema."""
+        codec = self.config.codec
+        key = ready_key(self.config.run_id, schema.hash)
+        if key in self._peer.matchmakers:
+            raise ValueError(
+                f"this peer has an averager of run {self.config.run_id!r} with the same tensors already"
+            )
+
+        def cut_shares(members: tuple[Candidate, ...]) -> tuple[int, ...]:
+            return shares_by_bandwidth(
+                schema.elements, [member.bandwidth for member in members], codec.granularity
+            )
+
+        settings = Settings(
+            target=self.config.group_size,
+            minimum=self.config.min_group_size,
+            match_timeout=self.config.match_timeout,
+            cut_shares=cut_shares,
+        )
+        matchmaker = Matchmaker(
+            self._peer.around, key=key, settings=settings, codec=codec.name, bandwidth=self.config.bandwidth
+        )
+        self._key = key
+        self._peer.matchmakers[key] = matchmaker
+        self._entry = RunEntry(
+            schema_hash=schema.hash,
+            tensors=len(schema.shapes),
+            elements=schema.elements,
+            codec=codec.name,
+            group_size=self.config.group_size,
+        )
+        self._nursery.start_soon(self._say_what_is_averaged, self._entry)
+        return RoundTools(
+            config=self.config,
+            transport=self._peer.around.transport,
+            matchmaker=matchmaker,
+            lobby=self._peer.lobby,
+            accumulation=self._accumulation,
+            workers=Workers(),
+            tails=self._tails,
+            why_alone=self._why_alone,
+        )
+
+    async def _say_what_is_averaged(self, entry: RunEntry) -> None:
+        await self._peer.records.publish(
+            run_key(self.config.run_id), encode_entry(entry), ttl=RUN_TTL_SECONDS
+        )
+
+    async def _why_alone(self) -> str:
+        assert self._entry is not None
+        entries = read_entries(await self._peer.records.find(run_key(self.config.run_id)))
+        entries.pop(self._peer.id, None)
+        return why_apart(self._entry, entries.values())
+
+    async def aclose(self) -> None:
+        """End the round that runs, if any, and let go of everything within 2 s. What was accumulated stays readable."""
+        if self._closed:
+            return
+        self._closed = True
+        self._round_scope.cancel()
+        if self._tools is not None:
+            del self._peer.matchmakers[self._key]
+            with trio.CancelScope(shield=True, deadline=trio.current_time() + _CLOSE_SECONDS):
+                await self._tools.matchmaker.withdraw()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError("the averager is closed")
+
+
+def _checked_wait(wait: float | None) -> float:
+    if wait is None:
+        return math.inf
+    if isinstance(wait, bool) or not isinstance(wait, int | float) or not wait >= 0:
+        raise ValueError(f"wait must be None or a number of seconds, 0 or more, got {wait!r}")
+    return float(wait)

@@ -1,0 +1,99 @@
+"""The averager for ordinary threads: the only bridge between a training loop and trio.
+
+One background thread runs trio with a peer and its averager. Calls may come from any thread; an exception of the
+background thread reaches whoever calls next.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import trio
+
+from p2pavg.accumulation import Given
+from p2pavg.averager import DecentralizedAverager
+from p2pavg.config import AveragingConfig
+from p2pavg.peer import DEFAULT_LISTEN, open_peer
+from p2pavg.result import RoundResult, Tensors
+from p2pavg.trio_thread import TrioThread
+
+
+class Averager:
+    """A :class:`~p2pavg.DecentralizedAverager` whose calls block. Made by :func:`open_averager`."""
+
+    def __init__(self, thread: TrioThread[DecentralizedAverager], averager: DecentralizedAverager) -> None:
+        self._thread = thread
+        self._averager = averager
+
+    @property
+    def config(self) -> AveragingConfig:
+        """What it was opened with."""
+        return self._averager.config
+
+    @property
+    def peer_id(self) -> str:
+        """This peer's id."""
+        return self._averager.peer_id
+
+    @property
+    def addresses(self) -> list[str]:
+        """Where others can dial this peer; each ends in ``/p2p/<peer id>``."""
+        return self._averager.addresses
+
+    def accumulate(self, tensors: Given, *, weight: float = 1.0) -> None:
+        """See :meth:`p2pavg.DecentralizedAverager.accumulate`; runs in the calling thread."""
+        self._thread.check()
+        self._averager.accumulate(tensors, weight=weight)
+
+    @property
+    def accumulated(self) -> Tensors | None:
+        """A copy of the weighted mean of what waits for the next round; ``None`` when nothing does."""
+        return self._averager.accumulated
+
+    @property
+    def weight(self) -> float:
+        """The summed weight, in samples, of what waits for the next round."""
+        return self._averager.weight
+
+    def clear(self) -> None:
+        """Forget what was accumulated, also what a round that fails would give back."""
+        self._averager.clear()
+
+    def step(self, *, wait: float | None) -> RoundResult:
+        """See :meth:`p2pavg.DecentralizedAverager.step`. Ctrl-C ends the waiting, not the round."""
+        return self._thread.call(lambda: self._averager.step(wait=wait))
+
+
+@contextmanager
+def open_averager(
+    config: AveragingConfig,
+    *,
+    bootstrap: Sequence[str] = (),
+    listen: Sequence[str] = DEFAULT_LISTEN,
+    identity: str | os.PathLike[str] | None = None,
+) -> Iterator[Averager]:
+    """Be a peer with one averager for as long as the block runs.
+
+    Args:
+        config: the run, and how to average in it.
+        bootstrap, listen, identity: see :func:`p2pavg.open_peer`.
+
+    Raises:
+        AddressError, ListenError, IdentityError, BootstrapError: as :func:`p2pavg.open_peer`.
+    """
+
+    async def live(give: Callable[[DecentralizedAverager], None], stop: trio.Event) -> None:
+        async with (
+            open_peer(listen=listen, bootstrap=bootstrap, identity=identity) as peer,
+            peer.averager(config) as averager,
+        ):
+            give(averager)
+            await stop.wait()
+
+    thread = TrioThread(live, name="p2pavg")
+    try:
+        yield Averager(thread, thread.start())
+    finally:
+        thread.stop()

@@ -1,0 +1,72 @@
+"""What one averager is asked to do."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from p2pavg.errors import ConfigError
+from p2pavg_compression import Codec, resolve_codec
+
+MAX_GROUP_SIZE = 64
+MAX_RUN_ID_CHARS = 128
+MAX_TIMEOUT_SECONDS = 3600.0  # no readiness record lives longer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AveragingConfig:
+    """How an averager forms groups and exchanges.
+
+    Args:
+        run_id: who trains together; peers with another run id never meet.
+        group_size: contributors a group aims at, 2 to 64.
+        min_group_size: contributors that are enough once ``match_timeout`` is over, 2 to ``group_size``.
+        match_timeout: seconds a peer looks for a group before it takes a smaller one.
+        exchange_timeout: seconds after which an exchange that is not complete has failed.
+        compression: the codec on the wire, by name (``"blockwise8"``, ``"int8:256"``, …) or as an object; ``None`` is
+            fp32. Only peers with the same codec and block size form groups.
+        bandwidth: what this peer can send and receive, in Mbit/s; shares are proportional to it.
+
+    Raises:
+        ConfigError: an argument is out of range; the message names it.
+    """
+
+    run_id: str
+    group_size: int = 4
+    min_group_size: int = 2
+    match_timeout: float = 30.0
+    exchange_timeout: float = 60.0
+    compression: str | Codec | None = "blockwise8"
+    bandwidth: float = 100.0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.run_id, str) or not 0 < len(self.run_id) <= MAX_RUN_ID_CHARS:
+            raise ConfigError(
+                f"run_id must be text of 1 to {MAX_RUN_ID_CHARS} characters, got {self.run_id!r}"
+            )
+        _check_size("group_size", self.group_size, 2, MAX_GROUP_SIZE)
+        _check_size("min_group_size", self.min_group_size, 2, self.group_size)
+        _check_number("match_timeout", self.match_timeout, MAX_TIMEOUT_SECONDS)
+        _check_number("exchange_timeout", self.exchange_timeout, MAX_TIMEOUT_SECONDS)
+        _check_number("bandwidth", self.bandwidth, 1e6)
+        try:
+            resolve_codec(self.compression)
+        except (ValueError, TypeError) as error:
+            raise ConfigError(f"compression: {error}") from None
+
+    @property
+    def codec(self) -> Codec:
+        """The codec that ``compression`` names."""
+        return resolve_codec(self.compression)
+
+
+def _check_size(name: str, value: object, least: int, most: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        raise ConfigError(f"{name} must be a whole number from {least} to {most}, got {value!r}")
+
+
+def _check_number(name: str, value: object, most: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ConfigError(f"{name} must be a finite number, got {value!r}")
+    if not 0 < value <= most:
+        raise ConfigError(f"{name} must be above 0 and at most {most:g}, got {value!r}")

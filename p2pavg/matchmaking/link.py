@@ -1,0 +1,83 @@
+"""One join stream: messages out in order without waiting, messages in as they come."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import trio
+
+from p2pavg.errors import ClosedError, RemoteProtocolError, StreamBrokenError
+from p2pavg.matchmaking.messages import Message, decode, encode
+from p2pavg.net.framing import receive_message, send_message
+from p2pavg.net.transport import Stream
+
+logger = logging.getLogger(__name__)
+
+# A conversation has a few messages in flight at most; a peer that reads none is lost, not waited for.
+_OUTBOX_MESSAGES = 32
+_FLUSH_SECONDS = 2.0
+
+
+class Link:
+    """Owns ``stream`` for as long as :meth:`run` runs."""
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
+        self._outbox, self._to_send = trio.open_memory_channel[Message](_OUTBOX_MESSAGES)
+        self._closed = False
+        self._scope = trio.CancelScope()
+
+    def send(self, message: Message) -> None:
+        """Queue a message. A peer that does not read loses the stream."""
+        if self._closed:
+            return
+        try:
+            self._outbox.send_nowait(message)
+        except trio.WouldBlock:
+            logger.info("%s does not read its messages", self._stream.remote)
+            self._scope.cancel()
+
+    def close(self) -> None:
+        """No more is said or heard; what is queued is still sent."""
+        self._closed = True
+        self._outbox.close()
+
+    async def run(self, on_message: Callable[[Message], None], on_lost: Callable[[str], None]) -> None:
+        """Carry messages until either side closes; ``on_lost`` is called unless it was this one."""
+        reason = "it does not read its messages"
+        try:
+            with self._scope:
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(self._write)
+                    reason = await self._read(on_message)
+                    nursery.cancel_scope.cancel()
+        finally:
+            # Not when this task is cancelled from outside: then nobody is left to be told.
+            lost, self._closed = not self._closed, True
+            await self._stream.reset()
+        if lost:
+            on_lost(reason)
+
+    async def _read(self, on_message: Callable[[Message], None]) -> str:
+        while True:
+            try:
+                data = await receive_message(self._stream)
+                message = None if data is None else decode(data)
+            except (StreamBrokenError, ClosedError, RemoteProtocolError) as error:
+                return str(error)
+            if message is None:
+                return "it closed the stream"
+            if self._closed:
+                continue  # waits for the writer to have sent the rest
+            on_message(message)
+
+    async def _write(self) -> None:
+        try:
+            async for message in self._to_send:
+                await send_message(self._stream, encode(message))
+            with trio.move_on_after(_FLUSH_SECONDS):
+                await self._stream.aclose()
+        except (StreamBrokenError, ClosedError) as error:
+            logger.debug("writing to %s: %s", self._stream.remote, error)
+        self._scope.cancel()

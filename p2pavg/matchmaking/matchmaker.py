@@ -1,0 +1,342 @@
+"""Carries out what :mod:`p2pavg.matchmaking.rules` decides: records, join streams, time."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+import trio
+
+from p2pavg.errors import ClosedError, RemoteProtocolError, StreamBrokenError, UnreachableError
+from p2pavg.matchmaking.link import Link
+from p2pavg.matchmaking.messages import PROTOCOL, Accept, Ask, Declined, Message, Nudge, Refuse, encode
+from p2pavg.matchmaking.roster import Candidate, Roster, read_candidate, sign_candidate
+from p2pavg.matchmaking.rules import (
+    Actions,
+    Close,
+    Expect,
+    Formed,
+    GaveUp,
+    Matchmaking,
+    Open,
+    Report,
+    Send,
+    Settings,
+)
+from p2pavg.net.framing import send_message
+from p2pavg.net.transport import Stream, Transport
+from p2pavg_dht import Published, Record, Signer
+
+logger = logging.getLogger(__name__)
+
+RECORD_TTL_SECONDS = 30.0  # what a peer that died leaves behind is gone after this
+ATTEMPT_SECONDS = 3500.0  # the signed candidate of an attempt counts for an hour
+OPEN_SECONDS = 5.0
+# After an attempt the record stays for this long: a loop that steps again replaces it, at half the calls.
+LINGER_SECONDS = 2.0
+_POLL_FIRST_SECONDS = 0.25
+_POLL_MOST_SECONDS = 4.0
+
+
+class Records(Protocol):
+    """The part of a record node that matchmaking uses."""
+
+    async def publish(self, key: bytes, value: bytes, *, ttl: float) -> Published: ...
+    async def withdraw(self, key: bytes) -> None: ...
+    async def find(self, key: bytes) -> tuple[Record, ...]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    """What a matchmaker lives in."""
+
+    transport: Transport
+    records: Records
+    signer: Signer
+    wall_clock: Callable[[], float]
+    nursery: trio.Nursery  # outlives every attempt
+
+
+class Matchmaker:
+    """Finds groups for one averager, one attempt at a time, and answers those who ask it in between."""
+
+    def __init__(
+        self, around: Surroundings, *, key: bytes, settings: Settings, codec: str, bandwidth: float
+    ) -> None:
+        self._around = around
+        self._key = key
+        self._settings = settings
+        self._codec = codec
+        self._bandwidth = bandwidth
+        self._attempt: _Attempt | None = None
+        self._linger = trio.CancelScope()
+        self._published = False
+        self._banned: dict[str, tuple[str, float]] = {}
+
+    @property
+    def ready_peers(self) -> int:
+        """Contributors known to be ready, this peer included."""
+        return 1 if self._attempt is None else self._attempt.ready_peers
+
+    def ban(self, peer_id: str, reason: str, seconds: float) -> None:
+        """Meet a peer in no attempt that begins within so many seconds."""
+        self._banned[peer_id] = (reason, trio.current_time() + seconds)
+
+    async def find_group(
+        self,
+        *,
+        weight: float,
+        on_report: Callable[[Report], None],
+        on_expect: Callable[[bytes | None], None],
+    ) -> Roster | GaveUp:
+        """A committed roster with this peer in it, or why there is none.
+
+        Args:
+            weight: of this peer's contribution, in samples; 0 takes part as an auxiliary.
+            on_report: told at the end of each match timeout that passes without a group.
+            on_expect: told which group's streams may arrive from now on.
+        """
+        if self._attempt is not None:
+            raise RuntimeError("an attempt runs already")
+        self._linger.cancel()
+        now = self._around.wall_clock()
+        me = sign_candidate(
+            self._around.signer,
+            key=self._key,
+            deadline=now + (self._settings.match_timeout if weight else ATTEMPT_SECONDS),
+            expiration_time=now + ATTEMPT_SECONDS + 60.0,
+            weight=weight,
+            bandwidth=self._bandwidth,
+            codec=self._codec,
+            auxiliary=weight == 0,
+            addresses=self._around.transport.addresses[:8],
+        )
+        self._attempt = _Attempt(self._around, me, self._settings, now, on_report, on_expect)
+        self._published = True
+        for peer_id, (reason, until) in list(self._banned.items()):
+            if until > trio.current_time():
+                self._attempt.ban(peer_id, reason)
+            else:
+                del self._banned[peer_id]
+        try:
+            return await self._attempt.run()
+        finally:
+            self._attempt = None
+            self._around.nursery.start_soon(self._withdraw_unless_renewed)
+
+    async def serve(self, stream: Stream, message: Ask | Nudge) -> None:
+        """An inbound stream that begins with ``message``; runs for as long as its conversation."""
+        if message.me.peer_id != stream.remote or message.me.record.key != self._key:
+            raise RemoteProtocolError(f"{stream.remote} sent a record that is not its own")
+        attempt = self._attempt
+        if attempt is None:
+            if isinstance(message, Ask):
+                await send_message(stream, encode(Declined("not looking for a group", over=True)))
+                await stream.aclose()
+        elif isinstance(message, Nudge):
+            attempt.discovered([message.me])
+        else:
+            await attempt.serve(stream, message.me)
+
+    async def withdraw(self) -> None:
+        """Take the readiness record back, if there is one."""
+        self._linger.cancel()
+        if self._published:
+            self._published = False
+            await self._around.records.withdraw(self._key)
+
+    async def _withdraw_unless_renewed(self) -> None:
+        with trio.CancelScope() as self._linger:
+            await trio.sleep(LINGER_SECONDS)
+        if not self._linger.cancelled_caught and self._attempt is None:
+            await self.withdraw()
+
+
+class _Attempt:
+    """One :class:`Matchmaking` and the streams it speaks over."""
+
+    def __init__(
+        self,
+        around: Surroundings,
+        me: Candidate,
+        settings: Settings,
+        now: float,
+        on_report: Callable[[Report], None],
+        on_expect: Callable[[bytes | None], None],
+    ) -> None:
+        self._around = around
+        self._me = me
+        self._rules = Matchmaking(me, settings, now)
+        self._on_report = on_report
+        self._on_expect = on_expect
+        self._started = (now, trio.current_time())
+        self._upward: dict[str, Link] = {}
+        self._downward: dict[str, Link] = {}
+        self._opening: dict[str, trio.CancelScope] = {}
+        self._changed = trio.Event()
+        self._done = trio.Event()
+        self._outcome: Roster | GaveUp | None = None
+        self._nursery: trio.Nursery | None = None
+
+    @property
+    def ready_peers(self) -> int:
+        """Contributors known to be ready, this peer included."""
+        return self._rules.ready_peers
+
+    def ban(self, peer_id: str, reason: str) -> None:
+        """Neither ask nor admit a peer."""
+        self._rules.ban(peer_id, reason)
+
+    def _now(self) -> float:
+        """Wall-clock seconds that neither jump nor run backwards within the attempt."""
+        wall, monotonic = self._started
+        return wall + trio.current_time() - monotonic
+
+    async def run(self) -> Roster | GaveUp:
+        """Until a group stands or nobody is there."""
+        try:
+            async with trio.open_nursery() as nursery:
+                self._nursery = nursery
+                nursery.start_soon(self._announce)
+                nursery.start_soon(self._keep_time)
+                with trio.move_on_after(ATTEMPT_SECONDS):
+                    await self._done.wait()
+                nursery.cancel_scope.cancel()
+        finally:
+            self._nursery = None
+            self._do(self._rules.stop("the peer has stopped looking for a group"))
+            if not isinstance(self._outcome, Roster):
+                self._on_expect(None)
+        return self._outcome or GaveUp(f"no group within {ATTEMPT_SECONDS:.0f} s")
+
+    def discovered(self, candidates: Iterable[Candidate]) -> None:
+        """Somebody is ready, says a record."""
+        self._do(self._rules.discovered(candidates, self._now()))
+
+    async def serve(self, stream: Stream, candidate: Candidate) -> None:
+        """A peer asks to join."""
+        old = self._downward.pop(candidate.peer_id, None)
+        if old is not None:
+            old.close()
+            self._do(self._rules.lost(candidate.peer_id, "it asked again", self._now()))
+        link = self._downward[candidate.peer_id] = Link(stream)
+        self._do(self._rules.asked(candidate, self._now()))
+        await self._run_link(link, candidate.peer_id, self._downward)
+
+    async def _run_link(self, link: Link, peer_id: str, links: dict[str, Link]) -> None:
+        def lost(reason: str) -> None:
+            if links.get(peer_id) is link:
+                del links[peer_id]
+                self._do(self._rules.lost(peer_id, reason, self._now()))
+
+        await link.run(lambda message: self._told(link, peer_id, links, message), lost)
+
+    def _told(self, link: Link, peer_id: str, links: dict[str, Link], message: Message) -> None:
+        if links.get(peer_id) is link:
+            self._do(self._rules.told(peer_id, message, self._now()))
+
+    async def _announce(self) -> None:
+        """Publish; what is said under the same key comes back with it. Then look again, ever less often."""
+        records = self._around.records
+        published = await records.publish(self._me.record.key, self._me.record.value, ttl=RECORD_TTL_SECONDS)
+        self._read(published.records)
+        pause = _POLL_FIRST_SECONDS
+        while True:
+            await trio.sleep(pause)
+            self._read(await records.find(self._me.record.key))
+            pause = min(2 * pause, _POLL_MOST_SECONDS)
+
+    def _read(self, records: Iterable[Record]) -> None:
+        found = []
+        for record in records:
+            try:
+                found.append(read_candidate(record))
+            except RemoteProtocolError as error:
+                logger.info("%s published nonsense: %s", record.publisher, error)
+        self.discovered(found)
+
+    async def _keep_time(self) -> None:
+        while True:
+            self._changed = trio.Event()
+            wait = self._rules.wake_at() - self._now()
+            with trio.move_on_after(max(wait, 0.0)) as scope:
+                await self._changed.wait()
+            if scope.cancelled_caught:
+                self._do(self._rules.tick(self._now()))
+
+    def _do(self, actions: Actions) -> None:
+        self._changed.set()
+        for action in actions:
+            logger.debug("%s: %s", self._me.peer_id, action)
+            match action:
+                case Send(peer_id, message):
+                    self._send(peer_id, message)
+                case Close(peer_id, _, upward):
+                    self._close(peer_id, upward=upward)
+                case Open(candidate, Ask() as ask):
+                    self._start(self._ask, candidate, ask)
+                case Open(candidate, Nudge() as nudge):
+                    self._start(self._nudge, candidate, nudge)
+                case Expect(group_id):
+                    self._on_expect(group_id)
+                case Report():
+                    self._on_report(action)
+                case GaveUp():
+                    self._outcome = action
+                    self._done.set()
+                case Formed(roster):
+                    self._outcome = roster
+                    self._done.set()
+
+    def _start(self, task: Callable[..., Awaitable[None]], *args: object) -> None:
+        if self._nursery is not None:
+            self._nursery.start_soon(task, *args)
+
+    def _send(self, peer_id: str, message: Message) -> None:
+        links = self._upward if isinstance(message, Accept | Refuse) else self._downward
+        if (link := links.get(peer_id)) is not None:
+            link.send(message)
+
+    def _close(self, peer_id: str, *, upward: bool) -> None:
+        if upward and (opening := self._opening.pop(peer_id, None)) is not None:
+            opening.cancel()
+        link = (self._upward if upward else self._downward).pop(peer_id, None)
+        if link is not None:
+            link.close()
+
+    async def _ask(self, candidate: Candidate, ask: Ask) -> None:
+        peer_id = candidate.peer_id
+        reason = "it could not be asked"
+        with trio.CancelScope() as scope:
+            self._opening[peer_id] = scope
+            try:
+                stream = await self._around.transport.open_stream(
+                    peer_id, PROTOCOL, addresses=candidate.addresses, timeout=OPEN_SECONDS
+                )
+            except UnreachableError as error:
+                reason = str(error)
+            else:
+                if self._opening.get(peer_id) is not scope:  # closed in the moment in which it opened
+                    await stream.reset()
+                    return
+                link = self._upward[peer_id] = Link(stream)
+                link.send(ask)
+                # In the nursery that outlives the attempt: what is still to be said is said.
+                self._around.nursery.start_soon(self._run_link, link, peer_id, self._upward)
+                return
+            finally:
+                if self._opening.get(peer_id) is scope:
+                    del self._opening[peer_id]
+            self._do(self._rules.lost(peer_id, reason, self._now(), reachable=False))
+
+    async def _nudge(self, candidate: Candidate, nudge: Nudge) -> None:
+        try:
+            stream = await self._around.transport.open_stream(
+                candidate.peer_id, PROTOCOL, addresses=candidate.addresses, timeout=OPEN_SECONDS
+            )
+            await send_message(stream, encode(nudge))
+            await stream.aclose()
+        except (UnreachableError, StreamBrokenError, ClosedError) as error:
+            self._do(self._rules.lost(candidate.peer_id, str(error), self._now(), reachable=False))

@@ -1,0 +1,196 @@
+"""What peers say to each other until a group stands.
+
+A join stream (``/p2pavg/match/1.0.0``) carries one conversation: the asker opens it with :class:`Ask`, the asked peer
+answers :class:`Joined` or :class:`Declined`, and from then on leads: :class:`Status` every two seconds,
+:class:`Propose`, :class:`Commit` or :class:`Disband`. A stream that begins with :class:`Nudge` says only that.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from p2pavg.config import MAX_GROUP_SIZE
+from p2pavg.errors import RemoteProtocolError
+from p2pavg.matchmaking.roster import Candidate, Roster, read_roster, read_signed_candidate
+from p2pavg.net.wire import pack, unpack
+from p2pavg_dht import PeerIdError, public_key_of
+from p2pavg_dht.record import pack as pack_record
+
+PROTOCOL = "/p2pavg/match/1.0.0"
+MAX_REASON_CHARS = 300
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """May I join your group? ``me`` is the asker, as it signed itself."""
+
+    me: Candidate
+
+
+@dataclass(frozen=True, slots=True)
+class Nudge:
+    """I lead and come before you: ask me."""
+
+    me: Candidate
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """You are in my group; wait for my word."""
+
+
+@dataclass(frozen=True, slots=True)
+class Declined:
+    """Not now. ``leader`` is whom the asked peer follows; ``taken`` are peers that need not be asked either.
+
+    ``over``: the attempt that the asker knows of has ended, for those in ``taken`` too; only a new one is worth asking.
+    """
+
+    reason: str
+    leader: Candidate | None = None
+    taken: tuple[str, ...] = ()
+    over: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """The leader is there, with so many contributors; any proposal before this is withdrawn.
+
+    ``decided``: its deadline has passed with too few.
+    """
+
+    ready_peers: int
+    decided: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Propose:
+    """This is the group. Do you accept?"""
+
+    roster: Roster
+
+
+@dataclass(frozen=True, slots=True)
+class Accept:
+    """I take part in this group and in no other until you release me."""
+
+    group_id: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """I do not take part."""
+
+    group_id: bytes
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """All accepted: the exchange begins."""
+
+    group_id: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Disband:
+    """You are no longer in my group; ``leader`` is whom I follow now, if anybody."""
+
+    reason: str
+    leader: Candidate | None = None
+
+
+Message: TypeAlias = Ask | Nudge | Joined | Declined | Status | Propose | Accept | Refuse | Commit | Disband
+
+
+def encode(message: Message) -> bytes:
+    """The bytes of a message: one that names its kind, then its fields."""
+    kind = bytes([_KINDS.index(type(message))])
+    match message:
+        case Ask(me) | Nudge(me):
+            return kind + pack(pack_record(me.record))
+        case Joined():
+            return kind + pack()
+        case Declined(reason, leader, taken, over):
+            return kind + pack(reason[:MAX_REASON_CHARS], _pack_optional(leader), taken, over)
+        case Status(ready_peers, decided):
+            return kind + pack(ready_peers, decided)
+        case Propose(roster):
+            return kind + roster.pack()
+        case Accept(group_id) | Commit(group_id):
+            return kind + pack(group_id)
+        case Refuse(group_id, reason):
+            return kind + pack(group_id, reason[:MAX_REASON_CHARS])
+        case Disband(reason, leader):
+            return kind + pack(reason[:MAX_REASON_CHARS], _pack_optional(leader))
+
+
+def decode(data: bytes) -> Message:
+    """The message in ``data``, every record in it checked against its signature.
+
+    Raises:
+        RemoteProtocolError: anything that :func:`encode` does not make.
+    """
+    if not data or data[0] >= len(_KINDS):
+        raise RemoteProtocolError("a matchmaking message of unknown kind")
+    kind, body = _KINDS[data[0]], data[1:]
+    if kind is Ask or kind is Nudge:
+        candidate = read_signed_candidate(unpack(body, tuple)[0])
+        return Ask(candidate) if kind is Ask else Nudge(candidate)
+    if kind is Joined:
+        unpack(body)
+        return Joined()
+    if kind is Declined:
+        reason, leader, taken, over = unpack(body, str, tuple, tuple, bool)
+        return Declined(_reason(reason), _read_optional(leader), _peer_ids(taken), over)
+    if kind is Status:
+        ready_peers, decided = unpack(body, int, bool)
+        if not 1 <= ready_peers <= MAX_GROUP_SIZE:
+            raise RemoteProtocolError(f"a group of {ready_peers}")
+        return Status(ready_peers, decided)
+    if kind is Propose:
+        return Propose(read_roster(body))
+    if kind is Refuse:
+        group_id, reason = unpack(body, bytes, str)
+        return Refuse(_group_id(group_id), _reason(reason))
+    if kind is Disband:
+        reason, leader = unpack(body, str, tuple)
+        return Disband(_reason(reason), _read_optional(leader))
+    group_id = _group_id(unpack(body, bytes)[0])
+    return Accept(group_id) if kind is Accept else Commit(group_id)
+
+
+_KINDS = (Ask, Nudge, Joined, Declined, Status, Propose, Accept, Refuse, Commit, Disband)
+
+
+def _pack_optional(leader: Candidate | None) -> tuple[Any, ...]:
+    return () if leader is None else pack_record(leader.record)
+
+
+def _read_optional(fields: tuple[Any, ...]) -> Candidate | None:
+    return read_signed_candidate(fields) if fields else None
+
+
+def _reason(text: str) -> str:
+    """A stranger's words end up in logs and terminals: bounded, and nothing but printable characters."""
+    if len(text) > MAX_REASON_CHARS:
+        raise RemoteProtocolError("a reason of too many characters")
+    return "".join(character if character.isprintable() else "?" for character in text)
+
+
+def _group_id(group_id: bytes) -> bytes:
+    if len(group_id) != 32:
+        raise RemoteProtocolError("a group id that is not 32 bytes")
+    return group_id
+
+
+def _peer_ids(fields: tuple[Any, ...]) -> tuple[str, ...]:
+    for peer_id in fields:
+        if type(peer_id) is not str:
+            raise RemoteProtocolError("a peer id that is no text")
+        try:
+            public_key_of(peer_id)
+        except PeerIdError as error:
+            raise RemoteProtocolError(str(error)) from None
+    return fields

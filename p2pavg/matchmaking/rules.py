@@ -1,0 +1,578 @@
+"""The rules by which peers that are ready become a group. No I/O, no clock, no random source.
+
+* Candidates are ordered by (auxiliary, deadline, peer id), as each signed it. A peer asks only candidates before it,
+  and one that is asked checks that the asker comes after it: waiting has no cycles, so nothing can deadlock.
+* A peer that follows nobody leads. The first to announce therefore leads, and whoever comes later joins it. A leader
+  that learns of an earlier one asks it, and takes its followers along.
+* A group is complete at ``target`` contributors, or at the leader's deadline with at least ``minimum``. The leader
+  then proposes a roster; when every member has accepted, it commits.
+* A follower is in one group at most: it accepts from the leader it follows only, and follows one leader at a time.
+
+A :class:`Matchmaking` takes what happened and returns what is to be done, each with its reason;
+:mod:`p2pavg.matchmaking.matchmaker` does it. Times are wall-clock seconds.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from p2pavg.config import MAX_TIMEOUT_SECONDS
+from p2pavg.matchmaking.messages import (
+    Accept,
+    Ask,
+    Commit,
+    Declined,
+    Disband,
+    Joined,
+    Message,
+    Nudge,
+    Propose,
+    Refuse,
+    Status,
+)
+from p2pavg.matchmaking.roster import Candidate, Roster
+
+HEARTBEAT_SECONDS = 2.0
+SILENCE_SECONDS = 3 * HEARTBEAT_SECONDS  # a leader that was silent for this long is given up
+ANSWER_SECONDS = 3.0  # for an answer to a proposal; one round trip, and a busy machine's pause
+GRACE_SECONDS = 1.0  # after its own deadline a follower still waits this long for its leader's word
+RETRY_SECONDS = 1.0  # a candidate that declined is asked again after this
+UNREACHABLE_SECONDS = 10.0  # and one that could not be reached after this
+MAX_DEADLINE_SECONDS = 2 * MAX_TIMEOUT_SECONDS  # of a deadline from now, either way
+AUXILIARY_SECONDS = 0.25  # a complete group waits this long for auxiliaries that were nudged
+
+
+class Phase(enum.Enum):
+    """What a peer is doing."""
+
+    LEADING = "leading"  # follows nobody; may have followers
+    ASKING = "asking"  # still leads, and has asked an earlier candidate
+    FOLLOWING = "following"
+    ACCEPTED = "accepted"  # follows, and has accepted a roster
+    PROPOSING = "proposing"
+    COMMITTED = "committed"
+    OVER = "over"
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send a message to a peer with whom a join stream is open."""
+
+    peer_id: str
+    message: Message
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Open:
+    """Open a stream to a candidate and begin it with ``message`` (``Ask`` or ``Nudge``)."""
+
+    candidate: Candidate
+    message: Ask | Nudge
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """Let go of the join stream with a peer, after what was sent on it.
+
+    ``upward``: the stream on which this peer asked, not one on which it was asked.
+    """
+
+    peer_id: str
+    reason: str
+    upward: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The attempt goes on, and its caller may be told how far it is."""
+
+    ready_peers: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class GaveUp:
+    """Nobody was there at the deadline; the attempt is over."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Formed:
+    """The group stands."""
+
+    roster: Roster
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Expect:
+    """Streams of this group may arrive from now on; any other group that was expected is off."""
+
+    group_id: bytes | None
+    reason: str
+
+
+Action: TypeAlias = Send | Open | Close | Report | GaveUp | Formed | Expect
+Actions: TypeAlias = list[Action]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What a peer wants of a group."""
+
+    target: int
+    minimum: int
+    match_timeout: float  # seconds
+    cut_shares: Callable[[tuple[Candidate, ...]], tuple[int, ...]]
+    """From what the members signed: every member computes the same, so no leader can load one of them."""
+    max_share: int | None = None  # elements that this peer reduces at most
+
+
+def _plausible(candidate: Candidate, now: float) -> bool:
+    """Whether a record still counts, and its deadline is one that an honest peer with a working clock signs."""
+    return candidate.record.expiration_time > now and abs(candidate.deadline - now) <= MAX_DEADLINE_SECONDS
+
+
+class Matchmaking:
+    """One peer's attempt to be in one group."""
+
+    def __init__(self, me: Candidate, settings: Settings, now: float) -> None:
+        self.me = me
+        self.settings = settings
+        self.phase = Phase.LEADING
+        self.candidates: dict[str, Candidate] = {}
+        self.followers: dict[str, Candidate] = {}
+        self.leader: Candidate | None = None  # asked, followed or accepted
+        self.roster: Roster | None = None  # proposed or accepted
+        self._window_end = me.deadline
+        self._avoided: dict[str, tuple[float, float]] = {}  # peer -> (its deadline, until)
+        self._silent: dict[str, float] = {}  # peer -> the deadline of its attempt that answers nobody
+        self._ended: dict[str, float] = {}  # peer -> the deadline of its attempt that is over
+        self._banned: dict[str, str] = {}
+        self._nudged: dict[str, float] = {}
+        self._awaited_auxiliaries: dict[str, float] = {}
+        self._accepted: set[str] = set()
+        self._answers_due = 0.0
+        self._proposals = 0
+        self._heard = now  # last word of the leader
+        self._spoken = now  # last word to the followers
+        self._status = Status(1, False)  # the leader's last
+
+    # ------------------------------------------------------------------ what is known
+
+    @property
+    def contributors(self) -> int:
+        """Contributors in this peer's own group, itself included."""
+        return 1 + sum(not follower.auxiliary for follower in self.followers.values())
+
+    @property
+    def ready_peers(self) -> int:
+        """Contributors known to be ready, this peer included."""
+        if self.phase in (Phase.FOLLOWING, Phase.ACCEPTED):
+            return max(self._status.ready_peers, 2)
+        others = {
+            peer_id
+            for peer_id, candidate in self.candidates.items()
+            if not candidate.auxiliary and self._silent.get(peer_id) != candidate.deadline
+        }
+        others |= {p for p, c in self.followers.items() if not c.auxiliary}
+        return 1 + len(others)
+
+    @property
+    def _full(self) -> bool:
+        return self.contributors >= self.settings.target
+
+    def wake_at(self) -> float:
+        """When :meth:`tick` has to be called at the latest."""
+        if self.phase in (Phase.COMMITTED, Phase.OVER):
+            return float("inf")
+        times = [until for _, until in self._avoided.values()] + list(self._awaited_auxiliaries.values())
+        if self.phase in (Phase.LEADING, Phase.ASKING) and not self.me.auxiliary:
+            times.append(self._window_end)
+        if self.phase is Phase.ASKING:
+            times.append(self._heard + SILENCE_SECONDS)
+        if self.phase in (Phase.FOLLOWING, Phase.ACCEPTED):
+            times.append(self._heard + SILENCE_SECONDS)
+            if not self.me.auxiliary:
+                times.append(self._window_end + (0.0 if self._status.decided else GRACE_SECONDS))
+        elif self.phase is Phase.PROPOSING:
+            times.append(self._answers_due)
+        elif self.followers:
+            times.append(self._spoken + HEARTBEAT_SECONDS)
+        return min(times, default=float("inf"))
+
+    # ------------------------------------------------------------------ what happens
+
+    def tick(self, now: float) -> Actions:
+        """Time has passed."""
+        self._avoided = {peer: entry for peer, entry in self._avoided.items() if entry[1] > now}
+        self._awaited_auxiliaries = {p: t for p, t in self._awaited_auxiliaries.items() if t > now}
+        if self.leader is not None and now >= self._heard + SILENCE_SECONDS:
+            self._silent[self.leader.peer_id] = self.leader.deadline
+            return self._leave(f"silent for {SILENCE_SECONDS:.0f} s", now, avoid=UNREACHABLE_SECONDS)
+        if self.phase is Phase.PROPOSING and now >= self._answers_due:
+            return self._drop_silent(now)
+        return self._advance(now)
+
+    def discovered(self, candidates: Iterable[Candidate], now: float) -> Actions:
+        """These are ready, say their records."""
+        if self.phase in (Phase.COMMITTED, Phase.OVER):
+            return []
+        for candidate in candidates:
+            if candidate.peer_id == self.me.peer_id or not _plausible(candidate, now):
+                continue
+            if (
+                candidate.deadline <= self._ended.get(candidate.peer_id, -1.0)
+                or candidate.peer_id in self._banned
+            ):
+                continue
+            known = self.candidates.get(candidate.peer_id)
+            if known is None or known.deadline <= candidate.deadline:
+                self.candidates[candidate.peer_id] = candidate
+                if self._avoided.get(candidate.peer_id, (candidate.deadline, 0))[0] != candidate.deadline:
+                    del self._avoided[candidate.peer_id]  # a new attempt of that peer
+        return self._advance(now)
+
+    def asked(self, candidate: Candidate, now: float) -> Actions:
+        """A peer has opened a join stream to this one."""
+        refusal = self._refusal(candidate, now)
+        if refusal is not None:
+            actions: Actions = [
+                Send(candidate.peer_id, refusal, refusal.reason),
+                Close(candidate.peer_id, "declined"),
+            ]
+            if candidate.order < self.me.order:
+                actions += self.discovered([candidate], now)
+            return actions
+        self.followers[candidate.peer_id] = candidate
+        self._awaited_auxiliaries.pop(candidate.peer_id, None)
+        actions = [Send(candidate.peer_id, Joined(), "it comes after this peer, and there is room")]
+        return actions + self._tell_followers(now) + self._advance(now)
+
+    def _refusal(self, candidate: Candidate, now: float) -> Declined | None:
+        """Why this candidate cannot join, or ``None``."""
+        if not _plausible(candidate, now):
+            return Declined("its record has expired, or its clock is wrong")
+        if self.phase in (Phase.COMMITTED, Phase.OVER):
+            return Declined("already in a group", taken=tuple(self.followers), over=True)
+        if candidate.order <= self.me.order:
+            return Declined("comes before the peer it asked")
+        if self.phase in (Phase.FOLLOWING, Phase.ACCEPTED):
+            return Declined("follows another leader", self.leader)
+        if candidate.codec != self.me.codec:
+            return Declined(f"codec {candidate.codec} does not fit {self.me.codec}")
+        if candidate.peer_id in self._banned:
+            return Declined(self._banned[candidate.peer_id])
+        if self.phase is Phase.PROPOSING:
+            return Declined("a roster is being agreed", taken=tuple(self.followers))
+        auxiliaries = len(self.followers) + 1 - self.contributors
+        if (auxiliaries >= self.settings.target) if candidate.auxiliary else self._full:
+            return Declined("the group is full", taken=tuple(self.followers))
+        return None
+
+    def lost(self, peer_id: str, reason: str, now: float, *, reachable: bool = True) -> Actions:
+        """The join stream with a peer ended, or one to it could not be opened."""
+        if not reachable and peer_id in self.candidates:
+            self._silent[peer_id] = self.candidates[peer_id].deadline
+        if self.phase is Phase.COMMITTED:
+            return []
+        if self.leader is not None and self.leader.peer_id == peer_id:
+            self._avoid(peer_id, now + (RETRY_SECONDS if reachable else UNREACHABLE_SECONDS))
+            return self._free(reason, now)
+        if peer_id in self.followers:
+            del self.followers[peer_id]
+            self.candidates.pop(peer_id, None)
+            return self._member_lost(f"{peer_id} was lost: {reason}", now)
+        if self._awaited_auxiliaries.pop(peer_id, None) is not None:
+            return self._advance(now)
+        return []
+
+    def told(self, peer_id: str, message: Message, now: float) -> Actions:
+        """A message on a join stream; one that does not fit the conversation ends it."""
+        if self.leader is not None and peer_id == self.leader.peer_id and self.phase is not Phase.COMMITTED:
+            self._heard = now
+            return self._told_by_leader(message, now)
+        if peer_id in self.followers and isinstance(message, Accept | Refuse):
+            return self._answered(peer_id, message, now)
+        return []
+
+    def ban(self, peer_id: str, reason: str) -> None:
+        """Neither ask nor admit this peer in this attempt."""
+        self._banned[peer_id] = reason
+        self.candidates.pop(peer_id, None)
+
+    def _told_by_leader(self, message: Message, now: float) -> Actions:
+        match message, self.phase:
+            case Joined(), Phase.ASKING:
+                return self._follow()
+            case Declined(), Phase.ASKING:
+                return self._declined(message, now)
+            case Status(), Phase.FOLLOWING | Phase.ACCEPTED:
+                self._status = message
+                withdrawn = self.phase is Phase.ACCEPTED
+                self.phase, self.roster = Phase.FOLLOWING, None
+                off: Actions = [Expect(None, "the leader withdrew its proposal")] if withdrawn else []
+                return off + self._advance(now)
+            case Propose(roster), Phase.FOLLOWING | Phase.ACCEPTED:
+                return self._proposed(roster, now)
+            case Commit(group_id), Phase.ACCEPTED if self.roster and self.roster.group_id == group_id:
+                return self._commit("the leader committed")
+            case Disband(reason, leader), Phase.FOLLOWING | Phase.ACCEPTED:
+                self._learn_leader(leader)
+                return self._leave(f"the leader disbanded: {reason}", now)
+            case _:
+                return self._leave(
+                    f"the leader sent {type(message).__name__} while this peer was {self.phase.value}", now
+                )
+
+    # ------------------------------------------------------------------ as a follower
+
+    def _follow(self) -> Actions:
+        assert self.leader is not None
+        self.phase = Phase.FOLLOWING
+        self._status = Status(2, False)
+        along = [
+            action
+            for peer_id in self.followers
+            for action in (
+                Send(
+                    peer_id, Disband("its leader joined an earlier one", self.leader), "followers come along"
+                ),
+                Close(peer_id, "disbanded"),
+            )
+        ]
+        self.followers.clear()
+        return [*along]
+
+    def _declined(self, answer: Declined, now: float) -> Actions:
+        assert self.leader is not None
+        for peer_id in {self.leader.peer_id, *answer.taken} & self.candidates.keys():
+            if answer.over:
+                self._ended[peer_id] = self.candidates.pop(peer_id).deadline
+            else:
+                self._avoid(peer_id, now + RETRY_SECONDS)
+        self._learn_leader(answer.leader)
+        return self._free(f"declined: {answer.reason}", now)
+
+    def _learn_leader(self, leader: Candidate | None) -> None:
+        if leader is not None and leader.order < self.me.order and leader.record.key == self.me.record.key:
+            known = self.candidates.get(leader.peer_id)
+            if (known is None or known.deadline <= leader.deadline) and leader.peer_id not in self._banned:
+                self.candidates[leader.peer_id] = leader
+                self._avoided.pop(leader.peer_id, None)
+
+    def _proposed(self, roster: Roster, now: float) -> Actions:
+        assert self.leader is not None
+        wrong = self._wrong_with(roster, now)
+        if wrong is not None:
+            self.ban(self.leader.peer_id, wrong)
+            refusal = Send(self.leader.peer_id, Refuse(roster.group_id, wrong), wrong)
+            return [refusal, *self._leave(f"its roster was refused: {wrong}", now)]
+        self.phase, self.roster = Phase.ACCEPTED, roster
+        return [
+            Expect(roster.group_id, "others may hear of the commit first"),
+            Send(self.leader.peer_id, Accept(roster.group_id), "the roster is what was agreed"),
+        ]
+
+    def _wrong_with(self, roster: Roster, now: float) -> str | None:
+        """Why this peer must not accept a roster, or ``None``."""
+        assert self.leader is not None
+        first = roster.members[0]
+        if (first.peer_id, first.deadline) != (self.leader.peer_id, self.leader.deadline):
+            return "a roster that another peer leads"
+        if self.me not in roster.members:
+            return "a roster without this peer, or with another weight or share of it"
+        if first.record.key != self.me.record.key or first.codec != self.me.codec:
+            return "a roster of another run, schema or codec"
+        if roster.shares != self.settings.cut_shares(roster.members):
+            return "a roster whose shares do not follow from its members' bandwidths"
+        own = roster.shares[roster.position(self.me.peer_id)]
+        if self.settings.max_share is not None and own > self.settings.max_share:
+            return f"a share of {own} elements is more than this peer takes"
+        expired = [member.peer_id for member in roster.members if member.record.expiration_time <= now]
+        if expired:
+            return f"a roster with the expired record of {expired[0]}"
+        banned = [member.peer_id for member in roster.members if member.peer_id in self._banned]
+        return f"a roster with {banned[0]}: {self._banned[banned[0]]}" if banned else None
+
+    def _leave(self, reason: str, now: float, *, avoid: float = RETRY_SECONDS) -> Actions:
+        assert self.leader is not None
+        peer_id = self.leader.peer_id
+        self._avoid(peer_id, now + avoid)
+        return [Close(peer_id, reason, upward=True), *self._free(reason, now)]
+
+    def _free(self, reason: str, now: float) -> Actions:
+        """Follow nobody any more."""
+        accepted = self.phase is Phase.ACCEPTED
+        self.phase, self.leader = Phase.LEADING, None
+        off: Actions = []
+        if accepted:
+            self.roster = None
+            off = [Expect(None, reason)]
+        return off + self._advance(now)
+
+    # ------------------------------------------------------------------ as a leader
+
+    def _advance(self, now: float) -> Actions:
+        """Whatever is due: propose, ask an earlier candidate, nudge later ones, report."""
+        if self.phase in (Phase.FOLLOWING, Phase.ACCEPTED):
+            return self._report_as_follower(now)
+        if self.phase not in (Phase.LEADING, Phase.ASKING):
+            return []
+        if not self.me.auxiliary:
+            if self._full and not self._awaited_auxiliaries:
+                return self._propose("the group is complete", now)
+            if now >= self._window_end:
+                return self._window_over(now)
+        actions: Actions = []
+        if self.phase is Phase.LEADING and (earlier := self._first_earlier()) is not None:
+            self.phase, self.leader, self._heard = Phase.ASKING, earlier, now
+            actions.append(Open(earlier, Ask(self.me), "the first of those before this peer"))
+        if not self.me.auxiliary:
+            actions += self._nudge(now)
+        if self.followers and now >= self._spoken + HEARTBEAT_SECONDS:
+            actions += self._tell_followers(now)
+        return actions
+
+    def _first_earlier(self) -> Candidate | None:
+        possible = [
+            candidate
+            for peer_id, candidate in self.candidates.items()
+            if candidate.order < self.me.order
+            and peer_id not in self._avoided
+            and peer_id not in self.followers
+            and candidate.codec == self.me.codec
+        ]
+        return min(possible, key=lambda candidate: candidate.order, default=None)
+
+    def _nudge(self, now: float) -> Actions:
+        """Tell later candidates that this peer leads; two that announced at once may not see each other."""
+        actions: Actions = []
+        for candidate in sorted(self.candidates.values(), key=lambda c: c.order):
+            known = self._nudged.get(candidate.peer_id) == candidate.deadline
+            if known or candidate.order < self.me.order or candidate.peer_id in self.followers:
+                continue
+            if candidate.codec != self.me.codec or len(self._nudged) >= 4 * self.settings.target:
+                continue
+            self._nudged[candidate.peer_id] = candidate.deadline
+            if candidate.auxiliary:
+                self._awaited_auxiliaries[candidate.peer_id] = now + AUXILIARY_SECONDS
+            actions.append(Open(candidate, Nudge(self.me), "it comes after this peer"))
+        return actions
+
+    def _window_over(self, now: float) -> Actions:
+        if self.contributors >= self.settings.minimum:
+            return self._propose(
+                f"the deadline is over with {self.contributors} of {self.settings.target}", now
+            )
+        if self.ready_peers == 1:
+            return self._give_up("no other peer was ready by the deadline")
+        self._window_end = now + self.settings.match_timeout
+        report = Report(
+            self.ready_peers, f"{self.contributors} joined, at least {self.settings.minimum} are needed"
+        )
+        return [report, *self._tell_followers(now, decided=True), *self._advance(now)]
+
+    def _report_as_follower(self, now: float) -> Actions:
+        if self.me.auxiliary or now < self._window_end:
+            return []
+        if not self._status.decided and now < self._window_end + GRACE_SECONDS:
+            return []
+        self._window_end = now + self.settings.match_timeout
+        return [Report(self.ready_peers, "the group that this peer is in waits for more")]
+
+    def _give_up(self, reason: str) -> Actions:
+        closing: Actions = []
+        if self.leader is not None:
+            closing.append(Close(self.leader.peer_id, reason, upward=True))
+        for peer_id in self.followers:
+            closing += [Send(peer_id, Disband(reason), reason), Close(peer_id, reason)]
+        self.phase, self.leader = Phase.OVER, None
+        self.followers.clear()
+        return [*closing, GaveUp(reason)]
+
+    def stop(self, reason: str) -> Actions:
+        """End the attempt; whoever waits for this peer is told."""
+        if self.phase in (Phase.COMMITTED, Phase.OVER):
+            return []
+        return self._give_up(reason)[:-1]
+
+    def _tell_followers(self, now: float, *, decided: bool = False) -> Actions:
+        self._spoken = now
+        status = Status(self.contributors, decided)
+        return [
+            Send(peer_id, status, "its group has changed, or time has passed") for peer_id in self.followers
+        ]
+
+    def _propose(self, reason: str, now: float) -> Actions:
+        actions: Actions = []
+        if self.leader is not None:
+            actions.append(Close(self.leader.peer_id, "this peer proposes a group of its own", upward=True))
+            self.leader = None
+        members = (self.me, *sorted(self.followers.values(), key=lambda follower: follower.order))
+        self._proposals += 1
+        self.roster = Roster(
+            members=members, shares=self.settings.cut_shares(members), proposal=self._proposals
+        )
+        self.phase, self._accepted, self._answers_due = Phase.PROPOSING, set(), now + ANSWER_SECONDS
+        actions.append(Expect(self.roster.group_id, "members may hear of the commit first"))
+        return actions + [Send(peer_id, Propose(self.roster), reason) for peer_id in self.followers]
+
+    def _answered(self, peer_id: str, answer: Accept | Refuse, now: float) -> Actions:
+        if (
+            self.phase is not Phase.PROPOSING
+            or self.roster is None
+            or answer.group_id != self.roster.group_id
+        ):
+            return []  # to a proposal that was withdrawn meanwhile
+        if isinstance(answer, Refuse):
+            del self.followers[peer_id]
+            self.ban(peer_id, f"refused: {answer.reason}")
+            return [Close(peer_id, "refused"), *self._member_lost(f"{peer_id} refused: {answer.reason}", now)]
+        self._accepted.add(peer_id)
+        if self._accepted != self.followers.keys():
+            return []
+        return [Send(p, Commit(self.roster.group_id), "all accepted") for p in self.followers] + self._commit(
+            "all accepted"
+        )
+
+    def _commit(self, reason: str) -> Actions:
+        assert self.roster is not None
+        self.phase = Phase.COMMITTED
+        closing: Actions = [Close(peer_id, "committed") for peer_id in self.followers]
+        if self.leader is not None:
+            closing = [Close(self.leader.peer_id, "committed", upward=True)]
+        return [*closing, Formed(self.roster, reason)]
+
+    def _member_lost(self, reason: str, now: float) -> Actions:
+        """What a lost follower changes: a proposal is made again without it, or withdrawn."""
+        if self.phase is Phase.PROPOSING:
+            self.phase, self.roster = Phase.LEADING, None
+            off: Actions = [Expect(None, reason)]
+            if self.contributors >= self.settings.minimum and now >= self._window_end:
+                return off + self._propose(reason, now)
+            return off + self._tell_followers(now) + self._advance(now)
+        if self.phase in (Phase.LEADING, Phase.ASKING):
+            return self._tell_followers(now) + self._advance(now)
+        return []
+
+    def _drop_silent(self, now: float) -> Actions:
+        silent = self.followers.keys() - self._accepted
+        reason = f"no answer to the proposal within {ANSWER_SECONDS:.0f} s"
+        actions: Actions = []
+        for peer_id in sorted(silent):
+            del self.followers[peer_id]
+            self._avoid(peer_id, now + UNREACHABLE_SECONDS)
+            actions += [Send(peer_id, Disband(reason), reason), Close(peer_id, reason)]
+        return actions + self._member_lost(reason, now)
+
+    def _avoid(self, peer_id: str, until: float) -> None:
+        """Leave this attempt of a peer alone for a while; a new attempt of it is a new candidate."""
+        if peer_id in self.candidates:
+            self._avoided[peer_id] = (self.candidates[peer_id].deadline, until)

@@ -1,0 +1,94 @@
+"""Multiaddresses: what text is one, and where a listener can be reached."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from collections.abc import Iterable
+
+import psutil
+from multiaddr import Multiaddr
+
+from p2pavg.errors import AddressError
+from p2pavg_dht import PeerIdError, public_key_of
+
+MAX_ADDRESS_CHARS = 256
+EXAMPLE = "/ip4/203.0.113.7/tcp/4001"
+
+
+def parse_listen_address(text: str) -> Multiaddr:
+    """An address to listen on, such as ``/ip4/0.0.0.0/tcp/4001`` (port 0: any free one).
+
+    Raises:
+        AddressError: naming the text and what is wrong with it.
+    """
+    address = _parse(text)
+    names = [protocol.name for protocol in address.protocols()]
+    if names not in (["ip4", "tcp"], ["ip6", "tcp"]):
+        raise AddressError(
+            f"listen address {text!r} is not of the form /ip4/ADDRESS/tcp/PORT or /ip6/ADDRESS/tcp/PORT"
+        )
+    return address
+
+
+def parse_peer_address(text: str) -> tuple[Multiaddr, str]:
+    """An address to dial and the peer id that it ends in.
+
+    Raises:
+        AddressError: naming the text and what is wrong with it.
+    """
+    address = _parse(text)
+    names = [protocol.name for protocol in address.protocols()]
+    if (
+        len(names) != 3
+        or names[0] not in ("ip4", "ip6", "dns", "dns4", "dns6")
+        or names[1:] != ["tcp", "p2p"]
+    ):
+        raise AddressError(f"peer address {text!r} is not of the form {EXAMPLE}/p2p/PEER_ID")
+    peer_id = str(address.value_for_protocol("p2p"))
+    try:
+        public_key_of(peer_id)
+    except PeerIdError as error:
+        raise AddressError(f"peer address {text!r}: {error}") from None
+    return address, peer_id
+
+
+def _parse(text: str) -> Multiaddr:
+    if not isinstance(text, str):
+        raise AddressError(f"an address is text such as {EXAMPLE}, not {type(text).__name__}")
+    if not text.startswith("/") or len(text) > MAX_ADDRESS_CHARS:
+        raise AddressError(f"{text[:MAX_ADDRESS_CHARS]!r} is no multiaddress; they look like {EXAMPLE}")
+    try:
+        return Multiaddr(text)
+    except Exception as error:  # noqa: BLE001 - multiaddr raises a dozen unrelated types for bad text
+        raise AddressError(f"{text!r} is no multiaddress: {error}") from None
+
+
+def reachable_hosts(bound: str) -> list[str]:
+    """The hosts under which a listener bound to ``bound`` can be dialled.
+
+    A wildcard (``0.0.0.0``, ``::``) stands for every interface of the machine, and must not be announced itself: it
+    would send others to themselves.
+    """
+    address = ipaddress.ip_address(bound)
+    if not address.is_unspecified:
+        return [bound]
+    family = socket.AF_INET if address.version == 4 else socket.AF_INET6
+    found = [
+        entry.address
+        for entries in psutil.net_if_addrs().values()
+        for entry in entries
+        if entry.family == family and "%" not in entry.address
+    ]
+    return sorted(set(found), key=_by_reach)
+
+
+def _by_reach(host: str) -> tuple[int, str]:
+    """Public addresses first, loopback last: the first of a list is tried first."""
+    address = ipaddress.ip_address(host)
+    return (2 if address.is_loopback else 1 if address.is_private else 0, host)
+
+
+def with_peer_id(addresses: Iterable[str], peer_id: str) -> tuple[str, ...]:
+    """Each address with ``/p2p/<peer id>`` at its end."""
+    return tuple(f"{address}/p2p/{peer_id}" for address in addresses)

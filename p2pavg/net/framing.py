@@ -1,0 +1,59 @@
+"""Messages on a stream: a length of four bytes, big-endian, then that many bytes.
+
+The length is checked against the caller's bound before anything is allocated. Bulk payloads follow a message raw and
+are read straight into the caller's buffer.
+"""
+
+from __future__ import annotations
+
+from p2pavg.errors import RemoteProtocolError, StreamBrokenError
+from p2pavg.net.transport import Buffer, Stream
+
+LENGTH_BYTES = 4
+
+# Control messages are small: a roster of 16 members with signed records of 4 KiB each is the largest. gRPC allows
+# 4 MiB by default, libp2p's own protocols 64 KiB to 4 MiB.
+MAX_CONTROL_BYTES = 256 * 1024
+
+_READ_CHUNK = 256 * 1024  # a stream's first window: more is never there to be read at once
+
+
+async def send_message(stream: Stream, message: Buffer) -> None:
+    """Send one message with its length before it."""
+    await stream.send_all(len(message).to_bytes(LENGTH_BYTES, "big") + bytes(message))
+
+
+async def receive_message(stream: Stream, *, max_bytes: int = MAX_CONTROL_BYTES) -> bytes | None:
+    """The next message, or ``None`` when the other side closed its half between two messages.
+
+    Raises:
+        RemoteProtocolError: the announced length is zero or above ``max_bytes``.
+        StreamBrokenError: the stream ended within a message, or was reset.
+    """
+    head = bytearray(LENGTH_BYTES)
+    first = await stream.receive_some(LENGTH_BYTES)
+    if not first:
+        return None
+    head[: len(first)] = first
+    await receive_exactly_into(stream, memoryview(head)[len(first) :])
+    length = int.from_bytes(head, "big")
+    if not 0 < length <= max_bytes:
+        raise RemoteProtocolError(f"a message of {length} bytes was announced, 1 to {max_bytes} are allowed")
+    body = bytearray(length)
+    await receive_exactly_into(stream, memoryview(body))
+    return bytes(body)
+
+
+async def receive_exactly_into(stream: Stream, buffer: memoryview) -> None:
+    """Fill ``buffer`` from the stream.
+
+    Raises:
+        StreamBrokenError: the stream ended or was reset before the buffer was full.
+    """
+    filled = 0
+    while filled < len(buffer):
+        chunk = await stream.receive_some(min(len(buffer) - filled, _READ_CHUNK))
+        if not chunk:
+            raise StreamBrokenError(f"stream of {stream.remote} ended {len(buffer) - filled} bytes early")
+        buffer[filled : filled + len(chunk)] = chunk
+        filled += len(chunk)

@@ -1,0 +1,424 @@
+"""The transport over py-libp2p: TCP, Noise, yamux.
+
+The only module that touches libp2p's host and network (with :mod:`p2pavg.net.libp2p_guards` beside it).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import weakref
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import cast
+
+import trio
+from libp2p.crypto.ed25519 import create_new_key_pair as ed25519_key_pair
+from libp2p.crypto.x25519 import create_new_key_pair as x25519_key_pair
+from libp2p.custom_types import TProtocol
+from libp2p.host.exceptions import StreamFailure
+from libp2p.io.exceptions import IOException
+from libp2p.network.config import ConnectionConfig, RetryConfig
+from libp2p.network.exceptions import SwarmException
+from libp2p.network.stream.exceptions import StreamEOF
+from libp2p.network.stream.net_stream import NetStream
+from libp2p.peer.id import ID
+from libp2p.peer.peerstore import PeerStore
+from libp2p.security.noise.transport import PROTOCOL_ID as NOISE_ID
+from libp2p.security.noise.transport import Transport as Noise
+from libp2p.stream_muxer.exceptions import MuxedStreamError
+from libp2p.stream_muxer.yamux.yamux import PROTOCOL_ID as YAMUX_ID
+from libp2p.tools.anyio_service import background_trio_service
+from libp2p.transport.tcp.tcp import TCP
+from libp2p.transport.upgrader import TransportUpgrader
+from multiaddr import Multiaddr
+
+from p2pavg.errors import AddressError, ClosedError, ListenError, StreamBrokenError, UnreachableError
+from p2pavg.net.addresses import parse_listen_address, parse_peer_address, reachable_hosts, with_peer_id
+from p2pavg.net.libp2p_guards import GuardedHost, GuardedMuxerMultistream, GuardedSwarm, GuardedYamux, install
+from p2pavg.net.transport import Buffer, PeerId, Stream, StreamHandler, Transport
+
+logger = logging.getLogger(__name__)
+
+MAX_CONNECTIONS = 512
+
+# A write is cut into pieces, each of which is finished even when its caller is gone: half a frame would poison the
+# connection for every stream on it. Small pieces keep other streams' turns short.
+WRITE_PIECE_BYTES = 32 * 1024
+
+# How long one piece may wait for the other side. A link of 10 kbit/s moves a piece in 26 s.
+STALL_SECONDS = 30.0
+
+_CLOSE_SECONDS = 1.0
+_DIAL_STAGGER_SECONDS = 0.25  # RFC 8305, section 5
+_MAX_ADDRESSES_DIALLED = 6
+_NEGOTIATE_SECONDS = 10.0
+
+
+class Libp2pStream(Stream):
+    """One yamux stream. Its writes run in the transport's nursery, so that cancelling the caller tears no frame."""
+
+    def __init__(self, net_stream: NetStream, nursery: trio.Nursery) -> None:
+        self.remote = str(net_stream.muxed_conn.peer_id)
+        self._net_stream = net_stream
+        self._nursery = nursery
+        self._closed = False
+        self._unreadable: str | None = None
+        self._unwritable: str | None = None
+
+    def _check(self, broken: str | None) -> None:
+        if self._closed:
+            raise ClosedError(f"the stream to {self.remote} was closed by this process")
+        if broken is not None:
+            raise StreamBrokenError(broken)
+
+    async def send_all(self, data: Buffer) -> None:
+        view = memoryview(data)
+        self._check(self._unwritable)
+        for start in range(0, len(view), WRITE_PIECE_BYTES):
+            done = trio.Event()
+            self._nursery.start_soon(self._write_piece, bytes(view[start : start + WRITE_PIECE_BYTES]), done)
+            try:
+                await done.wait()
+            except trio.Cancelled:
+                self._unwritable = f"a write to {self.remote} was cancelled half-way"
+                raise
+            self._check(self._unwritable)
+
+    async def _write_piece(self, piece: bytes, done: trio.Event) -> None:
+        try:
+            with trio.move_on_after(STALL_SECONDS) as scope:
+                await self._net_stream.write(piece)
+            if scope.cancelled_caught:
+                self._unwritable = f"{self.remote} took no data for {STALL_SECONDS:.0f} s"
+                await cast(GuardedYamux, self._net_stream.muxed_conn).abort()
+        except (IOException, MuxedStreamError, ValueError) as error:
+            self._unwritable = f"the stream to {self.remote} broke: {_text(error)}"
+        finally:
+            done.set()
+
+    async def receive_some(self, max_bytes: int) -> bytes:
+        self._check(self._unreadable)
+        try:
+            return await self._net_stream.read(max_bytes)
+        except trio.Cancelled:
+            self._unreadable = f"a read from {self.remote} was cancelled half-way"
+            raise
+        except StreamEOF:
+            if self._net_stream.muxed_conn.is_closed or self._closed:
+                raise StreamBrokenError(f"the connection to {self.remote} is gone") from None
+            return b""
+        except (IOException, MuxedStreamError, ValueError, KeyError) as error:
+            self._unreadable = f"the stream of {self.remote} broke: {_text(error)}"
+            raise StreamBrokenError(self._unreadable) from None
+
+    async def aclose(self) -> None:
+        if not self._closed:
+            self._closed = True
+            await self._finish(reset=self._unwritable is not None)
+
+    async def reset(self) -> None:
+        if not self._closed:
+            self._closed = True
+            await self._finish(reset=True)
+
+    async def _finish(self, *, reset: bool) -> None:
+        """In the transport's nursery: a frame that cannot be sent must hold up nobody."""
+        done = trio.Event()
+        self._nursery.start_soon(self._send_last_frame, reset, done)
+        with trio.CancelScope(shield=True, deadline=trio.current_time() + _CLOSE_SECONDS):
+            await done.wait()
+
+    async def _send_last_frame(self, reset: bool, done: trio.Event) -> None:
+        try:
+            with trio.move_on_after(STALL_SECONDS) as scope:
+                await (self._net_stream.reset() if reset else self._net_stream.close())
+            if scope.cancelled_caught:
+                await cast(GuardedYamux, self._net_stream.muxed_conn).abort()
+        except (IOException, MuxedStreamError, ValueError) as error:
+            logger.debug("closing a stream to %s: %s", self.remote, _text(error))
+        finally:
+            done.set()
+
+
+class _Negotiation:
+    """A stream that is being opened, and whether somebody still wants it."""
+
+    def __init__(self) -> None:
+        self.done = trio.Event()
+        self.stream: Libp2pStream | None = None
+        self.reason = "the transport is closing"
+        self.abandoned = False
+
+
+class Libp2pTransport(Transport):
+    """Made by :func:`open_libp2p_transport`, which owns the tasks."""
+
+    def __init__(self, host: GuardedHost, swarm: GuardedSwarm, nursery: trio.Nursery) -> None:
+        self._host = host
+        self._swarm = swarm
+        self._nursery = nursery
+        self._addresses: tuple[str, ...] = ()
+        self._dialling: dict[PeerId, trio.Event] = {}
+        self.peer_id = str(host.get_id())
+        _transports.add(self)
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        return self._addresses
+
+    def serve(self, protocol: str, handler: StreamHandler) -> None:
+        async def serve_one(net_stream: NetStream) -> None:
+            stream = Libp2pStream(net_stream, self._nursery)
+            try:
+                await handler(stream)
+            finally:
+                await stream.reset()
+
+        self._host.set_stream_handler(TProtocol(protocol), serve_one)  # type: ignore[arg-type]
+
+    async def dial(self, address: str, *, timeout: float) -> PeerId:
+        _, peer_id = parse_peer_address(address)
+        if peer_id == self.peer_id:
+            raise AddressError(f"{address} is this peer itself")
+        with trio.move_on_after(timeout):
+            if await self._connect(peer_id, [address]):
+                return peer_id
+        raise UnreachableError(f"no connection to {address} within {timeout:.1f} s")
+
+    async def open_stream(
+        self,
+        peer_id: PeerId,
+        protocol: str,
+        *,
+        addresses: Sequence[str] = (),
+        timeout: float,
+        wait_inbound: bool = False,
+    ) -> Stream:
+        with trio.move_on_after(timeout):
+            if not await self._connect(peer_id, addresses):
+                if not wait_inbound:
+                    raise UnreachableError(f"no connection to {peer_id}: {_tried(addresses)}")
+                await self._inbound_connection(peer_id)
+            return await self._negotiate(peer_id, protocol)
+        raise UnreachableError(f"no stream to {peer_id} within {timeout:.1f} s: {_tried(addresses)}")
+
+    async def _negotiate(self, peer_id: PeerId, protocol: str) -> Stream:
+        """In the nursery, since a cancelled negotiation leaves half a frame behind."""
+        attempt = _Negotiation()
+        self._nursery.start_soon(self._run_negotiation, attempt, peer_id, protocol)
+        try:
+            await attempt.done.wait()
+        except trio.Cancelled:
+            attempt.abandoned = True
+            if attempt.stream is not None:
+                await attempt.stream.reset()
+            raise
+        if attempt.stream is None:
+            raise UnreachableError(f"{peer_id} opened no stream of {protocol}: {attempt.reason}")
+        return attempt.stream
+
+    async def _run_negotiation(self, attempt: _Negotiation, peer_id: PeerId, protocol: str) -> None:
+        try:
+            with trio.fail_after(_NEGOTIATE_SECONDS):
+                found = await self._host.new_stream(ID.from_string(peer_id), [TProtocol(protocol)])
+            attempt.stream = Libp2pStream(cast(NetStream, found), self._nursery)
+        except (SwarmException, StreamFailure, IOException, MuxedStreamError, ValueError) as error:
+            attempt.reason = _text(error)
+        except trio.TooSlowError:
+            attempt.reason = f"no answer within {_NEGOTIATE_SECONDS:.0f} s"
+            await self._abort(peer_id)
+        finally:
+            attempt.done.set()
+        if attempt.abandoned and attempt.stream is not None:
+            await attempt.stream.reset()
+
+    async def _inbound_connection(self, peer_id: PeerId) -> None:
+        while not self.is_connected(peer_id):
+            await self._swarm.connection_added.wait()
+
+    async def _connect(self, peer_id: PeerId, addresses: Sequence[str]) -> bool:
+        """Whether there is a connection now; dials unless there was one. One dial a peer at a time."""
+        while not self.is_connected(peer_id) and (running := self._dialling.get(peer_id)) is not None:
+            await running.wait()
+        if self.is_connected(peer_id):
+            return True
+        self._dialling[peer_id] = done = trio.Event()
+        try:
+            await self._dial_first_of(peer_id, addresses)
+        finally:
+            done.set()
+            del self._dialling[peer_id]
+        return self.is_connected(peer_id)
+
+    async def _dial_first_of(self, peer_id: PeerId, addresses: Sequence[str]) -> None:
+        """Try the addresses in their order, the next one as soon as the one before failed or took 0.25 s.
+
+        libp2p's own ``dial_peer`` takes 0.25 s even when the only address answers at once, and blacklists a peer for
+        a minute after one failure; this uses its ``dial_addr``.
+        """
+        target = ID.from_string(peer_id)
+        async with trio.open_nursery() as nursery:
+            for text in addresses[:_MAX_ADDRESSES_DIALLED]:
+                address, named = parse_peer_address(text)
+                if named != peer_id:
+                    continue
+                failed = trio.Event()
+                nursery.start_soon(self._dial_one, address, target, failed, nursery.cancel_scope)
+                with trio.move_on_after(_DIAL_STAGGER_SECONDS):
+                    await failed.wait()
+
+    async def _dial_one(
+        self, address: Multiaddr, peer_id: ID, failed: trio.Event, others: trio.CancelScope
+    ) -> None:
+        try:
+            await self._swarm.dial_addr(address, peer_id)
+        except (SwarmException, IOException, OSError) as error:
+            logger.debug("dialling %s failed: %s", address, _text(error))
+            failed.set()
+        else:
+            others.cancel()
+
+    def is_connected(self, peer_id: PeerId) -> bool:
+        return any(
+            not connection.is_closed for connection in self._swarm.get_connections(ID.from_string(peer_id))
+        )
+
+    async def disconnect(self, peer_id: PeerId) -> None:
+        with trio.move_on_after(_CLOSE_SECONDS):
+            await self._swarm.close_peer(ID.from_string(peer_id))
+        await self._abort(peer_id)
+
+    async def _abort(self, peer_id: PeerId) -> None:
+        for connection in self._swarm.get_connections(ID.from_string(peer_id)):
+            await cast(GuardedYamux, connection.muxed_conn).abort()
+
+    def descriptors(self) -> list[int]:
+        """The file descriptors of every socket of this transport."""
+        sockets = [
+            listener.socket for found in self._swarm.listeners.values() for listener in found.listeners
+        ]
+        sockets += [cast(GuardedYamux, found.muxed_conn).socket for found in self._swarm.get_connections()]
+        return [descriptor for descriptor in (opened.fileno() for opened in sockets) if descriptor >= 0]
+
+    def _take_addresses(self) -> None:
+        bound = [address for listener in self._swarm.listeners.values() for address in listener.get_addrs()]
+        found: list[str] = []
+        for address in bound:
+            version = "ip4" if "ip4" in address else "ip6"
+            port = address.value_for_protocol("tcp")
+            hosts = reachable_hosts(str(address.value_for_protocol(version)))
+            found += [f"/{version}/{host}/tcp/{port}" for host in hosts]
+        self._addresses = with_peer_id(found, self.peer_id)
+
+    async def _close(self) -> None:
+        """Every connection at once: libp2p closes one after another and sleeps 0.2 s for each."""
+        async with trio.open_nursery() as nursery:
+            nursery.cancel_scope.deadline = trio.current_time() + _CLOSE_SECONDS
+            for connection in self._swarm.get_connections():
+                nursery.start_soon(connection.close)
+        for connection in self._swarm.get_connections():
+            await cast(GuardedYamux, connection.muxed_conn).abort()
+        with trio.move_on_after(_CLOSE_SECONDS):
+            await self._host.close()
+
+
+@asynccontextmanager
+async def open_libp2p_transport(*, seed: bytes, listen: Sequence[str]) -> AsyncIterator[Libp2pTransport]:
+    """Listen on ``listen`` and speak to others for as long as the block runs.
+
+    Args:
+        seed: the 32 bytes of an Ed25519 private key.
+        listen: addresses such as ``/ip4/0.0.0.0/tcp/0``; none at all makes a peer that only dials.
+
+    Raises:
+        AddressError: a text in ``listen`` is no address to listen on.
+        ListenError: an address cannot be listened on; the message says which and why.
+    """
+    wanted = [parse_listen_address(text) for text in listen]
+    for address in wanted:
+        _check_free(address)
+    install()
+    host, swarm = _new_host(seed)
+    async with background_trio_service(swarm), trio.open_nursery() as nursery:
+        transport = Libp2pTransport(host, swarm, nursery)
+        try:
+            await swarm.listen(*wanted)
+            for address in wanted:
+                if str(address) not in swarm.listeners:
+                    raise ListenError(f"cannot listen on {address}: the system refused it")
+            transport._take_addresses()
+            yield transport
+        finally:
+            with trio.CancelScope(shield=True):
+                await transport._close()
+            nursery.cancel_scope.cancel()
+
+
+_transports: weakref.WeakSet[Libp2pTransport] = weakref.WeakSet()
+
+
+def _close_sockets_after_fork() -> None:
+    """In a forked child, e.g. a worker of a DataLoader: its copies would keep connections open that the parent closed."""
+    for transport in _transports:
+        for descriptor in transport.descriptors():
+            os.close(descriptor)
+    _transports.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_close_sockets_after_fork)
+
+
+def _new_host(seed: bytes) -> tuple[GuardedHost, GuardedSwarm]:
+    """``libp2p.new_host`` with our classes, Noise alone (it also offers plaintext, where identity is a claim)."""
+    keys = ed25519_key_pair(seed)
+    peer_id = ID.from_pubkey(keys.public_key)
+    peerstore = PeerStore()
+    peerstore.add_key_pair(peer_id, keys)
+    upgrader = TransportUpgrader({NOISE_ID: Noise(keys, noise_privkey=x25519_key_pair().private_key)}, {})
+    upgrader.muxer_multistream = GuardedMuxerMultistream({TProtocol(YAMUX_ID): GuardedYamux})
+    swarm = GuardedSwarm(
+        peer_id,
+        peerstore,
+        upgrader,
+        transports=[TCP()],
+        retry_config=RetryConfig(max_retries=0),
+        # min_connections and low_watermark of 0: it must not dial on its own.
+        connection_config=ConnectionConfig(
+            max_connections=MAX_CONNECTIONS,
+            high_watermark=MAX_CONNECTIONS,
+            min_connections=0,
+            low_watermark=0,
+        ),
+    )
+    host = GuardedHost(swarm)
+    for protocol in list(host.get_mux().get_protocols()):
+        # identify and identify-push write into our peerstore what a stranger says; ping we do not use.
+        if protocol is not None:
+            host.remove_stream_handler(protocol)
+    return host, swarm
+
+
+def _check_free(address: Multiaddr) -> None:
+    """libp2p listens with SO_REUSEPORT: on a port that another of its hosts holds, both would get half the peers."""
+    family = socket.AF_INET if "ip4" in address else socket.AF_INET6
+    host = str(address.value_for_protocol("ip4" if family == socket.AF_INET else "ip6"))
+    port = int(str(address.value_for_protocol("tcp")))
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+            probe.listen(1)
+        except OSError as error:
+            raise ListenError(f"cannot listen on {address}: {error.strerror}") from None
+
+
+def _tried(addresses: Sequence[str]) -> str:
+    return f"tried {', '.join(addresses[:_MAX_ADDRESSES_DIALLED])}" if addresses else "no address is known"
+
+
+def _text(error: BaseException) -> str:
+    """An error's own words, or its type's name: many of libp2p's come without any."""
+    return str(error) or (_text(error.__cause__) if error.__cause__ else type(error).__name__)

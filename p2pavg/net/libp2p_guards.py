@@ -1,0 +1,243 @@
+"""What py-libp2p 0.8.1 needs before strangers may talk to it.
+
+Each class or function here mends one thing, names it, and has a test in ``tests/integration/test_libp2p_guards.py``
+that fails without it. Nothing outside :mod:`p2pavg.net.libp2p` imports this module.
+"""
+
+from __future__ import annotations
+
+import logging
+import struct
+from typing import Any
+
+import libp2p.network.connection.swarm_connection as _swarm_connection
+import trio
+from libp2p.abc import IMuxedConn, INetStream, ISecureConn
+from libp2p.host.basic_host import BasicHost
+from libp2p.io.abc import ReadWriteCloser
+from libp2p.io.exceptions import IOException
+from libp2p.network.connection.raw_connection import RawConnection
+from libp2p.network.connection.swarm_connection import SwarmConn
+from libp2p.network.swarm import Swarm
+from libp2p.peer.id import ID
+from libp2p.stream_muxer.exceptions import MuxedStreamError
+from libp2p.stream_muxer.muxer_multistream import MuxerMultistream
+from libp2p.stream_muxer.yamux import yamux as _yamux
+from libp2p.stream_muxer.yamux.yamux import Yamux, YamuxStream
+
+logger = logging.getLogger(__name__)
+
+# A stream's unread bytes, and those of a connection. libp2p lets the window grow to 16 MiB a stream and only warns
+# when a sender ignores it. 4 MiB keep a link of 300 Mbit/s and 100 ms busy; go-yamux and rust-yamux default to 16.
+MAX_WINDOW_BYTES = 4 * 1024 * 1024
+MAX_STREAM_BYTES = MAX_WINDOW_BYTES + 64 * 1024
+MAX_CONNECTION_BYTES = 64 * 1024 * 1024
+
+# Inbound streams of one connection that may be open at once. A round needs four a member, a record call one.
+MAX_INBOUND_STREAMS = 128
+
+# Replies (acknowledgements, pongs) to one peer that wait to be written.
+MAX_REPLIES = 256
+
+_CLOSED_POLL_SECONDS = 0.25
+
+
+def install() -> None:
+    """The guards that can only be set on libp2p's modules; calling it twice does nothing more."""
+    # It logs at error level what is everyday on an open network; a user who wants that adds a handler.
+    logging.getLogger("libp2p").addHandler(logging.NullHandler())
+    _yamux.MAX_WINDOW_SIZE = MAX_WINDOW_BYTES
+    # It calls logging.warning() on the root logger, which installs a handler in the user's process.
+    _swarm_connection.logging = logging.getLogger(_swarm_connection.__name__)  # type: ignore[assignment,attr-defined]
+
+
+class ReceiveBuffer(bytearray):
+    """A stream's unread bytes, bounded: a sender that ignores its window loses the stream, not us the memory."""
+
+    owner: dict[int, bytearray]
+
+    def extend(self, data: Any, /) -> None:
+        total = sum(map(len, self.owner.values())) + len(data)
+        if len(self) + len(data) > MAX_STREAM_BYTES or total > MAX_CONNECTION_BYTES:
+            raise MuxedStreamError(f"a peer sent {len(data)} bytes more than it was allowed to")
+        super().extend(data)
+
+
+class _ReceiveBuffers(dict[int, bytearray]):
+    def __setitem__(self, stream_id: int, data: bytearray) -> None:
+        buffer = ReceiveBuffer(data)
+        buffer.owner = self
+        super().__setitem__(stream_id, buffer)
+
+
+class PatientStream(YamuxStream):
+    """A stream that waits for its window for as long as its owner likes.
+
+    libp2p gives up after 5 s without a window update, which a link of 100 kbit/s needs, and looks every 10 ms.
+    """
+
+    @property
+    def send_window(self) -> int:
+        return self._send_window
+
+    @send_window.setter
+    def send_window(self, value: int) -> None:
+        self._send_window = value
+        if value > 0:
+            self.__dict__.setdefault("_window_opened", trio.Event()).set()
+
+    async def write(self, data: bytes) -> None:
+        sent = 0
+        while sent < len(data):
+            await self._window()
+            if self.send_closed or self.closed:
+                raise MuxedStreamError("stream is closed for sending")
+            count = min(self.send_window, _yamux.MAX_MESSAGE_SIZE - _yamux.HEADER_SIZE, len(data) - sent)
+            self.send_window -= count
+            header = struct.pack(_yamux.YAMUX_HEADER_FORMAT, 0, _yamux.TYPE_DATA, 0, self.stream_id, count)
+            await self.conn._write_frame(header + data[sent : sent + count])
+            sent += count
+
+    async def _window(self) -> None:
+        while self.send_window == 0 and not (self.send_closed or self.closed):
+            self._window_opened = trio.Event()
+            with trio.move_on_after(_CLOSED_POLL_SECONDS):  # a reset sets no event of ours
+                await self._window_opened.wait()
+
+
+class _Streams(dict[int, YamuxStream]):
+    def __setitem__(self, stream_id: int, stream: YamuxStream) -> None:
+        window = stream.__dict__.pop("send_window", None)
+        stream.__class__ = PatientStream
+        if window is not None:
+            stream.send_window = window
+        super().__setitem__(stream_id, stream)
+
+
+class GuardedYamux(Yamux):
+    """Yamux with bounded buffers, patient writers, a reader that never writes, and a way out of a stuck socket."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.stream_buffers = _ReceiveBuffers()
+        self.streams = _Streams()
+        self.inbound_streams = 0
+        self._reader: trio.lowlevel.Task | None = None
+        self._replies = 0
+
+    async def handle_incoming(self) -> None:
+        self._reader = trio.lowlevel.current_task()
+        await super().handle_incoming()
+
+    async def _write_frame(self, data: bytes) -> None:
+        """libp2p's reader writes its replies itself, and so waits for the other side to read.
+
+        With both directions busy, each side's reader then waits for the other's: nothing moves any more.
+        """
+        if trio.lowlevel.current_task() is not self._reader or self._nursery is None:
+            await super()._write_frame(data)
+            return
+        if self._replies >= MAX_REPLIES:
+            raise MuxedStreamError(f"{self.peer_id} asks for replies faster than it reads them")
+        self._replies += 1
+        self._nursery.start_soon(self._reply, data)
+
+    async def _reply(self, data: bytes) -> None:
+        try:
+            await super()._write_frame(data)
+        except (IOException, MuxedStreamError) as error:
+            logger.debug("a reply to %s was not sent: %r", self.peer_id, error)
+        finally:
+            self._replies -= 1
+
+    @property
+    def socket(self) -> trio.socket.SocketType:
+        """The TCP socket under Noise and its buffers."""
+        found: Any = self.secured_conn
+        return found.conn.read_writer.read_write_closer.stream.stream.socket
+
+    async def abort(self) -> None:
+        """Close the socket under everything. ``close()`` first sends a frame, and waits for a stuck writer."""
+        with trio.CancelScope(shield=True, deadline=trio.current_time() + 1.0):
+            await self.secured_conn.close()
+
+
+class GuardedMuxerMultistream(MuxerMultistream):
+    """libp2p names its own Yamux class here whatever is registered."""
+
+    async def new_conn(self, conn: ISecureConn, peer_id: ID) -> IMuxedConn:
+        protocol, _ = await self._selector.select(conn, conn.is_initiator, self.negotiate_timeout)
+        muxed = GuardedYamux(conn, peer_id, is_initiator=conn.is_initiator)
+        return self._annotate_connection(muxed, conn, protocol)
+
+
+class GuardedSwarm(Swarm):
+    """A swarm whose inbound connections give back what they took.
+
+    libp2p keeps a task and a slot of its limiter for every inbound connection until the host ends: after 250 of
+    them, one after another, it refuses everybody.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.connection_added = trio.Event()
+        """Set, and replaced, whenever there is one more connection."""
+
+    async def add_conn(self, muxed_conn: IMuxedConn, direction: str = "unknown") -> SwarmConn:
+        connection = await super().add_conn(muxed_conn, direction)
+        self.connection_added.set()
+        self.connection_added = trio.Event()
+        return connection
+
+    async def _do_handle_inbound_connection(
+        self,
+        read_write_closer: ReadWriteCloser,
+        maddr: Any,
+        failure_event: Any,  # noqa: ARG002
+    ) -> None:
+        raw = RawConnection(read_write_closer, False)
+        try:
+            muxed = await self.upgrade_inbound_raw_conn(raw, maddr)
+        except Exception as error:  # noqa: BLE001 - a stranger's handshake may fail in any way; it costs the stranger
+            logger.debug("inbound connection on %s refused: %r", maddr, error)
+            await raw.close()
+            return
+        assert isinstance(muxed, GuardedYamux)
+        try:
+            await muxed.event_closed.wait()
+        finally:
+            await muxed.abort()
+
+
+class GuardedHost(BasicHost):
+    """A host that no stream can end, and that believes no address it was not given by us."""
+
+    def _schedule_identify(self, peer_id: ID, *, reason: str) -> None:
+        """Identify would replace a good address by ``0.0.0.0``, and runs in a system task that may end trio."""
+
+    async def _swarm_stream_handler(self, net_stream: INetStream) -> None:
+        """libp2p lets what a handler or a non-UTF-8 protocol name raises end the whole host."""
+        muxed = net_stream.muxed_conn
+        assert isinstance(muxed, GuardedYamux)
+        if muxed.inbound_streams >= MAX_INBOUND_STREAMS:
+            logger.info("%s opened more than %d streams at once", muxed.peer_id, MAX_INBOUND_STREAMS)
+            await net_stream.reset()
+            return
+        muxed.inbound_streams += 1
+        try:
+            await super()._swarm_stream_handler(net_stream)
+        except Exception as error:  # noqa: BLE001 - see above: whatever it is, it costs this stream alone
+            logger.info("stream of %s dropped: %r", muxed.peer_id, error)
+            with trio.CancelScope(shield=True, deadline=trio.current_time() + 1.0):
+                await net_stream.reset()
+        finally:
+            muxed.inbound_streams -= 1
+
+
+__all__ = [
+    "GuardedHost",
+    "GuardedMuxerMultistream",
+    "GuardedSwarm",
+    "GuardedYamux",
+    "install",
+]

@@ -1,0 +1,109 @@
+"""The network as everything above sees it: streams to peers that are known by their id.
+
+Two implementations, :mod:`p2pavg.net.libp2p` and :class:`p2pavg.testing.MemoryNetwork`; both pass
+:mod:`p2pavg.testing.transport_conformance`.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Awaitable, Callable, Sequence
+
+Buffer = bytes | bytearray | memoryview
+
+PeerId = str
+"""Base58 text of a libp2p peer id, such as ``12D3KooW…``."""
+
+
+class Stream(abc.ABC):
+    """A bidirectional, ordered byte stream to one authenticated peer.
+
+    One task may send while another receives; two tasks may not do the same at once. A call that is cancelled leaves
+    its direction of the stream unusable: a part of a message may be gone.
+    """
+
+    remote: PeerId
+    """The authenticated id of the peer at the other end."""
+
+    @abc.abstractmethod
+    async def send_all(self, data: Buffer) -> None:
+        """Hand all of ``data`` to the network.
+
+        Raises:
+            StreamBrokenError: the stream ended; how much arrived is unknown.
+            ClosedError: :meth:`aclose` or :meth:`reset` was called before.
+        """
+
+    @abc.abstractmethod
+    async def receive_some(self, max_bytes: int) -> bytes:
+        """At least one and at most ``max_bytes`` bytes; ``b""`` when the other side has closed its half.
+
+        An end of stream says nothing about completeness: messages carry their length.
+
+        Raises:
+            StreamBrokenError: the stream was reset or its connection is gone.
+            ClosedError: as above.
+        """
+
+    @abc.abstractmethod
+    async def aclose(self) -> None:
+        """Say that nothing more comes, and let go of the stream. Never raises, bounded in time."""
+
+    @abc.abstractmethod
+    async def reset(self) -> None:
+        """Drop the stream in both directions at once. Never raises, bounded in time, works under cancellation."""
+
+
+StreamHandler = Callable[[Stream], Awaitable[None]]
+"""Serves one inbound stream. Whatever it raises costs that stream only; the stream is reset when it returns."""
+
+
+class Transport(abc.ABC):
+    """This process' place in the network."""
+
+    peer_id: PeerId
+
+    @property
+    @abc.abstractmethod
+    def addresses(self) -> tuple[str, ...]:
+        """Where others can dial this peer; each ends in ``/p2p/<peer id>``."""
+
+    @abc.abstractmethod
+    def serve(self, protocol: str, handler: StreamHandler) -> None:
+        """Answer inbound streams of ``protocol`` with ``handler`` from now on."""
+
+    @abc.abstractmethod
+    async def dial(self, address: str, *, timeout: float) -> PeerId:
+        """Connect to an address that ends in ``/p2p/<peer id>`` and return that id.
+
+        Raises:
+            AddressError: the text is no such address.
+            UnreachableError: no authenticated connection within ``timeout`` seconds.
+        """
+
+    @abc.abstractmethod
+    async def open_stream(
+        self,
+        peer_id: PeerId,
+        protocol: str,
+        *,
+        addresses: Sequence[str] = (),
+        timeout: float,
+        wait_inbound: bool = False,
+    ) -> Stream:
+        """A new stream, over an open connection if there is one, else by dialling ``addresses``.
+
+        With ``wait_inbound``, where dialling fails an inbound connection that the peer makes within ``timeout``
+        seconds is as good: behind a home router only one of two can dial. Without, a refused dial fails at once.
+
+        Raises:
+            UnreachableError: no stream within ``timeout`` seconds, or the peer does not serve ``protocol``.
+        """
+
+    @abc.abstractmethod
+    def is_connected(self, peer_id: PeerId) -> bool:
+        """Whether a connection to the peer is open now."""
+
+    @abc.abstractmethod
+    async def disconnect(self, peer_id: PeerId) -> None:
+        """Close every connection to the peer. Never raises, bounded in time."""

@@ -1,0 +1,55 @@
+"""Control messages as msgpack arrays, read against a schema of plain types."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgpack
+
+from p2pavg.errors import RemoteProtocolError
+
+_MAX_ITEMS = 256  # no message holds a longer list; a roster has at most 128 members
+_MAX_TEXT = 4096
+_MAX_BINARY = 8192
+
+
+def pack(*fields: Any) -> bytes:
+    """One message of these fields."""
+    packed: bytes = msgpack.packb(fields)
+    return packed
+
+
+def unpack(message: bytes, *types: type) -> tuple[Any, ...]:
+    """The fields of a message, each exactly of the type asked for (``tuple`` for any list).
+
+    Raises:
+        RemoteProtocolError: anything else; nothing is allocated that the schema does not allow.
+    """
+    try:
+        fields = msgpack.unpackb(
+            message,
+            use_list=False,
+            max_str_len=_MAX_TEXT,
+            max_bin_len=_MAX_BINARY,
+            max_array_len=_MAX_ITEMS,
+            max_map_len=0,
+            max_ext_len=0,
+        )
+    except (ValueError, TypeError, msgpack.UnpackException, RecursionError) as error:
+        raise RemoteProtocolError(f"not a message: {error!r}") from None
+    if type(fields) is not tuple or len(fields) != len(types):
+        raise RemoteProtocolError(f"a message of {len(types)} fields was expected")
+    return checked(fields, types)
+
+
+def checked(fields: tuple[Any, ...], types: tuple[type, ...]) -> tuple[Any, ...]:
+    """``fields`` when each has exactly its type and floats are finite."""
+    if len(fields) != len(types):
+        raise RemoteProtocolError(f"{len(types)} fields were expected, not {len(fields)}")
+    for position, (field, wanted) in enumerate(zip(fields, types, strict=True)):
+        if type(field) is not wanted:
+            raise RemoteProtocolError(f"field {position} is {type(field).__name__}, not {wanted.__name__}")
+        if isinstance(field, float) and not math.isfinite(field):
+            raise RemoteProtocolError(f"field {position} is not finite")
+    return fields

@@ -1,0 +1,274 @@
+"""One peer: an identity, a transport, a record node, and whoever uses them, in one nursery."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+
+import trio
+
+from p2pavg._exceptions import bare_exceptions
+from p2pavg.allreduce.lobby import Lobby
+from p2pavg.allreduce.messages import PROTOCOL as EXCHANGE_PROTOCOL
+from p2pavg.averager import DecentralizedAverager
+from p2pavg.config import AveragingConfig
+from p2pavg.errors import (
+    BootstrapError,
+    ClosedError,
+    RemoteProtocolError,
+    StreamBrokenError,
+    UnreachableError,
+)
+from p2pavg.identity import load_or_make_seed
+from p2pavg.matchmaking.matchmaker import Matchmaker, Surroundings
+from p2pavg.matchmaking.messages import PROTOCOL as MATCH_PROTOCOL
+from p2pavg.matchmaking.messages import Ask, Declined, Nudge, decode, encode
+from p2pavg.net.addresses import parse_peer_address
+from p2pavg.net.framing import receive_message, send_message
+from p2pavg.net.transport import Stream, Transport
+from p2pavg_dht import (
+    MAX_MESSAGE_BYTES,
+    RPC_TIMEOUT,
+    Contact,
+    Ed25519Signer,
+    MessageError,
+    RecordNode,
+    RpcError,
+    Signer,
+)
+from p2pavg_dht import PROTOCOL as RECORDS_PROTOCOL
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_LISTEN = ("/ip4/0.0.0.0/tcp/0",)
+BOOTSTRAP_SECONDS = 15.0
+_DIAL_SECONDS = 5.0
+_FIRST_MESSAGE_SECONDS = 10.0
+_WITHDRAW_SECONDS = 1.0
+_TAIL_SECONDS = 2.0
+
+
+class Peer:
+    """This process in the network. Made by :func:`open_peer`."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        signer: Signer,
+        nursery: trio.Nursery,
+        *,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._transport = transport
+        self.records = RecordNode(
+            signer=signer,
+            rpc=_RecordCalls(transport),
+            addresses=lambda: transport.addresses,
+            wall_clock=wall_clock,
+        )
+        """The record node: what is said and found on the network."""
+        self.lobby = Lobby()
+        self.matchmakers: dict[bytes, Matchmaker] = {}
+        """Who answers those that ask about a ready key."""
+        self._closed = False
+        self.around = Surroundings(
+            transport=transport, records=self.records, signer=signer, wall_clock=wall_clock, nursery=nursery
+        )
+
+    @property
+    def id(self) -> str:
+        """This peer's id."""
+        return self._transport.peer_id
+
+    @property
+    def addresses(self) -> list[str]:
+        """Where others can dial this peer; each ends in ``/p2p/<peer id>``."""
+        return list(self._transport.addresses)
+
+    @asynccontextmanager
+    async def averager(self, config: AveragingConfig) -> AsyncIterator[DecentralizedAverager]:
+        """An averager that lives as long as the block.
+
+        Raises:
+            ClosedError: the peer was closed.
+        """
+        if self._closed:
+            raise ClosedError("the peer is closed")
+        with bare_exceptions():
+            # What a member still owes others after its own result runs in `tails`.
+            async with trio.open_nursery() as tails, trio.open_nursery() as nursery:
+                averager = DecentralizedAverager(self, config, nursery, tails)
+                try:
+                    yield averager
+                finally:
+                    await averager.aclose()
+                    nursery.cancel_scope.cancel()
+                    tails.cancel_scope.deadline = trio.current_time() + _TAIL_SECONDS
+
+    async def start(self, bootstrap: Sequence[str]) -> None:
+        """Serve, and get to know the network through the bootstrap addresses."""
+        self._transport.serve(RECORDS_PROTOCOL, self._serve_records)
+        self._transport.serve(MATCH_PROTOCOL, self._serve_match)
+        self._transport.serve(EXCHANGE_PROTOCOL, self.lobby.serve)
+        await self.around.nursery.start(self.records.run)  # type: ignore[arg-type]  # trio-typing's stubs
+        if bootstrap:
+            await self.join(bootstrap)
+
+    async def join(self, bootstrap: Sequence[str]) -> None:
+        """Get to know the network through addresses of peers in it.
+
+        Raises:
+            AddressError: a text is no address that ends in a peer id.
+            BootstrapError: none of them could be reached within 15 s.
+        """
+        contacts: dict[str, list[str]] = {}
+        for text in bootstrap:
+            _, peer_id = parse_peer_address(text)
+            if peer_id != self.id:
+                contacts.setdefault(peer_id, []).append(text)
+        if not contacts:
+            return
+        errors: dict[str, str] = {}
+        with trio.move_on_after(BOOTSTRAP_SECONDS):
+            pause = 0.1
+            while not await self._dial_any(
+                [address for texts in contacts.values() for address in texts], errors
+            ):
+                await trio.sleep(pause)  # its process may be starting too
+                pause = min(2 * pause, 2.0)
+            await self.records.join([Contact(peer_id, tuple(texts)) for peer_id, texts in contacts.items()])
+            return
+        reasons = "; ".join(f"{address}: {reason}" for address, reason in errors.items())
+        raise BootstrapError(
+            f"no bootstrap peer could be reached within {BOOTSTRAP_SECONDS:.0f} s ({reasons})"
+        )
+
+    async def _dial_any(self, addresses: Sequence[str], errors: dict[str, str]) -> bool:
+        async def dial(address: str) -> None:
+            try:
+                await self._transport.dial(address, timeout=_DIAL_SECONDS)
+            except UnreachableError as error:
+                errors[address] = str(error)
+            else:
+                errors.pop(address, None)
+                reached.append(address)
+
+        reached: list[str] = []
+        async with trio.open_nursery() as nursery:
+            for address in addresses:
+                nursery.start_soon(dial, address)
+        return bool(reached)
+
+    async def aclose(self) -> None:
+        """Take back what was said. Bounded, also when cancelled."""
+        self._closed = True
+        with trio.CancelScope(shield=True, deadline=trio.current_time() + _WITHDRAW_SECONDS):
+            await self.records.withdraw_all()
+
+    async def _serve_records(self, stream: Stream) -> None:
+        with trio.move_on_after(_FIRST_MESSAGE_SECONDS):
+            request = await receive_message(stream, max_bytes=MAX_MESSAGE_BYTES)
+            if request is not None:
+                try:
+                    answer = await self.records.handle(stream.remote, request)
+                except MessageError as error:
+                    raise RemoteProtocolError(str(error)) from None
+                await send_message(stream, answer)
+                await stream.aclose()
+
+    async def _serve_match(self, stream: Stream) -> None:
+        with trio.move_on_after(_FIRST_MESSAGE_SECONDS) as scope:
+            data = await receive_message(stream)
+        if scope.cancelled_caught or data is None:
+            return
+        message = decode(data)
+        if not isinstance(message, Ask | Nudge):
+            raise RemoteProtocolError(f"a join stream began with {type(message).__name__}")
+        matchmaker = self.matchmakers.get(message.me.record.key)
+        if matchmaker is not None:
+            await matchmaker.serve(stream, message)
+        elif isinstance(message, Ask):
+            await send_message(stream, encode(Declined("averages nothing of this run and schema", over=True)))
+            await stream.aclose()
+
+
+class _RecordCalls:
+    """Record calls over streams of the transport."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+
+    async def call(self, contact: Contact, request: bytes) -> bytes:
+        try:
+            stream = await self._transport.open_stream(
+                contact.peer_id, RECORDS_PROTOCOL, addresses=contact.addresses, timeout=RPC_TIMEOUT
+            )
+        except UnreachableError as error:
+            raise RpcError(str(error)) from None
+        try:
+            await send_message(stream, request)
+            answer = await receive_message(stream, max_bytes=MAX_MESSAGE_BYTES)
+            await stream.aclose()
+        except (StreamBrokenError, ClosedError, RemoteProtocolError) as error:
+            raise RpcError(str(error)) from None
+        finally:
+            await stream.reset()
+        if answer is None:
+            raise RpcError(f"{contact.peer_id} closed the stream without an answer")
+        return answer
+
+
+@asynccontextmanager
+async def peer_over(
+    transport: Transport,
+    signer: Signer,
+    *,
+    bootstrap: Sequence[str] = (),
+    wall_clock: Callable[[], float] = time.time,
+) -> AsyncIterator[Peer]:
+    """A peer over any transport; :func:`open_peer` is this over libp2p."""
+    with bare_exceptions():
+        async with trio.open_nursery() as nursery:
+            peer = Peer(transport, signer, nursery, wall_clock=wall_clock)
+            try:
+                await peer.start(bootstrap)
+                yield peer
+            finally:
+                await peer.aclose()
+                nursery.cancel_scope.cancel()
+
+
+@asynccontextmanager
+async def open_peer(
+    *,
+    listen: Sequence[str] = DEFAULT_LISTEN,
+    bootstrap: Sequence[str] = (),
+    identity: str | os.PathLike[str] | None = None,
+) -> AsyncIterator[Peer]:
+    """Be a peer for as long as the block runs.
+
+    Args:
+        listen: addresses such as ``/ip4/0.0.0.0/tcp/4001``; port 0 takes any free one.
+        bootstrap: addresses of peers that are in the network, each ending in ``/p2p/<peer id>``; without any, this
+            peer begins a new network.
+        identity: the key file, made when missing; ``None`` takes a new identity that is not kept.
+
+    Raises:
+        AddressError, ListenError, IdentityError: the caller's addresses or key file; the message says what is wrong.
+        BootstrapError: no bootstrap peer answered within 15 s.
+    """
+    # Here and not above: libp2p takes 0.4 s to import, and the simulation does without it.
+    from p2pavg.net.libp2p import open_libp2p_transport
+
+    seed = load_or_make_seed(identity)
+    for text in bootstrap:
+        parse_peer_address(text)
+    with bare_exceptions():
+        async with (
+            open_libp2p_transport(seed=seed, listen=listen) as transport,
+            peer_over(transport, Ed25519Signer(seed), bootstrap=bootstrap) as peer,
+        ):
+            yield peer

@@ -1,0 +1,77 @@
+"""What a call of ``step`` can come to. What the network did is one of these, never an exception."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+
+Tensors: TypeAlias = list[torch.Tensor] | dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Success:
+    """A group averaged. Everything in ``averaged`` is the average of ``peers``, and of nobody else.
+
+    Two members of one group that return ``Success`` hold the same bits.
+    """
+
+    averaged: Tensors
+    """Tensors in the order, shapes, dtypes and (for a mapping) names given to ``accumulate``; on the same devices."""
+    peers: tuple[str, ...]
+    """Ids of those whose contribution is in ``averaged``, this peer included."""
+    weights: Mapping[str, float]
+    """The weight of each of ``peers``, in samples."""
+    total_weight: float
+    """Sum of ``weights``."""
+    compression_ratio: float
+    """Bytes that the same exchange takes in fp32, divided by the bytes sent and received."""
+    bytes_sent: int
+    bytes_received: int
+    duration: float
+    """Seconds from the ``step`` that began the round to its result."""
+    exchange_duration: float
+    """Seconds of ``duration`` from the group's commit on."""
+    group_id: str
+    """Hex of the SHA-256 of the roster."""
+    auxiliaries: tuple[str, ...] = ()
+    """Ids of members that reduced a share and contributed nothing."""
+
+    @property
+    def peers_count(self) -> int:
+        """How many peers' contributions are in ``averaged``."""
+        return len(self.peers)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InProgress:
+    """A round runs. A later ``step`` collects its result; nothing has to be repeated."""
+
+    ready_peers: int
+    """Peers known to be ready, this one included."""
+    target_size: int
+    """The group size that is aimed at."""
+    reason: str = ""
+    """What is waited for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NoPeers:
+    """Nobody to average with, or nothing to average. What was accumulated stays accumulated."""
+
+    reason: str = "no other peer is ready"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failed:
+    """A group formed and its exchange did not come to an end. What was accumulated stays accumulated."""
+
+    reason: str
+    """What happened, naming the peer that it happened to."""
+    peer: str | None = None
+    """Id of the member that was lost or excluded, if it was one."""
+
+
+RoundResult: TypeAlias = Success | InProgress | NoPeers | Failed

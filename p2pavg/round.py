@@ -1,0 +1,143 @@
+"""One round: a contribution is taken, a group is found, parts are exchanged, and the result waits to be collected."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+import trio
+
+from p2pavg.accumulation import Accumulation, Contribution
+from p2pavg.allreduce.exchange import Exchange, Outcome
+from p2pavg.allreduce.lobby import ExpectedGroup, Lobby
+from p2pavg.allreduce.partition import fp32_bytes
+from p2pavg.config import AveragingConfig
+from p2pavg.matchmaking.matchmaker import Matchmaker
+from p2pavg.matchmaking.roster import Roster
+from p2pavg.matchmaking.rules import GaveUp, Report
+from p2pavg.net.transport import Transport
+from p2pavg.result import Failed, InProgress, NoPeers, RoundResult, Success
+from p2pavg.workers import Workers
+
+logger = logging.getLogger(__name__)
+
+BAN_SECONDS = 600.0  # a peer that broke the protocol is not met again for this long
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundTools:
+    """What every round of one averager uses."""
+
+    config: AveragingConfig
+    transport: Transport
+    matchmaker: Matchmaker
+    lobby: Lobby
+    accumulation: Accumulation
+    workers: Workers
+    tails: trio.Nursery
+    """Outlives every result: what a member still owes others after its own."""
+    why_alone: Callable[[], Awaitable[str]]
+    """Why peers of the run may be there and yet not meet this one; empty when there is nothing to say."""
+
+
+class Round:
+    """A round from its start to its result."""
+
+    def __init__(self, tools: RoundTools, contribution: Contribution) -> None:
+        self._tools = tools
+        self._contribution: Contribution | None = contribution
+        self._weight = contribution.weight
+        self._started = trio.current_time()
+        self._roster: Roster | None = None
+        self._group: ExpectedGroup | None = None
+        self._report: Report | None = None
+        self._changed = trio.Event()
+        self.result: RoundResult | None = None
+
+    async def changed(self) -> None:
+        """Until there is a result, or a match timeout has passed."""
+        await self._changed.wait()
+
+    def take_report(self) -> InProgress | None:
+        """How far the round is, once at the end of each match timeout."""
+        if self._report is None:
+            return None
+        reason, self._report, self._changed = self._report.reason, None, trio.Event()
+        return self.progress(reason)
+
+    def progress(self, reason: str = "") -> InProgress:
+        """How far the round is."""
+        if self._roster is not None:
+            ready, reason = len(self._roster.contributors), reason or "the group exchanges"
+        else:
+            ready, reason = self._tools.matchmaker.ready_peers, reason or "a group is being formed"
+        return InProgress(ready_peers=ready, target_size=self._tools.config.group_size, reason=reason)
+
+    async def run(self) -> None:
+        """Sets :attr:`result`. When cancelled, the contribution counts as accumulated again."""
+        try:
+            found = await self._tools.matchmaker.find_group(
+                weight=self._weight, on_report=self._on_report, on_expect=self._on_expect
+            )
+            if isinstance(found, GaveUp):
+                apart = await self._tools.why_alone()
+                result: RoundResult = NoPeers(reason=f"{found.reason}; {apart}" if apart else found.reason)
+            else:
+                result = await self._exchange(found)
+        finally:
+            if self._group is not None:
+                self._group.close()
+            if self._contribution is not None:
+                self._tools.accumulation.give_back(self._contribution)
+        self.result = result
+        self._changed.set()
+
+    async def _exchange(self, roster: Roster) -> RoundResult:
+        assert self._group is not None
+        assert self._contribution is not None
+        self._roster = roster
+        began = trio.current_time()
+        exchange = Exchange(
+            transport=self._tools.transport,
+            roster=roster,
+            group=self._group,
+            codec=self._tools.config.codec,
+            vector=self._contribution.mean,
+            timeout=self._tools.config.exchange_timeout,
+            run_in_thread=self._tools.workers.run,
+        )
+        self._group = None  # the exchange closes it now, when it has served the others too
+        outcome: Outcome = await self._tools.tails.start(exchange.run)
+        if outcome.verdict is not None:
+            if outcome.verdict.hostile and outcome.verdict.peer_id is not None:
+                self._tools.matchmaker.ban(outcome.verdict.peer_id, outcome.verdict.reason, BAN_SECONDS)
+            return Failed(reason=outcome.verdict.reason, peer=outcome.verdict.peer_id)
+        averaged = await self._tools.workers.run(self._contribution.schema.unflatten, outcome.averaged)
+        self._tools.accumulation.release(self._contribution)
+        self._contribution = None
+        now = trio.current_time()
+        contributes = [not member.auxiliary for member in roster.members]
+        plain = fp32_bytes(roster.shares, roster.position(self._tools.transport.peer_id), contributes)
+        return Success(
+            averaged=averaged,
+            peers=tuple(member.peer_id for member in roster.contributors),
+            weights={member.peer_id: member.weight for member in roster.contributors},
+            total_weight=roster.total_weight,
+            compression_ratio=plain / max(outcome.bytes_sent + outcome.bytes_received, 1),
+            bytes_sent=outcome.bytes_sent,
+            bytes_received=outcome.bytes_received,
+            duration=now - self._started,
+            exchange_duration=now - began,
+            group_id=roster.group_id.hex(),
+            auxiliaries=tuple(member.peer_id for member in roster.members if member.auxiliary),
+        )
+
+    def _on_report(self, report: Report) -> None:
+        self._report = report
+        self._changed.set()
+
+    def _on_expect(self, group_id: bytes | None) -> None:
+        if self._group is not None:
+            self._group.close()
+        self._group = None if group_id is None else self._tools.lobby.expect(group_id)

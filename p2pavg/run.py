@@ -1,0 +1,83 @@
+"""What peers of a run say about what they average, so that others see why they do not meet."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from p2pavg.config import MAX_GROUP_SIZE
+from p2pavg.errors import RemoteProtocolError
+from p2pavg.matchmaking.roster import MAX_CODEC_CHARS
+from p2pavg.net.wire import pack, unpack
+from p2pavg_dht import Record
+
+RUN_TTL_SECONDS = 600.0
+MAX_ELEMENTS = 2**34
+
+_KEY_DOMAIN = "p2pavg/run/1"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunEntry:
+    """What one peer of a run averages."""
+
+    schema_hash: bytes
+    tensors: int
+    elements: int
+    codec: str
+    group_size: int
+
+
+def run_key(run_id: str) -> bytes:
+    """The key under which every peer of a run, ready or not, says what it averages."""
+    return hashlib.sha256(pack(_KEY_DOMAIN, run_id)).digest()
+
+
+def encode_entry(entry: RunEntry) -> bytes:
+    """A record's value."""
+    return pack(1, entry.schema_hash, entry.tensors, entry.elements, entry.codec, entry.group_size)
+
+
+def read_entry(value: bytes) -> RunEntry:
+    """Raises RemoteProtocolError for anything that :func:`encode_entry` does not make."""
+    version, schema_hash, tensors, elements, codec, group_size = unpack(value, int, bytes, int, int, str, int)
+    if version != 1 or len(schema_hash) != 32 or not 0 < len(codec) <= MAX_CODEC_CHARS:
+        raise RemoteProtocolError("a run entry of another version, or without a schema or codec")
+    if tensors < 1 or not 0 <= elements <= MAX_ELEMENTS or not 2 <= group_size <= MAX_GROUP_SIZE:
+        raise RemoteProtocolError("a run entry with numbers out of range")
+    return RunEntry(
+        schema_hash=schema_hash, tensors=tensors, elements=elements, codec=codec, group_size=group_size
+    )
+
+
+def read_entries(records: Iterable[Record]) -> dict[str, RunEntry]:
+    """What each publisher averages; nonsense is left out."""
+    entries = {}
+    for record in records:
+        try:
+            entries[record.publisher] = read_entry(record.value)
+        except RemoteProtocolError:
+            continue
+    return entries
+
+
+def why_apart(mine: RunEntry, others: Iterable[RunEntry]) -> str:
+    """A sentence for each kind of peer of this run that cannot meet this one; empty when there is none."""
+    kinds = Counter(
+        entry for entry in others if (entry.schema_hash, entry.codec) != (mine.schema_hash, mine.codec)
+    )
+    return "; ".join(_difference(mine, entry, count) for entry, count in kinds.most_common(3))
+
+
+def _difference(mine: RunEntry, other: RunEntry, count: int) -> str:
+    who = f"{count} peer of this run" if count == 1 else f"{count} peers of this run"
+    verb = "averages" if count == 1 else "average"
+    if other.tensors != mine.tensors:
+        return f"{who} {verb} {other.tensors} tensors, you have {mine.tensors}"
+    if other.elements != mine.elements:
+        return f"{who} {verb} {other.elements} elements, you have {mine.elements}"
+    if other.schema_hash != mine.schema_hash:
+        return f"{who} {verb} tensors of other names, shapes or dtypes than yours"
+    return f"{who} {verb} with the codec {other.codec}, you with {mine.codec}"

@@ -1,0 +1,132 @@
+"""Child processes and their events: started, listened to, and never left behind."""
+
+import queue
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+
+from .events import Event, from_line
+from .progress import Progress
+
+ROOT = Path(__file__).resolve().parents[2]
+LEAVE_TIMEOUT_S = 10.0  # for a process that is done to close what it has open
+TERMINATE_TIMEOUT_S = 3.0
+LOG_TAIL_BYTES = 4000
+LINE_LIMIT = 65_536  # characters; the longest event, a round's, takes about a thousand
+QUEUE_LIMIT = 1_000  # events; beyond it the children wait until the launcher catches up
+
+
+class Child:
+    """One process. Its stderr goes to a file; its own process group keeps the terminal's Ctrl-C from it, so
+    that the launcher alone decides who stops when."""
+
+    def __init__(self, progress: Progress, arguments: list[str], log: Path) -> None:
+        self.progress = progress
+        self.log = log
+        with log.open("wb") as stderr:
+            self.process = subprocess.Popen(
+                [sys.executable, *arguments],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                cwd=ROOT,
+                text=True,
+                process_group=0,
+            )
+
+    def go(self) -> None:
+        assert self.process.stdin
+        with suppress(BrokenPipeError):  # it has just died, and its exit will say so
+            self.process.stdin.write("go\n")
+            self.process.stdin.flush()
+
+    def leave(self) -> None:
+        assert self.process.stdin
+        with suppress(BrokenPipeError):
+            self.process.stdin.close()
+
+    def lines(self) -> Iterator[str]:
+        assert self.process.stdout
+        with self.process.stdout as stdout:
+            while line := stdout.readline(LINE_LIMIT):
+                yield line
+
+    def log_tail(self) -> str:
+        return self.log.read_bytes()[-LOG_TAIL_BYTES:].decode(errors="replace")
+
+
+class Processes:
+    """All children; leaving the context stops them, at once if it is left by an exception."""
+
+    def __init__(self, output: Path) -> None:
+        self._output = output
+        self._children: list[Child] = []
+        self._readers: list[threading.Thread] = []
+        self._inbox: queue.Queue[tuple[Child, Event | int]] = queue.Queue(QUEUE_LIMIT)
+
+    def start(self, progress: Progress, *arguments: str) -> None:
+        log = self._output / f"{progress.name.replace(' ', '-')}.log"
+        child = Child(progress, list(arguments), log)
+        self._children.append(child)
+        reader = threading.Thread(target=self._read, args=(child,), name=progress.name, daemon=True)
+        self._readers.append(reader)
+        reader.start()
+
+    def go(self) -> None:
+        for child in self._children:
+            child.go()
+
+    def pump(self, seconds: float) -> None:
+        """Apply what has arrived to the progress of its sender; wait at most so long for the first."""
+        with suppress(queue.Empty):
+            self._apply(*self._inbox.get(timeout=seconds))
+            while True:
+                self._apply(*self._inbox.get_nowait())
+
+    def _apply(self, child: Child, event: Event | int) -> None:
+        if isinstance(event, int):
+            child.progress.exited(event, child.log_tail())
+        else:
+            child.progress.apply(event)
+
+    def _read(self, child: Child) -> None:
+        """Runs in the child's own thread: its events, then its exit code."""
+        for line in child.lines():
+            with suppress(ValueError):  # a line that a kill cut short; the exit code says so
+                self._inbox.put((child, from_line(line)))
+        self._inbox.put((child, child.process.wait()))
+
+    def _stop(self, timeout: float) -> None:
+        """Let everyone leave, and kill who has not left after so many seconds."""
+        for child in self._children:
+            child.progress.stop()
+            child.leave()
+        deadline = time.monotonic() + timeout
+        for child in self._children:
+            try:
+                child.process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                child.progress.fail(f"had not left after {timeout:.0f} s")
+                child.process.kill()
+                child.process.wait()
+
+    def __enter__(self) -> "Processes":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None:
+            for child in self._children:
+                child.process.terminate()
+            self._stop(TERMINATE_TIMEOUT_S)
+            return
+        self._stop(LEAVE_TIMEOUT_S)
+        for reader in self._readers:
+            reader.join(TERMINATE_TIMEOUT_S)
+        self.pump(0.01)  # the exit codes: one that failed while closing has failed

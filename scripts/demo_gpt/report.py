@@ -1,0 +1,139 @@
+"""The outcome of a run: its figures, as an object for JSON and as plain sentences."""
+
+from dataclasses import asdict
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from .events import Round
+from .progress import Progress, Run, State
+
+
+def final_loss(progress: Progress) -> float | None:
+    """The held-out loss after the last step; None of a process that did not get there."""
+    return progress.held_out[-1].loss if progress.state is State.DONE else None
+
+
+def peers_final_loss(run: Run) -> float | None:
+    losses = [loss for peer in run.peers if (loss := final_loss(peer)) is not None]
+    return fmean(losses) if losses else None
+
+
+def relative_difference(run: Run) -> float | None:
+    """How far the peers' final loss lies from the reference's: |peers - reference| / reference."""
+    peers, reference = peers_final_loss(run), final_loss(run.reference)
+    return abs(peers - reference) / reference if peers is not None and reference is not None else None
+
+
+def are_identical(run: Run) -> bool:
+    """Whether all peers that finished hold the same parameters, bit for bit."""
+    return len({peer.digest for peer in run.peers if peer.state is State.DONE}) == 1
+
+
+def mean_compression_ratio(run: Run) -> float | None:
+    ratios = [entry.compression_ratio for peer in run.peers for entry in peer.rounds]
+    return fmean(ratios) if ratios else None
+
+
+def sentences(run: Run) -> str:
+    """The outcome for a reader who sees nothing else."""
+    return " ".join([_losses_sentence(run), *_bits_sentence(run), *_failures_sentence(run)])
+
+
+def _losses_sentence(run: Run) -> str:
+    done = sum(peer.state is State.DONE for peer in run.peers)
+    peers, reference = peers_final_loss(run), final_loss(run.reference)
+    difference = relative_difference(run)
+    if peers is None:
+        return "No peer took all its steps."
+    who = f"{done} peers" if done == len(run.peers) else f"{done} of {len(run.peers)} peers"
+    if reference is None or difference is None:
+        return f"{who} that shared only gradients ended at a held-out loss of {peers:.4f}."
+    return (
+        f"{who} that shared only gradients ended at a held-out loss of {peers:.4f}; "
+        f"one process that trained on the batches of all {len(run.peers)} together "
+        f"ended at {reference:.4f}, {percent(difference)} apart."
+    )
+
+
+def percent(share: float) -> str:
+    return f"{share:.2%}" if share >= 5e-5 else "less than 0.01%"
+
+
+def _bits_sentence(run: Run) -> list[str]:
+    if sum(peer.state is State.DONE for peer in run.peers) < 2:
+        return []
+    if are_identical(run):
+        return ["All of them hold the same parameters, bit for bit."]
+    return ["Their parameters differ, because not every round had all of them."]
+
+
+def _failures_sentence(run: Run) -> list[str]:
+    return [
+        f"{process.name.capitalize()} failed {when(process)}: {process.reason.removesuffix('.')}."
+        for process in run.processes
+        if process.state is State.FAILED
+    ]
+
+
+def when(process: Progress) -> str:
+    return f"at step {process.step}" if process.step else "before the first step"
+
+
+def to_json(run: Run, chart: Path | None) -> dict[str, Any]:
+    return {
+        "config": asdict(run.settings),
+        "parameters": run.reference.parameters,
+        "seconds": run.seconds,
+        "peers_final_loss": peers_final_loss(run),
+        "reference_final_loss": final_loss(run.reference),
+        "relative_difference": relative_difference(run),
+        "identical_parameters": are_identical(run),
+        "compression_ratio": mean_compression_ratio(run),
+        "peers": [_process(peer) | _traffic(peer) for peer in run.peers],
+        "reference": _process(run.reference),
+        "rounds": [_round(run, step) for step in range(1, run.settings.steps + 1)],
+        "png": str(chart) if chart else None,
+    }
+
+
+def _process(progress: Progress) -> dict[str, Any]:
+    return {
+        "name": progress.name,
+        "state": progress.state.value,
+        "reason": progress.reason,
+        "steps": progress.step,
+        "final_loss": final_loss(progress),
+        "train_losses": [entry.loss for entry in progress.train],
+        "held_out_losses": [[entry.step, entry.loss] for entry in progress.held_out],
+        "digest": progress.digest,
+    }
+
+
+def _traffic(peer: Progress) -> dict[str, Any]:
+    return {
+        "peer_id": peer.peer_id,
+        "bytes_sent": peer.bytes_sent,
+        "bytes_received": peer.bytes_received,
+    }
+
+
+def _round(run: Run, step: int) -> dict[str, Any]:
+    """One step over all peers; group sizes in the order of the peers, 0 for one that was not there."""
+    entries = [_round_at(peer, step) for peer in run.peers]
+    present = [entry for entry in entries if entry]
+    return {
+        "step": step,
+        "group_sizes": [len(entry.peers) if entry else 0 for entry in entries],
+        "seconds": max((entry.seconds for entry in present), default=None),
+        "exchange_seconds": max((entry.exchange_seconds for entry in present), default=None),
+        "waited_seconds": max((entry.waited_seconds for entry in present), default=None),
+        "attempts": max((entry.attempts for entry in present), default=0),
+        "bytes_sent": sum(entry.bytes_sent for entry in present),
+        "bytes_received": sum(entry.bytes_received for entry in present),
+    }
+
+
+def _round_at(peer: Progress, step: int) -> Round | None:
+    """A peer's rounds are its steps in order, one each, until it fails."""
+    return peer.rounds[step - 1] if step <= len(peer.rounds) else None

@@ -1,0 +1,68 @@
+"""The demo as a user runs it: real processes, real sockets, few steps."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PEERS, STEPS = 2, 5
+
+
+def run_demo(output: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    command = [
+        sys.executable,
+        "-m",
+        "scripts.demo_gpt",
+        "--json",
+        "--output",
+        str(output),
+        "--batch-size",
+        "4",
+    ]
+    return subprocess.run([*command, *options], cwd=ROOT, capture_output=True, text=True, timeout=240)
+
+
+@pytest.fixture(scope="module", params=[("blockwise8", 1e-2), ("fp32", 1e-4)], ids=lambda param: param[0])
+def outcome(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, float]:
+    """The JSON object of a run, and how far from the reference its codec may end."""
+    compression, tolerance = request.param
+    output = tmp_path_factory.mktemp("demo")
+    options = ["--peers", str(PEERS), "--steps", str(STEPS), "--compression", compression]
+    result = run_demo(output, *options)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return json.loads(result.stdout), tolerance
+
+
+def test_peers_end_with_the_same_parameters_near_the_reference(outcome: tuple[Any, float]) -> None:
+    report, tolerance = outcome
+    assert report["identical_parameters"] is True
+    assert report["relative_difference"] <= tolerance
+
+
+def test_every_peer_learns(outcome: tuple[Any, float]) -> None:
+    report, _ = outcome
+    for process in [*report["peers"], report["reference"]]:
+        assert process["state"] == "done"
+        assert len(process["train_losses"]) == STEPS
+        assert process["final_loss"] < process["held_out_losses"][0][1] - 0.3
+
+
+def test_every_round_had_every_peer(outcome: tuple[Any, float]) -> None:
+    report, _ = outcome
+    assert [entry["group_sizes"] for entry in report["rounds"]] == [[PEERS] * PEERS] * STEPS
+    assert all(entry["bytes_sent"] > 0 and entry["seconds"] > 0 for entry in report["rounds"])
+
+
+def test_the_chart_is_written(outcome: tuple[Any, float]) -> None:
+    report, _ = outcome
+    assert Path(report["png"]).name == "loss.png"
+
+
+def test_an_unknown_codec_fails_with_its_name(tmp_path: Path) -> None:
+    result = run_demo(tmp_path, "--compression", "no-such-codec")
+    assert result.returncode == 1
+    assert "no-such-codec" in json.loads(result.stdout)["peers"][0]["reason"]

@@ -1,0 +1,404 @@
+"""Whole networks of record nodes on a virtual clock: seeded delays, dead peers, late and simultaneous joins.
+
+A dead peer is the worst kind: it takes the call and never answers.
+"""
+
+import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import pytest
+import trio
+
+from p2pavg_dht import RPC_TIMEOUT, Contact, Ed25519Signer, Published, RecordNode, RpcError
+from p2pavg_dht.distance import K, key_point, nearest
+from p2pavg_dht.lookup import HEDGE_DELAY
+from p2pavg_dht.routing import LONGEST_BACKOFF
+from p2pavg_dht.upkeep import Started
+
+pytestmark = pytest.mark.usefixtures("autojump_clock")
+
+EPOCH = 1_700_000_000.0
+# One way, seconds: a call takes 2 to 4 ms, as measured over libp2p on loopback.
+DELAYS = 0.001, 0.002
+KEY = b"k" * 32
+SETTLE = 8.0
+
+
+@dataclass(eq=False)
+class Peer:
+    """A node, its identity, and the scope in which it runs."""
+
+    network: "Network"
+    signer: Ed25519Signer
+    clock_error: float = 0.0
+    scope: trio.CancelScope = field(default_factory=trio.CancelScope)
+    node: RecordNode = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.node = RecordNode(
+            signer=self.signer,
+            rpc=self,
+            addresses=lambda: self.contact.addresses,
+            wall_clock=lambda: EPOCH + trio.current_time() + self.clock_error,
+        )
+
+    @property
+    def peer_id(self) -> str:
+        return self.signer.peer_id
+
+    @property
+    def contact(self) -> Contact:
+        return Contact(self.peer_id, (f"/memory/{self.peer_id}",))
+
+    async def call(self, contact: Contact, request: bytes) -> bytes:
+        self.network.calls += 1
+        return await self.network.deliver(self.peer_id, contact, request)
+
+    async def run(self, *, task_status: Started) -> None:
+        with self.scope:
+            await self.node.run(task_status=task_status)
+
+
+class Network:
+    """Peers in memory. What is in `silent` takes calls and does not answer, and makes none."""
+
+    def __init__(self, nursery: trio.Nursery, seed: int) -> None:
+        self.calls = 0
+        self.peers: dict[str, Peer] = {}
+        self.silent: set[str] = set()
+        self._nursery = nursery
+        self._random = random.Random(seed)
+        self._made = 0
+
+    async def deliver(self, sender: str, contact: Contact, request: bytes) -> bytes:
+        await trio.sleep(self._random.uniform(*DELAYS))
+        if contact.peer_id in self.silent or sender in self.silent:
+            await trio.sleep_forever()
+        if contact.peer_id not in self.peers or not contact.addresses:
+            raise RpcError("nobody is there")
+        answer = await self.peers[contact.peer_id].node.handle(sender, request)
+        await trio.sleep(self._random.uniform(*DELAYS))
+        return answer
+
+    async def start(self, signer: Ed25519Signer | None = None, *, clock_error: float = 0.0) -> Peer:
+        self._made += 1
+        peer = Peer(self, signer or Ed25519Signer(self._made.to_bytes(32, "big")), clock_error)
+        self.peers[peer.peer_id] = peer
+        await self._nursery.start(peer.run)
+        return peer
+
+    async def grow(self, count: int) -> list[Peer]:
+        """`count` peers that all join at once through the first."""
+        peers = [await self.start() for _ in range(count)]
+        async with trio.open_nursery() as nursery:
+            for peer in peers[1:]:
+                nursery.start_soon(peer.node.join, [peers[0].contact])
+        return peers
+
+    async def join(self, bootstrap: Peer) -> Peer:
+        peer = await self.start()
+        await peer.node.join([bootstrap.contact])
+        return peer
+
+    def kill(self, *peers: Peer) -> None:
+        for peer in peers:
+            self.silent.add(peer.peer_id)
+            peer.scope.cancel()
+
+    def holders(self, key: bytes) -> list[Peer]:
+        """The K peers, dead ones too, to which `key` belongs."""
+        return nearest(self.peers.values(), key_point(key))
+
+
+@asynccontextmanager
+async def open_network(seed: int = 0) -> AsyncIterator[Network]:
+    async with trio.open_nursery() as nursery:
+        yield Network(nursery, seed)
+        nursery.cancel_scope.cancel()
+
+
+async def values_seen_by(peers: list[Peer], key: bytes = KEY) -> list[list[bytes]]:
+    return [[record.value for record in await peer.node.find(key)] for peer in peers]
+
+
+@pytest.mark.parametrize("count", [1, 2, 8, 50])
+async def test_a_record_is_found_from_every_peer(count: int) -> None:
+    async with open_network() as network:
+        peers = await network.grow(count)
+        await trio.sleep(SETTLE)
+        published = await peers[-1].node.publish(KEY, b"here", ttl=600.0)
+        assert published == Published(stored=min(count, K), refused=(), records=())
+        assert await values_seen_by(peers) == [[b"here"]] * count
+
+
+@pytest.mark.parametrize("count", [2, 8])
+async def test_in_a_small_network_publishing_and_finding_are_one_wave_of_calls(count: int) -> None:
+    async with open_network() as network:
+        peers = await network.grow(count)
+        await trio.sleep(SETTLE)
+        for operation in (
+            lambda: peers[1].node.publish(KEY, b"here", ttl=600.0),
+            lambda: peers[1].node.find(KEY),
+            lambda: peers[1].node.withdraw(KEY),
+        ):
+            calls, begin = network.calls, trio.current_time()
+            await operation()
+            assert trio.current_time() - begin <= 2 * DELAYS[1]
+            assert network.calls - calls == count - 1
+
+
+async def test_in_a_larger_network_the_way_is_looked_up_once() -> None:
+    async with open_network() as network:
+        peers = await network.grow(50)
+        await trio.sleep(SETTLE)
+        calls, begin = network.calls, trio.current_time()
+        await peers[-1].node.publish(KEY, b"here", ttl=600.0)
+        assert trio.current_time() - begin <= 5 * 2 * DELAYS[1]
+        assert network.calls - calls <= 4 * K
+        calls, begin = network.calls, trio.current_time()
+        await peers[-1].node.publish(KEY, b"again", ttl=600.0)
+        assert trio.current_time() - begin <= 2 * 2 * DELAYS[1]
+        assert network.calls - calls <= K + 2
+
+
+@pytest.mark.parametrize("count", [8, 50])
+@pytest.mark.parametrize("seed", [1, 2, 3])
+async def test_with_a_third_of_the_peers_dead_finding_takes_longer_and_misses_nothing(
+    count: int, seed: int
+) -> None:
+    async with open_network(seed) as network:
+        peers = await network.grow(count)
+        await trio.sleep(SETTLE)
+        await peers[0].node.publish(KEY, b"here", ttl=600.0)
+        dead = random.Random(seed).sample(peers[1:], round(0.3 * count))
+        network.kill(*dead)
+        living = [peer for peer in peers if peer not in dead]
+        for peer in living:
+            begin = trio.current_time()
+            assert await values_seen_by([peer]) == [[b"here"]]
+            assert trio.current_time() - begin <= RPC_TIMEOUT
+            # And those that did not answer are not asked again.
+            begin = trio.current_time()
+            assert await values_seen_by([peer]) == [[b"here"]]
+            assert trio.current_time() - begin <= 2 * HEDGE_DELAY
+
+
+async def test_a_dead_peer_costs_one_publish_half_a_second_and_the_next_nothing() -> None:
+    async with open_network() as network:
+        peers = await network.grow(8)
+        await trio.sleep(SETTLE)
+        network.kill(peers[3])
+        begin = trio.current_time()
+        published = await peers[0].node.publish(KEY, b"here", ttl=600.0)
+        assert published.stored == 7
+        assert trio.current_time() - begin == pytest.approx(HEDGE_DELAY, abs=0.01)
+        begin = trio.current_time()
+        await peers[0].node.publish(KEY, b"again", ttl=600.0)
+        assert trio.current_time() - begin <= 2 * DELAYS[1]
+
+
+async def test_with_the_only_other_peer_dead_a_publish_ends_after_one_time_limit() -> None:
+    async with open_network() as network:
+        one, other = await network.grow(2)
+        network.kill(other)
+        begin = trio.current_time()
+        assert (await one.node.publish(KEY, b"here", ttl=600.0)).stored == 1
+        assert trio.current_time() - begin == pytest.approx(RPC_TIMEOUT, abs=0.01)
+
+
+@pytest.mark.parametrize("count", [2, 8, 50])
+async def test_what_is_withdrawn_is_gone_everywhere(count: int) -> None:
+    async with open_network() as network:
+        peers = await network.grow(count)
+        await peers[0].node.publish(KEY, b"here", ttl=600.0)
+        await peers[1].node.publish(KEY, b"there", ttl=600.0)
+        await peers[0].node.withdraw(KEY)
+        assert await values_seen_by(peers) == [[b"there"]] * count
+
+
+async def test_all_is_withdrawn_at_shutdown_even_while_everything_is_being_cancelled() -> None:
+    keys = [bytes([number]) * 32 for number in range(10)]
+    async with open_network() as network:
+        peers = await network.grow(8)
+        for key in keys:
+            await peers[0].node.publish(key, b"here", ttl=600.0)
+        peers[0].scope.cancel()
+        await trio.sleep(0.1)
+        with trio.CancelScope(shield=True):
+            await peers[0].node.withdraw_all()
+        for key in keys:
+            assert await values_seen_by(peers[1:], key) == [[]] * 7
+
+
+async def test_a_withdrawal_wins_over_peers_that_missed_it_and_reaches_them_later() -> None:
+    async with open_network() as network:
+        peers = await network.grow(8)
+        await trio.sleep(SETTLE)
+        await peers[0].node.publish(KEY, b"here", ttl=60.0)
+        away = peers[5]
+        network.silent.add(away.peer_id)
+        await peers[0].node.withdraw(KEY)
+        network.silent.remove(away.peer_id)
+        assert await values_seen_by([peers[1], away]) == [[], []]
+        await trio.sleep(20.0)
+        for peer in peers[:5]:
+            network.kill(peer)
+        # What is left of the K nearest holds the withdrawal; `away` would have said the opposite.
+        assert await values_seen_by([away]) == [[]]
+
+
+@pytest.mark.parametrize("count", [2, 8, 50])
+async def test_who_joins_late_finds_what_was_said_before(count: int) -> None:
+    async with open_network() as network:
+        peers = await network.grow(count)
+        await peers[0].node.publish(KEY, b"here", ttl=600.0)
+        await trio.sleep(30.0)
+        late = await network.join(peers[-1])
+        assert await values_seen_by([late]) == [[b"here"]]
+
+
+async def test_who_joins_late_is_given_what_it_should_hold_without_waiting_for_a_renewal() -> None:
+    async with open_network() as network:
+        peers = await network.grow(4)
+        await peers[0].node.publish(KEY, b"here", ttl=600.0)
+        late = await network.join(peers[1])
+        await trio.sleep(1.0)
+        network.kill(*peers[:4])
+        assert await values_seen_by([late]) == [[b"here"]]
+
+
+async def test_a_record_outlives_all_peers_that_held_it_as_long_as_its_publisher_lives() -> None:
+    async with open_network() as network:
+        peers = await network.grow(50)
+        publisher = peers[0]
+        await publisher.node.publish(KEY, b"here", ttl=60.0)
+        for _ in range(3):
+            living = [peer for peer in network.holders(KEY) if peer is not publisher]
+            network.kill(*living[:4])
+            for peer in living[:4]:
+                del network.peers[peer.peer_id]
+            await trio.sleep(25.0)
+        finders = [peer for peer in network.peers.values() if peer is not publisher][:5]
+        assert await values_seen_by(finders) == [[b"here"]] * 5
+        network.kill(publisher)
+        await trio.sleep(60.0)
+        assert await values_seen_by(finders) == [[]] * 5
+
+
+async def test_two_that_know_only_a_third_and_announce_at_once_meet() -> None:
+    async with open_network() as network:
+        third, one, other = [await network.start() for _ in range(3)]
+        heard: dict[str, Published] = {}
+
+        async def appear(peer: Peer, value: bytes) -> None:
+            await peer.node.join([third.contact])
+            heard[peer.peer_id] = await peer.node.publish(KEY, value, ttl=60.0)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(appear, one, b"one")
+            nursery.start_soon(appear, other, b"other")
+        assert heard[one.peer_id].records or heard[other.peer_id].records
+        assert [sorted(values) for values in await values_seen_by([one, other, third])] == [
+            [b"one", b"other"]
+        ] * 3
+
+
+@pytest.mark.parametrize("seed", range(5))
+async def test_many_that_join_and_announce_at_once_all_find_each_other(seed: int) -> None:
+    async with open_network(seed) as network:
+        peers = [await network.start() for _ in range(20)]
+
+        async def appear(peer: Peer) -> None:
+            await peer.node.join([peers[0].contact])
+            await peer.node.publish(KEY, b"here", ttl=60.0)
+
+        async with trio.open_nursery() as nursery:
+            for peer in peers:
+                nursery.start_soon(appear, peer)
+        assert [len(values) for values in await values_seen_by(peers)] == [20] * 20
+
+
+async def test_of_two_that_announce_at_once_at_least_one_hears_of_the_other() -> None:
+    async with open_network() as network:
+        one, other = await network.grow(2)
+        heard: list[Published] = []
+
+        async def announce(peer: Peer) -> None:
+            heard.append(await peer.node.publish(KEY, b"here", ttl=60.0))
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(announce, one)
+            nursery.start_soon(announce, other)
+        assert any(published.records for published in heard)
+
+
+async def test_who_lost_everybody_comes_back_through_its_bootstrap_peers() -> None:
+    async with open_network() as network:
+        one, other = await network.grow(2)
+        network.silent.add(other.peer_id)
+        await trio.sleep(1200.0)
+        assert not one.node.contacts
+        network.silent.remove(other.peer_id)
+        await other.node.publish(KEY, b"here", ttl=60.0)
+        await trio.sleep(LONGEST_BACKOFF)
+        assert [contact.peer_id for contact in one.node.contacts] == [other.peer_id]
+        assert [contact.peer_id for contact in other.node.contacts] == [one.peer_id]
+
+
+async def test_a_peer_that_was_silent_for_a_while_is_used_again_and_told_what_it_missed() -> None:
+    async with open_network() as network:
+        one, other = await network.grow(2)
+        network.silent.add(other.peer_id)
+        assert (await one.node.publish(KEY, b"here", ttl=600.0)).stored == 1
+        network.silent.remove(other.peer_id)
+        await trio.sleep(5.0)
+        network.kill(one)
+        assert await values_seen_by([other]) == [[b"here"]]
+
+
+async def test_an_identity_whose_clock_was_set_back_over_a_restart_is_still_heard() -> None:
+    async with open_network() as network:
+        peers = await network.grow(3)
+        signer = Ed25519Signer(b"s" * 32)
+        early = await network.start(signer, clock_error=30.0)
+        await early.node.join([peers[0].contact])
+        await early.node.publish(KEY, b"earlier life", ttl=600.0)
+        network.kill(early)
+        network.silent.clear()
+        again = await network.start(signer, clock_error=-30.0)
+        await again.node.join([peers[0].contact])
+        published = await again.node.publish(KEY, b"now", ttl=60.0)
+        assert published.refused == ()
+        assert await values_seen_by(peers) == [[b"now"]] * 3
+
+
+async def test_a_publisher_whose_clock_is_wrong_learns_why_nobody_takes_its_records() -> None:
+    async with open_network() as network:
+        peers = await network.grow(3)
+        slow = await network.start(clock_error=-3600.0)
+        await slow.node.join([peers[0].contact])
+        published = await slow.node.publish(KEY, b"here", ttl=60.0)
+        assert published.stored == 1
+        assert len(published.refused) == 3
+        assert all(reason.endswith(": already expired") for reason in published.refused)
+
+
+async def test_a_cancelled_publish_leaves_a_node_that_works() -> None:
+    async with open_network() as network:
+        peers = await network.grow(8)
+        for delay in (0.0, 0.0005, 0.001, 0.002, 0.003):
+            with trio.move_on_after(delay):
+                await peers[0].node.publish(KEY, b"here", ttl=60.0)
+        await peers[0].node.withdraw(KEY)
+        assert await values_seen_by(peers) == [[]] * 8
+        assert len(peers[0].node.contacts) == 7
+
+
+async def test_peers_without_addresses_are_used_but_not_handed_out() -> None:
+    async with open_network() as network:
+        peers = await network.grow(3)
+        peers[1].node.add_contact(Contact(Ed25519Signer(b"h" * 32).peer_id, ()))
+        await trio.sleep(SETTLE)
+        assert all(len(peer.node.contacts) == 2 for peer in peers)

@@ -1,0 +1,140 @@
+"""Every codec passes the conformance suite; names and values identify codecs."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from p2pavg_compression import (
+    KNOWN_CODECS,
+    Bf16,
+    Blockwise8,
+    Codec,
+    Fp16,
+    Fp32,
+    Int8,
+    check_codec,
+    resolve_codec,
+)
+
+CODECS: dict[str, Codec] = {
+    "fp32": Fp32(),
+    "fp16": Fp16(),
+    "bf16": Bf16(),
+    "int8:64": Int8(block_size=64),
+    "int8:256": Int8(),
+    "int8:4096": Int8(block_size=4096),
+    "blockwise8:64": Blockwise8(),
+    "blockwise8:256": Blockwise8(block_size=256),
+    "blockwise8:4096": Blockwise8(block_size=4096),
+}
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_codec_passes_the_conformance_suite(name: str) -> None:
+    check_codec(CODECS[name])
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_name_resolves_to_an_equal_codec(name: str) -> None:
+    codec = CODECS[name]
+    assert codec.name == name
+    assert resolve_codec(name) == codec
+    assert hash(resolve_codec(name)) == hash(codec)
+
+
+def test_codecs_of_different_names_are_different() -> None:
+    assert len(set(CODECS.values())) == len(CODECS)
+
+
+def test_resolve_fills_in_defaults() -> None:
+    assert resolve_codec(None) == Fp32()
+    assert resolve_codec("int8") == Int8(block_size=256)
+    assert resolve_codec("blockwise8") == Blockwise8(block_size=64)
+    codec = Blockwise8(block_size=512)
+    assert resolve_codec(codec) is codec
+
+
+def test_known_codecs() -> None:
+    assert {name: type(resolve_codec(name)) for name in KNOWN_CODECS} == dict(KNOWN_CODECS)
+    assert list(KNOWN_CODECS) == ["fp32", "fp16", "bf16", "int8", "blockwise8"]
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "",
+        "FP32",
+        "int4",
+        "fp16:64",
+        "int8:",
+        "int8:064",
+        "int8:+64",
+        "int8:64:64",
+        " int8",
+        "int8\n",
+        8,
+        b"fp32",
+    ],
+)
+def test_unknown_name_is_refused_with_the_known_ones(spec: str) -> None:
+    with pytest.raises(
+        ValueError, match=r"known are fp32, fp16, bf16, int8\[:block_size\], blockwise8\[:block"
+    ):
+        resolve_codec(spec)
+
+
+@pytest.mark.parametrize("block_size", [0, 1, 32, 63, 65, 96, 8192, -64, 64.0, "64", None])
+@pytest.mark.parametrize("codec", [Int8, Blockwise8])
+def test_block_size_is_validated_on_construction(codec: type[Int8 | Blockwise8], block_size: int) -> None:
+    with pytest.raises(ValueError, match="block_size must be a power of two from 64 to 4096"):
+        codec(block_size=block_size)
+
+
+def test_block_size_in_a_name_is_validated() -> None:
+    with pytest.raises(ValueError, match="block_size must be a power of two"):
+        resolve_codec("int8:100")
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_codecs_are_immutable_and_slotted(name: str) -> None:
+    codec = CODECS[name]
+    assert not hasattr(codec, "__dict__")
+    with pytest.raises((dataclasses.FrozenInstanceError, TypeError, AttributeError)):
+        codec.block_size = 128  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("codec", "elements", "nbytes"),
+    [
+        (Fp32(), 1000, 4000),
+        (Fp16(), 1000, 2000),
+        (Bf16(), 1001, 2002),
+        (Int8(), 0, 0),
+        (Int8(), 1, 64 + 1),
+        (Int8(), 256, 64 + 256),
+        (Int8(), 16 * 256, 64 + 16 * 256),
+        (Int8(), 16 * 256 + 1, 128 + 16 * 256 + 1),
+        (Blockwise8(), 1 << 20, (1 << 16) + (1 << 20)),
+    ],
+)
+def test_payload_sizes(codec: Codec, elements: int, nbytes: int) -> None:
+    assert codec.encoded_nbytes(elements) == nbytes
+
+
+def test_refused_element_is_named_by_its_index_in_the_whole_vector() -> None:
+    values = torch.zeros(600_000)
+    values[543_210] = float("nan")
+    for codec in CODECS.values():
+        with pytest.raises(ValueError, match=r"element 543210, nan: it is not finite"):
+            codec.encode(values)
+    values[543_210] = -2e30
+    for codec in CODECS.values():
+        with pytest.raises(ValueError, match=r"element 543210, -2.*e\+30: its magnitude exceeds"):
+            codec.encode(values)
+
+
+def test_fp16_saturates() -> None:
+    values = torch.tensor([65504.0, 65520.0, 1e30, -1e6])
+    decoded = Fp16().decode(Fp16().encode(values), 4)
+    assert decoded.tolist() == [65504.0, 65504.0, 65504.0, -65504.0]

@@ -1,0 +1,57 @@
+"""The levels of the dynamic data type and the tables made from them."""
+
+import hashlib
+
+import numpy as np
+import torch
+
+from p2pavg_compression.dynamic_map import CODE_OF_HALF, LEVEL_PAIRS, LEVELS, ZERO_CODE, dynamic_levels
+
+
+def test_levels_are_frozen() -> None:
+    """A level that changes in its last bit makes peers differ in theirs."""
+    digest = "e732639a65f497b4ad684bb166a4467708255edd5207757de8b8f0c7e1fda89c"
+    assert hashlib.sha256(dynamic_levels().tobytes()).hexdigest() == digest
+    assert hashlib.sha256(LEVELS.numpy().tobytes()).hexdigest() == digest
+
+
+def test_levels_are_those_of_bitsandbytes() -> None:
+    """Bit for bit with AVX2 and better; without, bitsandbytes itself is two units in the last place away."""
+    from bitsandbytes.functional import create_dynamic_map
+
+    theirs = create_dynamic_map()  # type: ignore[no-untyped-call]
+    units_apart = (theirs.view(torch.int32) - LEVELS.view(torch.int32)).abs().max().item()
+    assert units_apart <= (0 if torch.backends.cpu.get_cpu_capability().startswith("AVX") else 2)
+
+
+def test_structure() -> None:
+    levels = dynamic_levels()
+    assert levels.shape == (256,)
+    assert levels.dtype == np.float32
+    assert np.all(np.diff(levels) > 0)
+    assert levels[ZERO_CODE] == 0.0
+    assert levels[255] == 1.0
+    # Every level but 0 and 1 has its negative.
+    assert np.array_equal(np.sort(-levels[levels < 0]), levels[(levels > 0) & (levels < 1)])
+    decades = np.floor(np.log10(levels[levels > 0])).astype(int)
+    assert np.bincount(decades + 7).tolist() == [1, 2, 4, 8, 16, 32, 64, 1]
+
+
+def test_every_half_is_given_its_nearest_level() -> None:
+    halves = np.arange(65_536, dtype=np.uint16).view(np.float16)
+    finite = np.isfinite(halves)
+    values = halves[finite].astype(np.float64)
+    levels = dynamic_levels().astype(np.float64)
+    chosen = levels[CODE_OF_HALF.numpy()[finite]]
+    nearest = np.abs(values[:, None] - levels).min(axis=1)
+    np.testing.assert_array_equal(np.abs(values - chosen), nearest)
+    assert np.all(chosen[values == 0] == 0)
+
+
+def test_pairs_decode_as_two_codes() -> None:
+    codes = torch.arange(65_536 * 2).view(
+        torch.uint8
+    )  # the bytes of an int64 range: all pairs of its low bytes
+    pairs = LEVEL_PAIRS[codes.view(torch.uint16).to(torch.int64)].view(torch.float32)
+    assert torch.equal(pairs, LEVELS[codes.to(torch.int64)])
+    assert torch.equal(LEVEL_PAIRS.view(torch.float32)[::2].view(256, 256), LEVELS.expand(256, 256))

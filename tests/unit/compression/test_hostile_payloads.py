@@ -1,0 +1,97 @@
+"""What a stranger may send: each kind of bad payload is refused, says why, and changes nothing."""
+
+import struct
+
+import pytest
+import torch
+
+from p2pavg_compression import MAX_MAGNITUDE, Bf16, Blockwise8, BytesLike, Codec, CodecError, Fp16, Fp32, Int8
+
+ELEMENTS = 300_100  # more than a chunk
+BLOCK_CODECS: list[Codec] = [Int8(block_size=64), Int8(), Blockwise8(), Blockwise8(block_size=4096)]
+NOT_FINITE = [float("nan"), -float("nan"), float("inf"), -float("inf")]
+# The last three are finite: the largest number and the two next to 2**100.
+BAD_BF16 = [0x7FC0, 0xFFC0, 0x7F80, 0xFF80, 0x7F7F, 0x7181, 0xF181]
+
+
+def refuses(codec: Codec, payload: BytesLike, reason: str, elements: int = ELEMENTS) -> None:
+    accumulator = torch.arange(elements, dtype=torch.float32)
+    out = accumulator.clone()
+    with pytest.raises(CodecError, match=reason):
+        codec.decode(payload, elements)
+    with pytest.raises(CodecError, match=reason):
+        codec.decode(payload, elements, out)
+    with pytest.raises(CodecError, match=reason):
+        codec.accumulate(payload, accumulator, 1.0)
+    assert torch.equal(accumulator, torch.arange(elements, dtype=torch.float32))
+    assert torch.equal(out, accumulator)
+
+
+def payload_of(codec: Codec) -> bytearray:
+    return bytearray(codec.encode(torch.linspace(-1, 1, ELEMENTS)))
+
+
+@pytest.mark.parametrize("codec", BLOCK_CODECS, ids=lambda codec: codec.name)
+@pytest.mark.parametrize("scale", [*NOT_FINITE, -1.0, -0.0, 1e38, MAX_MAGNITUDE * 1.0001])
+def test_bad_scale(codec: Codec, scale: float) -> None:
+    blocks = -(-ELEMENTS // codec.granularity)
+    for block in (0, blocks // 2, blocks - 1):
+        payload = payload_of(codec)
+        payload[4 * block : 4 * block + 4] = struct.pack("<f", scale)
+        refuses(codec, payload, "has a scale that is negative, not finite or too large")
+
+
+@pytest.mark.parametrize("codec", [Int8(block_size=64), Blockwise8()], ids=lambda codec: codec.name)
+def test_largest_scale_decodes_within_bounds_and_the_next_is_refused(codec: Codec) -> None:
+    payload = bytearray(codec.encode(torch.tensor([MAX_MAGNITUDE])))
+    assert codec.decode(payload, 1).item() == MAX_MAGNITUDE
+    (bits,) = struct.unpack_from("<I", payload)
+    struct.pack_into("<I", payload, 0, bits + 1)
+    refuses(codec, payload, "has a scale that is", elements=1)
+
+
+@pytest.mark.parametrize("codec", BLOCK_CODECS, ids=lambda codec: codec.name)
+def test_padding_that_is_not_zero(codec: Codec) -> None:
+    blocks = -(-ELEMENTS // codec.granularity)
+    first, end = 4 * blocks, codec.encoded_nbytes(ELEMENTS) - ELEMENTS
+    assert first < end
+    for position in (first, end - 1):
+        payload = payload_of(codec)
+        payload[position] = 1
+        refuses(codec, payload, "padding that is not zero")
+
+
+def test_int8_code_that_means_nothing() -> None:
+    payload = payload_of(Int8())
+    payload[-1] = 0x80
+    refuses(Int8(), payload, "code -128")
+
+
+@pytest.mark.parametrize(
+    ("codec", "number"),
+    [
+        *((Fp32(), struct.pack("<f", x)) for x in (*NOT_FINITE, 1e38, -1e38, 1.0001 * MAX_MAGNITUDE)),
+        *((Fp16(), struct.pack("<e", x)) for x in NOT_FINITE),
+        *((Bf16(), bits.to_bytes(2, "little")) for bits in BAD_BF16),
+    ],
+)
+def test_bad_number(codec: Codec, number: bytes) -> None:
+    for index in (0, ELEMENTS // 2, ELEMENTS - 1):
+        payload = payload_of(codec)
+        payload[index * len(number) : (index + 1) * len(number)] = number
+        refuses(codec, payload, "not finite or too large")
+
+
+@pytest.mark.parametrize("codec", [Fp32(), Fp16(), Bf16(), *BLOCK_CODECS], ids=lambda codec: codec.name)
+def test_wrong_length(codec: Codec) -> None:
+    payload = payload_of(codec)
+    refuses(codec, payload[:-1], "bytes, expected")
+    refuses(codec, payload + b"\0", "bytes, expected")
+    refuses(codec, b"", "bytes, expected")
+    refuses(codec, payload, "bytes, expected", elements=ELEMENTS - codec.granularity)
+
+
+@pytest.mark.parametrize("codec", [Fp32(), *BLOCK_CODECS], ids=lambda codec: codec.name)
+def test_length_is_compared_before_memory_is_taken(codec: Codec) -> None:
+    with pytest.raises(CodecError, match="bytes, expected"):
+        codec.decode(bytes(64), 1 << 50)

@@ -1,0 +1,129 @@
+"""Text, batches and model: what makes the peers' runs comparable with the reference's."""
+
+import math
+
+import pytest
+import torch
+
+from scripts.demo_gpt.batches import Batches, cut_windows, held_out_windows
+from scripts.demo_gpt.model import GPT, ModelConfig
+from scripts.demo_gpt.recipe import Trainer, is_evaluated, learning_rate
+from scripts.demo_gpt.settings import Settings
+from scripts.demo_gpt.text import RARE, Text, load_text, vocabulary_of
+
+PEERS, BATCH, CONTEXT = 3, 4, 8
+
+
+@pytest.fixture(scope="module")
+def text() -> Text:
+    return load_text()
+
+
+def batches(*, seed: int = 0) -> Batches:
+    """Over numbers that each occur once, so that a window tells where it comes from."""
+    tokens = torch.arange(100 * (CONTEXT + 1))
+    return Batches(tokens, context=CONTEXT, batch_size=BATCH, peers=PEERS, seed=seed)
+
+
+def seen(source: Batches, peer: int, steps: int) -> list[int]:
+    return [int(window[0]) for step in range(steps) for window in source.of_peer(peer, step)]
+
+
+def test_rare_characters_share_one_number() -> None:
+    assert vocabulary_of("a" * 10 + "b" * 9) == (RARE, "a")
+
+
+def test_every_character_of_the_text_has_a_number(text: Text) -> None:
+    assert len(text.train) > 300_000
+    assert int(text.train.max()) < len(text.vocabulary)
+    assert 0.09 < len(text.held_out) / (len(text.train) + len(text.held_out)) < 0.11
+
+
+def test_batches_follow_from_the_seed() -> None:
+    assert torch.equal(batches().of_peer(1, 5), batches().of_peer(1, 5))
+    assert not torch.equal(batches().of_peer(1, 5), batches(seed=1).of_peer(1, 5))
+    assert not torch.equal(batches().of_peer(1, 5), batches().of_peer(1, 6))
+
+
+def test_no_window_belongs_to_two_peers() -> None:
+    source = batches()
+    shares = [set(seen(source, peer, 40)) for peer in range(PEERS)]
+    assert all(shares)
+    assert len(set.union(*shares)) == sum(map(len, shares))
+
+
+def test_a_pass_shows_no_window_twice() -> None:
+    first_pass = seen(batches(), 0, 34 // BATCH)
+    assert len(set(first_pass)) == len(first_pass)
+
+
+def test_the_reference_sees_every_peers_batch() -> None:
+    source = batches()
+    parts = [source.of_peer(peer, 7) for peer in range(PEERS)]
+    assert torch.equal(source.together(7), torch.cat(parts))
+
+
+def test_too_little_text_is_refused() -> None:
+    with pytest.raises(ValueError, match="too few"):
+        Batches(torch.arange(50), context=CONTEXT, batch_size=BATCH, peers=PEERS, seed=0)
+
+
+def test_held_out_windows_span_the_text() -> None:
+    tokens = torch.arange(100 * (CONTEXT + 1))
+    windows = held_out_windows(tokens, context=CONTEXT, count=5)
+    assert windows.shape == (5, CONTEXT + 1)
+    assert torch.equal(windows[-1], cut_windows(tokens, CONTEXT)[-1])
+
+
+def test_model_has_the_promised_size_and_starts_near_chance(text: Text) -> None:
+    model = GPT(ModelConfig(vocabulary_size=len(text.vocabulary)), seed=0)
+    assert 1e6 <= sum(parameter.numel() for parameter in model.parameters()) <= 5e6
+    characters = torch.randint(len(text.vocabulary), (8, 65), generator=torch.Generator().manual_seed(0))
+    assert model.loss(characters).item() == pytest.approx(math.log(len(text.vocabulary)), rel=0.05)
+
+
+def test_model_cannot_see_the_future(text: Text) -> None:
+    model = GPT(ModelConfig(vocabulary_size=len(text.vocabulary)), seed=0)
+    before, after = text.train[:32].clone(), text.train[:32].clone()
+    after[20:] = 1
+    torch.testing.assert_close(model(before[None])[:, :20], model(after[None])[:, :20])
+
+
+def test_the_seed_decides_the_weights() -> None:
+    config = ModelConfig(vocabulary_size=50)
+    same, other = GPT(config, seed=3).state_dict(), GPT(config, seed=4).state_dict()
+    assert all(torch.equal(same[name], value) for name, value in GPT(config, seed=3).state_dict().items())
+    assert not torch.equal(same["characters.weight"], other["characters.weight"])
+
+
+def test_mean_of_the_peers_gradients_is_the_gradient_of_the_reference() -> None:
+    trainer = Trainer(Settings(peers=3, batch_size=4))
+    peers = [trainer.compute_gradients(trainer.batches.of_peer(peer, 0)) for peer in range(3)]
+    loss, gradients = trainer.compute_gradients(trainer.batches.together(0))
+    assert loss == pytest.approx(sum(loss for loss, _ in peers) / 3, rel=1e-5)
+    for together, *apart in zip(gradients, *(each for _, each in peers), strict=True):
+        torch.testing.assert_close(together, torch.stack(apart).mean(0), rtol=1e-4, atol=1e-6)
+
+
+def test_equal_gradients_keep_two_copies_equal() -> None:
+    left, right = (Trainer(Settings(peers=2, batch_size=2)) for _ in range(2))
+    assert left.digest() == right.digest()
+    start = left.digest()
+    for step in range(2):
+        _, gradients = left.compute_gradients(left.batches.together(step))
+        left.apply_gradients(step, gradients)
+        right.apply_gradients(step, gradients)
+    assert left.digest() == right.digest() != start
+
+
+def test_learning_rate_rises_then_falls() -> None:
+    rates = [learning_rate(step, 100) for step in range(100)]
+    peak = rates.index(max(rates))
+    assert rates[:peak] == sorted(rates[:peak])
+    assert rates[peak:] == sorted(rates[peak:], reverse=True)
+    assert rates[-1] < rates[peak] / 5
+
+
+def test_the_last_step_is_always_evaluated() -> None:
+    assert all(is_evaluated(steps, steps) for steps in (1, 5, 13, 120))
+    assert [step for step in range(1, 121) if is_evaluated(step, 120)] == list(range(5, 121, 5))

@@ -1,0 +1,161 @@
+from p2pavg_dht import Contact, Ed25519Signer
+from p2pavg_dht.distance import BITS, K, bucket_of, flipped, key_point, nearest, peer_point
+from p2pavg_dht.routing import (
+    BUCKET_CAPACITY,
+    CHECK_INTERVAL,
+    FORGIVENESS_INTERVAL,
+    LONGEST_BACKOFF,
+    MOST_BACKOFFS,
+    MOST_FAILURES,
+    RoutingTable,
+)
+
+PEERS = [
+    Contact(Ed25519Signer(number.to_bytes(32, "big")).peer_id, (f"/dns4/peer{number}/tcp/1",))
+    for number in range(120)
+]
+ME, *OTHERS = PEERS
+OWN_POINT = peer_point(ME.peer_id)
+# Half of all peers differ from us in the first bit: more than the farthest bucket holds.
+FAR = [peer for peer in OTHERS if bucket_of(OWN_POINT, peer_point(peer.peer_id)) == BITS]
+A, B, C = OTHERS[:3]
+
+
+def moved(contact: Contact) -> Contact:
+    return Contact(contact.peer_id, ("/dns4/elsewhere/tcp/1",))
+
+
+def table_of(peers: list[Contact]) -> RoutingTable:
+    table = RoutingTable(ME.peer_id)
+    for number, peer in enumerate(peers):
+        table.succeeded(peer, float(number))
+    return table
+
+
+def test_points_lie_as_kademlia_has_it() -> None:
+    assert bucket_of(0b1000, 0b1000) == 0
+    assert bucket_of(0b1000, 0b1011) == 2
+    assert bucket_of(OWN_POINT, flipped(OWN_POINT, 250)) == 250
+    assert [peer.peer_id for peer in nearest(PEERS, OWN_POINT, 1)] == [ME.peer_id]
+
+
+def test_the_nearest_are_nearest_by_xor_and_there_are_k_of_them() -> None:
+    point = key_point(b"key")
+    by_distance = sorted(OTHERS[:15], key=lambda peer: peer_point(peer.peer_id) ^ point)
+    assert table_of(OTHERS[:15]).nearest(point) == by_distance[:K]
+
+
+def test_only_who_has_answered_is_known() -> None:
+    table = RoutingTable(ME.peer_id)
+    assert table.wanted(A, 0.0)
+    assert table.live() == []
+    assert table.succeeded(A, 0.0)
+    assert table.live() == [A]
+    assert not table.wanted(A, 0.0)
+
+
+def test_one_does_not_know_oneself() -> None:
+    table = RoutingTable(ME.peer_id)
+    assert not table.succeeded(ME, 0.0)
+    assert not table.wanted(ME, 0.0)
+    assert not table.usable(ME, 0.0)
+    assert table.live() == []
+
+
+def test_who_failed_is_not_named_until_it_answers_again() -> None:
+    table = table_of([A, B])
+    table.failed(A, 10.0)
+    assert table.live() == [B]
+    assert not table.usable(A, 11.9)
+    assert table.usable(A, 12.0)
+    assert table.live() == [B]
+    assert table.succeeded(A, 12.0)
+    assert set(table.live()) == {A, B}
+
+
+def test_backing_off_doubles_and_is_capped() -> None:
+    table = table_of([A])
+    now, waits = 0.0, []
+    for _ in range(MOST_FAILURES - 1):
+        table.failed(A, now)
+        wait = next(wait for wait in (2.0**n for n in range(1, 12)) if table.due(now + wait))
+        waits.append(wait)
+        now += wait
+    assert waits == [2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0]
+    stranger = RoutingTable(ME.peer_id)
+    for _ in range(40):
+        stranger.failed(A, 0.0)
+    assert stranger.usable(A, LONGEST_BACKOFF)
+
+
+def test_who_fails_too_often_is_forgotten() -> None:
+    table = table_of([A])
+    for _ in range(MOST_FAILURES):
+        table.failed(A, 0.0)
+    assert table.due(1e9) == []
+
+
+def test_who_calls_is_forgiven_but_not_called_back_all_the_time() -> None:
+    table = table_of([A])
+    table.failed(A, 10.0)
+    assert not table.wanted(A, 10.0 + FORGIVENESS_INTERVAL - 0.1)
+    assert table.wanted(A, 10.0 + FORGIVENESS_INTERVAL)
+
+
+def test_contacts_not_heard_for_long_are_due() -> None:
+    table = table_of([A])
+    assert table.due(CHECK_INTERVAL - 0.1) == []
+    assert table.due(CHECK_INTERVAL) == [A]
+
+
+def test_a_full_bucket_keeps_those_it_has() -> None:
+    table = table_of(FAR)
+    assert table.live() == FAR[:BUCKET_CAPACITY]
+    assert not table.wanted(FAR[-1], 0.0)
+
+
+def test_a_newcomer_takes_the_place_of_one_that_failed() -> None:
+    table = table_of(FAR)
+    table.failed(FAR[3], 50.0)
+    assert table.wanted(FAR[-1], 50.0)
+    assert table.succeeded(FAR[-1], 50.0)
+    assert set(table.live()) == {*FAR[:3], *FAR[4:BUCKET_CAPACITY], FAR[-1]}
+
+
+def test_addresses_that_a_stranger_names_do_not_displace_or_discredit_proved_ones() -> None:
+    table = table_of([A])
+    assert table.prefer_live(moved(A)) == A
+    table.failed(moved(A), 1.0)
+    table.succeeded(moved(A), 2.0)
+    assert table.live() == [A]
+
+
+def test_who_moved_is_believed_when_it_says_so_itself() -> None:
+    table = table_of([A])
+    table.update_addresses(moved(A))
+    assert table.live() == [moved(A)]
+
+
+def test_who_failed_may_be_found_at_another_address() -> None:
+    table = table_of([A])
+    table.failed(A, 1.0)
+    assert table.prefer_live(moved(A)) == moved(A)
+    assert table.wanted(moved(A), 1.0)
+    assert table.succeeded(moved(A), 2.0)
+    assert table.live() == [moved(A)]
+
+
+def test_backoffs_are_bounded() -> None:
+    table = RoutingTable(ME.peer_id)
+    for number in range(MOST_BACKOFFS + 5):
+        table.failed(Contact(A.peer_id, (f"/dns4/fake{number}",)), 0.0)
+    assert len(table._backoffs) == MOST_BACKOFFS
+
+
+def test_buckets_are_looked_into_from_the_surroundings_outwards() -> None:
+    assert table_of(OTHERS[: K - 1]).buckets_to_refresh() == []
+    table = table_of(OTHERS)
+    buckets = table.buckets_to_refresh()
+    assert BITS not in buckets
+    surroundings = [bucket_of(OWN_POINT, peer_point(peer.peer_id)) for peer in table.nearest(OWN_POINT)]
+    assert all(bucket >= surroundings[-1] for bucket in buckets)

@@ -1,0 +1,227 @@
+"""What a store takes, what it refuses and why, and that a flood does not push anybody out."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from p2pavg_dht import Ed25519Signer, Limits, Record, Refusal, sign_record
+from p2pavg_dht.record import MAX_WIRE_BYTES, WIRE_OVERHEAD
+from p2pavg_dht.storage import RecordStore
+
+NOW = 1_700_000_000.0
+KEY = b"k" * 32
+SIGNERS = [Ed25519Signer(number.to_bytes(32, "big")) for number in range(12)]
+ALICE, BOB, CAROL, *CROWD = SIGNERS
+
+
+def record(
+    signer: Ed25519Signer = ALICE,
+    *,
+    key: bytes = KEY,
+    sequence: int = 1,
+    ttl: float = 60.0,
+    value: bytes = b"value",
+) -> Record:
+    return sign_record(signer, key=key, sequence=sequence, expiration_time=NOW + ttl, value=value)
+
+
+def numbered_key(number: int) -> bytes:
+    return number.to_bytes(32, "big")
+
+
+def put(
+    store: RecordStore, record: Record, *, sender: Ed25519Signer | None = None, at: float = NOW
+) -> str | None:
+    return store.put(record, sender=sender.peer_id if sender else record.publisher, now=at)
+
+
+def test_a_record_is_kept_until_it_expires() -> None:
+    store = RecordStore(Limits())
+    assert put(store, record()) is None
+    assert store.records(KEY, NOW + 59.9) == (record(),)
+    assert store.records(KEY, NOW + 60.0) == ()
+    assert (len(store), store.total_bytes) == (0, 0)
+
+
+def test_the_same_record_again_counts_as_taken() -> None:
+    store = RecordStore(Limits())
+    assert put(store, record()) is None
+    assert put(store, record()) is None
+    assert len(store) == 1
+
+
+def test_a_higher_sequence_takes_the_place_of_a_lower_one() -> None:
+    store = RecordStore(Limits())
+    put(store, record(sequence=1))
+    assert put(store, record(sequence=2, value=b"newer")) is None
+    assert store.records(KEY, NOW) == (record(sequence=2, value=b"newer"),)
+
+
+def test_a_lower_sequence_is_a_replay() -> None:
+    store = RecordStore(Limits())
+    put(store, record(sequence=2))
+    assert put(store, record(sequence=1)) is Refusal.REPLAYED
+
+
+def test_of_two_records_with_one_sequence_every_store_keeps_the_same() -> None:
+    one, other = record(value=b"one"), record(value=b"other")
+    stores = RecordStore(Limits()), RecordStore(Limits())
+    for store, order in zip(stores, ((one, other), (other, one)), strict=True):
+        for each in order:
+            put(store, each)
+    assert stores[0].records(KEY, NOW) == stores[1].records(KEY, NOW)
+
+
+def test_what_is_withdrawn_stays_withdrawn() -> None:
+    store = RecordStore(Limits())
+    put(store, record(sequence=1))
+    assert put(store, record(sequence=2, value=b"")) is None
+    assert put(store, record(sequence=1)) is Refusal.REPLAYED
+    assert [held.withdrawn for held in store.records(KEY, NOW + 59.9)] == [True]
+    assert put(store, record(sequence=1), at=NOW + 60.0) is Refusal.EXPIRED
+
+
+def test_a_record_that_would_end_before_the_one_it_replaces_is_refused() -> None:
+    # Once it had ended, the older one could be replayed.
+    store = RecordStore(Limits())
+    put(store, record(sequence=1, ttl=60.0))
+    assert put(store, record(sequence=2, ttl=59.0, value=b"")) is Refusal.SHORTENED
+
+
+@pytest.mark.parametrize("ttl", [0.0, -1.0, -1e12])
+def test_an_expired_record_is_refused(ttl: float) -> None:
+    assert put(RecordStore(Limits()), record(ttl=ttl)) is Refusal.EXPIRED
+
+
+def test_an_expiration_too_far_in_the_future_is_refused() -> None:
+    store = RecordStore(Limits(max_ttl=100.0, clock_skew=10.0))
+    assert put(store, record(ttl=110.5)) is Refusal.TOO_FAR
+    assert put(store, record(ttl=110.0)) is None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"key": b"x" * 32},
+        {"publisher": BOB.peer_id},
+        {"sequence": 2},
+        {"expiration_time": NOW + 61},
+        {"value": b"other"},
+        {"signature": bytes(64)},
+    ],
+)
+def test_a_record_changed_in_any_field_is_forged(change: dict[str, Any]) -> None:
+    store = RecordStore(Limits())
+    assert put(store, replace(record(), **change), sender=ALICE) is Refusal.FORGED
+    assert len(store) == 0
+
+
+def test_a_forgery_does_not_touch_what_is_held() -> None:
+    store = RecordStore(Limits())
+    put(store, record())
+    assert put(store, replace(record(), sequence=2), sender=BOB) is Refusal.FORGED
+    assert store.records(KEY, NOW) == (record(),)
+
+
+def test_a_publisher_has_its_allowance_of_records_over_all_keys() -> None:
+    store = RecordStore(Limits(records_per_publisher=3))
+    outcomes = [put(store, record(key=numbered_key(number))) for number in range(4)]
+    assert outcomes == [None, None, None, Refusal.PUBLISHER_QUOTA]
+    assert put(store, record(BOB)) is None
+
+
+def test_a_publisher_has_its_allowance_of_bytes() -> None:
+    store = RecordStore(Limits(bytes_per_publisher=MAX_WIRE_BYTES))
+    assert put(store, record(value=bytes(2000))) is None
+    assert put(store, record(key=numbered_key(1), value=bytes(2000))) is Refusal.PUBLISHER_QUOTA
+    # The longer value of a record that is held needs room, too.
+    assert put(store, record(sequence=2, value=bytes(4096))) is None
+    assert put(store, record(key=numbered_key(1), value=b"")) is Refusal.PUBLISHER_QUOTA
+
+
+def test_a_key_has_room_for_so_many_publishers_and_bytes() -> None:
+    few = RecordStore(Limits(publishers_per_key=2))
+    outcomes = [put(few, record(signer)) for signer in SIGNERS[:3]]
+    assert outcomes == [None, None, Refusal.KEY_FULL]
+    small = RecordStore(Limits(bytes_per_key=MAX_WIRE_BYTES))
+    assert put(small, record(ALICE, value=bytes(4000))) is None
+    assert put(small, record(BOB)) is Refusal.KEY_FULL
+
+
+@pytest.mark.parametrize(
+    "limits", [Limits(total_keys=2), Limits(total_records=2), Limits(total_bytes=MAX_WIRE_BYTES)]
+)
+def test_the_whole_store_is_bounded(limits: Limits) -> None:
+    store = RecordStore(limits)
+    big = bytes(MAX_WIRE_BYTES // 2 - WIRE_OVERHEAD)
+    for number, signer in enumerate(SIGNERS[:2]):
+        assert put(store, record(signer, key=numbered_key(number), value=big)) is None
+    assert put(store, record(CAROL, key=numbered_key(3), value=b"one more")) is Refusal.STORE_FULL
+
+
+def test_a_sender_has_its_allowance_of_other_publishers_records() -> None:
+    store = RecordStore(Limits(relayed_per_sender=2))
+    outcomes = [put(store, record(signer), sender=ALICE) for signer in CROWD[:3]]
+    assert outcomes == [None, None, Refusal.SENDER_QUOTA]
+    # Renewals of what it brought, its own records, and everybody else's own are not concerned.
+    assert put(store, record(CROWD[0], sequence=2), sender=ALICE) is None
+    assert put(store, record(ALICE), sender=ALICE) is None
+    assert put(store, record(CROWD[2]), sender=CROWD[2]) is None
+
+
+def test_a_publisher_that_comes_itself_relieves_who_brought_its_record() -> None:
+    store = RecordStore(Limits(relayed_per_sender=1))
+    put(store, record(CROWD[0]), sender=ALICE)
+    put(store, record(CROWD[0], sequence=2), sender=CROWD[0])
+    assert put(store, record(CROWD[1]), sender=ALICE) is None
+
+
+def test_expiry_gives_everything_back() -> None:
+    store = RecordStore(Limits(total_records=1, publishers_per_key=1, relayed_per_sender=1))
+    put(store, record(BOB, ttl=10.0), sender=ALICE)
+    assert put(store, record(CAROL), sender=ALICE) is Refusal.SENDER_QUOTA
+    assert put(store, record(CAROL), sender=ALICE, at=NOW + 10.0) is None
+
+
+def test_a_flood_pushes_nobody_out_and_does_not_hinder_renewal_or_withdrawal() -> None:
+    store = RecordStore(Limits(publishers_per_key=4, total_records=6, total_bytes=6 * MAX_WIRE_BYTES))
+    put(store, record(ALICE))
+    for key in (KEY, numbered_key(1), numbered_key(2)):
+        for sybil in CROWD:
+            put(store, record(sybil, key=key, value=bytes(4096)))
+    assert len(store) == 6
+    assert put(store, record(ALICE, sequence=2, ttl=90.0)) is None
+    assert put(store, record(ALICE, sequence=3, ttl=90.0, value=b"")) is None
+
+
+def test_constant_renewal_does_not_grow_the_list_of_expirations() -> None:
+    store = RecordStore(Limits())
+    for sequence in range(500):
+        put(store, record(sequence=sequence, ttl=60.0 + sequence))
+    assert len(store._expirations) <= 66
+    assert store.records(KEY, NOW + 558.5) == (record(sequence=499, ttl=559.0),)
+    assert store.records(KEY, NOW + 559.0) == ()
+
+
+def test_an_answer_carries_what_fits_and_says_what_it_left_out() -> None:
+    store = RecordStore(Limits())
+    for signer in SIGNERS[:3]:
+        put(store, record(signer))
+    one = record().wire_bytes
+    taken, omitted = store.records_within([KEY], 2 * one, NOW)
+    assert (len(taken), omitted) == (2, 1)
+
+
+@pytest.mark.parametrize("value", [0, -1, float("nan"), float("inf")])
+@pytest.mark.parametrize("name", ["max_ttl", "clock_skew", "publishers_per_key", "total_bytes"])
+def test_limits_are_positive(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=name):
+        Limits(**{name: value})
+
+
+def test_limits_leave_room_for_a_record_and_fit_into_an_answer() -> None:
+    with pytest.raises(ValueError, match="bytes_per_publisher must hold one record"):
+        Limits(bytes_per_publisher=100)
+    with pytest.raises(ValueError, match="fit into an answer"):
+        Limits(bytes_per_key=1 << 20)

@@ -76,7 +76,7 @@ def _quantize_cuda(rows: torch.Tensor, start: int) -> tuple[torch.Tensor, torch.
     codes, _ = quantize_blockwise(
         rows.view(-1), code=LEVELS.to(rows.device), blocksize=rows.shape[1], nested=False
     )
-    # As on the CPU: zeros stay zeros, and so becomes a block without a finite reciprocal, for which the kernel's
-    # codes mean nothing.
+    # As on the CPU zeros stay zeros, and a block without a finite reciprocal, for which the kernel's codes mean
+    # nothing, becomes zeros.
     is_zero = (rows == 0.0).logical_or_(reciprocals_of_scales(scales) == 0.0)
     return scales, codes.view_as(rows).masked_fill_(is_zero, ZERO_CODE)

@@ -7,7 +7,7 @@ neither nesting nor a false length costs memory.
 
 from typing import Final
 
-import msgpack  # type: ignore[import-untyped]
+import msgpack
 
 MAX_MESSAGE_BYTES: Final = 1 << 20
 # The rest of an answer is for contacts and outcomes, which take at most 48 KiB.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import trio
@@ -223,19 +224,24 @@ class _Attempt:
             self._do(self._rules.lost(candidate.peer_id, "it asked again", self._now()))
         link = self._downward[candidate.peer_id] = Link(stream)
         self._do(self._rules.asked(candidate, self._now()))
-        await self._run_link(link, candidate.peer_id, self._downward)
+        await self._run_link(link, candidate.peer_id, upward=False)
 
-    async def _run_link(self, link: Link, peer_id: str, links: dict[str, Link]) -> None:
+    async def _run_link(self, link: Link, peer_id: str, *, upward: bool) -> None:
+        """Hand on what comes, for as long as the link is the one with that peer in that direction."""
+        links = self._upward if upward else self._downward
+
+        def told(message: Message) -> None:
+            if links.get(peer_id) is link:
+                tell = self._rules.told_by_leader if upward else self._rules.told
+                self._do(tell(peer_id, message, self._now()))
+
         def lost(reason: str) -> None:
             if links.get(peer_id) is link:
                 del links[peer_id]
-                self._do(self._rules.lost(peer_id, reason, self._now()))
+                lose = self._rules.lost_leader if upward else self._rules.lost
+                self._do(lose(peer_id, reason, self._now()))
 
-        await link.run(lambda message: self._told(link, peer_id, links, message), lost)
-
-    def _told(self, link: Link, peer_id: str, links: dict[str, Link], message: Message) -> None:
-        if links.get(peer_id) is link:
-            self._do(self._rules.told(peer_id, message, self._now()))
+        await link.run(told, lost)
 
     async def _announce(self) -> None:
         """Publish; what is said under the same key comes back with it. Then look again, ever less often."""
@@ -324,12 +330,12 @@ class _Attempt:
                 link = self._upward[peer_id] = Link(stream)
                 link.send(ask)
                 # In the nursery that outlives the attempt: what is still to be said is said.
-                self._around.nursery.start_soon(self._run_link, link, peer_id, self._upward)
+                self._around.nursery.start_soon(partial(self._run_link, link, peer_id, upward=True))
                 return
             finally:
                 if self._opening.get(peer_id) is scope:
                     del self._opening[peer_id]
-            self._do(self._rules.lost(peer_id, reason, self._now(), reachable=False))
+            self._do(self._rules.lost_leader(peer_id, reason, self._now(), reachable=False))
 
     async def _nudge(self, candidate: Candidate, nudge: Nudge) -> None:
         try:
@@ -339,4 +345,5 @@ class _Attempt:
             await send_message(stream, encode(nudge))
             await stream.aclose()
         except (UnreachableError, StreamBrokenError, ClosedError) as error:
-            self._do(self._rules.lost(candidate.peer_id, str(error), self._now(), reachable=False))
+            logger.debug("%s was not nudged: %s", candidate.peer_id, error)
+            self._do(self._rules.not_nudged(candidate.peer_id, self._now()))

@@ -214,7 +214,7 @@ class Matchmaking:
         self._avoided = {peer: entry for peer, entry in self._avoided.items() if entry[1] > now}
         self._awaited_auxiliaries = {p: t for p, t in self._awaited_auxiliaries.items() if t > now}
         if self.leader is not None and now >= self._heard + SILENCE_SECONDS:
-            self._silent[self.leader.peer_id] = self.leader.deadline
+            self._unreachable(self.leader.peer_id)
             return self._leave(f"silent for {SILENCE_SECONDS:.0f} s", now, avoid=UNREACHABLE_SECONDS)
         if self.phase is Phase.PROPOSING and now >= self._answers_due:
             return self._drop_silent(now)
@@ -262,7 +262,8 @@ class Matchmaking:
         if self.phase in (Phase.COMMITTED, Phase.OVER):
             return Declined("already in a group", taken=tuple(self.followers), over=True)
         if candidate.order <= self.me.order:
-            return Declined("comes before the peer it asked")
+            # What it knows of this peer is of an attempt that is over: this one comes after it.
+            return Declined("comes before the peer it asked", over=True)
         if self.phase in (Phase.FOLLOWING, Phase.ACCEPTED):
             return Declined("follows another leader", self.leader)
         if candidate.codec != self.me.codec:
@@ -276,38 +277,48 @@ class Matchmaking:
             return Declined("the group is full", taken=tuple(self.followers))
         return None
 
-    def lost(self, peer_id: str, reason: str, now: float, *, reachable: bool = True) -> Actions:
-        """The join stream with a peer ended, or one to it could not be opened."""
-        if not reachable and peer_id in self.candidates:
-            self._silent[peer_id] = self.candidates[peer_id].deadline
-        if self.phase is Phase.COMMITTED:
+    def lost(self, peer_id: str, reason: str, now: float) -> Actions:
+        """The join stream of a follower ended."""
+        if self.phase is Phase.COMMITTED or peer_id not in self.followers:
             return []
-        if self.leader is not None and self.leader.peer_id == peer_id:
-            self._avoid(peer_id, now + (RETRY_SECONDS if reachable else UNREACHABLE_SECONDS))
-            return self._free(reason, now)
-        if peer_id in self.followers:
-            del self.followers[peer_id]
-            self.candidates.pop(peer_id, None)
-            return self._member_lost(f"{peer_id} was lost: {reason}", now)
+        del self.followers[peer_id]
+        self.candidates.pop(peer_id, None)
+        return self._member_lost(f"{peer_id} was lost: {reason}", now)
+
+    def lost_leader(self, peer_id: str, reason: str, now: float, *, reachable: bool = True) -> Actions:
+        """The join stream to the peer that was asked or followed ended, or could not be opened."""
+        if not reachable:
+            self._unreachable(peer_id)
+        if self.phase is Phase.COMMITTED or self.leader is None or self.leader.peer_id != peer_id:
+            return []
+        self._avoid(peer_id, now + (RETRY_SECONDS if reachable else UNREACHABLE_SECONDS))
+        return self._free(reason, now)
+
+    def not_nudged(self, peer_id: str, now: float) -> Actions:
+        """A nudge could not be delivered."""
+        self._unreachable(peer_id)
         if self._awaited_auxiliaries.pop(peer_id, None) is not None:
             return self._advance(now)
         return []
 
+    def _unreachable(self, peer_id: str) -> None:
+        if peer_id in self.candidates:
+            self._silent[peer_id] = self.candidates[peer_id].deadline
+
     def told(self, peer_id: str, message: Message, now: float) -> Actions:
-        """A message on a join stream; one that does not fit the conversation ends it."""
-        if self.leader is not None and peer_id == self.leader.peer_id and self.phase is not Phase.COMMITTED:
-            self._heard = now
-            return self._told_by_leader(message, now)
-        if peer_id in self.followers and isinstance(message, Accept | Refuse):
+        """A message of a follower."""
+        if peer_id not in self.followers:
+            return []
+        if isinstance(message, Accept | Refuse):
             return self._answered(peer_id, message, now)
-        return []
+        wrong = f"it sent {type(message).__name__}"
+        return [Close(peer_id, wrong), *self.lost(peer_id, wrong, now)]
 
-    def ban(self, peer_id: str, reason: str) -> None:
-        """Neither ask nor admit this peer in this attempt."""
-        self._banned[peer_id] = reason
-        self.candidates.pop(peer_id, None)
-
-    def _told_by_leader(self, message: Message, now: float) -> Actions:
+    def told_by_leader(self, peer_id: str, message: Message, now: float) -> Actions:
+        """A message of the peer that was asked or is followed; one that does not fit ends the conversation."""
+        if self.phase is Phase.COMMITTED or self.leader is None or self.leader.peer_id != peer_id:
+            return []
+        self._heard = now
         match message, self.phase:
             case Joined(), Phase.ASKING:
                 return self._follow()
@@ -330,6 +341,11 @@ class Matchmaking:
                 return self._leave(
                     f"the leader sent {type(message).__name__} while this peer was {self.phase.value}", now
                 )
+
+    def ban(self, peer_id: str, reason: str) -> None:
+        """Neither ask nor admit this peer in this attempt."""
+        self._banned[peer_id] = reason
+        self.candidates.pop(peer_id, None)
 
     # ------------------------------------------------------------------ as a follower
 
@@ -358,7 +374,8 @@ class Matchmaking:
             else:
                 self._avoid(peer_id, now + RETRY_SECONDS)
         self._learn_leader(answer.leader)
-        return self._free(f"declined: {answer.reason}", now)
+        reason = f"declined: {answer.reason}"
+        return [Close(self.leader.peer_id, reason, upward=True), *self._free(reason, now)]
 
     def _learn_leader(self, leader: Candidate | None) -> None:
         if leader is not None and leader.order < self.me.order and leader.record.key == self.me.record.key:

@@ -30,7 +30,7 @@ from libp2p.security.noise.transport import Transport as Noise
 from libp2p.stream_muxer.exceptions import MuxedStreamError
 from libp2p.stream_muxer.yamux.yamux import PROTOCOL_ID as YAMUX_ID
 from libp2p.tools.anyio_service import background_trio_service
-from libp2p.transport.tcp.tcp import TCP
+from libp2p.transport.tcp.tcp import TCP, TCPListener
 from libp2p.transport.upgrader import TransportUpgrader
 from multiaddr import Multiaddr
 
@@ -294,16 +294,17 @@ class Libp2pTransport(Transport):
         for connection in self._swarm.get_connections(ID.from_string(peer_id)):
             await cast(GuardedYamux, connection.muxed_conn).abort()
 
+    def _listeners(self) -> list[TCPListener]:
+        return [cast(TCPListener, listener) for listener in self._swarm.listeners.values()]
+
     def descriptors(self) -> list[int]:
         """The file descriptors of every socket of this transport."""
-        sockets = [
-            listener.socket for found in self._swarm.listeners.values() for listener in found.listeners
-        ]
+        sockets = [listener.socket for found in self._listeners() for listener in found.listeners]
         sockets += [cast(GuardedYamux, found.muxed_conn).socket for found in self._swarm.get_connections()]
         return [descriptor for descriptor in (opened.fileno() for opened in sockets) if descriptor >= 0]
 
     def _take_addresses(self) -> None:
-        bound = [address for listener in self._swarm.listeners.values() for address in listener.get_addrs()]
+        bound = [address for listener in self._listeners() for address in listener.get_addrs()]
         found: list[str] = []
         for address in bound:
             version = "ip4" if "ip4" in address else "ip6"

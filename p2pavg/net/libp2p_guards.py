@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import struct
-from typing import Any
+from typing import Any, cast
 
 import libp2p.network.connection.swarm_connection as _swarm_connection
 import trio
@@ -154,7 +154,7 @@ class GuardedYamux(Yamux):
     def socket(self) -> trio.socket.SocketType:
         """The TCP socket under Noise and its buffers."""
         found: Any = self.secured_conn
-        return found.conn.read_writer.read_write_closer.stream.stream.socket
+        return cast(trio.socket.SocketType, found.conn.read_writer.read_write_closer.stream.stream.socket)
 
     async def abort(self) -> None:
         """Close the socket under everything. ``close()`` first sends a frame, and waits for a stuck writer."""

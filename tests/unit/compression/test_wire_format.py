@@ -44,3 +44,9 @@ def test_blockwise8_layout() -> None:
     decoded = codec.decode(payload, 129)
     assert torch.equal(decoded[:128], values[:128])
     assert decoded[128].item() == pytest.approx(-4 * 0.9929688)
+
+
+def test_int8_scale_is_the_maximum_times_the_reciprocal() -> None:
+    """For these maxima division would round to another scale."""
+    for maximum, scale in {9.0: "4422913d", 13.0: "46a3d13d"}.items():
+        assert bytes(Int8().encode(torch.tensor([maximum])))[:4].hex() == scale

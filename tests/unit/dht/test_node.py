@@ -1,0 +1,324 @@
+"""One node against scripted peers: what it believes, what it refuses, what it may be asked."""
+
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import trio
+from trio.testing import MockClock
+
+from p2pavg_dht import (
+    RPC_TIMEOUT,
+    Contact,
+    Ed25519Signer,
+    Limits,
+    MessageError,
+    Record,
+    RecordNode,
+    Refusal,
+    RpcError,
+    sign_record,
+)
+from p2pavg_dht.messages import (
+    Find,
+    Found,
+    Locate,
+    Located,
+    Store,
+    Stored,
+    decode_answer,
+    decode_request,
+    encode,
+)
+from p2pavg_dht.service import UNCHECKED
+
+NOW = 1_700_000_000.0
+KEY = b"k" * 32
+ME, ALICE, BOB, CAROL = (Ed25519Signer(bytes([number]) * 32) for number in range(4))
+Answering = Callable[[Contact, bytes], Awaitable[bytes]]
+
+
+class Script:
+    """An Rpc that answers as told, and remembers what was asked."""
+
+    def __init__(self, answering: Answering) -> None:
+        self.answering = answering
+        self.asked: list[tuple[Contact, Any]] = []
+
+    async def call(self, contact: Contact, request: bytes) -> bytes:
+        self.asked.append((contact, decode_request(request)))
+        await trio.lowlevel.checkpoint()
+        return await self.answering(contact, request)
+
+
+def record(
+    signer: Ed25519Signer = ALICE, *, key: bytes = KEY, ttl: float = 60.0, value: bytes = b"v"
+) -> Record:
+    return sign_record(signer, key=key, sequence=1, expiration_time=NOW + ttl, value=value)
+
+
+def contact(signer: Ed25519Signer) -> Contact:
+    return Contact(signer.peer_id, ("/ip4/127.0.0.1/tcp/1",))
+
+
+async def honest(_: Contact, request: bytes) -> bytes:
+    match decode_request(request):
+        case Store(_, records):
+            return encode(Stored((), (), ("",) * len(records), 0))
+        case Find():
+            return encode(Found((), ()))
+        case _:
+            return encode(Located(()))
+
+
+def saying(*answers: Any) -> Answering:
+    async def answer(_: Contact, request: bytes) -> bytes:
+        if isinstance(decode_request(request), Locate):
+            return encode(Located(()))
+        return b"".join(each if isinstance(each, bytes) else encode(each) for each in answers)
+
+    return answer
+
+
+def node(answering: Answering = honest, limits: Limits | None = None) -> tuple[RecordNode, Script]:
+    script = Script(answering)
+    made = RecordNode(
+        signer=ME, rpc=script, addresses=lambda: ["/a"] * 20, limits=limits, wall_clock=lambda: NOW
+    )
+    return made, script
+
+
+async def ask(asked: RecordNode, request: Store | Find | Locate, sender: Ed25519Signer = ALICE) -> Any:
+    return decode_answer(await asked.handle(sender.peer_id, encode(request)))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "ttl", "reason"),
+    [
+        (b"short", b"v", 60.0, "a key is 32 bytes"),
+        (KEY, b"", 60.0, "1 to 4096 bytes, not 0"),
+        (KEY, bytes(4097), 60.0, "1 to 4096 bytes, not 4097"),
+        (KEY, b"v", 0.0, "ttl must be positive"),
+        (KEY, b"v", 3601.0, "at most 3600"),
+        (KEY, b"v", float("nan"), "ttl must be positive"),
+    ],
+)
+async def test_what_cannot_be_published_is_named(key: bytes, value: bytes, ttl: float, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        await node()[0].publish(key, value, ttl=ttl)
+
+
+async def test_keys_have_32_bytes_everywhere() -> None:
+    alone, _ = node()
+    with pytest.raises(ValueError, match="32 bytes"):
+        await alone.find(b"short")
+    with pytest.raises(ValueError, match="32 bytes"):
+        await alone.withdraw(b"short")
+
+
+async def test_what_was_not_published_is_withdrawn_without_a_word() -> None:
+    joined, script = node()
+    await joined.join([contact(ALICE)])
+    script.asked.clear()
+    await joined.withdraw(KEY)
+    assert script.asked == []
+
+
+async def test_requests_carry_the_first_sixteen_addresses() -> None:
+    joined, script = node()
+    assert await joined.join([contact(ALICE)]) == 1
+    assert script.asked[0][1].addresses == ("/a",) * 16
+
+
+async def test_joining_through_oneself_or_nobody_knows_nobody() -> None:
+    alone, script = node()
+    assert await alone.join([contact(ME)]) == 0
+    assert script.asked == []
+
+
+async def test_a_store_is_answered_with_what_is_there() -> None:
+    asked, _ = node()
+    assert await ask(asked, Store((), (record(BOB),)), BOB) == Stored((), (record(BOB),), ("",), 0)
+    answer = await ask(asked, Store((), (record(ALICE),)))
+    assert set(answer.records) == {record(ALICE), record(BOB)}
+    assert set((await ask(asked, Find((), KEY))).records) == {record(ALICE), record(BOB)}
+
+
+async def test_a_refusal_names_its_reason() -> None:
+    asked, _ = node()
+    answer = await ask(asked, Store((), (record(ttl=-1.0), record(ttl=1e6), record())))
+    assert answer.outcomes == (Refusal.EXPIRED, Refusal.TOO_FAR, "")
+
+
+async def test_after_a_forgery_the_rest_of_the_message_is_not_looked_at() -> None:
+    asked, _ = node()
+    forged = replace(record(BOB), value=b"forged")
+    answer = await ask(asked, Store((), (record(), forged, record(CAROL))))
+    assert answer.outcomes == ("", Refusal.FORGED, UNCHECKED)
+    assert answer.records == (record(),)
+
+
+async def test_an_answer_for_a_full_key_fits_into_a_message() -> None:
+    asked, _ = node(limits=Limits(relayed_per_sender=300))
+    crowd = [Ed25519Signer(number.to_bytes(32, "big")) for number in range(1, 251)]
+    for signer in crowd:
+        await ask(asked, Store((), (record(signer, value=bytes(4096)),)), signer)
+    encoded = await asked.handle(ALICE.peer_id, encode(Find((), KEY)))
+    assert len(encoded) > 900_000
+    found = decode_answer(encoded)
+    assert isinstance(found, Found)
+    assert len(found.records) > 200
+
+
+@pytest.mark.parametrize("request_", [b"", b"\x93\x02", b"garbage"])
+async def test_a_malformed_request_is_the_callers_to_reset(request_: bytes) -> None:
+    with pytest.raises(MessageError):
+        await node()[0].handle(ALICE.peer_id, request_)
+
+
+async def test_a_sender_that_has_no_peer_id_is_malformed() -> None:
+    with pytest.raises(MessageError, match="sender"):
+        await node()[0].handle("nobody", encode(Find((), KEY)))
+
+
+async def test_who_calls_is_known_once_it_answers_a_call() -> None:
+    asked, script = node()
+    async with trio.open_nursery() as nursery:
+        await nursery.start(asked.run)  # type: ignore[arg-type]
+        await ask(asked, Find(("/here",), KEY), ALICE)
+        assert not asked.contacts
+        await trio.testing.wait_all_tasks_blocked()
+        assert asked.contacts == (Contact(ALICE.peer_id, ("/here",)),)
+        assert [type(request) for _, request in script.asked] == [Locate]
+        nursery.cancel_scope.cancel()
+
+
+async def test_who_calls_and_does_not_answer_stays_unknown_and_is_not_called_each_time() -> None:
+    async def refusing(_: Contact, __: bytes) -> bytes:
+        raise RpcError("refused")
+
+    asked, script = node(refusing)
+    async with trio.open_nursery() as nursery:
+        await nursery.start(asked.run)  # type: ignore[arg-type]
+        for _ in range(5):
+            await ask(asked, Find(("/here",), KEY), ALICE)
+            await trio.testing.wait_all_tasks_blocked()
+        assert asked.contacts == ()
+        assert len(script.asked) == 1
+        nursery.cancel_scope.cancel()
+
+
+async def test_a_node_runs_once() -> None:
+    once, _ = node()
+    async with trio.open_nursery() as nursery:
+        await nursery.start(once.run)  # type: ignore[arg-type]
+        with pytest.raises(RuntimeError, match="runs already"):
+            await once.run()
+        nursery.cancel_scope.cancel()
+
+
+@pytest.mark.parametrize(
+    "answering",
+    [
+        saying(b"garbage"),
+        saying(b""),
+        saying(Located(())),
+        saying(Find((), KEY)),
+        saying(Found((), (record(BOB, key=b"x" * 32),))),
+        saying(Found((), (replace(record(BOB), value=b"forged"),))),
+        saying(Found((), (record(BOB), replace(record(CAROL), value=b"forged")))),
+        saying(Found((), ()), b"more"),
+    ],
+)
+async def test_who_answers_nonsense_is_not_believed_and_not_asked_again(answering: Answering) -> None:
+    deceived, script = node(answering)
+    await deceived.join([contact(ALICE)])
+    assert await deceived.find(KEY) == ()
+    assert deceived.contacts == ()
+    asked = len(script.asked)
+    assert await deceived.find(KEY) == ()
+    assert len(script.asked) == asked
+
+
+@pytest.mark.parametrize("outcomes", [("",) * 2, ("", "")])
+async def test_a_store_answered_for_another_number_of_records_is_not_counted(
+    outcomes: tuple[str, ...],
+) -> None:
+    deceived, _ = node(saying(Stored((), (), outcomes, 0)))
+    await deceived.join([contact(ALICE)])
+    assert (await deceived.publish(KEY, b"v", ttl=60.0)).stored == 1
+
+
+async def test_records_that_cannot_count_yet_or_any_more_are_left_out() -> None:
+    far = record(BOB, ttl=1e6)
+    told, _ = node(saying(Found((), (record(ALICE), far, record(CAROL, ttl=-5.0)))))
+    await told.join([contact(ALICE)])
+    assert await told.find(KEY) == (record(ALICE),)
+    # Who has another clock is no liar.
+    assert told.contacts == (contact(ALICE),)
+
+
+async def test_refusals_name_the_peer_and_the_reason() -> None:
+    refused, _ = node(saying(Stored((), (), ("no room",), 0)))
+    await refused.join([contact(ALICE)])
+    published = await refused.publish(KEY, b"v", ttl=60.0)
+    assert published.stored == 1
+    assert published.refused == (f"{ALICE.peer_id}: no room",)
+
+
+async def test_made_up_peers_cost_a_bounded_number_of_calls(autojump_clock: MockClock) -> None:
+    made = 1000
+
+    async def inventing(to: Contact, _: bytes) -> bytes:
+        nonlocal made
+        if to != contact(ALICE):
+            raise RpcError("nobody is there")
+        made += 8
+        fakes = [Ed25519Signer(number.to_bytes(32, "big")) for number in range(made - 8, made)]
+        return encode(Found(tuple(map(contact, fakes)), (record(ALICE),)))
+
+    deceived, script = node(inventing)
+    await deceived.join([contact(ALICE)])
+    deceived._table.succeeded(contact(ALICE), autojump_clock.current_time())
+    script.asked.clear()
+    assert await deceived.find(KEY) == (record(ALICE),)
+    assert len(script.asked) <= 64
+
+
+async def test_a_call_that_hangs_ends_at_the_time_limit(autojump_clock: MockClock) -> None:
+    async def hanging(_: Contact, __: bytes) -> bytes:
+        await trio.sleep_forever()
+        raise AssertionError
+
+    waiting, _ = node(hanging)
+    begin = autojump_clock.current_time()
+    assert await waiting.join([contact(ALICE)]) == 0
+    assert autojump_clock.current_time() - begin == pytest.approx(RPC_TIMEOUT)
+
+
+async def test_withdrawing_everything_is_bounded_in_time(autojump_clock: MockClock) -> None:
+    hang = False
+
+    async def later_hanging(to: Contact, request: bytes) -> bytes:
+        if hang:
+            await trio.sleep_forever()
+        return await honest(to, request)
+
+    leaving, _ = node(later_hanging)
+    await leaving.join([contact(ALICE)])
+    for number in range(20):
+        await leaving.publish(bytes([number]) * 32, b"v", ttl=60.0)
+    hang = True
+    begin = autojump_clock.current_time()
+    await leaving.withdraw_all()
+    assert autojump_clock.current_time() - begin <= 5.0
+
+
+async def test_an_error_that_is_not_the_networks_is_not_swallowed() -> None:
+    async def broken(_: Contact, __: bytes) -> bytes:
+        raise ZeroDivisionError
+
+    owner, _ = node(broken)
+    with pytest.RaisesGroup(ZeroDivisionError):
+        await owner.join([contact(ALICE)])

@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING
 import trio
 
 from p2pavg.accumulation import Accumulation, Given, Schema
-from p2pavg.allreduce.partition import shares_by_bandwidth
 from p2pavg.config import AveragingConfig
 from p2pavg.errors import ClosedError
 from p2pavg.matchmaking.matchmaker import Matchmaker
-from p2pavg.matchmaking.roster import Candidate, ready_key
+from p2pavg.matchmaking.roster import ready_key, share_cutter
 from p2pavg.matchmaking.rules import Settings
 from p2pavg.result import InProgress, NoPeers, RoundResult, Tensors
 from p2pavg.round import Round, RoundTools
@@ -168,16 +167,11 @@ class DecentralizedAverager:
                 f"this peer has an averager of run {self.config.run_id!r} with the same tensors already"
             )
 
-        def cut_shares(members: tuple[Candidate, ...]) -> tuple[int, ...]:
-            return shares_by_bandwidth(
-                schema.elements, [member.bandwidth for member in members], codec.granularity
-            )
-
         settings = Settings(
             target=self.config.group_size,
             minimum=self.config.min_group_size,
             match_timeout=self.config.match_timeout,
-            cut_shares=cut_shares,
+            cut_shares=share_cutter(schema.elements, codec.granularity),
         )
         matchmaker = Matchmaker(
             self._peer.around, key=key, settings=settings, codec=codec.name, bandwidth=self.config.bandwidth

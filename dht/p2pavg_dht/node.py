@@ -29,8 +29,8 @@ from p2pavg_dht.upkeep import Started, Upkeep
 
 logger = logging.getLogger(__name__)
 
-# At shutdown: what has not been taken back by then expires by itself.
-WITHDRAW_TIMEOUT = 5.0
+# At shutdown somebody waits: less than one call's time limit. What has not been taken back by then expires.
+WITHDRAW_TIMEOUT = 3.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,7 +54,7 @@ class RunInThread(Protocol):
     async def __call__(self, function: Callable[..., T], *args: object) -> T: ...
 
 
-# After this member has everything, it goes on serving the others in the background for at most this long.
+# After this member has everything, it goes on serving the others in the background for this long at least.
 TAIL_SECONDS = 5.0
 ABORT_SECONDS = 1.0
 OPEN_SECONDS = 10.0
@@ -125,7 +125,8 @@ class Exchange:
                     if member.peer_id != self._me:
                         self._start_sending(senders, member)
                 self._check_complete()
-                with trio.move_on_after(self._timeout):
+                deadline = trio.current_time() + self._timeout
+                with trio.move_on_at(deadline):
                     await self._over.wait()
                 if not self._over.is_set():
                     self._fail(self._ledger.overdue(self._timeout))
@@ -133,9 +134,11 @@ class Exchange:
                 if self._verdict is not None:
                     receivers.cancel_scope.cancel()
                     senders.start_soon(self._abort_inbound, self._verdict)
-                tail = TAIL_SECONDS if self._verdict is None else ABORT_SECONDS
-                for nursery in (senders, receivers):
-                    nursery.cancel_scope.deadline = trio.current_time() + tail
+                # Others may be slower than this member, and have as long as it had.
+                end = max(deadline, trio.current_time() + TAIL_SECONDS)
+                if self._verdict is not None:
+                    end = trio.current_time() + ABORT_SECONDS
+                senders.cancel_scope.deadline = receivers.cancel_scope.deadline = end
         finally:
             for lane in self._inbound:
                 lane.finished.set()

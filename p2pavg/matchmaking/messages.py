@@ -37,7 +37,9 @@ class Nudge:
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """You are in my group; wait for my word."""
+    """You are in my group; wait for my word. ``me`` is this attempt of mine: the asker may know an earlier one."""
+
+    me: Candidate
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,10 +110,8 @@ def encode(message: Message) -> bytes:
     """The bytes of a message: one that names its kind, then its fields."""
     kind = bytes([_KINDS.index(type(message))])
     match message:
-        case Ask(me) | Nudge(me):
+        case Ask(me) | Nudge(me) | Joined(me):
             return kind + pack(pack_record(me.record))
-        case Joined():
-            return kind + pack()
         case Declined(reason, leader, taken, over):
             return kind + pack(reason[:MAX_REASON_CHARS], _pack_optional(leader), taken, over)
         case Status(ready_peers, decided):
@@ -135,12 +135,8 @@ def decode(data: bytes) -> Message:
     if not data or data[0] >= len(_KINDS):
         raise RemoteProtocolError("a matchmaking message of unknown kind")
     kind, body = _KINDS[data[0]], data[1:]
-    if kind is Ask or kind is Nudge:
-        candidate = read_signed_candidate(unpack(body, tuple)[0])
-        return Ask(candidate) if kind is Ask else Nudge(candidate)
-    if kind is Joined:
-        unpack(body)
-        return Joined()
+    if kind is Ask or kind is Nudge or kind is Joined:
+        return kind(read_signed_candidate(unpack(body, tuple)[0]))
     if kind is Declined:
         reason, leader, taken, over = unpack(body, str, tuple, tuple, bool)
         return Declined(_reason(reason), _read_optional(leader), _peer_ids(taken), over)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from p2pavg.allreduce.partition import shares_by_bandwidth
 from p2pavg.config import MAX_GROUP_SIZE
 from p2pavg.errors import RemoteProtocolError
 from p2pavg.net.wire import checked, pack, unpack
@@ -115,6 +116,15 @@ def read_signed_candidate(fields: Any) -> Candidate:
     except RecordError as error:
         raise RemoteProtocolError(error.reason) from None
     return read_candidate(record)
+
+
+def share_cutter(elements: int, granularity: int) -> Callable[[Sequence[Candidate]], tuple[int, ...]]:
+    """How a vector is cut among members, from what they signed alone: everybody computes the same."""
+
+    def cut(members: Sequence[Candidate]) -> tuple[int, ...]:
+        return shares_by_bandwidth(elements, [member.bandwidth for member in members], granularity)
+
+    return cut
 
 
 @dataclass(frozen=True, kw_only=True)

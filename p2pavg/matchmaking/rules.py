@@ -252,7 +252,7 @@ class Matchmaking:
             return actions
         self.followers[candidate.peer_id] = candidate
         self._awaited_auxiliaries.pop(candidate.peer_id, None)
-        actions = [Send(candidate.peer_id, Joined(), "it comes after this peer, and there is room")]
+        actions = [Send(candidate.peer_id, Joined(self.me), "it comes after this peer, and there is room")]
         return actions + self._tell_followers(now) + self._advance(now)
 
     def _refusal(self, candidate: Candidate, now: float) -> Declined | None:
@@ -320,8 +320,8 @@ class Matchmaking:
             return []
         self._heard = now
         match message, self.phase:
-            case Joined(), Phase.ASKING:
-                return self._follow()
+            case Joined(leader), Phase.ASKING if self._leads(leader, now):
+                return self._follow(leader)
             case Declined(), Phase.ASKING:
                 return self._declined(message, now)
             case Status(), Phase.FOLLOWING | Phase.ACCEPTED:
@@ -349,9 +349,19 @@ class Matchmaking:
 
     # ------------------------------------------------------------------ as a follower
 
-    def _follow(self) -> Actions:
-        assert self.leader is not None
-        self.phase = Phase.FOLLOWING
+    def _leads(self, candidate: Candidate, now: float) -> bool:
+        """Whether what the asked peer says of itself makes it a leader for this one."""
+        return (
+            self.leader is not None
+            and candidate.peer_id == self.leader.peer_id
+            and candidate.order < self.me.order
+            and candidate.record.key == self.me.record.key
+            and _plausible(candidate, now)
+        )
+
+    def _follow(self, leader: Candidate) -> Actions:
+        self.phase, self.leader = Phase.FOLLOWING, leader
+        self.candidates[leader.peer_id] = leader
         self._status = Status(2, False)
         along = [
             action

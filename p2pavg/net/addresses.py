@@ -53,6 +53,18 @@ def parse_peer_address(text: str) -> tuple[Multiaddr, str]:
     return address, peer_id
 
 
+def parse_address_of(peer_id: str, text: str) -> Multiaddr:
+    """An address to dial that names this peer.
+
+    Raises:
+        AddressError: the text is none, or names another peer.
+    """
+    address, named = parse_peer_address(text)
+    if named != peer_id:
+        raise AddressError(f"{text!r} is not an address of {peer_id}")
+    return address
+
+
 def _parse(text: str) -> Multiaddr:
     if not isinstance(text, str):
         raise AddressError(f"an address is text such as {EXAMPLE}, not {type(text).__name__}")

@@ -34,8 +34,16 @@ from libp2p.transport.tcp.tcp import TCP, TCPListener
 from libp2p.transport.upgrader import TransportUpgrader
 from multiaddr import Multiaddr
 
+from p2pavg._exceptions import bare_exceptions
 from p2pavg.errors import AddressError, ClosedError, ListenError, StreamBrokenError, UnreachableError
-from p2pavg.net.addresses import parse_listen_address, parse_peer_address, reachable_hosts, with_peer_id
+from p2pavg.net.addresses import (
+    parse_address_of,
+    parse_listen_address,
+    parse_peer_address,
+    reachable_hosts,
+    with_peer_id,
+)
+from p2pavg.net.dialling import Dialler
 from p2pavg.net.libp2p_guards import GuardedHost, GuardedMuxerMultistream, GuardedSwarm, GuardedYamux, install
 from p2pavg.net.transport import Buffer, PeerId, Stream, StreamHandler, Transport
 
@@ -52,23 +60,26 @@ STALL_SECONDS = 30.0
 
 _CLOSE_SECONDS = 1.0
 _DIAL_STAGGER_SECONDS = 0.25  # RFC 8305, section 5
-_MAX_ADDRESSES_DIALLED = 6
 _NEGOTIATE_SECONDS = 10.0
+
+# How long a stream that this process has closed waits for the other side to close its half.
+_LINGER_SECONDS = 30.0
+_DRAIN_BYTES = 64 * 1024
 
 
 class Libp2pStream(Stream):
     """One yamux stream. Its writes run in the transport's nursery, so that cancelling the caller tears no frame."""
 
-    def __init__(self, net_stream: NetStream, nursery: trio.Nursery) -> None:
+    def __init__(self, net_stream: NetStream, transport: Libp2pTransport) -> None:
         self.remote = str(net_stream.muxed_conn.peer_id)
         self._net_stream = net_stream
-        self._nursery = nursery
+        self._transport = transport
         self._closed = False
         self._unreadable: str | None = None
         self._unwritable: str | None = None
 
     def _check(self, broken: str | None) -> None:
-        if self._closed:
+        if self._closed or self._transport.closed:
             raise ClosedError(f"the stream to {self.remote} was closed by this process")
         if broken is not None:
             raise StreamBrokenError(broken)
@@ -78,7 +89,9 @@ class Libp2pStream(Stream):
         self._check(self._unwritable)
         for start in range(0, len(view), WRITE_PIECE_BYTES):
             done = trio.Event()
-            self._nursery.start_soon(self._write_piece, bytes(view[start : start + WRITE_PIECE_BYTES]), done)
+            self._transport.nursery.start_soon(
+                self._write_piece, bytes(view[start : start + WRITE_PIECE_BYTES]), done
+            )
             try:
                 await done.wait()
             except trio.Cancelled:
@@ -101,14 +114,10 @@ class Libp2pStream(Stream):
     async def receive_some(self, max_bytes: int) -> bytes:
         self._check(self._unreadable)
         try:
-            return await self._net_stream.read(max_bytes)
+            return await self._read(max_bytes)
         except trio.Cancelled:
             self._unreadable = f"a read from {self.remote} was cancelled half-way"
             raise
-        except StreamEOF:
-            if self._net_stream.muxed_conn.is_closed or self._closed:
-                raise StreamBrokenError(f"the connection to {self.remote} is gone") from None
-            return b""
         except (IOException, MuxedStreamError, ValueError, KeyError) as error:
             self._unreadable = f"the stream of {self.remote} broke: {_text(error)}"
             raise StreamBrokenError(self._unreadable) from None
@@ -125,8 +134,10 @@ class Libp2pStream(Stream):
 
     async def _finish(self, *, reset: bool) -> None:
         """In the transport's nursery: a frame that cannot be sent must hold up nobody."""
+        if self._transport.closed:
+            return
         done = trio.Event()
-        self._nursery.start_soon(self._send_last_frame, reset, done)
+        self._transport.nursery.start_soon(self._send_last_frame, reset, done)
         with trio.CancelScope(shield=True, deadline=trio.current_time() + _CLOSE_SECONDS):
             await done.wait()
 
@@ -136,10 +147,33 @@ class Libp2pStream(Stream):
                 await (self._net_stream.reset() if reset else self._net_stream.close())
             if scope.cancelled_caught:
                 await cast(GuardedYamux, self._net_stream.muxed_conn).abort()
+            done.set()
+            if not reset and not await self._drain():
+                await self._net_stream.reset()
         except (IOException, MuxedStreamError, ValueError) as error:
             logger.debug("closing a stream to %s: %s", self.remote, _text(error))
         finally:
             done.set()
+
+    async def _drain(self) -> bool:
+        """Take what still comes, until the other side closes its half as well; whether it did.
+
+        A sender whose window stays empty would give up the whole connection.
+        """
+        with trio.move_on_after(_LINGER_SECONDS):
+            try:
+                while await self._read(_DRAIN_BYTES):
+                    pass
+                return True
+            except (IOException, MuxedStreamError) as error:
+                logger.debug("a closed stream to %s broke: %s", self.remote, _text(error))
+        return False
+
+    async def _read(self, max_bytes: int) -> bytes:
+        try:
+            return await self._net_stream.read(max_bytes)
+        except StreamEOF:
+            return b""
 
 
 class _Negotiation:
@@ -158,10 +192,12 @@ class Libp2pTransport(Transport):
     def __init__(self, host: GuardedHost, swarm: GuardedSwarm, nursery: trio.Nursery) -> None:
         self._host = host
         self._swarm = swarm
-        self._nursery = nursery
+        self.nursery = nursery
+        self.closed = False
         self._addresses: tuple[str, ...] = ()
-        self._dialling: dict[PeerId, trio.Event] = {}
+        self._dialler = Dialler(nursery, self.is_connected, self._dial_first_of)
         self.peer_id = str(host.get_id())
+        swarm.on_connection = self._dialler.something_changed
         _transports.add(self)
 
     @property
@@ -170,7 +206,7 @@ class Libp2pTransport(Transport):
 
     def serve(self, protocol: str, handler: StreamHandler) -> None:
         async def serve_one(net_stream: NetStream) -> None:
-            stream = Libp2pStream(net_stream, self._nursery)
+            stream = Libp2pStream(net_stream, self)
             try:
                 await handler(stream)
             finally:
@@ -182,9 +218,10 @@ class Libp2pTransport(Transport):
         _, peer_id = parse_peer_address(address)
         if peer_id == self.peer_id:
             raise AddressError(f"{address} is this peer itself")
+        self._check_open()
         with trio.move_on_after(timeout):
-            if await self._connect(peer_id, [address]):
-                return peer_id
+            await self._dialler.connect(peer_id, [address])
+            return peer_id
         raise UnreachableError(f"no connection to {address} within {timeout:.1f} s")
 
     async def open_stream(
@@ -196,18 +233,20 @@ class Libp2pTransport(Transport):
         timeout: float,
         wait_inbound: bool = False,
     ) -> Stream:
+        self._check_open()
         with trio.move_on_after(timeout):
-            if not await self._connect(peer_id, addresses):
-                if not wait_inbound:
-                    raise UnreachableError(f"no connection to {peer_id}: {_tried(addresses)}")
-                await self._inbound_connection(peer_id)
+            await self._dialler.connect(peer_id, addresses, wait_inbound=wait_inbound)
             return await self._negotiate(peer_id, protocol)
-        raise UnreachableError(f"no stream to {peer_id} within {timeout:.1f} s: {_tried(addresses)}")
+        raise UnreachableError(f"no stream to {peer_id} within {timeout:.1f} s")
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise ClosedError("the transport is closed")
 
     async def _negotiate(self, peer_id: PeerId, protocol: str) -> Stream:
         """In the nursery, since a cancelled negotiation leaves half a frame behind."""
         attempt = _Negotiation()
-        self._nursery.start_soon(self._run_negotiation, attempt, peer_id, protocol)
+        self.nursery.start_soon(self._run_negotiation, attempt, peer_id, protocol)
         try:
             await attempt.done.wait()
         except trio.Cancelled:
@@ -220,62 +259,48 @@ class Libp2pTransport(Transport):
         return attempt.stream
 
     async def _run_negotiation(self, attempt: _Negotiation, peer_id: PeerId, protocol: str) -> None:
+        watchdog = trio.CancelScope()
+        self.nursery.start_soon(self._abort_if_silent, watchdog, peer_id)
         try:
-            with trio.fail_after(_NEGOTIATE_SECONDS):
-                found = await self._host.new_stream(ID.from_string(peer_id), [TProtocol(protocol)])
-            attempt.stream = Libp2pStream(cast(NetStream, found), self._nursery)
+            found = await self._host.new_stream(ID.from_string(peer_id), [TProtocol(protocol)])
+            attempt.stream = Libp2pStream(cast(NetStream, found), self)
         except (SwarmException, StreamFailure, IOException, MuxedStreamError, ValueError) as error:
             attempt.reason = _text(error)
-        except trio.TooSlowError:
-            attempt.reason = f"no answer within {_NEGOTIATE_SECONDS:.0f} s"
-            await self._abort(peer_id)
         finally:
+            watchdog.cancel()
             attempt.done.set()
         if attempt.abandoned and attempt.stream is not None:
             await attempt.stream.reset()
 
-    async def _inbound_connection(self, peer_id: PeerId) -> None:
-        while not self.is_connected(peer_id):
-            await self._swarm.connection_added.wait()
+    async def _abort_if_silent(self, watchdog: trio.CancelScope, peer_id: PeerId) -> None:
+        """A negotiation that is cancelled resets its stream in a shield: only closing the socket ends it for sure."""
+        with watchdog:
+            await trio.sleep(_NEGOTIATE_SECONDS)
+            logger.info("%s answered nothing for %.0f s", peer_id, _NEGOTIATE_SECONDS)
+            await self._abort(peer_id)
 
-    async def _connect(self, peer_id: PeerId, addresses: Sequence[str]) -> bool:
-        """Whether there is a connection now; dials unless there was one. One dial a peer at a time."""
-        while not self.is_connected(peer_id) and (running := self._dialling.get(peer_id)) is not None:
-            await running.wait()
-        if self.is_connected(peer_id):
-            return True
-        self._dialling[peer_id] = done = trio.Event()
-        try:
-            await self._dial_first_of(peer_id, addresses)
-        finally:
-            done.set()
-            del self._dialling[peer_id]
-        return self.is_connected(peer_id)
-
-    async def _dial_first_of(self, peer_id: PeerId, addresses: Sequence[str]) -> None:
+    async def _dial_first_of(self, peer_id: PeerId, addresses: Sequence[str]) -> list[str]:
         """Try the addresses in their order, the next one as soon as the one before failed or took 0.25 s.
 
         libp2p's own ``dial_peer`` takes 0.25 s even when the only address answers at once, and blacklists a peer for
-        a minute after one failure; this uses its ``dial_addr``.
+        a minute after one failure; this uses its ``dial_addr``. Returns why each failed, or nothing.
         """
-        target = ID.from_string(peer_id)
+        reasons: list[str] = []
         async with trio.open_nursery() as nursery:
-            for text in addresses[:_MAX_ADDRESSES_DIALLED]:
-                address, named = parse_peer_address(text)
-                if named != peer_id:
-                    continue
+            for text in addresses:
                 failed = trio.Event()
-                nursery.start_soon(self._dial_one, address, target, failed, nursery.cancel_scope)
+                nursery.start_soon(self._dial_one, text, peer_id, failed, reasons, nursery.cancel_scope)
                 with trio.move_on_after(_DIAL_STAGGER_SECONDS):
                     await failed.wait()
+        return [] if nursery.cancel_scope.cancel_called else reasons
 
     async def _dial_one(
-        self, address: Multiaddr, peer_id: ID, failed: trio.Event, others: trio.CancelScope
+        self, text: str, peer_id: PeerId, failed: trio.Event, reasons: list[str], others: trio.CancelScope
     ) -> None:
         try:
-            await self._swarm.dial_addr(address, peer_id)
-        except (SwarmException, IOException, OSError) as error:
-            logger.debug("dialling %s failed: %s", address, _text(error))
+            await self._swarm.dial_addr(parse_address_of(peer_id, text), ID.from_string(peer_id))
+        except Exception as error:  # noqa: BLE001 - who answers there is a stranger: the address is no use
+            reasons.append(f"{text}: {_text(error)}")
             failed.set()
         else:
             others.cancel()
@@ -297,11 +322,11 @@ class Libp2pTransport(Transport):
     def _listeners(self) -> list[TCPListener]:
         return [cast(TCPListener, listener) for listener in self._swarm.listeners.values()]
 
-    def descriptors(self) -> list[int]:
-        """The file descriptors of every socket of this transport."""
-        sockets = [listener.socket for found in self._listeners() for listener in found.listeners]
-        sockets += [cast(GuardedYamux, found.muxed_conn).socket for found in self._swarm.get_connections()]
-        return [descriptor for descriptor in (opened.fileno() for opened in sockets) if descriptor >= 0]
+    def sockets(self) -> list[trio.socket.SocketType]:
+        """Every socket of this transport: of its listeners and its connections."""
+        listeners = [found for opened in self._listeners() for found in opened.listeners]
+        connections = [cast(GuardedYamux, found.muxed_conn) for found in self._swarm.get_connections()]
+        return [found.socket for found in listeners] + [found.socket for found in connections]
 
     def _take_addresses(self) -> None:
         bound = [address for listener in self._listeners() for address in listener.get_addrs()]
@@ -342,29 +367,32 @@ async def open_libp2p_transport(*, seed: bytes, listen: Sequence[str]) -> AsyncI
         _check_free(address)
     install()
     host, swarm = _new_host(seed)
-    async with background_trio_service(swarm), trio.open_nursery() as nursery:
-        transport = Libp2pTransport(host, swarm, nursery)
-        try:
-            await swarm.listen(*wanted)
-            for address in wanted:
-                if str(address) not in swarm.listeners:
-                    raise ListenError(f"cannot listen on {address}: the system refused it")
-            transport._take_addresses()
-            yield transport
-        finally:
-            with trio.CancelScope(shield=True):
-                await transport._close()
-            nursery.cancel_scope.cancel()
+    with bare_exceptions():
+        async with background_trio_service(swarm), trio.open_nursery() as nursery:
+            transport = Libp2pTransport(host, swarm, nursery)
+            try:
+                await swarm.listen(*wanted)
+                for address in wanted:
+                    if str(address) not in swarm.listeners:
+                        raise ListenError(f"cannot listen on {address}: the system refused it")
+                transport._take_addresses()
+                yield transport
+            finally:
+                with trio.CancelScope(shield=True):
+                    await transport._close()
+                transport.closed = True
+                nursery.cancel_scope.cancel()
 
 
 _transports: weakref.WeakSet[Libp2pTransport] = weakref.WeakSet()
 
 
 def _close_sockets_after_fork() -> None:
-    """In a forked child, e.g. a worker of a DataLoader: its copies would keep connections open that the parent closed."""
+    """In a forked child, e.g. a worker of a DataLoader: its copies would keep open what the parent closes."""
     for transport in _transports:
-        for descriptor in transport.descriptors():
-            os.close(descriptor)
+        for opened in transport.sockets():
+            if (descriptor := opened.detach()) >= 0:
+                os.close(descriptor)
     _transports.clear()
 
 
@@ -416,10 +444,10 @@ def _check_free(address: Multiaddr) -> None:
             raise ListenError(f"cannot listen on {address}: {error.strerror}") from None
 
 
-def _tried(addresses: Sequence[str]) -> str:
-    return f"tried {', '.join(addresses[:_MAX_ADDRESSES_DIALLED])}" if addresses else "no address is known"
-
-
 def _text(error: BaseException) -> str:
-    """An error's own words, or its type's name: many of libp2p's come without any."""
-    return str(error) or (_text(error.__cause__) if error.__cause__ else type(error).__name__)
+    """The words of what is at the bottom of an error, or its type's name: many of libp2p's come without any."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    if isinstance(error, ExceptionGroup):  # trio's, with one error for each address of a host
+        return "; ".join(_text(inner) for inner in error.exceptions)
+    return str(error) or type(error).__name__

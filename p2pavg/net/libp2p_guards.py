@@ -8,22 +8,28 @@ from __future__ import annotations
 
 import logging
 import struct
+from collections.abc import Callable
 from typing import Any, cast
 
+import libp2p.io.msgio as _msgio
 import libp2p.network.connection.swarm_connection as _swarm_connection
+import libp2p.protocol_muxer.multiselect_communicator as _multiselect
 import trio
 from libp2p.abc import IMuxedConn, INetStream, ISecureConn
+from libp2p.exceptions import ParseError
 from libp2p.host.basic_host import BasicHost
-from libp2p.io.abc import ReadWriteCloser
-from libp2p.io.exceptions import IOException
+from libp2p.io.abc import Reader, ReadWriteCloser
+from libp2p.io.exceptions import IncompleteReadError, IOException
+from libp2p.network.connection.exceptions import RawConnError
 from libp2p.network.connection.raw_connection import RawConnection
 from libp2p.network.connection.swarm_connection import SwarmConn
 from libp2p.network.swarm import Swarm
 from libp2p.peer.id import ID
-from libp2p.stream_muxer.exceptions import MuxedStreamError
+from libp2p.stream_muxer.exceptions import MuxedStreamEOF, MuxedStreamError, MuxedStreamReset
 from libp2p.stream_muxer.muxer_multistream import MuxerMultistream
 from libp2p.stream_muxer.yamux import yamux as _yamux
 from libp2p.stream_muxer.yamux.yamux import Yamux, YamuxStream
+from libp2p.utils.varint import read_varint_prefixed_bytes_limited
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +45,9 @@ MAX_INBOUND_STREAMS = 128
 # Replies (acknowledgements, pongs) to one peer that wait to be written.
 MAX_REPLIES = 256
 
+# A line of protocol negotiation. Ours are under 40 bytes; the Go implementation takes 64 KiB.
+MAX_NEGOTIATION_BYTES = 1024
+
 _CLOSED_POLL_SECONDS = 0.25
 
 
@@ -49,31 +58,71 @@ def install() -> None:
     _yamux.MAX_WINDOW_SIZE = MAX_WINDOW_BYTES
     # It calls logging.warning() on the root logger, which installs a handler in the user's process.
     _swarm_connection.logging = logging.getLogger(_swarm_connection.__name__)  # type: ignore[assignment,attr-defined]
+    _multiselect.read_delim = _read_line  # type: ignore[attr-defined]
+    _yamux.read_exactly = read_exactly  # type: ignore[attr-defined]
+    _msgio.read_exactly = read_exactly  # type: ignore[attr-defined]
+
+
+async def _read_line(reader: Reader) -> bytes:
+    """libp2p reads as many bytes as a stranger announces, before it knows who that is."""
+    line = await read_varint_prefixed_bytes_limited(reader, MAX_NEGOTIATION_BYTES)
+    if not line.endswith(b"\n"):
+        raise ParseError("a line of the negotiation has no end")
+    return line[:-1]
+
+
+async def read_exactly(reader: Reader, n: int, retry_count: int = 0) -> bytes:  # noqa: ARG001 - libp2p's signature
+    """libp2p gives up after 101 pieces, and says that the connection was closed; a slow link delivers smaller ones."""
+    buffer = bytearray()
+    while len(buffer) < n:
+        piece = await reader.read(n - len(buffer))
+        if not piece:
+            raise IncompleteReadError(f"closed {n - len(buffer)} bytes early", n, len(buffer))
+        buffer += piece
+    return bytes(buffer)
 
 
 class ReceiveBuffer(bytearray):
     """A stream's unread bytes, bounded: a sender that ignores its window loses the stream, not us the memory."""
 
-    owner: dict[int, bytearray]
+    conn: GuardedYamux
+    stream_id: int
 
     def extend(self, data: Any, /) -> None:
-        total = sum(map(len, self.owner.values())) + len(data)
+        total = sum(map(len, self.conn.stream_buffers.values())) + len(data)
         if len(self) + len(data) > MAX_STREAM_BYTES or total > MAX_CONNECTION_BYTES:
+            self.conn.reset_soon(self.stream_id)
             raise MuxedStreamError(f"a peer sent {len(data)} bytes more than it was allowed to")
         super().extend(data)
 
 
 class _ReceiveBuffers(dict[int, bytearray]):
+    def __init__(self, conn: GuardedYamux) -> None:
+        self._conn = conn
+
     def __setitem__(self, stream_id: int, data: bytearray) -> None:
         buffer = ReceiveBuffer(data)
-        buffer.owner = self
+        buffer.conn = self._conn
+        buffer.stream_id = stream_id
         super().__setitem__(stream_id, buffer)
 
 
-class PatientStream(YamuxStream):
-    """A stream that waits for its window for as long as its owner likes.
+class _StreamEvents(dict[int, trio.Event]):
+    """libp2p's reader gives a stream a new event also when the stream has just ended, and leaks it."""
 
-    libp2p gives up after 5 s without a window update, which a link of 100 kbit/s needs, and looks every 10 ms.
+    def __init__(self, conn: GuardedYamux) -> None:
+        self._conn = conn
+
+    def __setitem__(self, stream_id: int, event: trio.Event) -> None:
+        if stream_id in self._conn.streams:
+            super().__setitem__(stream_id, event)
+
+
+class PatientStream(YamuxStream):
+    """A stream that waits for its window for as long as its owner likes, and whose end is one.
+
+    libp2p gives up after 5 s without a window update, which a link of 100 kbit/s needs, and looks every 10 ms. It
+    reports a reset and a lost connection to a waiting reader as the orderly end of the stream.
     """
 
     @property
@@ -85,6 +134,25 @@ class PatientStream(YamuxStream):
         self._send_window = value
         if value > 0:
             self.__dict__.setdefault("_window_opened", trio.Event()).set()
+
+    async def read(self, n: int | None = -1) -> bytes:
+        try:
+            return await super().read(n)
+        except MuxedStreamEOF as error:
+            if self.reset_received or self.conn.event_shutting_down.is_set():
+                raise MuxedStreamReset("the other side reset it, or its connection is gone") from error
+            raise
+
+    async def close(self) -> None:
+        # libp2p would call a stream open again that the other side has reset.
+        await (self.reset() if self.reset_received else super().close())
+
+    async def reset(self) -> None:
+        """Unread bytes go too: libp2p keeps those, and the stream's place, for a minute or more."""
+        self.conn.stream_buffers.get(self.stream_id, bytearray()).clear()
+        await super().reset()
+        self.conn.stream_buffers.get(self.stream_id, bytearray()).clear()
+        await self.conn._finalize_stream(self, fully_closed=True)
 
     async def write(self, data: bytes) -> None:
         sent = 0
@@ -119,8 +187,9 @@ class GuardedYamux(Yamux):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.stream_buffers = _ReceiveBuffers()
         self.streams = _Streams()
+        self.stream_buffers = _ReceiveBuffers(self)
+        self.stream_events = _StreamEvents(self)
         self.inbound_streams = 0
         self._reader: trio.lowlevel.Task | None = None
         self._replies = 0
@@ -138,7 +207,8 @@ class GuardedYamux(Yamux):
             await super()._write_frame(data)
             return
         if self._replies >= MAX_REPLIES:
-            raise MuxedStreamError(f"{self.peer_id} asks for replies faster than it reads them")
+            # Of all errors this one ends the connection; after others libp2p reads on.
+            raise RawConnError(f"{self.peer_id} asks for replies faster than it reads them")
         self._replies += 1
         self._nursery.start_soon(self._reply, data)
 
@@ -149,6 +219,19 @@ class GuardedYamux(Yamux):
             logger.debug("a reply to %s was not sent: %r", self.peer_id, error)
         finally:
             self._replies -= 1
+
+    def reset_soon(self, stream_id: int) -> None:
+        """Reset a stream from where nothing may be awaited."""
+        stream = self.streams[stream_id]
+        if self._nursery is not None and not stream.reset_received:
+            stream.reset_received = True
+            self._nursery.start_soon(self._reset, stream)
+
+    async def _reset(self, stream: YamuxStream) -> None:
+        try:
+            await stream.reset()
+        except (IOException, MuxedStreamError) as error:
+            logger.debug("a stream of %s was not reset: %r", self.peer_id, error)
 
     @property
     def socket(self) -> trio.socket.SocketType:
@@ -180,13 +263,12 @@ class GuardedSwarm(Swarm):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.connection_added = trio.Event()
-        """Set, and replaced, whenever there is one more connection."""
+        self.on_connection: Callable[[], None] = lambda: None
+        """Called whenever there is one more connection."""
 
     async def add_conn(self, muxed_conn: IMuxedConn, direction: str = "unknown") -> SwarmConn:
         connection = await super().add_conn(muxed_conn, direction)
-        self.connection_added.set()
-        self.connection_added = trio.Event()
+        self.on_connection()
         return connection
 
     async def _do_handle_inbound_connection(

@@ -437,11 +437,3 @@ async def test_a_cancelled_publish_leaves_a_node_that_works(autojump_clock: Mock
         await peers[0].node.withdraw(KEY)
         assert await values_seen_by(peers) == [[]] * 8
         assert len(peers[0].node.contacts) == 7
-
-
-async def test_peers_without_addresses_are_used_but_not_handed_out(autojump_clock: MockClock) -> None:
-    async with open_network(autojump_clock) as network:
-        peers = await network.grow(3)
-        peers[1].node.add_contact(Contact(Ed25519Signer(b"h" * 32).peer_id, ()))
-        await trio.sleep(SETTLE)
-        assert all(len(peer.node.contacts) == 2 for peer in peers)

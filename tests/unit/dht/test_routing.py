@@ -122,6 +122,15 @@ def test_a_newcomer_takes_the_place_of_one_that_failed() -> None:
     assert set(table.live()) == {*FAR[:3], *FAR[4:BUCKET_CAPACITY], FAR[-1]}
 
 
+def test_where_there_is_room_nobody_is_replaced() -> None:
+    table = table_of(FAR[:3])
+    table.failed(FAR[0], 10.0)
+    table.succeeded(FAR[3], 10.0)
+    table.succeeded(FAR[0], 12.0)
+    assert set(table.live()) == set(FAR[:4])
+    assert table.live()[0] == FAR[0]
+
+
 def test_addresses_that_a_stranger_names_do_not_displace_or_discredit_proved_ones() -> None:
     table = table_of([A])
     assert table.prefer_live(moved(A)) == A

@@ -177,6 +177,14 @@ def test_a_publisher_that_comes_itself_relieves_who_brought_its_record() -> None
     assert put(store, record(CROWD[1]), sender=ALICE) is None
 
 
+def test_who_brought_a_record_first_goes_on_paying_when_another_renews_it() -> None:
+    store = RecordStore(Limits(relayed_per_sender=1))
+    put(store, record(CROWD[0]), sender=ALICE)
+    put(store, record(CROWD[0], sequence=2), sender=BOB)
+    assert put(store, record(CROWD[1]), sender=ALICE) is Refusal.SENDER_QUOTA
+    assert put(store, record(CROWD[1]), sender=BOB) is None
+
+
 def test_expiry_gives_everything_back() -> None:
     store = RecordStore(Limits(total_records=1, publishers_per_key=1, relayed_per_sender=1))
     put(store, record(BOB, ttl=10.0), sender=ALICE)

@@ -1,0 +1,146 @@
+"""A peer that trains nothing and helps those that do: it reduces a share of each group that takes it in."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from typing import TYPE_CHECKING
+
+import trio
+
+from p2pavg.allreduce.exchange import Exchange, Outcome
+from p2pavg.allreduce.lobby import ExpectedGroup
+from p2pavg.matchmaking.matchmaker import Matchmaker
+from p2pavg.matchmaking.roster import Roster, ready_key, share_cutter
+from p2pavg.matchmaking.rules import GaveUp, Report, Settings
+from p2pavg.run import RunEntry, read_entries, run_key
+from p2pavg.workers import Workers
+from p2pavg_compression import resolve_codec
+
+if TYPE_CHECKING:
+    from p2pavg.peer import Peer
+
+logger = logging.getLogger(__name__)
+
+LOOK_SECONDS = 5.0
+EXCHANGE_SECONDS = 60.0
+# Different schemas of one run that are helped at once; the run's peers say what theirs are, and strangers may lie.
+MAX_SCHEMAS = 4
+# 256 MiB of averages, and as much again of every contribution that waits for a slower one.
+MAX_SHARE_ELEMENTS = 2**26
+
+
+async def assist(peer: Peer, run_id: str, *, bandwidth: float = 100.0) -> None:
+    """Take part in rounds of a run with weight 0, until cancelled.
+
+    Args:
+        bandwidth: what this peer can send and receive, in Mbit/s; its share of a group's vector follows from it.
+    """
+    async with trio.open_nursery() as tails, trio.open_nursery() as nursery:
+        helped: dict[bytes, trio.CancelScope] = {}
+        while True:
+            records = await peer.records.find(run_key(run_id))
+            entries = _most_common(read_entries(records))
+            for schema_hash in helped.keys() - entries.keys():
+                helped.pop(schema_hash).cancel()
+            for schema_hash, entry in entries.items():
+                if schema_hash not in helped and ready_key(run_id, schema_hash) not in peer.matchmakers:
+                    helped[schema_hash] = scope = trio.CancelScope()
+                    nursery.start_soon(_assist_schema, peer, run_id, entry, bandwidth, tails, scope)
+            await trio.sleep(LOOK_SECONDS)
+
+
+def _most_common(entries: dict[str, RunEntry]) -> dict[bytes, RunEntry]:
+    """One entry a schema, those of the most peers first; codecs that are not known here are left out."""
+    chosen: dict[bytes, RunEntry] = {}
+    for entry, _ in Counter(entries.values()).most_common():
+        if len(chosen) < MAX_SCHEMAS and entry.schema_hash not in chosen and _known(entry.codec):
+            chosen[entry.schema_hash] = entry
+    return chosen
+
+
+def _known(codec: str) -> bool:
+    try:
+        resolve_codec(codec)
+    except ValueError:
+        logger.warning("peers of the run use the codec %r, which this version does not have", codec)
+        return False
+    return True
+
+
+async def _assist_schema(
+    peer: Peer, run_id: str, entry: RunEntry, bandwidth: float, tails: trio.Nursery, scope: trio.CancelScope
+) -> None:
+    codec = resolve_codec(entry.codec)
+    settings = Settings(
+        target=entry.group_size,
+        minimum=2,
+        match_timeout=EXCHANGE_SECONDS,
+        cut_shares=share_cutter(entry.elements, codec.granularity),
+        max_share=MAX_SHARE_ELEMENTS,
+    )
+    key = ready_key(run_id, entry.schema_hash)
+    matchmaker = Matchmaker(peer.around, key=key, settings=settings, codec=codec.name, bandwidth=bandwidth)
+    peer.matchmakers[key] = matchmaker
+    logger.info("helping peers that average %d tensors of %d elements", entry.tensors, entry.elements)
+    workers = Workers()
+    try:
+        with scope:
+            while True:
+                await _assist_round(peer, matchmaker, entry.codec, workers, tails)
+    finally:
+        del peer.matchmakers[key]
+
+
+async def _assist_round(
+    peer: Peer, matchmaker: Matchmaker, codec: str, workers: Workers, tails: trio.Nursery
+) -> None:
+    group: ExpectedGroup | None = None
+
+    def expect(group_id: bytes | None) -> None:
+        nonlocal group
+        if group is not None:
+            group.close()
+        group = None if group_id is None else peer.lobby.expect(group_id)
+
+    try:
+        found = await matchmaker.find_group(weight=0.0, on_report=_ignore, on_expect=expect)
+        if isinstance(found, GaveUp) or group is None:
+            return
+        exchange = Exchange(
+            transport=peer.around.transport,
+            roster=found,
+            group=group,
+            codec=resolve_codec(codec),
+            vector=None,
+            timeout=EXCHANGE_SECONDS,
+            run_in_thread=workers.run,
+        )
+        group = None
+        began = trio.current_time()
+        outcome: Outcome = await tails.start(exchange.run)
+        _log(peer, found, outcome, trio.current_time() - began)
+    finally:
+        if group is not None:
+            group.close()
+
+
+def _ignore(_report: Report) -> None:
+    """An auxiliary's attempt has no match timeout to report."""
+
+
+def _log(peer: Peer, roster: Roster, outcome: Outcome, seconds: float) -> None:
+    name = roster.group_id.hex()[:8]
+    if outcome.verdict is not None:
+        logger.warning("group %s failed: %s", name, outcome.verdict.reason)
+        return
+    share = roster.shares[roster.position(peer.id)]
+    logger.info(
+        "group %s: reduced %d elements for %d peers in %.2f s, %.1f MB in, %.1f MB out",
+        name,
+        share,
+        len(roster.contributors),
+        seconds,
+        outcome.bytes_received / 1e6,
+        outcome.bytes_sent / 1e6,
+    )

@@ -1,0 +1,111 @@
+"""The command ``p2pavg``, also ``python -m p2pavg``."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from p2pavg import __version__
+from p2pavg.errors import P2PAvgError
+
+app = typer.Typer(
+    name="p2pavg",
+    help="Peers average gradients and parameters over the open internet, with no server.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"p2pavg {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit."),
+    ] = False,
+) -> None:
+    """What holds for every command."""
+
+
+@app.command()
+def peer(
+    listen: Annotated[
+        list[str],
+        typer.Option(
+            metavar="ADDR",
+            help="Address to listen on, such as /ip4/0.0.0.0/tcp/4001; port 0 takes a free one. Repeatable.",
+        ),
+    ] = ["/ip4/0.0.0.0/tcp/0"],  # noqa: B006 - typer reads it, nobody writes it
+    bootstrap: Annotated[
+        list[str],
+        typer.Option(
+            metavar="ADDR",
+            help="Address of a peer of the network to join, ending in /p2p/PEER_ID. Repeatable. "
+            "Without any, this peer begins a new network.",
+        ),
+    ] = [],  # noqa: B006
+    identity: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Key file, made when missing. Without one, the identity is new at every start.",
+        ),
+    ] = None,
+    run_id: Annotated[
+        str | None,
+        typer.Option(metavar="ID", help="Help the rounds of this run: reduce a share, contribute nothing."),
+    ] = None,
+    bandwidth: Annotated[
+        float,
+        typer.Option(metavar="MBIT/S", min=0.001, max=1e6, help="What this machine can send and receive."),
+    ] = 100.0,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log every decision.")] = False,
+) -> None:
+    """Be a peer until Ctrl-C or SIGTERM: keep the network's records and, with --run-id, help a run's rounds.
+
+    Prints its address on one line when it is ready; everything else goes to the log on stderr.
+    """
+    from p2pavg.cli.daemon import run_peer
+
+    _log_to_stderr(verbose=verbose)
+    run_peer(listen=listen, bootstrap=bootstrap, identity=identity, run_id=run_id, bandwidth=bandwidth)
+
+
+@app.command()
+def identity(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Key file, made when missing.")],
+) -> None:
+    """Show the peer id of a key file; make the file, readable by its owner only, when it is missing."""
+    from p2pavg.identity import load_or_make_seed
+    from p2pavg_dht import Ed25519Signer
+
+    typer.echo(Ed25519Signer(load_or_make_seed(file)).peer_id)
+
+
+def _log_to_stderr(*, verbose: bool) -> None:
+    logging.basicConfig(
+        stream=sys.stderr,
+        level=logging.WARNING,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+    )
+    for name in ("p2pavg", "p2pavg_dht"):
+        logging.getLogger(name).setLevel(logging.DEBUG if verbose else logging.INFO)
+
+
+def main() -> None:
+    """Run the command line; a mistake of the user's is one line on stderr and exit code 1."""
+    try:
+        app()
+    except P2PAvgError as error:
+        typer.echo(f"p2pavg: {error}", err=True)
+        sys.exit(1)

@@ -6,13 +6,14 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import trio
 
-from p2pavg.errors import UnreachableError
+from p2pavg.errors import AddressError, UnreachableError
 from p2pavg.net.transport import PeerId
 
 MAX_ADDRESSES_DIALLED = 6
+_STAGGER_SECONDS = 0.25  # RFC 8305, section 5
 
-Dial = Callable[[PeerId, Sequence[str]], Awaitable[list[str]]]
-"""Try addresses of a peer; returns why each failed, and nothing when one answered."""
+DialOne = Callable[[PeerId, str], Awaitable[None]]
+"""Connect to a peer at one address. Raises UnreachableError or AddressError, with the reason."""
 
 
 class _Attempt:
@@ -28,10 +29,12 @@ class Dialler:
     gave up its own dial for the other's, both would lose both.
     """
 
-    def __init__(self, nursery: trio.Nursery, is_connected: Callable[[PeerId], bool], dial: Dial) -> None:
+    def __init__(
+        self, nursery: trio.Nursery, is_connected: Callable[[PeerId], bool], dial_one: DialOne
+    ) -> None:
         self._nursery = nursery
         self._is_connected = is_connected
-        self._dial = dial
+        self._dial_one = dial_one
         self._attempts: dict[PeerId, _Attempt] = {}
         self._changed = trio.Event()
 
@@ -51,7 +54,7 @@ class Dialler:
             while not self._is_connected(peer_id):
                 if peer_id not in self._attempts:
                     if mine is None:
-                        mine = self._start(peer_id, addresses)
+                        mine = self._start(peer_id, addresses[:MAX_ADDRESSES_DIALLED])
                     elif not wait_inbound:
                         raise UnreachableError(f"no connection to {peer_id}: {_why(mine.reasons)}")
                 await self._changed.wait()
@@ -66,12 +69,27 @@ class Dialler:
         return attempt
 
     async def _run(self, attempt: _Attempt, peer_id: PeerId, addresses: Sequence[str]) -> None:
+        """Try the addresses in their order, the next one as soon as the one before failed or took 0.25 s."""
         try:
             with attempt.scope:
-                attempt.reasons = await self._dial(peer_id, addresses[:MAX_ADDRESSES_DIALLED])
+                async with trio.open_nursery() as nursery:
+                    for address in addresses:
+                        failed = trio.Event()
+                        nursery.start_soon(self._try, attempt, peer_id, address, failed)
+                        with trio.move_on_after(_STAGGER_SECONDS):
+                            await failed.wait()
         finally:
             del self._attempts[peer_id]
             self.something_changed()
+
+    async def _try(self, attempt: _Attempt, peer_id: PeerId, address: str, failed: trio.Event) -> None:
+        try:
+            await self._dial_one(peer_id, address)
+        except (AddressError, UnreachableError) as error:
+            attempt.reasons.append(f"{address}: {error}")
+            failed.set()
+        else:
+            attempt.scope.cancel()
 
 
 def _why(reasons: Sequence[str]) -> str:

@@ -30,18 +30,28 @@ async def receive_message(stream: Stream, *, max_bytes: int = MAX_CONTROL_BYTES)
         RemoteProtocolError: the announced length is zero or above ``max_bytes``.
         StreamBrokenError: the stream ended within a message, or was reset.
     """
-    head = bytearray(LENGTH_BYTES)
     first = await stream.receive_some(LENGTH_BYTES)
     if not first:
         return None
-    head[: len(first)] = first
-    await receive_exactly_into(stream, memoryview(head)[len(first) :])
-    length = int.from_bytes(head, "big")
+    length = int.from_bytes(first + await _receive_exactly(stream, LENGTH_BYTES - len(first)), "big")
     if not 0 < length <= max_bytes:
         raise RemoteProtocolError(f"a message of {length} bytes was announced, 1 to {max_bytes} are allowed")
-    body = bytearray(length)
-    await receive_exactly_into(stream, memoryview(body))
-    return bytes(body)
+    return bytes(await _receive_exactly(stream, length))
+
+
+async def _receive_exactly(stream: Stream, count: int) -> bytearray:
+    """Grows with what arrives: four bytes from a stranger reserve no memory."""
+    received = bytearray()
+    while len(received) < count:
+        received += await _receive_some(stream, count - len(received))
+    return received
+
+
+async def _receive_some(stream: Stream, wanted: int) -> bytes:
+    chunk = await stream.receive_some(min(wanted, _READ_CHUNK))
+    if not chunk:
+        raise StreamBrokenError(f"stream of {stream.remote} ended {wanted} bytes early")
+    return chunk
 
 
 async def receive_exactly_into(stream: Stream, buffer: memoryview) -> None:
@@ -52,8 +62,6 @@ async def receive_exactly_into(stream: Stream, buffer: memoryview) -> None:
     """
     filled = 0
     while filled < len(buffer):
-        chunk = await stream.receive_some(min(len(buffer) - filled, _READ_CHUNK))
-        if not chunk:
-            raise StreamBrokenError(f"stream of {stream.remote} ended {len(buffer) - filled} bytes early")
+        chunk = await _receive_some(stream, len(buffer) - filled)
         buffer[filled : filled + len(chunk)] = chunk
         filled += len(chunk)

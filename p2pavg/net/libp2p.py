@@ -59,7 +59,6 @@ WRITE_PIECE_BYTES = 32 * 1024
 STALL_SECONDS = 30.0
 
 _CLOSE_SECONDS = 1.0
-_DIAL_STAGGER_SECONDS = 0.25  # RFC 8305, section 5
 _NEGOTIATE_SECONDS = 10.0
 
 # How long a stream that this process has closed waits for the other side to close its half.
@@ -195,7 +194,7 @@ class Libp2pTransport(Transport):
         self.nursery = nursery
         self.closed = False
         self._addresses: tuple[str, ...] = ()
-        self._dialler = Dialler(nursery, self.is_connected, self._dial_first_of)
+        self._dialler = Dialler(nursery, self.is_connected, self._dial_one)
         self.peer_id = str(host.get_id())
         swarm.on_connection = self._dialler.something_changed
         _transports.add(self)
@@ -279,31 +278,16 @@ class Libp2pTransport(Transport):
             logger.info("%s answered nothing for %.0f s", peer_id, _NEGOTIATE_SECONDS)
             await self._abort(peer_id)
 
-    async def _dial_first_of(self, peer_id: PeerId, addresses: Sequence[str]) -> list[str]:
-        """Try the addresses in their order, the next one as soon as the one before failed or took 0.25 s.
+    async def _dial_one(self, peer_id: PeerId, text: str) -> None:
+        """libp2p's own ``dial_peer`` takes 0.25 s when the only address answers at once, and blacklists for a minute.
 
-        libp2p's own ``dial_peer`` takes 0.25 s even when the only address answers at once, and blacklists a peer for
-        a minute after one failure; this uses its ``dial_addr``. Returns why each failed, or nothing.
+        Its ``dial_addr`` does neither.
         """
-        reasons: list[str] = []
-        async with trio.open_nursery() as nursery:
-            for text in addresses:
-                failed = trio.Event()
-                nursery.start_soon(self._dial_one, text, peer_id, failed, reasons, nursery.cancel_scope)
-                with trio.move_on_after(_DIAL_STAGGER_SECONDS):
-                    await failed.wait()
-        return [] if nursery.cancel_scope.cancel_called else reasons
-
-    async def _dial_one(
-        self, text: str, peer_id: PeerId, failed: trio.Event, reasons: list[str], others: trio.CancelScope
-    ) -> None:
+        address = parse_address_of(peer_id, text)
         try:
-            await self._swarm.dial_addr(parse_address_of(peer_id, text), ID.from_string(peer_id))
-        except Exception as error:  # noqa: BLE001 - who answers there is a stranger: the address is no use
-            reasons.append(f"{text}: {_text(error)}")
-            failed.set()
-        else:
-            others.cancel()
+            await self._swarm.dial_addr(address, ID.from_string(peer_id))
+        except Exception as error:  # noqa: BLE001 - who answers there is a stranger, and may answer anything
+            raise UnreachableError(_text(error)) from None
 
     def is_connected(self, peer_id: PeerId) -> bool:
         return any(

@@ -1,0 +1,32 @@
+"""The conformance suite of the transports over libp2p, on loopback."""
+
+import socket
+from contextlib import AbstractAsyncContextManager
+from itertools import count
+
+import pytest
+
+from p2pavg.net.libp2p import open_libp2p_transport
+from p2pavg.net.transport import Transport
+from p2pavg.testing.transport_conformance import CHECKS, Check
+from p2pavg_dht import Ed25519Signer
+
+
+class OnLoopback:
+    def __init__(self) -> None:
+        self._seeds = (number.to_bytes(32, "big") for number in count(1))
+
+    def transport(self, *, listening: bool = True) -> AbstractAsyncContextManager[Transport]:
+        listen = ["/ip4/127.0.0.1/tcp/0"] if listening else []
+        return open_libp2p_transport(seed=next(self._seeds), listen=listen)
+
+    def address_of_nobody(self) -> str:
+        with socket.socket() as bound:  # and never listening
+            bound.bind(("127.0.0.1", 0))
+            port = bound.getsockname()[1]
+        return f"/ip4/127.0.0.1/tcp/{port}/p2p/{Ed25519Signer(next(self._seeds)).peer_id}"
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+async def test_conformance(check: Check) -> None:
+    await check(OnLoopback())

@@ -1,0 +1,395 @@
+"""The rules one by one, as conversations of two to five peers."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from p2pavg.matchmaking.messages import Accept, Ask, Commit, Declined, Joined, Propose, Refuse, Status
+from p2pavg.matchmaking.roster import Candidate, Roster
+from p2pavg.matchmaking.rules import (
+    AUXILIARY_SECONDS,
+    GRACE_SECONDS,
+    SILENCE_SECONDS,
+    UNREACHABLE_SECONDS,
+    Close,
+    Expect,
+    Matchmaking,
+    Phase,
+    Send,
+)
+
+from tests.unit.matchmaking.bus import EPOCH, MATCH_TIMEOUT, Attempt, Bus, candidate, settings
+
+
+def announce_all(bus: Bus, *indices: int, target: int = 4, minimum: int = 2) -> list[Attempt]:
+    """Peers that become ready one after another, each of which sees those before it."""
+    attempts = []
+    for index in indices:
+        bus.advance(0.01)
+        attempts.append(bus.announce(index, target=target, minimum=minimum))
+        bus.discover(attempts[-1])
+        bus.settle()
+    return attempts
+
+
+def matchmaking(me: Candidate, *known: Candidate, target: int = 4, minimum: int = 2) -> Matchmaking:
+    rules = Matchmaking(me, settings(target, minimum), EPOCH)
+    rules.discovered(known, EPOCH)
+    return rules
+
+
+def declined(actions: list[object]) -> Declined:
+    [answer] = [a.message for a in actions if isinstance(a, Send) and isinstance(a.message, Declined)]
+    return answer
+
+
+def follower_of(leader: Candidate, me: Candidate, *, target: int = 4) -> Matchmaking:
+    rules = matchmaking(me, leader, target=target)
+    assert rules.phase is Phase.ASKING
+    rules.told_by_leader(leader.peer_id, Joined(leader), EPOCH)
+    assert rules.phase is Phase.FOLLOWING
+    return rules
+
+
+class TestForming:
+    def test_a_complete_group_forms_without_waiting(self) -> None:
+        bus = Bus()
+        attempts = announce_all(bus, 0, 1, 2, 3)
+        assert len({attempt.formed.group_id for attempt in attempts if attempt.formed}) == 1
+        assert bus.now < EPOCH + 1
+
+    def test_the_first_to_announce_leads(self) -> None:
+        bus = Bus()
+        attempts = announce_all(bus, 3, 2, 1, 0)
+        assert attempts[0].formed is not None
+        assert attempts[0].formed.members[0] == attempts[0].me
+
+    def test_two_that_announced_at_once_meet_by_a_nudge(self) -> None:
+        bus = Bus()
+        first = bus.announce(0, target=2)
+        bus.advance(0.01)
+        second = bus.announce(1, target=2)
+        bus.discover(first)  # only the earlier one sees the other
+        bus.settle()
+        assert first.formed is not None
+        assert second.formed is not None
+
+    def test_a_leader_that_finds_an_earlier_one_brings_its_followers(self) -> None:
+        bus = Bus()
+        early = bus.announce(0)
+        bus.published.clear()  # nobody can find it for now
+        late = announce_all(bus, 1, 2, 3)
+        assert late[0].rules.followers
+        bus.published[early.me.peer_id] = early.me
+        bus.discover(late[0])
+        bus.settle()
+        assert early.formed is not None
+        assert len(early.formed.members) == 4
+
+    def test_the_ninth_part_of_two_groups_is_left_over(self) -> None:
+        bus = Bus()
+        attempts = announce_all(bus, *range(9))
+        groups = [attempt.formed.group_id for attempt in attempts if attempt.formed]
+        assert len(groups) == 8
+        assert len(set(groups)) == 2
+
+    def test_streams_are_expected_before_the_roster_is_accepted(self) -> None:
+        leader, me = candidate(0, EPOCH + 1), candidate(1, EPOCH + 2)
+        rules = follower_of(leader, me)
+        roster = Roster(members=(leader, me), shares=settings().cut_shares((leader, me)), proposal=1)
+        actions = rules.told_by_leader(leader.peer_id, Propose(roster), EPOCH)
+        assert [type(action) for action in actions] == [Expect, Send]
+        assert actions[0] == Expect(roster.group_id, "others may hear of the commit first")
+
+
+class TestDeadlines:
+    def test_alone_gives_up_at_the_deadline_and_not_before(self) -> None:
+        bus = Bus()
+        [lone] = announce_all(bus, 0)
+        bus.advance(MATCH_TIMEOUT - 0.02)
+        assert lone.active
+        bus.advance(0.02)
+        assert lone.gave_up is not None
+
+    def test_enough_go_ahead_at_the_deadline(self) -> None:
+        bus = Bus()
+        attempts = announce_all(bus, 0, 1, 2)
+        bus.run(MATCH_TIMEOUT)
+        assert [len(attempt.formed.members) for attempt in attempts if attempt.formed] == [3, 3, 3]
+
+    def test_too_few_are_told_how_many_they_are_and_a_fourth_completes_them(self) -> None:
+        bus = Bus()
+        attempts = announce_all(bus, 0, 1, 2, minimum=4)
+        bus.run(MATCH_TIMEOUT + GRACE_SECONDS)
+        assert [[report.ready_peers for _, report in attempt.reports] for attempt in attempts] == [[3]] * 3
+        [fourth] = announce_all(bus, 3, minimum=4)
+        assert all(attempt.formed for attempt in [*attempts, fourth])
+
+    def test_a_dead_candidate_does_not_count_as_ready(self) -> None:
+        bus = Bus()
+        dead = bus.announce(0)
+        bus.crash(dead)
+        [lone] = announce_all(bus, 1)
+        bus.advance(MATCH_TIMEOUT)
+        assert lone.gave_up is not None
+
+    def test_followers_hear_from_their_leader_while_they_wait(self) -> None:
+        bus = Bus()
+        attempts = announce_all(bus, 0, 1, minimum=4)
+        for _ in range(10):
+            bus.run(2.0)
+            assert attempts[1].rules.phase is Phase.FOLLOWING
+
+    def test_a_silent_leader_is_left(self) -> None:
+        leader, me = candidate(0, EPOCH + 5), candidate(1, EPOCH + 20)
+        rules = follower_of(leader, me)
+        actions = rules.tick(EPOCH + SILENCE_SECONDS)
+        assert rules.phase is Phase.LEADING
+        assert Close(leader.peer_id, "silent for 6 s", upward=True) in actions
+        assert rules.ready_peers == 1
+
+    def test_an_unreachable_candidate_is_asked_again_later(self) -> None:
+        other, me = candidate(0, EPOCH + 50), candidate(1, EPOCH + 60)
+        rules = matchmaking(me, other)
+        rules.lost_leader(other.peer_id, "no answer", EPOCH, reachable=False)
+        assert rules.phase is Phase.LEADING
+        rules.tick(EPOCH + UNREACHABLE_SECONDS)
+        assert rules.phase is Phase.ASKING
+
+
+class TestAsking:
+    def test_one_that_comes_before_is_declined_and_asked_in_turn(self) -> None:
+        early, me = candidate(0, EPOCH + 1), candidate(1, EPOCH + 2)
+        rules = matchmaking(me)
+        actions = rules.asked(early, EPOCH)
+        assert declined(actions).over
+        assert rules.leader == early
+
+    def test_a_follower_names_its_leader(self) -> None:
+        leader, me, other = (candidate(index, EPOCH + index) for index in (1, 2, 3))
+        rules = follower_of(leader, me)
+        assert declined(rules.asked(other, EPOCH)).leader == leader
+        assert not rules.followers
+
+    def test_a_full_group_that_waits_for_an_auxiliary_takes_no_other_contributor(self) -> None:
+        bus = Bus()
+        helper = bus.announce(9, auxiliary=True, target=2)
+        leader = bus.announce(0, target=2)
+        bus.discover(leader)
+        bus.nudges.clear()
+        second = candidate(1, bus.now + 20)
+        leader.rules.asked(second, bus.now)
+        assert leader.rules.phase is Phase.LEADING, "it waits for the auxiliary"
+        third = candidate(2, bus.now + 20)
+        assert declined(leader.rules.asked(third, bus.now)).taken == (second.peer_id,)
+        assert helper.active
+
+    def test_another_codec_is_declined(self) -> None:
+        rules = matchmaking(candidate(0, EPOCH + 1))
+        assert "int8:256" in declined(rules.asked(candidate(1, EPOCH + 2, codec="int8:256"), EPOCH)).reason
+
+    def test_an_expired_record_is_declined(self) -> None:
+        rules = matchmaking(candidate(0, EPOCH + 1))
+        assert "expired" in declined(rules.asked(candidate(1, EPOCH - 3601), EPOCH)).reason
+
+    @pytest.mark.parametrize("seconds", [-8000.0, 8000.0])
+    def test_an_implausible_deadline_leads_nobody(self, seconds: float) -> None:
+        other = dataclasses.replace(candidate(0, EPOCH), deadline=EPOCH + seconds)
+        assert matchmaking(candidate(1, EPOCH + 2), other).phase is Phase.LEADING
+
+    def test_an_attempt_that_is_over_is_not_asked_again_but_the_next_one_is(self) -> None:
+        other, me = candidate(0, EPOCH + 1), candidate(1, EPOCH + 9)
+        rules = matchmaking(me, other)
+        rules.told_by_leader(other.peer_id, Declined("over", over=True), EPOCH)
+        rules.discovered([other], EPOCH + 5)
+        assert rules.phase is Phase.LEADING
+        rules.discovered([candidate(0, EPOCH + 8)], EPOCH + 5)
+        assert rules.phase is Phase.ASKING
+
+    def test_declined_peers_name_others_that_need_not_be_asked(self) -> None:
+        first, second, third, me = (candidate(index, EPOCH + 1 + index) for index in range(4))
+        rules = matchmaking(me, first, second, third)
+        rules.told_by_leader(first.peer_id, Declined("full", taken=(second.peer_id,)), EPOCH)
+        assert rules.leader == third
+
+    def test_a_banned_peer_is_neither_asked_nor_admitted(self) -> None:
+        early, late, me = candidate(0, EPOCH + 1), candidate(2, EPOCH + 9), candidate(1, EPOCH + 2)
+        rules = matchmaking(me)
+        rules.ban(early.peer_id, "it lied")
+        rules.ban(late.peer_id, "it lied")
+        rules.discovered([early], EPOCH)
+        assert rules.phase is Phase.LEADING
+        assert declined(rules.asked(late, EPOCH)).reason == "it lied"
+
+    def test_the_asked_peer_may_be_in_a_newer_attempt_than_was_known(self) -> None:
+        """It says which; its roster names that one, and would be refused otherwise."""
+        known, newer, me = candidate(0, EPOCH + 1), candidate(0, EPOCH + 3), candidate(1, EPOCH + 9)
+        rules = matchmaking(me, known)
+        rules.told_by_leader(known.peer_id, Joined(newer), EPOCH)
+        roster = Roster(members=(newer, me), shares=settings().cut_shares((newer, me)), proposal=1)
+        actions = rules.told_by_leader(newer.peer_id, Propose(roster), EPOCH)
+        assert Accept(roster.group_id) in [action.message for action in actions if isinstance(action, Send)]
+
+    def test_the_asked_peer_may_not_be_in_a_later_attempt_than_this_peer(self) -> None:
+        known, later, me = candidate(0, EPOCH + 1), candidate(0, EPOCH + 10), candidate(1, EPOCH + 9)
+        rules = matchmaking(me, known)
+        rules.told_by_leader(known.peer_id, Joined(later), EPOCH)
+        assert rules.phase is Phase.LEADING
+
+    def test_asking_each_other_at_once_loses_nobody(self) -> None:
+        """One asked an attempt that is over; its being declined must not end the stream the other way."""
+        bus = Bus()
+        old = bus.announce(1, target=2)
+        bus.advance(1.0)
+        first = bus.announce(0, target=2)
+        bus.discover(first)  # asks 1, whose attempt ends meanwhile
+        bus.advance(1.0)
+        second = bus.announce(1, target=2)
+        bus.discover(second)  # asks 0
+        assert bus.links[0].asked is old
+        bus.links[0].asked = second  # the same peer answers in its new attempt
+        bus.settle()
+        assert first.formed is not None
+        assert second.formed is not None
+
+
+class TestProposing:
+    def test_a_member_lost_before_the_commit_is_left_out(self) -> None:
+        bus = Bus()
+        attempts = announce_all(bus, 0, 1, 2)
+        bus.run(MATCH_TIMEOUT - 0.1)
+        bus.advance(0.1)  # proposes, and nothing is delivered
+        assert attempts[0].rules.phase is Phase.PROPOSING
+        bus.crash(attempts[2])
+        bus.settle()
+        assert attempts[0].formed is not None
+        assert len(attempts[0].formed.members) == 2
+        assert attempts[1].formed == attempts[0].formed
+
+    def test_a_member_that_does_not_answer_is_left_out(self) -> None:
+        leader, silent, me = candidate(0, EPOCH + 1), candidate(1, EPOCH + 2), candidate(2, EPOCH + 3)
+        rules = matchmaking(leader)
+        rules.asked(silent, EPOCH)
+        rules.asked(me, EPOCH)
+        rules.tick(EPOCH + 1)
+        assert rules.roster is not None
+        rules.told(me.peer_id, Accept(rules.roster.group_id), EPOCH + 1)
+        rules.tick(rules.wake_at())
+        assert rules.roster.members == (leader, me)
+
+    def test_an_answer_to_a_withdrawn_proposal_counts_for_nothing(self) -> None:
+        leader, one, two = candidate(0, EPOCH + 1), candidate(1, EPOCH + 2), candidate(2, EPOCH + 3)
+        rules = matchmaking(leader, target=3)
+        rules.asked(one, EPOCH)
+        rules.asked(two, EPOCH)
+        assert rules.roster is not None
+        old = rules.roster.group_id
+        rules.lost(two.peer_id, "gone", EPOCH)
+        assert rules.phase is Phase.LEADING
+        rules.asked(dataclasses.replace(two), EPOCH)
+        rules.told(one.peer_id, Accept(old), EPOCH)
+        rules.told(two.peer_id, Accept(old), EPOCH)
+        assert rules.phase is Phase.PROPOSING
+
+    def test_an_accepted_roster_is_off_when_the_leader_gathers_again(self) -> None:
+        leader, me = candidate(0, EPOCH + 1), candidate(1, EPOCH + 2)
+        rules = follower_of(leader, me)
+        roster = Roster(members=(leader, me), shares=settings().cut_shares((leader, me)), proposal=1)
+        rules.told_by_leader(leader.peer_id, Propose(roster), EPOCH)
+        actions = rules.told_by_leader(leader.peer_id, Status(2, False), EPOCH)
+        assert Expect(None, "the leader withdrew its proposal") in actions
+        rules.told_by_leader(leader.peer_id, Commit(roster.group_id), EPOCH)
+        assert rules.phase is Phase.LEADING, "a commit of what was withdrawn breaks the conversation"
+
+    @pytest.mark.parametrize(
+        ("what", "why"),
+        [
+            ("without me", "without this peer"),
+            ("other weight", "without this peer"),
+            ("other leader", "another peer leads"),
+            ("greedy shares", "bandwidths"),
+            ("expired member", "expired"),
+            ("banned member", "lied"),
+        ],
+    )
+    def test_a_roster_that_was_not_agreed_is_refused_and_its_leader_left(self, what: str, why: str) -> None:
+        leader, me, third = candidate(0, EPOCH + 1), candidate(1, EPOCH + 2), candidate(2, EPOCH + 3)
+        members = {
+            "without me": (leader, third),
+            "other weight": (leader, candidate(1, EPOCH + 2, weight=7.0)),
+            "other leader": (third, me),
+            "expired member": (leader, me, candidate(3, EPOCH - 3700)),
+        }.get(what, (leader, me, third))
+        shares = settings().cut_shares(members)
+        if what == "greedy shares":
+            shares = (0, sum(shares), 0)
+        rules = follower_of(leader, me)
+        if what == "banned member":
+            rules.ban(third.peer_id, "it lied")
+        roster = Roster(members=members, shares=shares, proposal=1)
+        actions = rules.told_by_leader(leader.peer_id, Propose(roster), EPOCH)
+        [refusal] = [a.message for a in actions if isinstance(a, Send)]
+        assert isinstance(refusal, Refuse)
+        assert why in refusal.reason
+        assert rules.phase is Phase.LEADING
+        rules.discovered([leader], EPOCH)
+        assert rules.phase is Phase.LEADING, "it is not asked again"
+
+    def test_a_share_too_large_for_an_auxiliary_is_refused(self) -> None:
+        leader, other = candidate(0, EPOCH + 1), candidate(1, EPOCH + 2)
+        me = candidate(2, EPOCH + 3000, auxiliary=True)
+        rules = Matchmaking(me, dataclasses.replace(settings(), max_share=100), EPOCH)
+        rules.discovered([leader], EPOCH)
+        rules.told_by_leader(leader.peer_id, Joined(leader), EPOCH)
+        members = (leader, other, me)
+        roster = Roster(members=members, shares=settings().cut_shares(members), proposal=1)
+        actions = rules.told_by_leader(leader.peer_id, Propose(roster), EPOCH)
+        assert any(isinstance(a, Send) and isinstance(a.message, Refuse) for a in actions)
+
+    def test_a_message_that_does_not_fit_ends_the_conversation(self) -> None:
+        leader, late = candidate(0, EPOCH + 1), candidate(1, EPOCH + 2)
+        rules = matchmaking(leader)
+        rules.asked(late, EPOCH)
+        rules.told(late.peer_id, Ask(late), EPOCH)
+        assert not rules.followers
+
+
+class TestAuxiliaries:
+    def test_it_helps_a_group_without_filling_it(self) -> None:
+        bus = Bus()
+        helper = bus.announce(9, auxiliary=True)
+        attempts = announce_all(bus, 0, 1, 2, 3)
+        assert helper.formed is not None
+        assert [member.auxiliary for member in helper.formed.members] == [False] * 4 + [True]
+        assert all(attempt.formed == helper.formed for attempt in attempts)
+
+    def test_it_never_leads_and_never_counts(self) -> None:
+        bus = Bus()
+        bus.announce(9, auxiliary=True)
+        [lone] = announce_all(bus, 0)
+        bus.advance(MATCH_TIMEOUT)
+        assert lone.gave_up is not None
+
+    def test_one_that_does_not_come_is_waited_for_a_moment_only(self) -> None:
+        bus = Bus()
+        bus.announce(9, auxiliary=True, target=2)
+        first, second = (bus.announce(index, target=2) for index in (0, 1))
+        bus.discover(first)
+        bus.nudges.clear()  # lost
+        bus.discover(second)
+        bus.nudges.clear()
+        while found := bus.deliverable():
+            bus.deliver(*found[0])
+        assert first.active
+        bus.advance(AUXILIARY_SECONDS)
+        bus.settle()
+        assert first.formed is not None
+        assert len(first.formed.members) == 2
+
+    def test_one_that_is_dead_is_not_waited_for(self) -> None:
+        bus = Bus()
+        helper = bus.announce(9, auxiliary=True, target=2)
+        bus.crash(helper)
+        attempts = announce_all(bus, 0, 1, target=2)
+        assert all(attempt.formed for attempt in attempts)

@@ -62,7 +62,9 @@ class Schema:
         """SHA-256 over names, shapes and dtypes; devices are each peer's own affair."""
         # One text a tensor, joined: msgpack's arrays are bounded where they are read, not here.
         lines = [f"{shape}:{dtype}" for shape, dtype in zip(self.shapes, self.dtypes, strict=True)]
-        names = [] if self.names is None else [name.encode().hex() for name in self.names]
+        names = (
+            [] if self.names is None else [name.encode("utf-8", "surrogatepass").hex() for name in self.names]
+        )
         text = "\n".join([*lines, "names", *names])
         return hashlib.sha256(pack(_SCHEMA_DOMAIN, text)).digest()
 
@@ -146,6 +148,7 @@ class Accumulation:
         self._sum: torch.Tensor | None = None
         self._spare: torch.Tensor | None = None
         self._weight = 0.0
+        self._taken_weight = 0.0  # of a running round, which may give it back
         self._generation = 0
 
     @property
@@ -170,7 +173,7 @@ class Accumulation:
         with self._lock:
             if self._schema is not None:
                 _check_same(self._schema, schema)
-            if self._weight + weight > MAX_WEIGHT:
+            if self._weight + self._taken_weight + weight > MAX_WEIGHT:
                 raise AccumulateError(f"the weights accumulated would sum to more than {MAX_WEIGHT:g}")
             _check_values(schema, tensors)
             if self._schema is None:
@@ -191,12 +194,14 @@ class Accumulation:
                 return None
             taken = Contribution(self._schema, self._sum, self._weight, self._generation)
             self._sum, self._spare, self._weight = self._spare, None, 0.0
+            self._taken_weight = taken.weight
             return taken
 
     @torch.no_grad()
     def give_back(self, taken: Contribution) -> None:
         """The round failed: it counts as accumulated again, beside what came meanwhile."""
         with self._lock:
+            self._taken_weight = 0.0
             if taken.generation != self._generation:
                 self._spare = taken.mean  # cleared since
             elif self._weight == 0:
@@ -210,12 +215,12 @@ class Accumulation:
     def release(self, taken: Contribution) -> None:
         """The round succeeded: its buffer may be filled anew."""
         with self._lock:
-            self._spare = taken.mean
+            self._spare, self._taken_weight = taken.mean, 0.0
 
     def clear(self) -> None:
         """Forget what was accumulated, also what a running round would give back."""
         with self._lock:
-            self._weight = 0.0
+            self._weight = self._taken_weight = 0.0
             self._generation += 1
 
     def mean(self) -> Tensors | None:
@@ -229,8 +234,8 @@ class Accumulation:
 def _checked_weight(weight: object) -> float:
     if isinstance(weight, bool) or not isinstance(weight, int | float):
         raise AccumulateError(f"weight must be a number, got {type(weight).__name__}")
-    if not math.isfinite(weight) or weight <= 0:
-        raise AccumulateError(f"weight must be finite and positive, got {weight}")
+    if not 0 < weight <= MAX_WEIGHT:
+        raise AccumulateError(f"weight must be above 0 and at most {MAX_WEIGHT:g}, got {weight!r}")
     return float(weight)
 
 

@@ -14,7 +14,6 @@ from p2pavg.matchmaking.matchmaker import Matchmaker
 from p2pavg.matchmaking.roster import Roster, ready_key, share_cutter
 from p2pavg.matchmaking.rules import GaveUp, Report, Settings
 from p2pavg.run import RunEntry, read_entries, run_key
-from p2pavg.workers import Workers
 from p2pavg_compression import resolve_codec
 
 if TYPE_CHECKING:
@@ -83,18 +82,15 @@ async def _assist_schema(
     matchmaker = Matchmaker(peer.around, key=key, settings=settings, codec=codec.name, bandwidth=bandwidth)
     peer.matchmakers[key] = matchmaker
     logger.info("helping peers that average %d tensors of %d elements", entry.tensors, entry.elements)
-    workers = Workers()
     try:
         with scope:
             while True:
-                await _assist_round(peer, matchmaker, entry.codec, workers, tails)
+                await _assist_round(peer, matchmaker, entry.codec, tails)
     finally:
         del peer.matchmakers[key]
 
 
-async def _assist_round(
-    peer: Peer, matchmaker: Matchmaker, codec: str, workers: Workers, tails: trio.Nursery
-) -> None:
+async def _assist_round(peer: Peer, matchmaker: Matchmaker, codec: str, tails: trio.Nursery) -> None:
     group: ExpectedGroup | None = None
 
     def expect(group_id: bytes | None) -> None:
@@ -114,7 +110,7 @@ async def _assist_round(
             codec=resolve_codec(codec),
             vector=None,
             timeout=EXCHANGE_SECONDS,
-            run_in_thread=workers.run,
+            run_in_thread=peer.around.run_in_thread,
         )
         group = None
         began = trio.current_time()

@@ -16,7 +16,6 @@ from p2pavg.matchmaking.rules import Settings
 from p2pavg.result import InProgress, NoPeers, RoundResult, Tensors
 from p2pavg.round import Round, RoundTools
 from p2pavg.run import RUN_TTL_SECONDS, RunEntry, encode_entry, read_entries, run_key, why_apart
-from p2pavg.workers import Workers
 
 if TYPE_CHECKING:
     from p2pavg.peer import Peer
@@ -192,7 +191,7 @@ class DecentralizedAverager:
             matchmaker=matchmaker,
             lobby=self._peer.lobby,
             accumulation=self._accumulation,
-            workers=Workers(),
+            run_in_thread=self._peer.around.run_in_thread,
             tails=self._tails,
             why_alone=self._why_alone,
         )

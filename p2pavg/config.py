@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from p2pavg.errors import ConfigError
@@ -40,7 +39,7 @@ class AveragingConfig:
     bandwidth: float = 100.0
 
     def __post_init__(self) -> None:
-        if not isinstance(self.run_id, str) or not 0 < len(self.run_id) <= MAX_RUN_ID_CHARS:
+        if not _is_text(self.run_id) or not 0 < len(self.run_id) <= MAX_RUN_ID_CHARS:
             raise ConfigError(
                 f"run_id must be text of 1 to {MAX_RUN_ID_CHARS} characters, got {self.run_id!r}"
             )
@@ -60,13 +59,16 @@ class AveragingConfig:
         return resolve_codec(self.compression)
 
 
+def _is_text(value: object) -> bool:
+    # A lone surrogate, which is what undecodable bytes of a command line become, has no bytes on the wire.
+    return isinstance(value, str) and not any("\ud800" <= character <= "\udfff" for character in value)
+
+
 def _check_size(name: str, value: object, least: int, most: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
         raise ConfigError(f"{name} must be a whole number from {least} to {most}, got {value!r}")
 
 
 def _check_number(name: str, value: object, most: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ConfigError(f"{name} must be a finite number, got {value!r}")
-    if not 0 < value <= most:
-        raise ConfigError(f"{name} must be above 0 and at most {most:g}, got {value!r}")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= most:
+        raise ConfigError(f"{name} must be a number above 0 and at most {most:g}, got {value!r}")

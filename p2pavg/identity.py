@@ -56,7 +56,10 @@ def _make(file: Path) -> bytes:
         finally:
             draft.unlink()
     except FileExistsError:
-        return _load(file)
+        try:
+            return _load(file)
+        except OSError as error:  # a link that leads nowhere, for one
+            raise IdentityError(f"cannot read the identity {file}: {error.strerror}") from None
     except OSError as error:
         raise IdentityError(f"cannot make the identity {file}: {error.strerror}") from None
     return seed

@@ -29,6 +29,7 @@ from p2pavg.matchmaking.messages import Ask, Declined, Nudge, decode, encode
 from p2pavg.net.addresses import parse_peer_address
 from p2pavg.net.framing import receive_message, send_message
 from p2pavg.net.transport import Stream, Transport
+from p2pavg.workers import RunInThread, Workers
 from p2pavg_dht import (
     MAX_MESSAGE_BYTES,
     RPC_TIMEOUT,
@@ -60,7 +61,8 @@ class Peer:
         signer: Signer,
         nursery: trio.Nursery,
         *,
-        wall_clock: Callable[[], float] = time.time,
+        wall_clock: Callable[[], float],
+        run_in_thread: RunInThread,
     ) -> None:
         self._transport = transport
         self.records = RecordNode(
@@ -75,7 +77,12 @@ class Peer:
         """Who answers those that ask about a ready key."""
         self._closed = False
         self.around = Surroundings(
-            transport=transport, records=self.records, signer=signer, wall_clock=wall_clock, nursery=nursery
+            transport=transport,
+            records=self.records,
+            signer=signer,
+            wall_clock=wall_clock,
+            nursery=nursery,
+            run_in_thread=run_in_thread,
         )
 
     @property
@@ -228,11 +235,24 @@ async def peer_over(
     *,
     bootstrap: Sequence[str] = (),
     wall_clock: Callable[[], float] = time.time,
+    run_in_thread: RunInThread | None = None,
 ) -> AsyncIterator[Peer]:
-    """A peer over any transport; :func:`open_peer` is this over libp2p."""
+    """A peer over any transport; :func:`open_peer` is this over libp2p.
+
+    Args:
+        wall_clock: seconds since 1970. A simulation gives its own.
+        run_in_thread: how codecs work off the event loop. A simulation, whose clock stands still only while
+            something runs on the loop, gives one that runs them there.
+    """
     with bare_exceptions():
         async with trio.open_nursery() as nursery:
-            peer = Peer(transport, signer, nursery, wall_clock=wall_clock)
+            peer = Peer(
+                transport,
+                signer,
+                nursery,
+                wall_clock=wall_clock,
+                run_in_thread=run_in_thread or Workers().run,
+            )
             try:
                 await peer.start(bootstrap)
                 yield peer

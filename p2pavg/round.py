@@ -18,7 +18,7 @@ from p2pavg.matchmaking.roster import Roster
 from p2pavg.matchmaking.rules import GaveUp, Report
 from p2pavg.net.transport import Transport
 from p2pavg.result import Failed, InProgress, NoPeers, RoundResult, Success
-from p2pavg.workers import Workers
+from p2pavg.workers import RunInThread
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ class RoundTools:
     matchmaker: Matchmaker
     lobby: Lobby
     accumulation: Accumulation
-    workers: Workers
+    run_in_thread: RunInThread
     tails: trio.Nursery
     """Outlives every result: what a member still owes others after its own."""
     why_alone: Callable[[], Awaitable[str]]
@@ -105,7 +105,7 @@ class Round:
             codec=self._tools.config.codec,
             vector=self._contribution.mean,
             timeout=self._tools.config.exchange_timeout,
-            run_in_thread=self._tools.workers.run,
+            run_in_thread=self._tools.run_in_thread,
         )
         self._group = None  # the exchange closes it now, when it has served the others too
         outcome: Outcome = await self._tools.tails.start(exchange.run)
@@ -113,7 +113,7 @@ class Round:
             if outcome.verdict.hostile and outcome.verdict.peer_id is not None:
                 self._tools.matchmaker.ban(outcome.verdict.peer_id, outcome.verdict.reason, BAN_SECONDS)
             return Failed(reason=outcome.verdict.reason, peer=outcome.verdict.peer_id)
-        averaged = await self._tools.workers.run(self._contribution.schema.unflatten, outcome.averaged)
+        averaged = await self._tools.run_in_thread(self._contribution.schema.unflatten, outcome.averaged)
         self._tools.accumulation.release(self._contribution)
         self._contribution = None
         now = trio.current_time()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from p2pavg.config import MAX_GROUP_SIZE
 from p2pavg.errors import RemoteProtocolError
-from p2pavg.matchmaking.roster import MAX_CODEC_CHARS
+from p2pavg.matchmaking.roster import is_codec_name
 from p2pavg.net.wire import pack, unpack
 from p2pavg_dht import Record
 
@@ -43,7 +43,7 @@ def encode_entry(entry: RunEntry) -> bytes:
 def read_entry(value: bytes) -> RunEntry:
     """Raises RemoteProtocolError for anything that :func:`encode_entry` does not make."""
     version, schema_hash, tensors, elements, codec, group_size = unpack(value, int, bytes, int, int, str, int)
-    if version != 1 or len(schema_hash) != 32 or not 0 < len(codec) <= MAX_CODEC_CHARS:
+    if version != 1 or len(schema_hash) != 32 or not is_codec_name(codec):
         raise RemoteProtocolError("a run entry of another version, or without a schema or codec")
     if tensors < 1 or not 0 <= elements <= MAX_ELEMENTS or not 2 <= group_size <= MAX_GROUP_SIZE:
         raise RemoteProtocolError("a run entry with numbers out of range")

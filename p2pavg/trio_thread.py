@@ -57,6 +57,7 @@ class TrioThread(Generic[R]):
     def call(self, function: Callable[[], Awaitable[T]]) -> T:
         """``await function()`` in the thread. Interrupting the caller cancels it there."""
         future: concurrent.futures.Future[T] = concurrent.futures.Future()
+        self._check_process()
         with self._lock:
             self._check()
             self._pending.add(future)
@@ -73,6 +74,7 @@ class TrioThread(Generic[R]):
 
     def check(self) -> None:
         """Raise what ended the thread, or ClosedError when it was stopped or belongs to a parent process."""
+        self._check_process()
         with self._lock:
             self._check()
 
@@ -89,11 +91,14 @@ class TrioThread(Generic[R]):
             self._told = True
             raise self._error
 
-    def _check(self) -> None:
+    def _check_process(self) -> None:
+        # Before the lock is taken: at the fork, a thread that the child does not have may have held it.
         if os.getpid() != self._process:
             raise ClosedError(
                 f"this averager belongs to process {self._process} and cannot be used after a fork"
             )
+
+    def _check(self) -> None:
         if self._error is not None:
             self._told = True
             raise self._error

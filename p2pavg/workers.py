@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 import trio
@@ -17,6 +17,12 @@ T = TypeVar("T")
 
 _local = threading.local()
 _lock = threading.Lock()
+
+
+class RunInThread(Protocol):
+    """Runs a function off the event loop."""
+
+    async def __call__(self, function: Callable[..., T], *args: object) -> T: ...
 
 
 class Workers:

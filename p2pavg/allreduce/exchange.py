@@ -8,9 +8,8 @@ means, is decided in :mod:`p2pavg.allreduce.reduction`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING
 
 import torch
 import trio
@@ -37,6 +36,7 @@ from p2pavg.errors import ClosedError, RemoteProtocolError, StreamBrokenError, U
 from p2pavg.matchmaking.roster import Candidate, Roster
 from p2pavg.net.framing import receive_exactly_into, send_message
 from p2pavg.net.transport import Stream, Transport
+from p2pavg.workers import RunInThread
 from p2pavg_compression import Codec, CodecError
 
 if TYPE_CHECKING:
@@ -44,15 +44,6 @@ if TYPE_CHECKING:
     from trio_typing import TaskStatus
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
-
-
-class RunInThread(Protocol):
-    """Runs a function off the event loop."""
-
-    async def __call__(self, function: Callable[..., T], *args: object) -> T: ...
-
 
 # After this member has everything, it goes on serving the others in the background for this long at least.
 TAIL_SECONDS = 5.0

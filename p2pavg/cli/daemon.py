@@ -11,6 +11,7 @@ import trio
 
 from p2pavg._exceptions import bare_exceptions
 from p2pavg.auxiliary import assist
+from p2pavg.config import AveragingConfig
 from p2pavg.peer import open_peer
 
 logger = logging.getLogger(__name__)
@@ -27,8 +28,12 @@ def run_peer(
     """Be a peer until SIGINT or SIGTERM; prints the address that others bootstrap from.
 
     Raises:
+        ConfigError: no run has this ``run_id``.
         P2PAvgError: what :func:`p2pavg.open_peer` raises.
     """
+
+    if run_id is not None:
+        AveragingConfig(run_id=run_id, bandwidth=bandwidth)  # refuses what no averager could have
 
     async def main() -> None:
         with bare_exceptions(), trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:

@@ -28,6 +28,7 @@ from p2pavg.matchmaking.rules import (
 )
 from p2pavg.net.framing import send_message
 from p2pavg.net.transport import Stream, Transport
+from p2pavg.workers import RunInThread
 from p2pavg_dht import Published, Record, Signer
 
 logger = logging.getLogger(__name__)
@@ -58,6 +59,7 @@ class Surroundings:
     signer: Signer
     wall_clock: Callable[[], float]
     nursery: trio.Nursery  # outlives every attempt
+    run_in_thread: RunInThread
 
 
 class Matchmaker:

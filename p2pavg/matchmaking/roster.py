@@ -31,6 +31,11 @@ def ready_key(run_id: str, schema_hash: bytes, bucket: int = 0) -> bytes:
     return hashlib.sha256(pack(_KEY_DOMAIN, run_id, schema_hash, bucket)).digest()
 
 
+def is_codec_name(name: str) -> bool:
+    """Whether a codec may be called that: a stranger's words end up in logs and results."""
+    return 0 < len(name) <= MAX_CODEC_CHARS and name.isprintable()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
     """A peer that says it is ready, as it signed it.
@@ -86,7 +91,7 @@ def read_candidate(record: Record) -> Candidate:
         raise RemoteProtocolError(f"readiness of version {version}")
     if not 0 <= weight <= MAX_WEIGHT or (weight == 0) != auxiliary:
         raise RemoteProtocolError(f"weight {weight} of {'an auxiliary' if auxiliary else 'a contributor'}")
-    if not 0 < bandwidth <= MAX_BANDWIDTH or not 0 < len(codec) <= MAX_CODEC_CHARS or deadline < 0:
+    if not 0 < bandwidth <= MAX_BANDWIDTH or not is_codec_name(codec) or deadline < 0:
         raise RemoteProtocolError("bandwidth, codec or deadline out of range")
     try:
         check_addresses(addresses)

@@ -143,6 +143,26 @@ class PatientStream(YamuxStream):
                 raise MuxedStreamReset("the other side reset it, or its connection is gone") from error
             raise
 
+    async def send_window_update(self, increment: int, skip_lock: bool = False) -> None:  # noqa: ARG002
+        """In a task of the connection: libp2p writes it in the reader's, who then waits for the other side to read.
+
+        A reader that is cancelled there would leave half a frame behind, and with it a dead connection.
+        """
+        if increment <= 0 or self.conn._nursery is None:
+            return
+        owed = self.__dict__.get("_owed_window", 0)
+        self.__dict__["_owed_window"] = owed + increment
+        if owed == 0:
+            self.conn._nursery.start_soon(self._pay_window)
+
+    async def _pay_window(self) -> None:
+        try:
+            while (increment := self.__dict__["_owed_window"]) > 0:
+                await super().send_window_update(increment)
+                self.__dict__["_owed_window"] -= increment
+        except (IOException, MuxedStreamError) as error:
+            logger.debug("a window of %s was not opened: %r", self.conn.peer_id, error)
+
     async def close(self) -> None:
         # libp2p would call a stream open again that the other side has reset.
         await (self.reset() if self.reset_received else super().close())
@@ -310,8 +330,7 @@ class GuardedHost(BasicHost):
             await super()._swarm_stream_handler(net_stream)
         except Exception as error:  # noqa: BLE001 - see above: whatever it is, it costs this stream alone
             logger.info("stream of %s dropped: %r", muxed.peer_id, error)
-            with trio.CancelScope(shield=True, deadline=trio.current_time() + 1.0):
-                await net_stream.reset()
+            await net_stream.reset()
         finally:
             muxed.inbound_streams -= 1
 

@@ -8,6 +8,7 @@ import pytest
 from p2pavg.matchmaking.messages import Accept, Ask, Commit, Declined, Joined, Propose, Refuse, Status
 from p2pavg.matchmaking.roster import Candidate, Roster
 from p2pavg.matchmaking.rules import (
+    Actions,
     AUXILIARY_SECONDS,
     GRACE_SECONDS,
     SILENCE_SECONDS,
@@ -39,7 +40,7 @@ def matchmaking(me: Candidate, *known: Candidate, target: int = 4, minimum: int 
     return rules
 
 
-def declined(actions: list[object]) -> Declined:
+def declined(actions: Actions) -> Declined:
     [answer] = [a.message for a in actions if isinstance(a, Send) and isinstance(a.message, Declined)]
     return answer
 
@@ -153,7 +154,7 @@ class TestDeadlines:
         other, me = candidate(0, EPOCH + 50), candidate(1, EPOCH + 60)
         rules = matchmaking(me, other)
         rules.lost_leader(other.peer_id, "no answer", EPOCH, reachable=False)
-        assert rules.phase is Phase.LEADING
+        assert rules.leader is None
         rules.tick(EPOCH + UNREACHABLE_SECONDS)
         assert rules.phase is Phase.ASKING
 
@@ -203,7 +204,7 @@ class TestAsking:
         rules = matchmaking(me, other)
         rules.told_by_leader(other.peer_id, Declined("over", over=True), EPOCH)
         rules.discovered([other], EPOCH + 5)
-        assert rules.phase is Phase.LEADING
+        assert rules.leader is None
         rules.discovered([candidate(0, EPOCH + 8)], EPOCH + 5)
         assert rules.phase is Phase.ASKING
 
@@ -286,7 +287,7 @@ class TestProposing:
         assert rules.roster is not None
         old = rules.roster.group_id
         rules.lost(two.peer_id, "gone", EPOCH)
-        assert rules.phase is Phase.LEADING
+        assert rules.contributors == 2
         rules.asked(dataclasses.replace(two), EPOCH)
         rules.told(one.peer_id, Accept(old), EPOCH)
         rules.told(two.peer_id, Accept(old), EPOCH)

@@ -1,0 +1,776 @@
+"""One test for each guard around py-libp2p; each fails when its guard is taken away.
+
+What any transport must do is in the conformance suite. Here are strangers that speak libp2p's own layers, and speak
+them badly, and what becomes of tasks, sockets and memory.
+"""
+
+import logging
+import os
+import random
+import socket
+import struct
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any, cast
+
+import psutil
+import pytest
+import trio
+from libp2p.abc import ISecureConn
+from libp2p.crypto.ed25519 import create_new_key_pair
+from libp2p.crypto.x25519 import create_new_key_pair as x25519_key_pair
+from libp2p.custom_types import TProtocol
+from libp2p.io.trio import TrioTCPStream
+from libp2p.network.connection.raw_connection import RawConnection
+from libp2p.peer.id import ID
+from libp2p.protocol_muxer.generic_selector import GenericMultistreamSelector
+from libp2p.security.noise.transport import PROTOCOL_ID as NOISE_ID
+from libp2p.security.noise.transport import Transport as Noise
+from libp2p.stream_muxer.yamux.yamux import (
+    FLAG_ACK,
+    FLAG_RST,
+    FLAG_SYN,
+    HEADER_SIZE,
+    TYPE_DATA,
+    TYPE_PING,
+    TYPE_WINDOW_UPDATE,
+    YAMUX_HEADER_FORMAT,
+)
+from libp2p.transport.upgrader import TransportUpgrader
+from multiaddr import Multiaddr
+from trio.testing import wait_all_tasks_blocked
+
+from p2pavg.errors import ListenError, StreamBrokenError, UnreachableError
+from p2pavg.net import libp2p as transport_module
+from p2pavg.net import libp2p_guards as guards
+from p2pavg.net.framing import receive_message, send_message
+from p2pavg.net.libp2p import Libp2pTransport, open_libp2p_transport
+from p2pavg.net.libp2p_guards import GuardedYamux
+from p2pavg.net.transport import Stream, Transport
+from p2pavg.testing.transport_conformance import ECHO, echo
+from p2pavg_dht import Ed25519Signer
+
+LOOPBACK = "/ip4/127.0.0.1/tcp/0"
+HELD = "/held/1"
+FLOOD = "/flood/1"
+TIMEOUT = 20.0
+HUGE_WINDOW = 1 << 30
+
+_seeds = iter(number.to_bytes(32, "big") for number in range(1, 100_000))
+
+
+@pytest.fixture(autouse=True)
+async def watchdog() -> AsyncIterator[None]:
+    """A guard that is missing shows as waiting for ever."""
+    with trio.fail_after(30.0):
+        yield
+
+
+@asynccontextmanager
+async def open_host(*listen: str) -> AsyncIterator[Libp2pTransport]:
+    async with open_libp2p_transport(seed=next(_seeds), listen=listen or [LOOPBACK]) as host:
+        host.serve(ECHO, echo)
+        yield host
+
+
+async def assert_serves(here: Transport, there: Transport) -> None:
+    stream = await here.open_stream(there.peer_id, ECHO, addresses=there.addresses, timeout=TIMEOUT)
+    await send_message(stream, b"are you there?")
+    assert await receive_message(stream) == b"are you there?"
+    await stream.aclose()
+
+
+async def assert_serves_strangers(host: Transport) -> None:
+    async with open_host() as stranger:
+        await assert_serves(stranger, host)
+
+
+async def eventually(condition: Callable[[], bool]) -> None:
+    """For what no event announces; the watchdog bounds it."""
+    while not condition():  # noqa: ASYNC110 - there is no event to wait for
+        await trio.sleep(0.005)
+
+
+def port_of(host: Transport) -> int:
+    return int(host.addresses[0].split("/")[4])
+
+
+async def open_tcp(host: Transport) -> trio.SocketStream:
+    return await trio.open_tcp_stream("127.0.0.1", port_of(host))
+
+
+def line(text: bytes) -> bytes:
+    """A line of protocol negotiation of fewer than 127 bytes."""
+    return bytes([len(text) + 1]) + text + b"\n"
+
+
+def connection_of(host: Libp2pTransport, peer_id: str) -> GuardedYamux:
+    (connection,) = host._swarm.get_connections(ID.from_base58(peer_id))
+    return cast(GuardedYamux, connection.muxed_conn)
+
+
+class RawPeer:
+    """A stranger that has shaken hands, and from there on writes its own yamux frames."""
+
+    def __init__(self, tcp: trio.SocketStream, secured: ISecureConn, peer_id: str) -> None:
+        self.tcp = tcp
+        self.peer_id = peer_id
+        self._secured = secured
+        self._unread = bytearray()
+
+    async def write_raw(self, data: bytes) -> None:
+        await self._secured.write(data)
+
+    async def write(self, kind: int, flags: int, stream_id: int, length: int, body: bytes = b"") -> None:
+        await self._secured.write(struct.pack(YAMUX_HEADER_FORMAT, 0, kind, flags, stream_id, length) + body)
+
+    async def send_data(self, stream_id: int, body: bytes) -> None:
+        await self.write(TYPE_DATA, 0, stream_id, len(body), body)
+
+    async def open(self, stream_id: int, protocol: str, *, window: int = 0) -> None:
+        await self.write(TYPE_WINDOW_UPDATE, FLAG_SYN, stream_id, window)
+        await self.send_data(stream_id, line(b"/multistream/1.0.0") + line(protocol.encode()))
+
+    async def ping(self, number: int) -> None:
+        await self.write(TYPE_PING, FLAG_SYN, 0, number)
+
+    async def _read_exactly(self, count: int) -> bytes:
+        while len(self._unread) < count:
+            chunk = await self._secured.read(65536)
+            if not chunk:
+                raise EOFError
+            self._unread += chunk
+        taken = bytes(self._unread[:count])
+        del self._unread[:count]
+        return taken
+
+    async def read(self) -> tuple[int, int, int, int, bytes]:
+        """The next frame: kind, flags, stream id, length, body."""
+        version, kind, flags, stream_id, length = struct.unpack(
+            YAMUX_HEADER_FORMAT, await self._read_exactly(HEADER_SIZE)
+        )
+        assert version == 0
+        assert kind in (0, 1, 2, 3), "the frames are torn"
+        body = await self._read_exactly(length) if kind == TYPE_DATA else b""
+        return kind, flags, stream_id, length, body
+
+    async def read_until(self, wanted: Callable[[int, int, int, int], bool]) -> None:
+        while True:
+            kind, flags, stream_id, length, _ = await self.read()
+            if wanted(kind, flags, stream_id, length):
+                return
+
+    async def until_pong(self, number: int) -> None:
+        await self.read_until(
+            lambda kind, flags, _, length: (kind, flags, length) == (TYPE_PING, FLAG_ACK, number)
+        )
+
+    async def until_reset(self, stream_id: int) -> None:
+        await self.read_until(
+            lambda _kind, flags, found, _length: bool(flags & FLAG_RST) and found == stream_id
+        )
+
+
+@asynccontextmanager
+async def raw_peer(host: Transport) -> AsyncIterator[RawPeer]:
+    keys = create_new_key_pair(next(_seeds))
+    upgrader = TransportUpgrader({NOISE_ID: Noise(keys, noise_privkey=x25519_key_pair().private_key)}, {})
+    async with await open_tcp(host) as tcp:
+        raw = RawConnection(TrioTCPStream(tcp), True)
+        secured = await upgrader.upgrade_security(raw, True, ID.from_base58(host.peer_id))
+        selector: GenericMultistreamSelector[None] = GenericMultistreamSelector()
+        selector.add_handler(TProtocol("/yamux/1.0.0"), None)
+        await selector.select(secured, True)
+        yield RawPeer(tcp, secured, str(ID.from_pubkey(keys.public_key)))
+
+
+async def flood(stream: Stream) -> None:
+    await stream.send_all(bytes(256 * 1024 * 1024))
+
+
+@asynccontextmanager
+async def host_that_cannot_write(stranger_id: int = 1) -> AsyncIterator[tuple[Libp2pTransport, RawPeer]]:
+    """A host whose socket to a stranger is full: it floods a stream with a huge window, and the stranger reads nothing."""
+    async with open_host() as host:
+        host.serve(FLOOD, flood)
+        async with raw_peer(host) as stranger:
+            await stranger.open(stranger_id, FLOOD, window=HUGE_WINDOW)
+            await eventually(lambda: connection_of(host, stranger.peer_id)._write_lock.locked())
+            await wait_all_tasks_blocked(0.05)
+            assert connection_of(host, stranger.peer_id)._write_lock.locked()
+            yield host, stranger
+
+
+# -- strangers that break the protocols
+
+
+async def test_a_protocol_name_that_is_no_text_costs_its_stream_only() -> None:
+    async with open_host() as host, raw_peer(host) as stranger:
+        await stranger.write(TYPE_WINDOW_UPDATE, FLAG_SYN, 1, 0)
+        await stranger.send_data(1, line(b"/multistream/1.0.0") + line(b"\xff\xfe\xfd"))
+        await stranger.until_reset(1)
+        await stranger.open(3, ECHO)
+        await stranger.ping(7)
+        await stranger.until_pong(7)
+        await assert_serves_strangers(host)
+
+
+@pytest.mark.parametrize("announced", [5_000, 1 << 62])
+async def test_a_long_line_of_negotiation_is_refused_unread(announced: int) -> None:
+    """Before anybody has proved who it is."""
+    prefix = bytearray()
+    rest = announced
+    while rest >= 0x80:
+        prefix.append(rest & 0x7F | 0x80)
+        rest >>= 7
+    prefix.append(rest)
+    async with open_host() as host:
+        async with await open_tcp(host) as tcp:
+            await tcp.send_all(line(b"/multistream/1.0.0") + bytes(prefix))
+            while await tcp.receive_some(100):
+                pass
+        async with raw_peer(host) as stranger:
+            await stranger.write(TYPE_WINDOW_UPDATE, FLAG_SYN, 1, 0)
+            await stranger.send_data(1, line(b"/multistream/1.0.0") + bytes(prefix))
+            await stranger.until_reset(1)
+        await assert_serves_strangers(host)
+
+
+async def test_garbage_on_the_socket_costs_its_connection_only() -> None:
+    dice = random.Random(1)
+    hello = line(b"/multistream/1.0.0")
+    openings = (b"", hello, hello + line(b"/noise"), hello + line(b"/tls/1.0.0") + line(b"ls"))
+    async with open_host() as host:
+        await assert_serves_strangers(host)
+        for opening in openings:
+            for _ in range(10):
+                async with await open_tcp(host) as tcp:
+                    await tcp.send_all(opening + dice.randbytes(dice.randrange(1, 3000)))
+        for _ in range(10):
+            async with raw_peer(host) as stranger:
+                await stranger.write_raw(dice.randbytes(dice.randrange(1, 3000)))
+        for _ in range(10):
+            async with raw_peer(host) as stranger:
+                await stranger.tcp.send_all(dice.randbytes(dice.randrange(1, 3000)))
+        await assert_serves_strangers(host)
+
+
+async def test_a_server_that_answers_garbage_is_unreachable() -> None:
+    async def answer(tcp: trio.SocketStream) -> None:
+        await tcp.send_all(line(b"\xff\xfe"))
+        await tcp.receive_some(1000)
+
+    async with open_host() as host, trio.open_nursery() as nursery:
+        listeners = await nursery.start(trio.serve_tcp, answer, 0)  # type: ignore[arg-type]
+        port = listeners[0].socket.getsockname()[1]
+        stranger = Ed25519Signer(next(_seeds)).peer_id
+        with pytest.raises(UnreachableError, match="codec"):
+            await host.dial(f"/ip4/127.0.0.1/tcp/{port}/p2p/{stranger}", timeout=TIMEOUT)
+        nursery.cancel_scope.cancel()
+
+
+async def test_no_protocol_is_offered_but_noise_and_ours() -> None:
+    async with open_host() as host:
+        for protocol in (b"/plaintext/2.0.0", b"/tls/1.0.0", b"/insecure/1.0.0"):
+            async with await open_tcp(host) as tcp:
+                await tcp.send_all(line(b"/multistream/1.0.0") + line(protocol))
+                answer = b""
+                while not answer.endswith(line(b"na")):
+                    answer += await tcp.receive_some(100)
+        async with open_host() as stranger:
+            for name in ("/ipfs/id/1.0.0", "/ipfs/id/push/1.0.0", "/ipfs/ping/1.0.0"):
+                with pytest.raises(UnreachableError, match="not supported"):
+                    await stranger.open_stream(host.peer_id, name, addresses=host.addresses, timeout=TIMEOUT)
+
+
+async def test_a_host_dials_nobody_on_its_own() -> None:
+    async with open_host() as here, open_host() as there:
+        await assert_serves(here, there)
+        await here.disconnect(there.peer_id)
+        peerstore = here._swarm.peerstore
+        peerstore.add_addrs(ID.from_base58(there.peer_id), [Multiaddr(there.addresses[0])], 600)
+        await here._swarm.auto_connector.maybe_connect()
+        assert not here.is_connected(there.peer_id)
+
+
+# -- memory
+
+
+@pytest.mark.parametrize("with_syn", [False, True])
+async def test_a_sender_that_ignores_its_window_loses_the_stream(
+    with_syn: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guards, "MAX_STREAM_BYTES", 300_000)
+    monkeypatch.setattr(guards, "MAX_CONNECTION_BYTES", 1_000_000)
+    async with open_host() as host, raw_peer(host) as stranger:
+        host.serve(HELD, lambda _: trio.sleep_forever())
+        await stranger.open(1, HELD)
+        for _ in range(20):
+            await stranger.send_data(1, bytes(60_000))
+        await stranger.until_reset(1)
+        buffers = connection_of(host, stranger.peer_id).stream_buffers
+        for number in range(3, 43, 2):
+            if with_syn:
+                await stranger.write(TYPE_DATA, FLAG_SYN, number, 200_000, bytes(200_000))
+            else:
+                await stranger.open(number, HELD)
+                await stranger.send_data(number, bytes(200_000))
+        await stranger.until_reset(41)
+        assert sum(map(len, buffers.values())) <= 1_000_000
+        assert len(buffers) <= 5, "streams that were refused are remembered"
+        await stranger.ping(1)
+        await stranger.until_pong(1)
+        await assert_serves_strangers(host)
+
+
+async def test_more_inbound_streams_than_allowed_are_reset() -> None:
+    async with open_host() as host, raw_peer(host) as stranger:
+        host.serve(HELD, lambda _: trio.sleep_forever())
+        for number in range(guards.MAX_INBOUND_STREAMS):
+            await stranger.open(2 * number + 1, HELD)
+        one_more = 2 * guards.MAX_INBOUND_STREAMS + 1
+        await stranger.open(one_more, HELD)
+        await stranger.until_reset(one_more)
+        await stranger.write(TYPE_WINDOW_UPDATE, FLAG_RST, 1, 0)
+        await assert_serves_strangers(host)
+
+
+async def test_who_reads_no_replies_loses_the_connection() -> None:
+    async with host_that_cannot_write() as (host, stranger):
+        for number in range(guards.MAX_REPLIES + 10):
+            await stranger.ping(number)
+        await eventually(lambda: not host.is_connected(stranger.peer_id))
+        await assert_serves_strangers(host)
+
+
+async def test_a_window_does_not_grow_beyond_its_bound() -> None:
+    class Unmeasured:
+        """As much of a connection as a stream needs to grow its window: one with a long way."""
+
+        stream_buffers: dict[int, bytearray] = {}  # noqa: RUF012
+        _nursery = None
+
+        def rtt(self) -> float:
+            return 100.0
+
+    stream = guards.PatientStream(1, cast(Any, Unmeasured()), True)
+    for _ in range(200):
+        stream.recv_window -= 200_000
+        await stream._auto_tune_and_send_window_update(bytes_read=200_000)
+    assert stream.target_recv_window == guards.MAX_WINDOW_BYTES
+
+
+async def test_a_reset_stream_leaves_nothing_unread_behind() -> None:
+    async with open_host() as here, open_host() as there:
+
+        async def say_much(stream: Stream) -> None:
+            await stream.send_all(bytes(200_000))
+            await receive_message(stream)
+
+        there.serve(FLOOD, say_much)
+        for ends in ("reset", "aclose"):
+            stream = await here.open_stream(there.peer_id, FLOOD, addresses=there.addresses, timeout=TIMEOUT)
+            await stream.receive_some(1)
+            near, far = connection_of(here, there.peer_id), connection_of(there, here.peer_id)
+            await eventually(lambda near=near: any(near.stream_buffers.values()))  # type: ignore[misc]
+            await getattr(stream, ends)()
+            await eventually(lambda near=near, far=far: not near.streams and not far.streams)  # type: ignore[misc]
+            assert not near.stream_buffers
+            assert not near.stream_events
+
+
+async def test_a_stream_that_the_other_side_resets_is_forgotten() -> None:
+    """With bytes unread, and whether it is then closed or reset here."""
+    async with open_host() as host, raw_peer(host) as stranger:
+        for number, end in ((1, "aclose"), (3, "reset")):
+            gone = trio.Event()
+
+            async def close(stream: Stream, end: str = end, gone: trio.Event = gone) -> None:
+                await stream.receive_some(1)
+                await stranger.write(TYPE_WINDOW_UPDATE, FLAG_RST, number, 0)  # noqa: B023 - it runs now
+                await eventually(
+                    lambda: not streams or all(found.reset_received for found in streams.values())
+                )
+                await getattr(stream, end)()
+                gone.set()
+
+            host.serve(HELD, close)
+            await eventually(lambda: host.is_connected(stranger.peer_id))
+            streams = connection_of(host, stranger.peer_id).streams
+            await stranger.open(number, HELD)
+            await stranger.send_data(number, b"never read")
+            await gone.wait()
+            await eventually(lambda: not streams)
+
+
+# -- one side that does not read
+
+
+async def test_a_host_that_cannot_write_still_reads() -> None:
+    """With both directions busy, two readers that write would wait for each other."""
+    async with host_that_cannot_write() as (host, stranger):
+        arrived = trio.Event()
+
+        async def note(stream: Stream) -> None:
+            await stream.receive_some(1)
+            arrived.set()
+            await trio.sleep_forever()
+
+        host.serve(HELD, note)
+        for number in range(100):
+            await stranger.ping(number)
+        await stranger.open(3, HELD)
+        # The host's greeting cannot go out: the stream is unanswered, its connection is read to here all the same.
+        await eventually(lambda: 3 in connection_of(host, stranger.peer_id).streams)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(stranger.until_pong, 99)
+            await arrived.wait()
+
+
+async def test_reading_does_not_wait_for_a_full_socket() -> None:
+    async with open_host() as host:
+        received: list[int] = []
+        begin, enough = trio.Event(), trio.Event()
+
+        async def take(stream: Stream) -> None:
+            await begin.wait()
+            while not enough.is_set():
+                received.append(len(await stream.receive_some(65536)))
+                if sum(received) >= 200_000:
+                    enough.set()
+
+        host.serve(HELD, take)
+        host.serve(FLOOD, flood)
+        async with raw_peer(host) as stranger:
+            await stranger.open(1, HELD)
+            await stranger.read_until(lambda kind, _flags, found, _length: (kind, found) == (TYPE_DATA, 1))
+            await stranger.open(3, FLOOD, window=HUGE_WINDOW)
+            await eventually(lambda: connection_of(host, stranger.peer_id)._write_lock.locked())
+            await wait_all_tasks_blocked(0.05)
+            for _ in range(4):
+                await stranger.send_data(1, bytes(50_000))
+            begin.set()
+            await enough.wait()
+
+
+async def test_a_cancelled_write_tears_no_frame() -> None:
+    async with open_host() as host:
+        scope, ended = trio.CancelScope(), trio.Event()
+
+        async def flood_until_cancelled(stream: Stream) -> None:
+            with scope:
+                await flood(stream)
+            ended.set()
+            await trio.sleep_forever()
+
+        host.serve(FLOOD, flood_until_cancelled)
+        async with raw_peer(host) as stranger:
+            await stranger.open(1, FLOOD, window=HUGE_WINDOW)
+            await eventually(lambda: connection_of(host, stranger.peer_id)._write_lock.locked())
+            await wait_all_tasks_blocked(0.05)
+            scope.cancel()
+            await ended.wait()
+            await stranger.ping(5)
+            await stranger.until_pong(5)
+
+
+async def test_who_takes_nothing_for_long_loses_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transport_module, "STALL_SECONDS", 0.2)
+    async with open_host() as host:
+        errors: list[Exception] = []
+
+        async def try_to_flood(stream: Stream) -> None:
+            try:
+                await flood(stream)
+            except StreamBrokenError as error:
+                errors.append(error)
+
+        host.serve(FLOOD, try_to_flood)
+        async with raw_peer(host) as stranger:
+            await stranger.open(1, FLOOD, window=HUGE_WINDOW)
+            await eventually(lambda: host.is_connected(stranger.peer_id))
+            await eventually(lambda: not host.is_connected(stranger.peer_id))
+        await eventually(lambda: len(errors) == 1)
+        assert "took no data" in str(errors[0])
+
+
+async def test_who_answers_no_negotiation_loses_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transport_module, "_NEGOTIATE_SECONDS", 0.2)
+    async with host_that_cannot_write() as (host, stranger):
+        with pytest.raises(UnreachableError):
+            await host.open_stream(stranger.peer_id, ECHO, timeout=TIMEOUT)
+        await eventually(lambda: not host.is_connected(stranger.peer_id))
+
+
+async def test_a_stream_that_nobody_waits_for_any_more_is_reset() -> None:
+    async with open_host() as host, raw_peer(host) as stranger:
+        await eventually(lambda: host.is_connected(stranger.peer_id))
+        with pytest.raises(UnreachableError, match="within"):
+            await host.open_stream(stranger.peer_id, ECHO, timeout=0.1)
+        await stranger.send_data(2, line(b"/multistream/1.0.0") + line(ECHO.encode()))
+        await stranger.until_reset(2)
+        await eventually(lambda: not connection_of(host, stranger.peer_id).streams)
+
+
+# -- connections, tasks and sockets
+
+
+def open_sockets() -> int:
+    return psutil.Process().num_fds()
+
+
+def tasks() -> int:
+    return trio.lowlevel.current_statistics().tasks_living
+
+
+async def test_inbound_connections_give_back_what_they_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slots, tasks and sockets, after many more than the host may have at once."""
+    monkeypatch.setattr(transport_module, "MAX_CONNECTIONS", 60)
+    async with open_host() as host:
+        await assert_serves_strangers(host)
+        await eventually(lambda: not host._swarm.get_connections())
+        before = tasks(), open_sockets()
+        for _ in range(300):
+            async with raw_peer(host) as stranger:
+                await stranger.open(1, ECHO)
+            await eventually(lambda: len(host._swarm.get_connections()) < 50)
+        await eventually(lambda: (tasks(), open_sockets()) == before)
+        assert host._swarm._inbound_limiter.borrowed_tokens == 0
+        await assert_serves_strangers(host)
+
+
+async def test_calls_over_one_connection_leave_nothing_behind() -> None:
+    async with open_host() as here, open_host() as there:
+        await assert_serves(here, there)
+        near, far = connection_of(here, there.peer_id), connection_of(there, here.peer_id)
+
+        def held() -> Sequence[int]:
+            return (
+                tasks(),
+                open_sockets(),
+                *(
+                    len(kept)
+                    for conn in (near, far)
+                    for kept in (conn.streams, conn.stream_buffers, conn.stream_events)
+                ),
+                near.stream_backlog_semaphore.value,
+                far.inbound_streams,
+            )
+
+        await eventually(lambda: not near.streams and not far.streams)
+        before = held()
+        for number in range(200):
+            stream = await here.open_stream(there.peer_id, ECHO, timeout=TIMEOUT)
+            await send_message(stream, b"x" * (number + 1))
+            assert await receive_message(stream) == b"x" * (number + 1)
+            await (stream.aclose() if number % 2 else stream.reset())
+        await eventually(lambda: held() == before)
+
+
+@pytest.mark.parametrize("count", [1, 5])
+async def test_closing_leaves_no_socket_open(count: int) -> None:
+    async with AsyncExitStack() as others:
+        peers = [await others.enter_async_context(open_host()) for _ in range(count)]
+        before = open_sockets()
+        async with AsyncExitStack() as own:
+            host = await own.enter_async_context(open_host())
+            for peer in peers:
+                await assert_serves(host, peer)
+            with trio.fail_after(3.0):
+                await own.aclose()
+        await eventually(lambda: not any(peer._swarm.get_connections() for peer in peers))
+        assert open_sockets() == before
+
+
+async def test_closing_does_not_wait_for_one_that_reads_nothing() -> None:
+    before = open_sockets()
+    async with AsyncExitStack() as stack:
+        host = await stack.enter_async_context(host_that_cannot_write())
+        assert host
+        with trio.fail_after(5.0):
+            await stack.aclose()
+    assert open_sockets() == before
+
+
+async def test_a_dial_that_is_given_up_leaves_no_socket_open() -> None:
+    """A server that accepts and says nothing."""
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        stranger = Ed25519Signer(next(_seeds)).peer_id
+        address = f"/ip4/127.0.0.1/tcp/{silent.getsockname()[1]}/p2p/{stranger}"
+        async with open_host() as host:
+            before = tasks(), open_sockets()
+            with pytest.raises(UnreachableError, match="within"):
+                await host.dial(address, timeout=0.1)
+            await eventually(lambda: (tasks(), open_sockets()) == before)
+
+
+async def test_an_inbound_connection_ends_the_waiting_for_a_dial() -> None:
+    """A router that drops what it does not know: our dial is never answered, the other's is."""
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        async with open_host() as here, open_host() as there:
+            address = f"/ip4/127.0.0.1/tcp/{silent.getsockname()[1]}/p2p/{there.peer_id}"
+            streams: list[Stream] = []
+
+            async def open_it() -> None:
+                streams.append(
+                    await here.open_stream(
+                        there.peer_id, ECHO, addresses=[address], timeout=25.0, wait_inbound=True
+                    )
+                )
+
+            with trio.fail_after(10.0):
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(open_it)
+                    await wait_all_tasks_blocked()
+                    await there.dial(here.addresses[0], timeout=TIMEOUT)
+            await send_message(streams[0], b"over the other's connection")
+            assert await receive_message(streams[0]) == b"over the other's connection"
+
+
+async def test_a_failed_dial_is_not_held_against_a_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a dial does not go through what blacklists for a minute and waits for a quarter of a second."""
+
+    async def refuse(*_: object) -> None:
+        raise AssertionError("dial_peer was called")
+
+    monkeypatch.setattr(guards.GuardedSwarm, "dial_peer", refuse)
+    seed = next(_seeds)
+    async with open_host() as here:
+        with socket.socket() as bound:
+            bound.bind(("127.0.0.1", 0))
+            listen = f"/ip4/127.0.0.1/tcp/{bound.getsockname()[1]}"
+            address = f"{listen}/p2p/{Ed25519Signer(seed).peer_id}"
+            with pytest.raises(UnreachableError, match="Connection refused"):
+                await here.dial(address, timeout=TIMEOUT)
+        async with open_libp2p_transport(seed=seed, listen=[listen]) as there:
+            there.serve(ECHO, echo)
+            assert await here.dial(address, timeout=TIMEOUT) == there.peer_id
+            await assert_serves(here, there)
+
+
+# -- listening
+
+
+async def test_a_wildcard_announces_the_interfaces_there_are() -> None:
+    async with open_host("/ip4/0.0.0.0/tcp/0") as host, open_host() as stranger:
+        hosts = [address.split("/")[2] for address in host.addresses]
+        own = {entry.address for entries in psutil.net_if_addrs().values() for entry in entries}
+        assert "127.0.0.1" in hosts
+        assert set(hosts) <= own
+        assert hosts[-1].startswith("127."), "loopback is the last to try"
+        await stranger.dial(host.addresses[-1], timeout=TIMEOUT)
+
+
+@pytest.mark.skipif(not socket.has_ipv6, reason="no IPv6 here")
+async def test_listening_on_ipv6() -> None:
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        pytest.skip("no IPv6 loopback here")
+    async with open_host("/ip6/::1/tcp/0") as host:
+        assert host.addresses[0].startswith("/ip6/::1/tcp/")
+        await assert_serves_strangers(host)
+
+
+async def test_a_busy_port_is_named() -> None:
+    async with open_host() as host:
+        listen = host.addresses[0].partition("/p2p/")[0]
+        with pytest.raises(ListenError, match=f"{listen}.*in use"):
+            async with open_host(listen):
+                pass
+
+
+async def test_an_address_of_another_machine_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    listen = "/ip4/203.0.113.7/tcp/0"
+    for check_free in (transport_module._check_free, lambda _: None):
+        monkeypatch.setattr(transport_module, "_check_free", check_free)
+        with pytest.raises(ListenError, match=listen):
+            async with open_host(listen):
+                pass
+
+
+# -- the process around it
+
+PREAMBLE = """
+import logging, os, sys, trio
+from p2pavg.net.libp2p import open_libp2p_transport
+from p2pavg.testing.transport_conformance import ECHO, echo
+from p2pavg.net.framing import receive_message, send_message
+LISTEN = ["/ip4/127.0.0.1/tcp/0"]
+async def assert_serves(here, there):
+    stream = await here.open_stream(there.peer_id, ECHO, addresses=there.addresses, timeout=20)
+    await send_message(stream, b"x")
+    assert await receive_message(stream) == b"x"
+    await stream.aclose()
+"""
+
+FORKS = """
+async def main():
+    async with (
+        open_libp2p_transport(seed=bytes(31) + b"1", listen=LISTEN) as here,
+        open_libp2p_transport(seed=bytes(31) + b"2", listen=LISTEN) as there,
+    ):
+        there.serve(ECHO, echo)
+        await assert_serves(here, there)
+        sockets = [found.fileno() for peer in (here, there) for found in peer.sockets()]
+        assert len(sockets) == 4, sockets
+        child = os.fork()
+        if child == 0:
+            still_open = []
+            for descriptor in sockets:
+                try:
+                    os.fstat(descriptor)
+                except OSError:
+                    continue
+                still_open.append(descriptor)
+            here_too = [found.fileno() for peer in (here, there) for found in peer.sockets()]
+            os._exit(0 if not still_open and here_too == [-1] * 4 else 1)
+        _, status = os.waitpid(child, 0)
+        assert os.waitstatus_to_exitcode(status) == 0, "the child holds sockets"
+        await assert_serves(here, there)
+trio.run(main)
+"""
+
+LOGS = """
+async def main():
+    async with (
+        open_libp2p_transport(seed=bytes(31) + b"1", listen=LISTEN) as here,
+        open_libp2p_transport(seed=bytes(31) + b"2", listen=LISTEN) as there,
+    ):
+        there.serve(ECHO, echo)
+        await assert_serves(here, there)
+        try:
+            await here.dial("/ip4/127.0.0.1/tcp/1/p2p/12D3KooWCtP28TbfSAaThWi7cyVBp9TnvqxfcKbKoRgpDLMiTdPT", timeout=20)
+        except Exception as error:
+            assert type(error).__name__ == "UnreachableError", error
+        await here.disconnect(there.peer_id)
+trio.run(main)
+assert logging.getLogger().handlers == [], logging.getLogger().handlers
+"""
+
+
+def run_script(text: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", PREAMBLE + text], capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_forked_child_holds_no_socket() -> None:
+    finished = run_script(FORKS)
+    assert finished.returncode == 0, finished.stderr
+
+
+def test_nothing_is_written_and_no_handler_installed() -> None:
+    """libp2p logs a refused dial as an error, and calls logging.warning() on the root logger."""
+    finished = run_script(LOGS)
+    assert finished.returncode == 0, finished.stderr
+    assert finished.stderr == ""
+    assert logging.getLogger("libp2p").handlers

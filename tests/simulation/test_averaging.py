@@ -1,0 +1,343 @@
+"""Real peers on a simulated network: what a round comes to, whatever the network does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+
+import pytest
+import torch
+import trio
+from trio.testing import MockClock
+
+import p2pavg
+from p2pavg.peer import Peer
+from p2pavg.testing import MemoryNetwork, simulated_peer, simulated_peers
+
+LAN = (0.0005, 0.002)
+ELEMENTS = 3_000
+
+
+def config(**changes: object) -> p2pavg.AveragingConfig:
+    chosen = {
+        "run_id": "sim",
+        "compression": None,
+        "match_timeout": 10.0,
+        "exchange_timeout": 20.0,
+        **changes,
+    }
+    return p2pavg.AveragingConfig(**chosen)  # type: ignore[arg-type]
+
+
+def values(index: int, elements: int = ELEMENTS) -> torch.Tensor:
+    return torch.randn(elements, generator=torch.Generator().manual_seed(index))
+
+
+class Swarm:
+    """What every peer's step came to."""
+
+    def __init__(self) -> None:
+        self.results: dict[str, p2pavg.RoundResult] = {}
+        self.averagers: dict[str, p2pavg.DecentralizedAverager] = {}
+        self.began: dict[str, float] = {}
+        self.ended: dict[str, float] = {}
+
+    async def step_once(
+        self,
+        peer: Peer,
+        index: int,
+        how: p2pavg.AveragingConfig,
+        *,
+        weight: float = 1.0,
+        after: float = 0.0,
+        tensors: Sequence[torch.Tensor] | None = None,
+        done: trio.Event | None = None,
+    ) -> None:
+        await trio.sleep(after)
+        async with peer.averager(how) as averager:
+            self.averagers[peer.id] = averager
+            averager.accumulate(tensors if tensors is not None else [values(index)], weight=weight)
+            self.began[peer.id] = trio.current_time()
+            self.results[peer.id] = await averager.step(wait=None)
+            self.ended[peer.id] = trio.current_time()
+            if done is not None:
+                await done.wait()
+
+    def successes(self) -> list[p2pavg.Success]:
+        assert all(isinstance(result, p2pavg.Success) for result in self.results.values()), self.results
+        return [result for result in self.results.values() if isinstance(result, p2pavg.Success)]
+
+
+def tensors_of(result: p2pavg.RoundResult) -> list[torch.Tensor]:
+    assert isinstance(result, p2pavg.Success), result
+    assert isinstance(result.averaged, list)
+    return result.averaged
+
+
+def same_bits(results: Sequence[p2pavg.Success]) -> bool:
+    return all(
+        torch.equal(one, other)
+        for result in results
+        for one, other in zip(tensors_of(results[0]), tensors_of(result), strict=True)
+    )
+
+
+def mean(indices: Iterable[int], elements: int, weights: Sequence[float] | None = None) -> torch.Tensor:
+    """The exact weighted mean, float64."""
+    drawn = torch.stack([values(index, elements).double() for index in indices])
+    factors = torch.tensor(weights or [1.0] * len(drawn), dtype=torch.float64)
+    return (factors[:, None] * drawn).sum(0) / factors.sum()
+
+
+async def until_exchanging(averager: p2pavg.DecentralizedAverager) -> None:
+    """Step until the group stands."""
+    with trio.fail_after(9.0):
+        while True:
+            progress = await averager.step(wait=0.0005)
+            assert isinstance(progress, p2pavg.InProgress)
+            if progress.reason == "the group exchanges":
+                return
+
+
+@pytest.mark.parametrize("count", [2, 3, 4, 8, 16])
+@pytest.mark.parametrize("compression", [None, "blockwise8"])
+async def test_a_group_ends_with_the_weighted_mean_and_one_result(
+    autojump_clock: MockClock, count: int, compression: str | None
+) -> None:
+    swarm = Swarm()
+    how = config(group_size=count, compression=compression)
+    weights = [1.0 + index if index else 1000.0 for index in range(count)]
+    async with simulated_peers(MemoryNetwork(latency=LAN), count) as peers, trio.open_nursery() as nursery:
+        for index, peer in enumerate(peers):
+            nursery.start_soon(partial(swarm.step_once, peer, index, how, weight=weights[index]))
+    results = swarm.successes()
+    exact = mean(range(count), ELEMENTS, weights)
+    [averaged] = tensors_of(results[0])
+    assert same_bits(results)
+    error = float((averaged.double() - exact).norm() / exact.norm())
+    assert error < (1e-6 if compression is None else 0.015)
+    assert all(set(result.peers) == {peer.id for peer in peers} for result in results)
+    assert all(result.total_weight == sum(weights) for result in results)
+    assert all(result.weights == {peer.id: weights[i] for i, peer in enumerate(peers)} for result in results)
+
+
+@pytest.mark.parametrize("elements", [0, 1, 3, 63, 64, 65, 1_000])
+async def test_a_vector_smaller_than_the_group(autojump_clock: MockClock, elements: int) -> None:
+    swarm, how = Swarm(), config(group_size=5, compression="blockwise8")
+    async with simulated_peers(MemoryNetwork(latency=LAN), 5) as peers, trio.open_nursery() as nursery:
+        for index, peer in enumerate(peers):
+            tensors = [torch.full((elements,), float(index))]
+            nursery.start_soon(partial(swarm.step_once, peer, index, how, tensors=tensors))
+    for result in swarm.successes():
+        torch.testing.assert_close(tensors_of(result)[0], torch.full((elements,), 2.0), rtol=0.02, atol=0.0)
+
+
+async def test_tensors_of_all_kinds_come_back_as_they_were_given(autojump_clock: MockClock) -> None:
+    swarm, how = Swarm(), config(group_size=2)
+
+    def tensors(index: int) -> list[torch.Tensor]:
+        fill = float(index + 1)
+        return [
+            torch.full((3, 2), fill),
+            torch.tensor(fill, dtype=torch.bfloat16),
+            torch.empty(0, 7),
+            torch.full((4, 3), fill, dtype=torch.float16).t(),
+        ]
+
+    async with simulated_peers(MemoryNetwork(latency=LAN), 2) as peers, trio.open_nursery() as nursery:
+        for index, peer in enumerate(peers):
+            nursery.start_soon(partial(swarm.step_once, peer, index, how, tensors=tensors(index)))
+    for result in swarm.successes():
+        for averaged, given in zip(tensors_of(result), tensors(0), strict=True):
+            assert averaged.shape == given.shape
+            assert averaged.dtype == given.dtype
+            assert torch.equal(averaged, torch.full_like(given, 1.5))
+
+
+async def test_a_lone_peer_gets_no_peers_at_its_match_timeout(autojump_clock: MockClock) -> None:
+    swarm = Swarm()
+    async with simulated_peer(MemoryNetwork(latency=LAN), 0) as peer:
+        await swarm.step_once(peer, 0, config())
+        assert isinstance(swarm.results[peer.id], p2pavg.NoPeers)
+        assert 10.0 <= swarm.ended[peer.id] - swarm.began[peer.id] <= 10.5
+        assert swarm.averagers[peer.id].weight == 1.0
+
+
+async def test_three_of_four_go_ahead_at_the_match_timeout(autojump_clock: MockClock) -> None:
+    swarm = Swarm()
+    async with simulated_peers(MemoryNetwork(latency=LAN), 3) as peers, trio.open_nursery() as nursery:
+        for index, peer in enumerate(peers):
+            nursery.start_soon(swarm.step_once, peer, index, config())
+    assert {result.peers_count for result in swarm.successes()} == {3}
+    assert max(swarm.ended.values()) - min(swarm.began.values()) < 11.0
+
+
+async def test_three_that_need_four_wait_and_a_fourth_completes_them(autojump_clock: MockClock) -> None:
+    how = config(min_group_size=4)
+    waiting = p2pavg.InProgress(ready_peers=3, target_size=4)
+    final: list[p2pavg.RoundResult] = []
+
+    async def two_steps(peer: Peer, index: int) -> None:
+        async with peer.averager(how) as averager:
+            averager.accumulate([values(index)])
+            first = await averager.step(wait=None)
+            assert isinstance(first, p2pavg.InProgress)
+            assert (first.ready_peers, first.target_size) == (waiting.ready_peers, waiting.target_size)
+            final.append(await averager.step(wait=None))
+
+    async with simulated_peers(MemoryNetwork(latency=LAN), 4) as peers, trio.open_nursery() as nursery:
+        for index, peer in enumerate(peers[:3]):
+            nursery.start_soon(two_steps, peer, index)
+        await trio.sleep(13.0)
+        swarm = Swarm()
+        await swarm.step_once(peers[3], 3, how)
+    results = [*final, *swarm.results.values()]
+    assert [isinstance(result, p2pavg.Success) and result.peers_count for result in results] == [4] * 4
+
+
+async def test_eight_peers_form_two_groups_of_four(autojump_clock: MockClock) -> None:
+    swarm = Swarm()
+    async with simulated_peers(MemoryNetwork(latency=LAN), 8) as peers, trio.open_nursery() as nursery:
+        for index, peer in enumerate(peers):
+            nursery.start_soon(swarm.step_once, peer, index, config())
+    results = swarm.successes()
+    assert {result.peers_count for result in results} == {4}
+    assert len({result.group_id for result in results}) == 2
+
+
+async def test_a_hundred_peers_in_groups_of_eight(autojump_clock: MockClock) -> None:
+    """96 find groups of eight, the other four go ahead at the match timeout."""
+    swarm, how = Swarm(), config(group_size=8, match_timeout=20.0)
+    network = MemoryNetwork(seed=7, latency=(0.005, 0.04))
+    async with simulated_peers(network, 100) as peers, trio.open_nursery() as nursery:
+        for index, peer in enumerate(peers):
+            late = (index * 37 % 100) / 50
+            nursery.start_soon(
+                partial(swarm.step_once, peer, index, how, after=late, tensors=[values(index, 64)])
+            )
+    results = swarm.successes()
+    sizes = sorted(result.peers_count for result in results)
+    assert len(results) == 100
+    assert sizes.count(8) >= 80, sizes
+    groups: dict[str, list[p2pavg.Success]] = {}
+    for result in results:
+        groups.setdefault(result.group_id, []).append(result)
+    for members in groups.values():
+        assert len(members) == members[0].peers_count, "a member of a group is missing"
+        assert same_bits(members)
+    assert max(swarm.ended[p] - swarm.began[p] for p in swarm.ended) < 22.0
+
+
+async def test_peers_of_another_schema_are_named(autojump_clock: MockClock) -> None:
+    swarm = Swarm()
+    async with simulated_peers(MemoryNetwork(latency=LAN), 3) as peers, trio.open_nursery() as nursery:
+        for index, peer in enumerate(peers):
+            tensors = [torch.ones(3)] * (2 if index else 1)
+            how = config(group_size=2)
+            nursery.start_soon(partial(swarm.step_once, peer, index, how, tensors=tensors))
+    result = swarm.results[peers[0].id]
+    assert isinstance(result, p2pavg.NoPeers)
+    assert "2 peers of this run average 2 tensors, you have 1" in result.reason
+
+
+async def test_what_is_accumulated_during_a_round_belongs_to_the_next(autojump_clock: MockClock) -> None:
+    async with simulated_peers(MemoryNetwork(latency=LAN), 2) as peers:
+
+        async def twice(peer: Peer, found: list[float]) -> None:
+            async with peer.averager(config(group_size=2)) as averager:
+                averager.accumulate([torch.ones(4)])
+                assert isinstance(await averager.step(wait=0), p2pavg.InProgress)
+                averager.accumulate([torch.full((4,), 5.0)], weight=3.0)
+                for _ in range(2):
+                    result = await averager.step(wait=None)
+                    found.append(float(tensors_of(result)[0][0]))
+
+        found: list[list[float]] = [[], []]
+        async with trio.open_nursery() as nursery:
+            for peer, mine in zip(peers, found, strict=True):
+                nursery.start_soon(twice, peer, mine)
+        assert found == [[1.0, 5.0], [1.0, 5.0]]
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.002, 0.004, 0.008, 0.015, 0.03, 0.06])
+async def test_a_member_that_crashes_costs_the_round_only(autojump_clock: MockClock, seconds: float) -> None:
+    """Survivors fail and name it, or succeed rightly; what they had stays; the next step succeeds without it."""
+    network = MemoryNetwork(latency=(0.002, 0.006), bandwidth=2e6)
+    how = config(group_size=3, min_group_size=2)
+    results: dict[str, list[p2pavg.RoundResult]] = {}
+
+    async def survive(peer: Peer, index: int) -> None:
+        async with peer.averager(how) as averager:
+            averager.accumulate([values(index, 20_000)], weight=2.0)
+            results[peer.id] = [await averager.step(wait=None)]
+            if isinstance(results[peer.id][0], p2pavg.Success):
+                assert averager.weight == 0
+                return
+            assert averager.weight == 2.0
+            assert isinstance(averager.accumulated, list)
+            torch.testing.assert_close(averager.accumulated[0], values(index, 20_000))
+            results[peer.id].append(await averager.step(wait=None))
+
+    async with simulated_peers(network, 3) as peers:
+        victim, *survivors = peers
+
+        async def die() -> None:
+            with trio.CancelScope() as scope:
+                async with victim.averager(how) as averager:
+                    averager.accumulate([values(0, 20_000)], weight=2.0)
+                    with trio.move_on_after(9.0) as limit:
+                        while (
+                            not averager._round or averager._round._roster is None
+                        ):  # until the group stands
+                            if not averager._round:
+                                await averager.step(wait=0)
+                            await trio.sleep(0.0005)
+                    assert not limit.cancelled_caught
+                    await trio.sleep(seconds)
+                    network.crash(victim.id)
+                    scope.cancel()
+
+        async with trio.open_nursery() as nursery:
+            for index, peer in enumerate(survivors):
+                nursery.start_soon(survive, peer, index + 1)
+            await die()
+    for first, *second in results.values():
+        if isinstance(first, p2pavg.Success):
+            expected = mean(range(3), 20_000)
+            assert set(first.peers) == {peer.id for peer in peers}
+            torch.testing.assert_close(tensors_of(first)[0], expected.float(), rtol=1e-5, atol=1e-6)
+        else:
+            assert isinstance(first, p2pavg.Failed)
+            assert victim.id in first.reason
+            assert second
+    if all(isinstance(found[0], p2pavg.Failed) for found in results.values()):
+        for _, again in results.values():
+            assert isinstance(again, p2pavg.Success)
+            assert set(again.peers) == {peer.id for peer in survivors}
+
+
+async def test_a_silent_member_ends_the_round_at_its_timeout(autojump_clock: MockClock) -> None:
+    network = MemoryNetwork(latency=LAN, bandwidth=1e6)
+    how = config(group_size=3, exchange_timeout=15.0)
+    swarm = Swarm()
+    async with simulated_peers(network, 3) as peers:
+
+        async def freeze() -> None:
+            async with peers[0].averager(how) as averager:
+                averager.accumulate([values(0, 50_000)])
+                await until_exchanging(averager)
+                network.stop(peers[0].id)
+                await trio.sleep(30.0)
+
+        with trio.move_on_after(60.0):
+            async with trio.open_nursery() as nursery:
+                for index, peer in enumerate(peers[1:]):
+                    nursery.start_soon(
+                        partial(swarm.step_once, peer, index, how, tensors=[values(index, 50_000)])
+                    )
+                nursery.start_soon(freeze)
+    for peer in peers[1:]:
+        result = swarm.results[peer.id]
+        assert isinstance(result, p2pavg.Failed)
+        assert peers[0].id in result.reason
+        assert swarm.ended[peer.id] - swarm.began[peer.id] < 16.5

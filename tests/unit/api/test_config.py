@@ -1,0 +1,103 @@
+"""AveragingConfig refuses what is out of range, by name, and never changes."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+
+import p2pavg
+from p2pavg import AveragingConfig, ConfigError
+
+REFUSED: list[tuple[str, object]] = [
+    ("run_id", ""),
+    ("run_id", "r" * 129),
+    ("run_id", None),
+    ("run_id", b"run"),
+    ("run_id", "half a \ud800 character"),
+    *[
+        (name, value)
+        for name in ("group_size", "min_group_size")
+        for value in (-1, 0, 1, 65, 2.0, "4", None, True)
+    ],
+    *[
+        (name, value)
+        for name in ("match_timeout", "exchange_timeout", "bandwidth")
+        for value in (0, -1.0, math.nan, math.inf, -math.inf, 10**400, "30", None, True)
+    ],
+    ("match_timeout", 3600.1),
+    ("exchange_timeout", 3600.1),
+    ("bandwidth", 1e6 + 1),
+    *[
+        ("compression", value)
+        for value in ("gzip", "", "int8:100", "blockwise8:0", "fp32:64", 8, b"fp32", p2pavg.Fp32)
+    ],
+]
+
+
+@pytest.mark.parametrize(("name", "value"), REFUSED, ids=lambda value: repr(value)[:30])
+def test_what_is_out_of_range_is_refused_by_name(name: str, value: object) -> None:
+    arguments: dict[str, Any] = {"run_id": "run", name: value}
+    with pytest.raises(ConfigError, match=rf"^{name}\b"):
+        AveragingConfig(**arguments)
+
+
+def test_a_group_cannot_be_smaller_than_its_least() -> None:
+    with pytest.raises(ConfigError, match=r"^min_group_size must be a whole number from 2 to 3, got 4"):
+        AveragingConfig(run_id="run", group_size=3, min_group_size=4)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("run_id", "r" * 128),
+        ("run_id", "übung 1"),
+        ("group_size", 2),
+        ("group_size", 64),
+        ("min_group_size", 4),
+        ("match_timeout", 3600),
+        ("match_timeout", 1e-3),
+        ("exchange_timeout", 3600.0),
+        ("bandwidth", 1e6),
+    ],
+)
+def test_the_ends_of_the_ranges_are_allowed(name: str, value: object) -> None:
+    arguments: dict[str, Any] = {"run_id": "run", name: value}
+    assert getattr(AveragingConfig(**arguments), name) == value
+
+
+@pytest.mark.parametrize(
+    ("compression", "codec"),
+    [
+        (None, p2pavg.Fp32()),
+        ("fp32", p2pavg.Fp32()),
+        ("fp16", p2pavg.Fp16()),
+        ("bf16", p2pavg.Bf16()),
+        ("int8", p2pavg.Int8()),
+        ("int8:128", p2pavg.Int8(block_size=128)),
+        ("blockwise8", p2pavg.Blockwise8(block_size=64)),
+        ("blockwise8:256", p2pavg.Blockwise8(block_size=256)),
+        (p2pavg.Blockwise8(block_size=128), p2pavg.Blockwise8(block_size=128)),
+    ],
+)
+def test_a_codec_by_name_or_as_an_object(compression: str | p2pavg.Codec | None, codec: p2pavg.Codec) -> None:
+    assert AveragingConfig(run_id="run", compression=compression).codec == codec
+
+
+def test_an_unknown_codec_is_answered_with_the_known_ones() -> None:
+    with pytest.raises(
+        ConfigError, match=r"unknown codec 'zip'; known are fp32, fp16, bf16, int8.*blockwise8"
+    ):
+        AveragingConfig(run_id="run", compression="zip")
+
+
+def test_it_never_changes() -> None:
+    config = AveragingConfig(run_id="run")
+    for field in dataclasses.fields(config):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(config, field.name, getattr(config, field.name))
+    assert not hasattr(config, "__dict__")
+    assert config == AveragingConfig(run_id="run")
+    assert hash(config) == hash(AveragingConfig(run_id="run"))

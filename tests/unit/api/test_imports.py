@@ -1,0 +1,59 @@
+"""What an import costs and says, and which names the distribution takes."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+HEAVY = ("bitsandbytes", "libp2p", "matplotlib")
+
+IMPORT_EVERYTHING = """
+import importlib, pkgutil
+import p2pavg, p2pavg_compression, p2pavg_dht
+names = [
+    module.name
+    for package in (p2pavg, p2pavg_compression, p2pavg_dht)
+    for module in pkgutil.walk_packages(package.__path__, package.__name__ + ".")
+]
+assert len(names) > 50, names
+for name in names:
+    importlib.import_module(name)
+"""
+
+
+def python(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+def test_importing_the_package_leaves_what_is_slow_alone() -> None:
+    done = python(f"import p2pavg, sys; print([name for name in {HEAVY} if name in sys.modules])")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "[]\n", "")
+
+
+def test_no_module_says_or_warns_anything_when_imported() -> None:
+    done = python(IMPORT_EVERYTHING)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize("name", ["compression", "dht"])
+def test_the_source_roots_are_not_packages(name: str) -> None:
+    """A package called ``compression`` would hide the standard library's own (PEP 784)."""
+    found = importlib.util.find_spec(name)
+    # From a checkout a folder is seen as a namespace, which hides nothing: any real package goes before it.
+    assert found is None or (found.origin is None and found.loader is None)
+    assert not (ROOT / name / "__init__.py").exists()
+
+
+def test_the_distribution_takes_three_names() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    packages = project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
+    assert packages == ["p2pavg", "compression/p2pavg_compression", "dht/p2pavg_dht"]
+    assert all((ROOT / package / "__init__.py").exists() for package in packages)

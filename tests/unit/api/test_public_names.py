@@ -1,0 +1,195 @@
+"""The public surface, word for word: changing it is a decision, and this file is where it is taken."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import p2pavg
+from p2pavg import blocking
+
+NAMES = [
+    "AccumulateError",
+    "AddressError",
+    "AveragingConfig",
+    "Bf16",
+    "Blockwise8",
+    "BootstrapError",
+    "ClosedError",
+    "Codec",
+    "CodecError",
+    "ConfigError",
+    "DecentralizedAverager",
+    "Failed",
+    "Fp16",
+    "Fp32",
+    "IdentityError",
+    "InProgress",
+    "Int8",
+    "ListenError",
+    "NoPeers",
+    "P2PAvgError",
+    "Peer",
+    "RoundResult",
+    "Success",
+    "Tensors",
+    "blocking",
+    "open_peer",
+]
+
+ACCUMULATE = "(self, tensors: 'Given', *, weight: 'float' = 1.0) -> 'None'"
+STEP = "(self, *, wait: 'float | None') -> 'RoundResult'"
+
+SIGNATURES: list[tuple[Callable[..., Any], str]] = [
+    (
+        p2pavg.open_peer,
+        "(*, listen: 'Sequence[str]' = ('/ip4/0.0.0.0/tcp/0',), bootstrap: 'Sequence[str]' = (), "
+        "identity: 'str | os.PathLike[str] | None' = None) -> 'AsyncIterator[Peer]'",
+    ),
+    (
+        blocking.open_averager,
+        "(config: 'AveragingConfig', *, bootstrap: 'Sequence[str]' = (), "
+        "listen: 'Sequence[str]' = ('/ip4/0.0.0.0/tcp/0',), "
+        "identity: 'str | os.PathLike[str] | None' = None) -> 'Iterator[Averager]'",
+    ),
+    (p2pavg.Peer.averager, "(self, config: 'AveragingConfig') -> 'AsyncIterator[DecentralizedAverager]'"),
+    (p2pavg.DecentralizedAverager.accumulate, ACCUMULATE),
+    (p2pavg.DecentralizedAverager.step, STEP),
+    (p2pavg.DecentralizedAverager.clear, "(self) -> 'None'"),
+    (p2pavg.DecentralizedAverager.aclose, "(self) -> 'None'"),
+    (blocking.Averager.accumulate, ACCUMULATE),
+    (blocking.Averager.step, STEP),
+    (blocking.Averager.clear, "(self) -> 'None'"),
+]
+
+REQUIRED = dataclasses.MISSING
+
+FIELDS: list[tuple[type, list[tuple[str, str, object]]]] = [
+    (
+        p2pavg.AveragingConfig,
+        [
+            ("run_id", "str", REQUIRED),
+            ("group_size", "int", 4),
+            ("min_group_size", "int", 2),
+            ("match_timeout", "float", 30.0),
+            ("exchange_timeout", "float", 60.0),
+            ("compression", "str | Codec | None", "blockwise8"),
+            ("bandwidth", "float", 100.0),
+        ],
+    ),
+    (
+        p2pavg.Success,
+        [
+            ("averaged", "Tensors", REQUIRED),
+            ("peers", "tuple[str, ...]", REQUIRED),
+            ("weights", "Mapping[str, float]", REQUIRED),
+            ("total_weight", "float", REQUIRED),
+            ("compression_ratio", "float", REQUIRED),
+            ("bytes_sent", "int", REQUIRED),
+            ("bytes_received", "int", REQUIRED),
+            ("duration", "float", REQUIRED),
+            ("exchange_duration", "float", REQUIRED),
+            ("group_id", "str", REQUIRED),
+            ("auxiliaries", "tuple[str, ...]", ()),
+        ],
+    ),
+    (
+        p2pavg.InProgress,
+        [("ready_peers", "int", REQUIRED), ("target_size", "int", REQUIRED), ("reason", "str", "")],
+    ),
+    (p2pavg.NoPeers, [("reason", "str", "no other peer is ready")]),
+    (p2pavg.Failed, [("reason", "str", REQUIRED), ("peer", "str | None", None)]),
+]
+
+ERRORS: list[tuple[type[Exception], type[Exception]]] = [
+    (p2pavg.AccumulateError, ValueError),
+    (p2pavg.AddressError, ValueError),
+    (p2pavg.BootstrapError, OSError),
+    (p2pavg.ClosedError, RuntimeError),
+    (p2pavg.ConfigError, ValueError),
+    (p2pavg.IdentityError, ValueError),
+    (p2pavg.ListenError, OSError),
+]
+
+
+def public_names(of: type) -> dict[str, str]:
+    return {
+        name: "property" if isinstance(value, property) else "method"
+        for name, value in vars(of).items()
+        if not name.startswith("_")
+    }
+
+
+def test_the_names_of_the_package() -> None:
+    assert p2pavg.__all__ == NAMES
+    assert all(hasattr(p2pavg, name) for name in NAMES)
+    assert all(getattr(p2pavg, name).__doc__ for name in NAMES if name not in ("RoundResult", "Tensors"))
+
+
+@pytest.mark.parametrize(
+    ("function", "signature"), SIGNATURES, ids=lambda value: getattr(value, "__qualname__", "")
+)
+def test_signatures(function: Callable[..., Any], signature: str) -> None:
+    assert str(inspect.signature(function)) == signature
+
+
+def test_both_averagers_offer_the_same() -> None:
+    common = {
+        "peer_id": "property",
+        "addresses": "property",
+        "accumulate": "method",
+        "accumulated": "property",
+        "weight": "property",
+        "clear": "method",
+        "step": "method",
+    }
+    assert public_names(p2pavg.DecentralizedAverager) == common | {"aclose": "method"}
+    assert public_names(blocking.Averager) == common | {"config": "property"}
+
+
+def test_a_peer_says_who_and_where_it_is() -> None:
+    assert public_names(p2pavg.Peer) == {
+        "id": "property",
+        "addresses": "property",
+        "averager": "method",
+        "start": "method",
+        "join": "method",
+        "aclose": "method",
+    }
+
+
+@pytest.mark.parametrize(("of", "fields"), FIELDS, ids=lambda value: getattr(value, "__name__", ""))
+def test_fields(of: Any, fields: list[tuple[str, str, object]]) -> None:
+    assert [(field.name, field.type, field.default) for field in dataclasses.fields(of)] == fields
+    parameters = inspect.signature(of).parameters.values()
+    assert {parameter.kind for parameter in parameters} == {inspect.Parameter.KEYWORD_ONLY}
+    assert of.__dataclass_params__.frozen
+
+
+def test_a_success_counts_its_peers() -> None:
+    success = p2pavg.Success(
+        averaged=[],
+        peers=("a", "b"),
+        weights={"a": 1.0, "b": 2.0},
+        total_weight=3.0,
+        compression_ratio=1.0,
+        bytes_sent=1,
+        bytes_received=1,
+        duration=1.0,
+        exchange_duration=0.5,
+        group_id="00",
+        auxiliaries=("c",),
+    )
+    assert success.peers_count == 2
+
+
+@pytest.mark.parametrize(("error", "also"), ERRORS, ids=lambda value: value.__name__)
+def test_errors_are_caught_by_their_family_and_by_the_builtin(
+    error: type[Exception], also: type[Exception]
+) -> None:
+    assert issubclass(error, p2pavg.P2PAvgError)
+    assert issubclass(error, also)

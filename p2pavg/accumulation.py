@@ -179,6 +179,8 @@ class Accumulation:
             if self._schema is None:
                 self._schema = schema
             if self._sum is None:
+                self._sum, self._spare = self._spare, None
+            if self._sum is None:
                 self._sum = torch.zeros(schema.elements, dtype=torch.float32, device=schema.device)
             # Running mean instead of a sum: it never leaves the values' own range, whatever the weights.
             share = weight / (self._weight + weight)

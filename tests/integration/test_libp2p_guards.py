@@ -64,8 +64,15 @@ _seeds = iter(number.to_bytes(32, "big") for number in range(1, 100_000))
 @pytest.fixture(autouse=True)
 async def watchdog() -> AsyncIterator[None]:
     """A guard that is missing shows as waiting for ever."""
-    with trio.fail_after(30.0):
+
+    async def bark() -> None:
+        await trio.sleep(30.0)
+        raise trio.TooSlowError("the test waited for 30 s")
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(bark)
         yield
+        nursery.cancel_scope.cancel()
 
 
 @asynccontextmanager
@@ -186,13 +193,17 @@ async def raw_peer(host: Transport) -> AsyncIterator[RawPeer]:
         yield RawPeer(tcp, secured, str(ID.from_pubkey(keys.public_key)))
 
 
+async def hold(_: Stream) -> None:
+    await trio.sleep_forever()
+
+
 async def flood(stream: Stream) -> None:
     await stream.send_all(bytes(256 * 1024 * 1024))
 
 
 @asynccontextmanager
 async def host_that_cannot_write(stranger_id: int = 1) -> AsyncIterator[tuple[Libp2pTransport, RawPeer]]:
-    """A host whose socket to a stranger is full: it floods a stream with a huge window, and the stranger reads nothing."""
+    """A host whose socket to a stranger is full: it floods a huge window, and the stranger reads nothing."""
     async with open_host() as host:
         host.serve(FLOOD, flood)
         async with raw_peer(host) as stranger:
@@ -305,7 +316,7 @@ async def test_a_sender_that_ignores_its_window_loses_the_stream(
     monkeypatch.setattr(guards, "MAX_STREAM_BYTES", 300_000)
     monkeypatch.setattr(guards, "MAX_CONNECTION_BYTES", 1_000_000)
     async with open_host() as host, raw_peer(host) as stranger:
-        host.serve(HELD, lambda _: trio.sleep_forever())
+        host.serve(HELD, hold)
         await stranger.open(1, HELD)
         for _ in range(20):
             await stranger.send_data(1, bytes(60_000))
@@ -327,7 +338,7 @@ async def test_a_sender_that_ignores_its_window_loses_the_stream(
 
 async def test_more_inbound_streams_than_allowed_are_reset() -> None:
     async with open_host() as host, raw_peer(host) as stranger:
-        host.serve(HELD, lambda _: trio.sleep_forever())
+        host.serve(HELD, hold)
         for number in range(guards.MAX_INBOUND_STREAMS):
             await stranger.open(2 * number + 1, HELD)
         one_more = 2 * guards.MAX_INBOUND_STREAMS + 1
@@ -381,28 +392,29 @@ async def test_a_reset_stream_leaves_nothing_unread_behind() -> None:
             assert not near.stream_events
 
 
-async def test_a_stream_that_the_other_side_resets_is_forgotten() -> None:
+@pytest.mark.parametrize("end", ["aclose", "reset"])
+async def test_a_stream_that_the_other_side_resets_is_forgotten(end: str) -> None:
     """With bytes unread, and whether it is then closed or reset here."""
     async with open_host() as host, raw_peer(host) as stranger:
-        for number, end in ((1, "aclose"), (3, "reset")):
-            gone = trio.Event()
+        began, was_reset, gone = trio.Event(), trio.Event(), trio.Event()
 
-            async def close(stream: Stream, end: str = end, gone: trio.Event = gone) -> None:
-                await stream.receive_some(1)
-                await stranger.write(TYPE_WINDOW_UPDATE, FLAG_RST, number, 0)  # noqa: B023 - it runs now
-                await eventually(
-                    lambda: not streams or all(found.reset_received for found in streams.values())
-                )
-                await getattr(stream, end)()
-                gone.set()
+        async def close(stream: Stream) -> None:
+            await stream.receive_some(1)
+            began.set()
+            await was_reset.wait()
+            await getattr(stream, end)()
+            gone.set()
 
-            host.serve(HELD, close)
-            await eventually(lambda: host.is_connected(stranger.peer_id))
-            streams = connection_of(host, stranger.peer_id).streams
-            await stranger.open(number, HELD)
-            await stranger.send_data(number, b"never read")
-            await gone.wait()
-            await eventually(lambda: not streams)
+        host.serve(HELD, close)
+        await stranger.open(1, HELD)
+        await stranger.send_data(1, b"never read")
+        await began.wait()
+        muxed = connection_of(host, stranger.peer_id)
+        await stranger.write(TYPE_WINDOW_UPDATE, FLAG_RST, 1, 0)
+        await eventually(lambda: muxed.streams[1].reset_received)
+        was_reset.set()
+        await gone.wait()
+        await eventually(lambda: not muxed.streams and not muxed.stream_buffers)
 
 
 # -- one side that does not read

@@ -1,0 +1,147 @@
+"""Measures, with real processes on this machine, what is promised of four peers, and prints a table.
+
+scripts/measure            everything, about ten minutes
+scripts/measure cold kill  only some: cold, group, kill, soak
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from p2pavg.testing import LocalSwarm
+
+WORK = "tests.integration.swarm_work:"
+PEERS = 4
+
+
+def swarm(work: str, **arguments: Any) -> LocalSwarm:
+    return LocalSwarm(WORK + work, peers=PEERS, arguments={"count": PEERS, **arguments})
+
+
+def spread(values: list[float]) -> str:
+    ordered = sorted(values)
+    return f"median {statistics.median(ordered):.2f} s, {ordered[0]:.2f} to {ordered[-1]:.2f}"
+
+
+def cold(repeats: int = 7) -> list[tuple[str, str]]:
+    """From the start of the first process to the last of the first successes, imports included."""
+    seconds = []
+    for _ in range(repeats):
+        began = time.time()
+        config = {"group_size": PEERS, "min_group_size": PEERS}
+        with swarm("average_once", elements=1_000_000, config=config) as found:
+            found.start()
+            ends = [list(process.events(60.0))[-1] for process in found.processes]
+        assert all(end["result"] == "Success" for end in ends), ends
+        seconds.append(max(end["at"] for end in ends) - began)
+    return [("start of four processes to the first Success on all, 1 M elements", spread(seconds))]
+
+
+def group(rounds: int = 40) -> list[tuple[str, str]]:
+    """From the moment the last peer is ready to the commit: the shortest of a group's members."""
+    config = {"group_size": PEERS, "min_group_size": PEERS}
+    with swarm("rounds", elements=1_000, rounds=rounds, config=config) as found:
+        found.start()
+        events = [event for process in found.processes for event in process.events(300.0)]
+    times: dict[str, list[float]] = {}
+    for event in events:
+        assert event["result"] == "Success", event
+        times.setdefault(event["group_id"], []).append(event["to_group"])
+    waits = sorted(min(members) for members in times.values())
+    quantile = waits[int(0.95 * len(waits))]
+    text = f"median {statistics.median(waits):.3f} s, 95th percentile {quantile:.3f} s, {len(waits)} rounds"
+    return [("last peer ready to the group's commit", text)]
+
+
+def kill(repeats: int = 10) -> list[tuple[str, str]]:
+    """SIGKILL of one at a random moment of a round: every survivor's results, checked."""
+    tally: dict[str, int] = {}
+    longest = 0.0
+    for seed in range(repeats):
+        config = {"group_size": PEERS, "min_group_size": 2, "match_timeout": 5.0, "compression": None}
+        arguments = {"elements": 4_000_000, "steps": 3, "victim": 3, "config": config}
+        with swarm("survive", **arguments) as found:
+            found.start()
+            victim = found.processes[3]
+            while "untouched" not in victim.event(60.0):
+                pass
+            victim.event(60.0)  # its second round begins
+            time.sleep(random.Random(seed).uniform(0.0, 0.8))
+            victim.kill()
+            killed = time.monotonic()
+            for process in found.processes[:3]:
+                results = [event for event in process.events(60.0) if "result" in event]
+                check_survivor(results, victim.peer_id)
+                for event in results[1:2]:
+                    tally[event["result"]] = tally.get(event["result"], 0) + 1
+            longest = max(longest, time.monotonic() - killed)
+    counts = ", ".join(f"{count} {name}" for name, count in sorted(tally.items()))
+    return [
+        (f"SIGKILL of one of four, {repeats} random moments: survivors' result of that round", counts),
+        (
+            "longest from the kill to the end of the survivors' next round",
+            f"{longest:.1f} s (match timeout 5 s)",
+        ),
+    ]
+
+
+def check_survivor(results: list[dict[str, Any]], victim: str) -> None:
+    assert len(results) == 3, results
+    for event in results:
+        assert event["untouched"], event
+        assert event["result"] != "Success" or event["error"] < 1e-6, event
+        assert event["result"] != "Failed" or victim in event["reason"], event
+    assert results[-1]["result"] == "Success", results
+
+
+def soak(rounds: int = 200) -> list[tuple[str, str]]:
+    """Two hundred rounds in a row, and what a process holds after the tenth and after the last."""
+    config = {"group_size": PEERS, "min_group_size": PEERS}
+    with swarm("soak", elements=1_000_000, rounds=rounds, config=config) as found:
+        found.start()
+        reports = [list(process.events(600.0)) for process in found.processes]
+    rows = []
+    for index, events in enumerate(reports):
+        assert [event["round"] for event in events] == [9, rounds - 1], events
+        early, late = events
+        text = (
+            f"memory {early['rss'] / 1e6:.0f} -> {late['rss'] / 1e6:.0f} MB, "
+            f"files {early['files']} -> {late['files']}, threads {early['threads']} -> {late['threads']}"
+        )
+        rows.append(
+            (f"{rounds} rounds of 1 M elements, no failure; peer {index} after the 10th -> last", text)
+        )
+    return rows
+
+
+PARTS: dict[str, Callable[[], list[tuple[str, str]]]] = {
+    "cold": cold,
+    "group": group,
+    "kill": kill,
+    "soak": soak,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("parts", nargs="*", choices=[[], *PARTS], default=[])
+    chosen = parser.parse_args().parts or list(PARTS)
+    table = Table("what", "measured", title="four peer processes on localhost")
+    for name in chosen:
+        for row in PARTS[name]():
+            table.add_row(*row)
+    Console(width=150).print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""What the processes of the swarm tests do."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import resource
+import time
+
+import psutil
+import torch
+
+import p2pavg
+from p2pavg.testing.swarm import Member
+
+
+def values(index: int, elements: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(elements, generator=torch.Generator().manual_seed(1_000 * seed + index))
+
+
+def configure(member: Member) -> p2pavg.AveragingConfig:
+    torch.set_num_threads(1)
+    defaults = {"run_id": "swarm", "match_timeout": 20.0, "exchange_timeout": 20.0}
+    return p2pavg.AveragingConfig(**{**defaults, **member.arguments.get("config", {})})
+
+
+def describe(result: p2pavg.RoundResult, exact: torch.Tensor) -> dict[str, object]:
+    """A result as JSON carries it; the average by its digest and its distance from the exact one."""
+    if not isinstance(result, p2pavg.Success):
+        return {"result": type(result).__name__, "reason": result.reason}
+    assert isinstance(result.averaged, list)
+    averaged = torch.cat([tensor.reshape(-1).double() for tensor in result.averaged])
+    bits = b"".join(tensor.numpy().tobytes() for tensor in result.averaged)
+    return {
+        "result": "Success",
+        "peers": sorted(result.peers),
+        "total_weight": result.total_weight,
+        "group_id": result.group_id,
+        "digest": hashlib.sha256(bits).hexdigest(),
+        "error": float((averaged - exact).norm() / exact.norm()),
+        "ratio": result.compression_ratio,
+        "duration": result.duration,
+        "exchange_duration": result.exchange_duration,
+    }
+
+
+def exact_mean(count: int, elements: int, weights: list[float], seed: int = 0) -> torch.Tensor:
+    total = torch.zeros(elements, dtype=torch.float64)
+    for index in range(count):
+        total += weights[index] * values(index, elements, seed).double()
+    return total / sum(weights)
+
+
+def average_once(member: Member) -> None:
+    """One round of everybody, each with its own values and weight."""
+    count, elements = member.arguments["count"], member.arguments["elements"]
+    weights = member.arguments.get("weights") or [1.0] * count
+    with member.averager(configure(member)) as averager:
+        averager.accumulate([values(member.index, elements)], weight=weights[member.index])
+        result = averager.step(wait=None)
+        while isinstance(result, p2pavg.InProgress):
+            result = averager.step(wait=None)
+        member.report(at=time.time(), **describe(result, exact_mean(count, elements, weights)))
+
+
+def survive(member: Member) -> None:
+    """Rounds until two in a row have succeeded in the same group size, with what was accumulated after each."""
+    count, elements = member.arguments["count"], member.arguments["elements"]
+    weights = [1.0] * count
+    mine = values(member.index, elements)
+    with member.averager(configure(member)) as averager:
+        for step in range(member.arguments["steps"]):
+            if averager.weight == 0:
+                averager.accumulate([mine])
+            member.report(step=step)
+            result = averager.step(wait=None)
+            untouched = averager.weight == 0
+            if not isinstance(result, p2pavg.Success):
+                assert isinstance(averager.accumulated, list)
+                untouched = averager.weight == 1.0 and torch.allclose(averager.accumulated[0], mine)
+            alive = [i for i in range(count) if i != member.arguments.get("victim")]
+            full = exact_mean(count, elements, weights)
+            exact = full
+            if isinstance(result, p2pavg.Success) and result.peers_count < count:
+                total = sum((values(i, elements).double() for i in alive), torch.zeros(elements).double())
+                exact = total / len(alive)
+            member.report(untouched=untouched, **describe(result, exact))
+
+
+def soak(member: Member) -> None:
+    """Many rounds, and what the process holds after the tenth and at the end."""
+    count, elements, rounds = (member.arguments[name] for name in ("count", "elements", "rounds"))
+    process = psutil.Process()
+    with member.averager(configure(member)) as averager:
+        for number in range(rounds):
+            averager.accumulate([values(member.index, elements, number % 3)])
+            result = averager.step(wait=None)
+            if number in (9, rounds - 1) or not isinstance(result, p2pavg.Success):
+                exact = exact_mean(count, elements, [1.0] * count, number % 3)
+                held = {
+                    "rss": process.memory_info().rss,
+                    "files": process.num_fds(),
+                    "threads": process.num_threads(),
+                    "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+                }
+                member.report(round=number, pid=os.getpid(), **held, **describe(result, exact))
+
+
+def lone(member: Member) -> None:
+    """A step with nobody there."""
+    with member.averager(configure(member)) as averager:
+        averager.accumulate([torch.ones(3)])
+        began = time.monotonic()
+        result = averager.step(wait=None)
+        member.report(result=type(result).__name__, seconds=time.monotonic() - began)
+
+
+def rounds(member: Member) -> None:
+    """Rounds whose members become ready at different moments, with how long each took to find its group."""
+    pauses = random.Random(member.index)
+    mine = values(member.index, member.arguments["elements"])
+    with member.averager(configure(member)) as averager:
+        for number in range(member.arguments["rounds"]):
+            time.sleep(pauses.uniform(0.0, 0.2))
+            averager.accumulate([mine])
+            result = averager.step(wait=None)
+            found = {"round": number, "result": type(result).__name__}
+            if isinstance(result, p2pavg.Success):
+                found |= {
+                    "group_id": result.group_id,
+                    "peers": result.peers_count,
+                    "to_group": result.duration - result.exchange_duration,
+                    "exchange": result.exchange_duration,
+                }
+            member.report(**found)

@@ -1,0 +1,88 @@
+"""Real processes, real connections: what is promised of a round."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from p2pavg.testing import LocalSwarm
+
+WORK = "tests.integration.swarm_work:"
+
+
+def run(work: str, peers: int, timeout: float = 90.0, **arguments: Any) -> list[list[dict[str, Any]]]:
+    """What each process reported after its address."""
+    with LocalSwarm(WORK + work, peers=peers, arguments={"count": peers, **arguments}) as swarm:
+        swarm.start()
+        return [list(process.events(timeout)) for process in swarm.processes]
+
+
+@pytest.mark.parametrize(
+    ("compression", "bound"), [(None, 1e-6), ("blockwise8", 0.015)], ids=["fp32", "blockwise8"]
+)
+@pytest.mark.parametrize(
+    "weights", [None, [1.0, 2.5, 3.0, 0.5], [1000.0, 1.0, 1.0, 1.0]], ids=["equal", "unequal", "thousandfold"]
+)
+def test_four_processes_end_with_the_weighted_mean_and_the_same_bits(
+    compression: str | None, bound: float, weights: list[float] | None
+) -> None:
+    config = {"group_size": 4, "min_group_size": 4, "compression": compression}
+    reports = run("average_once", 4, elements=300_000, weights=weights, config=config)
+    results = [events[-1] for events in reports]
+    assert [result["result"] for result in results] == ["Success"] * 4, results
+    assert len({result["digest"] for result in results}) == 1
+    assert len({tuple(result["peers"]) for result in results}) == 1
+    assert all(result["error"] <= bound for result in results), results
+    assert all(result["total_weight"] == sum(weights or [1.0] * 4) for result in results)
+
+
+def test_two_groups_of_four_out_of_eight_processes() -> None:
+    config = {"group_size": 4, "min_group_size": 4, "match_timeout": 40.0}
+    results = [events[-1] for events in run("average_once", 8, elements=5_000, config=config)]
+    assert [result["result"] for result in results] == ["Success"] * 8, results
+    groups = {result["group_id"]: result["peers"] for result in results}
+    assert sorted(map(len, groups.values())) == [4, 4]
+    assert len({peer for peers in groups.values() for peer in peers}) == 8
+
+
+@pytest.mark.parametrize("moment", ["at the commit", "in the exchange"])
+def test_a_killed_process_costs_the_others_one_round(moment: str) -> None:
+    arguments = {
+        "count": 4,
+        "elements": 4_000_000,
+        "steps": 3,
+        "victim": 3,
+        "config": {"group_size": 4, "min_group_size": 2, "match_timeout": 6.0, "compression": None},
+    }
+    with LocalSwarm(WORK + "survive", peers=4, arguments=arguments) as swarm:
+        swarm.start()
+        victim = swarm.processes[3]
+        while "untouched" not in victim.event(60.0):
+            pass  # a whole round first, so that all are warm
+        if moment == "in the exchange":
+            assert "step" in victim.event(60.0)
+        victim.kill()
+        survivors = [list(process.events(90.0)) for process in swarm.processes[:3]]
+    for events in survivors:
+        results = [event for event in events if "result" in event]
+        assert all(event["untouched"] for event in results), results
+        assert all(event["error"] < 1e-6 for event in results if event["result"] == "Success"), results
+        failed = [event for event in results if event["result"] == "Failed"]
+        assert all(victim.peer_id in event["reason"] for event in failed), failed
+        assert results[-1]["result"] == "Success", results
+        assert victim.peer_id not in results[-1]["peers"]
+
+
+def test_memory_and_files_do_not_grow_with_the_rounds() -> None:
+    config = {"group_size": 3, "min_group_size": 3, "match_timeout": 40.0}
+    for events in run("soak", 3, elements=100_000, rounds=40, config=config):
+        early, late = events
+        assert (early["round"], late["round"]) == (9, 39)
+        assert late["files"] <= early["files"] + 2, (early, late)
+        assert late["rss"] <= early["rss"] * 1.1 + 16e6, (early, late)
+
+
+def test_a_lone_process_gets_no_peers() -> None:
+    [[event]] = run("lone", 1, config={"match_timeout": 2.0})
+    assert event["result"] == "NoPeers"

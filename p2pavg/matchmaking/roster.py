@@ -160,7 +160,7 @@ class Roster:
             raise RemoteProtocolError("a roster of peers with different codecs")
         if len(self.shares) != len(ids) or any(share < 0 for share in self.shares):
             raise RemoteProtocolError("a roster whose shares do not fit its members")
-        if not math.isfinite(self.total_weight):
+        if not sum(member.weight for member in self.members) < math.inf:  # fsum raises
             raise RemoteProtocolError("a roster whose weights overflow")
 
     @property

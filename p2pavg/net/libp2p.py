@@ -398,7 +398,7 @@ def _new_host(seed: bytes) -> tuple[GuardedHost, GuardedSwarm]:
         upgrader,
         transports=[TCP()],
         retry_config=RetryConfig(max_retries=0),
-        # min_connections and low_watermark of 0: it must not dial on its own.
+        # min_connections of 0: every connection may be an inbound one.
         connection_config=ConnectionConfig(
             max_connections=MAX_CONNECTIONS,
             high_watermark=MAX_CONNECTIONS,

@@ -20,6 +20,7 @@ from libp2p.exceptions import ParseError
 from libp2p.host.basic_host import BasicHost
 from libp2p.io.abc import Reader, ReadWriteCloser
 from libp2p.io.exceptions import IncompleteReadError, IOException
+from libp2p.network.auto_connector import AutoConnector
 from libp2p.network.connection.exceptions import RawConnError
 from libp2p.network.connection.raw_connection import RawConnection
 from libp2p.network.connection.swarm_connection import SwarmConn
@@ -274,6 +275,13 @@ class GuardedMuxerMultistream(MuxerMultistream):
         return self._annotate_connection(muxed, conn, protocol)
 
 
+class _IdleConnector(AutoConnector):
+    """libp2p dials whomever it has an address of, up to the mean of its watermarks, also when the lower one is 0."""
+
+    async def maybe_connect(self) -> None:
+        """Who is dialled is for this library to say."""
+
+
 class GuardedSwarm(Swarm):
     """A swarm whose inbound connections give back what they took.
 
@@ -285,6 +293,10 @@ class GuardedSwarm(Swarm):
         super().__init__(*args, **kwargs)
         self.on_connection: Callable[[], None] = lambda: None
         """Called whenever there is one more connection."""
+
+    def _init_connection_management(self) -> None:
+        super()._init_connection_management()
+        self.auto_connector = _IdleConnector(self)
 
     async def add_conn(self, muxed_conn: IMuxedConn, direction: str = "unknown") -> SwarmConn:
         connection = await super().add_conn(muxed_conn, direction)

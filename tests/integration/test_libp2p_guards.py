@@ -96,7 +96,7 @@ async def assert_serves_strangers(host: Transport) -> None:
 
 async def eventually(condition: Callable[[], bool]) -> None:
     """For what no event announces; the watchdog bounds it."""
-    while not condition():  # noqa: ASYNC110 - there is no event to wait for
+    while not condition():
         await trio.sleep(0.005)
 
 
@@ -145,7 +145,7 @@ class RawPeer:
 
     async def _read_exactly(self, count: int) -> bytes:
         while len(self._unread) < count:
-            chunk = await self._secured.read(65536)
+            chunk = await self._secured.read()
             if not chunk:
                 raise EOFError
             self._unread += chunk
@@ -201,16 +201,22 @@ async def flood(stream: Stream) -> None:
     await stream.send_all(bytes(256 * 1024 * 1024))
 
 
+async def until_it_cannot_write(host: Libp2pTransport, stranger: RawPeer) -> None:
+    await eventually(lambda: host.is_connected(stranger.peer_id))
+    lock = connection_of(host, stranger.peer_id)._write_lock
+    await eventually(lock.locked)
+    await wait_all_tasks_blocked(0.05)
+    assert lock.locked()
+
+
 @asynccontextmanager
-async def host_that_cannot_write(stranger_id: int = 1) -> AsyncIterator[tuple[Libp2pTransport, RawPeer]]:
+async def host_that_cannot_write() -> AsyncIterator[tuple[Libp2pTransport, RawPeer]]:
     """A host whose socket to a stranger is full: it floods a huge window, and the stranger reads nothing."""
     async with open_host() as host:
         host.serve(FLOOD, flood)
         async with raw_peer(host) as stranger:
-            await stranger.open(stranger_id, FLOOD, window=HUGE_WINDOW)
-            await eventually(lambda: connection_of(host, stranger.peer_id)._write_lock.locked())
-            await wait_all_tasks_blocked(0.05)
-            assert connection_of(host, stranger.peer_id)._write_lock.locked()
+            await stranger.open(1, FLOOD, window=HUGE_WINDOW)
+            await until_it_cannot_write(host, stranger)
             yield host, stranger
 
 
@@ -274,7 +280,7 @@ async def test_a_server_that_answers_garbage_is_unreachable() -> None:
         await tcp.receive_some(1000)
 
     async with open_host() as host, trio.open_nursery() as nursery:
-        listeners = await nursery.start(trio.serve_tcp, answer, 0)  # type: ignore[arg-type]
+        listeners = await nursery.start(trio.serve_tcp, answer, 0)
         port = listeners[0].socket.getsockname()[1]
         stranger = Ed25519Signer(next(_seeds)).peer_id
         with pytest.raises(UnreachableError, match="codec"):
@@ -298,10 +304,7 @@ async def test_no_protocol_is_offered_but_noise_and_ours() -> None:
 
 async def test_a_host_dials_nobody_on_its_own() -> None:
     async with open_host() as here, open_host() as there:
-        await assert_serves(here, there)
-        await here.disconnect(there.peer_id)
-        peerstore = here._swarm.peerstore
-        peerstore.add_addrs(ID.from_base58(there.peer_id), [Multiaddr(there.addresses[0])], 600)
+        here._swarm.peerstore.add_addrs(ID.from_base58(there.peer_id), [Multiaddr(there.addresses[0])], 600)
         await here._swarm.auto_connector.maybe_connect()
         assert not here.is_connected(there.peer_id)
 
@@ -459,8 +462,7 @@ async def test_reading_does_not_wait_for_a_full_socket() -> None:
             await stranger.open(1, HELD)
             await stranger.read_until(lambda kind, _flags, found, _length: (kind, found) == (TYPE_DATA, 1))
             await stranger.open(3, FLOOD, window=HUGE_WINDOW)
-            await eventually(lambda: connection_of(host, stranger.peer_id)._write_lock.locked())
-            await wait_all_tasks_blocked(0.05)
+            await until_it_cannot_write(host, stranger)
             for _ in range(4):
                 await stranger.send_data(1, bytes(50_000))
             begin.set()
@@ -480,8 +482,7 @@ async def test_a_cancelled_write_tears_no_frame() -> None:
         host.serve(FLOOD, flood_until_cancelled)
         async with raw_peer(host) as stranger:
             await stranger.open(1, FLOOD, window=HUGE_WINDOW)
-            await eventually(lambda: connection_of(host, stranger.peer_id)._write_lock.locked())
-            await wait_all_tasks_blocked(0.05)
+            await until_it_cannot_write(host, stranger)
             scope.cancel()
             await ended.wait()
             await stranger.ping(5)

@@ -1,4 +1,4 @@
-"""What a round takes, gives back or releases, and what is accumulated meanwhile: nothing is lost, nothing counts twice."""
+"""What a round takes, gives back or releases, and what comes meanwhile: nothing is lost, nothing counts twice."""
 
 from __future__ import annotations
 

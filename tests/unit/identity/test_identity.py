@@ -91,7 +91,7 @@ def test_a_file_of_another_size_is_no_key_and_stays_as_it_is(tmp_path: Path, con
 
 
 def test_a_directory_is_no_key(tmp_path: Path) -> None:
-    with pytest.raises(IdentityError, match="cannot read the identity .*: Is a directory"):
+    with pytest.raises(IdentityError, match=r"cannot read the identity .*: Is a directory"):
         load_or_make_seed(tmp_path)
 
 
@@ -120,7 +120,7 @@ def test_a_directory_that_cannot_be_read(tmp_path: Path) -> None:
     closed.mkdir()
     closed.chmod(0)
     try:
-        with pytest.raises(IdentityError, match="cannot read the identity .*: Permission denied"):
+        with pytest.raises(IdentityError, match=r"cannot read the identity .*: Permission denied"):
             load_or_make_seed(closed / "peer.key")
     finally:
         closed.chmod(0o700)
@@ -130,7 +130,7 @@ def test_a_directory_that_cannot_be_read(tmp_path: Path) -> None:
 def test_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     try:
-        with pytest.raises(IdentityError, match="cannot make the identity .*: Permission denied"):
+        with pytest.raises(IdentityError, match=r"cannot make the identity .*: Permission denied"):
             load_or_make_seed(tmp_path / "peer.key")
     finally:
         tmp_path.chmod(0o700)

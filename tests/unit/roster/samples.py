@@ -19,7 +19,7 @@ EXPIRATION = 1_800_003_600.0
 def candidate(index: int, **changes: Any) -> Candidate:
     """The peer of one of the fixed keys, as it signs itself."""
     auxiliary = changes.get("auxiliary", False)
-    fields = {
+    fields: dict[str, Any] = {
         "key": KEY,
         "deadline": DEADLINE + index,
         "expiration_time": EXPIRATION,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol, TypeVar
 
 import torch
@@ -15,7 +16,6 @@ import trio
 
 T = TypeVar("T")
 
-_local = threading.local()
 _lock = threading.Lock()
 
 
@@ -26,21 +26,31 @@ class RunInThread(Protocol):
 
 
 class Workers:
-    """Runs functions in threads, one at a time."""
+    """Runs functions in a thread of its own, one at a time.
+
+    Not in one of trio's: trio lends its threads to everybody, and this one keeps a single thread of torch. It ends with
+    this object.
+    """
 
     def __init__(self) -> None:
-        self._limiter = trio.CapacityLimiter(1)
+        self._pool = ThreadPoolExecutor(
+            1, thread_name_prefix="p2pavg-worker", initializer=_use_one_thread_here
+        )
 
     async def run(self, function: Callable[..., T], *args: object) -> T:
-        """``function(*args)`` in a thread; a cancelled caller waits for it, so what it works on stays alive."""
-        return await trio.to_thread.run_sync(_call, function, args, limiter=self._limiter)
-
-
-def _call(function: Callable[..., T], args: tuple[object, ...]) -> T:
-    if not getattr(_local, "prepared", False):
-        _use_one_thread_here()
-        _local.prepared = True
-    return function(*args)
+        """``function(*args)`` in the thread; a cancelled caller waits for it, so what it works on stays alive."""
+        await trio.lowlevel.checkpoint_if_cancelled()
+        token, done = trio.lowlevel.current_trio_token(), trio.Event()
+        future = self._pool.submit(function, *args)
+        future.add_done_callback(lambda _: token.run_sync_soon(done.set))
+        try:
+            await done.wait()
+        except trio.Cancelled:
+            if not future.cancel():  # it runs already
+                with trio.CancelScope(shield=True):
+                    await done.wait()
+            raise
+        return future.result()
 
 
 def _use_one_thread_here() -> None:

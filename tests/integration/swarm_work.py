@@ -65,27 +65,32 @@ def average_once(member: Member) -> None:
 
 
 def survive(member: Member) -> None:
-    """Rounds until two in a row have succeeded in the same group size, with what was accumulated after each."""
-    count, elements = member.arguments["count"], member.arguments["elements"]
-    weights = [1.0] * count
+    """Rounds until all have averaged, and then until all but the victim have; what each step left accumulated."""
+    count, elements, victim = (member.arguments[name] for name in ("count", "elements", "victim"))
     mine = values(member.index, elements)
+    whole = exact_mean(count, elements, [1.0] * count)
+    others = sum(
+        (values(i, elements).double() for i in range(count) if i != victim), torch.zeros(elements).double()
+    )
+    together = False
     with member.averager(configure(member)) as averager:
-        for step in range(member.arguments["steps"]):
+        while True:
             if averager.weight == 0:
                 averager.accumulate([mine])
-            member.report(step=step)
+            member.report(together=together)
             result = averager.step(wait=None)
+            if isinstance(result, p2pavg.InProgress):
+                continue
             untouched = averager.weight == 0
             if not isinstance(result, p2pavg.Success):
                 assert isinstance(averager.accumulated, list)
                 untouched = averager.weight == 1.0 and torch.allclose(averager.accumulated[0], mine)
-            alive = [i for i in range(count) if i != member.arguments.get("victim")]
-            full = exact_mean(count, elements, weights)
-            exact = full
-            if isinstance(result, p2pavg.Success) and result.peers_count < count:
-                total = sum((values(i, elements).double() for i in alive), torch.zeros(elements).double())
-                exact = total / len(alive)
-            member.report(untouched=untouched, **describe(result, exact))
+            size = result.peers_count if isinstance(result, p2pavg.Success) else 0
+            exact = whole if size == count else others / (count - 1)
+            member.report(together=together, untouched=untouched, size=size, **describe(result, exact))
+            if together and size == count - 1:
+                return
+            together = together or size == count
 
 
 def soak(member: Member) -> None:

@@ -4,6 +4,7 @@ What any transport must do is in the conformance suite. Here are strangers that 
 them badly, and what becomes of tasks, sockets and memory.
 """
 
+import functools
 import logging
 import os
 import random
@@ -11,7 +12,7 @@ import socket
 import struct
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, cast
 
@@ -61,18 +62,15 @@ HUGE_WINDOW = 1 << 30
 _seeds = iter(number.to_bytes(32, "big") for number in range(1, 100_000))
 
 
-@pytest.fixture(autouse=True)
-async def watchdog() -> AsyncIterator[None]:
+def watched(test: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]]:
     """A guard that is missing shows as waiting for ever."""
 
-    async def bark() -> None:
-        await trio.sleep(30.0)
-        raise trio.TooSlowError("the test waited for 30 s")
+    @functools.wraps(test)
+    async def bounded(*args: Any, **kwargs: Any) -> None:
+        with trio.fail_after(30.0):
+            await test(*args, **kwargs)
 
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(bark)
-        yield
-        nursery.cancel_scope.cancel()
+    return bounded
 
 
 @asynccontextmanager
@@ -169,6 +167,9 @@ class RawPeer:
             if wanted(kind, flags, stream_id, length):
                 return
 
+    async def read_forever(self) -> None:
+        await self.read_until(lambda _kind, _flags, _found, _length: False)
+
     async def until_pong(self, number: int) -> None:
         await self.read_until(
             lambda kind, flags, _, length: (kind, flags, length) == (TYPE_PING, FLAG_ACK, number)
@@ -223,6 +224,7 @@ async def host_that_cannot_write() -> AsyncIterator[tuple[Libp2pTransport, RawPe
 # -- strangers that break the protocols
 
 
+@watched
 async def test_a_protocol_name_that_is_no_text_costs_its_stream_only() -> None:
     async with open_host() as host, raw_peer(host) as stranger:
         await stranger.write(TYPE_WINDOW_UPDATE, FLAG_SYN, 1, 0)
@@ -235,6 +237,7 @@ async def test_a_protocol_name_that_is_no_text_costs_its_stream_only() -> None:
 
 
 @pytest.mark.parametrize("announced", [5_000, 1 << 62])
+@watched
 async def test_a_long_line_of_negotiation_is_refused_unread(announced: int) -> None:
     """Before anybody has proved who it is."""
     prefix = bytearray()
@@ -255,6 +258,7 @@ async def test_a_long_line_of_negotiation_is_refused_unread(announced: int) -> N
         await assert_serves_strangers(host)
 
 
+@watched
 async def test_garbage_on_the_socket_costs_its_connection_only() -> None:
     dice = random.Random(1)
     hello = line(b"/multistream/1.0.0")
@@ -274,6 +278,7 @@ async def test_garbage_on_the_socket_costs_its_connection_only() -> None:
         await assert_serves_strangers(host)
 
 
+@watched
 async def test_a_server_that_answers_garbage_is_unreachable() -> None:
     async def answer(tcp: trio.SocketStream) -> None:
         await tcp.send_all(line(b"\xff\xfe"))
@@ -288,6 +293,7 @@ async def test_a_server_that_answers_garbage_is_unreachable() -> None:
         nursery.cancel_scope.cancel()
 
 
+@watched
 async def test_no_protocol_is_offered_but_noise_and_ours() -> None:
     async with open_host() as host:
         for protocol in (b"/plaintext/2.0.0", b"/tls/1.0.0", b"/insecure/1.0.0"):
@@ -302,6 +308,7 @@ async def test_no_protocol_is_offered_but_noise_and_ours() -> None:
                     await stranger.open_stream(host.peer_id, name, addresses=host.addresses, timeout=TIMEOUT)
 
 
+@watched
 async def test_a_host_dials_nobody_on_its_own() -> None:
     async with open_host() as here, open_host() as there:
         here._swarm.peerstore.add_addrs(ID.from_base58(there.peer_id), [Multiaddr(there.addresses[0])], 600)
@@ -313,6 +320,7 @@ async def test_a_host_dials_nobody_on_its_own() -> None:
 
 
 @pytest.mark.parametrize("with_syn", [False, True])
+@watched
 async def test_a_sender_that_ignores_its_window_loses_the_stream(
     with_syn: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -339,6 +347,7 @@ async def test_a_sender_that_ignores_its_window_loses_the_stream(
         await assert_serves_strangers(host)
 
 
+@watched
 async def test_more_inbound_streams_than_allowed_are_reset() -> None:
     async with open_host() as host, raw_peer(host) as stranger:
         host.serve(HELD, hold)
@@ -351,6 +360,7 @@ async def test_more_inbound_streams_than_allowed_are_reset() -> None:
         await assert_serves_strangers(host)
 
 
+@watched
 async def test_who_reads_no_replies_loses_the_connection() -> None:
     async with host_that_cannot_write() as (host, stranger):
         for number in range(guards.MAX_REPLIES + 10):
@@ -359,6 +369,7 @@ async def test_who_reads_no_replies_loses_the_connection() -> None:
         await assert_serves_strangers(host)
 
 
+@watched
 async def test_a_window_does_not_grow_beyond_its_bound() -> None:
     class Unmeasured:
         """As much of a connection as a stream needs to grow its window: one with a long way."""
@@ -376,6 +387,7 @@ async def test_a_window_does_not_grow_beyond_its_bound() -> None:
     assert stream.target_recv_window == guards.MAX_WINDOW_BYTES
 
 
+@watched
 async def test_a_reset_stream_leaves_nothing_unread_behind() -> None:
     async with open_host() as here, open_host() as there:
 
@@ -396,6 +408,7 @@ async def test_a_reset_stream_leaves_nothing_unread_behind() -> None:
 
 
 @pytest.mark.parametrize("end", ["aclose", "reset"])
+@watched
 async def test_a_stream_that_the_other_side_resets_is_forgotten(end: str) -> None:
     """With bytes unread, and whether it is then closed or reset here."""
     async with open_host() as host, raw_peer(host) as stranger:
@@ -423,6 +436,7 @@ async def test_a_stream_that_the_other_side_resets_is_forgotten(end: str) -> Non
 # -- one side that does not read
 
 
+@watched
 async def test_a_host_that_cannot_write_still_reads() -> None:
     """With both directions busy, two readers that write would wait for each other."""
     async with host_that_cannot_write() as (host, stranger):
@@ -437,13 +451,19 @@ async def test_a_host_that_cannot_write_still_reads() -> None:
         for number in range(100):
             await stranger.ping(number)
         await stranger.open(3, HELD)
-        # The host's greeting cannot go out: the stream is unanswered, its connection is read to here all the same.
-        await eventually(lambda: 3 in connection_of(host, stranger.peer_id).streams)
+        await stranger.send_data(3, b"x")
+        # Nothing of the host's goes out, so the stream is unanswered; it has been read to here all the same.
+        muxed = connection_of(host, stranger.peer_id)
+        await eventually(lambda: len(muxed.stream_buffers.get(3, b"")) > 0)
+        assert not arrived.is_set()
+        await stranger.until_pong(99)
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(stranger.until_pong, 99)
+            nursery.start_soon(stranger.read_forever)
             await arrived.wait()
+            nursery.cancel_scope.cancel()
 
 
+@watched
 async def test_reading_does_not_wait_for_a_full_socket() -> None:
     async with open_host() as host:
         received: list[int] = []
@@ -469,6 +489,7 @@ async def test_reading_does_not_wait_for_a_full_socket() -> None:
             await enough.wait()
 
 
+@watched
 async def test_a_cancelled_write_tears_no_frame() -> None:
     async with open_host() as host:
         scope, ended = trio.CancelScope(), trio.Event()
@@ -489,6 +510,7 @@ async def test_a_cancelled_write_tears_no_frame() -> None:
             await stranger.until_pong(5)
 
 
+@watched
 async def test_who_takes_nothing_for_long_loses_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transport_module, "STALL_SECONDS", 0.2)
     async with open_host() as host:
@@ -509,6 +531,7 @@ async def test_who_takes_nothing_for_long_loses_the_connection(monkeypatch: pyte
         assert "took no data" in str(errors[0])
 
 
+@watched
 async def test_who_answers_no_negotiation_loses_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transport_module, "_NEGOTIATE_SECONDS", 0.2)
     async with host_that_cannot_write() as (host, stranger):
@@ -517,6 +540,7 @@ async def test_who_answers_no_negotiation_loses_the_connection(monkeypatch: pyte
         await eventually(lambda: not host.is_connected(stranger.peer_id))
 
 
+@watched
 async def test_a_stream_that_nobody_waits_for_any_more_is_reset() -> None:
     async with open_host() as host, raw_peer(host) as stranger:
         await eventually(lambda: host.is_connected(stranger.peer_id))
@@ -538,6 +562,7 @@ def tasks() -> int:
     return trio.lowlevel.current_statistics().tasks_living
 
 
+@watched
 async def test_inbound_connections_give_back_what_they_took(monkeypatch: pytest.MonkeyPatch) -> None:
     """Slots, tasks and sockets, after many more than the host may have at once."""
     monkeypatch.setattr(transport_module, "MAX_CONNECTIONS", 60)
@@ -554,6 +579,7 @@ async def test_inbound_connections_give_back_what_they_took(monkeypatch: pytest.
         await assert_serves_strangers(host)
 
 
+@watched
 async def test_calls_over_one_connection_leave_nothing_behind() -> None:
     async with open_host() as here, open_host() as there:
         await assert_serves(here, there)
@@ -583,6 +609,7 @@ async def test_calls_over_one_connection_leave_nothing_behind() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 5])
+@watched
 async def test_closing_leaves_no_socket_open(count: int) -> None:
     async with AsyncExitStack() as others:
         peers = [await others.enter_async_context(open_host()) for _ in range(count)]
@@ -597,6 +624,7 @@ async def test_closing_leaves_no_socket_open(count: int) -> None:
         assert open_sockets() == before
 
 
+@watched
 async def test_closing_does_not_wait_for_one_that_reads_nothing() -> None:
     before = open_sockets()
     async with AsyncExitStack() as stack:
@@ -607,6 +635,7 @@ async def test_closing_does_not_wait_for_one_that_reads_nothing() -> None:
     assert open_sockets() == before
 
 
+@watched
 async def test_a_dial_that_is_given_up_leaves_no_socket_open() -> None:
     """A server that accepts and says nothing."""
     with socket.socket() as silent:
@@ -621,6 +650,7 @@ async def test_a_dial_that_is_given_up_leaves_no_socket_open() -> None:
             await eventually(lambda: (tasks(), open_sockets()) == before)
 
 
+@watched
 async def test_an_inbound_connection_ends_the_waiting_for_a_dial() -> None:
     """A router that drops what it does not know: our dial is never answered, the other's is."""
     with socket.socket() as silent:
@@ -646,6 +676,7 @@ async def test_an_inbound_connection_ends_the_waiting_for_a_dial() -> None:
             assert await receive_message(streams[0]) == b"over the other's connection"
 
 
+@watched
 async def test_a_failed_dial_is_not_held_against_a_peer(monkeypatch: pytest.MonkeyPatch) -> None:
     """And a dial does not go through what blacklists for a minute and waits for a quarter of a second."""
 
@@ -670,6 +701,7 @@ async def test_a_failed_dial_is_not_held_against_a_peer(monkeypatch: pytest.Monk
 # -- listening
 
 
+@watched
 async def test_a_wildcard_announces_the_interfaces_there_are() -> None:
     async with open_host("/ip4/0.0.0.0/tcp/0") as host, open_host() as stranger:
         hosts = [address.split("/")[2] for address in host.addresses]
@@ -681,6 +713,7 @@ async def test_a_wildcard_announces_the_interfaces_there_are() -> None:
 
 
 @pytest.mark.skipif(not socket.has_ipv6, reason="no IPv6 here")
+@watched
 async def test_listening_on_ipv6() -> None:
     try:
         with socket.socket(socket.AF_INET6) as probe:
@@ -692,6 +725,7 @@ async def test_listening_on_ipv6() -> None:
         await assert_serves_strangers(host)
 
 
+@watched
 async def test_a_busy_port_is_named() -> None:
     async with open_host() as host:
         listen = host.addresses[0].partition("/p2p/")[0]
@@ -700,6 +734,7 @@ async def test_a_busy_port_is_named() -> None:
                 pass
 
 
+@watched
 async def test_an_address_of_another_machine_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     listen = "/ip4/203.0.113.7/tcp/0"
     for check_free in (transport_module._check_free, lambda _: None):

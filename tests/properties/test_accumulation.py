@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from p2pavg.accumulation import Accumulation
@@ -29,6 +29,7 @@ def check(found: torch.Tensor, weight: float, expected: Sequence[Call]) -> None:
     assert abs(weight - total) <= 1e-9 * total
 
 
+@settings(deadline=None)
 @given(operations)
 def test_nothing_is_lost_and_nothing_counts_twice(operations: list[tuple[object, ...]]) -> None:
     accumulation = Accumulation()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import msgpack
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from p2pavg.errors import RemoteProtocolError
@@ -104,11 +104,13 @@ def check(data: bytes) -> Message | None:
     return message
 
 
+@settings(deadline=None)
 @given(messages)
 def test_every_message_comes_back(message: Message) -> None:
     assert check(encode(message)) == message
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=300))
 @example(b"\x05" + b"\x91" * 3000)
 @example(b"\x00\x91\x91\xdd\xff\xff\xff\xff")
@@ -116,6 +118,7 @@ def test_arbitrary_bytes(data: bytes) -> None:
     check(data)
 
 
+@settings(deadline=None)
 @given(st.integers(0, 12), st.lists(objects, max_size=5))
 def test_arbitrary_fields(kind: int, fields: list[Any]) -> None:
     check(bytes([kind]) + msgpack.packb(fields))
@@ -140,6 +143,7 @@ def mutations(draw: st.DrawFn) -> bytes:
     return bytes(data)
 
 
+@settings(deadline=None)
 @given(mutations())
 def test_changed_bytes(data: bytes) -> None:
     check(data)
@@ -153,12 +157,14 @@ def replaced(tree: Any, path: list[int], value: object) -> Any:
     return [*tree[:index], replaced(tree[index], path[1:], value), *tree[index + 1 :]]
 
 
+@settings(deadline=None)
 @given(messages, st.lists(st.integers(0, 200), min_size=1, max_size=3), objects)
 def test_one_part_of_another_kind(message: Message, path: list[int], value: object) -> None:
     data = encode(message)
     check(data[:1] + msgpack.packb(replaced(msgpack.unpackb(data[1:]), path, value)))
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 20), min_size=1, max_size=2), objects)
 def test_what_a_peer_really_signs_may_be_anything(path: list[int], value: object) -> None:
     """The signature is genuine: only the meaning is left to check, in each message that carries one."""
@@ -170,11 +176,13 @@ def test_what_a_peer_really_signs_may_be_anything(path: list[int], value: object
     check(b"\x05" + msgpack.packb([[pack_record(OTHER.record), record], [1, 1], 0]))
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=200))
 def test_what_a_peer_really_signs_may_be_any_bytes(value: bytes) -> None:
     check(b"\x00" + msgpack.packb([pack_record(signed(0, value))]))
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.sampled_from([ME, OTHER, AUXILIARY, candidate(3, codec="fp32")]), max_size=5),
     st.lists(st.integers(-2, 2**40) | objects, max_size=5),

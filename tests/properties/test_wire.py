@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import msgpack
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from p2pavg.allreduce.messages import Lane, LaneHeader, decode_header, encode_header
@@ -39,11 +39,13 @@ HEADER = LaneHeader(b"\x07" * 32, Lane.AVERAGES)
 ENTRY = RunEntry(schema_hash=b"\1" * 32, tensors=97, elements=1000, codec="int8:64", group_size=4)
 
 
+@settings(deadline=None)
 @given(fields)
 def test_every_message_comes_back(fields: list[Any]) -> None:
     assert unpack(pack(*fields), *map(type, fields)) == tuple(fields)
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=200), st.lists(st.sampled_from(TYPES), max_size=4))
 @example(b"\xc1", [int])
 @example(b"\x91" * 5000, [tuple])
@@ -64,12 +66,14 @@ def fits(read: Callable[[bytes], object], again: Callable[[Any], bytes], data: b
     assert read(again(found)) == found
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=100) | st.lists(objects, max_size=7).map(msgpack.packb))
 def test_lane_headers_and_run_entries_of_strangers(data: bytes) -> None:
     fits(decode_header, encode_header, data)
     fits(read_entry, encode_entry, data)
 
 
+@settings(deadline=None)
 @given(st.integers(0, 5), objects)
 def test_one_field_of_another_kind(position: int, value: object) -> None:
     for valid, read, again in (
@@ -81,6 +85,7 @@ def test_one_field_of_another_kind(position: int, value: object) -> None:
         fits(read, again, msgpack.packb(parts))
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 99), st.integers(0, 255)), min_size=1, max_size=4), st.integers(0, 100)
 )

@@ -1,0 +1,57 @@
+"""The README's code runs as it stands, and what it names exists."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+DRIVER = """
+import sys
+torch.manual_seed(0)
+torch.set_num_threads(1)
+train([(torch.randn(8, 32), torch.randn(8, 1)) for _ in range(3)], bootstrap=sys.argv[1:])
+"""
+
+
+def snippet() -> str:
+    [code] = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+    return str(code)
+
+
+@contextmanager
+def started(path: Path, bootstrap: list[str]) -> Iterator[subprocess.Popen[str]]:
+    with subprocess.Popen([sys.executable, path, *bootstrap], stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def test_four_processes_average_by_the_readmes_code(tmp_path: Path) -> None:
+    path = tmp_path / "readme.py"
+    path.write_text(snippet() + DRIVER, encoding="utf-8")
+    with started(path, []) as first:
+        assert first.stdout is not None
+        address = first.stdout.readline().split()[-1]
+        with (
+            started(path, [address]) as second,
+            started(path, [address]) as third,
+            started(path, [address]) as fourth,
+        ):
+            printed = [process.communicate(timeout=120)[0] for process in (first, second, third, fourth)]
+    for lines in printed:
+        assert lines.count("averaged with 4 peers") == 3, printed
+
+
+def test_every_file_that_the_documents_name_is_there() -> None:
+    for document in ("README.md", "CONTRIBUTING.md", "docs/architecture.md", "tests/README.md"):
+        text = (ROOT / document).read_text(encoding="utf-8")
+        for name in re.findall(r"`((?:scripts|docs|tests|p2pavg|dht|compression)/[\w/.]*\w)`", text):
+            assert (ROOT / name).exists(), f"{document} names {name}"

@@ -318,7 +318,7 @@ class Exchange:
         if peer_id != self._me:
             return pending[peer_id]
         assert self._vector is not None
-        return self._vector[part.start : part.stop].cpu()
+        return self._vector[part.start : part.stop]
 
     def _heard_abort(self, peer_id: str, abort: Abort) -> None:
         """Whom it blames is in the reason; what this member itself saw counts first."""

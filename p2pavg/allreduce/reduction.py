@@ -127,7 +127,7 @@ class Ledger:
 
 @dataclass(frozen=True, slots=True)
 class Contribution:
-    """One member's values of one part: float32 of the part's length, or the bytes that its codec made of them."""
+    """One member's values of one part: float32 of the part's length on any device, or the bytes that its codec made of them."""
 
     peer_id: str
     weight: float
@@ -161,7 +161,7 @@ def average_part(
     for contribution in contributions:
         share = contribution.weight / total_weight
         if isinstance(contribution.values, torch.Tensor):
-            accumulator.add_(contribution.values, alpha=share)
+            accumulator.add_(contribution.values.cpu(), alpha=share)
             continue
         try:
             codec.accumulate(contribution.values, accumulator, share)

@@ -36,6 +36,6 @@ class InMemory:
 async def test_conformance(
     check: Check,
     network: dict[str, Any],
-    autojump_clock: MockClock,  # noqa: ARG001 - the run's clock
+    autojump_clock: MockClock,
 ) -> None:
     await check(InMemory(MemoryNetwork(**network)))

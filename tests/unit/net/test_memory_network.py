@@ -40,7 +40,7 @@ async def open_echo(here: MemoryTransport, there: MemoryTransport, timeout: floa
 
 
 async def test_a_cut_is_silent_and_heals_in_order(
-    autojump_clock: MockClock,  # noqa: ARG001 - the run's clock
+    autojump_clock: MockClock,
 ) -> None:
     network = MemoryNetwork()
     async with peers(network, 2) as (here, there):
@@ -55,7 +55,7 @@ async def test_a_cut_is_silent_and_heals_in_order(
 
 
 async def test_a_cut_in_flight_is_silent_too(
-    autojump_clock: MockClock,  # noqa: ARG001 - the run's clock
+    autojump_clock: MockClock,
 ) -> None:
     network = MemoryNetwork(latency=(1.0, 1.0))
     async with peers(network, 2) as (here, there):
@@ -68,7 +68,7 @@ async def test_a_cut_in_flight_is_silent_too(
 
 
 async def test_a_cut_is_between_two_peers_only(
-    autojump_clock: MockClock,  # noqa: ARG001 - the run's clock
+    autojump_clock: MockClock,
 ) -> None:
     network = MemoryNetwork()
     async with peers(network, 3) as (here, there, third):
@@ -82,7 +82,7 @@ async def test_a_cut_is_between_two_peers_only(
 
 
 async def test_a_disconnect_across_a_cut_is_not_heard(
-    autojump_clock: MockClock,  # noqa: ARG001 - the run's clock
+    autojump_clock: MockClock,
 ) -> None:
     network = MemoryNetwork()
     async with peers(network, 2) as (here, there):
@@ -97,7 +97,7 @@ async def test_a_disconnect_across_a_cut_is_not_heard(
 
 
 async def test_a_stopped_peer_takes_one_window(
-    autojump_clock: MockClock,  # noqa: ARG001 - the run's clock
+    autojump_clock: MockClock,
 ) -> None:
     network = MemoryNetwork()
     async with peers(network, 3) as (here, there, third):
@@ -116,7 +116,7 @@ async def test_a_stopped_peer_takes_one_window(
 
 
 async def test_what_was_held_arrives_after_resume(
-    autojump_clock: MockClock,  # noqa: ARG001 - the run's clock
+    autojump_clock: MockClock,
 ) -> None:
     network = MemoryNetwork()
     async with peers(network, 2) as (here, there):
@@ -129,7 +129,7 @@ async def test_what_was_held_arrives_after_resume(
 
 
 async def test_a_crash_breaks_connections_at_once(
-    autojump_clock: MockClock,  # noqa: ARG001 - the run's clock
+    autojump_clock: MockClock,
 ) -> None:
     network = MemoryNetwork(latency=(1.0, 1.0))
     async with peers(network, 2) as (here, there):
@@ -157,7 +157,7 @@ async def test_a_crash_breaks_connections_at_once(
 
 
 async def test_a_crash_across_a_cut_is_heard_of_at_heal(
-    autojump_clock: MockClock,  # noqa: ARG001 - the run's clock
+    autojump_clock: MockClock,
 ) -> None:
     network = MemoryNetwork()
     async with peers(network, 2) as (here, there):
@@ -173,7 +173,7 @@ async def test_a_crash_across_a_cut_is_heard_of_at_heal(
 
 
 async def test_a_crash_ends_a_stop(
-    autojump_clock: MockClock,  # noqa: ARG001 - the run's clock
+    autojump_clock: MockClock,
 ) -> None:
     network = MemoryNetwork()
     async with peers(network, 2) as (here, there):
@@ -185,7 +185,7 @@ async def test_a_crash_ends_a_stop(
 
 
 async def test_who_crashed_comes_back_at_the_same_address(
-    autojump_clock: MockClock,  # noqa: ARG001 - the run's clock
+    autojump_clock: MockClock,
 ) -> None:
     network = MemoryNetwork()
     async with peers(network, 2) as (here, there):
@@ -200,7 +200,7 @@ async def test_who_crashed_comes_back_at_the_same_address(
 
 
 async def test_dropped_dials_wait_and_an_inbound_connection_ends_the_waiting(
-    autojump_clock: MockClock,  # noqa: ARG001 - the run's clock
+    autojump_clock: MockClock,
 ) -> None:
     network = MemoryNetwork()
     async with peers(network, 2) as (here, there):
@@ -222,7 +222,7 @@ async def test_dropped_dials_wait_and_an_inbound_connection_ends_the_waiting(
 
 
 async def test_one_of_several_addresses_may_be_silent(
-    autojump_clock: MockClock,  # noqa: ARG001 - the run's clock
+    autojump_clock: MockClock,
 ) -> None:
     network = MemoryNetwork()
     async with peers(network, 3) as (here, there, third):
@@ -233,7 +233,7 @@ async def test_one_of_several_addresses_may_be_silent(
 
 
 async def test_more_streams_than_allowed_are_refused(
-    autojump_clock: MockClock,  # noqa: ARG001 - the run's clock
+    autojump_clock: MockClock,
 ) -> None:
     network = MemoryNetwork()
     async with peers(network, 2) as (here, there):
@@ -247,7 +247,7 @@ async def test_more_streams_than_allowed_are_refused(
 
 
 async def test_two_tasks_may_not_receive_at_once(
-    autojump_clock: MockClock,  # noqa: ARG001 - the run's clock
+    autojump_clock: MockClock,
 ) -> None:
     async with peers(MemoryNetwork(), 2) as (here, there), trio.open_nursery() as nursery:
         stream = await open_echo(here, there)
@@ -259,7 +259,7 @@ async def test_two_tasks_may_not_receive_at_once(
 
 
 async def test_bandwidth_is_shared_by_all_that_a_peer_sends(
-    autojump_clock: MockClock,  # noqa: ARG001 - the run's clock
+    autojump_clock: MockClock,
 ) -> None:
     network = MemoryNetwork(latency=(0.0, 0.0), bandwidth=1e6)
     async with peers(network, 3) as (here, there, third):
@@ -310,7 +310,7 @@ def test_the_same_seed_gives_the_same_times(seed: int) -> None:
 
 
 async def test_addresses_are_ones_that_peers_exchange(
-    autojump_clock: MockClock,  # noqa: ARG001 - the run's clock
+    autojump_clock: MockClock,
 ) -> None:
     network = MemoryNetwork()
     async with peers(network, 4) as made:

@@ -1,0 +1,247 @@
+"""The averager of ordinary training loops, between real peers on loopback."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from p2pavg import AveragingConfig, Failed, InProgress, NoPeers, RoundResult, Success
+from p2pavg.blocking import Averager, open_averager
+
+LOOPBACK = ["/ip4/127.0.0.1/tcp/0"]
+WATCHDOG_SECONDS = 60.0
+
+
+def config(**changes: Any) -> AveragingConfig:
+    settings: dict[str, Any] = {"run_id": "test", "group_size": 2, "compression": "fp32"}
+    return AveragingConfig(**(settings | changes))
+
+
+@contextmanager
+def two_averagers(**changes: Any) -> Iterator[tuple[Averager, Averager]]:
+    with (
+        open_averager(config(**changes), listen=LOOPBACK) as first,
+        open_averager(config(**changes), listen=LOOPBACK, bootstrap=first.addresses) as second,
+    ):
+        yield first, second
+
+
+def step_together(*averagers: Averager) -> list[RoundResult]:
+    with ThreadPoolExecutor(len(averagers)) as threads:
+        steps = [threads.submit(averager.step, wait=None) for averager in averagers]
+        return [step.result(WATCHDOG_SECONDS) for step in steps]
+
+
+def tensors(success: RoundResult) -> list[torch.Tensor]:
+    assert isinstance(success, Success), success
+    assert isinstance(success.averaged, list)
+    return success.averaged
+
+
+def test_a_round_of_two() -> None:
+    with two_averagers() as (first, second):
+        values = [torch.randn(3, 5), torch.tensor(2.0), torch.zeros(0), torch.randn(7).half()]
+        first.accumulate(values, weight=3)
+        first.accumulate(values, weight=5)
+        second.accumulate([torch.zeros_like(value) for value in values], weight=24)
+        one, other = step_together(first, second)
+        for mine, its, value in zip(tensors(one), tensors(other), values, strict=True):
+            assert torch.equal(mine, its)
+            assert (mine.shape, mine.dtype) == (value.shape, value.dtype)
+            torch.testing.assert_close(mine, value / 4)
+        assert isinstance(one, Success)
+        assert isinstance(other, Success)
+        assert one.group_id == other.group_id
+        assert set(one.peers) == {first.peer_id, second.peer_id}
+        assert one.peers == other.peers
+        assert one.peers_count == 2
+        assert dict(one.weights) == {first.peer_id: 8.0, second.peer_id: 24.0}
+        assert one.total_weight == 32.0
+        assert one.auxiliaries == ()
+        assert one.duration >= one.exchange_duration > 0
+        assert one.bytes_sent > 0
+        assert one.bytes_received > 0
+        assert (first.weight, first.accumulated) == (0.0, None)
+
+
+def test_the_compression_ratio_is_of_the_bytes_that_are_told() -> None:
+    elements = 200_000
+    with two_averagers(compression="blockwise8") as (first, second):
+        for averager in (first, second):
+            averager.accumulate([torch.randn(elements)])
+        for result in step_together(first, second):
+            assert isinstance(result, Success)
+            # Half of the vector out and in to be averaged, and half of it in and out again.
+            moved = result.bytes_sent + result.bytes_received
+            assert result.compression_ratio == pytest.approx(4 * 2 * elements / moved)
+            assert result.compression_ratio > 3.5
+
+
+@pytest.mark.xfail(strict=False, reason="what a member still sends after its own result is not counted yet")
+@pytest.mark.parametrize("compression", ["fp32", "fp16", "blockwise8"])
+def test_everything_that_travels_is_counted(compression: str) -> None:
+    elements = 200_000
+    codec = config(compression=compression).codec
+    with two_averagers(compression=compression) as (first, second):
+        for averager in (first, second):
+            averager.accumulate([torch.randn(elements)])
+        for result in step_together(first, second):
+            assert isinstance(result, Success)
+            half = codec.encoded_nbytes(elements // 2)
+            assert 2 * half < result.bytes_sent < 2.01 * half
+            assert 2 * half < result.bytes_received < 2.01 * half
+
+
+def test_a_mapping_comes_back_as_one() -> None:
+    with two_averagers() as (first, second):
+        for averager, value in ((first, 1.0), (second, 3.0)):
+            averager.accumulate({"z": torch.full((2, 2), value), "a": torch.tensor(-value)})
+        for result in step_together(first, second):
+            assert isinstance(result, Success)
+            assert isinstance(result.averaged, dict)
+            assert list(result.averaged) == ["z", "a"]
+            assert torch.equal(result.averaged["z"], torch.full((2, 2), 2.0))
+
+
+def test_a_step_without_waiting_is_collected_by_a_later_one() -> None:
+    with two_averagers() as (first, second):
+        first.accumulate([torch.ones(4)], weight=2.0)
+        begun = first.step(wait=0)  # nobody else is ready yet: if this waited, it would wait for the second
+        assert begun == InProgress(ready_peers=1, target_size=2, reason="a group is being formed")
+        assert first.weight == 0.0
+        first.accumulate([torch.full((4,), 100.0)], weight=7.0)  # the next round's
+        second.accumulate([torch.full((4,), 5.0)], weight=2.0)
+        other = second.step(wait=None)
+        result = first.step(wait=WATCHDOG_SECONDS)
+        assert torch.equal(tensors(result)[0], torch.full((4,), 3.0))
+        assert torch.equal(tensors(result)[0], tensors(other)[0])
+        assert first.weight == 7.0
+        assert torch.equal(first.accumulated[0], torch.full((4,), 100.0))  # type: ignore[index]
+
+
+def test_a_wait_that_ends_leaves_the_round_running() -> None:
+    with two_averagers() as (first, second):
+        first.accumulate([torch.ones(4)])
+        for _ in range(3):
+            assert isinstance(first.step(wait=0.01), InProgress)
+        second.accumulate([torch.ones(4)])
+        assert isinstance(second.step(wait=None), Success)
+        assert isinstance(first.step(wait=WATCHDOG_SECONDS), Success)
+        assert first.step(wait=None) == NoPeers(reason="nothing is accumulated"), "a result was given twice"
+
+
+def test_nothing_accumulated_is_not_waited_for() -> None:
+    with open_averager(config(match_timeout=3600.0), listen=LOOPBACK) as alone:
+        assert alone.step(wait=None) == NoPeers(reason="nothing is accumulated")
+        alone.accumulate([torch.ones(2)])
+        alone.clear()
+        assert alone.step(wait=None) == NoPeers(reason="nothing is accumulated")
+
+
+def test_nobody_there_by_the_match_timeout() -> None:
+    with open_averager(config(match_timeout=0.3), listen=LOOPBACK) as alone:
+        alone.accumulate([torch.ones(2)], weight=3.0)
+        assert isinstance(alone.step(wait=None), NoPeers)
+        assert alone.weight == 3.0
+        alone.accumulate([torch.full((2,), 5.0)], weight=1.0)
+        assert isinstance(alone.step(wait=None), NoPeers)
+        assert alone.weight == 4.0
+        assert torch.equal(alone.accumulated[0], torch.full((2,), 2.0))  # type: ignore[index]
+
+
+@pytest.mark.parametrize("wait", [-1, float("nan"), "5", True])
+def test_a_wait_that_is_no_time(wait: Any) -> None:
+    with open_averager(config(), listen=LOOPBACK) as alone:
+        alone.accumulate([torch.ones(2)])
+        with pytest.raises(ValueError, match="wait must be None or a number of seconds"):
+            alone.step(wait=wait)
+        assert alone.weight == 1.0
+
+
+def test_many_threads_use_one_averager() -> None:
+    """One accumulates, two step: no weight is lost, none counts twice, and every result is given to one of them."""
+    calls, rounds = 60, 3
+    collected: list[Success] = []
+    failures: list[RoundResult] = []
+    enough = threading.Event()
+
+    def accumulate(averager: Averager) -> None:
+        for number in range(calls):
+            averager.accumulate([torch.full((100,), float(number))])
+
+    def step(averager: Averager) -> None:
+        while not enough.is_set():
+            result = averager.step(wait=0.05)
+            if isinstance(result, Success):
+                collected.append(result)
+            elif isinstance(result, Failed):
+                failures.append(result)
+            elif isinstance(result, NoPeers) and not enough.is_set():
+                averager.accumulate([torch.zeros(100)], weight=0.5)
+                extra.append(0.5)
+            if len(collected) >= rounds:
+                enough.set()
+
+    extra: list[float] = []
+    with two_averagers() as (first, second):
+        with ThreadPoolExecutor(3) as threads:
+            done = [threads.submit(accumulate, first), *[threads.submit(step, first) for _ in range(2)]]
+            others: list[Success] = []
+            while len(others) < rounds:
+                second.accumulate([torch.zeros(100)])
+                result = second.step(wait=None)
+                assert isinstance(result, Success), result
+                others.append(result)
+            assert enough.wait(WATCHDOG_SECONDS)
+            for each in done:
+                each.result(WATCHDOG_SECONDS)
+        name = first.peer_id
+    assert failures == []
+    assert sorted(result.group_id for result in collected) == sorted(result.group_id for result in others)
+    # The last round may have begun and been broken off at the end: that counts as accumulated again.
+    assert sum(result.weights[name] for result in collected) + first.weight == calls + sum(extra)
+
+
+def test_torch_keeps_its_threads() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        with two_averagers() as (first, second):
+            for averager in (first, second):
+                averager.accumulate([torch.randn(100_000)])
+            assert all(isinstance(result, Success) for result in step_together(first, second))
+            assert torch.get_num_threads() == 3
+            with ThreadPoolExecutor(1) as new_thread:
+                assert new_thread.submit(torch.get_num_threads).result() == 3
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_who_it_is_and_where() -> None:
+    with two_averagers() as (first, second):
+        assert first.peer_id != second.peer_id
+        for averager in (first, second):
+            assert averager.config == config()
+            assert averager.addresses
+            for address in averager.addresses:
+                assert address.startswith("/ip4/127.0.0.1/tcp/")
+                assert address.endswith(f"/p2p/{averager.peer_id}")
+
+
+def test_peers_that_average_something_else_are_named() -> None:
+    def alone(averager: Averager, shapes: Sequence[int]) -> RoundResult:
+        averager.accumulate([torch.ones(shape) for shape in shapes])
+        return averager.step(wait=None)
+
+    with two_averagers(match_timeout=1.0) as (first, second):
+        assert isinstance(alone(second, [2, 3]), NoPeers)
+        result = alone(first, [2])
+        assert isinstance(result, NoPeers)
+        assert "1 peer of this run averages 2 tensors, you have 1" in result.reason

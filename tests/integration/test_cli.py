@@ -1,0 +1,310 @@
+"""The command line as a user runs it: what it prints where, how it ends, and what mistakes look like."""
+
+from __future__ import annotations
+
+import os
+import queue
+import re
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+import p2pavg
+from p2pavg import Success
+from p2pavg.blocking import open_averager
+from p2pavg.cli.main import main
+from p2pavg_dht import Ed25519Signer
+
+LOOPBACK = "/ip4/127.0.0.1/tcp/0"
+SOMEBODY = Ed25519Signer(b"s" * 32).peer_id
+WATCHDOG_SECONDS = 60.0
+LEAVE_SECONDS = 3.0
+FULL_ADDRESS = re.compile(r"/ip4/127\.0\.0\.1/tcp/[1-9][0-9]*/p2p/12D3KooW[1-9A-HJ-NP-Za-km-z]{44}")
+
+COMMAND = [sys.executable, "-m", "p2pavg"]
+ENVIRONMENT = os.environ | {"COLUMNS": "100", "TERM": "dumb", "NO_COLOR": "1"}
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*COMMAND, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=WATCHDOG_SECONDS,
+        env=ENVIRONMENT,
+        check=False,
+    )
+
+
+class Daemon:
+    """A ``p2pavg peer`` that runs; its output is read as it comes."""
+
+    def __init__(self, *arguments: str) -> None:
+        self.process = subprocess.Popen(
+            [*COMMAND, "peer", *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=ENVIRONMENT,
+        )
+        self.out: list[str] = []
+        self.log: list[str] = []
+        self._lines: queue.Queue[str | None] = queue.Queue()
+        self._readers = [
+            threading.Thread(target=self._read, args=(self.process.stdout, self.out)),
+            threading.Thread(target=self._read, args=(self.process.stderr, self.log)),
+        ]
+        for reader in self._readers:
+            reader.start()
+
+    def _read(self, stream: Iterator[str], lines: list[str]) -> None:
+        for line in stream:
+            lines.append(line)
+            self._lines.put(line)
+        self._lines.put(None)
+
+    def wait_for(self, pattern: str) -> str:
+        """The first line, of either stream, with this in it."""
+        while (line := self._lines.get(timeout=WATCHDOG_SECONDS)) is not None:
+            if re.search(pattern, line):
+                return line
+        raise AssertionError(f"{pattern!r} never came:\n{''.join(self.out + self.log)}")
+
+    def address(self) -> str:
+        return self.wait_for(r"^/ip4/").strip()
+
+    def leave(self, number: signal.Signals = signal.SIGTERM) -> int:
+        """The exit code; TimeoutExpired when it takes more than three seconds."""
+        self.process.send_signal(number)
+        code = self.process.wait(LEAVE_SECONDS)
+        self.join()
+        return code
+
+    def join(self) -> None:
+        for reader in self._readers:
+            reader.join(WATCHDOG_SECONDS)
+        for stream in (self.process.stdout, self.process.stderr):
+            assert stream is not None
+            stream.close()
+
+
+@contextmanager
+def daemon(*arguments: str) -> Iterator[Daemon]:
+    started = Daemon("--listen", LOOPBACK, *arguments)
+    try:
+        yield started
+    finally:
+        if started.process.poll() is None:
+            started.process.kill()
+            started.process.wait(WATCHDOG_SECONDS)
+        started.join()
+
+
+class TestInformation:
+    def test_help_names_the_commands(self) -> None:
+        for arguments in (["--help"], []):
+            done = run(*arguments)
+            assert "no server" in done.stdout
+            assert re.search(r"peer\b.*Be a peer until Ctrl-C", done.stdout)
+            assert re.search(r"identity\b.*Show the peer id of a key file", done.stdout)
+        assert run("--help").returncode == 0
+
+    def test_help_of_a_peer_names_its_options(self) -> None:
+        done = run("peer", "--help")
+        assert (done.returncode, done.stderr) == (0, "")
+        for option in ("--listen", "--bootstrap", "--identity", "--run-id", "--bandwidth", "--verbose"):
+            assert option in done.stdout
+
+    def test_the_version(self) -> None:
+        done = run("--version")
+        assert (done.returncode, done.stdout, done.stderr) == (0, f"p2pavg {p2pavg.__version__}\n", "")
+
+    def test_an_identity_is_made_once_and_then_shown(self, tmp_path: Path) -> None:
+        file = tmp_path / "peer.key"
+        first, second = run("identity", str(file)), run("identity", str(file))
+        assert (first.returncode, first.stderr) == (0, "")
+        assert first.stdout == second.stdout == Ed25519Signer(file.read_bytes()).peer_id + "\n"
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600
+
+
+class TestPeer:
+    @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+    def test_one_line_on_stdout_and_a_quick_leave(self, tmp_path: Path, number: signal.Signals) -> None:
+        file = tmp_path / "peer.key"
+        with daemon("--identity", str(file)) as peer:
+            address = peer.address()
+            assert FULL_ADDRESS.fullmatch(address)
+            assert address.endswith("/p2p/" + Ed25519Signer(file.read_bytes()).peer_id)
+            assert peer.leave(number) == 0
+            assert peer.out == [address + "\n"]
+            assert f"leaving: {number.name}" in "".join(peer.log)
+            assert "Traceback" not in "".join(peer.log)
+
+    def test_a_second_peer_bootstraps_from_the_first_and_both_leave(self) -> None:
+        with daemon("--verbose") as first:
+            address = first.address()
+            with daemon("--bootstrap", address) as second:
+                assert FULL_ADDRESS.fullmatch(second.address())
+                assert first.leave(signal.SIGINT) == 0, "with another peer connected"
+                assert second.process.poll() is None
+                assert second.leave(signal.SIGTERM) == 0
+            for peer in (first, second):
+                assert len(peer.out) == 1
+                assert "Traceback" not in "".join(peer.log)
+            assert any(line for line in first.log if " DEBUG " in line or " INFO " in line)
+
+    @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+    def test_it_leaves_while_it_bootstraps(self, number: signal.Signals) -> None:
+        """From somebody who accepts and says nothing."""
+        with socket.socket() as silent:
+            silent.bind(("127.0.0.1", 0))
+            silent.listen()
+            silent.settimeout(WATCHDOG_SECONDS)
+            address = f"/ip4/127.0.0.1/tcp/{silent.getsockname()[1]}/p2p/{SOMEBODY}"
+            with daemon("--bootstrap", address) as peer:
+                connection, _ = silent.accept()
+                with connection:
+                    assert peer.leave(number) == 0
+                assert peer.out == []
+                assert "Traceback" not in "".join(peer.log)
+
+    def test_it_helps_a_run_of_two(self) -> None:
+        """As an auxiliary: it reduces a share, and nothing of its own is in the average."""
+        config = p2pavg.AveragingConfig(run_id="helped", group_size=2, match_timeout=30.0, compression="fp32")
+        with daemon("--run-id", "helped", "--bandwidth", "100") as helper:
+            address = helper.address()
+            name = address.rpartition("/")[2]
+            with (
+                open_averager(config, listen=[LOOPBACK], bootstrap=[address]) as first,
+                open_averager(config, listen=[LOOPBACK], bootstrap=[address]) as second,
+                ThreadPoolExecutor(2) as threads,
+            ):
+                give_up = time.monotonic() + WATCHDOG_SECONDS
+                helping = False
+                while True:
+                    first.accumulate([torch.zeros(1000)], weight=1.0)
+                    second.accumulate([torch.full((1000,), 4.0)], weight=3.0)
+                    steps = [threads.submit(each.step, wait=None) for each in (first, second)]
+                    results = [step.result(WATCHDOG_SECONDS) for step in steps]
+                    for result in results:
+                        assert isinstance(result, Success), result
+                        assert set(result.peers) == set(result.weights) == {first.peer_id, second.peer_id}
+                        assert result.total_weight == 4.0
+                        assert torch.equal(result.averaged[0], torch.full((1000,), 3.0))  # type: ignore[index]
+                    if results[0].auxiliaries:  # type: ignore[union-attr]
+                        break
+                    if not helping:  # it looks for new runs every few seconds
+                        helper.wait_for(r"helping peers that average 1 tensors of 1000 elements")
+                        helping = True
+                    assert time.monotonic() < give_up, "it never took part"
+                assert [result.auxiliaries for result in results] == [(name,), (name,)]  # type: ignore[union-attr]
+                helper.wait_for(r"reduced [1-9][0-9]* elements for 2 peers")
+            assert helper.leave() == 0
+            assert helper.out == [address + "\n"]
+
+
+def is_one_line(done: subprocess.CompletedProcess[str], pattern: str) -> None:
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("p2pavg: ")
+    assert done.stderr.count("\n") == 1, done.stderr
+    assert re.search(pattern, done.stderr), done.stderr
+
+
+class TestMistakes:
+    @pytest.mark.parametrize(
+        ("arguments", "pattern"),
+        [
+            (["--listen", "127.0.0.1:4001"], r"'127\.0\.0\.1:4001' is no multiaddress"),
+            (["--listen", "/ip4/127.0.0.1/udp/4001"], r"listen address .* is not of the form"),
+            (
+                ["--bootstrap", "/ip4/127.0.0.1/tcp/4001"],
+                r"peer address .* is not of the form .*/p2p/PEER_ID",
+            ),
+            (["--bootstrap", "nonsense"], r"'nonsense' is no multiaddress"),
+            (["--run-id", ""], r"run_id must be text of 1 to 128 characters"),
+        ],
+        ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+    )
+    def test_what_is_no_address_or_run(self, arguments: list[str], pattern: str) -> None:
+        if "--listen" not in arguments:
+            arguments = ["--listen", LOOPBACK, *arguments]
+        is_one_line(run("peer", *arguments), pattern)
+
+    def test_a_port_that_is_taken(self) -> None:
+        with socket.socket() as taken:
+            taken.bind(("127.0.0.1", 0))
+            taken.listen()
+            address = f"/ip4/127.0.0.1/tcp/{taken.getsockname()[1]}"
+            is_one_line(
+                run("peer", "--listen", address), rf"cannot listen on {address}: Address already in use"
+            )
+
+    @pytest.mark.parametrize(
+        "command", [["identity"], ["peer", "--listen", LOOPBACK, "--identity"]], ids=" ".join
+    )
+    def test_a_key_that_others_can_read(self, tmp_path: Path, command: list[str]) -> None:
+        file = tmp_path / "peer.key"
+        file.write_bytes(b"k" * 32)
+        file.chmod(0o640)
+        is_one_line(run(*command, str(file)), r"others can read the identity .*chmod 600 it")
+
+    def test_a_usage_error(self) -> None:
+        done = run("peer", "--nonsense")
+        assert (done.returncode, done.stdout) == (2, "")
+        assert "No such option: --nonsense" in done.stderr
+        assert "Traceback" not in done.stderr
+
+    @pytest.mark.parametrize(
+        "arguments",
+        [
+            ["nonsense"],
+            ["peer", "--bandwidth", "fast"],
+            ["peer", "--bandwidth", "0"],
+            ["peer", "--listen"],
+            ["identity"],
+            ["identity", "one", "two"],
+        ],
+        ids=" ".join,
+    )
+    def test_every_usage_error_exits_with_2(
+        self, arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setattr(sys, "argv", ["p2pavg", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert ended.value.code == 2
+        out, err = capsys.readouterr()
+        assert (out, "Error" in err) == ("", True)
+
+    def test_nobody_to_bootstrap_from(self) -> None:
+        """The whole time-out, cut short where the test may."""
+        shortened = (
+            "import p2pavg.peer as p; p.BOOTSTRAP_SECONDS = 0.3; from p2pavg.cli.main import main; main()"
+        )
+        with socket.socket() as nobody:
+            nobody.bind(("127.0.0.1", 0))
+            address = f"/ip4/127.0.0.1/tcp/{nobody.getsockname()[1]}/p2p/{SOMEBODY}"
+            done = subprocess.run(
+                [sys.executable, "-c", shortened, "peer", "--listen", LOOPBACK, "--bootstrap", address],
+                capture_output=True,
+                text=True,
+                timeout=WATCHDOG_SECONDS,
+                env=ENVIRONMENT,
+                check=False,
+            )
+        assert (done.returncode, done.stdout) == (1, "")
+        assert "Traceback" not in done.stderr
+        last = done.stderr.splitlines()[-1]
+        assert last.startswith("p2pavg: no bootstrap peer could be reached")
+        assert address in last

@@ -1,0 +1,73 @@
+"""What a round holds is let go with it: a vector may be gigabytes, and the garbage collector comes when it likes."""
+
+from __future__ import annotations
+
+import gc
+from functools import partial
+
+import p2pavg
+import torch
+import trio
+from p2pavg.allreduce.exchange import Exchange
+from p2pavg.peer import Peer
+from p2pavg.testing import MemoryNetwork, simulated_peers
+from trio.testing import MockClock
+
+
+ELEMENTS = 10_007  # no table or scratch of a codec has this length
+
+
+async def test_nothing_of_a_vectors_size_outlives_its_round(autojump_clock: MockClock) -> None:
+    config = p2pavg.AveragingConfig(run_id="memory", group_size=2, match_timeout=5.0)
+
+    async def step(averager: p2pavg.DecentralizedAverager) -> None:
+        averager.accumulate([torch.ones(ELEMENTS)])
+        result = await averager.step(wait=None)
+        assert isinstance(result, p2pavg.Success)
+
+    async def live(peer: Peer) -> None:
+        async with peer.averager(config) as averager:
+            for _ in range(3):
+                await step(averager)
+            await trio.sleep(30.0)  # for what the exchange does after its result
+            alive = [o for o in gc.get_objects() if type(o) is torch.Tensor and o.numel() == ELEMENTS]
+            # Two buffers that take turns, for each of the two peers that share this process.
+            assert len(alive) <= 4, [(tensor.shape, tensor.dtype) for tensor in alive]
+            assert not [o for o in gc.get_objects() if type(o) is Exchange]
+
+    gc.collect()
+    gc.disable()
+    try:
+        async with simulated_peers(MemoryNetwork(), 2) as peers, trio.open_nursery() as nursery:
+            for peer in peers:
+                nursery.start_soon(partial(live, peer))
+    finally:
+        gc.enable()
+
+
+async def test_a_round_that_failed_leaves_its_vector_once(autojump_clock: MockClock) -> None:
+    config = p2pavg.AveragingConfig(run_id="memory", group_size=2, match_timeout=5.0, exchange_timeout=3.0)
+    network = MemoryNetwork(bandwidth=20_000.0)
+    gc.collect()
+    gc.disable()
+    try:
+        async with simulated_peers(network, 2) as (peer, other):
+
+            async def stop_in_the_exchange() -> None:
+                async with other.averager(config) as averager:
+                    averager.accumulate([torch.ones(ELEMENTS)])
+                    await averager.step(wait=1.0)
+                    network.stop(other.id)
+                    await trio.sleep(60.0)
+
+            async with trio.open_nursery() as nursery, peer.averager(config) as averager:
+                nursery.start_soon(stop_in_the_exchange)
+                averager.accumulate([torch.ones(ELEMENTS)])
+                assert isinstance(await averager.step(wait=None), p2pavg.Failed)
+                await trio.sleep(10.0)
+                alive = [o for o in gc.get_objects() if type(o) is torch.Tensor and o.numel() == ELEMENTS]
+                assert len(alive) <= 2, "this peer's and the stopped one's"
+                assert not [o for o in gc.get_objects() if type(o) is Exchange]
+                nursery.cancel_scope.cancel()
+    finally:
+        gc.enable()

@@ -127,7 +127,7 @@ class Ledger:
 
 @dataclass(frozen=True, slots=True)
 class Contribution:
-    """One member's values of one part: float32 of the part's length on any device, or the bytes that its codec made of them."""
+    """One member's values of one part: float32 of its length, on any device, or what the codec made of them."""
 
     peer_id: str
     weight: float

@@ -286,7 +286,7 @@ class Libp2pTransport(Transport):
         address = parse_address_of(peer_id, text)
         try:
             await self._swarm.dial_addr(address, ID.from_string(peer_id))
-        except Exception as error:  # noqa: BLE001 - who answers there is a stranger, and may answer anything
+        except SwarmException as error:
             raise UnreachableError(_text(error)) from None
 
     def is_connected(self, peer_id: PeerId) -> bool:

@@ -1,7 +1,8 @@
 """What py-libp2p 0.8.1 needs before strangers may talk to it.
 
-Each class or function here mends one thing, names it, and has a test in ``tests/integration/test_libp2p_guards.py``
-that fails without it. Nothing outside :mod:`p2pavg.net.libp2p` imports this module.
+Each class or function here mends one thing, names it, and has a test that fails without it: in
+``tests/integration/test_libp2p_guards.py``, ``tests/unit/net/test_libp2p_guards.py`` or the transports' conformance
+suite. Nothing outside :mod:`p2pavg.net.libp2p` imports this module.
 """
 
 from __future__ import annotations
@@ -163,10 +164,6 @@ class PatientStream(YamuxStream):
                 self.__dict__["_owed_window"] -= increment
         except (IOException, MuxedStreamError) as error:
             logger.debug("a window of %s was not opened: %r", self.conn.peer_id, error)
-
-    async def close(self) -> None:
-        # libp2p would call a stream open again that the other side has reset.
-        await (self.reset() if self.reset_received else super().close())
 
     async def reset(self) -> None:
         """Unread bytes go too: libp2p keeps those, and the stream's place, for a minute or more."""

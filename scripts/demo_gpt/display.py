@@ -62,7 +62,7 @@ def heading(run: Run) -> Text:
     if parameters := run.peers[0].parameters:
         text.append(f", {parameters / 1e6:.2f} M parameters", "not bold")
     text.append(f", {settings.compression}", "not bold")
-    if (ratio := mean_compression_ratio(run)) is not None:
+    if (ratio := mean_compression_ratio(run)) is not None and ratio > 1.1:
         text.append(f": {ratio:.1f} times less than fp32", "not bold")
     return text.append(f", {run.seconds:.0f} s", "not bold")
 

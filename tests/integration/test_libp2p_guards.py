@@ -309,6 +309,22 @@ async def test_no_protocol_is_offered_but_noise_and_ours() -> None:
 
 
 @watched
+async def test_a_host_asks_nobody_who_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Identify writes into the host what a stranger says of itself, in a system task that may end trio."""
+    asked: list[object] = []
+
+    async def ask(_: guards.GuardedHost, peer_id: object, *_rest: object) -> None:
+        asked.append(peer_id)
+
+    async with open_host() as here, open_host() as there:
+        monkeypatch.setattr(guards.GuardedHost, "new_stream", ask)
+        await here.dial(there.addresses[0], timeout=TIMEOUT)
+        await eventually(lambda: there.is_connected(here.peer_id))
+        await wait_all_tasks_blocked()
+        assert not asked
+
+
+@watched
 async def test_a_host_dials_nobody_on_its_own() -> None:
     async with open_host() as here, open_host() as there:
         here._swarm.peerstore.add_addrs(ID.from_base58(there.peer_id), [Multiaddr(there.addresses[0])], 600)
@@ -521,6 +537,7 @@ async def test_who_takes_nothing_for_long_loses_the_connection(monkeypatch: pyte
                 await flood(stream)
             except StreamBrokenError as error:
                 errors.append(error)
+            await trio.sleep_forever()
 
         host.serve(FLOOD, try_to_flood)
         async with raw_peer(host) as stranger:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import gc
 from functools import partial
 
-import p2pavg
 import torch
 import trio
+from trio.testing import MockClock
+
+import p2pavg
 from p2pavg.allreduce.exchange import Exchange
 from p2pavg.peer import Peer
 from p2pavg.testing import MemoryNetwork, simulated_peers
-from trio.testing import MockClock
-
 
 ELEMENTS = 10_007  # no table or scratch of a codec has this length
 

@@ -8,6 +8,7 @@ workstations", 2009, section 3 (reduce-scatter, then all-gather).
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -42,7 +43,9 @@ def shares_by_bandwidth(elements: int, bandwidths: Sequence[float], granularity:
         The elements of each member's share, in the members' order; they sum to ``elements``.
     """
     blocks = -(-elements // granularity)
-    total = sum(bandwidths)
+    total = math.fsum(
+        bandwidths
+    )  # sum() rounds otherwise from Python 3.12 on, and members may differ in theirs
     # Cumulated and rounded, so that errors do not add up and the last cut is exactly `blocks`.
     cuts = [0]
     so_far = 0.0

@@ -80,6 +80,8 @@ async def read_exactly(reader: Reader, n: int, retry_count: int = 0) -> bytes:  
         piece = await reader.read(n - len(buffer))
         if not piece:
             raise IncompleteReadError(f"closed {n - len(buffer)} bytes early", n, len(buffer))
+        if len(piece) == n:
+            return piece  # as most are: not copied
         buffer += piece
     return bytes(buffer)
 

@@ -579,6 +579,11 @@ def tasks() -> int:
     return trio.lowlevel.current_statistics().tasks_living
 
 
+async def until_no_more_than(before: Sequence[int], held: Callable[[], Sequence[int]]) -> None:
+    """What still closed when ``before`` was counted may be gone as well."""
+    await eventually(lambda: all(now <= then for now, then in zip(held(), before, strict=True)))
+
+
 @watched
 async def test_inbound_connections_give_back_what_they_took(monkeypatch: pytest.MonkeyPatch) -> None:
     """Slots, tasks and sockets, after many more than the host may have at once."""
@@ -591,7 +596,7 @@ async def test_inbound_connections_give_back_what_they_took(monkeypatch: pytest.
             async with raw_peer(host) as stranger:
                 await stranger.open(1, ECHO)
             await eventually(lambda: len(host._swarm.get_connections()) < 50)
-        await eventually(lambda: (tasks(), open_sockets()) == before)
+        await until_no_more_than(before, lambda: (tasks(), open_sockets()))
         assert host._swarm._inbound_limiter.borrowed_tokens == 0
         await assert_serves_strangers(host)
 
@@ -611,7 +616,7 @@ async def test_calls_over_one_connection_leave_nothing_behind() -> None:
                     for conn in (near, far)
                     for kept in (conn.streams, conn.stream_buffers, conn.stream_events)
                 ),
-                near.stream_backlog_semaphore.value,
+                -near.stream_backlog_semaphore.value,
                 far.inbound_streams,
             )
 
@@ -622,7 +627,7 @@ async def test_calls_over_one_connection_leave_nothing_behind() -> None:
             await send_message(stream, b"x" * (number + 1))
             assert await receive_message(stream) == b"x" * (number + 1)
             await (stream.aclose() if number % 2 else stream.reset())
-        await eventually(lambda: held() == before)
+        await until_no_more_than(before, held)
 
 
 @pytest.mark.parametrize("count", [1, 5])
@@ -638,7 +643,7 @@ async def test_closing_leaves_no_socket_open(count: int) -> None:
                 closing.deadline = trio.current_time() + 3.0
         assert not closing.cancel_called, "closing takes long"
         await eventually(lambda: not any(peer._swarm.get_connections() for peer in peers))
-        assert open_sockets() == before
+        assert open_sockets() <= before
 
 
 @watched
@@ -653,7 +658,7 @@ async def test_closing_does_not_wait_for_one_that_reads_nothing() -> None:
                 before = open_sockets()
                 closing.deadline = trio.current_time() + 5.0
         assert not closing.cancel_called, "closing takes long"
-        assert open_sockets() == before - 2  # its listener and its connection
+        assert open_sockets() <= before - 2  # its listener and its connection
 
 
 @watched
@@ -668,7 +673,7 @@ async def test_a_dial_that_is_given_up_leaves_no_socket_open() -> None:
             before = tasks(), open_sockets()
             with pytest.raises(UnreachableError, match="within"):
                 await host.dial(address, timeout=0.1)
-            await eventually(lambda: (tasks(), open_sockets()) == before)
+            await until_no_more_than(before, lambda: (tasks(), open_sockets()))
 
 
 @watched

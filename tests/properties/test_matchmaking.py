@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from p2pavg.matchmaking.rules import ANSWER_SECONDS, GRACE_SECONDS, SILENCE_SECONDS
 
+from p2pavg.matchmaking.rules import ANSWER_SECONDS, GRACE_SECONDS, SILENCE_SECONDS
 from tests.unit.matchmaking.bus import MATCH_TIMEOUT, SIGNERS, Attempt, Bus
 
 PEERS = 7

@@ -25,6 +25,14 @@ class BoomError(Exception):
     pass
 
 
+@pytest.fixture(autouse=True)
+def _ctrl_c_is_heard() -> Iterator[None]:
+    """Also in a run in a shell's background, which ignores it, and lets its children ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 async def live(give: Give, stop: trio.Event) -> None:
     give("ready")
     await stop.wait()

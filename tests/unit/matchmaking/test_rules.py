@@ -5,21 +5,21 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+
 from p2pavg.matchmaking.messages import Accept, Ask, Commit, Declined, Joined, Propose, Refuse, Status
 from p2pavg.matchmaking.roster import Candidate, Roster
 from p2pavg.matchmaking.rules import (
-    Actions,
     AUXILIARY_SECONDS,
     GRACE_SECONDS,
     SILENCE_SECONDS,
     UNREACHABLE_SECONDS,
+    Actions,
     Close,
     Expect,
     Matchmaking,
     Phase,
     Send,
 )
-
 from tests.unit.matchmaking.bus import EPOCH, MATCH_TIMEOUT, Attempt, Bus, candidate, settings
 
 
@@ -47,7 +47,7 @@ def declined(actions: Actions) -> Declined:
 
 def follower_of(leader: Candidate, me: Candidate, *, target: int = 4) -> Matchmaking:
     rules = matchmaking(me, leader, target=target)
-    assert rules.phase is Phase.ASKING
+    assert rules.leader == leader
     rules.told_by_leader(leader.peer_id, Joined(leader), EPOCH)
     assert rules.phase is Phase.FOLLOWING
     return rules

@@ -18,6 +18,8 @@ from p2pavg.allreduce.partition import PART_ELEMENTS, Part, cut_into_parts, fp32
         (4096, [1e-3, 1e6], 64, (0, 4096)),
         (100, [1.0] * 4, 64, (0, 64, 36, 0)),
         (3, [1.0] * 4, 1, (1, 1, 0, 1)),
+        # With sum() the first cut would be 0 or 1, depending on the version of Python.
+        (5, [0.1] * 10, 1, (0, 1, 1, 0, 0, 1, 1, 0, 0, 1)),
         (0, [1.0, 2.0], 64, (0, 0)),
         (1, [5.0], 64, (1,)),
         (2**34, [1.0, 2.0, 1.0], 4096, (2**32, 2**33, 2**32)),

@@ -66,7 +66,7 @@ def test_another_field_than_was_asked_for(
         (b"\x91\xa2\xff\xfe", (str,)),
         (b"\x91\xa3\xed\xa0\x80", (str,)),
         (b"\x91" * 100_000, (tuple,)),
-        (b"\x91\x81\x01\x02", (dict,)),
+        (b"\x91\x81\xa1a\x02", (dict,)),
         (b"\x91\xd4\x01\x00", (bytes,)),
         (b"\x91\xd6\xff\x00\x00\x00\x00", (object,)),
         (msgpack.packb(["x" * 4097]), (str,)),

@@ -9,7 +9,7 @@ import trio
 
 from p2pavg.accumulation import Accumulation, Given, Schema
 from p2pavg.config import AveragingConfig
-from p2pavg.errors import ClosedError
+from p2pavg.errors import BusyError, ClosedError
 from p2pavg.matchmaking.matchmaker import Matchmaker
 from p2pavg.matchmaking.roster import ready_key, share_cutter
 from p2pavg.matchmaking.rules import Settings
@@ -43,7 +43,6 @@ class DecentralizedAverager:
         self._entry: RunEntry | None = None
         self._round: Round | None = None
         self._stepping = trio.Lock()
-        self._round_scope = trio.CancelScope()
         self._closed = False
 
     @property
@@ -106,6 +105,7 @@ class DecentralizedAverager:
 
         Raises:
             ClosedError: the averager is closed.
+            BusyError: another averager of this peer, or its daemon, has the same tensors in the same run.
             ValueError: ``wait`` is negative or not a number.
         """
         self._check_open()
@@ -116,6 +116,7 @@ class DecentralizedAverager:
         if scope.cancelled_caught:  # another task waits for the round
             return self._progress()
         try:
+            self._check_open()
             return await self._step(deadline)
         finally:
             self._stepping.release()
@@ -144,27 +145,25 @@ class DecentralizedAverager:
         return self._round.progress()
 
     def _begin(self) -> bool:
-        contribution = self._accumulation.take()
-        if contribution is None:
+        schema = self._accumulation.schema
+        if schema is None or self._accumulation.weight == 0:
             return False
         if self._tools is None:
-            self._tools = self._prepare(contribution.schema)
+            self._tools = self._prepare(schema)
+        # From here on nothing can fail before the round owns what is taken.
+        contribution = self._accumulation.take()
+        if contribution is None:  # cleared in another thread meanwhile
+            return False
         self._round = Round(self._tools, contribution)
-        self._nursery.start_soon(self._run_round, self._round)
+        self._nursery.start_soon(self._round.run)
         return True
-
-    async def _run_round(self, running: Round) -> None:
-        with trio.CancelScope() as self._round_scope:
-            await running.run()
 
     def _prepare(self, schema: Schema) -> RoundTools:
         """What waits for the first step, since it takes the schema."""
         codec = self.config.codec
         key = ready_key(self.config.run_id, schema.hash)
         if key in self._peer.matchmakers:
-            raise ValueError(
-                f"this peer has an averager of run {self.config.run_id!r} with the same tensors already"
-            )
+            raise BusyError(f"this peer averages the same tensors in run {self.config.run_id!r} already")
 
         settings = Settings(
             target=self.config.group_size,
@@ -177,6 +176,7 @@ class DecentralizedAverager:
         )
         self._key = key
         self._peer.matchmakers[key] = matchmaker
+        self._peer.runs[self.config.run_id] += 1
         self._entry = RunEntry(
             schema_hash=schema.hash,
             tensors=len(schema.shapes),
@@ -212,11 +212,19 @@ class DecentralizedAverager:
         if self._closed:
             return
         self._closed = True
-        self._round_scope.cancel()
+        if self._round is not None:
+            self._round.scope.cancel()
         if self._tools is not None:
             del self._peer.matchmakers[self._key]
             with trio.CancelScope(shield=True, deadline=trio.current_time() + _CLOSE_SECONDS):
-                await self._tools.matchmaker.withdraw()
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(self._tools.matchmaker.withdraw)
+                    nursery.start_soon(self._withdraw_entry)
+
+    async def _withdraw_entry(self) -> None:
+        self._peer.runs[self.config.run_id] -= 1
+        if not self._peer.runs[self.config.run_id]:
+            await self._peer.records.withdraw(run_key(self.config.run_id))
 
     def _check_open(self) -> None:
         if self._closed:

@@ -9,7 +9,7 @@ from p2pavg_compression import Codec, resolve_codec
 
 MAX_GROUP_SIZE = 64
 MAX_RUN_ID_CHARS = 128
-MAX_TIMEOUT_SECONDS = 3600.0  # no readiness record lives longer
+MAX_TIMEOUT_SECONDS = 1800.0  # half of what a signed candidate counts for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,6 +15,10 @@ class ClosedError(P2PAvgError, RuntimeError):
     """The averager, peer or stream was closed by this process and was then used."""
 
 
+class BusyError(P2PAvgError, RuntimeError):
+    """Two users of one peer are in each other's way, such as two averagers of the same run and tensors."""
+
+
 class ConfigError(P2PAvgError, ValueError):
     """An argument of :class:`~p2pavg.AveragingConfig` is out of range; the message names it."""
 

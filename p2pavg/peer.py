@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
@@ -75,6 +76,8 @@ class Peer:
         self.lobby = Lobby()
         self.matchmakers: dict[bytes, Matchmaker] = {}
         """Who answers those that ask about a ready key."""
+        self.runs: Counter[str] = Counter()
+        """How many averagers of this peer are in each run."""
         self._closed = False
         self.around = Surroundings(
             transport=transport,

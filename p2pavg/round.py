@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import trio
 
@@ -12,6 +13,7 @@ from p2pavg.accumulation import Accumulation, Contribution
 from p2pavg.allreduce.exchange import Exchange, Outcome
 from p2pavg.allreduce.lobby import ExpectedGroup, Lobby
 from p2pavg.allreduce.partition import fp32_bytes
+from p2pavg.allreduce.reduction import Verdict
 from p2pavg.config import AveragingConfig
 from p2pavg.matchmaking.matchmaker import Matchmaker
 from p2pavg.matchmaking.roster import Roster
@@ -22,6 +24,7 @@ from p2pavg.workers import RunInThread
 
 logger = logging.getLogger(__name__)
 
+MAX_SERVING = 8  # each holds its own encoded share of the vector
 BAN_SECONDS = 600.0  # a peer that broke the protocol is not met again for this long
 
 
@@ -37,6 +40,10 @@ class RoundTools:
     run_in_thread: RunInThread
     tails: trio.Nursery
     """Outlives every result: what a member still owes others after its own."""
+    serving: deque[Exchange] = field(default_factory=deque)
+    """The last exchanges that may still serve others."""
+    stalled: dict[str, int] = field(default_factory=dict)
+    """How often each peer has stalled a round of this averager."""
     why_alone: Callable[[], Awaitable[str]]
     """Why peers of the run may be there and yet not meet this one; empty when there is nothing to say."""
 
@@ -54,6 +61,8 @@ class Round:
         self._report: Report | None = None
         self._changed = trio.Event()
         self.result: RoundResult | None = None
+        self.scope = trio.CancelScope()
+        """Cancel it to end the round; it may not have begun yet."""
 
     async def changed(self) -> None:
         """Until there is a result, or a match timeout has passed."""
@@ -76,6 +85,10 @@ class Round:
 
     async def run(self) -> None:
         """Sets :attr:`result`. When cancelled, the contribution counts as accumulated again."""
+        with self.scope:
+            await self._run()
+
+    async def _run(self) -> None:
         try:
             found = await self._tools.matchmaker.find_group(
                 weight=self._weight, on_report=self._on_report, on_expect=self._on_expect
@@ -90,8 +103,8 @@ class Round:
                 self._group.close()
             if self._contribution is not None:
                 self._tools.accumulation.give_back(self._contribution)
+            self._changed.set()  # also for those who wait for a round that was cancelled
         self.result = result
-        self._changed.set()
 
     async def _exchange(self, roster: Roster) -> RoundResult:
         assert self._group is not None
@@ -109,9 +122,9 @@ class Round:
         )
         self._group = None  # the exchange closes it now, when it has served the others too
         outcome: Outcome = await self._tools.tails.start(exchange.run)
+        self._serve_on(exchange)
         if outcome.verdict is not None:
-            if outcome.verdict.hostile and outcome.verdict.peer_id is not None:
-                self._tools.matchmaker.ban(outcome.verdict.peer_id, outcome.verdict.reason, BAN_SECONDS)
+            self._avoid(outcome.verdict)
             return Failed(reason=outcome.verdict.reason, peer=outcome.verdict.peer_id)
         averaged = await self._tools.run_in_thread(self._contribution.schema.unflatten, outcome.averaged)
         self._tools.accumulation.release(self._contribution)
@@ -132,6 +145,23 @@ class Round:
             group_id=roster.group_id.hex(),
             auxiliaries=tuple(member.peer_id for member in roster.members if member.auxiliary),
         )
+
+    def _avoid(self, verdict: Verdict) -> None:
+        """Whom this member itself saw break the protocol, or stall the round, is not met again for a while."""
+        if verdict.peer_id is None:
+            return
+        if verdict.hostile:
+            self._tools.matchmaker.ban(verdict.peer_id, verdict.reason, BAN_SECONDS)
+        elif verdict.stalled:
+            strikes = self._tools.stalled[verdict.peer_id] = self._tools.stalled.get(verdict.peer_id, 0) + 1
+            seconds = min(self._tools.config.exchange_timeout * 2.0**strikes, BAN_SECONDS)
+            self._tools.matchmaker.ban(verdict.peer_id, verdict.reason, seconds)
+
+    def _serve_on(self, exchange: Exchange) -> None:
+        """The exchange goes on serving the others, beside the last few; what is older has had its time."""
+        self._tools.serving.append(exchange)
+        if len(self._tools.serving) > MAX_SERVING:
+            self._tools.serving.popleft().end()
 
     def _on_report(self, report: Report) -> None:
         self._report = report

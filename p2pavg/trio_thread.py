@@ -70,7 +70,8 @@ class TrioThread(Generic[R]):
                 self._soon(scope.cancel)
             raise
         finally:
-            self._pending.discard(future)
+            with self._lock:
+                self._pending.discard(future)
 
     def check(self) -> None:
         """Raise what ended the thread, or ClosedError when it was stopped or belongs to a parent process."""

@@ -48,6 +48,8 @@ logger = logging.getLogger(__name__)
 # After this member has everything, it goes on serving the others in the background for this long at least.
 TAIL_SECONDS = 5.0
 ABORT_SECONDS = 1.0
+# Parts of each contributor that may wait for the slowest one: 8 MiB of fp32.
+MAX_WAITING_PARTS = 8
 OPEN_SECONDS = 10.0
 
 
@@ -103,6 +105,7 @@ class Exchange:
         self._bytes_sent = 0
         self._bytes_received = 0
         self._inbound: list[InboundLane] = []
+        self._tail: tuple[trio.CancelScope, ...] = ()
 
     async def run(self, *, task_status: TaskStatus[Outcome] = trio.TASK_STATUS_IGNORED) -> None:
         """Start with ``nursery.start``: returns the outcome, then serves the others until they have theirs too.
@@ -122,6 +125,7 @@ class Exchange:
                 if not self._over.is_set():
                     self._fail(self._ledger.overdue(self._timeout))
                 task_status.started(self._outcome())
+                self._let_go()
                 if self._verdict is not None:
                     receivers.cancel_scope.cancel()
                     senders.start_soon(self._abort_inbound, self._verdict)
@@ -130,10 +134,22 @@ class Exchange:
                 if self._verdict is not None:
                     end = trio.current_time() + ABORT_SECONDS
                 senders.cancel_scope.deadline = receivers.cancel_scope.deadline = end
+                self._tail = (senders.cancel_scope, receivers.cancel_scope)
         finally:
             for lane in self._inbound:
                 lane.finished.set()
             self._group.close()
+
+    def end(self) -> None:
+        """Serve nobody any more; only after the outcome."""
+        for scope in self._tail:
+            scope.cancel()
+
+    def _let_go(self) -> None:
+        """Of everything of a vector's size: serving the others takes this member's encoded share alone."""
+        self._vector = None
+        self._averaged = torch.empty(0)
+        self._pending.clear()
 
     def _outcome(self) -> Outcome:
         return Outcome(
@@ -195,16 +211,18 @@ class Exchange:
         await self._send(stream, encode_header(LaneHeader(self._roster.group_id, lane)), framed=True)
         parts = self._own_parts if lane is Lane.AVERAGES else self._ledger.parts[stream.remote]
         for part in parts:
+            payload = memoryview(b"")
             if lane is Lane.AVERAGES:
                 await self._ready[part.index].wait()
                 payload = self._encoded[part.index]
-            else:
-                assert self._vector is not None
+            elif self._vector is not None:
                 payload = await self._in_thread(self._codec.encode, self._vector[part.start : part.stop])
             if (
                 self._verdict is not None
             ):  # what was encoded since may be anything: the vector is no longer ours
                 await self._send(stream, abort_frame(_abort(self._verdict)))
+                return
+            if not payload:  # a reducer that has sent its averages already did not wait for this contribution
                 return
             await self._send(stream, part_frame(part.index))
             await self._send(stream, payload)
@@ -280,6 +298,9 @@ class Exchange:
         part = self._ledger.due(peer_id, lane.lane)
         if index != part.index:
             raise RemoteProtocolError(f"part {index} came where part {part.index} was due")
+        if lane.lane is Lane.CONTRIBUTIONS and index >= MAX_WAITING_PARTS:
+            # What is ahead of the slowest contributor waits with its sender, not in this process.
+            await self._ready[index - MAX_WAITING_PARTS].wait()
         payload = bytearray(self._codec.encoded_nbytes(part.elements))
         await receive_exactly_into(stream, memoryview(payload))
         self._bytes_received += FRAME_BYTES + len(payload)
@@ -296,6 +317,8 @@ class Exchange:
         self._check_complete()
 
     async def _average(self, index: int) -> None:
+        if self._over.is_set():
+            return
         part, pending = self._own_parts[index], self._pending[index]
         contributions = [
             Contribution(member.peer_id, member.weight, self._values(part, pending, member.peer_id))

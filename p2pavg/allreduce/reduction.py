@@ -26,6 +26,8 @@ class Verdict:
     peer_id: str | None
     hostile: bool = False
     """Whether that peer broke the protocol, which no honest one does."""
+    stalled: bool = False
+    """Whether that peer kept the round from ending in time."""
 
 
 class Ledger:
@@ -111,15 +113,23 @@ class Ledger:
         return Verdict(f"{peer_id} was lost in the exchange: {reason}", blames or peer_id)
 
     def overdue(self, timeout: float) -> Verdict:
-        """The time is over: who is waited for."""
-        waiting = [
-            f"{peer_id} ({self.owed_by(peer_id)} parts)" for peer_id in self._peers() if self.owed_by(peer_id)
-        ]
-        culprit = next((peer_id for peer_id in self._peers() if self.owed_by(peer_id)), None)
+        """The time is over: who is waited for.
+
+        A reducer that still owes averages may only be waiting itself; a member that still owes its contribution waits
+        for nobody. So the latter is named first, and of several the one that owes most.
+        """
+        owing = [peer_id for peer_id in self._peers() if self.owed_by(peer_id)]
+        waiting = ", ".join(f"{peer_id} ({self.owed_by(peer_id)} parts)" for peer_id in owing) or "itself"
+        culprit = max(owing, key=self._delays, default=None)
         return Verdict(
-            f"the exchange took longer than {timeout:g} s, waiting for {', '.join(waiting) or 'itself'}",
-            culprit,
+            f"the exchange took longer than {timeout:g} s, waiting for {waiting}", culprit, stalled=True
         )
+
+    def _delays(self, peer_id: str) -> tuple[int, int]:
+        contributions = self.expects(peer_id, Lane.CONTRIBUTIONS) - self._next.get(
+            (peer_id, Lane.CONTRIBUTIONS), 0
+        )
+        return (contributions, self.owed_by(peer_id))
 
     def _peers(self) -> list[str]:
         return [member.peer_id for member in self.roster.members if member.peer_id != self.me]

@@ -204,11 +204,13 @@ class _Attempt:
                 self._nursery = nursery
                 nursery.start_soon(self._announce)
                 nursery.start_soon(self._keep_time)
-                with trio.move_on_after(ATTEMPT_SECONDS):
-                    await self._done.wait()
-                nursery.cancel_scope.cancel()
+                try:
+                    with trio.move_on_after(ATTEMPT_SECONDS):
+                        await self._done.wait()
+                finally:
+                    self._nursery = None  # streams outlive it, and what they bring may start nothing more
+                    nursery.cancel_scope.cancel()
         finally:
-            self._nursery = None
             self._do(self._rules.stop("the peer has stopped looking for a group"))
             if not isinstance(self._outcome, Roster):
                 self._on_expect(None)

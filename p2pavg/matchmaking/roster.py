@@ -71,7 +71,7 @@ def sign_candidate(
     addresses: Sequence[str],
 ) -> Candidate:
     """This peer's own word that it is ready."""
-    value = pack(1, deadline, weight, bandwidth, codec, auxiliary, tuple(addresses))
+    value = pack(1, float(deadline), float(weight), float(bandwidth), codec, auxiliary, tuple(addresses))
     record = sign_record(
         signer, key=key, sequence=int(deadline * 1e6), expiration_time=expiration_time, value=value
     )

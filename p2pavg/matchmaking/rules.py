@@ -38,6 +38,7 @@ from p2pavg.matchmaking.roster import Candidate, Roster
 HEARTBEAT_SECONDS = 2.0
 SILENCE_SECONDS = 3 * HEARTBEAT_SECONDS  # a leader that was silent for this long is given up
 ANSWER_SECONDS = 3.0  # for an answer to a proposal; one round trip, and a busy machine's pause
+FORGET_SECONDS = 60.0  # a candidate that no record names any more; a record lives 30 s
 GRACE_SECONDS = 1.0  # after its own deadline a follower still waits this long for its leader's word
 RETRY_SECONDS = 1.0  # a candidate that declined is asked again after this
 UNREACHABLE_SECONDS = 10.0  # and one that could not be reached after this
@@ -160,7 +161,10 @@ class Matchmaking:
         self._accepted: set[str] = set()
         self._answers_due = 0.0
         self._proposals = 0
+        self._seen: dict[str, float] = {}  # candidate -> when a record or message last named it
+        self._fruitless: dict[str, int] = {}  # peer -> how often asking it came to nothing
         self._heard = now  # last word of the leader
+        self._joined = now  # when this peer began to follow
         self._spoken = now  # last word to the followers
         self._status = Status(1, False)  # the leader's last
 
@@ -198,7 +202,7 @@ class Matchmaking:
         if self.phase is Phase.ASKING:
             times.append(self._heard + SILENCE_SECONDS)
         if self.phase in (Phase.FOLLOWING, Phase.ACCEPTED):
-            times.append(self._heard + SILENCE_SECONDS)
+            times += [self._heard + SILENCE_SECONDS, self._patience_end()]
             if not self.me.auxiliary:
                 times.append(self._window_end + (0.0 if self._status.decided else GRACE_SECONDS))
         elif self.phase is Phase.PROPOSING:
@@ -212,13 +216,23 @@ class Matchmaking:
     def tick(self, now: float) -> Actions:
         """Time has passed."""
         self._avoided = {peer: entry for peer, entry in self._avoided.items() if entry[1] > now}
+        for peer_id in [p for p in self.candidates if self._seen.get(p, now) + FORGET_SECONDS <= now]:
+            del self.candidates[peer_id]
         self._awaited_auxiliaries = {p: t for p, t in self._awaited_auxiliaries.items() if t > now}
         if self.leader is not None and now >= self._heard + SILENCE_SECONDS:
             self._unreachable(self.leader.peer_id)
             return self._leave(f"silent for {SILENCE_SECONDS:.0f} s", now, avoid=UNREACHABLE_SECONDS)
+        if self.phase in (Phase.FOLLOWING, Phase.ACCEPTED) and now >= self._patience_end():
+            return self._leave("it has formed no group in its time and another match timeout", now)
         if self.phase is Phase.PROPOSING and now >= self._answers_due:
             return self._drop_silent(now)
         return self._advance(now)
+
+    def _patience_end(self) -> float:
+        """Until when this peer follows a leader that forms no group; it may be asked again, behind the others."""
+        assert self.leader is not None
+        joined = self._joined if self.me.auxiliary else max(self._joined, self.me.deadline)
+        return max(joined, self.leader.deadline) + self.settings.match_timeout + GRACE_SECONDS
 
     def discovered(self, candidates: Iterable[Candidate], now: float) -> Actions:
         """These are ready, say their records."""
@@ -232,6 +246,7 @@ class Matchmaking:
                 or candidate.peer_id in self._banned
             ):
                 continue
+            self._seen[candidate.peer_id] = now
             known = self.candidates.get(candidate.peer_id)
             if known is None or known.deadline <= candidate.deadline:
                 self.candidates[candidate.peer_id] = candidate
@@ -261,6 +276,8 @@ class Matchmaking:
             return Declined("its record has expired, or its clock is wrong")
         if self.phase in (Phase.COMMITTED, Phase.OVER):
             return Declined("already in a group", taken=tuple(self.followers), over=True)
+        if self.me.auxiliary:
+            return Declined("an auxiliary leads nobody", over=True)
         if candidate.order <= self.me.order:
             # What it knows of this peer is of an attempt that is over: this one comes after it.
             return Declined("comes before the peer it asked", over=True)
@@ -292,6 +309,7 @@ class Matchmaking:
         if self.phase is Phase.COMMITTED or self.leader is None or self.leader.peer_id != peer_id:
             return []
         self._avoid(peer_id, now + (RETRY_SECONDS if reachable else UNREACHABLE_SECONDS))
+        self._fruitless[peer_id] = self._fruitless.get(peer_id, 0) + 1
         return self._free(reason, now)
 
     def not_nudged(self, peer_id: str, now: float) -> Actions:
@@ -335,7 +353,7 @@ class Matchmaking:
             case Commit(group_id), Phase.ACCEPTED if self.roster and self.roster.group_id == group_id:
                 return self._commit("the leader committed")
             case Disband(reason, leader), Phase.FOLLOWING | Phase.ACCEPTED:
-                self._learn_leader(leader)
+                self._learn_leader(leader, now)
                 return self._leave(f"the leader disbanded: {reason}", now)
             case _:
                 return self._leave(
@@ -360,7 +378,7 @@ class Matchmaking:
         )
 
     def _follow(self, leader: Candidate) -> Actions:
-        self.phase, self.leader = Phase.FOLLOWING, leader
+        self.phase, self.leader, self._joined = Phase.FOLLOWING, leader, self._heard
         self.candidates[leader.peer_id] = leader
         self._status = Status(2, False)
         along = [
@@ -378,20 +396,23 @@ class Matchmaking:
 
     def _declined(self, answer: Declined, now: float) -> Actions:
         assert self.leader is not None
-        for peer_id in {self.leader.peer_id, *answer.taken} & self.candidates.keys():
-            if answer.over:
-                self._ended[peer_id] = self.candidates.pop(peer_id).deadline
-            else:
-                self._avoid(peer_id, now + RETRY_SECONDS)
-        self._learn_leader(answer.leader)
+        asked = self.leader.peer_id
+        if answer.over:  # of the attempt that was asked; what it says of others may be a lie
+            self._ended[asked] = self.leader.deadline
+            self.candidates.pop(asked, None)
+        self._fruitless[asked] = self._fruitless.get(asked, 0) + (not answer.over)
+        for peer_id in {asked, *answer.taken}:
+            self._avoid(peer_id, now + RETRY_SECONDS)
+        self._learn_leader(answer.leader, now)
         reason = f"declined: {answer.reason}"
         return [Close(self.leader.peer_id, reason, upward=True), *self._free(reason, now)]
 
-    def _learn_leader(self, leader: Candidate | None) -> None:
+    def _learn_leader(self, leader: Candidate | None, now: float) -> None:
         if leader is not None and leader.order < self.me.order and leader.record.key == self.me.record.key:
             known = self.candidates.get(leader.peer_id)
             if (known is None or known.deadline <= leader.deadline) and leader.peer_id not in self._banned:
                 self.candidates[leader.peer_id] = leader
+                self._seen[leader.peer_id] = now
                 self._avoided.pop(leader.peer_id, None)
 
     def _proposed(self, roster: Roster, now: float) -> Actions:
@@ -432,6 +453,7 @@ class Matchmaking:
         assert self.leader is not None
         peer_id = self.leader.peer_id
         self._avoid(peer_id, now + avoid)
+        self._fruitless[peer_id] = self._fruitless.get(peer_id, 0) + 1
         return [Close(peer_id, reason, upward=True), *self._free(reason, now)]
 
     def _free(self, reason: str, now: float) -> Actions:
@@ -476,13 +498,16 @@ class Matchmaking:
             and peer_id not in self.followers
             and candidate.codec == self.me.codec
         ]
-        return min(possible, key=lambda candidate: candidate.order, default=None)
+        # Those that came to nothing go behind: neither the silent nor liars can stand in the way of the others.
+        return min(possible, key=lambda c: (self._fruitless.get(c.peer_id, 0), c.order), default=None)
 
     def _nudge(self, now: float) -> Actions:
         """Tell later candidates that this peer leads; two that announced at once may not see each other."""
         actions: Actions = []
         for candidate in sorted(self.candidates.values(), key=lambda c: c.order):
-            known = self._nudged.get(candidate.peer_id) == candidate.deadline
+            told = self._nudged.get(candidate.peer_id)
+            # An auxiliary is nudged, and waited for, once: it could put off a complete group for ever.
+            known = told == candidate.deadline or (candidate.auxiliary and told is not None)
             if known or candidate.order < self.me.order or candidate.peer_id in self.followers:
                 continue
             if candidate.codec != self.me.codec or len(self._nudged) >= 4 * self.settings.target:
@@ -595,7 +620,7 @@ class Matchmaking:
         actions: Actions = []
         for peer_id in sorted(silent):
             del self.followers[peer_id]
-            self._avoid(peer_id, now + UNREACHABLE_SECONDS)
+            self.ban(peer_id, reason)  # it would come back at once, and hold up the next roster too
             actions += [Send(peer_id, Disband(reason), reason), Close(peer_id, reason)]
         return actions + self._member_lost(reason, now)
 

@@ -229,12 +229,13 @@ async def test_a_hundred_peers_in_groups_of_eight(autojump_clock: MockClock) -> 
 
 
 async def test_peers_of_another_schema_are_named(autojump_clock: MockClock) -> None:
-    swarm = Swarm()
+    swarm, how, done = Swarm(), config(group_size=2), trio.Event()
     async with simulated_peers(MemoryNetwork(latency=LAN), 3) as peers, trio.open_nursery() as nursery:
-        for index, peer in enumerate(peers):
-            tensors = [torch.ones(3)] * (2 if index else 1)
-            how = config(group_size=2)
-            nursery.start_soon(partial(swarm.step_once, peer, index, how, tensors=tensors))
+        for index, peer in enumerate(peers[1:]):
+            tensors = [torch.ones(3)] * 2
+            nursery.start_soon(partial(swarm.step_once, peer, index, how, tensors=tensors, done=done))
+        await swarm.step_once(peers[0], 0, how, tensors=[torch.ones(3)])
+        done.set()
     result = swarm.results[peers[0].id]
     assert isinstance(result, p2pavg.NoPeers)
     assert "2 peers of this run average 2 tensors, you have 1" in result.reason

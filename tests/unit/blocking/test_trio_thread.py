@@ -317,6 +317,8 @@ class TestFork:
                     ClosedError, match=rf"belongs to process {parent} and cannot be used after a fork"
                 ):
                     call()
+            # What wakes the loop is shared with the parent: nothing may be sent there.
+            thread._soon = None  # type: ignore[method-assign,assignment]
             thread.stop()
 
         parent = os.getpid()

@@ -99,7 +99,9 @@ async def test_a_cancelled_caller_waits_for_what_runs() -> None:
         nursery.start_soon(call)
         await started.wait()
         nursery.cancel_scope.cancel()
-        token.run_sync_soon(release.set)
+        with trio.CancelScope(shield=True):
+            await trio.testing.wait_all_tasks_blocked()
+        release.set()
     assert finished == [True]
 
 
@@ -127,13 +129,15 @@ async def test_a_cancelled_caller_does_not_wait_for_its_turn() -> None:
     assert ran == []
 
 
-async def test_nothing_is_begun_for_who_is_cancelled_already() -> None:
-    ran: list[bool] = []
+async def test_nothing_is_begun_for_who_is_cancelled_already(monkeypatch: pytest.MonkeyPatch) -> None:
+    workers = Workers()
+    begun: list[object] = []
+    monkeypatch.setattr(workers._pool, "submit", lambda *call: begun.append(call))
     with trio.CancelScope() as scope:
         scope.cancel()
-        await Workers().run(ran.append, True)
+        await workers.run(int)
     assert scope.cancelled_caught
-    assert ran == []
+    assert begun == []
 
 
 async def test_its_thread_ends_with_it() -> None:

@@ -10,7 +10,9 @@ from p2pavg.matchmaking.messages import Accept, Ask, Commit, Declined, Joined, P
 from p2pavg.matchmaking.roster import Candidate, Roster
 from p2pavg.matchmaking.rules import (
     AUXILIARY_SECONDS,
+    FORGET_SECONDS,
     GRACE_SECONDS,
+    RETRY_SECONDS,
     SILENCE_SECONDS,
     UNREACHABLE_SECONDS,
     Actions,
@@ -253,6 +255,70 @@ class TestAsking:
         bus.settle()
         assert first.formed is not None
         assert second.formed is not None
+
+
+class TestStandingInTheWay:
+    """What one peer, silent or lying, may not do to the others."""
+
+    def test_what_a_declining_peer_says_of_others_is_not_believed_for_long(self) -> None:
+        liar, honest, me = candidate(0, EPOCH + 50), candidate(1, EPOCH + 51), candidate(2, EPOCH + 60)
+        rules = matchmaking(me, liar, honest)
+        rules.told_by_leader(liar.peer_id, Declined("no", taken=(honest.peer_id,)), EPOCH)
+        rules.tick(EPOCH + RETRY_SECONDS)
+        assert rules.leader == honest, "and not the liar first again"
+
+    def test_one_that_says_it_is_over_cannot_say_so_for_others(self) -> None:
+        liar, honest, me = candidate(0, EPOCH + 50), candidate(1, EPOCH + 51), candidate(2, EPOCH + 60)
+        rules = matchmaking(me, liar, honest)
+        rules.told_by_leader(liar.peer_id, Declined("over", taken=(honest.peer_id,), over=True), EPOCH)
+        rules.tick(EPOCH + RETRY_SECONDS)
+        assert rules.leader == honest
+
+    def test_those_that_answer_nobody_go_behind_those_that_may(self) -> None:
+        silent, honest, me = candidate(0, EPOCH + 50), candidate(1, EPOCH + 51), candidate(2, EPOCH + 60)
+        rules = matchmaking(me, silent)
+        rules.lost_leader(silent.peer_id, "no answer", EPOCH, reachable=False)
+        rules.tick(EPOCH + UNREACHABLE_SECONDS - 1)
+        rules.lost_leader(silent.peer_id, "no answer", EPOCH, reachable=False)
+        rules.discovered([silent, honest], EPOCH + UNREACHABLE_SECONDS + 1)
+        assert rules.leader == honest
+
+    def test_a_leader_that_forms_no_group_is_left(self) -> None:
+        leader, me = candidate(0, EPOCH - 3000), candidate(1, EPOCH + MATCH_TIMEOUT)
+        rules = follower_of(leader, me)
+        now = EPOCH
+        while rules.leader == leader and now < EPOCH + 1000:
+            now += 1.0
+            rules.told_by_leader(leader.peer_id, Status(3, False), now)
+            rules.tick(now)
+        assert now <= EPOCH + 2 * MATCH_TIMEOUT + GRACE_SECONDS
+
+    def test_a_follower_that_does_not_answer_a_roster_is_not_admitted_again(self) -> None:
+        leader, silent = candidate(0, EPOCH + 50), candidate(1, EPOCH + 60)
+        rules = matchmaking(leader, target=2)
+        rules.asked(silent, EPOCH)
+        rules.tick(rules.wake_at())
+        assert "no answer" in declined(rules.asked(silent, EPOCH + 4)).reason
+
+    def test_an_auxiliary_is_nudged_and_waited_for_once(self) -> None:
+        leader = candidate(0, EPOCH + 5)
+        helper, again = (candidate(9, EPOCH + seconds, auxiliary=True) for seconds in (3000, 3001))
+        rules = matchmaking(leader, helper, target=2)
+        rules.tick(EPOCH + AUXILIARY_SECONDS)
+        rules.discovered([again], EPOCH + 1)
+        rules.asked(candidate(1, EPOCH + 6), EPOCH + 1)
+        assert rules.phase is Phase.PROPOSING
+
+    def test_an_auxiliary_leads_nobody_not_even_another(self) -> None:
+        me, later = (candidate(index, EPOCH + 3000 + index, auxiliary=True) for index in (8, 9))
+        rules = Matchmaking(me, settings(), EPOCH)
+        assert "leads nobody" in declined(rules.asked(later, EPOCH)).reason
+
+    def test_a_candidate_that_no_record_names_any_more_is_forgotten(self) -> None:
+        other, me = candidate(1, EPOCH + 90), candidate(0, EPOCH + 80)
+        rules = matchmaking(me, other)
+        rules.tick(EPOCH + FORGET_SECONDS)
+        assert rules.ready_peers == 1
 
 
 class TestProposing:

@@ -1,0 +1,181 @@
+"""One averager: its calls in every order, and its end at any moment."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
+
+import pytest
+import torch
+import trio
+from trio.testing import MockClock
+
+import p2pavg
+from p2pavg.peer import Peer, peer_over
+from p2pavg.testing import MemoryNetwork, simulated_clock, simulated_peer, simulated_peers
+from p2pavg.testing.simulation import simulated_signer
+
+T = TypeVar("T")
+
+LAN = (0.0005, 0.002)
+ONES = [torch.ones(1_000)]
+
+
+def config(**changes: object) -> p2pavg.AveragingConfig:
+    chosen = {"run_id": "sim", "group_size": 2, "match_timeout": 5.0, "exchange_timeout": 8.0, **changes}
+    return p2pavg.AveragingConfig(**chosen)  # type: ignore[arg-type]
+
+
+async def test_two_averagers_of_one_peer_and_run_are_an_error_that_loses_nothing(
+    autojump_clock: MockClock,
+) -> None:
+    async with simulated_peer(MemoryNetwork(latency=LAN), 0) as peer:
+        async with peer.averager(config()) as first, peer.averager(config()) as second:
+            first.accumulate(ONES)
+            second.accumulate(ONES, weight=3.0)
+            await first.step(wait=0)
+            with pytest.raises(p2pavg.BusyError, match="already"):
+                await second.step(wait=0)
+            assert second.weight == 3.0
+        async with peer.averager(config()) as third:
+            third.accumulate(ONES)
+            assert isinstance(await third.step(wait=0), p2pavg.InProgress)
+
+
+async def test_a_step_that_waits_ends_with_the_averager(autojump_clock: MockClock) -> None:
+    async with simulated_peer(MemoryNetwork(latency=LAN), 0) as peer, trio.open_nursery() as nursery:
+
+        async def wait_for_ever(averager: p2pavg.DecentralizedAverager) -> None:
+            with pytest.raises(p2pavg.ClosedError), trio.fail_after(60.0):
+                await averager.step(wait=None)
+
+        async with peer.averager(config()) as averager:
+            averager.accumulate(ONES, weight=2.0)
+            nursery.start_soon(wait_for_ever, averager)
+            await trio.sleep(1.0)
+        assert averager.weight == 2.0, "what the round held counts as accumulated again"
+
+
+async def test_a_closed_averager_says_so(autojump_clock: MockClock) -> None:
+    async with simulated_peer(MemoryNetwork(latency=LAN), 0) as peer:
+        async with peer.averager(config()) as averager:
+            pass
+        with pytest.raises(p2pavg.ClosedError):
+            averager.accumulate(ONES)
+        with pytest.raises(p2pavg.ClosedError):
+            await averager.step(wait=None)
+
+
+async def test_nothing_accumulated_is_no_peers_at_once(autojump_clock: MockClock) -> None:
+    async with simulated_peer(MemoryNetwork(latency=LAN), 0) as peer, peer.averager(config()) as averager:
+        began = trio.current_time()
+        assert isinstance(await averager.step(wait=None), p2pavg.NoPeers)
+        assert trio.current_time() == began
+
+
+@pytest.mark.parametrize("wait", [-1.0, float("nan"), "soon", True])
+async def test_a_wait_that_is_no_time_is_refused(autojump_clock: MockClock, wait: object) -> None:
+    async with simulated_peer(MemoryNetwork(latency=LAN), 0) as peer, peer.averager(config()) as averager:
+        with pytest.raises(ValueError, match="wait"):
+            await averager.step(wait=wait)  # type: ignore[arg-type]
+
+
+async def test_whole_numbers_do_as_bandwidth_and_weight(autojump_clock: MockClock) -> None:
+    how = config(bandwidth=100, match_timeout=2)
+    async with simulated_peer(MemoryNetwork(latency=LAN), 0) as peer, peer.averager(how) as averager:
+        averager.accumulate(ONES, weight=4)
+        assert isinstance(await averager.step(wait=None), p2pavg.NoPeers)
+
+
+async def test_clearing_during_a_round_leaves_nothing_of_it(autojump_clock: MockClock) -> None:
+    async with simulated_peer(MemoryNetwork(latency=LAN), 0) as peer, peer.averager(config()) as averager:
+        averager.accumulate(ONES)
+        await averager.step(wait=1.0)
+        averager.clear()
+        assert isinstance(await averager.step(wait=None), p2pavg.NoPeers)
+        assert averager.weight == 0
+
+
+async def test_a_closed_averager_is_no_longer_spoken_of(autojump_clock: MockClock) -> None:
+    """Neither as ready nor as one of the run."""
+    async with simulated_peers(MemoryNetwork(latency=LAN), 2) as (peer, other):
+        async with peer.averager(config(match_timeout=1.0)) as averager:
+            averager.accumulate(ONES * 2)
+            await averager.step(wait=None)
+        async with other.averager(config(match_timeout=1.0)) as averager:
+            averager.accumulate(ONES)
+            result = await averager.step(wait=None)
+        assert isinstance(result, p2pavg.NoPeers)
+        assert "of this run" not in result.reason
+
+
+def test_peers_that_close_at_one_moment_take_nobody_with_them() -> None:
+    """What a stream brings to an attempt that has just ended must start nothing in it."""
+
+    async def main(seed: int) -> None:
+        chosen = random.Random(seed)
+
+        async def live(peer: Peer, index: int) -> None:
+            await trio.sleep(0.1 * index)
+            async with peer.averager(config(group_size=6, min_group_size=6, match_timeout=10.0)) as averager:
+                averager.accumulate(ONES)
+                with trio.move_on_at(3.0 + 0.001 * chosen.randrange(-3, 4)):
+                    await averager.step(wait=None)
+                for _ in range(chosen.randrange(6)):
+                    await trio.lowlevel.checkpoint()
+
+        network = MemoryNetwork(seed=seed, latency=(0.001, 0.001))
+        async with simulated_peers(network, 4) as peers, trio.open_nursery() as nursery:
+            for index, peer in enumerate(peers):
+                nursery.start_soon(live, peer, index)
+
+    for seed in range(120):
+        trio.run(main, seed, clock=MockClock(autojump_threshold=0))
+
+
+async def never(function: Callable[..., T], *args: object) -> T:
+    """A worker that does not come back: its peer agrees to a group, and sends it nothing."""
+    await trio.sleep_forever()
+    raise AssertionError
+
+
+async def test_who_stalls_a_round_is_named_and_not_met_again(autojump_clock: MockClock) -> None:
+    network = MemoryNetwork(latency=LAN)
+    how = config(group_size=3)
+    results: dict[str, list[p2pavg.RoundResult]] = {}
+
+    async def average(peer: Peer) -> None:
+        async with peer.averager(how) as averager:
+            averager.accumulate(ONES)
+            results[peer.id] = [await averager.step(wait=None) for _ in range(2)]
+
+    async def stall(bootstrap: list[str]) -> None:
+        async with (
+            network.transport(simulated_signer(9)) as transport,
+            peer_over(
+                transport,
+                simulated_signer(9),
+                bootstrap=bootstrap,
+                wall_clock=simulated_clock,
+                run_in_thread=never,
+            ) as peer,
+            peer.averager(how) as averager,
+        ):
+            while True:
+                if averager.weight == 0:
+                    averager.accumulate(ONES)
+                await averager.step(wait=None)
+
+    async with simulated_peers(network, 2) as peers, trio.open_nursery() as nursery:
+        nursery.start_soon(stall, peers[0].addresses)
+        async with trio.open_nursery() as honest:
+            for peer in peers:
+                honest.start_soon(partial(average, peer))
+        nursery.cancel_scope.cancel()
+    for first, second in results.values():
+        assert isinstance(first, p2pavg.Failed)
+        assert first.peer == simulated_signer(9).peer_id
+        assert isinstance(second, p2pavg.Success)
+        assert set(second.peers) == results.keys()

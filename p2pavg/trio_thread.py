@@ -65,6 +65,12 @@ class TrioThread(Generic[R]):
         try:
             self._soon(lambda: self._spawn(function, future, scope))
             return future.result()
+        except ClosedError:
+            # Closed although nobody leaves: by what ends the thread, in a moment, and says why.
+            if not self._stopping:
+                self._thread.join(STOP_SECONDS)
+                self.check()
+            raise
         except BaseException:
             if not future.done():  # Ctrl-C
                 self._soon(scope.cancel)

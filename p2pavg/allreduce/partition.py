@@ -43,9 +43,8 @@ def shares_by_bandwidth(elements: int, bandwidths: Sequence[float], granularity:
         The elements of each member's share, in the members' order; they sum to ``elements``.
     """
     blocks = -(-elements // granularity)
-    total = math.fsum(
-        bandwidths
-    )  # sum() rounds otherwise from Python 3.12 on, and members may differ in theirs
+    # Not sum(), which rounds otherwise from Python 3.12 on: members may run different versions.
+    total = math.fsum(bandwidths)
     # Cumulated and rounded, so that errors do not add up and the last cut is exactly `blocks`.
     cuts = [0]
     so_far = 0.0

@@ -125,30 +125,38 @@ class LocalSwarm:
 
     def start(self) -> None:
         """Start the processes and wait until each has reported its address."""
-        self.add()
-        started = [self._launch() for _ in range(self.peers - 1)]
+        started = [self._launch() for _ in range(self.peers)]
         for process in started:
+            self._set_up(process)
+            if process.index == 0:
+                self.bootstrap = [self._await_address(process)]
+        for process in started[1:]:
             self._await_address(process)
 
     def add(self) -> SwarmProcess:
         """One more process; returns when it has reported its address."""
         process = self._launch()
+        self._set_up(process)
         address = self._await_address(process)
-        if not self.bootstrap:
-            self.bootstrap = [address]
+        self.bootstrap = self.bootstrap or [address]
         return process
 
     def _launch(self) -> SwarmProcess:
-        index = len(self.processes)
-        setup = json.dumps({"index": index, "bootstrap": self.bootstrap, "arguments": self.arguments})
+        """A process that imports what it needs, and then waits to be told who it is."""
         process = subprocess.Popen(
-            [sys.executable, "-m", "p2pavg.testing.swarm_process", self.work, setup],
+            [sys.executable, "-m", "p2pavg.testing.swarm_process", self.work],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
         )
-        self.processes.append(SwarmProcess(index, process))
+        self.processes.append(SwarmProcess(len(self.processes), process))
         return self.processes[-1]
+
+    def _set_up(self, found: SwarmProcess) -> None:
+        setup = {"index": found.index, "bootstrap": self.bootstrap, "arguments": self.arguments}
+        assert found.process.stdin is not None
+        found.process.stdin.write(json.dumps(setup) + "\n")
+        found.process.stdin.flush()
 
     def _await_address(self, process: SwarmProcess) -> str:
         event = process.event(START_SECONDS)

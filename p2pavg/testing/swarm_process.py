@@ -18,11 +18,13 @@ def _leave_with_parent() -> None:
 
 
 def _main() -> None:
-    work, setup = sys.argv[1], json.loads(sys.argv[2])
+    module, _, name = sys.argv[1].partition(":")
+    function: Callable[[Member], None] = getattr(importlib.import_module(module), name)
+    # What a peer imports when it is opened; meanwhile the first process finds out its address.
+    importlib.import_module("p2pavg.net.libp2p")
+    setup = json.loads(sys.stdin.readline())
     # The parent holds the other end: it is closed when the parent leaves the swarm, or dies.
     threading.Thread(target=_leave_with_parent, daemon=True).start()
-    module, _, name = work.partition(":")
-    function: Callable[[Member], None] = getattr(importlib.import_module(module), name)
     function(Member(setup["index"], setup["bootstrap"], setup["arguments"]))
 
 

@@ -137,7 +137,7 @@ def test_a_wait_that_ends_leaves_the_round_running() -> None:
 
 
 def test_nothing_accumulated_is_not_waited_for() -> None:
-    with open_averager(config(match_timeout=3600.0), listen=LOOPBACK) as alone:
+    with open_averager(config(match_timeout=1800.0), listen=LOOPBACK) as alone:
         assert alone.step(wait=None) == NoPeers(reason="nothing is accumulated")
         alone.accumulate([torch.ones(2)])
         alone.clear()

@@ -311,7 +311,7 @@ async def noticed(self):
 
 Round.changed = noticed
 try:
-    with open_averager(AveragingConfig(run_id="test", match_timeout=3600), listen=["/ip4/127.0.0.1/tcp/0"]) as averager:
+    with open_averager(AveragingConfig(run_id="test", match_timeout=1800), listen=["/ip4/127.0.0.1/tcp/0"]) as averager:
         averager.accumulate([torch.ones(3)])
         averager.step(wait=None)
 finally:

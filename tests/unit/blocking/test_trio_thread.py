@@ -193,6 +193,29 @@ class TestTheEnd:
             with pytest.raises(BoomError, match="ended"):
                 thread.check()
 
+    def test_its_error_counts_more_than_that_it_closed_something(self) -> None:
+        """What it does on its way out ends a call earlier than the thread itself ends."""
+
+        async def closes_first(give: Give, _stop: trio.Event) -> None:
+            give("ready")
+            try:
+                await waiting.wait()
+                raise BoomError("the cause")
+            finally:
+                closed.set()
+                with trio.CancelScope(shield=True):
+                    await told.wait()
+
+        async def wait_until_closed() -> None:
+            waiting.set()
+            await closed.wait()
+            trio.lowlevel.current_trio_token().run_sync_soon(told.set)
+            raise ClosedError("the averager is closed")
+
+        waiting, closed, told = trio.Event(), trio.Event(), trio.Event()
+        with running(closes_first) as thread, pytest.raises(BoomError, match="the cause"):
+            thread.call(wait_until_closed)
+
     def test_an_error_that_nobody_has_heard_of_is_raised_at_the_end(self) -> None:
         until_then, end = ending_with(BoomError("unheard"))
         thread = TrioThread(until_then, name="under test")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from typing import TYPE_CHECKING
 
 import trio
@@ -236,4 +237,4 @@ def _checked_wait(wait: float | None) -> float:
         return math.inf
     if isinstance(wait, bool) or not isinstance(wait, int | float) or not wait >= 0:
         raise ValueError(f"wait must be None or a number of seconds, 0 or more, got {wait!r}")
-    return float(wait)
+    return float(min(wait, sys.float_info.max))

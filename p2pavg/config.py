@@ -9,6 +9,7 @@ from p2pavg_compression import Codec, resolve_codec
 
 MAX_GROUP_SIZE = 64
 MAX_RUN_ID_CHARS = 128
+MAX_CODEC_CHARS = 64
 MAX_TIMEOUT_SECONDS = 1800.0  # half of what a signed candidate counts for
 
 
@@ -49,9 +50,13 @@ class AveragingConfig:
         _check_number("exchange_timeout", self.exchange_timeout, MAX_TIMEOUT_SECONDS)
         _check_number("bandwidth", self.bandwidth, 1e6)
         try:
-            resolve_codec(self.compression)
+            name = resolve_codec(self.compression).name
         except (ValueError, TypeError) as error:
             raise ConfigError(f"compression: {error}") from None
+        if not 0 < len(name) <= MAX_CODEC_CHARS or not name.isprintable():
+            raise ConfigError(
+                f"compression: a codec's name has 1 to {MAX_CODEC_CHARS} printable characters: {name!r}"
+            )
 
     @property
     def codec(self) -> Codec:

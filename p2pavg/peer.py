@@ -7,7 +7,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 
 import trio
 
@@ -247,14 +247,15 @@ async def peer_over(
         run_in_thread: how codecs work off the event loop. A simulation, whose clock stands still only while
             something runs on the loop, gives one that runs them there.
     """
-    with bare_exceptions():
+    workers = Workers()
+    with bare_exceptions(), closing(workers):
         async with trio.open_nursery() as nursery:
             peer = Peer(
                 transport,
                 signer,
                 nursery,
                 wall_clock=wall_clock,
-                run_in_thread=run_in_thread or Workers().run,
+                run_in_thread=run_in_thread or workers.run,
             )
             try:
                 await peer.start(bootstrap)

@@ -28,14 +28,17 @@ class RunInThread(Protocol):
 class Workers:
     """Runs functions in a thread of its own, one at a time.
 
-    Not in one of trio's: trio lends its threads to everybody, and this one keeps a single thread of torch. It ends with
-    this object.
+    Not in one of trio's: trio lends its threads to everybody, and this one keeps a single thread of torch. Close it.
     """
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(
             1, thread_name_prefix="p2pavg-worker", initializer=_use_one_thread_here
         )
+
+    def close(self) -> None:
+        """End the thread, once what it does is done."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
 
     async def run(self, function: Callable[..., T], *args: object) -> T:
         """``function(*args)`` in the thread; a cancelled caller waits for it, so what it works on stays alive."""

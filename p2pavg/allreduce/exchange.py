@@ -139,6 +139,7 @@ class Exchange:
             for lane in self._inbound:
                 lane.finished.set()
             self._group.close()
+            self._encoded.clear()
 
     def end(self) -> None:
         """Serve nobody any more; only after the outcome."""
@@ -155,9 +156,21 @@ class Exchange:
         return Outcome(
             verdict=self._verdict,
             averaged=self._averaged,
-            bytes_sent=self._bytes_sent,
+            # With the average complete, what is still on its way to others counts as sent.
+            bytes_sent=self._bytes_sent if self._verdict else self._bytes_to_send(),
             bytes_received=self._bytes_received,
         )
+
+    def _bytes_to_send(self) -> int:
+        """All the frames of parts that this member sends in a round that succeeds."""
+        total = 0
+        for member in self._roster.members:
+            if member.peer_id == self._me:
+                continue
+            parts = self._ledger.parts[member.peer_id] if self._ledger.contributing else ()
+            parts += self._own_parts if not member.auxiliary else ()
+            total += sum(FRAME_BYTES + self._codec.encoded_nbytes(part.elements) for part in parts)
+        return total
 
     def _check_complete(self) -> None:
         if self._ledger.complete:

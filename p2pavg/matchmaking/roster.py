@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from p2pavg.allreduce.partition import shares_by_bandwidth
-from p2pavg.config import MAX_GROUP_SIZE
+from p2pavg.config import MAX_CODEC_CHARS, MAX_GROUP_SIZE
 from p2pavg.errors import RemoteProtocolError
 from p2pavg.net.wire import checked, pack, unpack
 from p2pavg_dht import ContactError, Record, RecordError, Signer, sign_record, verify
@@ -20,7 +20,6 @@ from p2pavg_dht.record import unpack as unpack_record
 
 MAX_WEIGHT = 1e15
 MAX_BANDWIDTH = 1e6  # Mbit/s
-MAX_CODEC_CHARS = 64
 
 _KEY_DOMAIN = "p2pavg/ready/1"
 _ROSTER_DOMAIN = b"p2pavg-roster/1\0"

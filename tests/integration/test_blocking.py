@@ -83,7 +83,6 @@ def test_the_compression_ratio_is_of_the_bytes_that_are_told() -> None:
             assert result.compression_ratio > 3.5
 
 
-@pytest.mark.xfail(strict=False, reason="what a member still sends after its own result is not counted yet")
 @pytest.mark.parametrize("compression", ["fp32", "fp16", "blockwise8"])
 def test_everything_that_travels_is_counted(compression: str) -> None:
     elements = 200_000

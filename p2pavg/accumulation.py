@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import math
+import numbers
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import cast
 
 import torch
 
@@ -234,9 +236,10 @@ class Accumulation:
 
 
 def _checked_weight(weight: object) -> float:
-    if isinstance(weight, bool) or not isinstance(weight, int | float):
-        raise AccumulateError(f"weight must be a number, got {type(weight).__name__}")
-    if not 0 < weight <= MAX_WEIGHT:
+    if isinstance(weight, bool) or not isinstance(weight, numbers.Real):
+        hint = "; use weight.item()" if isinstance(weight, torch.Tensor) else ""
+        raise AccumulateError(f"weight must be a number, got {type(weight).__name__}{hint}")
+    if not 0 < cast(float, weight) <= MAX_WEIGHT:
         raise AccumulateError(f"weight must be above 0 and at most {MAX_WEIGHT:g}, got {weight!r}")
     return float(weight)
 

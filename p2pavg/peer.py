@@ -27,7 +27,7 @@ from p2pavg.identity import load_or_make_seed
 from p2pavg.matchmaking.matchmaker import Matchmaker, Surroundings
 from p2pavg.matchmaking.messages import PROTOCOL as MATCH_PROTOCOL
 from p2pavg.matchmaking.messages import Ask, Declined, Nudge, decode, encode
-from p2pavg.net.addresses import parse_peer_address
+from p2pavg.net.addresses import check_is_list, parse_peer_address
 from p2pavg.net.framing import receive_message, send_message
 from p2pavg.net.transport import Stream, Transport
 from p2pavg.workers import RunInThread, Workers
@@ -139,6 +139,12 @@ class Peer:
             _, peer_id = parse_peer_address(text)
             if peer_id != self.id:
                 contacts.setdefault(peer_id, []).append(text)
+            elif text not in self.addresses:
+                logger.warning(
+                    "bootstrap address %s has this peer's own id; if another process is there, "
+                    "the two share one identity file, and neither will meet the other",
+                    text,
+                )
         if not contacts:
             return
         errors: dict[str, str] = {}
@@ -287,6 +293,8 @@ async def open_peer(
     # Here and not above: libp2p takes 0.4 s to import, and the simulation does without it.
     from p2pavg.net.libp2p import open_libp2p_transport
 
+    check_is_list("listen", listen)
+    check_is_list("bootstrap", bootstrap)
     seed = load_or_make_seed(identity)
     for text in bootstrap:
         parse_peer_address(text)

@@ -65,19 +65,19 @@ def read_entries(records: Iterable[Record]) -> dict[str, RunEntry]:
 
 def why_apart(mine: RunEntry, others: Iterable[RunEntry]) -> str:
     """A sentence for each kind of peer of this run that cannot meet this one; empty when there is none."""
-    kinds = Counter(
-        entry for entry in others if (entry.schema_hash, entry.codec) != (mine.schema_hash, mine.codec)
+    apart = (entry for entry in others if (entry.schema_hash, entry.codec) != (mine.schema_hash, mine.codec))
+    kinds = Counter(_difference(mine, entry) for entry in apart)
+    return "; ".join(
+        f"{count} peer{'s' if count > 1 else ''} of this run average{'' if count > 1 else 's'} {what}"
+        for what, count in kinds.most_common(3)
     )
-    return "; ".join(_difference(mine, entry, count) for entry, count in kinds.most_common(3))
 
 
-def _difference(mine: RunEntry, other: RunEntry, count: int) -> str:
-    who = f"{count} peer of this run" if count == 1 else f"{count} peers of this run"
-    verb = "averages" if count == 1 else "average"
+def _difference(mine: RunEntry, other: RunEntry) -> str:
     if other.tensors != mine.tensors:
-        return f"{who} {verb} {other.tensors} tensors, you have {mine.tensors}"
+        return f"{other.tensors} tensors, you have {mine.tensors}"
     if other.elements != mine.elements:
-        return f"{who} {verb} {other.elements} elements, you have {mine.elements}"
+        return f"{other.elements} elements, you have {mine.elements}"
     if other.schema_hash != mine.schema_hash:
-        return f"{who} {verb} tensors of other names, shapes or dtypes than yours"
-    return f"{who} {verb} with the codec {other.codec}, you with {mine.codec}"
+        return "tensors of other names, shapes or dtypes than yours"
+    return f"with the codec {other.codec}, you with {mine.codec}"

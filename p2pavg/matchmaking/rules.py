@@ -183,7 +183,9 @@ class Matchmaking:
         others = {
             peer_id
             for peer_id, candidate in self.candidates.items()
-            if not candidate.auxiliary and self._silent.get(peer_id) != candidate.deadline
+            if not candidate.auxiliary
+            and candidate.codec == self.me.codec
+            and self._silent.get(peer_id) != candidate.deadline
         }
         others |= {p for p, c in self.followers.items() if not c.auxiliary}
         return 1 + len(others)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import psutil
 from multiaddr import Multiaddr
@@ -37,7 +37,7 @@ def parse_peer_address(text: str) -> tuple[Multiaddr, str]:
     Raises:
         AddressError: naming the text and what is wrong with it.
     """
-    address = _parse(text)
+    address = _parse(text, f"{EXAMPLE}/p2p/PEER_ID")
     names = [protocol.name for protocol in address.protocols()]
     if (
         len(names) != 3
@@ -65,11 +65,17 @@ def parse_address_of(peer_id: str, text: str) -> Multiaddr:
     return address
 
 
-def _parse(text: str) -> Multiaddr:
+def check_is_list(name: str, given: object) -> None:
+    """Raises AddressError when a caller gave one address, or nothing, where a list of them is meant."""
+    if isinstance(given, str) or not isinstance(given, Sequence):
+        raise AddressError(f"{name} is a list of addresses such as [{EXAMPLE!r}], not {given!r}")
+
+
+def _parse(text: str, example: str = EXAMPLE) -> Multiaddr:
     if not isinstance(text, str):
         raise AddressError(f"an address is text such as {EXAMPLE}, not {type(text).__name__}")
     if not text.startswith("/") or len(text) > MAX_ADDRESS_CHARS:
-        raise AddressError(f"{text[:MAX_ADDRESS_CHARS]!r} is no multiaddress; they look like {EXAMPLE}")
+        raise AddressError(f"{text[:MAX_ADDRESS_CHARS]!r} is no address; they look like {example}")
     try:
         return Multiaddr(text)
     except Exception as error:  # noqa: BLE001 - multiaddr raises a dozen unrelated types for bad text

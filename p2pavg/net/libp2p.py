@@ -283,11 +283,14 @@ class Libp2pTransport(Transport):
 
         Its ``dial_addr`` does neither.
         """
-        address = parse_address_of(peer_id, text)
-        try:
-            await self._swarm.dial_addr(address, ID.from_string(peer_id))
-        except SwarmException as error:
-            raise UnreachableError(_text(error)) from None
+        reasons = []
+        for address in await _resolve(parse_address_of(peer_id, text)):
+            try:
+                await self._swarm.dial_addr(address, ID.from_string(peer_id))
+                return
+            except SwarmException as error:
+                reasons.append(_text(error))
+        raise UnreachableError("; ".join(reasons))
 
     def is_connected(self, peer_id: PeerId) -> bool:
         return any(
@@ -368,6 +371,28 @@ async def open_libp2p_transport(*, seed: bytes, listen: Sequence[str]) -> AsyncI
                 nursery.cancel_scope.cancel()
 
 
+async def _resolve(address: Multiaddr) -> list[Multiaddr]:
+    """The IP addresses that a DNS name stands for; libp2p's TCP dials none by name.
+
+    Raises:
+        UnreachableError: the name stands for nothing.
+    """
+    name, *_ = (protocol.name for protocol in address.protocols())
+    families = {"dns": socket.AF_UNSPEC, "dns4": socket.AF_INET, "dns6": socket.AF_INET6}
+    if name not in families:
+        return [address]
+    host, port = str(address.value_for_protocol(name)), int(str(address.value_for_protocol("tcp")))
+    try:
+        found = await trio.socket.getaddrinfo(host, port, families[name], socket.SOCK_STREAM)
+    except OSError as error:
+        raise UnreachableError(f"the name {host} is not known: {error.strerror}") from None
+    peer_id = address.value_for_protocol("p2p")
+    return [
+        Multiaddr(f"/{'ip4' if family == socket.AF_INET else 'ip6'}/{where[0]}/tcp/{port}/p2p/{peer_id}")
+        for family, _, _, _, where in found
+    ]
+
+
 _transports: weakref.WeakSet[Libp2pTransport] = weakref.WeakSet()
 
 
@@ -401,6 +426,7 @@ def _new_host(seed: bytes) -> tuple[GuardedHost, GuardedSwarm]:
         # min_connections of 0: every connection may be an inbound one.
         connection_config=ConnectionConfig(
             max_connections=MAX_CONNECTIONS,
+            max_connections_per_peer=3,
             high_watermark=MAX_CONNECTIONS,
             min_connections=0,
             low_watermark=0,

@@ -179,3 +179,19 @@ async def test_who_stalls_a_round_is_named_and_not_met_again(autojump_clock: Moc
         assert first.peer == simulated_signer(9).peer_id
         assert isinstance(second, p2pavg.Success)
         assert set(second.peers) == results.keys()
+
+
+async def test_peers_with_different_codecs_are_told_so(autojump_clock: MockClock) -> None:
+    results: dict[str, p2pavg.RoundResult] = {}
+
+    async def average(peer: Peer, compression: str) -> None:
+        async with peer.averager(config(compression=compression)) as averager:
+            averager.accumulate(ONES)
+            results[compression] = await averager.step(wait=None)
+            await trio.sleep(5.0)
+
+    async with simulated_peers(MemoryNetwork(latency=LAN), 2) as peers, trio.open_nursery() as nursery:
+        for peer, compression in zip(peers, ("blockwise8", "int8"), strict=True):
+            nursery.start_soon(average, peer, compression)
+    assert isinstance(results["int8"], p2pavg.NoPeers)
+    assert "1 peer of this run averages with the codec blockwise8:64" in results["int8"].reason

@@ -192,6 +192,12 @@ class TestAsking:
         rules = matchmaking(candidate(0, EPOCH + 1))
         assert "int8:256" in declined(rules.asked(candidate(1, EPOCH + 2, codec="int8:256"), EPOCH)).reason
 
+    def test_a_candidate_with_another_codec_is_neither_asked_nor_ready(self) -> None:
+        other = candidate(0, EPOCH + 1, codec="int8:256")
+        rules = matchmaking(candidate(1, EPOCH + 2), other)
+        assert rules.phase is Phase.LEADING
+        assert rules.ready_peers == 1
+
     def test_an_expired_record_is_declined(self) -> None:
         rules = matchmaking(candidate(0, EPOCH + 1))
         assert "expired" in declined(rules.asked(candidate(1, EPOCH - 3601), EPOCH)).reason

@@ -316,6 +316,8 @@ class Exchange:
             await self._ready[index - MAX_WAITING_PARTS].wait()
         payload = bytearray(self._codec.encoded_nbytes(part.elements))
         await receive_exactly_into(stream, memoryview(payload))
+        if self._over.is_set():  # given up while it came; the buffers are gone
+            return
         self._bytes_received += FRAME_BYTES + len(payload)
         if lane.lane is Lane.AVERAGES:
             out = self._averaged[part.start : part.stop]

@@ -11,6 +11,7 @@ import trio
 from trio.testing import MockClock
 
 import p2pavg
+from p2pavg.allreduce.partition import cut_into_parts
 from p2pavg.peer import Peer
 from p2pavg.testing import MemoryNetwork, simulated_peer, simulated_peers
 
@@ -342,3 +343,39 @@ async def test_a_silent_member_ends_the_round_at_its_timeout(autojump_clock: Moc
         assert isinstance(result, p2pavg.Failed)
         assert peers[0].id in result.reason
         assert swarm.ended[peer.id] - swarm.began[peer.id] < 16.5
+
+
+def test_a_round_that_breaks_at_any_part_breaks_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many small parts, and a member that crashes in the midst of them: survivors get a result, and no exception."""
+    monkeypatch.setattr(
+        "p2pavg.allreduce.reduction.cut_into_parts", partial(cut_into_parts, part_elements=64)
+    )
+    how = config(group_size=4, min_group_size=4, exchange_timeout=5.0)
+
+    async def main(seed: int) -> None:
+        network = MemoryNetwork(seed=seed, latency=(0.0005, 0.002), bandwidth=2e5)
+        results: list[p2pavg.RoundResult] = []
+
+        async def survive(peer: Peer, index: int) -> None:
+            async with peer.averager(how) as averager:
+                averager.accumulate([values(index)])
+                results.append(await averager.step(wait=None))
+                assert averager.weight == (0 if isinstance(results[-1], p2pavg.Success) else 1)
+
+        async def die(peer: Peer) -> None:
+            with trio.CancelScope() as scope:
+                async with peer.averager(how) as averager:
+                    averager.accumulate([values(0)])
+                    await until_exchanging(averager)
+                    await trio.sleep(0.002 * seed)
+                    network.crash(peer.id)
+                    scope.cancel()
+
+        async with simulated_peers(network, 4) as peers, trio.open_nursery() as nursery:
+            nursery.start_soon(die, peers[0])
+            for index, peer in enumerate(peers[1:]):
+                nursery.start_soon(survive, peer, index)
+        assert all(isinstance(result, p2pavg.Success | p2pavg.Failed) for result in results)
+
+    for seed in range(60):
+        trio.run(main, seed, clock=MockClock(autojump_threshold=0))

@@ -225,13 +225,13 @@ class TestMistakes:
     @pytest.mark.parametrize(
         ("arguments", "pattern"),
         [
-            (["--listen", "127.0.0.1:4001"], r"'127\.0\.0\.1:4001' is no multiaddress"),
+            (["--listen", "127.0.0.1:4001"], r"'127\.0\.0\.1:4001' is no address"),
             (["--listen", "/ip4/127.0.0.1/udp/4001"], r"listen address .* is not of the form"),
             (
                 ["--bootstrap", "/ip4/127.0.0.1/tcp/4001"],
                 r"peer address .* is not of the form .*/p2p/PEER_ID",
             ),
-            (["--bootstrap", "nonsense"], r"'nonsense' is no multiaddress"),
+            (["--bootstrap", "nonsense"], r"'nonsense' is no address"),
             (["--run-id", ""], r"run_id must be text of 1 to 128 characters"),
         ],
         ids=lambda value: " ".join(value) if isinstance(value, list) else "",

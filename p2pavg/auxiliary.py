@@ -25,7 +25,7 @@ LOOK_SECONDS = 5.0
 EXCHANGE_SECONDS = 60.0
 # Different schemas of one run that are helped at once; the run's peers say what theirs are, and strangers may lie.
 MAX_SCHEMAS = 4
-# 256 MiB of averages, and as much again of every contribution that waits for a slower one.
+# 256 MiB of averages; of contributions, a few parts each wait at a time.
 MAX_SHARE_ELEMENTS = 2**26
 
 

@@ -1,7 +1,7 @@
 """Measures, with real processes on this machine, what is promised of four peers, and prints a table.
 
-scripts/measure            everything, about ten minutes
-scripts/measure cold kill  only some: cold, group, kill, soak
+scripts/measure            everything, about six minutes
+scripts/measure cold kill  only some: cold, group, kill, soak, round, codecs
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
 from p2pavg.testing import LocalSwarm
+from p2pavg_compression import Blockwise8
 from tests.integration.test_swarm import check_survivor
 
 WORK = "tests.integration.swarm_work:"
@@ -116,11 +118,52 @@ def soak(rounds: int = 200) -> list[tuple[str, str]]:
     return rows
 
 
+def large_round(rounds: int = 7) -> list[tuple[str, str]]:
+    """Group and exchange of 16 M elements, for everybody in every round."""
+    rows = []
+    for compression in ("blockwise8", "fp32"):
+        config = {"group_size": PEERS, "min_group_size": PEERS, "compression": compression}
+        with swarm("rounds", elements=16_000_000, rounds=rounds, config=config) as found:
+            found.start()
+            events = [event for process in found.processes for event in process.events(300.0)]
+        assert all(event["result"] == "Success" for event in events), events
+        seconds = [event["to_group"] + event["exchange"] for event in events]
+        rows.append((f"a round of 16 M elements, {compression}", spread(seconds)))
+    return rows
+
+
+def codecs(repeats: int = 5) -> list[tuple[str, str]]:
+    """The default codec beside bitsandbytes' own on a CPU: MB of fp32 per second, one thread, a vector of 64 MiB."""
+    import bitsandbytes  # takes seconds, and only this part needs it
+
+    torch.set_num_threads(1)
+    values, codec = torch.randn(16 * 2**20), Blockwise8()
+    payload = codec.encode(values)
+    out = torch.empty_like(values)
+    work: dict[str, Callable[[], object]] = {
+        "blockwise8 encodes": lambda: codec.encode(values, payload),
+        "bitsandbytes encodes": lambda: bitsandbytes.functional.quantize_blockwise(values, blocksize=64),
+        "blockwise8 decodes": lambda: codec.decode(payload, values.numel(), out),
+    }
+    rates: dict[str, list[float]] = {name: [] for name in work}
+    for _ in range(repeats):
+        for name, function in work.items():
+            began = time.perf_counter()
+            function()
+            rates[name].append(values.nbytes / 1e6 / (time.perf_counter() - began))
+    return [
+        (name, f"median {statistics.median(found):.0f} MB/s, {min(found):.0f} to {max(found):.0f}")
+        for name, found in rates.items()
+    ]
+
+
 PARTS: dict[str, Callable[[], list[tuple[str, str]]]] = {
     "cold": cold,
     "group": group,
     "kill": kill,
     "soak": soak,
+    "round": large_round,
+    "codecs": codecs,
 }
 
 

@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# 1 MiB of fp32. Small enough to overlap reducing with sending, large enough that a hop to a worker thread (42 us)
+# 1 MiB of fp32. Small enough to overlap reducing with sending, large enough that a hop to a worker thread
 # costs less than its decoding.
 PART_ELEMENTS = 262_144
 

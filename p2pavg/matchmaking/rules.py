@@ -42,6 +42,8 @@ FORGET_SECONDS = 60.0  # a candidate that no record names any more; a record liv
 GRACE_SECONDS = 1.0  # after its own deadline a follower still waits this long for its leader's word
 RETRY_SECONDS = 1.0  # a candidate that declined is asked again after this
 UNREACHABLE_SECONDS = 10.0  # and one that could not be reached after this
+HOLD_OFF_SECONDS = 10.0  # one that spoiled a proposal is kept out for this, twice as long each time
+MAX_HOLD_OFF_SECONDS = 600.0
 MAX_DEADLINE_SECONDS = 2 * MAX_TIMEOUT_SECONDS  # of a deadline from now, either way
 AUXILIARY_SECONDS = 0.25  # a complete group waits this long for auxiliaries that were nudged
 
@@ -156,6 +158,7 @@ class Matchmaking:
         self._silent: dict[str, float] = {}  # peer -> the deadline of its attempt that answers nobody
         self._ended: dict[str, float] = {}  # peer -> the deadline of its attempt that is over
         self._banned: dict[str, str] = {}
+        self._held_off: dict[str, tuple[str, float, int]] = {}  # peer -> (why, until, how often)
         self._nudged: dict[str, float] = {}
         self._awaited_auxiliaries: dict[str, float] = {}
         self._accepted: set[str] = set()
@@ -289,6 +292,9 @@ class Matchmaking:
             return Declined(f"codec {candidate.codec} does not fit {self.me.codec}")
         if candidate.peer_id in self._banned:
             return Declined(self._banned[candidate.peer_id])
+        why, until, _ = self._held_off.get(candidate.peer_id, ("", now, 0))
+        if now < until:
+            return Declined(f"{why}; held off for {until - now:.0f} s more")
         if self.phase is Phase.PROPOSING:
             return Declined("a roster is being agreed", taken=tuple(self.followers))
         auxiliaries = len(self.followers) + 1 - self.contributors
@@ -367,6 +373,17 @@ class Matchmaking:
         self._banned[peer_id] = reason
         self.candidates.pop(peer_id, None)
 
+    def _hold_off(self, peer_id: str, reason: str, now: float) -> float:
+        """Do without a peer that spoiled a proposal, and return for how many seconds.
+
+        Not for ever, as it may have been slow once and be the only other one; and for longer each time, as it may
+        mean to hold up every proposal.
+        """
+        times = self._held_off.get(peer_id, ("", now, 0))[2]
+        seconds = min(HOLD_OFF_SECONDS * 2.0**times, MAX_HOLD_OFF_SECONDS)
+        self._held_off[peer_id] = (reason, now + seconds, times + 1)
+        return seconds
+
     # ------------------------------------------------------------------ as a follower
 
     def _leads(self, candidate: Candidate, now: float) -> bool:
@@ -421,9 +438,9 @@ class Matchmaking:
         assert self.leader is not None
         wrong = self._wrong_with(roster, now)
         if wrong is not None:
-            self.ban(self.leader.peer_id, wrong)
             refusal = Send(self.leader.peer_id, Refuse(roster.group_id, wrong), wrong)
-            return [refusal, *self._leave(f"its roster was refused: {wrong}", now)]
+            avoid = self._hold_off(self.leader.peer_id, wrong, now)
+            return [refusal, *self._leave(f"its roster was refused: {wrong}", now, avoid=avoid)]
         self.phase, self.roster = Phase.ACCEPTED, roster
         return [
             Expect(roster.group_id, "others may hear of the commit first"),
@@ -587,7 +604,7 @@ class Matchmaking:
             return []  # to a proposal that was withdrawn meanwhile
         if isinstance(answer, Refuse):
             del self.followers[peer_id]
-            self.ban(peer_id, f"refused: {answer.reason}")
+            self._hold_off(peer_id, f"refused: {answer.reason}", now)
             return [Close(peer_id, "refused"), *self._member_lost(f"{peer_id} refused: {answer.reason}", now)]
         self._accepted.add(peer_id)
         if self._accepted != self.followers.keys():
@@ -622,7 +639,7 @@ class Matchmaking:
         actions: Actions = []
         for peer_id in sorted(silent):
             del self.followers[peer_id]
-            self.ban(peer_id, reason)  # it would come back at once, and hold up the next roster too
+            self._hold_off(peer_id, reason, now)  # it would come back at once, and hold up the next roster
             actions += [Send(peer_id, Disband(reason), reason), Close(peer_id, reason)]
         return actions + self._member_lost(reason, now)
 

@@ -9,9 +9,11 @@ import pytest
 from p2pavg.matchmaking.messages import Accept, Ask, Commit, Declined, Joined, Propose, Refuse, Status
 from p2pavg.matchmaking.roster import Candidate, Roster
 from p2pavg.matchmaking.rules import (
+    ANSWER_SECONDS,
     AUXILIARY_SECONDS,
     FORGET_SECONDS,
     GRACE_SECONDS,
+    HOLD_OFF_SECONDS,
     RETRY_SECONDS,
     SILENCE_SECONDS,
     UNREACHABLE_SECONDS,
@@ -299,12 +301,32 @@ class TestStandingInTheWay:
             rules.tick(now)
         assert now <= EPOCH + 2 * MATCH_TIMEOUT + GRACE_SECONDS
 
-    def test_a_follower_that_does_not_answer_a_roster_is_not_admitted_again(self) -> None:
-        leader, silent = candidate(0, EPOCH + 50), candidate(1, EPOCH + 60)
+    def test_a_follower_that_does_not_answer_a_roster_is_held_off_twice_as_long_each_time(self) -> None:
+        leader, silent = candidate(0, EPOCH + 500), candidate(1, EPOCH + 600)
         rules = matchmaking(leader, target=2)
-        rules.asked(silent, EPOCH)
-        rules.tick(rules.wake_at())
-        assert "no answer" in declined(rules.asked(silent, EPOCH + 4)).reason
+        now = EPOCH
+        for times in range(3):
+            rules.asked(silent, now)
+            now = rules.wake_at()
+            rules.tick(now)
+            end = now + HOLD_OFF_SECONDS * 2**times
+            assert "no answer" in declined(rules.asked(silent, end - 0.01)).reason
+            now = end
+
+    def test_a_follower_that_was_slow_once_is_in_the_group_later(self) -> None:
+        bus = Bus()
+        first, second = announce_all(bus, 0, 1, target=3)
+        bus.discover(first)
+        bus.advance(MATCH_TIMEOUT + ANSWER_SECONDS)  # the proposal goes out, and is delivered too late
+        assert first.active
+        assert second.gave_up
+        second = bus.announce(1, target=3)
+        for _ in range(30):
+            for attempt in (first, second):
+                bus.discover(attempt)
+            bus.run(1.0)
+        assert first.formed is not None
+        assert first.formed == second.formed
 
     def test_an_auxiliary_is_nudged_and_waited_for_once(self) -> None:
         leader = candidate(0, EPOCH + 5)

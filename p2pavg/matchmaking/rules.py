@@ -380,7 +380,7 @@ class Matchmaking:
         mean to hold up every proposal.
         """
         times = self._held_off.get(peer_id, ("", now, 0))[2]
-        seconds = min(HOLD_OFF_SECONDS * 2.0**times, MAX_HOLD_OFF_SECONDS)
+        seconds = min(HOLD_OFF_SECONDS * 2.0 ** min(times, 10), MAX_HOLD_OFF_SECONDS)
         self._held_off[peer_id] = (reason, now + seconds, times + 1)
         return seconds
 

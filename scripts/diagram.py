@@ -1,0 +1,72 @@
+"""Writes the table and the diagram of the agreement into docs/round.md: scripts/diagram."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from p2pavg.allreduce.agreement import FINAL, LIVE, TABLE, Phase, Row
+
+DOCS = Path(__file__).parent.parent / "docs" / "round.md"
+BEGIN, END = "<!-- generated: scripts/diagram -->\n", "<!-- end of what is generated -->\n"
+
+
+def table_and_diagram() -> str:
+    """Markdown."""
+    return f"{diagram()}\n{table()}"
+
+
+def diagram() -> str:
+    """The rows that change the phase, as a state diagram of Mermaid."""
+    lines = ["```mermaid", "stateDiagram-v2", f"    [*] --> {Phase.EXCHANGING.value}"]
+    for row in TABLE:
+        if row.becomes is None:
+            continue
+        sources = ["live"] if row.phases == LIVE else sorted(phase.value for phase in row.phases)
+        lines += [
+            f"    {source} --> {row.becomes.value}: {row.text.replace(':', ' -')}"
+            for source in sources
+            if source != row.becomes.value
+        ]
+    lines += ["    live: any phase before the end", "```", ""]
+    return "\n".join(lines)
+
+
+def table() -> str:
+    """Every row."""
+    lines = ["| in | when | what | then |", "|---|---|---|---|"]
+    lines += [f"| {_phases(row)} | {_on(row)} | {row.text} | {_then(row)} |" for row in TABLE]
+    return "\n".join([*lines, ""])
+
+
+def _phases(row: Row) -> str:
+    if row.phases == LIVE:
+        return "any before the end"
+    if row.phases == FINAL:
+        return "any at the end"
+    return ", ".join(phase.value for phase in Phase if phase in row.phases)
+
+
+def _on(row: Row) -> str:
+    names = [kind.__name__ for kind in row.on if kind is not None]
+    condition = "" if row.when is None else f"`{row.when.__name__.lstrip('_')}`"
+    return ", ".join([*(f"**{name}**" for name in names), *([condition] if condition else [])])
+
+
+def _then(row: Row) -> str:
+    return "" if row.becomes is None else row.becomes.value
+
+
+def in_docs(text: str) -> str:
+    """What is between the marks."""
+    return text.split(BEGIN)[1].split(END)[0]
+
+
+def main() -> None:
+    """Replace what is between the marks."""
+    text = DOCS.read_text(encoding="utf-8")
+    before, after = text.split(BEGIN)[0], text.split(END)[1]
+    DOCS.write_text(before + BEGIN + table_and_diagram() + END + after, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,39 @@
+"""Looks at every state that a small group can get into, for more faults than the suite has time for: scripts/explore.
+
+An error is printed with every step on the way to it.
+"""
+
+from __future__ import annotations
+
+import time
+
+from tests.unit.agreement.world import Faults, Group
+
+# Size, faults, auxiliaries; and whether a contribution may never count twice, see docs/round.md.
+CASES = [
+    (2, Faults(crashes=1, suspicions=1, timeouts=2), 0, False),
+    (3, Faults(crashes=2), 1, True),
+    (3, Faults(suspicions=1, timeouts=1), 0, True),
+    (3, Faults(timeouts=2), 0, True),
+    (3, Faults(suspicions=2), 0, True),
+    (3, Faults(crashes=1, suspicions=1), 1, True),
+    (3, Faults(crashes=2, suspicions=1), 0, False),
+    (3, Faults(crashes=1, suspicions=1, timeouts=1), 0, False),
+    (4, Faults(crashes=1), 1, True),
+    (4, Faults(crashes=1), 0, True),
+    (4, Faults(suspicions=1), 0, True),
+    (4, Faults(timeouts=1), 0, True),
+]
+
+
+def main() -> None:
+    """One line a case."""
+    for size, faults, auxiliaries, strict in CASES:
+        began = time.monotonic()
+        states = Group(size, faults, auxiliaries=auxiliaries, strict=strict).explore()
+        what = f"{size} members ({auxiliaries} auxiliary), {faults}"
+        print(f"{what}: {states} states in {time.monotonic() - began:.0f} s, nothing wrong", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,180 @@
+"""Whatever the members of a group know and say: one side decides, and what a liar can cost the others is bounded."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from p2pavg.allreduce.choice import Answers, Stuck, choose, choose_view, disputed, is_quorum
+from p2pavg.allreduce.votes import Accepted, Complete, Members, Promise
+
+SIZE = 8
+positions = st.integers(0, SIZE - 1)
+members = st.frozensets(positions, max_size=SIZE)
+somebody = st.frozensets(positions, min_size=1, max_size=SIZE)
+
+# What each member is: on one of two sides, on none, or dead, and then known so to either side, to both or to none.
+roles = st.lists(
+    st.sampled_from(["one", "other", "neither", "dead", "dead to one", "dead to other", "dead to both"]),
+    min_size=1,
+    max_size=SIZE,
+)
+
+
+def of(roles: list[str], *wanted: str) -> Members:
+    return frozenset(position for position, role in enumerate(roles) if role in wanted)
+
+
+@settings(deadline=None, max_examples=1000)
+@given(roles)
+def test_two_sides_never_both_decide_whatever_deaths_each_knows_of(roles: list[str]) -> None:
+    one = is_quorum(of(roles, "one"), len(roles), of(roles, "dead to one", "dead to both"))
+    other = is_quorum(of(roles, "other"), len(roles), of(roles, "dead to other", "dead to both"))
+    assert not (one and other)
+
+
+@settings(deadline=None)
+@given(st.lists(st.sampled_from(["one", "other", "dead"]), min_size=1, max_size=SIZE))
+def test_of_two_sides_that_know_all_deaths_one_decides(roles: list[str]) -> None:
+    dead = of(roles, "dead")
+    deciding = [is_quorum(of(roles, side), len(roles), dead) for side in ("one", "other")]
+    assert sum(deciding) == (len(dead) < len(roles))
+
+
+@settings(deadline=None)
+@given(roles, st.integers(0, SIZE - 1))
+def test_who_may_decide_may_do_so_with_more(roles: list[str], joining: int) -> None:
+    side, dead = of(roles, "one"), of(roles, "dead to one")
+    if is_quorum(side, len(roles), dead):
+        assert is_quorum(side | {joining % len(roles)}, len(roles), dead)
+
+
+def promises_of(apart: Members, hostile: Members) -> Promise:
+    return Promise(9, 0, None, None, apart | hostile, hostile)
+
+
+promises = st.dictionaries(positions, st.builds(promises_of, members, members), min_size=1, max_size=SIZE)
+
+
+@settings(deadline=None)
+@given(promises)
+def test_those_that_are_counted_on_can_all_exchange(promises: dict[int, Promise]) -> None:
+    for me in promises:
+        view = choose_view(me, promises)
+        assert me in view
+        assert view <= promises.keys()
+        for position in view:
+            assert view.isdisjoint(promises[position].apart - {position})
+
+
+@settings(deadline=None)
+@given(st.integers(3, SIZE), st.integers(1, SIZE - 1), members)
+def test_a_liar_costs_the_view_two_honest_members_at_most(size: int, liar: int, accused: Members) -> None:
+    """One by an accusation; and if it accuses just one more, that one is as likely to be at fault as the liar is."""
+    liar = 1 + liar % (size - 1)
+    told = {position: promises_of(frozenset(), frozenset()) for position in range(size)}
+    told[liar] = promises_of(frozenset(), accused & told.keys() - {liar})
+    view = choose_view(0, told)
+    assert len(told.keys() - view - {liar}) <= 2
+    if len(accused & told.keys() - {0, liar}) > 2:
+        assert liar not in view
+
+
+digests = st.lists(st.sampled_from([b"x", b"y", b"z"]), max_size=SIZE + 1).map(tuple)
+
+
+@settings(deadline=None)
+@given(st.integers(3, SIZE), positions, digests)
+def test_who_lies_about_what_it_holds_costs_one_member_at_most(
+    size: int, liar: int, told: tuple[bytes, ...]
+) -> None:
+    held = dict.fromkeys(range(size), (b"x",) * size) | {liar % size: told}
+    reducers = list(range(size))
+    blamed = disputed(held, reducers)
+    assert len(blamed) <= 1
+    if told and told != held[(liar + 1) % size]:
+        assert blamed
+    wrong = sum(digest != b"x" for digest in told)
+    if wrong > 1 or (told and len(told) != size):
+        assert blamed == {liar % size}
+
+
+@settings(deadline=None)
+@given(st.integers(3, SIZE), positions, st.lists(st.sampled_from([b"x", b"y", b"z"]), min_size=SIZE))
+def test_a_reducer_that_lies_to_anybody_is_the_one_that_is_blamed(
+    size: int, liar: int, told: list[bytes]
+) -> None:
+    liar %= size
+    held = {
+        position: tuple(told[position] if share == liar else b"x" for share in range(size))
+        for position in range(size)
+    }
+    blamed = disputed(held, list(range(size)))
+    assert blamed == ({liar} if len(set(told[:size])) > 1 else frozenset())
+
+
+attempts = st.integers(0, 3)
+accepted = st.builds(
+    lambda attempt, later, *rest: Accepted(attempt + later, attempt, *rest),
+    attempts,
+    attempts,
+    somebody,
+    somebody,
+    st.booleans(),
+)
+answers = st.builds(
+    lambda promises, contributors, dead, left: Answers(
+        me=min(promises),
+        size=SIZE,
+        contributors=contributors,
+        minimum=2,
+        ballot=9,
+        promises=promises,
+        dead=dead - promises.keys(),
+        left={position: ballot for position, ballot in left.items() if position not in promises},
+    ),
+    st.dictionaries(
+        positions,
+        st.builds(
+            Promise,
+            st.just(9),
+            attempts,
+            st.none() | accepted,
+            st.none() | st.builds(Complete, attempts, somebody),
+            st.frozensets(positions, max_size=1),
+            st.frozensets(positions, max_size=1),
+        ),
+        min_size=1,
+        max_size=SIZE,
+    ),
+    somebody,
+    members,
+    st.dictionaries(positions, st.integers(-1, 6), max_size=2),
+)
+
+
+@settings(deadline=None, max_examples=500)
+@given(answers)
+def test_whatever_is_answered_what_is_begun_can_be_carried_out(answers: Answers) -> None:
+    """Answers no honest members give together are among them, as a liar gives what it likes."""
+    found = choose(answers)
+    if isinstance(found, Stuck):
+        assert found.reason
+        return
+    assert found.ballot == answers.ballot
+    assert answers.me in found.view <= answers.promises.keys()
+    assert is_quorum(found.view, SIZE, answers.gone)
+    assert found.source in found.view
+    assert found.lacking <= found.view & found.members & answers.contributors
+    if found.attempt == found.ballot:
+        assert found.members == found.view
+        assert len(found.members & answers.contributors) >= answers.minimum
+        assert not found.lacking
+        return
+    for position in found.view & found.members & answers.contributors - found.lacking:
+        assert answers.promises[position].complete == Complete(found.attempt, found.members)
+    if found.lacking:
+        assert answers.promises[found.source].complete == Complete(found.attempt, found.members)
+        assert all(answers.promises[position].attempt == found.attempt for position in found.lacking)
+    if not found.must:
+        assert found.view <= found.members <= found.view | answers.dead

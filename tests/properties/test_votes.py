@@ -1,0 +1,222 @@
+"""Votes of strangers: one that a member of this group could have cast, or RemoteProtocolError and nothing else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgpack
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from p2pavg.allreduce.votes import (
+    DIGEST_BYTES,
+    MAX_BALLOT,
+    MAX_REASON_CHARS,
+    MAX_VOTE_BYTES,
+    Accepted,
+    Begin,
+    Behind,
+    Commit,
+    Complete,
+    Gather,
+    Held,
+    Left,
+    Members,
+    Ping,
+    Promise,
+    Trouble,
+    Unknown,
+    Vote,
+    decode_vote,
+    encode_vote,
+)
+from p2pavg.errors import RemoteProtocolError
+
+SIZE = 8
+KINDS = [
+    "gather",
+    "promise",
+    "behind",
+    "begin",
+    "held",
+    "commit",
+    "trouble",
+    "left",
+    "unknown",
+    "ping",
+    "vote",
+]
+
+ballots = st.integers(0, 40) | st.integers(0, MAX_BALLOT)
+positions = st.integers(0, SIZE - 1)
+members = st.frozensets(positions, max_size=SIZE)
+somebody = st.frozensets(positions, min_size=1, max_size=SIZE)
+reasons = st.text(st.characters(codec="utf-8", exclude_categories=["C", "Z"]), max_size=MAX_REASON_CHARS)
+digests = st.lists(st.binary(min_size=DIGEST_BYTES, max_size=DIGEST_BYTES), max_size=SIZE).map(tuple)
+
+scalars = (
+    st.none()
+    | st.booleans()
+    | st.integers(-2, SIZE + 1)
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.floats()
+    | st.sampled_from(KINDS)
+    | st.text(max_size=20)
+    | st.binary(max_size=40)
+)
+objects = st.recursive(scalars, lambda inner: st.lists(inner, max_size=5), max_leaves=12)
+
+
+@st.composite
+def two_ballots(draw: st.DrawFn) -> tuple[int, int]:
+    """A ballot, and an attempt that is not newer."""
+    ballot = draw(ballots)
+    return ballot, draw(st.just(ballot) | st.integers(0, ballot))
+
+
+accepted = st.builds(lambda two, *rest: Accepted(*two, *rest), two_ballots(), members, members, st.booleans())
+votes: st.SearchStrategy[Vote] = st.one_of(
+    st.builds(Gather, ballots),
+    st.builds(
+        Promise,
+        ballots,
+        ballots,
+        st.none() | accepted,
+        st.none() | st.builds(Complete, ballots, members),
+        members,
+        members,
+    ),
+    st.builds(Behind, ballots),
+    st.builds(
+        lambda two, *rest: Begin(*two, *rest),
+        two_ballots(),
+        somebody,
+        somebody,
+        positions,
+        members,
+        st.booleans(),
+    ),
+    st.builds(Held, ballots, digests),
+    st.builds(Commit, ballots, members),
+    st.builds(Trouble, positions, st.booleans(), reasons),
+    st.builds(Left, st.just(-1) | ballots, reasons),
+    st.just(Unknown()),
+    st.just(Ping()),
+)
+
+
+def members_in(vote: Vote) -> Members:
+    """Everybody whom a vote names."""
+    match vote:
+        case Promise(_, _, first, second, apart, hostile):
+            named = apart | hostile
+            if first is not None:
+                named |= first.members | first.view
+            return named | second.members if second is not None else named
+        case Begin(members=all_of_it, view=view, source=source, lacking=lacking):
+            return all_of_it | view | lacking | {source}
+        case Commit(members=all_of_it):
+            return all_of_it
+        case Trouble(peer=peer):
+            return frozenset({peer})
+    return frozenset()
+
+
+def ballots_in(vote: Vote) -> list[int]:
+    """Every ballot that a vote names."""
+    match vote:
+        case Gather(ballot) | Behind(ballot) | Held(ballot) | Commit(ballot):
+            return [ballot]
+        case Left(ballot):
+            return [max(ballot, 0)]
+        case Promise(ballot, attempt, first, second):
+            found = [ballot, attempt]
+            found += [] if first is None else [first.ballot, first.attempt, first.ballot - first.attempt]
+            return found if second is None else [*found, second.attempt]
+        case Begin(ballot, attempt):
+            return [ballot, attempt, ballot - attempt]
+    return []
+
+
+def check(data: bytes, size: int = SIZE) -> Vote | None:
+    """What a member makes of these bytes; nobody whom a vote names is a stranger, and it can be said again."""
+    try:
+        vote = decode_vote(data, size)
+    except RemoteProtocolError:
+        return None
+    assert isinstance(vote, Vote)
+    assert members_in(vote) <= frozenset(range(size))
+    assert all(0 <= ballot <= MAX_BALLOT for ballot in ballots_in(vote))
+    hash(vote)
+    assert decode_vote(encode_vote(vote), size) == vote
+    return vote
+
+
+@settings(deadline=None)
+@given(votes)
+def test_every_vote_comes_back(vote: Vote) -> None:
+    message = encode_vote(vote)
+    assert check(message) == vote
+    assert len(message) <= MAX_VOTE_BYTES
+
+
+@settings(deadline=None)
+@given(votes, st.integers(1, SIZE))
+def test_a_vote_of_a_larger_group(vote: Vote, size: int) -> None:
+    found = check(encode_vote(vote), size)
+    assert found in (None, vote)
+    assert found is None or members_in(vote) <= frozenset(range(size))
+
+
+@settings(deadline=None)
+@given(st.binary(max_size=300))
+@example(b"\x97\xa7promise" + b"\x91" * 3000)
+@example(b"\x93\xa4held\x00\xdd\xff\xff\xff\xff")
+@example(b"\x92\xa6gather\xcf" + b"\xff" * 8)
+def test_arbitrary_bytes(data: bytes) -> None:
+    check(data)
+
+
+@settings(deadline=None)
+@given(st.sampled_from(KINDS), st.lists(objects, max_size=7))
+def test_arbitrary_fields(kind: str, fields: list[Any]) -> None:
+    check(msgpack.packb([kind, *fields]))
+
+
+@st.composite
+def mutations(draw: st.DrawFn) -> bytes:
+    data = bytearray(encode_vote(draw(votes)))
+    for _ in range(draw(st.integers(1, 4))):
+        position = draw(st.integers(0, len(data)))
+        match draw(st.sampled_from(["change", "insert", "remove", "cut", "repeat"])):
+            case "change":
+                data[position : position + 1] = draw(st.binary(min_size=1, max_size=1))
+            case "insert":
+                data[position:position] = draw(st.binary(min_size=1, max_size=5))
+            case "remove":
+                del data[position : position + draw(st.integers(1, 20))]
+            case "cut":
+                del data[position:]
+            case "repeat":
+                data[position:position] = data[position : position + 20]
+    return bytes(data)
+
+
+@settings(deadline=None)
+@given(mutations())
+def test_changed_bytes(data: bytes) -> None:
+    check(data)
+
+
+def replaced(tree: Any, path: list[int], value: object) -> Any:
+    """A nested list with the element on a path replaced; indices count round."""
+    if not path or not isinstance(tree, list) or not tree:
+        return value
+    index = path[0] % len(tree)
+    return [*tree[:index], replaced(tree[index], path[1:], value), *tree[index + 1 :]]
+
+
+@settings(deadline=None)
+@given(votes, st.lists(st.integers(0, 20), min_size=1, max_size=3), objects)
+def test_one_field_of_another_kind(vote: Vote, path: list[int], value: object) -> None:
+    check(msgpack.packb(replaced(msgpack.unpackb(encode_vote(vote)), path, value)))

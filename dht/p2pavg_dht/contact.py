@@ -1,5 +1,6 @@
 """A peer and where it may be reached."""
 
+import re
 from dataclasses import dataclass
 
 from p2pavg_dht.identity import PeerIdError, public_key_of
@@ -7,6 +8,7 @@ from p2pavg_dht.identity import PeerIdError, public_key_of
 MAX_ADDRESSES = 16
 # The longest in use, a relayed WebSocket address with two peer ids, has about 200 characters.
 MAX_ADDRESS_LENGTH = 256
+_PRINTABLE = re.compile(r"/[!-~]+")
 
 
 class ContactError(ValueError):
@@ -50,5 +52,5 @@ def _check_address(address: object) -> None:
     if type(address) is not str or not 1 < len(address) <= MAX_ADDRESS_LENGTH:
         raise ContactError(f"an address is a text of 2 to {MAX_ADDRESS_LENGTH} characters")
     # Addresses end up in logs and terminals: no blanks, no control characters, no look-alikes.
-    if not address.startswith("/") or not all("!" <= character <= "~" for character in address):
+    if _PRINTABLE.fullmatch(address) is None:
         raise ContactError('an address is printable ASCII and begins with "/"')

@@ -10,6 +10,7 @@ from typing import Protocol
 
 import trio
 
+from p2pavg.allreduce.milestones import Observe, ignore
 from p2pavg.errors import ClosedError, RemoteProtocolError, StreamBrokenError, UnreachableError
 from p2pavg.matchmaking.link import Link
 from p2pavg.matchmaking.messages import PROTOCOL, Accept, Ask, Declined, Message, Nudge, Refuse, encode
@@ -60,6 +61,7 @@ class Surroundings:
     wall_clock: Callable[[], float]
     nursery: trio.Nursery  # outlives every attempt
     run_in_thread: RunInThread
+    observe: Observe = ignore
 
 
 class Matchmaker:
@@ -86,6 +88,11 @@ class Matchmaker:
     def ban(self, peer_id: str, reason: str, seconds: float) -> None:
         """Meet a peer in no attempt that begins within so many seconds."""
         self._banned[peer_id] = (reason, trio.current_time() + seconds)
+
+    def exchange_begun(self, group_id: bytes, peer_id: str) -> None:
+        """A peer opened a stream of a group's exchange that is expected."""
+        if self._attempt is not None:
+            self._attempt.exchange_begun(group_id, peer_id)
 
     async def find_group(
         self,
@@ -219,6 +226,10 @@ class _Attempt:
     def discovered(self, candidates: Iterable[Candidate]) -> None:
         """Somebody is ready, says a record."""
         self._do(self._rules.discovered(candidates, self._now()))
+
+    def exchange_begun(self, group_id: bytes, peer_id: str) -> None:
+        """A member may have heard of a commit that this peer has not heard of."""
+        self._do(self._rules.exchange_begun(group_id, peer_id))
 
     async def serve(self, stream: Stream, candidate: Candidate) -> None:
         """A peer asks to join."""

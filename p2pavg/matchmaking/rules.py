@@ -15,7 +15,7 @@ A :class:`Matchmaking` takes what happened and returns what is to be done, each 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -40,6 +40,9 @@ SILENCE_SECONDS = 3 * HEARTBEAT_SECONDS  # a leader that was silent for this lon
 ANSWER_SECONDS = 3.0  # for an answer to a proposal; one round trip, and a busy machine's pause
 FORGET_SECONDS = 60.0  # a candidate that no record names any more; a record lives 30 s
 GRACE_SECONDS = 1.0  # after its own deadline a follower still waits this long for its leader's word
+ORPHAN_SECONDS = (
+    1.0  # for word of a commit from another member, when the leader is lost after this one accepted
+)
 RETRY_SECONDS = 1.0  # a candidate that declined is asked again after this
 UNREACHABLE_SECONDS = 10.0  # and one that could not be reached after this
 HOLD_OFF_SECONDS = 10.0  # one that spoiled a proposal is kept out for this, twice as long each time
@@ -132,7 +135,7 @@ class Settings:
     target: int
     minimum: int
     match_timeout: float  # seconds
-    cut_shares: Callable[[tuple[Candidate, ...]], tuple[int, ...]]
+    cut_shares: Callable[[Sequence[Candidate]], tuple[int, ...]]
     """From what the members signed: every member computes the same, so no leader can load one of them."""
     max_share: int | None = None  # elements that this peer reduces at most
 
@@ -167,6 +170,8 @@ class Matchmaking:
         self._seen: dict[str, float] = {}  # candidate -> when a record or message last named it
         self._fruitless: dict[str, int] = {}  # peer -> how often asking it came to nothing
         self._heard = now  # last word of the leader
+        self._begun_by: str | None = None  # a member of the accepted roster that acts as if it were committed
+        self._orphaned: float | None = None  # until when this peer waits for word of its lost leader's commit
         self._joined = now  # when this peer began to follow
         self._spoken = now  # last word to the followers
         self._status = Status(1, False)  # the leader's last
@@ -206,6 +211,8 @@ class Matchmaking:
             times.append(self._window_end)
         if self.phase is Phase.ASKING:
             times.append(self._heard + SILENCE_SECONDS)
+        if self._orphaned is not None:
+            return min([self._orphaned, *times])
         if self.phase in (Phase.FOLLOWING, Phase.ACCEPTED):
             times += [self._heard + SILENCE_SECONDS, self._patience_end()]
             if not self.me.auxiliary:
@@ -224,6 +231,12 @@ class Matchmaking:
         for peer_id in [p for p in self.candidates if self._seen.get(p, now) + FORGET_SECONDS <= now]:
             del self.candidates[peer_id]
         self._awaited_auxiliaries = {p: t for p, t in self._awaited_auxiliaries.items() if t > now}
+        if self._orphaned is not None:
+            return (
+                self._free("its leader was lost, and nobody knows of a commit", now)
+                if now >= self._orphaned
+                else []
+            )
         if self.leader is not None and now >= self._heard + SILENCE_SECONDS:
             self._unreachable(self.leader.peer_id)
             return self._leave(f"silent for {SILENCE_SECONDS:.0f} s", now, avoid=UNREACHABLE_SECONDS)
@@ -318,7 +331,22 @@ class Matchmaking:
             return []
         self._avoid(peer_id, now + (RETRY_SECONDS if reachable else UNREACHABLE_SECONDS))
         self._fruitless[peer_id] = self._fruitless.get(peer_id, 0) + 1
+        if self.phase is Phase.ACCEPTED:
+            # It may have committed, and have told others: a stream of theirs says so.
+            if self._begun_by is not None:
+                return self._commit(f"{self._begun_by} has heard of the commit")
+            self._orphaned = now + ORPHAN_SECONDS
+            return []
         return self._free(reason, now)
+
+    def exchange_begun(self, group_id: bytes, peer_id: str) -> Actions:
+        """A member opened a stream of the exchange of a group that this peer has accepted: the leader has committed."""
+        if self.phase is not Phase.ACCEPTED or self.roster is None or self.roster.group_id != group_id:
+            return []
+        if not any(member.peer_id == peer_id for member in self.roster.members):
+            return []
+        self._begun_by = peer_id  # the leader's own word is worth more, as long as it may still come
+        return [] if self._orphaned is None else self._commit(f"{peer_id} has heard of the commit")
 
     def not_nudged(self, peer_id: str, now: float) -> Actions:
         """A nudge could not be delivered."""
@@ -344,7 +372,7 @@ class Matchmaking:
         """A message of the peer that was asked or is followed; one that does not fit ends the conversation."""
         if self.phase is Phase.COMMITTED or self.leader is None or self.leader.peer_id != peer_id:
             return []
-        self._heard = now
+        self._heard, self._orphaned = now, None
         match message, self.phase:
             case Joined(leader), Phase.ASKING if self._leads(leader, now):
                 return self._follow(leader)
@@ -441,7 +469,7 @@ class Matchmaking:
             refusal = Send(self.leader.peer_id, Refuse(roster.group_id, wrong), wrong)
             avoid = self._hold_off(self.leader.peer_id, wrong, now)
             return [refusal, *self._leave(f"its roster was refused: {wrong}", now, avoid=avoid)]
-        self.phase, self.roster = Phase.ACCEPTED, roster
+        self.phase, self.roster, self._begun_by = Phase.ACCEPTED, roster, None
         return [
             Expect(roster.group_id, "others may hear of the commit first"),
             Send(self.leader.peer_id, Accept(roster.group_id), "the roster is what was agreed"),
@@ -478,7 +506,7 @@ class Matchmaking:
     def _free(self, reason: str, now: float) -> Actions:
         """Follow nobody any more."""
         accepted = self.phase is Phase.ACCEPTED
-        self.phase, self.leader = Phase.LEADING, None
+        self.phase, self.leader, self._orphaned = Phase.LEADING, None, None
         off: Actions = []
         if accepted:
             self.roster = None
@@ -615,7 +643,7 @@ class Matchmaking:
 
     def _commit(self, reason: str) -> Actions:
         assert self.roster is not None
-        self.phase = Phase.COMMITTED
+        self.phase, self._orphaned = Phase.COMMITTED, None
         closing: Actions = [Close(peer_id, "committed") for peer_id in self.followers]
         if self.leader is not None:
             closing = [Close(self.leader.peer_id, "committed", upward=True)]

@@ -14,6 +14,7 @@ from p2pavg.matchmaking.rules import (
     FORGET_SECONDS,
     GRACE_SECONDS,
     HOLD_OFF_SECONDS,
+    ORPHAN_SECONDS,
     RETRY_SECONDS,
     SILENCE_SECONDS,
     UNREACHABLE_SECONDS,
@@ -488,3 +489,44 @@ class TestAuxiliaries:
         bus.crash(helper)
         attempts = announce_all(bus, 0, 1, target=2)
         assert all(attempt.formed for attempt in attempts)
+
+
+class TestWordOfACommit:
+    """A leader may die while it tells one member after another that it has committed."""
+
+    def accepted(self) -> tuple[Matchmaking, Candidate, Candidate, bytes]:
+        leader, other, me = (candidate(index, EPOCH + 5 + index) for index in range(3))
+        rules = matchmaking(me, leader)
+        rules.told_by_leader(leader.peer_id, Joined(leader), EPOCH)
+        members = (leader, other, me)
+        roster = Roster(members=members, shares=settings().cut_shares(members), proposal=1)
+        rules.told_by_leader(leader.peer_id, Propose(roster), EPOCH)
+        assert rules.phase is Phase.ACCEPTED
+        return rules, leader, other, roster.group_id
+
+    def test_another_members_stream_is_as_good_when_the_leader_is_lost(self) -> None:
+        for lost_first in (False, True):
+            rules, leader, other, group_id = self.accepted()
+            if lost_first:
+                assert rules.lost_leader(leader.peer_id, "it died", EPOCH + 1) == []
+                rules.exchange_begun(group_id, other.peer_id)
+            else:
+                assert rules.exchange_begun(group_id, other.peer_id) == []
+                rules.lost_leader(leader.peer_id, "it died", EPOCH + 1)
+            assert rules.phase is Phase.COMMITTED
+
+    def test_without_it_the_group_is_given_up_after_a_second(self) -> None:
+        rules, leader, _, _ = self.accepted()
+        rules.lost_leader(leader.peer_id, "it died", EPOCH + 1)
+        assert rules.wake_at() == EPOCH + 1 + ORPHAN_SECONDS
+        assert Expect(None, "its leader was lost, and nobody knows of a commit") in rules.tick(
+            rules.wake_at()
+        )
+        assert rules.phase is not Phase.ACCEPTED
+
+    def test_a_strangers_stream_and_another_groups_change_nothing(self) -> None:
+        rules, leader, other, group_id = self.accepted()
+        rules.lost_leader(leader.peer_id, "it died", EPOCH + 1)
+        rules.exchange_begun(group_id, candidate(7, EPOCH + 9).peer_id)
+        rules.exchange_begun(bytes(32), other.peer_id)
+        assert rules.phase is Phase.ACCEPTED

@@ -150,8 +150,16 @@ class Accumulation:
         self._sum: torch.Tensor | None = None
         self._spare: torch.Tensor | None = None
         self._weight = 0.0
-        self._taken_weight = 0.0  # of a running round, which may give it back
+        self._taken_weight = 0.0  # of rounds that may give it back
+        # Of these, what rounds that have ended may have used: weights, by the contributions' identity.
+        self._withheld: dict[int, float] = {}
         self._generation = 0
+
+    @property
+    def withheld(self) -> float:
+        """Summed weight of what was taken into rounds of which it is not known whether they used it."""
+        with self._lock:
+            return sum(self._withheld.values())
 
     @property
     def schema(self) -> Schema | None:
@@ -198,14 +206,14 @@ class Accumulation:
                 return None
             taken = Contribution(self._schema, self._sum, self._weight, self._generation)
             self._sum, self._spare, self._weight = self._spare, None, 0.0
-            self._taken_weight = taken.weight
+            self._taken_weight += taken.weight
             return taken
 
     @torch.no_grad()
     def give_back(self, taken: Contribution) -> None:
         """The round failed: it counts as accumulated again, beside what came meanwhile."""
         with self._lock:
-            self._taken_weight = 0.0
+            self._let_go(taken)
             if taken.generation != self._generation:
                 self._spare = taken.mean  # cleared since
             elif self._weight == 0:
@@ -219,11 +227,32 @@ class Accumulation:
     def release(self, taken: Contribution) -> None:
         """The round succeeded: its buffer may be filled anew."""
         with self._lock:
-            self._spare, self._taken_weight = taken.mean, 0.0
+            self._let_go(taken)
+            self._spare = taken.mean
+
+    def _let_go(self, taken: Contribution) -> None:
+        if taken.generation == self._generation:
+            self._taken_weight -= taken.weight
+
+    def withhold(self, taken: Contribution) -> None:
+        """The round has ended, and whether it used the contribution will be found out."""
+        with self._lock:
+            if taken.generation == self._generation:
+                self._withheld[id(taken)] = taken.weight
+
+    def found_out(self, taken: Contribution, *, used: bool) -> None:
+        """What became of a contribution that was withheld."""
+        with self._lock:
+            self._withheld.pop(id(taken), None)
+        if used:
+            self.release(taken)
+        else:
+            self.give_back(taken)
 
     def clear(self) -> None:
         """Forget what was accumulated, also what a running round would give back."""
         with self._lock:
+            self._withheld.clear()
             self._weight = self._taken_weight = 0.0
             self._generation += 1
 

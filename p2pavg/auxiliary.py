@@ -11,7 +11,7 @@ import trio
 from p2pavg.allreduce.exchange import Exchange, Outcome
 from p2pavg.allreduce.lobby import ExpectedGroup
 from p2pavg.matchmaking.matchmaker import Matchmaker
-from p2pavg.matchmaking.roster import Roster, ready_key, share_cutter
+from p2pavg.matchmaking.roster import ready_key, share_cutter
 from p2pavg.matchmaking.rules import GaveUp, Report, Settings
 from p2pavg.run import RunEntry, read_entries, run_key
 from p2pavg_compression import resolve_codec
@@ -85,19 +85,21 @@ async def _assist_schema(
     try:
         with scope:
             while True:
-                await _assist_round(peer, matchmaker, entry.codec, tails)
+                await _assist_round(peer, matchmaker, settings, entry.codec, tails)
     finally:
         del peer.matchmakers[key]
 
 
-async def _assist_round(peer: Peer, matchmaker: Matchmaker, codec: str, tails: trio.Nursery) -> None:
+async def _assist_round(
+    peer: Peer, matchmaker: Matchmaker, settings: Settings, codec: str, tails: trio.Nursery
+) -> None:
     group: ExpectedGroup | None = None
 
     def expect(group_id: bytes | None) -> None:
         nonlocal group
         if group is not None:
             group.close()
-        group = None if group_id is None else peer.lobby.expect(group_id)
+        group = None if group_id is None else peer.lobby.expect(group_id, matchmaker.exchange_begun)
 
     try:
         found = await matchmaker.find_group(weight=0.0, on_report=_ignore, on_expect=expect)
@@ -107,15 +109,20 @@ async def _assist_round(peer: Peer, matchmaker: Matchmaker, codec: str, tails: t
             transport=peer.around.transport,
             roster=found,
             group=group,
+            lobby=peer.lobby,
+            cut_shares=settings.cut_shares,
             codec=resolve_codec(codec),
             vector=None,
+            minimum=2,
+            max_share=MAX_SHARE_ELEMENTS,
             timeout=EXCHANGE_SECONDS,
             run_in_thread=peer.around.run_in_thread,
+            observe=peer.around.observe,
         )
         group = None
         began = trio.current_time()
         outcome: Outcome = await tails.start(exchange.run)
-        _log(peer, found, outcome, trio.current_time() - began)
+        _log(peer, outcome, trio.current_time() - began)
     finally:
         if group is not None:
             group.close()
@@ -125,7 +132,8 @@ def _ignore(_report: Report) -> None:
     """An auxiliary's attempt has no match timeout to report."""
 
 
-def _log(peer: Peer, roster: Roster, outcome: Outcome, seconds: float) -> None:
+def _log(peer: Peer, outcome: Outcome, seconds: float) -> None:
+    roster = outcome.roster
     name = roster.group_id.hex()[:8]
     if outcome.verdict is not None:
         logger.warning("group %s failed: %s", name, outcome.verdict.reason)

@@ -83,6 +83,15 @@ class DecentralizedAverager:
         """The summed weight, in samples, of what waits for the next round."""
         return self._accumulation.weight
 
+    @property
+    def withheld(self) -> float:
+        """Summed weight, in samples, of what went into rounds from which this peer was cut off.
+
+        It is not known yet whether the others used it (:attr:`p2pavg.Failed.used`); if not, it counts as accumulated
+        again.
+        """
+        return self._accumulation.withheld
+
     def clear(self) -> None:
         """Forget what was accumulated, also what a round that fails would give back."""
         self._accumulation.clear()
@@ -192,7 +201,9 @@ class DecentralizedAverager:
             matchmaker=matchmaker,
             lobby=self._peer.lobby,
             accumulation=self._accumulation,
+            cut_shares=settings.cut_shares,
             run_in_thread=self._peer.around.run_in_thread,
+            observe=self._peer.around.observe,
             tails=self._tails,
             why_alone=self._why_alone,
         )

@@ -57,6 +57,11 @@ class Averager:
         """The summed weight, in samples, of what waits for the next round."""
         return self._averager.weight
 
+    @property
+    def withheld(self) -> float:
+        """See :attr:`p2pavg.DecentralizedAverager.withheld`."""
+        return self._averager.withheld
+
     def clear(self) -> None:
         """Forget what was accumulated, also what a round that fails would give back."""
         self._averager.clear()

@@ -47,6 +47,10 @@ class UnreachableError(P2PAvgError):
     """No connection or no stream to a peer came about in time."""
 
 
+class RefusedError(UnreachableError):
+    """Nobody listens any more where this process has met the peer: its process has ended, or is another one."""
+
+
 class StreamBrokenError(P2PAvgError):
     """The other side, or the way to it, ended the stream before the message did."""
 

@@ -14,6 +14,7 @@ import trio
 from p2pavg._exceptions import bare_exceptions
 from p2pavg.allreduce.lobby import Lobby
 from p2pavg.allreduce.messages import PROTOCOL as EXCHANGE_PROTOCOL
+from p2pavg.allreduce.milestones import Observe, ignore
 from p2pavg.averager import DecentralizedAverager
 from p2pavg.config import AveragingConfig
 from p2pavg.errors import (
@@ -64,6 +65,7 @@ class Peer:
         *,
         wall_clock: Callable[[], float],
         run_in_thread: RunInThread,
+        observe: Observe = ignore,
     ) -> None:
         self._transport = transport
         self.records = RecordNode(
@@ -86,6 +88,7 @@ class Peer:
             wall_clock=wall_clock,
             nursery=nursery,
             run_in_thread=run_in_thread,
+            observe=observe,
         )
 
     @property
@@ -245,6 +248,7 @@ async def peer_over(
     bootstrap: Sequence[str] = (),
     wall_clock: Callable[[], float] = time.time,
     run_in_thread: RunInThread | None = None,
+    observe: Observe = ignore,
 ) -> AsyncIterator[Peer]:
     """A peer over any transport; :func:`open_peer` is this over libp2p.
 
@@ -252,6 +256,7 @@ async def peer_over(
         wall_clock: seconds since 1970. A simulation gives its own.
         run_in_thread: how codecs work off the event loop. A simulation, whose clock stands still only while
             something runs on the loop, gives one that runs them there.
+        observe: is told how far the peer is in each of its rounds.
     """
     workers = Workers()
     with bare_exceptions(), closing(workers):
@@ -262,6 +267,7 @@ async def peer_over(
                 nursery,
                 wall_clock=wall_clock,
                 run_in_thread=run_in_thread or workers.run,
+                observe=observe,
             )
             try:
                 await peer.start(bootstrap)

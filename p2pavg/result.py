@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import torch
@@ -38,6 +38,9 @@ class Success:
     """Hex of the SHA-256 of the roster."""
     auxiliaries: tuple[str, ...] = ()
     """Ids of members that reduced a share and contributed nothing."""
+    lost: Mapping[str, str] = field(default_factory=dict)
+    """Ids of members that were given up during the round, and why. Those of them that are in ``peers`` had delivered
+    everything."""
 
     @property
     def peers_count(self) -> int:
@@ -66,12 +69,16 @@ class NoPeers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failed:
-    """A group formed and its exchange did not come to an end. What was accumulated stays accumulated."""
+    """A group formed, and this peer has no result of it. What was accumulated stays accumulated; see :attr:`used`."""
 
     reason: str
     """What happened, naming the peer that it happened to."""
     peer: str | None = None
     """Id of the member that was lost or excluded, if it was one."""
+    used: bool | None = False
+    """``True``: the others' ``Success`` contains this peer's contribution, which is therefore used up. ``None``: this
+    peer was cut off and does not know whether it does. It goes on asking; what was accumulated for this round counts
+    as accumulated again when it hears that it was not used, or when it has heard nothing for ten minutes."""
 
 
 RoundResult: TypeAlias = Success | InProgress | NoPeers | Failed

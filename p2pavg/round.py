@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import trio
 
 from p2pavg.accumulation import Accumulation, Contribution
 from p2pavg.allreduce.exchange import Exchange, Outcome
 from p2pavg.allreduce.lobby import ExpectedGroup, Lobby
+from p2pavg.allreduce.milestones import Observe
 from p2pavg.allreduce.partition import fp32_bytes
 from p2pavg.allreduce.reduction import Verdict
 from p2pavg.config import AveragingConfig
 from p2pavg.matchmaking.matchmaker import Matchmaker
-from p2pavg.matchmaking.roster import Roster
+from p2pavg.matchmaking.roster import Candidate, Roster
 from p2pavg.matchmaking.rules import GaveUp, Report
 from p2pavg.net.transport import Transport
 from p2pavg.result import Failed, InProgress, NoPeers, RoundResult, Success
@@ -24,7 +26,7 @@ from p2pavg.workers import RunInThread
 
 logger = logging.getLogger(__name__)
 
-MAX_SERVING = 8  # each holds its own encoded share of the vector
+MAX_TELLING = 8  # rounds that have ended, and whose members are still being told so
 BAN_SECONDS = 600.0  # a peer that broke the protocol is not met again for this long
 
 
@@ -38,12 +40,15 @@ class RoundTools:
     lobby: Lobby
     accumulation: Accumulation
     run_in_thread: RunInThread
+    observe: Observe
     tails: trio.Nursery
-    """Outlives every result: what a member still owes others after its own."""
-    serving: deque[Exchange] = field(default_factory=deque)
-    """The last exchanges that may still serve others."""
+    """Outlives every result: what the others still have to hear."""
+    cut_shares: Callable[[Sequence[Candidate]], tuple[int, ...]]
+    """What each of some members reduces."""
+    telling: deque[Exchange] = field(default_factory=deque)
+    """The last exchanges that may still tell others how they ended."""
     stalled: dict[str, int] = field(default_factory=dict)
-    """How often each peer has stalled a round of this averager."""
+    """How often each peer has stalled a round of this averager, since it was in one that it did not stall."""
     why_alone: Callable[[], Awaitable[str]]
     """Why peers of the run may be there and yet not meet this one; empty when there is nothing to say."""
 
@@ -115,17 +120,33 @@ class Round:
             transport=self._tools.transport,
             roster=roster,
             group=self._group,
+            lobby=self._tools.lobby,
+            cut_shares=self._tools.cut_shares,
             codec=self._tools.config.codec,
             vector=self._contribution.mean,
+            minimum=self._tools.config.min_group_size,
             timeout=self._tools.config.exchange_timeout,
             run_in_thread=self._tools.run_in_thread,
+            observe=self._tools.observe,
+            found_out=partial(self._found_out, self._contribution),
         )
-        self._group = None  # the exchange closes it now, when it has served the others too
+        self._group = None  # the exchange closes it now, when the others have heard how it ended
         outcome: Outcome = await self._tools.tails.start(exchange.run)
-        self._serve_on(exchange)
+        self._keep_telling(exchange)
+        for verdict in outcome.lost:
+            self._avoid(verdict)
         if outcome.verdict is not None:
-            self._avoid(outcome.verdict)
-            return Failed(reason=outcome.verdict.reason, peer=outcome.verdict.peer_id)
+            if outcome.used:
+                self._tools.accumulation.release(self._contribution)
+            if outcome.used is None:
+                self._tools.accumulation.withhold(self._contribution)
+            if outcome.used is not False:  # else it is given back now
+                self._contribution = None
+            return Failed(reason=outcome.verdict.reason, peer=outcome.verdict.peer_id, used=outcome.used)
+        roster = outcome.roster
+        for member in roster.members:
+            if member.peer_id not in {verdict.peer_id for verdict in outcome.lost}:
+                self._tools.stalled.pop(member.peer_id, None)
         averaged = await self._tools.run_in_thread(self._contribution.schema.unflatten, outcome.averaged)
         self._tools.accumulation.release(self._contribution)
         self._contribution = None
@@ -144,7 +165,13 @@ class Round:
             exchange_duration=now - began,
             group_id=roster.group_id.hex(),
             auxiliaries=tuple(member.peer_id for member in roster.members if member.auxiliary),
+            lost={verdict.peer_id: verdict.reason for verdict in outcome.lost if verdict.peer_id is not None},
         )
+
+    def _found_out(self, contribution: Contribution, used: bool) -> None:
+        """What became of a contribution in a round from which this peer was cut off."""
+        if self._contribution is None:
+            self._tools.accumulation.found_out(contribution, used=used)
 
     def _avoid(self, verdict: Verdict) -> None:
         """Whom this member itself saw break the protocol, or stall the round, is not met again for a while."""
@@ -152,16 +179,18 @@ class Round:
             return
         if verdict.hostile:
             self._tools.matchmaker.ban(verdict.peer_id, verdict.reason, BAN_SECONDS)
-        elif verdict.stalled:
+        elif verdict.seconds:
+            # Silence, once, is a hiccup: a laptop that was closed for a moment. A whole round's time is not.
             strikes = self._tools.stalled[verdict.peer_id] = self._tools.stalled.get(verdict.peer_id, 0) + 1
-            seconds = min(self._tools.config.exchange_timeout * 2.0**strikes, BAN_SECONDS)
-            self._tools.matchmaker.ban(verdict.peer_id, verdict.reason, seconds)
+            if strikes > 1 or verdict.seconds >= self._tools.config.exchange_timeout:
+                seconds = min(verdict.seconds * 2.0 ** min(strikes, 10), BAN_SECONDS)
+                self._tools.matchmaker.ban(verdict.peer_id, verdict.reason, seconds)
 
-    def _serve_on(self, exchange: Exchange) -> None:
-        """The exchange goes on serving the others, beside the last few; what is older has had its time."""
-        self._tools.serving.append(exchange)
-        if len(self._tools.serving) > MAX_SERVING:
-            self._tools.serving.popleft().end()
+    def _keep_telling(self, exchange: Exchange) -> None:
+        """The exchange tells the others how it ended, beside the last few; what is older has had its time."""
+        self._tools.telling.append(exchange)
+        if len(self._tools.telling) > MAX_TELLING:
+            self._tools.telling.popleft().end()
 
     def _on_report(self, report: Report) -> None:
         self._report = report
@@ -170,4 +199,8 @@ class Round:
     def _on_expect(self, group_id: bytes | None) -> None:
         if self._group is not None:
             self._group.close()
-        self._group = None if group_id is None else self._tools.lobby.expect(group_id)
+        self._group = (
+            None
+            if group_id is None
+            else self._tools.lobby.expect(group_id, self._tools.matchmaker.exchange_begun)
+        )

@@ -1,43 +1,50 @@
-"""Carries out one all-reduce: opens lanes, moves parts, averages its own share, and says so when it cannot.
+"""One group's all-reduce, from its commit to what came of it: attempts, until the members agree on a result.
 
-Butterfly: every contributor sends each reducer the parts of its share; the reducer averages a part as soon as its last
-contribution is in, encodes the average once, and sends those bytes to every contributor. What is owed, and what a loss
-means, is decided in :mod:`p2pavg.allreduce.reduction`.
+What is exchanged is moved by :mod:`p2pavg.allreduce.attempt`, what the members say to each other by
+:mod:`p2pavg.allreduce.control`, and what follows from either is decided by :mod:`p2pavg.allreduce.agreement`.
 """
 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 import trio
 
-from p2pavg.allreduce.lobby import ExpectedGroup, InboundLane
-from p2pavg.allreduce.messages import (
-    DONE_FRAME,
-    FRAME_BYTES,
-    PROTOCOL,
-    Abort,
-    Kind,
-    Lane,
-    LaneHeader,
-    abort_frame,
-    encode_header,
-    part_frame,
-    receive_abort,
-    receive_index,
-    receive_kind,
+from p2pavg.allreduce.agreement import (
+    FINAL,
+    Action,
+    Completed,
+    Dead,
+    Drop,
+    Event,
+    GivenUp,
+    Heard,
+    Lost,
+    Member,
+    PassOn,
+    Phase,
+    Run,
+    Tell,
+    advance,
 )
-from p2pavg.allreduce.partition import Part
-from p2pavg.allreduce.reduction import BadContributionError, Contribution, Ledger, Verdict, average_part
-from p2pavg.errors import ClosedError, RemoteProtocolError, StreamBrokenError, UnreachableError
+from p2pavg.allreduce.attempt import Attempt
+from p2pavg.allreduce.choice import ballot_leader
+from p2pavg.allreduce.control import Control
+from p2pavg.allreduce.lobby import ExpectedGroup, Lobby
+from p2pavg.allreduce.milestones import Milestone, Observe, ignore
+from p2pavg.allreduce.partition import PART_ELEMENTS
+from p2pavg.allreduce.reduction import Verdict
+from p2pavg.allreduce.votes import Begin, Commit, Gather, Left, Trouble, Unknown, Vote
+from p2pavg.errors import RefusedError
 from p2pavg.matchmaking.roster import Candidate, Roster
-from p2pavg.net.framing import receive_exactly_into, send_message
-from p2pavg.net.transport import Stream, Transport
+from p2pavg.net.transport import Transport
 from p2pavg.workers import RunInThread
-from p2pavg_compression import Codec, CodecError
+from p2pavg_compression import Codec
 
 if TYPE_CHECKING:
     # libp2p installs trio-typing, whose stubs mypy prefers to trio's own.
@@ -45,20 +52,31 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# After this member has everything, it goes on serving the others in the background for this long at least.
-TAIL_SECONDS = 5.0
-ABORT_SECONDS = 1.0
-# Parts of each contributor that may wait for the slowest one: 8 MiB of fp32.
-MAX_WAITING_PARTS = 8
-OPEN_SECONDS = 10.0
+ASK_AGAIN_SECONDS = 1.0
+SILENT_SECONDS = 5.0  # that a silent member costs the others, about
+SETTLE_SECONDS = 0.5  # for the others' last word, when this member has failed
+FIND_OUT_SECONDS = 600.0  # how long who was cut off goes on asking how the round ended, less and less often
+MAX_ASK_AGAIN_SECONDS = 15.0
+
+_MILESTONES = {
+    Phase.HOLDING: Milestone.HOLDING,
+    Phase.COMMITTED: Milestone.COMMITTED,
+    Phase.FAILED: Milestone.FAILED,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """How an exchange went: ``verdict`` is ``None`` when ``averaged`` is the group's average."""
+    """How an exchange went: ``verdict`` is ``None`` when ``averaged`` is the average of ``roster``'s contributors."""
 
     verdict: Verdict | None
+    used: bool | None
+    """Whether this member's contribution is in what the others hold; ``None`` when that is not known yet."""
     averaged: torch.Tensor
+    roster: Roster
+    """Of the attempt that was committed: who is in it, with which shares."""
+    lost: tuple[Verdict, ...]
+    """Members that were given up on the way, and why."""
     bytes_sent: int
     bytes_received: int
 
@@ -67,9 +85,16 @@ class Exchange:
     """One member's side of one group's all-reduce.
 
     Args:
+        roster: the group, as it was agreed.
+        group: the same group's inbound streams; closed at the end.
+        cut_shares: of any members of the group, as all of them cut the vector.
         vector: float32, the length of the roster's shares together, on any device; this member's weighted mean. Not
             changed. An auxiliary has none.
-        group: the same group's inbound lanes; closed at the end.
+        minimum: contributors that this member wants in a result at least.
+        max_share: elements that this member reduces at most.
+        observe: is told how far this member is.
+        found_out: is told, after an outcome that left it open, whether this member's contribution was used.
+        timeout: seconds until the group gives up.
     """
 
     def __init__(
@@ -78,291 +103,408 @@ class Exchange:
         transport: Transport,
         roster: Roster,
         group: ExpectedGroup,
+        lobby: Lobby,
+        cut_shares: Callable[[Sequence[Candidate]], tuple[int, ...]],
         codec: Codec,
         vector: torch.Tensor | None,
+        minimum: int,
         timeout: float,
         run_in_thread: RunInThread,
+        max_share: float = math.inf,
+        observe: Observe = ignore,
+        found_out: Callable[[bool], None] | None = None,
     ) -> None:
+        self.reached = observe
+        self._found_out = found_out
         self._transport = transport
         self._roster = roster
         self._group = group
+        self._lobby = lobby
+        self._cut_shares = cut_shares
         self._codec = codec
         self._vector = vector
         self._timeout = timeout
         self._in_thread = run_in_thread
+        self._max_share = max_share
         self._me = transport.peer_id
-        self._ledger = Ledger(roster, self._me, codec.granularity)
-        self._own_parts = self._ledger.parts[self._me]
-        # An auxiliary holds its own share only; everybody else the whole vector.
-        self._offset = 0 if vector is not None else (self._own_parts[0].start if self._own_parts else 0)
-        length = sum(roster.shares) if vector is not None else roster.shares[roster.position(self._me)]
-        self._averaged = torch.empty(length, dtype=torch.float32)
-        self._pending: list[dict[str, bytearray]] = [{} for _ in self._own_parts]
-        self._encoded: list[memoryview] = [memoryview(b"")] * len(self._own_parts)
-        self._ready = [trio.Event() for _ in self._own_parts]
-        self._over = trio.Event()
-        self._verdict: Verdict | None = None
+        self._positions = {member.peer_id: index for index, member in enumerate(roster.members)}
+        self._member = Member(
+            me=roster.position(self._me),
+            size=len(roster.members),
+            contributors=frozenset(self._positions[member.peer_id] for member in roster.contributors),
+            minimum=max(minimum, 2),
+        )
+        self._control = Control(
+            transport=transport,
+            roster=roster,
+            group=group,
+            hears=self,
+            part_bytes=codec.encoded_nbytes(min(PART_ELEMENTS, max(roster.shares))),
+            max_silence=timeout / 3,  # there has to be time for another attempt
+        )
+        self._attempt: Attempt | None = None
+        self._held_at = 0.0
+        self._ended = trio.Event()
+        self._heard = trio.Event()  # something, after the end
+        self._verdicts: dict[int, Verdict] = {}
+        self._told: dict[int, Trouble] = {}  # what others say of members that they have lost
         self._bytes_sent = 0
         self._bytes_received = 0
-        self._inbound: list[InboundLane] = []
-        self._tail: tuple[trio.CancelScope, ...] = ()
+        self._nursery: trio.Nursery | None = None
+        self._control_scope = trio.CancelScope()
 
     async def run(self, *, task_status: TaskStatus[Outcome] = trio.TASK_STATUS_IGNORED) -> None:
-        """Start with ``nursery.start``: returns the outcome, then serves the others until they have theirs too.
+        """Start with ``nursery.start``: returns the outcome, then sees to it that the others hear of it.
 
         From the outcome on, ``vector`` is not read any more.
         """
         try:
-            async with trio.open_nursery() as senders, trio.open_nursery() as receivers:
-                receivers.start_soon(self._accept_lanes, receivers)
-                for member in self._roster.members:
-                    if member.peer_id != self._me:
-                        self._start_sending(senders, member)
-                self._check_complete()
-                deadline = trio.current_time() + self._timeout
-                with trio.move_on_at(deadline):
-                    await self._over.wait()
-                if not self._over.is_set():
-                    self._fail(self._ledger.overdue(self._timeout))
-                task_status.started(self._outcome())
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._run_control)
+                async with trio.open_nursery() as inner:
+                    self._nursery = inner
+                    try:
+                        await self._until_the_end()
+                    finally:
+                        self._nursery = None
+                    inner.cancel_scope.cancel()
+                outcome = self._outcome()
+                task_status.started(outcome)
                 self._let_go()
-                if self._verdict is not None:
-                    receivers.cancel_scope.cancel()
-                    senders.start_soon(self._abort_inbound, self._verdict)
-                # Others may be slower than this member, and have as long as it had.
-                end = max(deadline, trio.current_time() + TAIL_SECONDS)
-                if self._verdict is not None:
-                    end = trio.current_time() + ABORT_SECONDS
-                senders.cancel_scope.deadline = receivers.cancel_scope.deadline = end
-                self._tail = (senders.cancel_scope, receivers.cancel_scope)
+                self._remember()
+                self._group.end()
+                if outcome.used is None:
+                    nursery.start_soon(self._find_out)
         finally:
-            for lane in self._inbound:
-                lane.finished.set()
+            self._remember()
             self._group.close()
-            self._encoded.clear()
+            if self._found_out is not None:
+                self._found_out(bool(self._is_used()))
+
+    async def _find_out(self) -> None:
+        """Ask those that may know how the round ended, until one of them answers or there is nobody left to ask."""
+        pause = ASK_AGAIN_SECONDS
+        with trio.move_on_after(FIND_OUT_SECONDS):
+            while self._is_used() is None:
+                await trio.sleep(pause)
+                pause = min(1.5 * pause, MAX_ASK_AGAIN_SECONDS)
+                for position in sorted(set(range(self._member.size)) - {self._member.me} - self._member.gone):
+                    try:
+                        answer = await self._control.ask(position)
+                    except RefusedError:
+                        answer = Unknown()
+                    if isinstance(answer, Commit | Left | Unknown):
+                        self._member, _ = advance(self._member, Heard(position, answer))
+            self._remember()
+            if self._found_out is not None:
+                self._found_out(bool(self._is_used()))
+                self._found_out = None
+
+    def _is_used(self) -> bool | None:
+        """Whether this member's contribution is in the result; ``None`` when others may know."""
+        member = self._member
+        if member.outcome is not None:
+            return member.me in member.outcome.members
+        return None if member.undecided else False
+
+    async def _until_the_end(self) -> None:
+        self._begin_attempt(0, frozenset(range(len(self._roster.members))))
+        self.reached(Milestone.FORMED)
+        began = trio.current_time()
+        with trio.move_on_at(began + self._timeout):
+            assert self._nursery is not None
+            self._nursery.start_soon(self._leave_the_slowest_behind, began)
+            await self._ended.wait()
+        if not self._ended.is_set():
+            self._happen(GivenUp(self._overdue()))
+        with trio.move_on_after(SETTLE_SECONDS):
+            while self._member.undecided:
+                await self._heard.wait()
+        self._control.end()
+
+    async def _leave_the_slowest_behind(self, began: float) -> None:
+        """As long as there is time for another attempt: a leader gives up who would keep everybody from ending in time.
+
+        With half of the time gone, a member of whose parts more than half are still to come; and when the leader has
+        the whole result, those that have not, as late as another attempt allows.
+        """
+        await trio.sleep_until(began + self._timeout / 2)
+        late = "it is too slow for the others to end in time"
+        if self._leads(Phase.EXCHANGING):
+            assert self._attempt is not None
+            slowest = self._attempt.ledger.slowest()
+            if slowest is not None:
+                self.lost(self._positions[slowest], late)
+            return
+        if self._leads(Phase.HOLDING):
+            await trio.sleep_until(began + self._timeout - 1.5 * (self._held_at - began))
+        if self._leads(Phase.HOLDING) and self._held_at - began < self._timeout / 2:
+            held = {position for position, _ in self._member.held}
+            for position in sorted(self._member.view - held):
+                self.lost(position, late)
+
+    def _leads(self, phase: Phase) -> bool:
+        return (
+            self._member.phase is phase
+            and ballot_leader(self._member.ballot, self._member.size) == self._member.me
+        )
+
+    async def _run_control(self) -> None:
+        with self._control_scope:
+            await self._control.run()
 
     def end(self) -> None:
-        """Serve nobody any more; only after the outcome."""
-        for scope in self._tail:
-            scope.cancel()
+        """Tell nobody anything any more; only after the outcome."""
+        self._control_scope.cancel()
 
     def _let_go(self) -> None:
-        """Of everything of a vector's size: serving the others takes this member's encoded share alone."""
+        """Of everything of a vector's size."""
         self._vector = None
-        self._averaged = torch.empty(0)
-        self._pending.clear()
+        if self._is_used() is not None:
+            self._found_out = None
+        if self._attempt is not None:
+            self._attempt.let_go()
+            self._attempt = None
+
+    # ------------------------------------------------------------------ what happens
+
+    def completed(self, attempt: Attempt, digests: tuple[bytes, ...]) -> None:
+        """The whole result of an attempt is here."""
+        self._held_at = trio.current_time()
+        self._happen(Completed(attempt.number, digests))
+
+    def troubled(self, attempt: Attempt, peer_id: str, reason: str, *, hostile: bool) -> None:
+        """A lane broke. Where its other end has gone on to a newer attempt, that is no loss."""
+        current = attempt is self._attempt and self._member.promised == self._member.ballot
+        # Nor where this one waits for a newer attempt itself.
+        current = current and not self._member.trouble
+        if hostile or (current and self._member.phase is Phase.EXCHANGING):
+            self.lost(self._positions[peer_id], reason, hostile=hostile)
+
+    def arrived(self, peer_id: str, count: int) -> None:
+        """Bytes of a member came."""
+        self._control.arrived(peer_id, count)
+
+    def owes(self, attempt: Attempt, peer_id: str, yes: bool) -> None:
+        """A member's contribution is waited for, or no longer."""
+        if attempt is self._attempt:
+            self._control.owes(peer_id, yes)
+
+    def heard(self, position: int, vote: Vote) -> None:
+        """A member has voted."""
+        if position not in self._member.lost:
+            self._take_hint(position, vote)
+        self._happen(Heard(position, vote))
+
+    def _take_hint(self, position: int, vote: Vote) -> None:
+        """Whom a member has lost: those that go on with it and those that do not must not drift apart."""
+        doubted: set[int] = set()
+        if isinstance(vote, Trouble):
+            self._told.setdefault(vote.peer, vote)
+            doubted = {vote.peer}
+        elif isinstance(vote, Gather):
+            doubted = set(range(position))  # it leads only when it has lost all that come before it
+        for peer in sorted(doubted - self._member.lost - {self._member.me}):
+            self._control.doubt(peer)
+
+    def lost(self, position: int, reason: str, *, hostile: bool = False, silent: bool = False) -> None:
+        """A member can take part no longer."""
+        if position not in self._member.lost and self._member.phase not in FINAL:
+            self._note(position, reason, hostile=hostile, silent=silent)
+            self._happen(Lost(position, hostile, reason))
+
+    def missing(self, position: int) -> None:
+        """A member was not heard of yet."""
+        if self._nursery is not None:
+            self._nursery.start_soon(self._ask_first, position)
+
+    async def _ask_first(self, position: int) -> None:
+        """A member whose leader died before it heard of the commit has left the group, and says so."""
+        try:
+            answer = await self._control.ask(position)
+        except RefusedError as error:
+            self.lost(position, str(error))
+            return
+        if isinstance(answer, Unknown) and position not in self._member.lost:
+            self._note(position, "it knows nothing of this round")
+            self._happen(Heard(position, answer))
+
+    def _note(self, position: int, reason: str, *, hostile: bool = False, silent: bool = False) -> None:
+        peer_id = self._roster.members[position].peer_id
+        logger.info("group %s lost %s: %s", self._roster.group_id.hex()[:8], peer_id, reason)
+        verdict = Verdict(
+            f"{peer_id} was lost: {reason}",
+            peer_id,
+            hostile=hostile,
+            seconds=SILENT_SECONDS if silent else 0.0,
+        )
+        self._verdicts.setdefault(position, verdict)
+
+    def _happen(self, event: Event) -> None:
+        if self._member.phase in FINAL and not isinstance(event, Heard):
+            return
+        if self._member.phase not in FINAL and self._nursery is None:
+            return  # cancelled
+        before = self._member
+        self._member, actions = advance(before, event)
+        for action in actions:
+            if isinstance(action, Drop):
+                self._note(action.peer, action.reason, hostile=True)
+        if self._member.ballot != before.ballot:
+            self._look_for_source(event, actions)
+        for position in sorted(self._member.lost - before.lost):
+            if position not in self._verdicts:
+                left = isinstance(event, Heard) and isinstance(event.vote, Left) and event.vote.reason
+                self._note(position, f"it gave the round up: {left}" if left else "it gave the round up")
+        for action in actions:
+            match action:
+                case Tell(position, vote):
+                    if isinstance(vote, Begin):
+                        self._explain(position, vote)
+                    self._control.tell(position, vote)
+                case Run(number, members):
+                    self._begin_attempt(number, members)
+                case PassOn(_, reducers, to):
+                    assert self._attempt is not None
+                    self._attempt.pass_on(self._peer_ids(reducers), self._peer_ids(to))
+        for position in sorted(self._member.lost - before.lost):
+            self._control.drop(position)
+            if self._nursery is not None and self._member.phase not in FINAL:
+                self._nursery.start_soon(self._ask, position)
+        if self._member.phase is not before.phase and self._member.phase in _MILESTONES:
+            self.reached(_MILESTONES[self._member.phase])
+        if self._member.phase in FINAL:
+            self._ended.set()
+            self._heard.set()
+            self._heard = trio.Event()
+
+    def _look_for_source(self, event: Event, actions: Sequence[Action]) -> None:
+        """Of what this member lacks of an older attempt's result, if the ballot that was taken up is about one."""
+        votes = [event.vote if isinstance(event, Heard) else None]
+        votes += [action.vote for action in actions if isinstance(action, Tell)]
+        for vote in votes:
+            if isinstance(vote, Begin) and self._member.me in vote.lacking and self._attempt is not None:
+                source = self._roster.members[vote.source].peer_id
+                self._attempt.take_from(source, self._peer_ids(vote.members - vote.view))
+
+    def _explain(self, position: int, begin: Begin) -> None:
+        """To a member, why others are left out: it may have seen nothing of it. It changes nothing for it."""
+        for verdict in (*self._verdicts.values(), *self._left_out()):
+            peer = self._positions[verdict.peer_id or ""]
+            if peer not in begin.view:
+                reason = self._with_hearsay(verdict).reason.removeprefix(f"{verdict.peer_id} was lost: ")
+                self._control.tell(position, Trouble(peer, verdict.hostile, reason))
+
+    async def _ask(self, position: int) -> None:
+        """Whether a lost member is dead, or how the round ended for it, again and again."""
+        while position not in self._member.gone:
+            try:
+                answer = await self._control.ask(position)
+            except RefusedError:
+                self._happen(Dead(position))
+                return
+            if isinstance(answer, Commit | Left | Unknown):
+                self._happen(Heard(position, answer))
+            await trio.sleep(ASK_AGAIN_SECONDS)
+
+    # ------------------------------------------------------------------ what is done
+
+    def _begin_attempt(self, number: int, members: frozenset[int]) -> None:
+        chosen = tuple(self._roster.members[position] for position in sorted(members))
+        shares = self._roster.shares if number == 0 else self._cut_shares(chosen)
+        roster = Roster(members=chosen, shares=shares, proposal=self._roster.proposal)
+        if number and roster.shares[roster.position(self._me)] > self._max_share:
+            self._happen(GivenUp("its share would be larger than it takes"))
+            return
+        if self._attempt is not None:
+            self._count(self._attempt)
+            self._attempt.scope.cancel()
+            names = ", ".join(verdict.reason for verdict in self._verdicts.values())
+            logger.info(
+                "group %s begins anew with %d members: %s",
+                self._roster.group_id.hex()[:8],
+                len(members),
+                names,
+            )
+        self._attempt = Attempt(
+            number=number,
+            transport=self._transport,
+            group_id=self._roster.group_id,
+            roster=roster,
+            lanes=self._group.lanes(number),
+            codec=self._codec,
+            vector=self._vector,
+            run_in_thread=self._in_thread,
+            reports=self,
+            position=self._positions.__getitem__,
+        )
+        assert self._nursery is not None
+        self._nursery.start_soon(self._run_attempt, self._attempt)
+
+    async def _run_attempt(self, attempt: Attempt) -> None:
+        await attempt.run()
+        if attempt is not self._attempt:  # a newer one took its place
+            attempt.let_go()
+
+    def _peer_ids(self, positions: frozenset[int]) -> list[str]:
+        return [self._roster.members[position].peer_id for position in sorted(positions)]
+
+    def _count(self, attempt: Attempt) -> None:
+        self._bytes_sent += attempt.bytes_sent
+        self._bytes_received += attempt.bytes_received
+
+    # ------------------------------------------------------------------ what came of it
+
+    def _overdue(self) -> str:
+        assert self._attempt is not None
+        if self._attempt.ledger.complete or self._member.phase is not Phase.EXCHANGING:
+            return f"the group agreed on no result within {self._timeout:g} s"
+        verdict = self._attempt.ledger.overdue(self._timeout)
+        if verdict.peer_id is not None:
+            self._verdicts.setdefault(self._positions[verdict.peer_id], verdict)
+        return verdict.reason
 
     def _outcome(self) -> Outcome:
+        assert self._attempt is not None
+        self._count(self._attempt)
+        member = self._member
         return Outcome(
-            verdict=self._verdict,
-            averaged=self._averaged,
-            # With the average complete, what is still on its way to others counts as sent.
-            bytes_sent=self._bytes_sent if self._verdict else self._bytes_to_send(),
+            verdict=None if member.phase is Phase.COMMITTED else self._failure(),
+            used=self._is_used(),
+            averaged=self._attempt.averaged,
+            roster=self._attempt.roster,
+            lost=tuple(map(self._with_hearsay, (*self._verdicts.values(), *self._left_out()))),
+            bytes_sent=self._bytes_sent,
             bytes_received=self._bytes_received,
         )
 
-    def _bytes_to_send(self) -> int:
-        """All the frames of parts that this member sends in a round that succeeds."""
-        total = 0
-        for member in self._roster.members:
-            if member.peer_id == self._me:
-                continue
-            parts = self._ledger.parts[member.peer_id] if self._ledger.contributing else ()
-            parts += self._own_parts if not member.auxiliary else ()
-            total += sum(FRAME_BYTES + self._codec.encoded_nbytes(part.elements) for part in parts)
-        return total
+    def _left_out(self) -> list[Verdict]:
+        """Members that this one has not lost, and that the others go on without."""
+        absent = set(range(self._member.size)) - self._member.view - self._verdicts.keys()
+        left_out = [self._roster.members[position].peer_id for position in sorted(absent)]
+        return [Verdict(f"{peer_id} was given up by others", peer_id) for peer_id in left_out]
 
-    def _check_complete(self) -> None:
-        if self._ledger.complete:
-            self._over.set()
+    def _with_hearsay(self, verdict: Verdict) -> Verdict:
+        """A member that was lost after others had given it up: what it had done is what they say."""
+        told = None if verdict.peer_id is None else self._told.get(self._positions[verdict.peer_id])
+        if verdict.hostile or told is None or told.reason in verdict.reason:
+            return verdict
+        return replace(verdict, reason=f"{verdict.reason} ({told.reason})")
 
-    def _fail(self, verdict: Verdict) -> None:
-        """The first reason counts; after this no value leaves this member any more."""
-        if not self._over.is_set():
-            logger.info("group %s: %s", self._roster.group_id.hex()[:8], verdict.reason)
-            self._verdict = verdict
-            self._over.set()
-            for ready in self._ready:
-                ready.set()
+    def _failure(self) -> Verdict:
+        reason = self._member.reason
+        first = next(iter(self._verdicts.values()), None)
+        if first is not None and first.reason not in reason:
+            reason += f" ({'; '.join(verdict.reason for verdict in self._verdicts.values())})"
+        return Verdict(reason, first.peer_id if first is not None else None)
 
-    def _lost(self, peer_id: str, reason: str, *, blames: str | None = None) -> None:
-        verdict = self._ledger.lost(peer_id, reason, blames=blames)
-        if verdict is not None:
-            self._fail(verdict)
-
-    # ------------------------------------------------------------------ out
-
-    def _start_sending(self, nursery: trio.Nursery, member: Candidate) -> None:
-        if self._vector is not None and self._ledger.parts[member.peer_id]:
-            nursery.start_soon(self._send_lane, member, Lane.CONTRIBUTIONS)
-        if self._own_parts and not member.auxiliary:
-            nursery.start_soon(self._send_lane, member, Lane.AVERAGES)
-
-    async def _send_lane(self, member: Candidate, lane: Lane) -> None:
-        """Send every part of a lane, and hear how the other side fared."""
-        try:
-            stream = await self._transport.open_stream(
-                member.peer_id,
-                PROTOCOL,
-                addresses=member.addresses,
-                timeout=min(self._timeout, OPEN_SECONDS),
-                wait_inbound=True,
-            )
-        except UnreachableError as error:
-            self._lost(member.peer_id, str(error))
-            return
-        try:
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(self._hear_back, stream, nursery.cancel_scope)
-                await self._write_lane(stream, lane)
-        except* (StreamBrokenError, ClosedError) as errors:
-            self._lost(member.peer_id, str(errors.exceptions[0]))
-        finally:
-            await stream.aclose()
-
-    async def _write_lane(self, stream: Stream, lane: Lane) -> None:
-        await self._send(stream, encode_header(LaneHeader(self._roster.group_id, lane)), framed=True)
-        parts = self._own_parts if lane is Lane.AVERAGES else self._ledger.parts[stream.remote]
-        for part in parts:
-            payload = memoryview(b"")
-            if lane is Lane.AVERAGES:
-                await self._ready[part.index].wait()
-                payload = self._encoded[part.index]
-            elif self._vector is not None:
-                payload = await self._in_thread(self._codec.encode, self._vector[part.start : part.stop])
-            if (
-                self._verdict is not None
-            ):  # what was encoded since may be anything: the vector is no longer ours
-                await self._send(stream, abort_frame(_abort(self._verdict)))
-                return
-            if not payload:  # a reducer that has sent its averages already did not wait for this contribution
-                return
-            await self._send(stream, part_frame(part.index))
-            await self._send(stream, payload)
-
-    async def _hear_back(self, stream: Stream, lane_scope: trio.CancelScope) -> None:
-        """``DONE``, ``ABORT``, or the end of the stream, whatever comes first."""
-        try:
-            kind = await receive_kind(stream)
-            if kind is Kind.ABORT:
-                self._heard_abort(stream.remote, await receive_abort(stream))
-            elif kind is Kind.PART:
-                self._lost(stream.remote, "a part came back on a lane")
-        except (StreamBrokenError, ClosedError, RemoteProtocolError) as error:
-            self._lost(stream.remote, str(error))
-        lane_scope.cancel()
-
-    async def _send(self, stream: Stream, data: bytes | memoryview, *, framed: bool = False) -> None:
-        await (send_message(stream, data) if framed else stream.send_all(data))
-        self._bytes_sent += len(data)
-
-    async def _abort_inbound(self, verdict: Verdict) -> None:
-        """Tell whoever sends to this member; those it sends to are told on the lanes to them."""
-        frame = abort_frame(_abort(verdict))
-
-        async def tell(stream: Stream) -> None:
-            try:
-                await stream.send_all(frame)
-                await stream.aclose()
-            except (StreamBrokenError, ClosedError) as error:
-                logger.debug("%s was not told that the round is over: %s", stream.remote, error)
-
-        async with trio.open_nursery() as nursery:
-            for lane in self._inbound:
-                nursery.start_soon(tell, lane.stream)
-
-    # ------------------------------------------------------------------ in
-
-    async def _accept_lanes(self, nursery: trio.Nursery) -> None:
-        for _ in range(self._ledger.inbound_lanes):
-            lane = await self._next_lane()
-            self._inbound.append(lane)
-            nursery.start_soon(self._receive_lane, lane, nursery)
-
-    async def _next_lane(self) -> InboundLane:
-        while True:
-            lane = await self._group.lanes.receive()
-            if self._ledger.expects(lane.stream.remote, lane.lane):
-                return lane
-            logger.info("%s opened a lane that is not due", lane.stream.remote)
-            lane.finished.set()
-
-    async def _receive_lane(self, lane: InboundLane, nursery: trio.Nursery) -> None:
-        stream, peer_id = lane.stream, lane.stream.remote
-        try:
-            for _ in range(self._ledger.expects(peer_id, lane.lane)):
-                kind = await receive_kind(stream)
-                if kind is Kind.ABORT:
-                    self._heard_abort(peer_id, await receive_abort(stream))
-                    return
-                await self._receive_part(lane, kind, nursery)
-            await self._send(stream, DONE_FRAME)
-            await stream.aclose()
-        except RemoteProtocolError as error:
-            self._fail(Verdict(f"{peer_id} broke the protocol: {error}", peer_id, hostile=True))
-        except (StreamBrokenError, ClosedError) as error:
-            self._lost(peer_id, str(error))
-
-    async def _receive_part(self, lane: InboundLane, kind: Kind, nursery: trio.Nursery) -> None:
-        if kind is not Kind.PART:
-            raise RemoteProtocolError(f"{kind.name} came where a part was due")
-        stream, peer_id = lane.stream, lane.stream.remote
-        index = await receive_index(stream)
-        part = self._ledger.due(peer_id, lane.lane)
-        if index != part.index:
-            raise RemoteProtocolError(f"part {index} came where part {part.index} was due")
-        if lane.lane is Lane.CONTRIBUTIONS and index >= MAX_WAITING_PARTS:
-            # What is ahead of the slowest contributor waits with its sender, not in this process.
-            await self._ready[index - MAX_WAITING_PARTS].wait()
-        payload = bytearray(self._codec.encoded_nbytes(part.elements))
-        await receive_exactly_into(stream, memoryview(payload))
-        if self._over.is_set():  # given up while it came; the buffers are gone
-            return
-        self._bytes_received += FRAME_BYTES + len(payload)
-        if lane.lane is Lane.AVERAGES:
-            out = self._averaged[part.start : part.stop]
-            try:
-                await self._in_thread(self._codec.decode, payload, part.elements, out)
-            except CodecError as error:
-                raise RemoteProtocolError(f"an averaged part does not decode: {error}") from None
+    def _remember(self) -> None:
+        """What to say to members that ask later."""
+        member, peers = self._member, set(self._positions)
+        if member.phase not in FINAL:  # cancelled
+            member, _ = advance(member, GivenUp("it was stopped"))
+        if member.outcome is not None:
+            vote: Vote = Commit(member.outcome.attempt, member.outcome.members)
         else:
-            self._pending[index][peer_id] = payload
-        if self._ledger.received(peer_id, lane.lane):
-            nursery.start_soon(self._average, index)
-        self._check_complete()
-
-    async def _average(self, index: int) -> None:
-        if self._over.is_set():
-            return
-        part, pending = self._own_parts[index], self._pending[index]
-        contributions = [
-            Contribution(member.peer_id, member.weight, self._values(part, pending, member.peer_id))
-            for member in self._roster.contributors
-        ]
-        out = self._averaged[part.start - self._offset : part.stop - self._offset]
-        try:
-            self._encoded[index] = await self._in_thread(
-                average_part, self._codec, contributions, self._roster.total_weight, out
-            )
-        except BadContributionError as error:
-            self._fail(Verdict(str(error), error.peer_id, hostile=True))
-            return
-        pending.clear()
-        self._ledger.averaged_own()
-        self._ready[index].set()
-        self._check_complete()
-
-    def _values(self, part: Part, pending: dict[str, bytearray], peer_id: str) -> torch.Tensor | bytearray:
-        if peer_id != self._me:
-            return pending[peer_id]
-        assert self._vector is not None
-        return self._vector[part.start : part.stop]
-
-    def _heard_abort(self, peer_id: str, abort: Abort) -> None:
-        """Whom it blames is in the reason; what this member itself saw counts first."""
-        blames = abort.peer_id if abort.peer_id not in ("", self._me) else None
-        self._lost(peer_id, f"it gave the round up: {abort.reason}", blames=blames)
-
-
-def _abort(verdict: Verdict) -> Abort:
-    return Abort(verdict.reason, verdict.peer_id or "")
+            vote = Left(-1 if member.accepted is None else member.accepted.ballot, member.reason)
+        self._lobby.remember(self._roster.group_id, lambda peer_id: vote if peer_id in peers else Unknown())

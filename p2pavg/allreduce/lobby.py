@@ -1,46 +1,85 @@
-"""Where inbound lanes wait for the group that they belong to.
+"""Where inbound streams of an exchange find the group and the attempt that they belong to.
 
-A member may hear of a commit later than another one's first lane arrives. So a group is expected from the moment in
-which this peer accepts its roster; a lane of any other group is refused at once.
+A member may hear of a commit, or of a new attempt, later than another one's first lane of it arrives. So a group is
+expected from the moment in which this peer accepts its roster, and lanes wait for their attempt. A lane of any other
+group is refused at once; how the last rounds ended is told to their members that ask.
 """
 
 from __future__ import annotations
 
 import logging
+import math
+from collections import Counter, OrderedDict
+from collections.abc import Callable
 from types import TracebackType
 
 import trio
 
 from p2pavg.allreduce.messages import MAX_HEADER_BYTES, Lane, LaneHeader, decode_header
+from p2pavg.allreduce.votes import Ping, Unknown, Vote, encode_vote
 from p2pavg.errors import RemoteProtocolError
-from p2pavg.net.framing import receive_message
+from p2pavg.net.framing import receive_message, send_message
 from p2pavg.net.transport import Stream
 
 logger = logging.getLogger(__name__)
 
 HEADER_SECONDS = 10.0
+MAX_WAITING_LANES = 8  # of one peer in one group, that no attempt has taken yet
+MAX_REMEMBERED = 256  # rounds that ended
+
+HowItEnded = Callable[[str], Vote]
+"""What to say to a peer that asks how a round ended."""
 
 
 class InboundLane:
-    """A lane that another member opened, with its header read."""
+    """A stream that another member opened, with its header read."""
 
-    def __init__(self, stream: Stream, lane: Lane) -> None:
+    def __init__(self, stream: Stream, header: LaneHeader) -> None:
         self.stream = stream
-        self.lane = lane
+        self.header = header
         self.finished = trio.Event()
         """Set by whoever took the lane; the stream is reset after it."""
 
 
-class ExpectedGroup:
-    """The lanes of one group, as they arrive. Close it, or they wait for ever."""
+class Lanes:
+    """The inbound lanes of one attempt, or the control streams of one group, as they arrive."""
 
-    def __init__(self, lobby: Lobby, group_id: bytes) -> None:
+    def __init__(self) -> None:
+        self._waiting: list[InboundLane] = []
+        self._arrive, self._arriving = trio.open_memory_channel[InboundLane](math.inf)
+        self.closed = False
+
+    def arrived(self, lane: InboundLane) -> None:
+        """Never blocks: how many wait is bounded by the group."""
+        self._waiting.append(lane)
+        self._arrive.send_nowait(lane)
+
+    def left(self, lane: InboundLane) -> None:
+        """It is not used any more."""
+        self._waiting.remove(lane)
+
+    async def receive(self) -> InboundLane:
+        """The next one."""
+        return await self._arriving.receive()
+
+    def close(self) -> None:
+        """None is wanted any more; all are let go."""
+        self.closed = True
+        for lane in self._waiting:
+            lane.finished.set()
+
+
+class ExpectedGroup:
+    """The streams of one group. Close it, or they wait for ever."""
+
+    def __init__(self, lobby: Lobby, group_id: bytes, on_arrival: Callable[[bytes, str], None]) -> None:
         self.group_id = group_id
+        self._on_arrival = on_arrival
+        self.controls = Lanes()
         self._lobby = lobby
-        # Unbounded, and bounded all the same: one lane of each kind a peer, the lobby sees to that.
-        self._arrive, self.lanes = trio.open_memory_channel[InboundLane](1024)
-        self._seen: set[tuple[str, Lane]] = set()
-        self._waiting: set[InboundLane] = set()
+        self._attempts: dict[int, Lanes] = {}
+        self._newest = 0
+        self._lanes_of: Counter[str] = Counter()
         lobby.groups[group_id] = self
 
     def __enter__(self) -> ExpectedGroup:
@@ -51,27 +90,47 @@ class ExpectedGroup:
     ) -> None:
         self.close()
 
+    def lanes(self, attempt: int) -> Lanes:
+        """The lanes of an attempt; those of older ones are let go and refused from now on."""
+        self._newest = attempt
+        for older in [number for number in self._attempts if number < attempt]:
+            self._attempts.pop(older).close()
+        return self._attempts.setdefault(attempt, Lanes())
+
     def close(self) -> None:
-        """No lane of this group is expected any more; those that wait are let go."""
-        self._lobby.groups.pop(self.group_id, None)
-        for lane in self._waiting:
-            lane.finished.set()
+        """No stream of this group is expected any more; those that wait are let go."""
+        self.end()
+        self.controls.close()
+
+    def end(self) -> None:
+        """As :meth:`close`, but what is still to be said on control streams is said."""
+        if self._lobby.groups.get(self.group_id) is self:
+            del self._lobby.groups[self.group_id]
+        for lanes in self._attempts.values():
+            lanes.close()
 
     async def arrived(self, stream: Stream, header: LaneHeader) -> None:
-        """Hand a lane over and keep its stream for as long as it is used."""
-        place = (stream.remote, header.lane)
-        if place in self._seen:
-            raise RemoteProtocolError(f"{stream.remote} opened a second lane of {header.lane.name.lower()}")
-        self._seen.add(place)
-        lane = InboundLane(stream, header.lane)
-        self._waiting.add(lane)
+        """Hand a stream over and keep it for as long as it is used."""
+        if header.lane is not Lane.CONTROL and header.attempt < self._newest:
+            logger.info("%s opened a lane of an attempt that is over", stream.remote)
+            return
+        # Of a group of 32 a member opens two lanes, and passes on the shares of those that were lost.
+        if self._lanes_of[stream.remote] >= MAX_WAITING_LANES and header.attempt > self._newest:
+            raise RemoteProtocolError("it opened more lanes ahead of time than a member has use for")
+        if self._lanes_of[stream.remote] >= 128:
+            raise RemoteProtocolError("it opened more lanes than a member has use for")
+        lanes = self.controls
+        if header.lane is not Lane.CONTROL:
+            lanes = self._attempts.setdefault(header.attempt, Lanes())
+        self._lanes_of[stream.remote] += 1
+        lane = InboundLane(stream, header)
         try:
-            self._arrive.send_nowait(lane)
+            lanes.arrived(lane)
+            self._on_arrival(self.group_id, stream.remote)
             await lane.finished.wait()
-        except trio.WouldBlock:
-            raise RemoteProtocolError("more lanes than any group has") from None
         finally:
-            self._waiting.discard(lane)
+            lanes.left(lane)
+            self._lanes_of[stream.remote] -= 1
 
 
 class Lobby:
@@ -79,10 +138,23 @@ class Lobby:
 
     def __init__(self) -> None:
         self.groups: dict[bytes, ExpectedGroup] = {}
+        self._ended: OrderedDict[bytes, HowItEnded] = OrderedDict()
 
-    def expect(self, group_id: bytes) -> ExpectedGroup:
-        """Let lanes of this group in from now on."""
-        return ExpectedGroup(self, group_id)
+    def expect(
+        self, group_id: bytes, on_arrival: Callable[[bytes, str], None] = lambda _group, _peer: None
+    ) -> ExpectedGroup:
+        """Let streams of this group in from now on.
+
+        Args:
+            on_arrival: is told of each: the group, and who opened it.
+        """
+        return ExpectedGroup(self, group_id, on_arrival)
+
+    def remember(self, group_id: bytes, how_it_ended: HowItEnded) -> None:
+        """What to say from now on to those that ask about a group; the oldest of many is forgotten."""
+        self._ended[group_id] = how_it_ended
+        while len(self._ended) > MAX_REMEMBERED:
+            self._ended.popitem(last=False)
 
     async def serve(self, stream: Stream) -> None:
         """One inbound stream of the exchange protocol."""
@@ -91,8 +163,20 @@ class Lobby:
         if scope.cancelled_caught or message is None:
             return
         header = decode_header(message)
+        if header.lane is Lane.ASK:
+            await self._answer(stream, header.group_id)
+            return
         group = self.groups.get(header.group_id)
         if group is None:
             logger.info("%s opened a lane of a group that is not expected", stream.remote)
             return
         await group.arrived(stream, header)
+
+    async def _answer(self, stream: Stream, group_id: bytes) -> None:
+        if group_id in self._ended:
+            answer = self._ended[group_id](stream.remote)
+        else:
+            answer = Ping() if group_id in self.groups else Unknown()
+        with trio.move_on_after(HEADER_SECONDS):
+            await send_message(stream, encode_vote(answer))
+            await stream.aclose()

@@ -1,7 +1,6 @@
-"""What a member is still owed in a round, and what a loss therefore means. No I/O, no clock.
+"""What a member is still owed in an attempt, and how a part is averaged. No I/O, no clock.
 
-A member owes another its contribution to that one's share, and the averages of its own share. A lost member that owes
-nothing any more changes nothing; one that owes something ends the round.
+A member owes another its contribution to that one's share, and the averages of its own share.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ from p2pavg_compression import MAX_MAGNITUDE, Codec, CodecError
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The round cannot end well here: why, and because of whom (``None``: of nobody but ourselves)."""
+    """What went wrong in a round, and because of whom (``None``: of nobody but ourselves)."""
 
     reason: str
     peer_id: str | None
     hostile: bool = False
     """Whether that peer broke the protocol, which no honest one does."""
-    stalled: bool = False
-    """Whether that peer kept the round from ending in time."""
+    seconds: float = 0.0
+    """How long that peer has kept the others waiting for nothing."""
 
 
 class Ledger:
@@ -55,8 +54,6 @@ class Ledger:
             self._expected[member.peer_id, Lane.AVERAGES] = reduces
         self._missing = [len(self.contributors)] * len(self.parts[me])
         self._own_left = len(self.parts[me])
-        self.gave_up: dict[str, str] = {}
-        """Members that are gone although they owed nothing, and why."""
 
     def expects(self, peer_id: str, lane: Lane) -> int:
         """How many parts a member sends on a lane to this one."""
@@ -65,7 +62,8 @@ class Ledger:
     def owed_by(self, peer_id: str) -> int:
         """How many parts are still to come from a member."""
         return sum(
-            self._expected.get((peer_id, lane), 0) - self._next.get((peer_id, lane), 0) for lane in Lane
+            self._expected.get((peer_id, lane), 0) - self._next.get((peer_id, lane), 0)
+            for lane in (Lane.CONTRIBUTIONS, Lane.AVERAGES)
         )
 
     @property
@@ -93,6 +91,14 @@ class Ledger:
         self._missing[index] -= 1
         return self._missing[index] == 0
 
+    def lacks(self, reducer: str) -> bool:
+        """Whether averages of a reducer are still to come, from whomever."""
+        return self._next.get((reducer, Lane.AVERAGES), 0) < self.expects(reducer, Lane.AVERAGES)
+
+    def received_share(self, reducer: str) -> None:
+        """The averages of a whole share have come from another member than its reducer."""
+        self._next[reducer, Lane.AVERAGES] = self.expects(reducer, Lane.AVERAGES)
+
     def averaged_own(self) -> None:
         """A part of our own share has been averaged."""
         self._own_left -= 1
@@ -102,15 +108,14 @@ class Ledger:
         """Everything that this member needs is there."""
         return self._own_left == 0 and not any(map(self.owed_by, self._peers()))
 
-    def lost(self, peer_id: str, reason: str, *, blames: str | None = None) -> Verdict | None:
-        """A member is gone. ``None`` when it owed nothing; else the round is over.
-
-        ``blames`` is the member that the lost one itself gave as its reason.
-        """
-        if self.owed_by(peer_id) == 0:
-            self.gave_up.setdefault(peer_id, reason)
-            return None
-        return Verdict(f"{peer_id} was lost in the exchange: {reason}", blames or peer_id)
+    def slowest(self) -> str | None:
+        """Who still owes more than half of all that it was to send, and most of all of what waits for nobody."""
+        behind = [
+            peer_id
+            for peer_id in self._peers()
+            if 2 * self.owed_by(peer_id) > sum(self.expects(peer_id, lane) for lane in Lane)
+        ]
+        return max(behind, key=self._delays, default=None)
 
     def overdue(self, timeout: float) -> Verdict:
         """The time is over: who is waited for.
@@ -122,7 +127,7 @@ class Ledger:
         waiting = ", ".join(f"{peer_id} ({self.owed_by(peer_id)} parts)" for peer_id in owing) or "itself"
         culprit = max(owing, key=self._delays, default=None)
         return Verdict(
-            f"the exchange took longer than {timeout:g} s, waiting for {waiting}", culprit, stalled=True
+            f"the exchange took longer than {timeout:g} s, waiting for {waiting}", culprit, seconds=timeout
         )
 
     def _delays(self, peer_id: str) -> tuple[int, int]:

@@ -6,20 +6,24 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import trio
 
-from p2pavg.errors import AddressError, UnreachableError
+from p2pavg.errors import AddressError, RefusedError, UnreachableError
 from p2pavg.net.transport import PeerId
 
 MAX_ADDRESSES_DIALLED = 6
 _STAGGER_SECONDS = 0.25  # RFC 8305, section 5
 
 DialOne = Callable[[PeerId, str], Awaitable[None]]
-"""Connect to a peer at one address. Raises UnreachableError or AddressError, with the reason."""
+"""Connect to a peer at one address.
+
+Raises UnreachableError or AddressError, with the reason; RefusedError where the peer was before and nobody is now.
+"""
 
 
 class _Attempt:
     def __init__(self, deadline: float) -> None:
         self.scope = trio.CancelScope(deadline=deadline)
         self.reasons: list[str] = []
+        self.others = 0  # that failed for another reason than a refusal
 
 
 class Dialler:
@@ -56,7 +60,9 @@ class Dialler:
                     if mine is None:
                         mine = self._start(peer_id, addresses[:MAX_ADDRESSES_DIALLED])
                     elif not wait_inbound:
-                        raise UnreachableError(f"no connection to {peer_id}: {_why(mine.reasons)}")
+                        refused = bool(mine.reasons) and not mine.others
+                        kind = RefusedError if refused else UnreachableError
+                        raise kind(f"no connection to {peer_id}: {_why(mine.reasons)}")
                 await self._changed.wait()
         except trio.Cancelled:
             if mine is not None:
@@ -87,6 +93,7 @@ class Dialler:
             await self._dial_one(peer_id, address)
         except (AddressError, UnreachableError) as error:
             attempt.reasons.append(f"{address}: {error}")
+            attempt.others += not isinstance(error, RefusedError)
             failed.set()
         else:
             attempt.scope.cancel()

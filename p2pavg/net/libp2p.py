@@ -9,6 +9,7 @@ import logging
 import os
 import socket
 import weakref
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import cast
@@ -20,6 +21,7 @@ from libp2p.custom_types import TProtocol
 from libp2p.host.exceptions import StreamFailure
 from libp2p.io.exceptions import IOException
 from libp2p.network.config import ConnectionConfig, RetryConfig
+from libp2p.network.connection.swarm_connection import SwarmConn
 from libp2p.network.exceptions import SwarmException
 from libp2p.network.stream.exceptions import StreamEOF
 from libp2p.network.stream.net_stream import NetStream
@@ -35,7 +37,14 @@ from libp2p.transport.upgrader import TransportUpgrader
 from multiaddr import Multiaddr
 
 from p2pavg._exceptions import bare_exceptions
-from p2pavg.errors import AddressError, ClosedError, ListenError, StreamBrokenError, UnreachableError
+from p2pavg.errors import (
+    AddressError,
+    ClosedError,
+    ListenError,
+    RefusedError,
+    StreamBrokenError,
+    UnreachableError,
+)
 from p2pavg.net.addresses import (
     parse_address_of,
     parse_listen_address,
@@ -50,6 +59,7 @@ from p2pavg.net.transport import Buffer, PeerId, Stream, StreamHandler, Transpor
 logger = logging.getLogger(__name__)
 
 MAX_CONNECTIONS = 512
+MAX_REMEMBERED_PEERS = 1024  # and at which hosts they were met
 
 # A write is cut into pieces, each of which is finished even when its caller is gone: half a frame would poison the
 # connection for every stream on it. Small pieces keep other streams' turns short.
@@ -196,12 +206,27 @@ class Libp2pTransport(Transport):
         self._addresses: tuple[str, ...] = ()
         self._dialler = Dialler(nursery, self.is_connected, self._dial_one)
         self.peer_id = str(host.get_id())
-        swarm.on_connection = self._dialler.something_changed
+        self._met: OrderedDict[PeerId, set[str]] = OrderedDict()
+        swarm.on_connection = self._connected
         _transports.add(self)
 
     @property
     def addresses(self) -> tuple[str, ...]:
         return self._addresses
+
+    def _connected(self, connection: SwarmConn) -> None:
+        """There is one more connection: remember at which host the peer is."""
+        muxed = cast(GuardedYamux, connection.muxed_conn)
+        try:
+            host = str(muxed.socket.getpeername()[0])
+        except OSError:  # it is gone already
+            host = ""
+        peer_id = str(muxed.peer_id)
+        self._met.setdefault(peer_id, set()).add(host)
+        self._met.move_to_end(peer_id)
+        while len(self._met) > MAX_REMEMBERED_PEERS:
+            self._met.popitem(last=False)
+        self._dialler.something_changed()
 
     def serve(self, protocol: str, handler: StreamHandler) -> None:
         async def serve_one(net_stream: NetStream) -> None:
@@ -283,14 +308,20 @@ class Libp2pTransport(Transport):
 
         Its ``dial_addr`` does neither.
         """
-        reasons = []
+        reasons, refused = [], True
         for address in await _resolve(parse_address_of(peer_id, text)):
             try:
                 await self._swarm.dial_addr(address, ID.from_string(peer_id))
                 return
             except SwarmException as error:
                 reasons.append(_text(error))
-        raise UnreachableError("; ".join(reasons))
+                refused &= _is_refusal(error) and self._has_met(peer_id, address)
+        raise (RefusedError if refused else UnreachableError)("; ".join(reasons))
+
+    def _has_met(self, peer_id: PeerId, address: Multiaddr) -> bool:
+        """Whether the peer was seen at that host: behind a home router it may name addresses that are others' here."""
+        hosts = [str(address.value_for_protocol(name)) for name in ("ip4", "ip6") if name in address]
+        return bool(hosts) and hosts[0] in self._met.get(peer_id, ())
 
     def is_connected(self, peer_id: PeerId) -> bool:
         return any(
@@ -452,6 +483,15 @@ def _check_free(address: Multiaddr) -> None:
             probe.listen(1)
         except OSError as error:
             raise ListenError(f"cannot listen on {address}: {error.strerror}") from None
+
+
+def _is_refusal(error: BaseException) -> bool:
+    """Whether the system at the other end says that nobody listens there."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    if isinstance(error, ExceptionGroup):
+        return all(_is_refusal(inner) for inner in error.exceptions)
+    return isinstance(error, ConnectionRefusedError)
 
 
 def _text(error: BaseException) -> str:

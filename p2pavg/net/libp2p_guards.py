@@ -290,7 +290,7 @@ class GuardedSwarm(Swarm):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.on_connection: Callable[[], None] = lambda: None
+        self.on_connection: Callable[[SwarmConn], None] = lambda _: None
         """Called whenever there is one more connection."""
 
     def _init_connection_management(self) -> None:
@@ -299,7 +299,7 @@ class GuardedSwarm(Swarm):
 
     async def add_conn(self, muxed_conn: IMuxedConn, direction: str = "unknown") -> SwarmConn:
         connection = await super().add_conn(muxed_conn, direction)
-        self.on_connection()
+        self.on_connection(connection)
         return connection
 
     async def _do_handle_inbound_connection(

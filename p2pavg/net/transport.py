@@ -97,6 +97,7 @@ class Transport(abc.ABC):
         seconds is as good: behind a home router only one of two can dial. Without, a refused dial fails at once.
 
         Raises:
+            RefusedError: every dial was refused, where a connection to this peer has been before.
             UnreachableError: no stream within ``timeout`` seconds, or the peer does not serve ``protocol``.
         """
 

@@ -8,13 +8,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from p2pavg.accumulation import Accumulation
+from p2pavg.accumulation import Accumulation, Contribution
 
 values = st.lists(st.floats(-1e6, 1e6, width=32), min_size=3, max_size=3)
 weights = st.floats(1e-6, 1e6)
 calls = st.tuples(st.just("add"), values, weights)
+found = st.tuples(st.just("found out"), st.integers(0, 5), st.booleans())
 operations = st.lists(
-    calls | st.sampled_from([("take",), ("give back",), ("release",), ("clear",)]), min_size=1, max_size=30
+    calls | found | st.sampled_from([("take",), ("give back",), ("release",), ("cut off",), ("clear",)]),
+    min_size=1,
+    max_size=40,
 )
 
 Call = tuple[torch.Tensor, float]
@@ -35,7 +38,9 @@ def test_nothing_is_lost_and_nothing_counts_twice(operations: list[tuple[object,
     accumulation = Accumulation()
     waiting: list[Call] = []
     in_round: list[Call] = []
-    taken = None
+    taken: Contribution | None = None
+    # Of rounds that ended cut off; what was cleared since is empty.
+    withheld: list[tuple[Contribution, list[Call]]] = []
     for operation in operations:
         match operation:
             case ("add", list() as numbers, float() as weight):
@@ -56,10 +61,27 @@ def test_nothing_is_lost_and_nothing_counts_twice(operations: list[tuple[object,
                     check(taken.mean, taken.weight, in_round)
                 accumulation.release(taken)
                 in_round, taken = [], None
+            case ("cut off",) if taken is not None:
+                accumulation.withhold(taken)
+                withheld.append((taken, in_round))
+                in_round, taken = [], None
+            case ("found out", int() as index, bool() as used) if withheld:
+                contribution, its = withheld.pop(index % len(withheld))
+                if its:
+                    check(contribution.mean, contribution.weight, its)
+                accumulation.found_out(contribution, used=used)
+                waiting += [] if used else its
             case ("clear",):
                 accumulation.clear()
                 waiting, in_round = [], []
+                withheld = [(contribution, []) for contribution, _ in withheld]
         assert (accumulation.weight == 0) == (not waiting)
+        expected = sum(weight for _, its in withheld for _, weight in its)
+        assert (accumulation.withheld == 0) == (expected == 0)
+        assert abs(accumulation.withheld - expected) <= 1e-9 * 40e6
+    for contribution, its in withheld:
+        accumulation.found_out(contribution, used=False)
+        waiting += its
     final = accumulation.mean()
     if not waiting:
         assert final is None

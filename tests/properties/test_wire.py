@@ -9,7 +9,8 @@ import msgpack
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from p2pavg.allreduce.messages import Lane, LaneHeader, decode_header, encode_header
+from p2pavg.allreduce.messages import MAX_HEADER_BYTES, Lane, LaneHeader, decode_header, encode_header
+from p2pavg.allreduce.votes import MAX_BALLOT
 from p2pavg.errors import RemoteProtocolError
 from p2pavg.net.wire import pack, unpack
 from p2pavg.run import RunEntry, encode_entry, read_entry
@@ -35,7 +36,14 @@ fields = st.lists(
     max_size=6,
 )
 
-HEADER = LaneHeader(b"\x07" * 32, Lane.AVERAGES)
+HEADER = LaneHeader(b"\x07" * 32, Lane.PASSED_ON, attempt=300, reducer=7)
+headers = st.builds(
+    LaneHeader,
+    st.binary(min_size=32, max_size=32),
+    st.sampled_from(Lane),
+    st.integers(0, MAX_BALLOT),
+    st.integers(0, 255),
+)
 ENTRY = RunEntry(schema_hash=b"\1" * 32, tensors=97, elements=1000, codec="int8:64", group_size=4)
 
 
@@ -64,6 +72,14 @@ def fits(read: Callable[[bytes], object], again: Callable[[Any], bytes], data: b
     except RemoteProtocolError:
         return
     assert read(again(found)) == found
+
+
+@settings(deadline=None)
+@given(headers)
+def test_every_lane_header_comes_back_and_is_short(header: LaneHeader) -> None:
+    message = encode_header(header)
+    assert decode_header(message) == header
+    assert len(message) <= MAX_HEADER_BYTES
 
 
 @settings(deadline=None)

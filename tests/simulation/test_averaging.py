@@ -11,7 +11,6 @@ import trio
 from trio.testing import MockClock
 
 import p2pavg
-from p2pavg.allreduce.partition import cut_into_parts
 from p2pavg.peer import Peer
 from p2pavg.testing import MemoryNetwork, simulated_peer, simulated_peers
 
@@ -88,16 +87,6 @@ def mean(indices: Iterable[int], elements: int, weights: Sequence[float] | None 
     drawn = torch.stack([values(index, elements).double() for index in indices])
     factors = torch.tensor(weights or [1.0] * len(drawn), dtype=torch.float64)
     return (factors[:, None] * drawn).sum(0) / factors.sum()
-
-
-async def until_exchanging(averager: p2pavg.DecentralizedAverager) -> None:
-    """Step until the group stands."""
-    with trio.fail_after(9.0):
-        while True:
-            progress = await averager.step(wait=0.0005)
-            assert isinstance(progress, p2pavg.InProgress)
-            if progress.reason == "the group exchanges":
-                return
 
 
 @pytest.mark.parametrize("count", [2, 3, 4, 8, 16])
@@ -259,123 +248,3 @@ async def test_what_is_accumulated_during_a_round_belongs_to_the_next(autojump_c
             for peer, mine in zip(peers, found, strict=True):
                 nursery.start_soon(twice, peer, mine)
         assert found == [[1.0, 5.0], [1.0, 5.0]]
-
-
-@pytest.mark.parametrize("seconds", [0.0, 0.002, 0.004, 0.008, 0.015, 0.03, 0.06])
-async def test_a_member_that_crashes_costs_the_round_only(autojump_clock: MockClock, seconds: float) -> None:
-    """Survivors fail and name it, or succeed rightly; what they had stays; the next step succeeds without it."""
-    network = MemoryNetwork(latency=(0.002, 0.006), bandwidth=2e6)
-    how = config(group_size=3, min_group_size=2)
-    results: dict[str, list[p2pavg.RoundResult]] = {}
-
-    async def survive(peer: Peer, index: int) -> None:
-        async with peer.averager(how) as averager:
-            averager.accumulate([values(index, 20_000)], weight=2.0)
-            results[peer.id] = [await averager.step(wait=None)]
-            if isinstance(results[peer.id][0], p2pavg.Success):
-                assert averager.weight == 0
-                return
-            assert averager.weight == 2.0
-            assert isinstance(averager.accumulated, list)
-            torch.testing.assert_close(averager.accumulated[0], values(index, 20_000))
-            results[peer.id].append(await averager.step(wait=None))
-
-    async with simulated_peers(network, 3) as peers:
-        victim, *survivors = peers
-
-        async def die() -> None:
-            with trio.CancelScope() as scope:
-                async with victim.averager(how) as averager:
-                    averager.accumulate([values(0, 20_000)], weight=2.0)
-                    with trio.move_on_after(9.0) as limit:
-                        while (
-                            not averager._round or averager._round._roster is None
-                        ):  # until the group stands
-                            if not averager._round:
-                                await averager.step(wait=0)
-                            await trio.sleep(0.0005)
-                    assert not limit.cancelled_caught
-                    await trio.sleep(seconds)
-                    network.crash(victim.id)
-                    scope.cancel()
-
-        async with trio.open_nursery() as nursery:
-            for index, peer in enumerate(survivors):
-                nursery.start_soon(survive, peer, index + 1)
-            await die()
-    for first, *second in results.values():
-        if isinstance(first, p2pavg.Success):
-            expected = mean(range(3), 20_000)
-            assert set(first.peers) == {peer.id for peer in peers}
-            torch.testing.assert_close(tensors_of(first)[0], expected.float(), rtol=1e-5, atol=1e-6)
-        else:
-            assert isinstance(first, p2pavg.Failed)
-            assert victim.id in first.reason
-            assert second
-    if all(isinstance(found[0], p2pavg.Failed) for found in results.values()):
-        for _, again in results.values():
-            assert isinstance(again, p2pavg.Success)
-            assert set(again.peers) == {peer.id for peer in survivors}
-
-
-async def test_a_silent_member_ends_the_round_at_its_timeout(autojump_clock: MockClock) -> None:
-    network = MemoryNetwork(latency=LAN, bandwidth=1e6)
-    how = config(group_size=3, exchange_timeout=15.0)
-    swarm = Swarm()
-    async with simulated_peers(network, 3) as peers:
-
-        async def freeze() -> None:
-            async with peers[0].averager(how) as averager:
-                averager.accumulate([values(0, 50_000)])
-                await until_exchanging(averager)
-                network.stop(peers[0].id)
-                await trio.sleep(30.0)
-
-        with trio.move_on_after(60.0):
-            async with trio.open_nursery() as nursery:
-                for index, peer in enumerate(peers[1:]):
-                    nursery.start_soon(
-                        partial(swarm.step_once, peer, index, how, tensors=[values(index, 50_000)])
-                    )
-                nursery.start_soon(freeze)
-    for peer in peers[1:]:
-        result = swarm.results[peer.id]
-        assert isinstance(result, p2pavg.Failed)
-        assert peers[0].id in result.reason
-        assert swarm.ended[peer.id] - swarm.began[peer.id] < 16.5
-
-
-def test_a_round_that_breaks_at_any_part_breaks_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many small parts, and a member that crashes in the midst of them: survivors get a result, and no exception."""
-    monkeypatch.setattr(
-        "p2pavg.allreduce.reduction.cut_into_parts", partial(cut_into_parts, part_elements=64)
-    )
-    how = config(group_size=4, min_group_size=4, exchange_timeout=5.0)
-
-    async def main(seed: int) -> None:
-        network = MemoryNetwork(seed=seed, latency=(0.0005, 0.002), bandwidth=2e5)
-        results: list[p2pavg.RoundResult] = []
-
-        async def survive(peer: Peer, index: int) -> None:
-            async with peer.averager(how) as averager:
-                averager.accumulate([values(index)])
-                results.append(await averager.step(wait=None))
-                assert averager.weight == (0 if isinstance(results[-1], p2pavg.Success) else 1)
-
-        async def die(peer: Peer) -> None:
-            with trio.CancelScope() as scope:
-                async with peer.averager(how) as averager:
-                    averager.accumulate([values(0)])
-                    await until_exchanging(averager)
-                    await trio.sleep(0.002 * seed)
-                    network.crash(peer.id)
-                    scope.cancel()
-
-        async with simulated_peers(network, 4) as peers, trio.open_nursery() as nursery:
-            nursery.start_soon(die, peers[0])
-            for index, peer in enumerate(peers[1:]):
-                nursery.start_soon(survive, peer, index)
-        assert all(isinstance(result, p2pavg.Success | p2pavg.Failed) for result in results)
-
-    for seed in range(60):
-        trio.run(main, seed, clock=MockClock(autojump_threshold=0))

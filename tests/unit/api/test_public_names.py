@@ -96,6 +96,7 @@ FIELDS: list[tuple[type, list[tuple[str, str, object]]]] = [
             ("exchange_duration", "float", REQUIRED),
             ("group_id", "str", REQUIRED),
             ("auxiliaries", "tuple[str, ...]", ()),
+            ("lost", "Mapping[str, str]", {}),
         ],
     ),
     (
@@ -103,7 +104,10 @@ FIELDS: list[tuple[type, list[tuple[str, str, object]]]] = [
         [("ready_peers", "int", REQUIRED), ("target_size", "int", REQUIRED), ("reason", "str", "")],
     ),
     (p2pavg.NoPeers, [("reason", "str", "no other peer is ready")]),
-    (p2pavg.Failed, [("reason", "str", REQUIRED), ("peer", "str | None", None)]),
+    (
+        p2pavg.Failed,
+        [("reason", "str", REQUIRED), ("peer", "str | None", None), ("used", "bool | None", False)],
+    ),
 ]
 
 ERRORS: list[tuple[type[Exception], type[Exception]]] = [
@@ -116,6 +120,10 @@ ERRORS: list[tuple[type[Exception], type[Exception]]] = [
     (p2pavg.IdentityError, ValueError),
     (p2pavg.ListenError, OSError),
 ]
+
+
+def default(field: dataclasses.Field[Any]) -> object:
+    return field.default if field.default_factory is REQUIRED else field.default_factory()
 
 
 def public_names(of: type) -> dict[str, str]:
@@ -146,6 +154,7 @@ def test_both_averagers_offer_the_same() -> None:
         "accumulate": "method",
         "accumulated": "property",
         "weight": "property",
+        "withheld": "property",
         "clear": "method",
         "step": "method",
     }
@@ -166,7 +175,7 @@ def test_a_peer_says_who_and_where_it_is() -> None:
 
 @pytest.mark.parametrize(("of", "fields"), FIELDS, ids=lambda value: getattr(value, "__name__", ""))
 def test_fields(of: Any, fields: list[tuple[str, str, object]]) -> None:
-    assert [(field.name, field.type, field.default) for field in dataclasses.fields(of)] == fields
+    assert [(field.name, field.type, default(field)) for field in dataclasses.fields(of)] == fields
     parameters = inspect.signature(of).parameters.values()
     assert {parameter.kind for parameter in parameters} == {inspect.Parameter.KEYWORD_ONLY}
     assert of.__dataclass_params__.frozen

@@ -1,4 +1,4 @@
-"""What is owed in a round, part by part, and what a loss means."""
+"""What is owed in an attempt, part by part, and who is waited for."""
 
 from __future__ import annotations
 
@@ -197,53 +197,62 @@ class TestProgress:
         assert ledger.complete
 
 
-class TestLosses:
-    def test_who_owes_something_ends_the_round(self) -> None:
-        verdict = Ledger(three(), A, 64).lost(B, "the stream broke")
-        assert verdict is not None
-        assert (verdict.reason, verdict.peer_id, verdict.hostile) == (
-            f"{B} was lost in the exchange: the stream broke",
-            B,
-            False,
-        )
+class TestAShareFromAnother:
+    """The reducer is gone, and a member that has its averages passes them on."""
 
-    def test_one_part_owed_is_enough(self) -> None:
-        ledger = Ledger(three(), A, 64)
-        ledger.received(B, CONTRIBUTIONS)
-        ledger.received(B, CONTRIBUTIONS)
-        assert ledger.owed_by(B) == 1
-        assert ledger.lost(B, "gone") is not None
+    def test_nothing_more_is_due_from_its_reducer(self) -> None:
+        ledger = Ledger(three(), C, 64)
+        ledger.received_share(A)
+        assert ledger.owed_by(A) == 1, "only its contribution"
+        with pytest.raises(RemoteProtocolError, match="a part of averages came where none was due"):
+            ledger.due(A, AVERAGES)
+        assert ledger.due(A, CONTRIBUTIONS) == ledger.parts[C][0]
+        assert ledger.owed_by(B) == 2, "another's share is as it was"
 
-    def test_who_owes_nothing_changes_nothing(self) -> None:
-        ledger = Ledger(three(), A, 64)
+    def test_what_had_come_of_it_does_not_count_twice(self) -> None:
+        ledger = Ledger(three(), C, 64)
+        ledger.received(A, AVERAGES)
+        ledger.received_share(A)
+        assert ledger.owed_by(A) == 1
+
+    def test_it_is_lacked_until_all_of_it_has_come_from_whomever(self) -> None:
+        ledger = Ledger(three(), C, 64)
+        assert [ledger.lacks(peer) for peer in (A, B, C, "stranger")] == [True, True, False, False]
+        ledger.received(A, AVERAGES)
+        assert ledger.lacks(A)
+        ledger.received(A, AVERAGES)
+        ledger.received_share(B)
+        assert not ledger.lacks(A)
+        assert not ledger.lacks(B)
+
+    def test_a_second_time_changes_nothing(self) -> None:
+        ledger = Ledger(three(), C, 64)
+        ledger.received_share(A)
+        ledger.received_share(A)
+        assert ledger.owed_by(A) == 1
+
+    def test_it_completes_what_was_missing(self) -> None:
+        ledger = Ledger(three(), C, 64)
+        ledger.received(A, CONTRIBUTIONS)
         deliver(ledger, B)
-        assert ledger.owed_by(B) == 0
-        assert ledger.lost(B, "gone") is None
-        assert ledger.lost(B, "gone again") is None
-        assert ledger.gave_up == {B: "gone"}
-        deliver(ledger, C)
         average_everything(ledger)
+        assert not ledger.complete
+        ledger.received_share(A)
         assert ledger.complete
 
-    def test_who_blames_another_is_not_the_culprit(self) -> None:
-        verdict = Ledger(three(), A, 64).lost(B, "it gave the round up: C is silent", blames=C)
-        assert verdict is not None
-        assert verdict.peer_id == C
-        assert verdict.reason.startswith(f"{B} was lost")
+    @pytest.mark.parametrize("elements", [0, 10])
+    def test_a_share_of_an_auxiliary_even_an_empty_one(self, elements: int) -> None:
+        group = roster([candidate(0), candidate(1), candidate(3, auxiliary=True)], [10, 10, elements])
+        ledger = Ledger(group, A, 64)
+        deliver(ledger, B)
+        average_everything(ledger)
+        ledger.received_share(AUX)
+        assert ledger.owed_by(AUX) == 0
+        assert ledger.complete
 
-    def test_an_auxiliary_with_a_share_counts(self) -> None:
-        ledger = Ledger(with_auxiliary(), A, 64)
-        assert ledger.lost(AUX, "gone") is not None
-        without_share = roster([candidate(0), candidate(1), candidate(3, auxiliary=True)], [10, 10, 0])
-        assert Ledger(without_share, A, 64).lost(AUX, "gone") is None
 
-    def test_an_auxiliary_loses_a_contributor(self) -> None:
-        ledger = Ledger(with_auxiliary(), AUX, 64)
-        ledger.received(A, CONTRIBUTIONS)
-        assert ledger.lost(A, "gone") is None
-        assert ledger.lost(B, "gone") is not None
-
-    def test_out_of_time_names_who_is_waited_for(self) -> None:
+class TestOutOfTime:
+    def test_it_names_who_is_waited_for(self) -> None:
         ledger = Ledger(three(), A, 64)
         verdict = ledger.overdue(60.0)
         assert verdict.reason == (
@@ -256,10 +265,27 @@ class TestLosses:
         assert verdict.reason == f"the exchange took longer than 0.5 s, waiting for {C} (2 parts)"
         assert (verdict.peer_id, verdict.hostile) == (C, False)
 
-    def test_out_of_time_by_its_own_fault_names_nobody(self) -> None:
+    def test_by_its_own_fault_it_names_nobody(self) -> None:
         ledger = Ledger(three(), A, 64)
         deliver(ledger, B)
         deliver(ledger, C)
         verdict = ledger.overdue(60.0)
         assert verdict.reason == "the exchange took longer than 60 s, waiting for itself"
         assert verdict.peer_id is None
+
+    def test_who_owes_a_contribution_is_named_before_who_may_only_wait_for_it(self) -> None:
+        ledger = Ledger(three([5, TWO_PARTS, 5]), A, 64)
+        ledger.received(B, CONTRIBUTIONS)
+        ledger.received(C, AVERAGES)
+        assert (ledger.owed_by(B), ledger.owed_by(C)) == (2, 1)
+        assert ledger.overdue(60.0).peer_id == C
+
+    def test_of_several_who_owes_most_is_named(self) -> None:
+        ledger = Ledger(three(), A, 64)
+        ledger.received(B, CONTRIBUTIONS)
+        assert ledger.overdue(60.0).peer_id == C
+
+    def test_who_is_named_has_cost_the_others_that_time_and_broke_no_rule(self) -> None:
+        verdict = Ledger(three(), A, 64).overdue(60.0)
+        assert verdict.seconds == 60.0
+        assert not verdict.hostile

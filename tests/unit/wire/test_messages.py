@@ -1,4 +1,4 @@
-"""Matchmaking's messages: their bytes, and what is refused although it is well-formed."""
+"""Matchmaking's messages and the exchange's headers: their bytes, and what is refused although it is well-formed."""
 
 from __future__ import annotations
 
@@ -8,8 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from p2pavg.allreduce.messages import Lane, LaneHeader, decode_header, encode_header
-from p2pavg.errors import RemoteProtocolError
+from p2pavg.allreduce.messages import (
+    MAX_HEADER_BYTES,
+    Lane,
+    LaneHeader,
+    decode_header,
+    encode_header,
+    part_frame,
+    receive_index,
+)
+from p2pavg.allreduce.votes import MAX_BALLOT
+from p2pavg.errors import RemoteProtocolError, StreamBrokenError
 from p2pavg.matchmaking.messages import (
     MAX_REASON_CHARS,
     Accept,
@@ -28,6 +37,7 @@ from p2pavg.matchmaking.messages import (
 )
 from p2pavg.net.wire import pack
 from p2pavg_dht.record import pack as pack_record
+from tests.unit.allreduce.streams import SaidBefore
 from tests.unit.roster.samples import KEY, SIGNERS, candidate, roster
 
 ME, OTHER = candidate(0), candidate(1)
@@ -136,16 +146,55 @@ def test_a_strangers_words_cannot_move_the_cursor() -> None:
     assert message.reason == "red ?[31m and?new? line"
 
 
-def test_the_header_of_a_lane() -> None:
-    header = LaneHeader(b"\x07" * 32, Lane.AVERAGES)
-    assert encode_header(header).hex() == "92c420" + "07" * 32 + "01"
+@pytest.mark.parametrize(
+    ("header", "fields"),
+    [
+        (LaneHeader(b"\x07" * 32, Lane.AVERAGES), "010000"),
+        (LaneHeader(b"\x07" * 32, Lane.CONTRIBUTIONS, attempt=200), "00ccc800"),
+        (LaneHeader(b"\x07" * 32, Lane.PASSED_ON, attempt=3, reducer=5), "020305"),
+        (LaneHeader(b"\x07" * 32, Lane.CONTROL), "030000"),
+        (LaneHeader(b"\x07" * 32, Lane.ASK), "040000"),
+        (LaneHeader(b"\x07" * 32, Lane.PASSED_ON, MAX_BALLOT, 255), "02ce80000000ccff"),
+    ],
+)
+def test_the_header_of_a_lane(header: LaneHeader, fields: str) -> None:
+    assert encode_header(header).hex() == "94c420" + "07" * 32 + fields
     assert decode_header(encode_header(header)) == header
-    for fields in (
-        (b"\x07" * 31, 0),
-        (b"\x07" * 32, 2),
-        (b"\x07" * 32, -1),
-        (b"\x07" * 32, True),
-        (b"\x07" * 32,),
-    ):
-        with pytest.raises(RemoteProtocolError):
-            decode_header(pack(*fields))
+    assert len(encode_header(header)) <= MAX_HEADER_BYTES
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        (b"\x07" * 31, 0, 0, 0),
+        (b"\x07" * 33, 0, 0, 0),
+        ("7" * 32, 0, 0, 0),
+        (b"\x07" * 32, 5, 0, 0),
+        (b"\x07" * 32, -1, 0, 0),
+        (b"\x07" * 32, True, 0, 0),
+        (b"\x07" * 32, 0, -1, 0),
+        (b"\x07" * 32, 0, MAX_BALLOT + 1, 0),
+        (b"\x07" * 32, 0, 1.0, 0),
+        (b"\x07" * 32, 0, 0, -1),
+        (b"\x07" * 32, 0, 0, 256),
+        (b"\x07" * 32, 0, 0, None),
+        (b"\x07" * 32, 0),
+        (b"\x07" * 32, 0, 0),
+        (b"\x07" * 32, 0, 0, 0, 0),
+    ],
+    ids=str,
+)
+def test_a_header_of_no_lane(fields: tuple[object, ...]) -> None:
+    with pytest.raises(RemoteProtocolError):
+        decode_header(pack(*fields))
+
+
+@pytest.mark.parametrize(("index", "frame"), [(0, "00000000"), (1, "00000001"), (2**32 - 1, "ffffffff")])
+async def test_what_goes_before_a_part(index: int, frame: str) -> None:
+    assert part_frame(index).hex() == frame
+    assert await receive_index(SaidBefore(part_frame(index))) == index
+
+
+async def test_a_stream_that_ends_before_a_part_is_broken() -> None:
+    with pytest.raises(StreamBrokenError):
+        await receive_index(SaidBefore(part_frame(1)[:3]))

@@ -1,0 +1,624 @@
+"""Lies and damage: a member that misbehaves costs itself, and nobody else anything.
+
+Real peers on a simulated network, and one that is real but for the piece with which it lies. Wherever it stands in the
+roster, the others exclude it by name, say what it did, and end with the same bits: the mean of exactly the rest.
+"""
+
+from __future__ import annotations
+
+import copy
+import struct
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import trio
+from trio.testing import MockClock
+
+import p2pavg
+from p2pavg.allreduce import exchange
+from p2pavg.allreduce.attempt import Attempt
+from p2pavg.allreduce.control import Control
+from p2pavg.allreduce.messages import PROTOCOL, Lane, LaneHeader, encode_header, part_frame
+from p2pavg.allreduce.milestones import Milestone
+from p2pavg.allreduce.partition import Part, cut_into_parts
+from p2pavg.allreduce.votes import (
+    MAX_VOTE_BYTES,
+    Begin,
+    Behind,
+    Gather,
+    Held,
+    Vote,
+    encode_vote,
+)
+from p2pavg.errors import ClosedError, RemoteProtocolError, StreamBrokenError, UnreachableError
+from p2pavg.matchmaking.messages import Accept, Commit, Propose, Refuse
+from p2pavg.matchmaking.roster import Candidate, Roster, read_roster
+from p2pavg.matchmaking.rules import Actions, Matchmaking, Send
+from p2pavg.net.addresses import with_peer_id
+from p2pavg.net.framing import send_message
+from p2pavg.net.transport import Buffer, Stream, Transport
+from p2pavg.net.wire import pack
+from p2pavg.peer import Peer
+from p2pavg.testing import MemoryNetwork, simulated_peers
+from p2pavg.testing.memory import MemoryTransport
+from p2pavg.testing.simulation import simulated_signer
+from p2pavg_dht.record import pack as pack_record
+from tests.simulation.test_averaging import Swarm, config, mean, same_bits, tensors_of, values
+from tests.unit.roster.samples import candidate
+
+LAN = (0.0005, 0.002)
+ELEMENTS = 2_000
+SIZE = 4
+EVERYWHERE = pytest.mark.parametrize("liar", [0, 2], ids=["leads", "follows"])
+ON_EITHER_LANE = pytest.mark.parametrize(
+    ("lane", "liar"),
+    [(Lane.CONTRIBUTIONS, 0), (Lane.CONTRIBUTIONS, 2), (Lane.AVERAGES, 2)],
+    ids=["contributions of the leader", "contributions", "averages"],
+)
+
+
+@pytest.fixture(autouse=True)
+def many_small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = partial(cut_into_parts, part_elements=64)
+    monkeypatch.setattr("p2pavg.allreduce.reduction.cut_into_parts", small)
+
+
+def name(index: int) -> str:
+    """The id of the peer that is ``index``-th in the roster."""
+    return simulated_signer(index).peer_id
+
+
+def honest(liar: int, size: int = SIZE) -> list[int]:
+    return [index for index in range(size) if index != liar]
+
+
+async def play(
+    network: MemoryNetwork | None = None,
+    *,
+    size: int = SIZE,
+    how: p2pavg.AveragingConfig | None = None,
+    prepare: Callable[[Peer, int], None] = lambda _peer, _index: None,
+    stranger: Callable[[Peer, bytes, Sequence[Peer]], Awaitable[None]] | None = None,
+) -> Swarm:
+    """One step of each peer; they announce themselves in the order of their indices.
+
+    A stranger is told the group that they form.
+    """
+    swarm = Swarm()
+    here = size + (stranger is not None)
+    how = how or config(group_size=size)
+    async with (
+        simulated_peers(network or MemoryNetwork(latency=LAN), here) as peers,
+        trio.open_nursery() as beside,
+    ):
+        async with trio.open_nursery() as nursery:
+            for index, peer in enumerate(peers[:size]):
+                prepare(peer, index)
+                tensors = [values(index, ELEMENTS)]
+                nursery.start_soon(
+                    partial(swarm.step_once, peer, index, how, after=0.1 * index, tensors=tensors)
+                )
+            if stranger is not None:
+                group_id = await formed(swarm, peers[0])
+                beside.start_soon(stranger, peers[-1], group_id, peers[:size])
+        beside.cancel_scope.cancel()
+    return swarm
+
+
+async def formed(swarm: Swarm, leader: Peer) -> bytes:
+    """The id of the group that a peer is in, as soon as there is one."""
+    with trio.fail_after(9.0):
+        while True:
+            averager = swarm.averagers.get(leader.id)
+            if averager is not None and averager._round and averager._round._roster is not None:
+                return averager._round._roster.group_id
+            await trio.sleep(0.0002)
+
+
+def check_exact(swarm: Swarm, members: Sequence[int]) -> list[p2pavg.Success]:
+    """These ended with the mean of exactly themselves, to the same bits."""
+    results = [swarm.results[name(index)] for index in members]
+    found = [result for result in results if isinstance(result, p2pavg.Success)]
+    assert len(found) == len(results), results
+    assert same_bits(found)
+    for result in found:
+        assert set(result.peers) == {name(index) for index in members}
+    torch.testing.assert_close(tensors_of(found[0])[0], mean(members, ELEMENTS).float(), rtol=1e-5, atol=1e-6)
+    return found
+
+
+def check_costs_itself(swarm: Swarm, liar: int, reason: str, size: int = SIZE) -> None:
+    """The others exclude the liar by name, and nobody else, and say what it did."""
+    for result in check_exact(swarm, honest(liar, size)):
+        assert set(result.lost) == {name(liar)}
+        assert reason in result.lost[name(liar)], dict(result.lost)
+
+
+def instead(monkeypatch: pytest.MonkeyPatch, what: str, liar: int, lying: Callable[..., Any]) -> None:
+    """One peer's exchanges are made of ``lying`` in the place of the class of that name."""
+    real = getattr(exchange, what)
+
+    def make(**given: Any) -> Any:
+        return (lying if given["transport"].peer_id == name(liar) else real)(**given)
+
+    monkeypatch.setattr(exchange, what, make)
+
+
+# ---------------------------------------------------------------------- what it sends on its lanes
+
+Deliver = Callable[[Stream, Part, bytes], Awaitable[None]]
+
+
+async def deliver(stream: Stream, part: Part, payload: bytes) -> None:
+    """As it should be."""
+    await stream.send_all(part_frame(part.index) + payload)
+
+
+class LyingAttempt(Attempt):
+    """Sends one kind of lane in its own way, and complains of nobody."""
+
+    lies_on: ClassVar[Lane | None] = None
+    how: ClassVar[list[Deliver]] = []
+    backwards: ClassVar[bool] = False
+
+    def _broken(self, peer_id: str, error: Exception | str) -> None:
+        pass
+
+    async def _send_contributions(self, stream: Stream) -> None:
+        assert self._vector is not None
+        for part in self._ordered(Lane.CONTRIBUTIONS, self.ledger.parts[stream.remote]):
+            payload = await self._in_thread(self._codec.encode, self._vector[part.start : part.stop])
+            await self._hand_over(Lane.CONTRIBUTIONS, stream, part, payload)
+
+    async def _send_averages(self, stream: Stream) -> None:
+        for part in self._ordered(Lane.AVERAGES, self._own_parts):
+            await self._ready[part.index].wait()
+            await self._hand_over(Lane.AVERAGES, stream, part, self._encoded[self._me][part.index])
+
+    def _ordered(self, lane: Lane, parts: Sequence[Part]) -> Sequence[Part]:
+        return parts[::-1] if self.backwards and lane is self.lies_on else parts
+
+    async def _hand_over(self, lane: Lane, stream: Stream, part: Part, payload: Buffer) -> None:
+        how = self.how[0] if lane is self.lies_on else deliver
+        await how(stream, part, bytes(payload))
+
+
+def lying(lane: Lane, how: Deliver = deliver, *, backwards: bool = False) -> type[LyingAttempt]:
+    return type("Lying", (LyingAttempt,), {"lies_on": lane, "how": [how], "backwards": backwards})
+
+
+def changed(change: Callable[[bytes], bytes], index: int = 1) -> Deliver:
+    """A part of it is changed."""
+
+    async def send(stream: Stream, part: Part, payload: bytes) -> None:
+        await deliver(stream, part, change(payload) if part.index == index else payload)
+
+    return send
+
+
+async def another_index(stream: Stream, part: Part, payload: bytes) -> None:
+    await stream.send_all(part_frame(part.index + (part.index == 1)) + payload)
+
+
+async def a_part_twice(stream: Stream, part: Part, payload: bytes) -> None:
+    for _ in range(1 + (part.index == 1)):
+        await deliver(stream, part, payload)
+
+
+async def too_few(stream: Stream, part: Part, payload: bytes) -> None:
+    if part.index < 2:
+        await deliver(stream, part, payload)
+
+
+def flip_a_bit(payload: bytes) -> bytes:
+    """The highest of the exponent of a number below 2: what is left of it is above 2**100."""
+    at = next(start for start in range(0, len(payload), 4) if not payload[start + 3] & 0x40)
+    return payload[: at + 3] + bytes([payload[at + 3] ^ 0x40]) + payload[at + 4 :]
+
+
+def first_number(value: float) -> Callable[[bytes], bytes]:
+    return lambda payload: struct.pack("<f", value) + payload[4:]
+
+
+INVALID = "does not decode"
+MISPLACED = "came where part"
+ON_LANES: dict[str, tuple[Deliver, str]] = {
+    "a flipped bit": (changed(flip_a_bit), INVALID),
+    "NaN": (changed(first_number(float("nan"))), INVALID),
+    "Inf": (changed(first_number(float("-inf"))), INVALID),
+    "an absurd number": (changed(first_number(1.3e30)), INVALID),
+    "a byte too many": (changed(lambda payload: payload + b"\0"), MISPLACED),
+    "a byte too few": (changed(lambda payload: payload[:-1]), MISPLACED),
+    "another index": (another_index, MISPLACED),
+    "a part twice": (a_part_twice, MISPLACED),
+    "too few parts": (too_few, "bytes early"),
+}
+
+
+@ON_EITHER_LANE
+@pytest.mark.parametrize("lie", ON_LANES)
+async def test_who_damages_its_parts_is_excluded_by_name(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, lie: str, lane: Lane, liar: int
+) -> None:
+    how, reason = ON_LANES[lie]
+    instead(monkeypatch, "Attempt", liar, lying(lane, how))
+    check_costs_itself(await play(), liar, reason)
+
+
+@ON_EITHER_LANE
+async def test_who_sends_its_parts_out_of_order_is_excluded_by_name(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, lane: Lane, liar: int
+) -> None:
+    instead(monkeypatch, "Attempt", liar, lying(lane, backwards=True))
+    check_costs_itself(await play(), liar, MISPLACED)
+
+
+def only_to(victim: int, how: Deliver) -> Deliver:
+    async def send(stream: Stream, part: Part, payload: bytes) -> None:
+        await (how if stream.remote == name(victim) else deliver)(stream, part, payload)
+
+    return send
+
+
+@pytest.mark.parametrize("victim", [0, 1, 3])
+@pytest.mark.parametrize("lane", [Lane.CONTRIBUTIONS, Lane.AVERAGES], ids=["contributions", "averages"])
+async def test_everybody_learns_whom_one_member_saw_lie(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, lane: Lane, victim: int
+) -> None:
+    nan = changed(first_number(float("nan")))
+    instead(monkeypatch, "Attempt", 2, lying(lane, only_to(victim, nan)))
+    check_costs_itself(await play(), 2, INVALID)
+
+
+@pytest.mark.parametrize("victim", [1, 2, 3])
+async def test_a_leader_that_lies_to_the_others_later_parts_nobody_from_them(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, victim: int
+) -> None:
+    """It goes on without the one that saw it lie; when the others see it too, they go on with that one."""
+    first: dict[str, Stream] = {}
+
+    async def lie(stream: Stream, part: Part, payload: bytes) -> None:
+        spared = first.setdefault(stream.remote, stream) is stream and stream.remote != name(victim)
+        if spared and part.index > 3:
+            await trio.sleep(0.1)  # so that the others are in the midst of it
+        await deliver(stream, part, payload if spared else first_number(float("nan"))(payload))
+
+    instead(monkeypatch, "Attempt", 0, lying(Lane.CONTRIBUTIONS, lie))
+    check_costs_itself(await play(), 0, INVALID)
+
+
+# ---------------------------------------------------------------------- which lanes it opens
+
+
+class AnotherGroups(LyingAttempt):
+    """All of its lanes say that they belong to another group."""
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given | {"group_id": bytes(32)})
+
+
+class AnotherAttempts(LyingAttempt):
+    """All of its lanes say that they belong to an attempt that is far away."""
+
+    async def _send_lane(
+        self, member: Candidate, lane: Lane, send: Callable[[Stream], object], *, reducer: int = 0
+    ) -> None:
+        elsewhere = copy.copy(self)
+        elsewhere.number += 1000
+        await Attempt._send_lane(elsewhere, member, lane, send, reducer=reducer)
+
+
+@EVERYWHERE
+@pytest.mark.parametrize("lie", [AnotherGroups, AnotherAttempts])
+async def test_whose_parts_belong_to_another_group_or_attempt_is_excluded_by_name(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, lie: type[LyingAttempt], liar: int
+) -> None:
+    instead(monkeypatch, "Attempt", liar, lie)
+    swarm = await play()
+    check_costs_itself(swarm, liar, "sent nothing of its contribution")
+    assert max(swarm.ended[name(index)] - swarm.began[name(index)] for index in honest(liar)) < 6.0
+
+
+def opening(*headers: LaneHeader, parts: int = 40) -> type[LyingAttempt]:
+    """Opens lanes of its own beside those that are due, and sends numbers on them."""
+
+    class Opening(LyingAttempt):
+        def _start_sending(self, nursery: trio.Nursery, member: Candidate) -> None:
+            super()._start_sending(nursery, member)
+            for header in headers:
+                sent = replace(header, group_id=self._group_id)
+                nursery.start_soon(open_lane, self._transport, member.peer_id, sent, parts)
+
+    return Opening
+
+
+async def open_lane(transport: Transport, to: str, header: LaneHeader, parts: int = 40) -> None:
+    try:
+        stream = await transport.open_stream(to, PROTOCOL, timeout=5.0)
+        await send_message(stream, encode_header(header))
+        for index in range(parts):
+            await stream.send_all(part_frame(index) + struct.pack("<4f", *[7.0] * 4))
+    except (UnreachableError, StreamBrokenError, ClosedError):
+        pass
+
+
+def header(lane: Lane, attempt: int = 0, reducer: int = 0) -> LaneHeader:
+    return LaneHeader(bytes(32), lane, attempt, reducer)
+
+
+@ON_EITHER_LANE
+@pytest.mark.parametrize("often", [1, 140])
+async def test_who_opens_a_lane_again_is_excluded_by_name(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, often: int, lane: Lane, liar: int
+) -> None:
+    instead(monkeypatch, "Attempt", liar, opening(*[header(lane)] * often, parts=0))
+    check_costs_itself(await play(), liar, "it opened a lane that is not due")
+
+
+HARMLESS = {
+    "of attempts that are far ahead": [header(Lane.CONTRIBUTIONS, 1000 + index) for index in range(40)],
+    "of a share that nobody asked it for": [header(Lane.PASSED_ON, reducer=index) for index in range(SIZE)],
+    "that ask how the round ended": [header(Lane.ASK)] * 20,
+}
+
+
+@EVERYWHERE
+@pytest.mark.parametrize("lanes", HARMLESS)
+async def test_lanes_that_nobody_reads_change_nothing(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, lanes: str, liar: int
+) -> None:
+    instead(monkeypatch, "Attempt", liar, opening(*HARMLESS[lanes]))
+    for result in check_exact(await play(), range(SIZE)):
+        assert result.lost == {}
+
+
+async def test_votes_on_a_stream_that_is_not_due_are_not_read(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that come later in the roster open it."""
+    instead(monkeypatch, "Attempt", 0, opening(*[header(Lane.CONTROL)] * 20))
+    for result in check_exact(await play(), range(SIZE)):
+        assert result.lost == {}
+
+
+@pytest.mark.parametrize("lane", list(Lane))
+@pytest.mark.parametrize("attempt", [0, 7])
+async def test_a_stranger_that_knows_the_group_changes_nothing(
+    autojump_clock: MockClock, attempt: int, lane: Lane
+) -> None:
+    async def intrude(stranger: Peer, group_id: bytes, peers: Sequence[Peer]) -> None:
+        transport = stranger.around.transport
+        async with trio.open_nursery() as nursery:
+            for peer in peers:
+                for _ in range(20):
+                    nursery.start_soon(
+                        open_lane, transport, peer.id, replace(header(lane, attempt), group_id=group_id)
+                    )
+
+    network = MemoryNetwork(latency=LAN, bandwidth=1e6)
+    for result in check_exact(await play(network, stranger=intrude), range(SIZE)):
+        assert result.lost == {}
+
+
+# ---------------------------------------------------------------------- what it says
+
+
+class LyingControl(Control):
+    """Says something before anything else; its own votes follow."""
+
+    said: ClassVar[bytes]
+
+    async def _speak(self, line: Any, stream: Stream) -> None:
+        await stream.send_all(self.said)
+        await super()._speak(line, stream)
+
+
+def saying(said: bytes) -> type[LyingControl]:
+    return type("Saying", (LyingControl,), {"said": said})
+
+
+def message(content: bytes) -> bytes:
+    return len(content).to_bytes(4, "big") + content
+
+
+TOO_LONG = MAX_VOTE_BYTES + 1
+BROKEN_VOTES: dict[str, tuple[bytes, str]] = {
+    "garbage": (message(bytes(range(1, 200))), "it broke the protocol"),
+    "an unknown kind": (message(pack("coup", 3)), "a vote of unknown kind"),
+    "a vote of other fields": (message(pack("commit", "0", ())), "it broke the protocol: field 1 is str"),
+    "a member out of range": (message(pack("trouble", SIZE, False, "")), f"member {SIZE} of {SIZE}"),
+    "members out of range": (message(pack("commit", 0, (0, 1, 200))), f"member 200 of {SIZE}"),
+    "a negative ballot": (message(pack("gather", -2)), "a ballot of -2"),
+    "no member": (message(pack("begin", 4, 4, (), (), 0, (), False)), "a ballot about nothing"),
+    "digests of another length": (message(pack("held", 0, (b"short",))), "a digest of another length"),
+    "no length": (bytes(4), "a message of 0 bytes"),
+    "a huge length": (b"\xff" * 4 + bytes(100), "a message of 4294967295 bytes"),
+    "a length above the limit": (TOO_LONG.to_bytes(4, "big"), f"a message of {TOO_LONG} bytes"),
+}
+
+
+@EVERYWHERE
+@pytest.mark.parametrize("vote", BROKEN_VOTES)
+async def test_who_breaks_the_protocol_of_votes_is_excluded_by_name(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, vote: str, liar: int
+) -> None:
+    said, reason = BROKEN_VOTES[vote]
+    instead(monkeypatch, "Control", liar, saying(said))
+    check_costs_itself(await play(), liar, reason)
+
+
+OTHERS_VOTES: dict[str, Vote] = {
+    "begins a ballot": Begin(SIZE, SIZE, frozenset({2, 3}), frozenset({2, 3}), 2, frozenset()),
+    "begins its own ballot": Begin(2, 2, frozenset({2, 3}), frozenset({2, 3}), 2, frozenset()),
+    "asks for its own ballot": Gather(2 + SIZE),
+    "holds the result of a ballot that is none": Held(9, (bytes(16),) * SIZE),
+    "is outpaced": Behind(77),
+}
+
+
+@pytest.mark.parametrize("vote", OTHERS_VOTES)
+async def test_votes_that_are_not_a_members_to_give_change_nothing(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, vote: str
+) -> None:
+    instead(monkeypatch, "Control", 2, saying(message(encode_vote(OTHERS_VOTES[vote]))))
+    for result in check_exact(await play(), range(SIZE)):
+        assert result.lost == {}
+
+
+# ---------------------------------------------------------------------- different things to different members
+
+
+@pytest.mark.parametrize(("size", "liar"), [(3, 0), (3, 1), (3, 2), (4, 0), (4, 3), (5, 2)])
+async def test_a_reducer_that_sends_different_averages_is_excluded_by_name(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, size: int, liar: int
+) -> None:
+    others = honest(liar, size)
+
+    async def something_else(stream: Stream, part: Part, payload: bytes) -> None:
+        number = struct.pack("<f", 1.0 + [name(index) for index in others].index(stream.remote))
+        await deliver(stream, part, number + payload[4:] if part.index == 1 else payload)
+
+    instead(monkeypatch, "Attempt", liar, lying(Lane.AVERAGES, something_else))
+    reason = "it sent one result to one member and another to another"
+    if liar == 0:  # its own leader code finds it out
+        reason = "was lost: it gave the round up: this peer holds another result"
+    check_costs_itself(await play(size=size), liar, reason, size)
+
+
+# ---------------------------------------------------------------------- what it does not do
+
+
+@EVERYWHERE
+async def test_who_votes_and_never_contributes_is_excluded_by_name(
+    autojump_clock: MockClock, liar: int
+) -> None:
+    """Its workers never run: it is there, answers and says nothing false."""
+
+    async def never(function: Callable[..., Any], *args: object) -> Any:
+        await trio.sleep_forever()
+
+    def prepare(peer: Peer, index: int) -> None:
+        if index == liar:
+            peer.around = replace(peer.around, run_in_thread=never)
+
+    swarm = await play(how=config(group_size=SIZE, exchange_timeout=60.0), prepare=prepare)
+    check_costs_itself(swarm, liar, "sent nothing of its contribution")
+    assert max(swarm.ended[name(index)] - swarm.began[name(index)] for index in honest(liar)) < 6.0
+
+
+async def test_a_member_that_is_not_where_its_record_says_is_lost_and_its_neighbour_is_not(
+    autojump_clock: MockClock,
+) -> None:
+    """Its record names another member's address, and it calls nobody itself once the group stands."""
+    network, liar, victim = MemoryNetwork(latency=LAN), 2, 1
+    location = network._location(name(victim))
+    transports: list[MemoryTransport] = []
+
+    class Elsewhere(MemoryTransport):
+        @property
+        def addresses(self) -> tuple[str, ...]:
+            return with_peer_id([location], self.peer_id)
+
+    def prepare(peer: Peer, index: int) -> None:
+        if index == liar:
+            transport = peer.around.transport
+            assert isinstance(transport, MemoryTransport)
+            transport.__class__ = Elsewhere
+            transports.append(transport)
+
+    async def call_nobody(peer_id: str, address: str) -> None:
+        raise UnreachableError("it does not want to")
+
+    def hide(peer_id: str, milestone: Milestone) -> None:
+        if milestone is Milestone.FORMED and transports:
+            transport = transports.pop()
+            transport._dialler._dial_one = call_nobody
+            for index in honest(liar):
+                network.disconnect(transport.peer_id, name(index))
+
+    network.on_milestone = hide
+    swarm = await play(network, prepare=prepare)
+    assert not transports
+    check_costs_itself(swarm, liar, "silent for")
+
+
+# ---------------------------------------------------------------------- a leader that names two groups
+
+
+@pytest.mark.parametrize("astray", [{1}, {4}, {1, 2}, {3, 4}, {1, 2, 3, 4}], ids=str)
+@pytest.mark.parametrize("fewer", [False, True], ids=["the same members", "other members"])
+async def test_a_leader_that_proposes_different_rosters_makes_nobody_wrong(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, fewer: bool, astray: set[int]
+) -> None:
+    """It commits both; each follower has one group, and whoever succeeds holds what the others of it hold."""
+    ids = {name(index) for index in astray}
+    proposed: dict[str, bytes] = {}
+    propose, answered = Matchmaking._propose, Matchmaking._answered
+
+    def propose_both(self: Matchmaking, reason: str, now: float) -> Actions:
+        actions = propose(self, reason, now)
+        if self.me.peer_id != name(0):
+            return actions
+        assert self.roster is not None
+        for at, action in enumerate(actions):
+            if not isinstance(action, Send) or not isinstance(action.message, Propose):
+                continue
+            roster = action.message.roster
+            if action.peer_id in ids:
+                members = [m for m in roster.members if not fewer or m is self.me or m.peer_id in ids]
+                shares = self.settings.cut_shares(members)
+                roster = Roster(members=tuple(members), shares=shares, proposal=roster.proposal + 1)
+                actions[at] = Send(action.peer_id, Propose(roster), action.reason)
+            proposed[action.peer_id] = roster.group_id
+        return actions
+
+    def commit_both(self: Matchmaking, peer_id: str, answer: Accept | Refuse, now: float) -> Actions:
+        if self.me.peer_id != name(0):
+            return answered(self, peer_id, answer, now)
+        assert isinstance(answer, Accept)
+        self._accepted.add(peer_id)
+        if self._accepted != self.followers.keys():
+            return []
+        told: Actions = [Send(p, Commit(proposed[p]), "all accepted") for p in self.followers]
+        return told + self._commit("all accepted")
+
+    monkeypatch.setattr(Matchmaking, "_propose", propose_both)
+    monkeypatch.setattr(Matchmaking, "_answered", commit_both)
+    swarm = await play(size=5)
+    assert len(set(proposed.values())) == (1 if len(astray) == 4 else 2)
+    groups: dict[str, list[p2pavg.Success]] = {}
+    for index in range(1, 5):
+        result = swarm.results[name(index)]
+        assert isinstance(result, p2pavg.Success | p2pavg.Failed)
+        if isinstance(result, p2pavg.Success):
+            assert name(index) in result.peers
+            groups.setdefault(result.group_id, []).append(result)
+    for found in groups.values():
+        assert same_bits(found)
+        members = [index for index in range(5) if name(index) in found[0].peers]
+        assert all(set(result.peers) == set(found[0].peers) for result in found)
+        torch.testing.assert_close(
+            tensors_of(found[0])[0], mean(members, ELEMENTS).float(), rtol=1e-5, atol=1e-6
+        )
+        used = {name(index) for index in members} - {name(0)}
+        ended = {p for p in used if isinstance(swarm.results[p], p2pavg.Success)}
+        assert ended == used, "who is told that it failed is counted by others"
+    assert groups
+
+
+# ---------------------------------------------------------------------- rosters that cannot be
+
+
+A, B, C = candidate(0), candidate(1), candidate(2)
+
+
+def test_a_roster_that_names_a_peer_twice_or_one_that_signed_nothing_is_refused() -> None:
+    stranger = replace(C, record=replace(A.record, publisher=C.peer_id))
+    for members, reason in (([A, B, A], "names a peer twice"), ([A, B, stranger], "forged")):
+        packed = pack(tuple(pack_record(member.record) for member in members), (1, 1, 1), 0)
+        with pytest.raises(RemoteProtocolError, match=reason):
+            read_roster(packed)

@@ -1,0 +1,220 @@
+"""What one remote peer can make this process hold in a round, whatever it sends: real members, real streams."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import trio
+from trio.testing import MockClock
+
+from p2pavg.allreduce.attempt import MAX_WAITING_PARTS, Attempt
+from p2pavg.allreduce.control import MAX_UNSENT, Control
+from p2pavg.allreduce.lobby import MAX_WAITING_LANES, Lobby
+from p2pavg.allreduce.messages import PROTOCOL, Lane, LaneHeader, encode_header
+from p2pavg.allreduce.partition import cut_into_parts
+from p2pavg.allreduce.votes import MAX_VOTE_BYTES, Gather, Vote
+from p2pavg.errors import StreamBrokenError, UnreachableError
+from p2pavg.matchmaking.roster import Roster
+from p2pavg.net.framing import send_message
+from p2pavg.net.transport import Buffer, Stream, Transport
+from p2pavg.peer import Peer
+from p2pavg.testing import MemoryNetwork
+from p2pavg.testing.simulation import run_on_loop
+from tests.simulation.test_lies import LAN, SIZE, check_exact, honest, instead, name, play
+from tests.unit.roster.samples import SIGNERS, candidate
+
+
+@pytest.fixture(autouse=True)
+def many_small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = partial(cut_into_parts, part_elements=16)
+    monkeypatch.setattr("p2pavg.allreduce.reduction.cut_into_parts", small)
+
+
+SLOW = 3
+
+
+def slow_down(peer: Peer, index: int) -> None:
+    """One member's encoder takes its time."""
+    if index == SLOW:
+        peer.around = replace(peer.around, run_in_thread=take_time)
+
+
+async def take_time(function: Callable[..., Any], *args: object) -> Any:
+    await trio.sleep(0.05)
+    return await run_on_loop(function, *args)
+
+
+@pytest.mark.parametrize("reducer", [0, 2], ids=["leads", "follows"])
+async def test_a_reducer_holds_few_parts_of_a_member_that_is_ahead_of_a_slow_one(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, reducer: int
+) -> None:
+    most: Counter[str] = Counter()
+
+    class Watched(Attempt):
+        """Counts what it holds of each member whenever a part has come whole."""
+
+        def _owes(self, peer_id: str, yes: bool) -> None:
+            super()._owes(peer_id, yes)
+            held = sum(peer_id in pending for pending in self._pending)
+            most[peer_id] = max(most[peer_id], held)
+
+    instead(monkeypatch, "Attempt", reducer, Watched)
+    check_exact(await play(prepare=slow_down), range(SIZE))
+    ahead = [most[name(index)] for index in honest(SLOW) if index != reducer]
+    assert min(ahead) >= MAX_WAITING_PARTS, "nobody was ahead"
+    assert max(most.values()) <= MAX_WAITING_PARTS + 1
+
+
+async def open_and_wait(transport: Transport, to: str, header: LaneHeader, opened: list[Stream]) -> None:
+    """A lane on which nothing comes, until its other end lets go of it."""
+    try:
+        stream = await transport.open_stream(to, PROTOCOL, timeout=5.0)
+        await send_message(stream, encode_header(header))
+        opened.append(stream)
+        await stream.receive_some(1)
+    except (UnreachableError, StreamBrokenError):
+        pass
+    else:
+        await stream.reset()
+
+
+@pytest.mark.parametrize("spread", [False, True], ids=["one attempt", "many attempts"])
+async def test_few_lanes_of_a_peer_wait_for_attempts_to_come(autojump_clock: MockClock, spread: bool) -> None:
+    seen: list[tuple[int, int]] = []
+
+    async def intrude(stranger: Peer, group_id: bytes, peers: Sequence[Peer]) -> None:
+        transport = stranger.around.transport
+        opened: list[Stream] = []
+        group = peers[0].lobby.groups[group_id]
+        async with trio.open_nursery() as nursery:
+            for index in range(100):
+                header = LaneHeader(group_id, Lane.AVERAGES, 1000 + index * spread)
+                nursery.start_soon(open_and_wait, transport, peers[0].id, header, opened)
+            while True:
+                await trio.sleep(0.002)
+                if len(opened) == 100:
+                    ahead = [lanes for number, lanes in group._attempts.items() if number >= 1000]
+                    seen.append((len(ahead), sum(len(lanes._waiting) for lanes in ahead)))
+
+    for result in check_exact(await play(prepare=slow_down, stranger=intrude), range(SIZE)):
+        assert result.lost == {}
+    attempts, waiting = max(seen)
+    assert attempts == (MAX_WAITING_LANES if spread else 1)
+    assert waiting == MAX_WAITING_LANES
+
+
+@pytest.mark.parametrize("lane", [Lane.AVERAGES, Lane.CONTROL])
+async def test_lanes_that_were_refused_leave_nothing_behind(autojump_clock: MockClock, lane: Lane) -> None:
+    """However many a peer opens one after the other."""
+    seen: list[int] = []
+
+    async def intrude(stranger: Peer, group_id: bytes, peers: Sequence[Peer]) -> None:
+        transport = stranger.around.transport
+        group = peers[0].lobby.groups[group_id]
+        lanes = group.controls if lane is Lane.CONTROL else group.lanes(0)
+        while True:
+            await open_and_wait(transport, peers[0].id, LaneHeader(group_id, lane), [])
+            seen.append(sum(waiting.stream.remote == stranger.id for waiting in lanes._waiting))
+
+    check_exact(await play(prepare=slow_down, stranger=intrude), range(SIZE))
+    assert len(seen) > 100
+    assert max(seen) <= 1
+
+
+# ---------------------------------------------------------------------- votes
+
+
+class Hearing:
+    """Keeps what is told of the members."""
+
+    def __init__(self) -> None:
+        self.lost_members: list[tuple[int, str, bool]] = []
+        self.votes: list[Vote] = []
+
+    def heard(self, position: int, vote: Vote) -> None:
+        self.votes.append(vote)
+
+    def lost(self, position: int, reason: str, *, hostile: bool = False, silent: bool = False) -> None:
+        self.lost_members.append((position, reason, hostile))
+
+    def missing(self, position: int) -> None:
+        pass
+
+
+class Counting(Stream):
+    """Says what it is given, and counts what is asked of it."""
+
+    def __init__(self, remote: str, said: bytes) -> None:
+        self.remote = remote
+        self.said = said
+        self.asked: list[int] = []
+
+    async def send_all(self, data: Buffer) -> None:
+        await trio.lowlevel.checkpoint()
+
+    async def receive_some(self, max_bytes: int) -> bytes:
+        await trio.lowlevel.checkpoint()
+        self.asked.append(max_bytes)
+        chunk, self.said = self.said[:max_bytes], self.said[max_bytes:]
+        return chunk
+
+    async def aclose(self) -> None:
+        pass
+
+    async def reset(self) -> None:
+        pass
+
+
+ROSTER = Roster(members=tuple(candidate(index) for index in range(3)), shares=(1, 1, 1), proposal=0)
+
+
+def control(transport: Transport, hears: Hearing) -> Control:
+    return Control(
+        transport=transport,
+        roster=ROSTER,
+        group=Lobby().expect(ROSTER.group_id),
+        hears=hears,
+        part_bytes=1024,
+        max_silence=10.0,
+    )
+
+
+async def test_votes_to_a_member_that_reads_none_are_few_and_it_is_lost(autojump_clock: MockClock) -> None:
+    hears, network = Hearing(), MemoryNetwork(latency=LAN)
+    async with network.transport(SIGNERS[0]) as transport:
+        speaking = control(transport, hears)
+        for ballot in range(MAX_UNSENT):
+            speaking.tell(1, Gather(ballot))
+        assert hears.lost_members == []
+        for ballot in range(1000):
+            speaking.tell(1, Gather(ballot))
+        assert len(speaking._lines[1].unsent) == MAX_UNSENT
+        assert {(position, hostile) for position, _, hostile in hears.lost_members} == {(1, False)}
+        assert "it takes no votes any more" in hears.lost_members[0][1]
+
+
+@pytest.mark.parametrize("length", [MAX_VOTE_BYTES + 1, 2**20, 2**32 - 1])
+async def test_a_length_above_the_limit_allocates_nothing(autojump_clock: MockClock, length: int) -> None:
+    hears, network = Hearing(), MemoryNetwork(latency=LAN)
+    async with network.transport(SIGNERS[0]) as transport:
+        stream = Counting(candidate(1).peer_id, length.to_bytes(4, "big") + bytes(100))
+        await control(transport, hears)._talk(1, stream)
+    assert sum(stream.asked) == 4
+    assert [(position, hostile) for position, _, hostile in hears.lost_members] == [(1, True)]
+    assert f"a message of {length} bytes was announced" in hears.lost_members[0][1]
+
+
+async def test_a_length_within_the_limit_reserves_nothing_before_it_arrives(
+    autojump_clock: MockClock,
+) -> None:
+    hears, network = Hearing(), MemoryNetwork(latency=LAN)
+    async with network.transport(SIGNERS[0]) as transport:
+        stream = Counting(candidate(1).peer_id, MAX_VOTE_BYTES.to_bytes(4, "big") + bytes(10))
+        await control(transport, hears)._talk(1, stream)
+    assert max(stream.asked) <= MAX_VOTE_BYTES
+    assert [position for position, _, _ in hears.lost_members] == [1]

@@ -1,0 +1,524 @@
+"""One member's side of one attempt, with streams made of lists in the place of the other members."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+
+import pytest
+import torch
+import trio
+from trio.testing import wait_all_tasks_blocked
+
+from p2pavg.allreduce.attempt import Attempt
+from p2pavg.allreduce.lobby import InboundLane, Lanes
+from p2pavg.allreduce.messages import FRAME_BYTES, Lane, LaneHeader, encode_header, part_frame
+from p2pavg.allreduce.milestones import Milestone
+from p2pavg.allreduce.votes import DIGEST_BYTES
+from p2pavg.errors import StreamBrokenError, UnreachableError
+from p2pavg.matchmaking.roster import Roster
+from p2pavg.net.transport import Stream, StreamHandler, Transport
+from p2pavg.testing.simulation import run_on_loop
+from p2pavg_compression import Fp32
+from tests.unit.allreduce.streams import SaidBefore, Silent
+from tests.unit.roster.samples import SIGNERS, candidate, roster
+
+A, B, C, AUX = (signer.peer_id for signer in SIGNERS[:4])
+STRANGER = SIGNERS[5].peer_id
+GROUP = b"\x09" * 32
+SHARE = 4
+NUMBER = 7
+CODEC = Fp32()
+
+
+def three() -> Roster:
+    return roster([candidate(index, weight=1.0) for index in range(3)], [SHARE] * 3)
+
+
+def with_auxiliary() -> Roster:
+    members = [candidate(0, weight=1.0), candidate(1, weight=1.0), candidate(3, auxiliary=True)]
+    return roster(members, [SHARE] * 3)
+
+
+class Reports:
+    """Keeps what is told of an attempt."""
+
+    def __init__(self) -> None:
+        self.results: list[tuple[bytes, ...]] = []
+        self.troubles: list[tuple[str, bool]] = []
+        self.bytes = 0
+        self.owing: set[str] = set()
+        self.milestones: list[Milestone] = []
+
+    def completed(self, attempt: Attempt, digests: tuple[bytes, ...]) -> None:
+        self.results.append(digests)
+
+    def troubled(self, attempt: Attempt, peer_id: str, reason: str, *, hostile: bool) -> None:
+        self.troubles.append((peer_id, hostile))
+
+    def arrived(self, peer_id: str, count: int) -> None:
+        self.bytes += count
+
+    def owes(self, attempt: Attempt, peer_id: str, yes: bool) -> None:
+        (self.owing.add if yes else self.owing.discard)(peer_id)
+
+    def reached(self, milestone: Milestone) -> None:
+        self.milestones.append(milestone)
+
+
+class Reaches(Transport):
+    """Opens streams that take everything, to all but some."""
+
+    def __init__(self, peer_id: str, unreachable: Sequence[str] = ()) -> None:
+        self.peer_id = peer_id
+        self.opened: list[SaidBefore] = []
+        self._unreachable = unreachable
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        return ()
+
+    def serve(self, protocol: str, handler: StreamHandler) -> None:
+        raise NotImplementedError
+
+    async def dial(self, address: str, *, timeout: float) -> str:
+        raise NotImplementedError
+
+    async def open_stream(
+        self,
+        peer_id: str,
+        protocol: str,
+        *,
+        addresses: Sequence[str] = (),
+        timeout: float,
+        wait_inbound: bool = False,
+    ) -> Stream:
+        await trio.lowlevel.checkpoint()
+        if peer_id in self._unreachable:
+            raise UnreachableError(peer_id)
+        self.opened.append(SaidBefore(b"", peer_id))
+        return self.opened[-1]
+
+    def is_connected(self, peer_id: str) -> bool:
+        raise NotImplementedError
+
+    async def disconnect(self, peer_id: str) -> None:
+        raise NotImplementedError
+
+    def sent(self, peer_id: str, lane: Lane, reducer: int = 0) -> bytes | None:
+        """What went to a member on a lane, after its header."""
+        header = encode_header(LaneHeader(GROUP, lane, NUMBER, reducer))
+        head = len(header).to_bytes(4, "big") + header
+        found = [s for s in self.opened if s.remote == peer_id and s.sent.startswith(head)]
+        assert len(found) <= 1
+        return bytes(found[0].sent[len(head) :]) if found else None
+
+
+class Broken(SaidBefore):
+    """It breaks after what was said."""
+
+    async def receive_some(self, max_bytes: int) -> bytes:
+        chunk = await super().receive_some(max_bytes)
+        if not chunk:
+            raise StreamBrokenError("gone")
+        return chunk
+
+
+class Slow(SaidBefore):
+    """What was said arrives when the test allows it."""
+
+    def __init__(self, said: bytes, remote: str) -> None:
+        super().__init__(said, remote)
+        self.allowed = 0
+        self._more = trio.Event()
+
+    def allow(self, count: int) -> None:
+        self.allowed = count
+        self._more.set()
+        self._more = trio.Event()
+
+    async def receive_some(self, max_bytes: int) -> bytes:
+        while self.allowed <= 0:
+            await self._more.wait()
+        chunk = await super().receive_some(min(max_bytes, self.allowed))
+        self.allowed -= len(chunk)
+        return chunk
+
+
+class Side:
+    """The attempt of one member, and what the others open to it."""
+
+    def __init__(
+        self, me: str = A, group: Roster | None = None, *, unreachable: Sequence[str] = (), value: float = 1.0
+    ) -> None:
+        group = three() if group is None else group
+        self.transport = Reaches(me, unreachable)
+        self.reports = Reports()
+        self.lanes = Lanes()
+        positions = {member.peer_id: index for index, member in enumerate(group.members)}
+        self.attempt = Attempt(
+            number=NUMBER,
+            transport=self.transport,
+            group_id=GROUP,
+            roster=group,
+            lanes=self.lanes,
+            codec=CODEC,
+            vector=None if me == AUX else torch.full((3 * SHARE,), value),
+            run_in_thread=run_on_loop,
+            reports=self.reports,
+            position=positions.__getitem__,
+        )
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self.attempt.run)
+            await wait_all_tasks_blocked()
+            yield
+            self.attempt.scope.cancel()
+
+    async def comes(
+        self,
+        peer_id: str,
+        lane: Lane,
+        said: bytes,
+        *,
+        reducer: int = 0,
+        stream: Callable[[bytes, str], Stream] = Silent,
+    ) -> InboundLane:
+        """A member opens a lane and says something on it."""
+        inbound = InboundLane(stream(said, peer_id), LaneHeader(GROUP, lane, NUMBER, reducer))
+        self.lanes.arrived(inbound)
+        await wait_all_tasks_blocked()
+        return inbound
+
+
+def part(value: float, index: int = 0, elements: int = SHARE) -> bytes:
+    return part_frame(index) + bytes(CODEC.encode(torch.full((elements,), value)))
+
+
+async def everything_but(side: Side, missing: tuple[str, Lane]) -> None:
+    """What B and C owe A in an attempt of three, where B contributes 2, C contributes 3, and A 1."""
+    for peer_id, contribution, average in ((B, 2.0, 20.0), (C, 3.0, 30.0)):
+        if missing != (peer_id, Lane.CONTRIBUTIONS):
+            await side.comes(peer_id, Lane.CONTRIBUTIONS, part(contribution))
+        if missing != (peer_id, Lane.AVERAGES):
+            await side.comes(peer_id, Lane.AVERAGES, part(average))
+
+
+NOTHING = ("nobody", Lane.AVERAGES)
+RESULT = torch.tensor([2.0] * SHARE + [20.0] * SHARE + [30.0] * SHARE)
+
+
+class TestResult:
+    async def test_it_is_there_when_everything_has_come(self) -> None:
+        side = Side()
+        async with side.running():
+            assert side.reports.owing == {B, C}
+            await everything_but(side, NOTHING)
+            assert torch.equal(side.attempt.averaged, RESULT)
+            assert len(side.reports.results) == 1
+        assert side.reports.troubles == []
+        assert side.reports.owing == set()
+        assert side.attempt.bytes_received == side.reports.bytes == 4 * (FRAME_BYTES + 4 * SHARE)
+        assert side.attempt.bytes_sent == side.attempt.bytes_received
+
+    @pytest.mark.parametrize("missing", [(B, Lane.CONTRIBUTIONS), (C, Lane.AVERAGES)])
+    async def test_it_is_not_as_long_as_something_is_missing(self, missing: tuple[str, Lane]) -> None:
+        side = Side()
+        async with side.running():
+            await everything_but(side, missing)
+            assert side.reports.results == []
+            assert side.reports.owing == ({B} if missing[1] is Lane.CONTRIBUTIONS else set())
+            await side.comes(*missing, part(20.0))
+            assert len(side.reports.results) == 1
+
+    async def test_its_digests_are_of_each_share_in_the_order_of_the_roster(self) -> None:
+        found = []
+        for average in (30.0, 31.0):
+            side = Side()
+            async with side.running():
+                await everything_but(side, (C, Lane.AVERAGES))
+                await side.comes(C, Lane.AVERAGES, part(average))
+            found.append(side.reports.results[0])
+        assert {len(digest) for digest in found[0]} == {DIGEST_BYTES}
+        assert len(found[0]) == 3
+        assert found[0][:2] == found[1][:2]
+        assert found[0][2] != found[1][2]
+        assert len(set(found[0])) == 3
+
+    async def test_everybody_is_sent_its_part_and_the_same_average(self) -> None:
+        side = Side()
+        async with side.running():
+            await side.comes(B, Lane.CONTRIBUTIONS, part(2.0))
+            assert [side.transport.sent(peer, Lane.CONTRIBUTIONS) for peer in (B, C)] == [part(1.0)] * 2
+            assert [side.transport.sent(peer, Lane.AVERAGES) for peer in (B, C)] == [b""] * 2
+            await side.comes(C, Lane.CONTRIBUTIONS, part(3.0))
+            assert [side.transport.sent(peer, Lane.AVERAGES) for peer in (B, C)] == [part(2.0)] * 2
+        assert all(stream.closed for stream in side.transport.opened)
+
+    async def test_an_auxiliary_has_its_share_and_no_digests(self) -> None:
+        side = Side(AUX, with_auxiliary())
+        async with side.running():
+            await side.comes(A, Lane.CONTRIBUTIONS, part(1.0))
+            await side.comes(B, Lane.CONTRIBUTIONS, part(3.0))
+            assert side.reports.results == [()]
+            assert side.attempt.averaged.tolist() == [2.0] * SHARE
+            assert side.transport.sent(A, Lane.AVERAGES) == part(2.0)
+            assert side.transport.sent(A, Lane.CONTRIBUTIONS) is None
+
+    async def test_what_comes_as_the_attempt_ends_completes_nothing(self) -> None:
+        side = Side()
+
+        class Ending(SaidBefore):
+            async def receive_some(self, max_bytes: int) -> bytes:
+                side.attempt.scope.cancel()
+                chunk, self._said = self._said[:max_bytes], self._said[max_bytes:]
+                return chunk
+
+        async with side.running():
+            await everything_but(side, (C, Lane.AVERAGES))
+            lane = await side.comes(C, Lane.AVERAGES, part(30.0), stream=Ending)
+        assert lane.finished.is_set()
+        assert side.reports.results == []
+        assert side.reports.troubles == []
+
+    async def test_nothing_of_a_vectors_size_is_kept_when_it_is_let_go(self) -> None:
+        side = Side()
+        async with side.running():
+            await everything_but(side, (B, Lane.CONTRIBUTIONS))
+        side.attempt.let_go()
+        assert side.attempt.averaged.numel() == 0
+        assert side.attempt._vector is None
+        assert not side.attempt._pending
+        assert not side.attempt._encoded
+
+
+class TestTrouble:
+    """Each is said of whom it is, and the lanes of the others go on."""
+
+    async def others_go_on(self, side: Side) -> None:
+        before = len(side.reports.troubles)
+        await side.comes(B, Lane.AVERAGES, part(20.0))
+        assert side.attempt.averaged[SHARE : 2 * SHARE].tolist() == [20.0] * SHARE
+        assert len(side.reports.troubles) == before
+
+    @pytest.mark.parametrize(
+        ("lane", "said", "stream", "hostile"),
+        [
+            (Lane.AVERAGES, part(3.0)[:-1], SaidBefore, False),
+            (Lane.AVERAGES, part(3.0)[:-1], Broken, False),
+            (Lane.CONTRIBUTIONS, b"", SaidBefore, False),
+            (Lane.AVERAGES, part(3.0, index=1), Silent, True),
+            (Lane.CONTRIBUTIONS, part(3.0, index=1), Silent, True),
+            (Lane.AVERAGES, part_frame(0) + b"\xff" * 4 * SHARE, Silent, True),
+            (Lane.PASSED_ON, part(3.0, index=1), Silent, True),
+            (Lane.PASSED_ON, part_frame(0) + b"\xff" * 4 * SHARE, Silent, True),
+        ],
+        ids=[
+            "ends early",
+            "breaks",
+            "ends at once",
+            "another part of its share",
+            "another part of ours",
+            "no numbers",
+            "another part of who is gone",
+            "no numbers of who is gone",
+        ],
+    )
+    async def test_a_lane_that_is_not_what_it_should_be(
+        self, lane: Lane, said: bytes, stream: Callable[[bytes, str], Stream], hostile: bool
+    ) -> None:
+        side = Side()
+        async with side.running():
+            side.attempt.take_from(C, [C])
+            reducer = 2 if lane is Lane.PASSED_ON else 0
+            inbound = await side.comes(C, lane, said, stream=stream, reducer=reducer)
+            assert inbound.finished.is_set()
+            assert side.reports.troubles == [(C, hostile)]
+            await self.others_go_on(side)
+        assert side.reports.results == []
+
+    async def test_a_contribution_that_is_no_numbers_is_its_senders(self) -> None:
+        side = Side()
+        async with side.running():
+            await side.comes(C, Lane.CONTRIBUTIONS, part_frame(0) + b"\xff" * 4 * SHARE)
+            await side.comes(B, Lane.CONTRIBUTIONS, part(2.0))
+            assert side.reports.troubles == [(C, True)]
+            await self.others_go_on(side)
+
+    @pytest.mark.parametrize("lane", [Lane.CONTRIBUTIONS, Lane.AVERAGES])
+    async def test_a_lane_that_was_opened_before(self, lane: Lane) -> None:
+        side = Side()
+        async with side.running():
+            first = await side.comes(C, lane, b"")
+            second = await side.comes(C, lane, part(3.0))
+            assert second.finished.is_set()
+            assert not first.finished.is_set()
+            assert side.reports.troubles == [(C, True)]
+            await self.others_go_on(side)
+
+    @pytest.mark.parametrize(
+        ("lane", "reducer"),
+        [(Lane.CONTRIBUTIONS, 0), (Lane.PASSED_ON, 1), (Lane.AVERAGES, 1)],
+        ids=["an auxiliary contributes nothing", "and passes nothing on", "and has one share"],
+    )
+    async def test_a_lane_that_is_not_due(self, lane: Lane, reducer: int) -> None:
+        side = Side(group=with_auxiliary())
+        async with side.running():
+            inbound = await side.comes(AUX, lane, part(3.0), reducer=reducer)
+            assert inbound.finished.is_set()
+            assert side.reports.troubles == [(AUX, True)]
+            await self.others_go_on(side)
+
+    async def test_a_share_of_nobody_in_the_attempt(self) -> None:
+        side = Side()
+        async with side.running():
+            await side.comes(C, Lane.PASSED_ON, part(3.0), reducer=3)
+            assert side.reports.troubles == [(C, True)]
+
+    async def test_an_auxiliary_needs_no_share_of_others(self) -> None:
+        side = Side(AUX, with_auxiliary())
+        async with side.running():
+            await side.comes(A, Lane.PASSED_ON, part(3.0), reducer=1)
+            assert side.reports.troubles == [(A, True)]
+
+    async def test_a_lane_of_a_stranger_is_let_go_and_nobody_is_blamed(self) -> None:
+        side = Side()
+        async with side.running():
+            for lane in (Lane.CONTRIBUTIONS, Lane.AVERAGES, Lane.PASSED_ON):
+                assert (await side.comes(STRANGER, lane, part(3.0))).finished.is_set()
+            assert side.reports.troubles == []
+            await self.others_go_on(side)
+
+    async def test_one_that_cannot_be_reached(self) -> None:
+        side = Side(unreachable=[C])
+        async with side.running():
+            await side.comes(B, Lane.CONTRIBUTIONS, part(2.0))
+            assert set(side.reports.troubles) == {(C, False)}
+            assert side.transport.sent(B, Lane.CONTRIBUTIONS) == part(1.0)
+            await self.others_go_on(side)
+
+
+class TestPassingOn:
+    """C is gone, and has sent its averages to some."""
+
+    async def test_who_has_them_sends_the_same_bytes(self) -> None:
+        side = Side()
+        async with side.running():
+            await everything_but(side, NOTHING)
+            side.attempt.pass_on([C], [B])
+            await wait_all_tasks_blocked()
+            assert side.transport.sent(B, Lane.PASSED_ON, reducer=2) == part(30.0)
+            assert side.transport.sent(C, Lane.PASSED_ON, reducer=2) is None
+
+    async def test_its_own_share_is_passed_on_like_any_other(self) -> None:
+        side = Side()
+        async with side.running():
+            await everything_but(side, NOTHING)
+            side.attempt.pass_on([A, B], [C])
+            await wait_all_tasks_blocked()
+            assert side.transport.sent(C, Lane.PASSED_ON, reducer=0) == part(2.0)
+            assert side.transport.sent(C, Lane.PASSED_ON, reducer=1) == part(20.0)
+
+    async def test_who_lacks_them_takes_them_from_the_one_that_the_leader_named(self) -> None:
+        side = Side()
+        async with side.running():
+            await everything_but(side, (C, Lane.AVERAGES))
+            side.attempt.take_from(B, [C])
+            lane = await side.comes(B, Lane.PASSED_ON, part(30.0), reducer=2)
+            assert lane.finished.is_set()
+            assert torch.equal(side.attempt.averaged, RESULT)
+            assert len(side.reports.results) == 1
+        assert side.reports.troubles == []
+
+    async def test_its_digests_are_the_same_as_if_the_reducer_had_lived(self) -> None:
+        digests = []
+        for lane, peer_id, reducer in ((Lane.AVERAGES, C, 0), (Lane.PASSED_ON, B, 2)):
+            side = Side()
+            async with side.running():
+                await everything_but(side, (C, Lane.AVERAGES))
+                side.attempt.take_from(B, [C])
+                await side.comes(peer_id, lane, part(30.0), reducer=reducer)
+            digests += side.reports.results
+        assert digests[0] == digests[1]
+
+    async def test_the_source_may_hear_of_it_first(self) -> None:
+        side = Side()
+        async with side.running():
+            await everything_but(side, (C, Lane.AVERAGES))
+            await side.comes(B, Lane.PASSED_ON, part(30.0), reducer=2)
+            assert side.reports.results == []
+            side.attempt.take_from(B, [C])
+            await wait_all_tasks_blocked()
+            assert len(side.reports.results) == 1
+
+    async def test_nothing_is_taken_from_anybody_else(self) -> None:
+        """A liar would have this member hold another result than the others, and an honest one be blamed for it."""
+        side = Side()
+        async with side.running():
+            await everything_but(side, (C, Lane.AVERAGES))
+            side.attempt.averaged[2 * SHARE :] = -1.0
+            side.attempt.take_from(B, [C])
+            await side.comes(C, Lane.PASSED_ON, part(99.0), reducer=2)
+            await side.comes(B, Lane.PASSED_ON, part(99.0), reducer=0)
+            await side.comes(C, Lane.PASSED_ON, part(99.0), reducer=1)
+            assert side.reports.results == []
+            assert torch.equal(side.attempt.averaged[: 2 * SHARE], RESULT[: 2 * SHARE])
+            assert side.attempt.averaged[2 * SHARE :].tolist() == [-1.0] * SHARE
+
+    async def test_a_source_that_dies_on_the_way_is_followed_by_another(self) -> None:
+        side = Side(group=roster([candidate(index, weight=1.0) for index in (0, 1, 2, 4)], [3] * 4))
+        fourth = SIGNERS[4].peer_id
+        side.attempt.take_from(B, [fourth])
+        async with side.running():
+            await side.comes(B, Lane.PASSED_ON, part(30.0, elements=3)[:-2], reducer=3, stream=Broken)
+            assert side.reports.troubles == [(B, False)]
+            side.attempt.take_from(C, [fourth])
+            await side.comes(C, Lane.PASSED_ON, part(30.0, elements=3), reducer=3)
+            assert side.attempt.averaged[9:].tolist() == [30.0] * 3
+
+    @pytest.mark.parametrize("before", [0, FRAME_BYTES + 3], ids=["all of it", "the rest of it"])
+    async def test_what_the_reducer_itself_still_sends_is_no_offence(self, before: int) -> None:
+        """The leader cannot reach it, and this member can."""
+        side, words = Side(), part(30.0)
+        async with side.running():
+            await everything_but(side, (C, Lane.AVERAGES))
+            side.attempt.take_from(B, [C])
+            slow = Slow(words, C)
+            lane = InboundLane(slow, LaneHeader(GROUP, Lane.AVERAGES, NUMBER))
+            side.lanes.arrived(lane)
+            slow.allow(before)
+            await wait_all_tasks_blocked()
+            await side.comes(B, Lane.PASSED_ON, words, reducer=2)
+            assert len(side.reports.results) == 1
+            slow.allow(len(words))
+            await wait_all_tasks_blocked()
+            assert lane.finished.is_set()
+            assert side.reports.troubles == []
+            assert len(side.reports.results) == 1
+            assert torch.equal(side.attempt.averaged, RESULT)
+
+    async def test_the_reducer_may_be_faster_than_the_source(self) -> None:
+        """A later leader may reach it again: what it sends is not refused before the share is whole."""
+        side = Side()
+        async with side.running():
+            await everything_but(side, (C, Lane.AVERAGES))
+            side.attempt.take_from(B, [C])
+            await side.comes(C, Lane.AVERAGES, part(30.0))
+            assert len(side.reports.results) == 1
+            await side.comes(B, Lane.PASSED_ON, part(99.0), reducer=2)
+            assert torch.equal(side.attempt.averaged, RESULT)
+
+    async def test_a_result_that_is_whole_is_not_changed_any_more(self) -> None:
+        """It may have come between this member's answer and what its leader made of it; its digests were told."""
+        side = Side()
+        async with side.running():
+            await everything_but(side, NOTHING)
+            side.attempt.take_from(B, [C])
+            await side.comes(B, Lane.PASSED_ON, part(99.0), reducer=2)
+            assert torch.equal(side.attempt.averaged, RESULT)
+            assert len(side.reports.results) == 1
+            side.attempt.pass_on([C], [B])
+            await wait_all_tasks_blocked()
+            assert side.transport.sent(B, Lane.PASSED_ON, reducer=2) == part(30.0)

@@ -1,16 +1,44 @@
 """For tests, ours and yours: a network in memory that behaves as badly as the real one, from a seed."""
 
+from p2pavg.allreduce.milestones import Milestone
+from p2pavg.testing.faults import (
+    After,
+    At,
+    Crash,
+    Cut,
+    Delay,
+    Disconnect,
+    Fault,
+    FaultPlan,
+    Partition,
+    Stop,
+    Throttle,
+)
 from p2pavg.testing.memory import Inbound, MemoryNetwork, MemoryTransport
-from p2pavg.testing.simulation import simulated_clock, simulated_peer, simulated_peers
+from p2pavg.testing.simulation import run_peers, simulate, simulated_clock, simulated_peer, simulated_peers
 from p2pavg.testing.swarm import LocalSwarm, Member, SwarmProcess
 
 __all__ = [
+    "After",
+    "At",
+    "Crash",
+    "Cut",
+    "Delay",
+    "Disconnect",
+    "Fault",
+    "FaultPlan",
     "Inbound",
     "LocalSwarm",
     "Member",
     "MemoryNetwork",
     "MemoryTransport",
+    "Milestone",
+    "Partition",
+    "Stop",
     "SwarmProcess",
+    "Throttle",
+    "run_peers",
+    "simulate",
     "simulated_clock",
     "simulated_peer",
     "simulated_peers",

@@ -19,7 +19,8 @@ from typing import Literal
 import trio
 
 from p2pavg._exceptions import bare_exceptions
-from p2pavg.errors import AddressError, ClosedError, StreamBrokenError, UnreachableError
+from p2pavg.allreduce.milestones import Milestone
+from p2pavg.errors import AddressError, ClosedError, RefusedError, StreamBrokenError, UnreachableError
 from p2pavg.net.addresses import parse_address_of, parse_peer_address, with_peer_id
 from p2pavg.net.dialling import Dialler
 from p2pavg.net.transport import Buffer, PeerId, Stream, StreamHandler, Transport
@@ -42,7 +43,8 @@ class MemoryNetwork:
     """Peers in one process and what is between them.
 
     Everything that goes wrong is a plain call, valid at any moment and from any task of the same trio run:
-    :meth:`cut` and :meth:`heal`, :meth:`stop` and :meth:`resume`, :meth:`crash`, and ``transport.inbound``.
+    :meth:`cut` and :meth:`heal`, :meth:`stop` and :meth:`resume`, :meth:`crash`, :meth:`disconnect`, :meth:`limit`,
+    :meth:`delay`, and ``transport.inbound``. :class:`~p2pavg.testing.FaultPlan` calls them by a plan.
 
     Args:
         seed: of the latencies.
@@ -71,6 +73,9 @@ class MemoryNetwork:
         self._cut: set[frozenset[PeerId]] = set()
         self._stopped: set[PeerId] = set()
         self._links_changed = trio.Event()
+        self._delays: dict[PeerId, tuple[float, float]] = {}
+        self.on_milestone: Callable[[PeerId, Milestone], None] = lambda _peer, _milestone: None
+        """Called when a simulated peer of this network gets further in a round."""
 
     @asynccontextmanager
     async def transport(
@@ -126,6 +131,32 @@ class MemoryNetwork:
         self._stopped.discard(peer_id)
         self._change_links()
 
+    def has(self, peer_id: PeerId) -> bool:
+        """Whether a peer is in the network, and has not crashed."""
+        return peer_id in self._peers
+
+    def disconnect(self, a: PeerId, b: PeerId) -> None:
+        """Every connection between two peers breaks at once; they may make a new one."""
+        for end in list(self._peers[a].ends(b)):
+            end.close("the connection was lost")
+            end.other.close("the connection was lost")
+
+    def limit(self, peer_id: PeerId, bandwidth: float | None) -> None:
+        """From now on a peer sends so many bytes/s; ``None`` takes the network's again."""
+        self._peers[peer_id].bandwidth = bandwidth or self._bandwidth
+
+    def delay(self, peer_id: PeerId, latency: tuple[float, float] | None) -> None:
+        """From now on frames from and to a peer take so long, drawn evenly; ``None`` takes the network's again."""
+        if latency is None:
+            self._delays.pop(peer_id, None)
+        else:
+            self._delays[peer_id] = latency
+
+    def reached(self, peer_id: PeerId, milestone: Milestone) -> None:
+        """A peer is so far in a round: :attr:`on_milestone` hears of it."""
+        if peer_id in self._peers:
+            self.on_milestone(peer_id, milestone)
+
     def crash(self, peer_id: PeerId) -> None:
         """As SIGKILL: its connections break at once, its handlers are cancelled, and dials to it are refused.
 
@@ -157,7 +188,11 @@ class MemoryNetwork:
         pair = (sender, receiver)
         if pair not in self._latencies:
             self._latencies[pair] = random.Random(f"{self._seed}/{sender}/{receiver}")
-        return self._latencies[pair].uniform(*self._latency)
+        drawn = self._latencies[pair].uniform(*self._latency)
+        for end in pair:
+            if end in self._delays:
+                drawn = max(drawn, self._latencies[pair].uniform(*self._delays[end]))
+        return drawn
 
     def _location(self, peer_id: PeerId) -> str:
         if peer_id not in self._locations:
@@ -173,8 +208,10 @@ class MemoryNetwork:
     def taking_dials(self, location: str) -> MemoryTransport:
         """Who takes dials at an address now. Raises UnreachableError when nobody does."""
         found = self._listener_at(location)
-        if found is None or found.inbound != "accepted":
-            raise UnreachableError("connection refused")
+        if found is None:
+            raise RefusedError("connection refused")
+        if found.inbound != "accepted":
+            raise UnreachableError("connection refused by a router")
         return found
 
 
@@ -446,13 +483,15 @@ class MemoryTransport(Transport):
         self.nursery = nursery
         self.handlers: dict[str, StreamHandler] = {}
         self._network = network
-        self._bandwidth = bandwidth
+        self.bandwidth = bandwidth
         self._sending_until = 0.0
         self._ends: dict[PeerId, list[_End]] = {}
         self._served: set[trio.CancelScope] = set()
+        self._met: set[PeerId] = set()
         self._dialler = Dialler(nursery, self.is_connected, self._dial_one)
         self.closed = False
-        self._crashed = False
+        self.crashed = trio.Event()
+        """Set by :meth:`MemoryNetwork.crash`."""
 
     @property
     def addresses(self) -> tuple[str, ...]:
@@ -502,7 +541,7 @@ class MemoryTransport(Transport):
     def _check_open(self) -> None:
         if self.closed:
             raise ClosedError("the transport is closed")
-        if self._crashed:
+        if self.crashed.is_set():
             raise UnreachableError("this peer has crashed")
 
     async def _dial_one(self, peer_id: PeerId, text: str) -> None:
@@ -513,12 +552,20 @@ class MemoryTransport(Transport):
             await trio.sleep_forever()
         listener = found.peer_id if found is not None else location
         await self._round_trip(listener)  # of TCP
-        self._network.taking_dials(location)
+        self._taking_dials(peer_id, location)
         await self._round_trip(listener)  # of Noise
-        answering = self._network.taking_dials(location)
+        answering = self._taking_dials(peer_id, location)
         if answering.peer_id != peer_id:
             raise UnreachableError(f"{answering.peer_id} answered")
         self._connect(answering)
+
+    def _taking_dials(self, peer_id: PeerId, location: str) -> MemoryTransport:
+        try:
+            return self._network.taking_dials(location)
+        except RefusedError as error:
+            if peer_id in self._met:
+                raise
+            raise UnreachableError(str(error)) from None
 
     async def _round_trip(self, listener: str) -> None:
         for one, other in ((self.peer_id, listener), (listener, self.peer_id)):
@@ -531,6 +578,7 @@ class MemoryTransport(Transport):
         near.outgoing = far.incoming = _Wire(self._network, self, listener)
         near.incoming = far.outgoing = _Wire(self._network, listener, self)
         for end in (near, far):
+            end.owner._met.add(end.remote)
             end.owner._ends.setdefault(end.remote, []).append(end)
             end.owner.nursery.start_soon(end.incoming.run)
             end.owner._dialler.something_changed()
@@ -544,7 +592,7 @@ class MemoryTransport(Transport):
     def time_to_send(self, size: int) -> float:
         """When ``size`` bytes more have left this peer."""
         start = max(self._sending_until, trio.current_time())
-        self._sending_until = start + (size / self._bandwidth if self._bandwidth is not None else 0.0)
+        self._sending_until = start + (size / self.bandwidth if self.bandwidth is not None else 0.0)
         return self._sending_until
 
     def start_soon(self, work: Callable[[], object]) -> None:
@@ -561,6 +609,10 @@ class MemoryTransport(Transport):
         finally:
             self._served.discard(scope)
 
+    def ends(self, peer_id: PeerId) -> list[_End]:
+        """This peer's ends of its connections with another one."""
+        return self._ends.get(peer_id, [])
+
     def _all_ends(self) -> list[_End]:
         return [end for ends in self._ends.values() for end in ends]
 
@@ -570,7 +622,7 @@ class MemoryTransport(Transport):
             end.hang_up()
 
     def _crash(self) -> None:
-        self._crashed = True
+        self.crashed.set()
         for scope in self._served:
             scope.cancel()
         for end in self._all_ends():

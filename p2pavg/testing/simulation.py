@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
+import importlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from hashlib import sha256
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import trio
+from trio.testing import MockClock
 
+from p2pavg.net.addresses import with_peer_id
 from p2pavg.peer import Peer, peer_over
-from p2pavg.testing.memory import MemoryNetwork
+from p2pavg.testing.faults import FaultPlan
+from p2pavg.testing.memory import MemoryNetwork, MemoryTransport
 from p2pavg_dht import Ed25519Signer
 
 T = TypeVar("T")
@@ -43,10 +48,101 @@ async def simulated_peer(
     async with (
         network.transport(signer) as transport,
         peer_over(
-            transport, signer, bootstrap=bootstrap, wall_clock=simulated_clock, run_in_thread=run_on_loop
+            transport,
+            signer,
+            bootstrap=bootstrap,
+            wall_clock=simulated_clock,
+            run_in_thread=run_on_loop,
+            observe=partial(network.reached, signer.peer_id),
         ) as peer,
     ):
         yield peer
+
+
+def simulate(main: Callable[[], Awaitable[T]], *, seed: int = 0) -> T:
+    """Run ``main`` on a virtual clock, and its tasks in an order that follows from the seed.
+
+    With ``PYTHONHASHSEED`` set, a run is the same as another of the same seed, to the last message.
+    """
+    # trio has no public way; hypothesis-trio does the same.
+    scheduler: Any = importlib.import_module("trio._core._run")
+    before = scheduler._ALLOW_DETERMINISTIC_SCHEDULING
+    scheduler._ALLOW_DETERMINISTIC_SCHEDULING = True
+    state = scheduler._r.getstate()
+    scheduler._r.seed(seed)
+    try:
+        return trio.run(main, clock=MockClock(autojump_threshold=0))
+    finally:
+        scheduler._ALLOW_DETERMINISTIC_SCHEDULING = before
+        scheduler._r.setstate(state)
+
+
+async def run_peers(
+    network: MemoryNetwork,
+    count: int,
+    work: Callable[[Peer, int], Awaitable[T]],
+    *,
+    plan: FaultPlan | None = None,
+) -> dict[int, T]:
+    """Run ``work(peer, index)`` on so many peers at once, while things go wrong by a plan.
+
+    The plan begins when all peers have joined. A peer that crashes takes its work with it.
+
+    Returns:
+        What the work returned, by index; nothing of those that crashed.
+    """
+    results: dict[int, T] = {}
+    everybody = trio.Event()
+    signers = [simulated_signer(index) for index in range(count)]
+    joined: list[int] = []
+
+    async def live(index: int, bootstrap: Sequence[str], done: trio.Event) -> None:
+        async with network.transport(signers[index]) as transport, trio.open_nursery() as nursery:
+            nursery.start_soon(_cancel_when_crashed, transport, nursery.cancel_scope)
+            async with peer_over(
+                transport,
+                signers[index],
+                bootstrap=bootstrap,
+                wall_clock=simulated_clock,
+                run_in_thread=run_on_loop,
+                observe=partial(network.reached, signers[index].peer_id),
+            ) as peer:
+                joined.append(index)
+                done.set()
+                await everybody.wait()
+                results[index] = await work(peer, index)
+                working.discard(index)
+                if not working:
+                    finished.set()
+                await finished.wait()  # as somebody's bootstrap peer, or the keeper of somebody's records
+            nursery.cancel_scope.cancel()
+        working.discard(index)
+        if not working:
+            finished.set()
+
+    working = set(range(count))
+    finished = trio.Event()
+    async with trio.open_nursery() as nursery:
+        first = trio.Event()
+        nursery.start_soon(live, 0, (), first)
+        await first.wait()
+        addresses = with_peer_id([network._location(signers[0].peer_id)], signers[0].peer_id)
+        others = [trio.Event() for _ in range(1, count)]
+        for index, done in enumerate(others, 1):
+            nursery.start_soon(live, index, addresses, done)
+        for done in others:
+            await done.wait()
+        if plan is not None:
+            nursery.start_soon(plan.carry_out, network, [signer.peer_id for signer in signers])
+        everybody.set()
+        await finished.wait()
+        nursery.cancel_scope.cancel()
+    return results
+
+
+async def _cancel_when_crashed(transport: MemoryTransport, scope: trio.CancelScope) -> None:
+    await transport.crashed.wait()
+    scope.cancel()
 
 
 @asynccontextmanager

@@ -1,7 +1,8 @@
-"""Real peers in real processes on this machine, which a test may kill, stop and resume.
+"""Real peers in real processes on this machine, which a test may kill, stop, resume and restart.
 
 Every process runs one function of yours, ``work(member)``, with a :class:`Member` that tells it who it is and carries
-what it reports back. The first process is everybody's bootstrap peer.
+what it reports back and what it is told. Those that are started together bootstrap from the first of them; who comes
+later is given the addresses of all that run then, so the first may die like any other.
 
 Needs a system with POSIX signals for ``stop`` and ``resume``.
 """
@@ -9,14 +10,15 @@ Needs a system with POSIX signals for ``stop`` and ``resume``.
 from __future__ import annotations
 
 import json
+import os
 import queue
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Any
 
@@ -34,18 +36,38 @@ class Member:
         self.index = index
         self.bootstrap = tuple(bootstrap)
         self.arguments = dict(arguments)
-        """What the swarm was given for every process."""
+        """What the swarm was given for every process, and for this one."""
+        self._told: queue.Queue[dict[str, Any]] = queue.Queue()
 
     def report(self, **event: Any) -> None:
         """Send one event, of what JSON can carry, to :meth:`SwarmProcess.events`."""
         sys.stdout.write(json.dumps(event) + "\n")
         sys.stdout.flush()
 
+    def told(self, timeout: float) -> dict[str, Any] | None:
+        """The next message of :meth:`SwarmProcess.tell`; ``None`` when none came within ``timeout`` seconds."""
+        try:
+            return self._told.get(timeout=timeout)
+        except queue.Empty:
+            return None
+
+    def listen(self, lines: Iterable[str]) -> None:
+        """Take what the test says, for :meth:`told`, until it has nothing more to say."""
+        for line in lines:
+            self._told.put(json.loads(line))
+
     @contextmanager
-    def averager(self, config: AveragingConfig) -> Iterator[blocking.Averager]:
-        """An averager on the loopback interface that knows the swarm; reports its address, for the others."""
+    def averager(
+        self, config: AveragingConfig, *, identity: str | os.PathLike[str] | None = None
+    ) -> Iterator[blocking.Averager]:
+        """An averager on the loopback interface that knows the swarm; reports its address, for the others.
+
+        Args:
+            config: the run, and how to average in it.
+            identity: the key file, made when missing: a process that is restarted with it has the same peer id again.
+        """
         with blocking.open_averager(
-            config, bootstrap=self.bootstrap, listen=["/ip4/127.0.0.1/tcp/0"]
+            config, bootstrap=self.bootstrap, listen=["/ip4/127.0.0.1/tcp/0"], identity=identity
         ) as averager:
             self.report(address=averager.addresses[0], peer_id=averager.peer_id)
             yield averager
@@ -54,18 +76,50 @@ class Member:
 class SwarmProcess:
     """One process of a swarm, seen from the test."""
 
-    def __init__(self, index: int, process: subprocess.Popen[str]) -> None:
+    def __init__(
+        self, index: int, process: subprocess.Popen[str], arguments: Mapping[str, Any] | None = None
+    ) -> None:
         self.index = index
         self.process = process
+        self.arguments = dict(arguments or {})
+        """What it is given as :attr:`Member.arguments`."""
         self.peer_id = ""
+        """Known when it has joined."""
+        self.address = ""
+        """Where others dial it; known when it has joined."""
         self._events: queue.Queue[dict[str, Any] | None] = queue.Queue()
         threading.Thread(target=self._read, daemon=True).start()
 
     def _read(self) -> None:
         assert self.process.stdout is not None
         for line in self.process.stdout:
-            self._events.put(json.loads(line))
+            if line.endswith("\n"):  # else it was killed before it had said it all
+                self._events.put(json.loads(line))
         self._events.put(None)
+
+    @property
+    def running(self) -> bool:
+        """Whether the process has not ended; one that is stopped has not."""
+        return self.process.poll() is None
+
+    def wait_joined(self, timeout: float = START_SECONDS) -> str:
+        """Its address, when it has one: its averager is open and others can reach it.
+
+        Raises:
+            EOFError: the process has ended.
+            TimeoutError: it has not joined within ``timeout`` seconds.
+        """
+        if not self.address:
+            event = self.event(timeout)
+            self.peer_id, self.address = event["peer_id"], event["address"]
+        return self.address
+
+    def tell(self, **message: Any) -> None:
+        """Send one message, of what JSON can carry, to :meth:`Member.told`. A process that has ended hears nothing."""
+        assert self.process.stdin is not None
+        with suppress(BrokenPipeError):
+            self.process.stdin.write(json.dumps(message) + "\n")
+            self.process.stdin.flush()
 
     def event(self, timeout: float) -> dict[str, Any]:
         """The next report.
@@ -106,14 +160,15 @@ class SwarmProcess:
 
 
 class LocalSwarm:
-    """Processes that run ``work``, each with its index and the first one's address.
+    """Processes that run ``work``, each with its index and the addresses of others.
 
     Args:
         work: ``"module:function"``, importable in a fresh process from the current folder.
         peers: how many processes :meth:`start` starts.
         arguments: given to each as :attr:`Member.arguments`; of what JSON can carry.
 
-    Use it in a ``with`` block: leaving it ends every process. They also end when this one dies.
+    Use it in a ``with`` block: leaving it ends every process. They also end when this one dies. A Ctrl-C in the
+    terminal reaches this process only, which then leaves its block.
     """
 
     def __init__(self, work: str, *, peers: int, arguments: Mapping[str, Any] | None = None) -> None:
@@ -121,48 +176,75 @@ class LocalSwarm:
         self.peers = peers
         self.arguments = dict(arguments or {})
         self.processes: list[SwarmProcess] = []
-        self.bootstrap: list[str] = []
+        """By index: the last process that was started with each."""
+        self._launched: list[SwarmProcess] = []
+
+    @property
+    def bootstrap(self) -> list[str]:
+        """What a new process is given to join with: the addresses of all that have joined and run."""
+        return [process.address for process in self.processes if process.address and process.running]
 
     def start(self) -> None:
         """Start the processes and wait until each has reported its address."""
-        started = [self._launch() for _ in range(self.peers)]
+        started = [self._launch(len(self.processes), self.arguments) for _ in range(self.peers)]
         for process in started:
-            self._set_up(process)
+            self._set_up(process, self.bootstrap)
             if process.index == 0:
-                self.bootstrap = [self._await_address(process)]
+                process.wait_joined()
         for process in started[1:]:
-            self._await_address(process)
+            process.wait_joined()
 
-    def add(self) -> SwarmProcess:
-        """One more process; returns when it has reported its address."""
-        process = self._launch()
-        self._set_up(process)
-        address = self._await_address(process)
-        self.bootstrap = self.bootstrap or [address]
+    def add(self, *, arguments: Mapping[str, Any] | None = None, wait: bool = True) -> SwarmProcess:
+        """One more process.
+
+        Args:
+            arguments: for this process, beside the swarm's and before them.
+            wait: return when it has joined; else at once, and :meth:`SwarmProcess.wait_joined` is the caller's.
+        """
+        return self._add(len(self.processes), {**self.arguments, **(arguments or {})}, wait)
+
+    def restart(
+        self, index: int, *, arguments: Mapping[str, Any] | None = None, wait: bool = True
+    ) -> SwarmProcess:
+        """Another process in the place of one that has ended; it is killed if it has not.
+
+        It has the same index and the same arguments, and so the same peer id where ``work`` opens its averager with a
+        key file that these name. What the former process has reported stays with its :class:`SwarmProcess`.
+
+        Args:
+            index: of the former process, in :attr:`processes`.
+            arguments: to be changed.
+            wait: as of :meth:`add`.
+        """
+        former = self.processes[index]
+        former.kill()
+        former.process.wait()
+        return self._add(index, {**former.arguments, **(arguments or {})}, wait)
+
+    def _add(self, index: int, arguments: Mapping[str, Any], wait: bool) -> SwarmProcess:
+        bootstrap = self.bootstrap
+        process = self._launch(index, arguments)
+        self._set_up(process, bootstrap)
+        if wait:
+            process.wait_joined()
         return process
 
-    def _launch(self) -> SwarmProcess:
+    def _launch(self, index: int, arguments: Mapping[str, Any]) -> SwarmProcess:
         """A process that imports what it needs, and then waits to be told who it is."""
         process = subprocess.Popen(
             [sys.executable, "-m", "p2pavg.testing.swarm_process", self.work],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            process_group=0,
         )
-        self.processes.append(SwarmProcess(len(self.processes), process))
-        return self.processes[-1]
+        found = SwarmProcess(index, process, arguments)
+        self._launched.append(found)
+        self.processes[index : index + 1] = [found]
+        return found
 
-    def _set_up(self, found: SwarmProcess) -> None:
-        setup = {"index": found.index, "bootstrap": self.bootstrap, "arguments": self.arguments}
-        assert found.process.stdin is not None
-        found.process.stdin.write(json.dumps(setup) + "\n")
-        found.process.stdin.flush()
-
-    def _await_address(self, process: SwarmProcess) -> str:
-        event = process.event(START_SECONDS)
-        process.peer_id = event["peer_id"]
-        address: str = event["address"]
-        return address
+    def _set_up(self, found: SwarmProcess, bootstrap: Sequence[str]) -> None:
+        found.tell(index=found.index, bootstrap=list(bootstrap), arguments=found.arguments)
 
     def __enter__(self) -> LocalSwarm:
         return self
@@ -170,12 +252,13 @@ class LocalSwarm:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for found in self.processes:
+        for found in self._launched:
             if found.process.stdin is not None:
-                found.process.stdin.close()  # the member's sign to leave
-            if found.process.poll() is None:
+                with suppress(BrokenPipeError):  # it was told something that it did not live to hear
+                    found.process.stdin.close()  # the member's sign to leave
+            if found.running:
                 found.resume()
-        for found in self.processes:
+        for found in self._launched:
             try:
                 found.process.wait(_LEAVE_SECONDS)
             except subprocess.TimeoutExpired:

@@ -12,8 +12,9 @@ from collections.abc import Callable
 from p2pavg.testing.swarm import Member
 
 
-def _leave_with_parent() -> None:
-    sys.stdin.read()
+def _listen(member: Member) -> None:
+    """The parent holds the other end: it is closed when the parent leaves the swarm, or dies."""
+    member.listen(sys.stdin)
     os._exit(1)
 
 
@@ -22,10 +23,13 @@ def _main() -> None:
     function: Callable[[Member], None] = getattr(importlib.import_module(module), name)
     # What a peer imports when it is opened; meanwhile the first process finds out its address.
     importlib.import_module("p2pavg.net.libp2p")
-    setup = json.loads(sys.stdin.readline())
-    # The parent holds the other end: it is closed when the parent leaves the swarm, or dies.
-    threading.Thread(target=_leave_with_parent, daemon=True).start()
-    function(Member(setup["index"], setup["bootstrap"], setup["arguments"]))
+    line = sys.stdin.readline()
+    if not line:  # the parent has left before it said who this is
+        return
+    setup = json.loads(line)
+    member = Member(setup["index"], setup["bootstrap"], setup["arguments"])
+    threading.Thread(target=_listen, args=(member,), daemon=True).start()
+    function(member)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Measures, with real processes on this machine, what is promised of four peers, and prints a table.
 
-scripts/measure            everything, about six minutes
-scripts/measure cold kill  only some: cold, group, kill, soak, round, codecs
+scripts/measure            everything, about an hour, most of it kill and stop
+scripts/measure cold kill  only some: cold, group, kill, stop, soak, round, codecs
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from rich.table import Table
 
 from p2pavg.testing import LocalSwarm
 from p2pavg_compression import Blockwise8
-from tests.integration.test_swarm import check_survivor
+from tests.integration.survival import Trial, trials
+from tests.integration.swarm_work import TILE
 
 WORK = "tests.integration.swarm_work:"
 PEERS = 4
@@ -65,37 +66,44 @@ def group(rounds: int = 40) -> list[tuple[str, str]]:
     return [("last peer ready to the group's commit", text)]
 
 
-def kill(repeats: int = 10) -> list[tuple[str, str]]:
-    """SIGKILL of one at a random moment of a round: every survivor's results, checked."""
-    tally: Counter[str] = Counter()
-    longest = 0.0
-    config = {"group_size": PEERS, "min_group_size": 3, "match_timeout": 5.0, "compression": None}
-    for seed in range(repeats):
-        with swarm("survive", elements=4_000_000, victim=3, config=config) as found:
-            found.start()
-            victim = found.processes[3]
-            while victim.event(60.0).get("size") != PEERS:
-                pass
-            time.sleep(random.Random(seed).uniform(0.0, 0.8))
-            victim.kill()
-            killed = time.monotonic()
-            for process in found.processes[:3]:
-                results = [event for event in process.events(60.0) if "result" in event]
-                check_survivor(results, victim.peer_id)
-                tally.update(
-                    f"{event['result']} of {event['size']}" if event["size"] else event["result"]
-                    for event in results
-                    if event["together"]
+THIRDS = {"early": (0.0, 1 / 3), "middle": (1 / 3, 2 / 3), "late": (2 / 3, 1.0)}
+
+
+def kill(repeats: int = 30) -> list[tuple[str, str]]:
+    """SIGKILL of one of four in the exchange: what the survivors end with, and how long it takes them."""
+    return lose("SIGKILL", repeats)
+
+
+def stop(repeats: int = 10) -> list[tuple[str, str]]:
+    """SIGSTOP of one of four in the exchange; later it goes on, and hears that it was given up."""
+    return lose("SIGSTOP", repeats)
+
+
+def lose(signal: str, repeats: int) -> list[tuple[str, str]]:
+    """So many times for the leader and a follower; early, in the middle and late; in fp32 and blockwise8."""
+    rows = []
+    for name, compression in (("blockwise8", "blockwise8"), ("fp32", None)):
+        dice = random.Random(f"{signal}/{name}")
+        with trials(compression, 256 * TILE) as tried:
+            found: dict[tuple[str, str], list[Trial]] = {}
+            for number in range(repeats * 2 * len(THIRDS)):
+                role = ("leader", "last follower")[number % 2]
+                third = list(THIRDS)[number // 2 % len(THIRDS)]
+                trial = tried.lose(signal, role, dice.uniform(*THIRDS[third]))
+                found.setdefault((role, third), []).append(trial)
+        usual = statistics.median(tried.undisturbed)
+        rows.append((f"{name}: an undisturbed exchange of 16 M elements", spread(tried.undisturbed)))
+        for (role, third), some in sorted(found.items()):
+            sizes = Counter(trial.peers for trial in some)
+            late = sum(trial.took > 2 * usual + trial.grace for trial in some)
+            rows.append(
+                (
+                    f"{name}: {signal} of the {role}, {third}: the survivors' exchange",
+                    f"{spread([trial.took for trial in some])}; {sizes[3]} times of three, {sizes[4]} of all four; "
+                    f"{late} of {len(some)} above {2 * usual + some[0].grace:.2f} s",
                 )
-            longest = max(longest, time.monotonic() - killed)
-    counts = ", ".join(f"{count} {name}" for name, count in sorted(tally.items()))
-    return [
-        (f"SIGKILL of one of four at {repeats} random moments: the survivors' results from then on", counts),
-        (
-            "longest from a kill to the survivors' next Success, with a match timeout of 5 s",
-            f"{longest:.1f} s",
-        ),
-    ]
+            )
+    return rows
 
 
 def soak(rounds: int = 200) -> list[tuple[str, str]]:

@@ -14,6 +14,8 @@ import torch
 import p2pavg
 from p2pavg.testing.swarm import Member
 
+TILE = 65_536
+
 
 def values(index: int, elements: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(elements, generator=torch.Generator().manual_seed(1_000 * seed + index))
@@ -64,43 +66,68 @@ def average_once(member: Member) -> None:
         member.report(at=time.time(), **describe(result, exact_mean(count, elements, weights)))
 
 
+def tile(peer_id: str) -> torch.Tensor:
+    """The values that a peer repeats in :func:`survive`: whoever knows its id knows them."""
+    seed = int.from_bytes(hashlib.sha256(peer_id.encode()).digest()[:4], "big")
+    return torch.randn(TILE, generator=torch.Generator().manual_seed(seed))
+
+
 def survive(member: Member) -> None:
-    """Rounds until all have averaged, and then until all but the victim have; what each step left accumulated."""
-    count, elements, victim = (member.arguments[name] for name in ("count", "elements", "victim"))
-    mine = values(member.index, elements)
-    whole = exact_mean(count, elements, [1.0] * count)
-    others = sum(
-        (values(i, elements).double() for i in range(count) if i != victim), torch.zeros(elements).double()
-    )
-    together = False
+    """Round after round until the process is ended: when a group stood, what came of it, what is accumulated then.
+
+    ``elements`` is a multiple of TILE. Told that it is ``late``, this process announces itself later than others from
+    then on, and so does not lead.
+    """
+    elements, late = member.arguments["elements"], False
     with member.averager(configure(member)) as averager:
+        mine = tile(averager.peer_id).repeat(elements // TILE)
         while True:
             if averager.weight == 0:
                 averager.accumulate([mine])
-            member.report(together=together)
-            result = averager.step(wait=None)
-            if isinstance(result, p2pavg.InProgress):
-                continue
-            untouched = averager.weight == 0
+            while (told := member.told(0.0)) is not None:
+                late = told["late"]
+            if late:
+                time.sleep(0.3)
+            formed = False
+            while isinstance(result := averager.step(wait=0.005), p2pavg.InProgress):
+                if not formed and result.reason == "the group exchanges":
+                    formed = True
+                    member.report(formed=True)
+            kept = averager.weight == 0
             if not isinstance(result, p2pavg.Success):
                 assert isinstance(averager.accumulated, list)
-                untouched = averager.weight == 1.0 and torch.allclose(averager.accumulated[0], mine)
-            size = result.peers_count if isinstance(result, p2pavg.Success) else 0
-            exact = whole if size == count else others / (count - 1)
-            member.report(together=together, untouched=untouched, size=size, **describe(result, exact))
-            if together and size == count - 1:
-                return
-            together = together or size == count
+                kept = averager.weight == 1.0 and torch.allclose(averager.accumulated[0], mine)
+            member.report(kept=kept, **what_survived(result))
+
+
+def what_survived(result: p2pavg.RoundResult) -> dict[str, object]:
+    """A result as JSON carries it, with its distance from the mean of those that it names."""
+    if not isinstance(result, p2pavg.Success):
+        return {"result": type(result).__name__, "reason": result.reason}
+    assert isinstance(result.averaged, list)
+    averaged = result.averaged[0]
+    exact = torch.stack([tile(peer_id) for peer_id in result.peers]).mean(0)
+    return {
+        "result": "Success",
+        "peers": sorted(result.peers),
+        "lost": dict(result.lost),
+        "group_id": result.group_id,
+        "digest": hashlib.sha256(averaged.numpy().tobytes()).hexdigest(),
+        "error": float((averaged.view(-1, TILE) - exact).norm() / averaged.norm()),
+        "exchange_duration": result.exchange_duration,
+    }
 
 
 def soak(member: Member) -> None:
     """Many rounds, and what the process holds after the tenth and at the end."""
     count, elements, rounds = (member.arguments[name] for name in ("count", "elements", "rounds"))
     process = psutil.Process()
+    lost: list[str] = []
     with member.averager(configure(member)) as averager:
         for number in range(rounds):
             averager.accumulate([values(member.index, elements, number % 3)])
             result = averager.step(wait=None)
+            lost += result.lost.values() if isinstance(result, p2pavg.Success) else []
             if number in (9, rounds - 1) or not isinstance(result, p2pavg.Success):
                 exact = exact_mean(count, elements, [1.0] * count, number % 3)
                 held = {
@@ -109,7 +136,7 @@ def soak(member: Member) -> None:
                     "threads": process.num_threads(),
                     "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
                 }
-                member.report(round=number, pid=os.getpid(), **held, **describe(result, exact))
+                member.report(round=number, pid=os.getpid(), lost=lost, **held, **describe(result, exact))
 
 
 def lone(member: Member) -> None:
@@ -139,3 +166,13 @@ def rounds(member: Member) -> None:
                     "exchange": result.exchange_duration,
                 }
             member.report(**found)
+
+
+def stay(member: Member) -> None:
+    """Stay, and repeat what one is told."""
+    with member.averager(configure(member), identity=member.arguments.get("identity")):
+        member.report(bootstrap=member.bootstrap, arguments=member.arguments)
+        while True:
+            message = member.told(timeout=60.0)
+            if message is not None:
+                member.report(heard=message)

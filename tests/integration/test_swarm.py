@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 
 from p2pavg.testing import LocalSwarm
+from tests.integration.survival import trials
+from tests.integration.swarm_work import TILE
 
 WORK = "tests.integration.swarm_work:"
 
@@ -46,30 +48,19 @@ def test_two_groups_of_four_out_of_eight_processes() -> None:
     assert len({peer for peers in groups.values() for peer in peers}) == 8
 
 
-@pytest.mark.parametrize("moment", ["at the commit", "in the exchange"])
-def test_a_killed_process_costs_the_others_one_round(moment: str) -> None:
-    config = {"group_size": 4, "min_group_size": 3, "match_timeout": 6.0, "compression": None}
-    arguments = {"count": 4, "elements": 4_000_000, "victim": 3, "config": config}
-    with LocalSwarm(WORK + "survive", peers=4, arguments=arguments) as swarm:
-        swarm.start()
-        victim = swarm.processes[3]
-        while victim.event(60.0).get("size") != 4:
-            pass  # a whole round first, so that all are warm
-        if moment == "in the exchange":
-            assert victim.event(60.0) == {"together": True}
-        victim.kill()
-        for process in swarm.processes[:3]:
-            check_survivor([e for e in process.events(90.0) if "result" in e], victim.peer_id)
-
-
-def check_survivor(results: list[dict[str, Any]], victim: str) -> None:
-    """No hang, no wrong average, no lost accumulation, and the next round is without the victim."""
-    assert all(event["untouched"] for event in results), results
-    assert all(event["error"] < 1e-6 for event in results if event["size"] >= 3), results
-    lost = [event for event in results if event["result"] == "Failed" and event["together"]]
-    assert all(victim in event["reason"] for event in lost), lost
-    assert results[-1]["size"] == 3, results
-    assert victim not in results[-1]["peers"]
+@pytest.mark.parametrize("compression", [None, "blockwise8"], ids=["fp32", "blockwise8"])
+def test_a_process_that_is_killed_or_stopped_costs_its_own_contribution_only(compression: str | None) -> None:
+    """The leader, a follower; early, late: survivors end the same round, with one right result."""
+    with trials(compression, 64 * TILE) as tried:
+        for signal, role, moment in [
+            ("SIGKILL", "leader", 0.1),
+            ("SIGKILL", "follower", 0.5),
+            ("SIGKILL", "leader", 0.9),
+            ("SIGSTOP", "follower", 0.3),
+            ("SIGSTOP", "leader", 0.6),
+        ]:
+            trial = tried.lose(signal, role, moment)
+            assert trial.took < 25.0, trial  # of 30 s until the group gives up
 
 
 def test_memory_and_files_do_not_grow_with_the_rounds() -> None:
@@ -77,6 +68,8 @@ def test_memory_and_files_do_not_grow_with_the_rounds() -> None:
     for events in run("soak", 3, elements=100_000, rounds=40, config=config):
         early, late = events
         assert (early["round"], late["round"]) == (9, 39)
+        # Nobody is taken for lost who only ended sooner. (A busy machine may keep one silent.)
+        assert all("silent" in reason for reason in late["lost"]), late
         assert late["files"] <= early["files"] + 2, (early, late)
         assert late["rss"] <= early["rss"] * 1.1 + 16e6, (early, late)
 

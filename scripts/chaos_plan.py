@@ -1,0 +1,70 @@
+"""What is done to which process of ``scripts/chaos``, and when: drawn from a seed, before anything runs."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+KINDS = ("kill", "stop", "stop, then kill")
+START_SECONDS = 8.0  # a process that is restarted is counted as there after so long
+PEACE_SECONDS = 40.0
+"""How long a process is left alone, on average, as far as faults do not come in bursts."""
+AIMED = 0.7
+"""How often a fault is to hit an exchange, which is a small part of the time."""
+BURST = 0.25
+"""How often a fault comes at once after another."""
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class Action:
+    """One thing that is done to one process."""
+
+    at: float
+    """Seconds from the beginning."""
+    what: str
+    """``kill`` (SIGKILL), ``stop`` (SIGSTOP), ``resume`` (SIGCONT) or ``restart`` (with the same identity)."""
+    slot: int
+    aim: float | None = field(default=None, compare=False)
+    """If it is to hit an exchange: so many seconds after the process's next group begins one."""
+
+
+def draw(seed: int, *, peers: int, seconds: float) -> list[Action]:
+    """The same in every call. At least half of the processes are there at any time, the first like any other.
+
+    A fault is a kill with a restart later, a stop with a resume later, or a stop in which the process is killed, with
+    a restart later. The first three are one of each. Everything is undone when ``seconds`` are over.
+    """
+    dice = random.Random(f"chaos/{seed}/{peers}")
+    kinds = dice.sample(KINDS, len(KINDS))
+    down: dict[int, float] = {}  # until when
+    actions: list[Action] = []
+    at = 0.0
+    while True:
+        at += dice.uniform(0.0, 0.2) if dice.random() < BURST else dice.expovariate(peers / PEACE_SECONDS)
+        down = {slot: until for slot, until in down.items() if until > at}
+        if len(down) >= peers // 2:
+            at = min(down.values()) + dice.uniform(0.1, 0.5)
+            down = {slot: until for slot, until in down.items() if until > at}
+        if at >= seconds:
+            return sorted(actions)
+        slot = dice.choice([slot for slot in range(peers) if slot not in down])
+        kind = kinds.pop() if kinds else dice.choice([*KINDS, "stop"])
+        pause = _draw_pause(dice, seconds)
+        aim = dice.uniform(0.0, 0.3) if dice.random() < AIMED else None
+        if kind == "stop":
+            actions += [Action(at, "stop", slot, aim), Action(min(at + pause, seconds), "resume", slot)]
+            down[slot] = at + pause
+            continue
+        if kind == "stop, then kill":
+            actions.append(Action(at, "stop", slot, aim))
+            actions.append(Action(min(at + pause / 2, seconds), "kill", slot))
+        else:
+            actions.append(Action(at, "kill", slot, aim))
+        actions.append(Action(min(at + pause, seconds), "restart", slot))
+        down[slot] = at + pause + START_SECONDS
+
+
+def _draw_pause(dice: random.Random, seconds: float) -> float:
+    """How long a process is away: a moment, less than a round's timeouts, or more."""
+    longest = dice.choice([0.5, 4.0, 20.0])
+    return min(dice.uniform(longest / 10, longest), seconds / 4)

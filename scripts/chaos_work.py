@@ -1,0 +1,175 @@
+"""What every process of ``scripts/chaos`` does: it averages round after round, and reports everything that it sees.
+
+The parent makes the same samples from the same seed, and so knows what an average must be without having it sent: a
+process reports a digest of its bits, and :func:`sketch`, which is linear, so that the sketch of a weighted mean is the
+weighted mean of sketches.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import functools
+import hashlib
+import logging
+import random
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import p2pavg
+from p2pavg import blocking
+from p2pavg.testing.swarm import Member
+
+SKETCH = 64
+"""Numbers in a sketch."""
+WEIGHT_UNIT = 2.0**-36
+"""Weights are multiples of it, so their sums are exact up to 2**17, in any order."""
+BETWEEN = 0.3  # how often something is accumulated while a round runs
+WATCHED = 0.7  # how often it is looked at whether the group exchanges, so that the parent can aim
+WATCH_SECONDS = 3.0
+EXCHANGES = "the group exchanges"
+SETTLE_SECONDS = 60.0
+"""How long a process waits, when it has finished, to hear of contributions from whose round it was cut off."""
+
+
+@functools.cache
+def _signs(elements: int) -> torch.Tensor:
+    padded = -(-elements // SKETCH) * SKETCH
+    generator = torch.Generator().manual_seed(elements)
+    return torch.randint(0, 2, (padded,), generator=generator, dtype=torch.float64) * 2 - 1
+
+
+def sketch(values: torch.Tensor) -> list[float]:
+    """A random projection that keeps norms, within some ten percent (Johnson and Lindenstrauss 1984).
+
+    Element ``i`` goes into number ``i % SKETCH`` with a random sign, so an error in any range of elements shows.
+    """
+    padded = torch.zeros_like(_signs(values.numel()))
+    padded[: values.numel()] = values
+    folded: list[float] = (padded * _signs(values.numel())).view(-1, SKETCH).sum(0).tolist()
+    return folded
+
+
+def draw_sample(seed: int, slot: int, life: int, number: int, elements: int) -> tuple[float, torch.Tensor]:
+    """One sample's weight and values; the sums of the weights of different samples of a slot are different."""
+    dice = random.Random(f"sample/{seed}/{slot}/{life}/{number}")
+    weight = dice.randrange(round(0.5 / WEIGHT_UNIT), round(4.0 / WEIGHT_UNIT)) * WEIGHT_UNIT
+    generator = torch.Generator().manual_seed(dice.getrandbits(63))
+    return weight, torch.randn(elements, generator=generator)
+
+
+def average(member: Member) -> None:
+    """Rounds until told to finish; then what is left, and the averager stays open until the parent leaves."""
+    torch.set_num_threads(1)
+    life = member.arguments["life"]
+    with Path(member.arguments["folder"], f"{member.index}-{life}.log").open("w") as log:
+        logging.basicConfig(
+            level=logging.INFO, format="%(asctime)s.%(msecs)03d %(name)s %(message)s", stream=log
+        )
+        faulthandler.register(signal.SIGUSR1, file=log, all_threads=True)
+        config = p2pavg.AveragingConfig(run_id="chaos", **member.arguments["config"])
+        identity = Path(member.arguments["folder"], f"{member.index}.key")
+        with member.averager(config, identity=identity) as averager:
+            worker = _Worker(member, averager)
+            while member.told(timeout=worker.pause()) is None:
+                worker.round()
+            worker.finish()
+            while True:
+                member.told(timeout=SETTLE_SECONDS)
+
+
+class _Worker:
+    """A training loop without training."""
+
+    def __init__(self, member: Member, averager: blocking.Averager) -> None:
+        self._member = member
+        self._averager = averager
+        self._seed: int = member.arguments["seed"]
+        self._life: int = member.arguments["life"]
+        self._elements: int = member.arguments["elements"]
+        self._pause: float = member.arguments["pause"]
+        self._dice = random.Random(f"worker/{self._seed}/{member.index}/{self._life}")
+        self._samples = 0
+
+    def pause(self) -> float:
+        """Seconds until the next round: what training would take."""
+        return self._dice.uniform(0.0, 2 * self._pause)
+
+    def round(self) -> None:
+        """One result, with what leads up to it."""
+        self._accumulate()
+        self._report("begun", weight=self._averager.weight)
+        result: p2pavg.RoundResult | None = None
+        if self._dice.random() < BETWEEN:
+            result = self._averager.step(wait=0)
+            if isinstance(result, p2pavg.InProgress):
+                self._accumulate()  # belongs to the next round
+        if self._dice.random() < WATCHED and (result is None or isinstance(result, p2pavg.InProgress)):
+            result = self._watch()
+        while result is None or isinstance(result, p2pavg.InProgress):
+            result = self._averager.step(wait=None)
+            if isinstance(result, p2pavg.InProgress):
+                self._report("waits", reason=result.reason)
+        self._report("result", **_describe(result), weight=self._averager.weight)
+
+    def _watch(self) -> p2pavg.RoundResult:
+        """Say when the group exchanges."""
+        end = time.monotonic() + WATCH_SECONDS
+        while True:
+            result = self._averager.step(wait=0.03)
+            exchanges = isinstance(result, p2pavg.InProgress) and result.reason == EXCHANGES
+            if exchanges:
+                self._report("waits", reason=EXCHANGES)
+            if exchanges or not isinstance(result, p2pavg.InProgress) or time.monotonic() > end:
+                return result
+
+    def finish(self) -> None:
+        """Say what is left, when it is known."""
+        end = time.monotonic() + SETTLE_SECONDS
+        while self._withheld() and time.monotonic() < end:
+            time.sleep(0.1)
+        withheld, weight = self._withheld(), self._averager.weight
+        while True:  # what is found out is moved from one to the other, and may be on its way
+            time.sleep(0.2)
+            before, (withheld, weight) = (withheld, weight), (self._withheld(), self._averager.weight)
+            if before == (withheld, weight):
+                break
+        self._report("left", weight=weight, withheld=withheld)
+
+    def _withheld(self) -> float:
+        return self._averager.withheld
+
+    def _accumulate(self) -> None:
+        weight, values = draw_sample(
+            self._seed, self._member.index, self._life, self._samples, self._elements
+        )
+        # Said first: of a process that is killed, everything that others may hold of it has been said.
+        self._report("sample", number=self._samples, weight=weight)
+        self._samples += 1
+        self._averager.accumulate([values], weight=weight)
+
+    def _report(self, event: str, **what: Any) -> None:
+        self._member.report(event=event, at=time.monotonic(), **what)
+
+
+def _describe(result: p2pavg.RoundResult) -> dict[str, Any]:
+    described: dict[str, Any] = {"result": type(result).__name__}
+    if isinstance(result, p2pavg.Success):
+        assert isinstance(result.averaged, list)
+        [averaged] = result.averaged
+        described |= {
+            "group_id": result.group_id,
+            "weights": {peer_id: result.weights[peer_id] for peer_id in result.peers},
+            "total_weight": result.total_weight,
+            "digest": hashlib.sha256(averaged.numpy().tobytes()).hexdigest(),
+            "sketch": sketch(averaged),
+            "lost": dict(result.lost),
+        }
+    else:
+        described["reason"] = result.reason
+    if isinstance(result, p2pavg.Failed):
+        described |= {"peer": result.peer, "used": result.used}
+    return described

@@ -1,0 +1,136 @@
+"""Trials of four real processes that average, one of which is lost in the midst of a round."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from p2pavg.testing import LocalSwarm, SwarmProcess
+
+PEERS = 4
+WAIT_SECONDS = 120.0
+
+
+@dataclass
+class Trial:
+    """What came of one."""
+
+    signal: str
+    role: str
+    moment: float
+    """When the victim was lost, as a part of an undisturbed exchange."""
+    undisturbed: float
+    """Seconds that exchanges took in which nothing happened, in this run, the median."""
+    peers: int
+    """How many contributions are in the survivors' result."""
+    took: float
+    """Seconds of the survivors' exchange, the longest."""
+    error: float
+
+    @property
+    def grace(self) -> float:
+        """Seconds that it may take beyond twice an undisturbed exchange: one, and five more to notice silence."""
+        return 1.0 + (5.0 if self.signal == "SIGSTOP" else 0.0)
+
+
+@dataclass
+class Trials:
+    """Four processes, of which one is lost again and again, and replaced."""
+
+    swarm: LocalSwarm
+    bound: float
+    living: list[SwarmProcess] = field(default_factory=list)
+    undisturbed: list[float] = field(default_factory=list)
+
+    def round(self, processes: list[SwarmProcess]) -> list[dict[str, Any]]:
+        """What the next round of each came to."""
+        return [next(event for event in iter_events(process) if "result" in event) for process in processes]
+
+    def settle(self) -> None:
+        """Rounds until all four have averaged with one another and nothing else."""
+        first, *others = self.living
+        for _ in range(5):
+            [result] = self.round([first])
+            if len(result.get("peers", [])) == PEERS:
+                for process in others:  # who was a round behind has one result more
+                    while self.round([process])[0].get("group_id") != result["group_id"]:
+                        pass
+                self.undisturbed.append(result["exchange_duration"])
+                return
+        raise AssertionError("four processes do not come together")
+
+    def lose(self, signal: str, role: str, moment: float) -> Trial:
+        """One trial. AssertionError when a survivor's result is not what is promised."""
+        victim, *survivors = self.living
+        for process in self.living:
+            late = (process is not victim) == (role == "leader")
+            process.tell(late=late)
+        self.settle()
+        usual = statistics.median(self.undisturbed)
+        while "formed" not in victim.event(WAIT_SECONDS):
+            pass
+        time.sleep(moment * usual)
+        victim.kill() if signal == "SIGKILL" else victim.stop()
+        results = self.round(survivors)
+        trial = self._check(signal, role, moment, usual, victim, survivors, results)
+        if signal == "SIGSTOP":
+            victim.resume()
+            self._check_return(victim, trial)
+            self.living = [*survivors, victim]
+        else:
+            self.living = [*survivors, self.swarm.add()]
+        return trial
+
+    def _check(
+        self,
+        signal: str,
+        role: str,
+        moment: float,
+        usual: float,
+        victim: SwarmProcess,
+        survivors: list[SwarmProcess],
+        results: list[dict[str, Any]],
+    ) -> Trial:
+        assert all(result["result"] == "Success" for result in results), results
+        assert all(result["kept"] for result in results), results
+        assert len({result["digest"] for result in results}) == 1, results
+        assert len({tuple(result["peers"]) for result in results}) == 1, results
+        peers = set(results[0]["peers"])
+        others = {process.peer_id for process in survivors}
+        assert peers in (others, others | {victim.peer_id}), results
+        error = max(result["error"] for result in results)
+        assert error <= self.bound, results
+        took = max(result["exchange_duration"] for result in results)
+        return Trial(signal, role, moment, usual, len(peers), took, error)
+
+    def _check_return(self, victim: SwarmProcess, trial: Trial) -> None:
+        """It hears that it was given up, and has what it had; or it was in, and has the result."""
+        [back] = self.round([victim])
+        assert back["kept"], back
+        assert back["result"] == ("Success" if trial.peers == PEERS else "Failed"), back
+
+
+def iter_events(process: SwarmProcess) -> Iterator[dict[str, Any]]:
+    """What a process reports."""
+    while True:
+        yield process.event(WAIT_SECONDS)
+
+
+@contextmanager
+def trials(compression: str | None, elements: int) -> Iterator[Trials]:
+    """Four processes with so many elements."""
+    config = {
+        "group_size": PEERS,
+        "min_group_size": 2,
+        "match_timeout": 60.0,
+        "exchange_timeout": 30.0,
+        "compression": compression,
+    }
+    arguments = {"elements": elements, "config": config}
+    with LocalSwarm("tests.integration.swarm_work:survive", peers=PEERS, arguments=arguments) as swarm:
+        swarm.start()
+        yield Trials(swarm, 1e-6 if compression is None else 0.02, list(swarm.processes))

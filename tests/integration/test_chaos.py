@@ -1,0 +1,385 @@
+"""The checker of ``scripts/chaos`` on histories made by hand, its plan, and one short run with real processes."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from scripts.chaos import Setting, examine, measure, run
+from scripts.chaos_check import Findings, Life, Limits, SampleId, check
+from scripts.chaos_plan import Action, draw
+from scripts.chaos_work import draw_sample, sketch
+
+LIMITS = Limits(match_timeout=5.0, exchange_timeout=15.0, codec="fp32")
+A, B, C = "peer A", "peer B", "peer C"
+
+
+def values(sample: SampleId) -> Sequence[float]:
+    slot, life, number = sample
+    return [slot + 1.0, life + 2.0, number + 3.0, 1.0]
+
+
+def mean(*parts: tuple[float, SampleId]) -> list[float]:
+    total = sum(weight for weight, _ in parts)
+    return [sum(weight * values(sample)[i] for weight, sample in parts) / total for i in range(4)]
+
+
+class History(Life):
+    """A life, told briefly."""
+
+    def sample(self, at: float, number: int, weight: float) -> History:
+        self.events.append({"event": "sample", "at": at, "number": number, "weight": weight})
+        return self
+
+    def begun(self, at: float, weight: float) -> History:
+        self.events.append({"event": "begun", "at": at, "weight": weight})
+        return self
+
+    def result(self, at: float, weight: float, result: str, **what: Any) -> History:
+        self.events.append({"event": "result", "at": at, "weight": weight, "result": result, **what})
+        return self
+
+    def success(
+        self, at: float, weight: float, group_id: str, weights: dict[str, float], average: Sequence[float]
+    ) -> History:
+        return self.result(
+            at,
+            weight,
+            "Success",
+            group_id=group_id,
+            weights=weights,
+            total_weight=sum(weights.values()),
+            digest=f"bits of {group_id}",
+            sketch=list(average),
+        )
+
+    def failed(self, at: float, weight: float, *, used: bool | None) -> History:
+        return self.result(at, weight, "Failed", reason="lost", peer=None, used=used)
+
+    def left(self, at: float, weight: float, withheld: float = 0.0) -> History:
+        self.events.append({"event": "left", "at": at, "weight": weight, "withheld": withheld})
+        return self
+
+
+def found(*lives: Life) -> Findings:
+    return check(lives, LIMITS, values)
+
+
+def wrong(*lives: Life) -> str:
+    """What is wrong; exactly one thing."""
+    [text] = found(*lives).violations
+    return text
+
+
+FIRST = mean((1.0, (0, 0, 0)), (2.0, (1, 0, 0)))
+SECOND = mean((4.0, (0, 0, 1)), (8.0, (1, 0, 1)))
+
+
+def right() -> tuple[History, History]:
+    """Two processes that average twice, with a round in which one found nobody in between, and a sample left."""
+    a = History(0, 0, A).sample(0, 0, 1.0).begun(0, 1.0).success(2, 0, "g1", {A: 1.0, B: 2.0}, FIRST)
+    b = History(1, 0, B).sample(0, 0, 2.0).begun(1, 2.0).success(2, 0, "g1", {A: 1.0, B: 2.0}, FIRST)
+    a.sample(3, 1, 4.0).begun(3, 4.0).result(8, 4.0, "NoPeers", reason="nobody")
+    a.begun(9, 4.0).sample(9.5, 2, 16.0).success(11, 16.0, "g2", {A: 4.0, B: 8.0}, SECOND)
+    b.sample(9, 1, 8.0).begun(9, 8.0).success(12, 0, "g2", {A: 4.0, B: 8.0}, SECOND)
+    return a.left(20, 16.0), b.left(20, 0)
+
+
+class TestRight:
+    def test_two_that_average_twice(self) -> None:
+        findings = found(*right())
+        assert findings.violations == []
+        assert [len(result.samples) for result in findings.committed] == [2, 2]
+
+    def test_what_a_round_gave_back_is_in_a_later_one(self) -> None:
+        a = History(0, 0, A).sample(0, 0, 1.0).begun(0, 1.0).sample(1, 1, 4.0).failed(2, 5.0, used=False)
+        b = History(1, 0, B).sample(0, 0, 2.0).begun(3, 2.0)
+        weights, average = (
+            {A: 5.0, B: 2.0},
+            mean((1.0, (0, 0, 0)), (4.0, (0, 0, 1)), (2.0, (1, 0, 0))),
+        )
+        a.begun(3, 5.0).success(4, 0, "g", weights, average).left(9, 0)
+        b.success(4, 0, "g", weights, average).left(9, 0)
+        assert found(a, b).violations == []
+
+    def test_used_as_another_reports_it(self) -> None:
+        a = History(0, 0, A).sample(0, 0, 1.0).begun(0, 1.0).failed(3, 0, used=True).left(9, 0)
+        b = History(1, 0, B).sample(0, 0, 2.0).begun(0, 2.0)
+        b.success(2, 0, "g", {A: 1.0, B: 2.0}, FIRST).left(9, 0)
+        assert found(a, b).violations == []
+
+    @pytest.mark.parametrize("used", [True, False])
+    def test_withheld_and_found_out(self, used: bool) -> None:
+        a = History(0, 0, A).sample(0, 0, 1.0).begun(0, 1.0).failed(3, 0, used=None)
+        b = History(1, 0, B).sample(0, 0, 2.0).begun(0, 2.0)
+        if used:
+            b.success(2, 0, "g", {A: 1.0, B: 2.0}, FIRST).left(9, 0)
+            a.left(9, 0)
+        else:
+            b.failed(2, 2.0, used=False).left(9, 2.0)
+            a.left(9, 1.0)
+        assert found(a, b).violations == []
+
+    def test_given_back_in_the_moment_before_a_round_takes_it(self) -> None:
+        a = History(0, 0, A).sample(0, 0, 1.0).begun(0, 1.0).failed(3, 0, used=None)
+        a.sample(4, 1, 4.0).begun(4, 4.0)  # and the 1.0 comes back now
+        b = History(1, 0, B).sample(4, 0, 2.0).begun(4, 2.0)
+        weights = {A: 5.0, B: 2.0}
+        average = mean((1.0, (0, 0, 0)), (4.0, (0, 0, 1)), (2.0, (1, 0, 0)))
+        a.success(5, 0, "g", weights, average).left(9, 0)
+        b.success(5, 0, "g", weights, average).left(9, 0)
+        assert found(a, b).violations == []
+
+    def test_still_withheld_at_the_end(self) -> None:
+        a = History(0, 0, A).sample(0, 0, 1.0).begun(0, 1.0).failed(3, 0, used=None).left(9, 0, 1.0)
+        findings = found(a)
+        assert findings.violations == []
+        assert findings.undecided == 1
+
+    def test_a_killed_process_s_samples_are_in_one_result_or_none(self) -> None:
+        a, b = right()
+        del b.events[-2:]  # it did not live to report its second result
+        b.killed = 13
+        b.sample(12.5, 2, 32.0)
+        restarted = History(1, 1, B).sample(15, 0, 64.0).left(20, 64.0)
+        assert found(a, b, restarted).violations == []
+
+    def test_a_stopped_process_takes_longer(self) -> None:
+        a = History(0, 0, A).sample(0, 0, 1.0).begun(0, 1.0).failed(70, 1.0, used=False).left(71, 1.0)
+        assert "took 70.0 s" in wrong(a)
+        a.stops.append((1.0, 60.0))
+        assert found(a).violations == []
+
+
+class TestExcused:
+    """Used, in a result that nobody lived to report."""
+
+    def used(self) -> History:
+        return History(0, 0, A).sample(0, 0, 1.0).begun(10, 1.0).failed(13, 0, used=True).left(20, 0)
+
+    def killed(self, begun: float, killed: float) -> History:
+        life = History(1, 0, B, killed=killed)
+        return life.sample(0, 0, 2.0).begun(begun, 2.0)
+
+    def test_who_was_killed_in_a_step_of_that_time_may_have_held_it(self) -> None:
+        findings = found(self.used(), self.killed(9, 12))
+        assert findings.violations == []
+        assert findings.excused == 1
+
+    @pytest.mark.parametrize(("begun", "killed"), [(14, 15), (8, 9)])
+    def test_not_in_a_step_of_another_time(self, begun: float, killed: float) -> None:
+        assert "no known result contains it" in wrong(self.used(), self.killed(begun, killed))
+
+    def test_not_after_it_reported_another_result(self) -> None:
+        killed = self.killed(9, 12).failed(11, 2.0, used=False)
+        assert "no known result contains it" in wrong(self.used(), killed)
+
+    def test_not_if_nobody_was_killed(self) -> None:
+        survivor = self.killed(9, 12).failed(11, 2.0, used=False).left(20, 2.0)
+        survivor.killed = None
+        assert "no known result contains it" in wrong(self.used(), survivor)
+
+    def test_withheld_and_gone(self) -> None:
+        a = History(0, 0, A).sample(0, 0, 1.0).begun(10, 1.0).failed(13, 0, used=None).left(20, 0)
+        assert "no known result contains it" in wrong(a)
+        assert found(a, self.killed(9, 12)).violations == []
+
+
+class TestWrong:
+    def test_a_result_that_is_not_the_mean(self) -> None:
+        a, b = right()
+        for life in a, b:
+            for event in life.events:
+                if event.get("group_id") == "g2":
+                    event["sketch"] = [x * 1.001 for x in event["sketch"]]  # type: ignore[index]
+        assert "from the mean of its peers' samples" in wrong(a, b)
+
+    def test_a_result_without_one_of_its_peers(self) -> None:
+        a, b = right()
+        for life in a, b:
+            for event in life.events:
+                if event.get("group_id") == "g1":
+                    event["sketch"] = mean((1.0, (0, 0, 0)))  # type: ignore[index]
+        assert "from the mean of its peers' samples" in wrong(a, b)
+
+    @pytest.mark.parametrize("what", ["digest", "total_weight"])
+    def test_different_results_of_a_group(self, what: str) -> None:
+        a, b = right()
+        b.events[2] = {**b.events[2], what: 5.0}
+        assert f"differ in the {what} of group g1" in wrong(a, b)
+
+    def test_different_peers_of_a_group(self) -> None:
+        a, b = right()
+        b.events[2] = {**b.events[2], "weights": {B: 2.0, C: 1.0}}
+        assert "differ in the weights of group g1" in wrong(a, b)
+
+    def test_a_result_without_who_holds_it(self) -> None:
+        a, b = right()
+        c = History(2, 0, C).sample(0, 0, 1.5).begun(0, 1.5)
+        c.events.append({**a.events[2]})
+        assert "is not in its own result" in wrong(a, b, c.left(20, 0))
+
+    def test_a_weight_that_a_peer_never_had(self) -> None:
+        a, b = right()
+        for life in a, b:
+            for event in life.events:
+                if event.get("group_id") == "g2":
+                    event["weights"][A], event["total_weight"] = 5.0, 13.0  # type: ignore[index]
+        assert "with a weight that it never had" in wrong(a, b)
+
+    def test_a_sample_in_two_results(self) -> None:
+        a, b = right()
+        c = History(2, 0, C).sample(0, 0, 0.5).begun(9, 0.5)
+        average = mean((4.0, (0, 0, 1)), (0.5, (2, 0, 0)))
+        c.success(12, 0, "g3", {A: 4.0, C: 0.5}, average)
+        assert "sample 1 of process 0, life 0, is in two results" in wrong(a, b, c.left(20, 0))
+
+    def test_in_two_results_though_its_process_was_killed(self) -> None:
+        """Nothing excuses that."""
+        a, b = right()
+        a.events = a.events[:-2]
+        a.killed = 12
+        c = History(2, 0, C).sample(0, 0, 0.5).begun(9, 0.5)
+        average = mean((4.0, (0, 0, 1)), (0.5, (2, 0, 0)))
+        c.success(12, 0, "g3", {A: 4.0, C: 0.5}, average)
+        assert "is in two results" in wrong(a, b, c.left(20, 0))
+
+    def test_kept_and_in_a_result(self) -> None:
+        a, b = right()
+        a.events = a.events[:-2]
+        a.failed(13, 20.0, used=False).left(20, 20.0)
+        findings = found(a, b)
+        assert any("was told that it was in no result" in text for text in findings.violations)
+        assert any("and accumulated still" in text for text in findings.violations)
+
+    def test_told_that_it_was_not_used_and_killed_later(self) -> None:
+        a, b = right()
+        a.events = a.events[:-2]
+        a.failed(13, 20.0, used=False)
+        a.killed = 15
+        findings = found(a, b)
+        assert any("was told that it was in no result" in text for text in findings.violations)
+
+    @pytest.mark.parametrize("weight", [0.0, 20.0])
+    def test_a_sample_lost_or_counted_twice_in_the_accumulator(self, weight: float) -> None:
+        a, b = right()
+        a.events[-1] = {**a.events[-1], "weight": weight}
+        assert "samples that are left weigh 16.0" in wrong(a, b)
+
+    def test_withheld_that_nothing_adds_up_to(self) -> None:
+        a, b = right()
+        a.events[-1] = {**a.events[-1], "withheld": 0.25}
+        assert "withholds a weight of 0.25" in wrong(a, b)
+
+    def test_withheld_used_and_given_back(self) -> None:
+        a = History(0, 0, A).sample(0, 0, 1.0).begun(0, 1.0).failed(3, 0, used=None).left(9, 1.0)
+        b = History(1, 0, B).sample(0, 0, 2.0).begun(0, 2.0)
+        b.success(2, 0, "g", {A: 1.0, B: 2.0}, FIRST).left(9, 0)
+        assert "is in the result of group g, and accumulated still" in wrong(a, b)
+
+    def test_a_contribution_of_a_step_that_was_over(self) -> None:
+        a, b = right()
+        late = copy.deepcopy(b)
+        late.events = [
+            {**event, "at": event["at"] + (30 if event["at"] >= 9 else 0)} for event in late.events
+        ]
+        findings = found(a, late)
+        assert any("which was over at 11.00" in text for text in findings.violations)
+
+    def test_a_step_that_takes_too_long(self) -> None:
+        a, b = right()
+        a.events = [{**event, "at": event["at"] + (50 if event["at"] > 19 else 0)} for event in a.events]
+        assert found(a, b).violations == []  # between steps, it may take its time
+        c = History(2, 0, C).sample(0, 0, 1.5).begun(0, 1.5).failed(41, 1.5, used=False).left(42, 1.5)
+        assert "a step of process 2 took 41.0 s" in wrong(a, b, c)
+
+    def test_a_step_that_hangs_until_its_process_is_killed(self) -> None:
+        c = History(2, 0, C, killed=100).sample(0, 0, 1.5).begun(0, 1.5)
+        assert "a step of process 2 took 100.0 s" in wrong(c)
+
+    def test_a_process_that_never_says_what_is_left(self) -> None:
+        a, b = right()
+        a.events.pop()
+        assert "process 0 did not say what is left" in wrong(a, b)
+
+    def test_a_process_that_ends_by_itself(self) -> None:
+        a, b = right()
+        a.events.pop()
+        a.trouble = "was not killed, and has ended"
+        assert "process 0 was not killed, and has ended" in wrong(a, b)
+
+
+class TestPlan:
+    @pytest.mark.parametrize("seed", range(30))
+    @pytest.mark.parametrize("peers", [4, 5, 8])
+    def test_at_least_half_are_there_and_everything_is_undone(self, seed: int, peers: int) -> None:
+        plan = draw(seed, peers=peers, seconds=120.0)
+        assert plan == draw(seed, peers=peers, seconds=120.0) == sorted(plan)
+        states = dict.fromkeys(range(peers), "runs")
+        allowed = {
+            "kill": {"runs", "stopped"},
+            "stop": {"runs"},
+            "resume": {"stopped"},
+            "restart": {"killed"},
+        }
+        becomes = {"kill": "killed", "stop": "stopped", "resume": "runs", "restart": "runs"}
+        for action in plan:
+            assert states[action.slot] in allowed[action.what], plan
+            states[action.slot] = becomes[action.what]
+            assert 2 * list(states.values()).count("runs") >= peers, plan
+        assert set(states.values()) == {"runs"}
+
+    def test_everything_happens_to_everybody(self) -> None:
+        plan = draw(0, peers=8, seconds=300.0)
+        assert {action.what for action in plan} == {"kill", "stop", "resume", "restart"}
+        assert {action.slot for action in plan if action.what == "kill"} == set(range(8))
+        assert {action.slot for action in plan if action.what == "stop"} == set(range(8))
+
+    def test_seeds_differ(self) -> None:
+        assert draw(0, peers=8, seconds=60.0) != draw(1, peers=8, seconds=60.0)
+
+
+class TestSketch:
+    @pytest.mark.parametrize("elements", [1, 63, 64, 1_000, 50_000])
+    def test_it_is_linear_and_keeps_norms(self, elements: int) -> None:
+        _, one = draw_sample(0, 0, 0, 0, elements)
+        _, other = draw_sample(0, 0, 0, 1, elements)
+        assert not torch.equal(one, other)
+        both = torch.tensor(sketch(one)) + torch.tensor(sketch(other))
+        torch.testing.assert_close(torch.tensor(sketch(one + other)), both, atol=1e-3, rtol=1e-5)
+        if elements >= 1_000:
+            assert torch.tensor(sketch(one)).norm() / one.norm() == pytest.approx(1.0, abs=0.3)
+
+    def test_sums_of_weights_are_exact(self) -> None:
+        weights = [draw_sample(0, 0, 0, number, 1)[0] for number in range(1_000)]
+        assert sum(weights) == sum(reversed(weights))
+        assert len(set(weights)) == 1_000
+        assert sum(weights) - sum(weights[:500]) == sum(weights[500:])
+
+
+def test_four_processes_of_which_some_are_killed_stopped_and_restarted(tmp_path: Path) -> None:
+    """The first, from which the others bootstrapped, among them."""
+    how = Setting(
+        peers=4, seconds=15.0, seed=3, group_size=3, elements=20_000, match_timeout=3.0, calm_seconds=5.0
+    )
+    plan = [
+        Action(2.0, "kill", 0),
+        Action(3.0, "stop", 1),
+        Action(4.0, "restart", 0),
+        Action(6.0, "resume", 1),
+    ]
+    report = run(how, plan, tmp_path)
+    findings = examine(how, report)
+    assert findings.violations == []
+    assert report.faults == Counter({"kill": 1, "stop": 1, "restart": 1, "resume": 1})
+    first, again = (life for life in report.lives if life.slot == 0)
+    assert first.peer_id == again.peer_id
+    assert measure(report, findings)["rounds_per_minute"] > 0
+    assert any(again.peer_id in result.first["weights"] and result.holders for result in findings.committed)
+    assert {event["event"] for event in again.events} >= {"sample", "begun", "result", "left"}

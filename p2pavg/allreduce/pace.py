@@ -35,7 +35,7 @@ class Pace:
         self._last = now
         self._owed: float | None = None
         self._doubted = False
-        self._heard = False
+        self._heard = self._voted = False
         self._bytes = 0
         self._seconds = 0.0
 
@@ -48,6 +48,7 @@ class Pace:
             self._bytes += count
         if data and self._owed is not None:
             self._owed = now
+        self._voted |= not data
         self._heard, self._last = True, now
 
     def owes(self, now: float, yes: bool) -> None:
@@ -65,7 +66,9 @@ class Pace:
 
     def overdue(self, now: float) -> str | None:
         """Why the member is to be given up, or ``None``."""
-        floor = FLOOR_SECONDS if self._bytes >= self._part_bytes else FIRST_CONTACT_SECONDS
+        # Votes may come late for the first time, on a stream that is opened while both sides send parts already.
+        known = self._voted and self._bytes >= self._part_bytes
+        floor = FLOOR_SECONDS if known else FIRST_CONTACT_SECONDS
         pace = max(floor, PARTS * self.part_seconds())
         silence = min(pace, self._limit)
         if now - self._last >= silence:

@@ -27,6 +27,7 @@ def sends(pace: Pace, seconds: float, parts: int, begun: float = BEGUN) -> float
     """Parts in pieces, ``seconds`` each; when the last was there."""
     now = begun
     pace.arrived(now, PART // 4, data=True)
+    pace.arrived(now, 10, data=False)  # its stream of votes is there
     for _ in range(4 * parts):
         now += seconds / 4
         pace.arrived(now, PART // 4, data=True)
@@ -53,6 +54,14 @@ def test_first_contact_has_its_own_time() -> None:
 @pytest.mark.parametrize("prior", [0.1, 1.0, 10.0])
 def test_first_contact_may_take_longer_over_a_link_that_is_said_to_be_slow(prior: float) -> None:
     assert silence(a_pace(prior=prior), BEGUN) == about(max(FIRST_CONTACT_SECONDS, PARTS * prior))
+
+
+def test_as_long_may_be_silent_whose_stream_of_votes_is_not_there_yet() -> None:
+    """It was opened while both sides sent parts already, and waits behind them."""
+    pace = a_pace()
+    for piece in range(8):
+        pace.arrived(BEGUN + 0.01 * piece, PART, data=True)
+    assert silence(pace, BEGUN + 0.07) == about(FIRST_CONTACT_SECONDS)
 
 
 def test_as_long_may_be_silent_who_has_sent_less_than_a_part() -> None:

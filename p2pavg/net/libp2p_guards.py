@@ -159,6 +159,19 @@ class PatientStream(YamuxStream):
         if owed == 0:
             self.conn._nursery.start_soon(self._pay_window)
 
+    async def _auto_tune_and_send_window_update(self, *, bytes_read: int = 0) -> None:  # noqa: ARG002
+        """What is unread and what may still come are the window together, and no more.
+
+        libp2p gives some of what was read back twice. A sender that uses it goes beyond the window, and so beyond what
+        this process holds for it: an honest one would lose its stream.
+        """
+        async with self.window_lock:
+            buffered = len(self.conn.stream_buffers.get(self.stream_id, b""))
+            if self.target_recv_window - (self.recv_window + buffered) < self._grow_threshold():
+                return
+            increment = self._grow_to_delta(buffered) + self._apply_autotune_epoch(buffered)
+        await self.send_window_update(increment, skip_lock=True)
+
     async def _pay_window(self) -> None:
         try:
             while (increment := self.__dict__["_owed_window"]) > 0:

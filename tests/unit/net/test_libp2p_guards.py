@@ -1,6 +1,8 @@
 """The guards around py-libp2p that need a virtual clock, or a link that is slower than loopback."""
 
+import random
 import struct
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -55,6 +57,31 @@ async def test_a_writer_waits_for_its_window_for_an_hour(
     assert bytes(wire.written) == data
     assert wire.largest <= 64 * 1024
     assert stream.send_window == 256 * 1024 + 8 * 100_000 - len(data)
+
+
+@pytest.mark.parametrize("seed", range(5))
+async def test_no_sender_is_allowed_more_than_its_window(seed: int, autojump_clock: MockClock) -> None:
+    """Whatever is read, in whatever pieces, beside what arrives."""
+    dice = random.Random(seed)
+    stream = stream_on(Wire())
+    buffer = bytearray()
+    conn = SimpleNamespace(stream_buffers={1: buffer}, _nursery=None, rtt=0.05)
+    stream.conn = cast(Any, conn)
+    monkeyed = cast(Any, stream)
+    monkeyed._effective_rtt = lambda: 0.05
+    read = 0
+    for _ in range(3000):
+        if stream.recv_window and dice.random() < 0.6:
+            count = min(stream.recv_window, dice.choice([1, 5, 4096, 32 * 1024, 64 * 1024]))
+            buffer += bytes(count)
+            stream.recv_window -= count
+        taken = min(len(buffer), dice.choice([4, 4096, 64 * 1024, 256 * 1024]))
+        del buffer[:taken]
+        read += taken
+        await monkeyed._auto_tune_and_send_window_update(bytes_read=taken)
+        await trio.sleep(dice.uniform(0.0, 0.05))
+        assert stream.recv_window + len(buffer) <= stream.target_recv_window <= guards.MAX_WINDOW_BYTES
+    assert read > 20 * 1024 * 1024, "a window that never opens again"
 
 
 @pytest.mark.parametrize("end", ["closed", "send_closed"])

@@ -169,6 +169,7 @@ PARTS: dict[str, Callable[[], list[tuple[str, str]]]] = {
     "cold": cold,
     "group": group,
     "kill": kill,
+    "stop": stop,
     "soak": soak,
     "round": large_round,
     "codecs": codecs,

@@ -18,8 +18,8 @@ import trio
 import p2pavg
 from p2pavg.allreduce import reduction
 from p2pavg.allreduce.partition import cut_into_parts
-from p2pavg.testing import MemoryNetwork, MemoryTransport, Milestone, simulate, simulated_peer
-from p2pavg.testing.simulation import simulated_signer
+from p2pavg.testing import MemoryNetwork, Milestone, simulate, simulated_peer
+from p2pavg.testing.simulation import cancel_when_crashed, simulated_signer
 
 TRAIN_SECONDS = (18.0, 20.0)
 ABSENT_SECONDS = 10.0
@@ -59,7 +59,7 @@ class Run:
                 self.died += 1
                 self.network.crash(peer_id)
 
-        self.network.on_milestone = reached
+        self.network.watchers.append(reached)
         seconds = self.rounds * (sum(TRAIN_SECONDS) / 2 + 1.0)
         with trio.move_on_after(seconds + 5.0):
             async with trio.open_nursery() as nursery:
@@ -84,15 +84,9 @@ class Run:
                     simulated_peer(self.network, index, bootstrap=bootstrap) as peer,
                     trio.open_nursery() as nursery,
                 ):
-                    nursery.start_soon(self.end_with, peer.around.transport, scope)
+                    nursery.start_soon(cancel_when_crashed, peer, scope)
                     await self.train(peer, index)
             await trio.sleep(ABSENT_SECONDS)
-
-    async def end_with(self, transport: object, scope: trio.CancelScope) -> None:
-        """A crashed peer's tasks end."""
-        assert isinstance(transport, MemoryTransport)
-        await transport.crashed.wait()
-        scope.cancel()
 
     async def train(self, peer: p2pavg.Peer, index: int) -> None:
         """Rounds without end."""

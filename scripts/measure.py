@@ -165,7 +165,7 @@ def codecs(repeats: int = 5) -> list[tuple[str, str]]:
     ]
 
 
-PARTS: dict[str, Callable[[], list[tuple[str, str]]]] = {
+PARTS: dict[str, Callable[..., list[tuple[str, str]]]] = {
     "cold": cold,
     "group": group,
     "kill": kill,
@@ -181,10 +181,13 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("parts", nargs="*", choices=[[], *PARTS], default=[])
-    chosen = parser.parse_args().parts or list(PARTS)
+    parser.add_argument("--repeats", type=int, help="of each kind, for kill and stop")
+    arguments = parser.parse_args()
+    chosen = arguments.parts or list(PARTS)
     table = Table("what", "measured", title="four peer processes on localhost")
     for name in chosen:
-        for row in PARTS[name]():
+        again = {"repeats": arguments.repeats} if arguments.repeats and name in ("kill", "stop") else {}
+        for row in PARTS[name](**again):
             table.add_row(*row)
     Console(width=150).print(table)
 

@@ -158,34 +158,12 @@ async def run(how: Setting) -> Record:
             result = await averager.step(wait=None)
         return result
 
-    network.on_milestone = lambda peer_id, milestone: note(record, peer_id, milestone)
-    plan = how.plan
-    watched = _Watched(plan, record)
-    ended = await run_peers(network, how.peers, work, plan=watched)
-    stops = [fault.what for fault in plan.faults if isinstance(fault.what, Stop)]
+    network.watchers.append(partial(note, record))
+    ended = await run_peers(network, how.peers, work, plan=how.plan)
+    stops = [fault.what for fault in how.plan.faults if isinstance(fault.what, Stop)]
     record.stopped = {simulated_signer(stop.peer).peer_id for stop in stops if stop.seconds is None}
     record.crashed = {simulated_signer(index).peer_id for index in range(how.peers) if index not in ended}
     return record
-
-
-class _Watched(FaultPlan):
-    """A plan beside which is noted how long each exchange takes."""
-
-    def __init__(self, plan: FaultPlan, record: Record) -> None:
-        super().__init__(plan.faults)
-        self._record = record
-
-    async def carry_out(self, network: MemoryNetwork, peer_ids: list[str]) -> None:  # type: ignore[override]
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(super().carry_out, network, peer_ids)
-            await trio.lowlevel.checkpoint()
-            carried_out = network.on_milestone
-
-            def both(peer_id: str, milestone: Milestone) -> None:
-                note(self._record, peer_id, milestone)
-                carried_out(peer_id, milestone)
-
-            network.on_milestone = both
 
 
 def note(record: Record, peer_id: str, milestone: Milestone) -> None:

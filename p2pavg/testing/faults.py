@@ -143,7 +143,7 @@ class FaultPlan:
         return cls([_draw_fault(dice, peers, parts, seconds) for _ in range(faults)])
 
     async def carry_out(self, network: MemoryNetwork, peer_ids: Sequence[PeerId]) -> None:
-        """Until cancelled. The network's ``on_milestone`` belongs to the plan meanwhile."""
+        """Until cancelled."""
         indices = {peer_id: index for index, peer_id in enumerate(peer_ids)}
         reached: Counter[tuple[int, Milestone]] = Counter()
         async with trio.open_nursery() as nursery:
@@ -166,13 +166,16 @@ class FaultPlan:
                         else:
                             _happen(network, peer_ids, fault.what, nursery)
 
-            network.on_milestone = count
+            network.watchers.append(count)
             for fault in self.faults:
                 if isinstance(fault.when, At):
                     nursery.start_soon(
                         _happen_later, network, peer_ids, fault.what, fault.when.seconds, nursery
                     )
-            await trio.sleep_forever()
+            try:
+                await trio.sleep_forever()
+            finally:
+                network.watchers.remove(count)
 
 
 def _draw_fault(dice: random.Random, peers: int, parts: int, seconds: float) -> Fault:

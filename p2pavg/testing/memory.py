@@ -74,8 +74,8 @@ class MemoryNetwork:
         self._stopped: set[PeerId] = set()
         self._links_changed = trio.Event()
         self._delays: dict[PeerId, tuple[float, float]] = {}
-        self.on_milestone: Callable[[PeerId, Milestone], None] = lambda _peer, _milestone: None
-        """Called when a simulated peer of this network gets further in a round."""
+        self.watchers: list[Callable[[PeerId, Milestone], None]] = []
+        """Each is told when a simulated peer of this network gets further in a round."""
 
     @asynccontextmanager
     async def transport(
@@ -153,9 +153,10 @@ class MemoryNetwork:
             self._delays[peer_id] = latency
 
     def reached(self, peer_id: PeerId, milestone: Milestone) -> None:
-        """A peer is so far in a round: :attr:`on_milestone` hears of it."""
+        """A peer is so far in a round: :attr:`watchers` hear of it."""
         if peer_id in self._peers:
-            self.on_milestone(peer_id, milestone)
+            for watcher in self.watchers.copy():
+                watcher(peer_id, milestone)
 
     def crash(self, peer_id: PeerId) -> None:
         """As SIGKILL: its connections break at once, its handlers are cancelled, and dials to it are refused.

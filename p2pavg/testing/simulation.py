@@ -94,20 +94,14 @@ async def run_peers(
     results: dict[int, T] = {}
     everybody = trio.Event()
     signers = [simulated_signer(index) for index in range(count)]
-    joined: list[int] = []
 
     async def live(index: int, bootstrap: Sequence[str], done: trio.Event) -> None:
-        async with network.transport(signers[index]) as transport, trio.open_nursery() as nursery:
-            nursery.start_soon(_cancel_when_crashed, transport, nursery.cancel_scope)
-            async with peer_over(
-                transport,
-                signers[index],
-                bootstrap=bootstrap,
-                wall_clock=simulated_clock,
-                run_in_thread=run_on_loop,
-                observe=partial(network.reached, signers[index].peer_id),
-            ) as peer:
-                joined.append(index)
+        with trio.CancelScope() as scope:
+            async with (
+                simulated_peer(network, index, bootstrap=bootstrap) as peer,
+                trio.open_nursery() as nursery,
+            ):
+                nursery.start_soon(cancel_when_crashed, peer, scope)
                 done.set()
                 await everybody.wait()
                 results[index] = await work(peer, index)
@@ -115,7 +109,7 @@ async def run_peers(
                 if not working:
                     finished.set()
                 await finished.wait()  # as somebody's bootstrap peer, or the keeper of somebody's records
-            nursery.cancel_scope.cancel()
+                nursery.cancel_scope.cancel()
         working.discard(index)
         if not working:
             finished.set()
@@ -140,7 +134,10 @@ async def run_peers(
     return results
 
 
-async def _cancel_when_crashed(transport: MemoryTransport, scope: trio.CancelScope) -> None:
+async def cancel_when_crashed(peer: Peer, scope: trio.CancelScope) -> None:
+    """End what runs on a simulated peer when that has crashed."""
+    transport = peer.around.transport
+    assert isinstance(transport, MemoryTransport)
     await transport.crashed.wait()
     scope.cancel()
 

@@ -540,7 +540,7 @@ async def test_a_member_that_is_not_where_its_record_says_is_lost_and_its_neighb
             for index in honest(liar):
                 network.disconnect(transport.peer_id, name(index))
 
-    network.on_milestone = hide
+    network.watchers.append(hide)
     swarm = await play(network, prepare=prepare)
     assert not transports
     check_costs_itself(swarm, liar, "silent for")

@@ -87,6 +87,10 @@ class Fp32(_Cast):
     def name(self) -> str:
         return "fp32"
 
+    @property
+    def is_identity(self) -> bool:
+        return True
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fp16(_Cast):

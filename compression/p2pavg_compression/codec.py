@@ -58,6 +58,11 @@ class Codec(abc.ABC):
         A vector cut at multiples of it and encoded piece by piece decodes to the same bits as the whole.
         """
 
+    @property
+    def is_identity(self) -> bool:
+        """Whether a payload is the vector's own bytes, so that encoding and decoding are copies."""
+        return False
+
     @abc.abstractmethod
     def encoded_nbytes(self, elements: int) -> int:
         """The exact size in bytes of the payload of `elements` elements.

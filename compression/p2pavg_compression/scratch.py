@@ -17,8 +17,8 @@ CUDA_CHUNK_ELEMENTS = 1 << 22
 """16 MiB of float32: enough that launching kernels does not count, little beside a model."""
 
 
-class Scratch(threading.local):
-    """One thread's buffers, of CHUNK_ELEMENTS numbers each. What they contain is valid within one call."""
+class _Memory:
+    """Buffers of CHUNK_ELEMENTS numbers each."""
 
     def __init__(self) -> None:
         # Made under inference_mode they would be refused outside of it, in every later call of this thread.
@@ -26,6 +26,35 @@ class Scratch(threading.local):
             self.floats = torch.empty(CHUNK_ELEMENTS, dtype=torch.float32, device=CPU)
             self.halves = torch.empty(CHUNK_ELEMENTS, dtype=torch.float16, device=CPU)
             self.integers = torch.empty(CHUNK_ELEMENTS, dtype=torch.int32, device=CPU)
+
+
+_MAX_IDLE = 32
+_idle: list[_Memory] = []
+"""Of threads that have ended: new pages for each short-lived thread would cost more than what it does in them."""
+
+
+class _Loan:
+    """A thread's hold on its buffers; it ends with the thread."""
+
+    def __init__(self) -> None:
+        try:
+            self.memory = _idle.pop()
+        except IndexError:
+            self.memory = _Memory()
+
+    def __del__(self, idle: list[_Memory] = _idle, most: int = _MAX_IDLE) -> None:
+        # Bound here: at exit the module may be gone.
+        if len(idle) < most:
+            idle.append(self.memory)
+
+
+class Scratch(threading.local):
+    """One thread's buffers. What they contain is valid within one call."""
+
+    def __init__(self) -> None:
+        self._loan = _Loan()
+        memory = self._loan.memory
+        self.floats, self.halves, self.integers = memory.floats, memory.halves, memory.integers
 
 
 scratch = Scratch()

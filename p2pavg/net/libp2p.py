@@ -32,7 +32,7 @@ from libp2p.security.noise.transport import Transport as Noise
 from libp2p.stream_muxer.exceptions import MuxedStreamError
 from libp2p.stream_muxer.yamux.yamux import PROTOCOL_ID as YAMUX_ID
 from libp2p.tools.anyio_service import background_trio_service
-from libp2p.transport.tcp.tcp import TCP, TCPListener
+from libp2p.transport.tcp.tcp import TCPListener
 from libp2p.transport.upgrader import TransportUpgrader
 from multiaddr import Multiaddr
 
@@ -53,8 +53,21 @@ from p2pavg.net.addresses import (
     with_peer_id,
 )
 from p2pavg.net.dialling import Dialler
+from p2pavg.net.direct import LaneKeeper
+from p2pavg.net.doorway import Doorway
 from p2pavg.net.libp2p_guards import GuardedHost, GuardedMuxerMultistream, GuardedSwarm, GuardedYamux, install
-from p2pavg.net.transport import Buffer, PeerId, Stream, StreamHandler, Transport
+from p2pavg.net.libp2p_speed import EagerMultiselectClient
+from p2pavg.net.libp2p_speed import install as install_speed
+from p2pavg.net.sniffing import SniffingTCP
+from p2pavg.net.transport import (
+    Buffer,
+    DirectLane,
+    DirectLaneHandler,
+    PeerId,
+    Stream,
+    StreamHandler,
+    Transport,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -198,7 +211,9 @@ class _Negotiation:
 class Libp2pTransport(Transport):
     """Made by :func:`open_libp2p_transport`, which owns the tasks."""
 
-    def __init__(self, host: GuardedHost, swarm: GuardedSwarm, nursery: trio.Nursery) -> None:
+    def __init__(
+        self, host: GuardedHost, swarm: GuardedSwarm, tcp: SniffingTCP, nursery: trio.Nursery
+    ) -> None:
         self._host = host
         self._swarm = swarm
         self.nursery = nursery
@@ -208,6 +223,10 @@ class Libp2pTransport(Transport):
         self.peer_id = str(host.get_id())
         self._met: OrderedDict[PeerId, set[str]] = OrderedDict()
         swarm.on_connection = self._connected
+        self._tcp = tcp
+        doorway = Doorway(self.peer_id, _resolve)
+        tcp.on_tls = doorway.accept
+        self._lanes = LaneKeeper(self, nursery, doorway, self._dialled_addresses)
         _transports.add(self)
 
     @property
@@ -337,14 +356,37 @@ class Libp2pTransport(Transport):
         for connection in self._swarm.get_connections(ID.from_string(peer_id)):
             await cast(GuardedYamux, connection.muxed_conn).abort()
 
+    def serve_lanes(self, handler: DirectLaneHandler) -> None:
+        self._lanes.serve(handler)
+
+    async def open_lane(
+        self, peer_id: PeerId, *, addresses: Sequence[str] = (), timeout: float
+    ) -> DirectLane:
+        return await self._lanes.open(peer_id, addresses, timeout)
+
+    def keep_lane(self, lane: DirectLane) -> None:
+        self._lanes.keep(lane)
+
+    def _dialled_addresses(self, peer_id: PeerId) -> list[str]:
+        """Where the open connections lead that this process made to the peer."""
+        found = self._swarm.get_connections(ID.from_string(peer_id))
+        muxed = [cast(GuardedYamux, connection.muxed_conn) for connection in found]
+        return [text for each in muxed if each.is_initiator for text in _address_of(each.socket, peer_id)]
+
     def _listeners(self) -> list[TCPListener]:
         return [cast(TCPListener, listener) for listener in self._swarm.listeners.values()]
 
     def sockets(self) -> list[trio.socket.SocketType]:
-        """Every socket of this transport: of its listeners and its connections."""
+        """Every socket of this transport but its lanes': of its listeners and its connections."""
         listeners = [found for opened in self._listeners() for found in opened.listeners]
         connections = [cast(GuardedYamux, found.muxed_conn) for found in self._swarm.get_connections()]
-        return [found.socket for found in listeners] + [found.socket for found in connections]
+        opened = [found.socket for found in listeners] + [found.socket for found in connections]
+        return opened + self._tcp.undecided
+
+    def detach_all(self) -> list[int]:
+        """The descriptors of every socket, which this copy of the transport forgets."""
+        found = [opened.detach() for opened in self.sockets()] + [lane.detach() for lane in self._lanes.lanes]
+        return [descriptor for descriptor in found if descriptor >= 0]
 
     def _take_addresses(self) -> None:
         bound = [address for listener in self._listeners() for address in listener.get_addrs()]
@@ -358,6 +400,7 @@ class Libp2pTransport(Transport):
 
     async def _close(self) -> None:
         """Every connection at once: libp2p closes one after another and sleeps 0.2 s for each."""
+        self._lanes.close()
         async with trio.open_nursery() as nursery:
             nursery.cancel_scope.deadline = trio.current_time() + _CLOSE_SECONDS
             for connection in self._swarm.get_connections():
@@ -384,10 +427,12 @@ async def open_libp2p_transport(*, seed: bytes, listen: Sequence[str]) -> AsyncI
     for address in wanted:
         _check_free(address)
     install()
-    host, swarm = _new_host(seed)
+    install_speed()
+    tcp = SniffingTCP()
+    host, swarm = _new_host(seed, tcp)
     with bare_exceptions():
         async with background_trio_service(swarm), trio.open_nursery() as nursery:
-            transport = Libp2pTransport(host, swarm, nursery)
+            transport = Libp2pTransport(host, swarm, tcp, nursery)
             try:
                 await swarm.listen(*wanted)
                 for address in wanted:
@@ -430,9 +475,8 @@ _transports: weakref.WeakSet[Libp2pTransport] = weakref.WeakSet()
 def _close_sockets_after_fork() -> None:
     """In a forked child, e.g. a worker of a DataLoader: its copies would keep open what the parent closes."""
     for transport in _transports:
-        for opened in transport.sockets():
-            if (descriptor := opened.detach()) >= 0:
-                os.close(descriptor)
+        for descriptor in transport.detach_all():
+            os.close(descriptor)
     _transports.clear()
 
 
@@ -440,7 +484,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_close_sockets_after_fork)
 
 
-def _new_host(seed: bytes) -> tuple[GuardedHost, GuardedSwarm]:
+def _new_host(seed: bytes, tcp: SniffingTCP) -> tuple[GuardedHost, GuardedSwarm]:
     """``libp2p.new_host`` with our classes, Noise alone (it also offers plaintext, where identity is a claim)."""
     keys = ed25519_key_pair(seed)
     peer_id = ID.from_pubkey(keys.public_key)
@@ -452,7 +496,7 @@ def _new_host(seed: bytes) -> tuple[GuardedHost, GuardedSwarm]:
         peer_id,
         peerstore,
         upgrader,
-        transports=[TCP()],
+        transports=[tcp],
         retry_config=RetryConfig(max_retries=0),
         # min_connections of 0: every connection may be an inbound one.
         connection_config=ConnectionConfig(
@@ -464,11 +508,20 @@ def _new_host(seed: bytes) -> tuple[GuardedHost, GuardedSwarm]:
         ),
     )
     host = GuardedHost(swarm)
+    host.multiselect_client = EagerMultiselectClient()
     for protocol in list(host.get_mux().get_protocols()):
         # identify and identify-push write into our peerstore what a stranger says; ping we do not use.
         if protocol is not None:
             host.remove_stream_handler(protocol)
     return host, swarm
+
+
+def _address_of(opened: trio.socket.SocketType, peer_id: PeerId) -> list[str]:
+    try:
+        host, port, *_ = opened.getpeername()
+    except OSError:  # it is gone already
+        return []
+    return [f"/{'ip6' if ':' in host else 'ip4'}/{host}/tcp/{port}/p2p/{peer_id}"]
 
 
 def _check_free(address: Multiaddr) -> None:

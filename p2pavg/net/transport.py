@@ -9,6 +9,8 @@ from __future__ import annotations
 import abc
 from collections.abc import Awaitable, Callable, Sequence
 
+from p2pavg.errors import UnreachableError
+
 Buffer = bytes | bytearray | memoryview
 
 PeerId = str
@@ -56,6 +58,64 @@ class Stream(abc.ABC):
 
 StreamHandler = Callable[[Stream], Awaitable[None]]
 """Serves one inbound stream. Whatever it raises costs that stream only; the stream is reset when it returns."""
+
+
+class DirectLane(abc.ABC):
+    """One way to or from one authenticated peer over a connection of its own; blocking, for worker threads.
+
+    One thread at a time may send, or receive; :meth:`abort` may come from any other.
+    """
+
+    remote: PeerId
+    """The authenticated id of the peer at the other end."""
+    bytes_sent: int
+    """Handed to the system so far."""
+    bytes_received: int
+
+    @abc.abstractmethod
+    def unsent(self) -> int:
+        """Of :attr:`bytes_sent`, those that the other side is not known to have; 0 where the system does not tell."""
+
+    @abc.abstractmethod
+    def send(self, data: Buffer) -> None:
+        """Block until the kernel has taken all of ``data``.
+
+        Raises:
+            StreamBrokenError: the lane ended; how much arrived is unknown.
+        """
+
+    @abc.abstractmethod
+    def receive_into(self, buffer: memoryview) -> None:
+        """Block until ``buffer`` is full.
+
+        Raises:
+            StreamBrokenError: the lane ended before.
+        """
+
+    @abc.abstractmethod
+    def acknowledge(self) -> None:
+        """As the receiver: tell the sender that all which it has sent so far has come. Raises StreamBrokenError."""
+
+    @abc.abstractmethod
+    async def acknowledged(self) -> None:
+        """As the sender, from trio, when all is sent: wait until the receiver says that it has come.
+
+        What the system took may still be lost with the connection. Cancelling this leaves the lane as it is.
+
+        Raises:
+            StreamBrokenError: the lane ended before.
+        """
+
+    @abc.abstractmethod
+    def abort(self) -> None:
+        """Drop the connection at once. Never raises, from any thread, any number of times.
+
+        Whoever is blocked in the lane, in another thread, raises StreamBrokenError promptly.
+        """
+
+
+DirectLaneHandler = Callable[[DirectLane], Awaitable[None]]
+"""Reads whole messages from a lane that has bytes to read, and leaves it between two. What it raises costs the lane."""
 
 
 class Transport(abc.ABC):
@@ -108,3 +168,27 @@ class Transport(abc.ABC):
     @abc.abstractmethod
     async def disconnect(self, peer_id: PeerId) -> None:
         """Close every connection to the peer. Never raises, bounded in time."""
+
+    def serve_lanes(self, handler: DirectLaneHandler) -> None:  # noqa: B027 - a network without lanes is complete
+        """Call ``handler`` with each idle inbound lane that has bytes to read, from now on; until then they wait."""
+
+    async def open_lane(
+        self,
+        peer_id: PeerId,
+        *,
+        addresses: Sequence[str] = (),  # noqa: ARG002 - for those that have lanes
+        timeout: float,  # noqa: ARG002
+    ) -> DirectLane:
+        """A lane to the peer, one that was kept if there is one; the caller's own until it keeps or aborts it.
+
+        Raises:
+            UnreachableError: no lane within ``timeout`` seconds; after that at once for a while.
+        """
+        raise UnreachableError(f"this network has no direct lanes to {peer_id}")
+
+    def keep_lane(self, lane: DirectLane) -> None:
+        """Take back a lane from :meth:`open_lane` on which :meth:`DirectLane.acknowledged` was waited for.
+
+        It is for the next caller, as soon as the acknowledgement has come.
+        """
+        lane.abort()

@@ -13,7 +13,7 @@ import struct
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import Any, cast
 
 import psutil
@@ -23,6 +23,7 @@ from libp2p.abc import ISecureConn
 from libp2p.crypto.ed25519 import create_new_key_pair
 from libp2p.crypto.x25519 import create_new_key_pair as x25519_key_pair
 from libp2p.custom_types import TProtocol
+from libp2p.io.exceptions import IOException
 from libp2p.io.trio import TrioTCPStream
 from libp2p.network.connection.raw_connection import RawConnection
 from libp2p.peer.id import ID
@@ -379,8 +380,9 @@ async def test_more_inbound_streams_than_allowed_are_reset() -> None:
 @watched
 async def test_who_reads_no_replies_loses_the_connection() -> None:
     async with host_that_cannot_write() as (host, stranger):
-        for number in range(guards.MAX_REPLIES + 10):
-            await stranger.ping(number)
+        with suppress(IOException):  # it has lost the connection before it had asked for so many
+            for number in range(guards.MAX_REPLIES + 10):
+                await stranger.ping(number)
         await eventually(lambda: not host.is_connected(stranger.peer_id))
         await assert_serves_strangers(host)
 

@@ -1,0 +1,145 @@
+"""TLS between two peers that know each other already: each trusts exactly the one certificate that the other named.
+
+A process makes a certificate of its own when it first needs one, and never stores it. The other side learns it over a
+libp2p stream, which is authenticated. OpenSSL verifies: each context here has verification on, and one trust anchor
+or none.
+"""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from tempfile import NamedTemporaryFile
+
+from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from cryptography.x509.oid import NameOID
+
+from p2pavg.errors import RemoteProtocolError
+
+MAX_CERTIFICATE_BYTES = 4096
+
+_CLOCK_SKEW = timedelta(days=1)
+_LIFE = timedelta(days=3653)
+
+ChooseContext = Callable[[ssl.SSLObject | ssl.SSLSocket, str | None], ssl.SSLContext | None]
+"""The context for a connection that asks for this name; ``None`` refuses it."""
+
+
+class OwnCertificate:
+    """This process' certificate, and the key that belongs to it."""
+
+    def __init__(self, common_name: str) -> None:
+        key = ec.generate_private_key(ec.SECP256R1())
+        certificate = _self_signed(common_name, key)
+        self.der = certificate.public_bytes(Encoding.DER)
+        self._pem = certificate.public_bytes(Encoding.PEM) + key.private_bytes(
+            Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()
+        )
+
+    def client_context(self, trusted: bytes) -> ssl.SSLContext:
+        """For a connection to the one server whose certificate is ``trusted``."""
+        context = _bare_context(ssl.PROTOCOL_TLS_CLIENT)
+        return self._between_two(context, trusted)
+
+    def server_context(self, trusted: bytes) -> ssl.SSLContext:
+        """For a connection of the one client whose certificate is ``trusted``."""
+        context = _bare_context(ssl.PROTOCOL_TLS_SERVER)
+        return self._between_two(context, trusted)
+
+    def _between_two(self, context: ssl.SSLContext, trusted: bytes) -> ssl.SSLContext:
+        context.load_verify_locations(cadata=trusted)
+        with NamedTemporaryFile(prefix="p2pavg-") as file:  # mode 0600; ssl loads a key from files only
+            file.write(self._pem)
+            file.flush()
+            context.load_cert_chain(file.name)
+        return context
+
+
+def listening_context(choose: ChooseContext) -> ssl.SSLContext:
+    """For connections of which only the first message will say whose they are.
+
+    Whoever gets past ``choose`` goes on with the context that it names. This one trusts nobody and has no certificate
+    to show, so that nothing can be agreed with it.
+    """
+
+    def on_name(connection: ssl.SSLObject | ssl.SSLSocket, name: str | None, _: ssl.SSLContext) -> int | None:
+        chosen = choose(connection, name)
+        if chosen is None:
+            return ssl.ALERT_DESCRIPTION_UNRECOGNIZED_NAME
+        connection.context = chosen
+        return None
+
+    context = _bare_context(ssl.PROTOCOL_TLS_SERVER)
+    context.sni_callback = on_name
+    return context
+
+
+def check_certificate(der: bytes) -> None:
+    """Raises RemoteProtocolError unless ``der`` is one certificate of the kind that :class:`OwnCertificate` makes."""
+    if not 0 < len(der) <= MAX_CERTIFICATE_BYTES:
+        raise RemoteProtocolError(f"a certificate of {len(der)} bytes; {MAX_CERTIFICATE_BYTES} are allowed")
+    try:
+        certificate = x509.load_der_x509_certificate(der)
+        key = certificate.public_key()
+        canonical = certificate.public_bytes(Encoding.DER)
+    except (ValueError, TypeError, UnsupportedAlgorithm) as error:
+        raise RemoteProtocolError(f"not a certificate: {error}") from None
+    # Whatever else OpenSSL can verify, a stranger would choose what is slowest.
+    if not isinstance(key, ec.EllipticCurvePublicKey) or not isinstance(key.curve, ec.SECP256R1):
+        raise RemoteProtocolError("a certificate whose key is not on the curve P-256")
+    if canonical != der:
+        raise RemoteProtocolError("a certificate that is not in its canonical form")
+
+
+def check_connection(connection: ssl.SSLSocket, trusted: bytes) -> None:
+    """Raises ``ssl.SSLError`` unless the handshake ended as it must: OpenSSL has seen to it, so this never raises."""
+    if connection.getpeercert(binary_form=True) != trusted:
+        raise ssl.SSLError("the other side has shown another certificate than the one it had named")
+    if connection.version() != "TLSv1.3":
+        raise ssl.SSLError(f"agreed on {connection.version()} instead of TLS 1.3")
+
+
+def _bare_context(protocol: int) -> ssl.SSLContext:
+    context = ssl.SSLContext(protocol)
+    context.check_hostname = False  # the name is a ticket; who it is says the certificate
+    context.verify_mode = ssl.CERT_REQUIRED
+    context.verify_flags |= ssl.VERIFY_X509_STRICT
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    if protocol == ssl.PROTOCOL_TLS_SERVER:
+        # A client that never reads would close over an unread one, and its close would be a reset.
+        context.num_tickets = 0
+    return context
+
+
+def _self_signed(common_name: str, key: ec.EllipticCurvePrivateKey) -> x509.Certificate:
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common_name)])
+    now, public = datetime.now(UTC), key.public_key()
+    usage = x509.KeyUsage(
+        digital_signature=True,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        key_cert_sign=False,
+        crl_sign=False,
+        encipher_only=False,
+        decipher_only=False,
+    )
+    return (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(public)
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - _CLOCK_SKEW)
+        .not_valid_after(now + _LIFE)
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(usage, critical=True)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(public), critical=False)
+        .sign(key, hashes.SHA256())
+    )

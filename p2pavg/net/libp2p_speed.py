@@ -1,0 +1,131 @@
+"""What py-libp2p 0.8.1 does more often than it must, and how to do it less often.
+
+A round of a small vector is a few dozen messages a peer. libp2p lets the event loop go round some twenty times for
+each: whenever a lock is taken, and twice for every frame that is read. Nothing outside :mod:`p2pavg.net.libp2p` and its
+neighbours imports this module; ``tests/unit/net/test_libp2p_speed.py`` holds that what it replaces still does the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import ModuleType, TracebackType
+from typing import Any
+
+import libp2p.io.trio as _io_trio
+import libp2p.network.stream.net_stream as _net_stream
+import libp2p.stream_muxer.rw_lock as _rw_lock
+import libp2p.stream_muxer.yamux.yamux as _yamux
+import trio
+from libp2p.abc import IMultiselectCommunicator
+from libp2p.custom_types import TProtocol
+from libp2p.io.exceptions import IOException
+from libp2p.io.trio import TrioTCPStream
+from libp2p.protocol_muxer.exceptions import MultiselectClientError, MultiselectCommunicatorError
+from libp2p.protocol_muxer.multiselect_client import MULTISELECT_PROTOCOL_ID, MultiselectClient
+from libp2p.protocol_muxer.multiselect_communicator import MultiselectCommunicator
+from libp2p.utils.varint import encode_delim
+
+READ_AHEAD_BYTES = 64 * 1024
+
+
+class EagerLock:
+    """A lock that is taken at once when it is free.
+
+    trio's lets all other tasks run first. libp2p takes a dozen locks for every frame, with nobody else at most of them,
+    and reads from a socket or writes to one in between, where all others have their turn.
+    """
+
+    def __init__(self) -> None:
+        self._lock = trio.Lock()
+
+    async def acquire(self) -> None:
+        """Wait only when somebody holds it; then it is fair as trio's is."""
+        try:
+            self._lock.acquire_nowait()
+        except trio.WouldBlock:
+            await self._lock.acquire()
+
+    def release(self) -> None:
+        """Only by the task that holds it."""
+        self._lock.release()
+
+    def locked(self) -> bool:
+        """Whether somebody holds it."""
+        return self._lock.locked()
+
+    async def __aenter__(self) -> None:
+        await self.acquire()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._lock.release()
+
+
+class _TrioWithEagerLocks(ModuleType):
+    """trio as some of libp2p's modules see it."""
+
+    Lock = EagerLock
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(trio, name)
+
+
+def install() -> None:
+    """Let libp2p's modules make eager locks from now on; calling it twice does nothing more."""
+    for module in (_yamux, _net_stream, _rw_lock, _io_trio):
+        module.trio = _TrioWithEagerLocks("trio")  # type: ignore[attr-defined]
+
+
+class ReadAheadStream(TrioTCPStream):
+    """A TCP stream that takes what is there, and hands it out piece by piece.
+
+    A frame of Noise is read as two bytes of length and the rest: two system calls, and two turns of the event loop.
+    """
+
+    @classmethod
+    def of(cls, stream: TrioTCPStream) -> ReadAheadStream:
+        """The same stream, which nobody has read from yet."""
+        stream.__class__ = cls
+        assert isinstance(stream, cls)
+        stream._ahead = memoryview(b"")
+        stream._ahead_lock = EagerLock()
+        return stream
+
+    _ahead: memoryview
+    _ahead_lock: EagerLock
+
+    async def read(self, n: int | None = None) -> bytes:
+        if n == 0:
+            return b""
+        async with self._ahead_lock:
+            if not self._ahead:
+                self._ahead = memoryview(await super().read(READ_AHEAD_BYTES))
+            taken = bytes(self._ahead[:n])
+            self._ahead = self._ahead[len(taken) :]
+            return taken
+
+
+class EagerMultiselectClient(MultiselectClient):
+    """Says what it speaks and what it wants in one write, where it wants one protocol."""
+
+    async def select_one_of(
+        self,
+        protocols: Sequence[TProtocol],
+        communicator: IMultiselectCommunicator,
+        negotiate_timeout: int = 30,
+    ) -> TProtocol:
+        if len(protocols) != 1 or not isinstance(communicator, MultiselectCommunicator):
+            return await super().select_one_of(protocols, communicator, negotiate_timeout)
+        wanted = protocols[0]
+        lines = [MULTISELECT_PROTOCOL_ID, wanted]
+        with trio.move_on_after(negotiate_timeout):
+            try:
+                await communicator.read_writer.write(b"".join(encode_delim(line.encode()) for line in lines))
+                for line in lines:
+                    if (answer := await communicator.read()) != line:
+                        raise MultiselectClientError(f"{wanted} is not supported: {answer[:64]!r}")
+            except (IOException, MultiselectCommunicatorError, ValueError, AssertionError) as error:
+                raise MultiselectClientError(f"{wanted} was not negotiated: {error}") from error
+            return wanted
+        raise MultiselectClientError(f"no answer to {wanted} within {negotiate_timeout} s")

@@ -10,6 +10,7 @@ from p2pavg_compression import Codec, resolve_codec
 MAX_GROUP_SIZE = 64
 MAX_RUN_ID_CHARS = 128
 MAX_CODEC_CHARS = 64
+MAX_MBPS = 1e6
 MAX_TIMEOUT_SECONDS = 1800.0  # half of what a signed candidate counts for
 
 
@@ -25,7 +26,10 @@ class AveragingConfig:
         exchange_timeout: seconds after which an exchange that is not complete has failed.
         compression: the codec on the wire, by name (``"blockwise8"``, ``"int8:256"``, …) or as an object; ``None`` is
             fp32. Only peers with the same codec and block size form groups.
-        bandwidth: what this peer can send and receive, in Mbit/s; shares are proportional to it.
+        bandwidth: what this peer can send and receive, in Mbit/s; its share of the work follows from it. ``None``:
+            measured in rounds.
+        max_upload_mbps: Mbit/s that this peer sends at most, headers included; ``None`` is without limit.
+        max_download_mbps: Mbit/s that this peer receives at most, likewise.
 
     Raises:
         ConfigError: an argument is out of range; the message names it.
@@ -37,7 +41,9 @@ class AveragingConfig:
     match_timeout: float = 30.0
     exchange_timeout: float = 60.0
     compression: str | Codec | None = "blockwise8"
-    bandwidth: float = 100.0
+    bandwidth: float | None = None
+    max_upload_mbps: float | None = None
+    max_download_mbps: float | None = None
 
     def __post_init__(self) -> None:
         if not _is_text(self.run_id) or not 0 < len(self.run_id) <= MAX_RUN_ID_CHARS:
@@ -48,7 +54,9 @@ class AveragingConfig:
         _check_size("min_group_size", self.min_group_size, 2, self.group_size)
         _check_number("match_timeout", self.match_timeout, MAX_TIMEOUT_SECONDS)
         _check_number("exchange_timeout", self.exchange_timeout, MAX_TIMEOUT_SECONDS)
-        _check_number("bandwidth", self.bandwidth, 1e6)
+        for name in ("bandwidth", "max_upload_mbps", "max_download_mbps"):
+            if getattr(self, name) is not None:
+                _check_number(name, getattr(self, name), MAX_MBPS)
         try:
             name = resolve_codec(self.compression).name
         except (ValueError, TypeError) as error:

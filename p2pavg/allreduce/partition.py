@@ -10,11 +10,17 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from fractions import Fraction
 
-# 1 MiB of fp32. Small enough to overlap reducing with sending, large enough that a hop to a worker thread
-# costs less than its decoding.
-PART_ELEMENTS = 262_144
+# 2 MiB of fp32. What a part costs beside its bytes, in calls and wake-ups, is then little: half and a quarter of it
+# cost 10 and 20 % more processor for a large vector, twice as much saves nothing.
+MAX_PART_ELEMENTS = 524_288
+MIN_PART_ELEMENTS = 65_536
+PARTS_OF_A_SHARE = 8
+"""About as many as it takes until reducing and sending overlap: the last part of each lane overlaps with nothing."""
+
+_HALF = Fraction(1, 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,29 +37,155 @@ class Part:
         return self.stop - self.start
 
 
-def shares_by_bandwidth(elements: int, bandwidths: Sequence[float], granularity: int) -> tuple[int, ...]:
-    """Cut ``elements`` into one share a member, proportional to bandwidth, each but the last a whole number of blocks.
+@dataclass(frozen=True, slots=True)
+class MemberLink:
+    """What counts of a member when the vector is cut.
+
+    Args:
+        bandwidth: Mbit/s in its slower direction, above 0.
+        contributes: whether it has a contribution; an auxiliary has none.
+        reachable: whether others can dial it.
+    """
+
+    bandwidth: float
+    contributes: bool = True
+    reachable: bool = True
+
+
+def best_fractions(members: Sequence[MemberLink]) -> tuple[Fraction, ...]:
+    """What of the vector each member reduces in the shortest round: exact, 0 or more, 1 in all.
+
+    Of a vector of V bytes member i reduces the fraction x. With c contributors, a contributor sends V (1 - x) of
+    contributions and V x (c - 1) of averages, and receives as much: V (1 + x (c - 2)) each way. An auxiliary receives
+    c contributions and sends c averages: V x c each way. (Patarasuk and Yuan 2009, section 3, with shares of any
+    size.) Divided by the member's bandwidth b that is its time, and the round takes as long as the slowest.
+
+    In a time of T V, a contributor reduces max(0, (T b - 1) / (c - 2)), which is nothing up to T = 1/b, and an
+    auxiliary T b / c. Both grow with T, so the shortest time is the T at which all of it adds up to 1: *water-filling*.
+    With k contributors above their 1/b, and the sums over these and over all auxiliaries,
+
+        T = (c - 2 + k) / (sum of b + (c - 2) / c * sum of the auxiliaries' b)
+
+    k is found by taking the contributors in, fastest first, as long as 1/b of the next is below T. Then nobody's time
+    can be made shorter without making that of one that needs as long or longer still longer. Whoever is too slow to
+    reduce anything has 1/b of its own to send whatever the others do. That is the objective of hivemind's
+    load_balancing.py, which solves a linear program and rounds; here it is in closed form.
+
+    Of two contributors each sends V, whatever it reduces: they share in proportion to bandwidth, and an auxiliary's
+    counts half, since it receives two contributions where a contributor receives one. That makes no auxiliary the
+    slowest. Who cannot be dialled reduces nothing, unless nobody can.
+    """
+    contributors = sum(member.contributes for member in members)
+    anybody = any(member.reachable for member in members)
+    reduces = [member.reachable or not anybody for member in members]
+    divide = _in_proportion if contributors <= 2 else _water_filling
+    found = iter(divide(list(itertools.compress(members, reduces)), contributors))
+    return tuple(next(found) if one_of_them else Fraction(0) for one_of_them in reduces)
+
+
+def _in_proportion(reducers: Sequence[MemberLink], contributors: int) -> list[Fraction]:
+    counts = [
+        Fraction(link.bandwidth) / (1 if link.contributes else max(contributors, 1)) for link in reducers
+    ]
+    total = sum(counts)
+    return [count / total for count in counts]
+
+
+def _water_filling(reducers: Sequence[MemberLink], contributors: int) -> list[Fraction]:
+    level = _level(reducers, contributors)
+    return [
+        max(Fraction(0), (level * Fraction(link.bandwidth) - 1) / (contributors - 2))
+        if link.contributes
+        else level * Fraction(link.bandwidth) / contributors
+        for link in reducers
+    ]
+
+
+def _level(reducers: Sequence[MemberLink], contributors: int) -> Fraction:
+    """The least T, in units of V, in which three contributors or more are done."""
+    spare = contributors - 2
+    helped = sum(Fraction(link.bandwidth) for link in reducers if not link.contributes)
+    carried = Fraction(spare * helped, contributors)
+    level = spare / carried if carried else None
+    fastest_first = sorted((link.bandwidth for link in reducers if link.contributes), reverse=True)
+    for taken, bandwidth in enumerate(map(Fraction, fastest_first), start=1):
+        if level is not None and level * bandwidth <= 1:
+            break
+        carried += bandwidth
+        level = (spare + taken) / carried
+    assert level is not None, "somebody reduces"
+    return level
+
+
+def levelled(members: Sequence[MemberLink]) -> list[MemberLink]:
+    """The members with bandwidths of few levels, a factor of 1.5 apart; those near the median have the median's.
+
+    What a link carries is measured, and two measurements of equal links differ. Shares that are best for such numbers
+    are worse than equal ones: of four members, one that seems a fifth slower than the others gets less than half of
+    what each of them gets.
+    """
+    if not members:
+        return []
+    median = Fraction(sorted(member.bandwidth for member in members)[len(members) // 2])
+    return [replace(member, bandwidth=_level_of(member.bandwidth, median)) for member in members]
+
+
+_STEP = Fraction(3, 2)
+_NEAR = Fraction(60, 49)  # about the root of the step
+_MOST_STEPS = 16
+
+
+def _level_of(bandwidth: float, median: Fraction) -> float:
+    found, level = Fraction(bandwidth), median
+    for _ in range(_MOST_STEPS):
+        if found >= level * _NEAR:
+            level *= _STEP
+        elif found < level / _NEAR:
+            level /= _STEP
+        else:
+            return float(level)
+    return bandwidth  # hundreds of times more, or less: then it matters little how much
+
+
+def fastest_shares(elements: int, members: Sequence[MemberLink], granularity: int) -> tuple[int, ...]:
+    """Cut ``elements`` into one share a member, for the shortest round, each cut between two blocks.
 
     Args:
         elements: length of the vector, 0 or more.
-        bandwidths: Mbit/s of each member, above 0.
+        members: their links, in the roster's order.
         granularity: the codec's block; a block is never split between reducers.
 
     Returns:
         The elements of each member's share, in the members' order; they sum to ``elements``.
     """
+    # Every member computes this for itself, and all must come to the same integers. Fractions are exact: no rounding
+    # that another platform or version of Python may do otherwise (sum() of floats does, from 3.12 on).
     blocks = -(-elements // granularity)
-    # Not sum(), which rounds otherwise from Python 3.12 on: members may run different versions.
-    total = math.fsum(bandwidths)
-    # Cumulated and rounded, so that errors do not add up and the last cut is exactly `blocks`.
-    cuts = [0]
-    so_far = 0.0
-    for bandwidth in bandwidths:
-        so_far += bandwidth
-        cuts.append(min(round(blocks * (so_far / total)), blocks))
-    cuts[-1] = blocks
-    edges = [min(cut * granularity, elements) for cut in cuts]
+    cuts = itertools.accumulate(best_fractions(members), initial=Fraction(0))
+    # The sums are rounded and not the shares, so that errors do not add up. Half goes up: with round()'s half to even
+    # a share of exactly one block could become none or two, depending on where it lies.
+    edges = [min(math.floor(blocks * cut + _HALF) * granularity, elements) for cut in cuts]
     return tuple(stop - start for start, stop in itertools.pairwise(edges))
+
+
+def bound_seconds(payload_bytes: int, members: Sequence[MemberLink]) -> float:
+    """The least time that a round takes, in seconds, when nothing but bandwidth costs time.
+
+    Args:
+        payload_bytes: of one whole vector, as encoded for the wire.
+        members: their links; the best shares are taken, as exact fractions.
+    """
+    contributors = sum(member.contributes for member in members)
+    seconds_a_megabit = max(
+        _traffic(fraction, contributors, member) / Fraction(member.bandwidth)
+        for fraction, member in zip(best_fractions(members), members, strict=True)
+    )
+    return float(seconds_a_megabit * Fraction(payload_bytes * 8, 10**6))
+
+
+def _traffic(fraction: Fraction, contributors: int, member: MemberLink) -> Fraction:
+    """What a member sends, and receives, in vectors."""
+    return 1 + fraction * (contributors - 2) if member.contributes else fraction * contributors
 
 
 def share_bounds(shares: Sequence[int], position: int) -> tuple[int, int]:
@@ -62,9 +194,12 @@ def share_bounds(shares: Sequence[int], position: int) -> tuple[int, int]:
     return start, start + shares[position]
 
 
-def cut_into_parts(
-    start: int, stop: int, granularity: int, part_elements: int = PART_ELEMENTS
-) -> tuple[Part, ...]:
+def part_size(elements: int, reducers: int) -> int:
+    """Elements of a part, where a vector of so many is reduced by so many members; the same for all of them."""
+    return min(max(elements // (reducers * PARTS_OF_A_SHARE), MIN_PART_ELEMENTS), MAX_PART_ELEMENTS)
+
+
+def cut_into_parts(start: int, stop: int, granularity: int, part_elements: int) -> tuple[Part, ...]:
     """The parts of the share from ``start`` to ``stop``, each but the last a whole number of blocks."""
     step = max(granularity, part_elements - part_elements % granularity)
     return tuple(

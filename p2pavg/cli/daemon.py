@@ -23,17 +23,28 @@ def run_peer(
     bootstrap: Sequence[str],
     identity: str | os.PathLike[str] | None,
     run_id: str | None,
-    bandwidth: float,
+    bandwidth: float | None = None,
+    max_upload_mbps: float | None = None,
+    max_download_mbps: float | None = None,
 ) -> None:
     """Be a peer until SIGINT or SIGTERM; prints the address that others bootstrap from.
 
+    Args:
+        run_id: of the run whose rounds are helped, if any.
+        bandwidth: and the limits, in Mbit/s: what :func:`p2pavg.auxiliary.assist` says.
+
     Raises:
-        ConfigError: no run has this ``run_id``.
+        ConfigError: no averager could have this ``run_id``, ``bandwidth`` or limit.
         P2PAvgError: what :func:`p2pavg.open_peer` raises.
     """
 
-    if run_id is not None:
-        AveragingConfig(run_id=run_id, bandwidth=bandwidth)  # refuses what no averager could have
+    # Refuses what no averager could have, without a run as well: the limits would be wrong all the same.
+    AveragingConfig(
+        run_id="none" if run_id is None else run_id,
+        bandwidth=bandwidth,
+        max_upload_mbps=max_upload_mbps,
+        max_download_mbps=max_download_mbps,
+    )
 
     async def main() -> None:
         with bare_exceptions(), trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
@@ -50,7 +61,13 @@ def run_peer(
                 logger.info("also reachable at %s", address)
             print(peer.addresses[0] if peer.addresses else peer.id, flush=True)
             if run_id is not None:
-                await assist(peer, run_id, bandwidth=bandwidth)
+                await assist(
+                    peer,
+                    run_id,
+                    bandwidth=bandwidth,
+                    max_upload_mbps=max_upload_mbps,
+                    max_download_mbps=max_download_mbps,
+                )
             await trio.sleep_forever()
 
     trio.run(main)

@@ -66,9 +66,20 @@ def peer(
         typer.Option(metavar="ID", help="Help the rounds of this run: reduce a share, contribute nothing."),
     ] = None,
     bandwidth: Annotated[
-        float,
-        typer.Option(metavar="MBIT/S", min=0.001, max=1e6, help="What this machine can send and receive."),
-    ] = 100.0,
+        float | None,
+        typer.Option(
+            metavar="MBIT/S",
+            help="What this machine can send and receive: its share follows from it. Without it, rounds are measured.",
+        ),
+    ] = None,
+    max_upload_mbps: Annotated[
+        float | None,
+        typer.Option(metavar="MBIT/S", help="Send no more than this in rounds. Without it, no limit."),
+    ] = None,
+    max_download_mbps: Annotated[
+        float | None,
+        typer.Option(metavar="MBIT/S", help="Receive no more than this in rounds. Without it, no limit."),
+    ] = None,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log every decision.")] = False,
 ) -> None:
     """Be a peer until Ctrl-C or SIGTERM: keep the network's records and, with --run-id, help a run's rounds.
@@ -78,7 +89,15 @@ def peer(
     from p2pavg.cli.daemon import run_peer
 
     _log_to_stderr(verbose=verbose)
-    run_peer(listen=listen, bootstrap=bootstrap, identity=identity, run_id=run_id, bandwidth=bandwidth)
+    run_peer(
+        listen=listen,
+        bootstrap=bootstrap,
+        identity=identity,
+        run_id=run_id,
+        bandwidth=bandwidth,
+        max_upload_mbps=max_upload_mbps,
+        max_download_mbps=max_download_mbps,
+    )
 
 
 @app.command()

@@ -68,7 +68,13 @@ class Matchmaker:
     """Finds groups for one averager, one attempt at a time, and answers those who ask it in between."""
 
     def __init__(
-        self, around: Surroundings, *, key: bytes, settings: Settings, codec: str, bandwidth: float
+        self,
+        around: Surroundings,
+        *,
+        key: bytes,
+        settings: Settings,
+        codec: str,
+        bandwidth: Callable[[], float],  # Mbit/s, as it is to be signed next
     ) -> None:
         self._around = around
         self._key = key
@@ -118,7 +124,7 @@ class Matchmaker:
             deadline=now + (self._settings.match_timeout if weight else ATTEMPT_SECONDS),
             expiration_time=now + ATTEMPT_SECONDS + 60.0,
             weight=weight,
-            bandwidth=self._bandwidth,
+            bandwidth=self._bandwidth(),
             codec=self._codec,
             auxiliary=weight == 0,
             addresses=self._around.transport.addresses[:8],

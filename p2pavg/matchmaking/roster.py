@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from p2pavg.allreduce.partition import shares_by_bandwidth
+from p2pavg.allreduce.partition import MemberLink, fastest_shares, levelled
 from p2pavg.config import MAX_CODEC_CHARS, MAX_GROUP_SIZE
 from p2pavg.errors import RemoteProtocolError
 from p2pavg.net.wire import checked, pack, unpack
@@ -122,11 +122,16 @@ def read_signed_candidate(fields: Any) -> Candidate:
     return read_candidate(record)
 
 
+def link_of(member: Candidate) -> MemberLink:
+    """What a member signed of its link; without an address nobody can dial it."""
+    return MemberLink(member.bandwidth, contributes=not member.auxiliary, reachable=bool(member.addresses))
+
+
 def share_cutter(elements: int, granularity: int) -> Callable[[Sequence[Candidate]], tuple[int, ...]]:
     """How a vector is cut among members, from what they signed alone: everybody computes the same."""
 
     def cut(members: Sequence[Candidate]) -> tuple[int, ...]:
-        return shares_by_bandwidth(elements, [member.bandwidth for member in members], granularity)
+        return fastest_shares(elements, levelled([link_of(member) for member in members]), granularity)
 
     return cut
 

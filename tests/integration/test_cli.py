@@ -123,7 +123,16 @@ class TestInformation:
     def test_help_of_a_peer_names_its_options(self) -> None:
         done = run("peer", "--help")
         assert (done.returncode, done.stderr) == (0, "")
-        for option in ("--listen", "--bootstrap", "--identity", "--run-id", "--bandwidth", "--verbose"):
+        for option in (
+            "--listen",
+            "--bootstrap",
+            "--identity",
+            "--run-id",
+            "--bandwidth",
+            "--max-upload-mbps",
+            "--max-download-mbps",
+            "--verbose",
+        ):
             assert option in done.stdout
 
     def test_the_version(self) -> None:
@@ -182,7 +191,7 @@ class TestPeer:
     def test_it_helps_a_run_of_two(self) -> None:
         """As an auxiliary: it reduces a share, and nothing of its own is in the average."""
         config = p2pavg.AveragingConfig(run_id="helped", group_size=2, match_timeout=30.0, compression="fp32")
-        with daemon("--run-id", "helped", "--bandwidth", "100") as helper:
+        with daemon("--run-id", "helped", "--max-upload-mbps", "80", "--max-download-mbps", "90") as helper:
             address = helper.address()
             name = address.rpartition("/")[2]
             with (
@@ -233,10 +242,14 @@ class TestMistakes:
             ),
             (["--bootstrap", "nonsense"], r"'nonsense' is no address"),
             (["--run-id", ""], r"run_id must be text of 1 to 128 characters"),
+            (["--bandwidth", "0"], r"bandwidth must be a number above 0 and at most 1e\+06, got 0\.0"),
+            (["--bandwidth", "nan", "--run-id", "run"], r"bandwidth must be a number above 0 .*, got nan"),
+            (["--max-upload-mbps", "-1"], r"max_upload_mbps must be a number above 0 .*, got -1\.0"),
+            (["--max-download-mbps", "1e7"], r"max_download_mbps must be a number .* most 1e\+06, got 1"),
         ],
         ids=lambda value: " ".join(value) if isinstance(value, list) else "",
     )
-    def test_what_is_no_address_or_run(self, arguments: list[str], pattern: str) -> None:
+    def test_what_is_no_address_or_run_or_rate(self, arguments: list[str], pattern: str) -> None:
         if "--listen" not in arguments:
             arguments = ["--listen", LOOPBACK, *arguments]
         is_one_line(run("peer", *arguments), pattern)
@@ -270,7 +283,7 @@ class TestMistakes:
         [
             ["nonsense"],
             ["peer", "--bandwidth", "fast"],
-            ["peer", "--bandwidth", "0"],
+            ["peer", "--max-upload-mbps", "none"],
             ["peer", "--listen"],
             ["identity"],
             ["identity", "one", "two"],

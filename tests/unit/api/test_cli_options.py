@@ -4,9 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+import torch
+import trio
 import typer
+from trio.testing import MockClock
 
+import p2pavg
+from p2pavg import auxiliary
+from p2pavg.allreduce.attempt import AttemptTools
+from p2pavg.auxiliary import assist
+from p2pavg.bandwidth import DEFAULT_MBPS, BandwidthMeter
+from p2pavg.cli import daemon
 from p2pavg.cli.main import app
+from p2pavg.testing import MemoryNetwork, simulated_peers
 
 # (spellings, may be given several times, default)
 OPTIONS: dict[str, dict[str, tuple[list[str], bool, object]]] = {
@@ -16,7 +27,9 @@ OPTIONS: dict[str, dict[str, tuple[list[str], bool, object]]] = {
         "bootstrap": (["--bootstrap"], True, []),
         "identity": (["--identity"], False, None),
         "run_id": (["--run-id"], False, None),
-        "bandwidth": (["--bandwidth"], False, 100.0),
+        "bandwidth": (["--bandwidth"], False, None),
+        "max_upload_mbps": (["--max-upload-mbps"], False, None),
+        "max_download_mbps": (["--max-download-mbps"], False, None),
         "verbose": (["--verbose", "-v"], False, False),
     },
     "identity": {"file": (["file"], False, None)},
@@ -51,3 +64,84 @@ def test_only_the_key_file_of_identity_is_required() -> None:
         if parameter.required
     }
     assert required == {("identity", "file")}
+
+
+class LeftError(Exception):
+    """The helper has heard enough."""
+
+
+@pytest.mark.parametrize(
+    ("given", "bandwidth", "upload", "download"),
+    [
+        ([], None, None, None),
+        (["--bandwidth", "50", "--max-upload-mbps", "8.5", "--max-download-mbps", "40"], 50.0, 8.5, 40.0),
+    ],
+)
+def test_what_is_said_of_the_link_reaches_the_helper_of_the_run(
+    monkeypatch: pytest.MonkeyPatch,
+    given: list[str],
+    bandwidth: float | None,
+    upload: float | None,
+    download: float | None,
+) -> None:
+    heard: dict[str, Any] = {}
+
+    async def record_and_leave(peer: p2pavg.Peer, run_id: str, **how: float | None) -> None:
+        heard.update(how, run_id=run_id)
+        raise LeftError
+
+    monkeypatch.setattr(daemon, "assist", record_and_leave)
+    arguments = ["peer", "--listen", "/ip4/127.0.0.1/tcp/0", "--run-id", "run", *given]
+    with pytest.raises(LeftError):
+        typer.main.get_command(app).main(arguments, standalone_mode=False)
+    assert heard == {
+        "run_id": "run",
+        "bandwidth": bandwidth,
+        "max_upload_mbps": upload,
+        "max_download_mbps": download,
+    }
+
+
+async def test_rounds_that_are_helped_at_once_keep_one_limit_together(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used: list[tuple[AttemptTools, BandwidthMeter]] = []
+
+    async def note(peer: object, matchmaker: object, settings: object, *with_these: Any) -> None:
+        tools, meter, _ = with_these
+        used.append((tools, meter))
+        await trio.sleep_forever()
+
+    monkeypatch.setattr(auxiliary, "_assist_round", note)
+    config = p2pavg.AveragingConfig(run_id="sim", match_timeout=60.0)
+    async with (
+        simulated_peers(MemoryNetwork(latency=(0.0005, 0.002)), 3) as (helper, one, another),
+        one.averager(config) as of_few,
+        another.averager(config) as of_many,
+        trio.open_nursery() as nursery,
+    ):
+        for averager, elements in ((of_few, 100), (of_many, 200)):
+            averager.accumulate([torch.ones(elements)])
+            await averager.step(wait=1.0)
+
+        async def help_on() -> None:
+            await assist(helper, "sim", max_upload_mbps=8.0, max_download_mbps=30.0)
+
+        nursery.start_soon(help_on)
+        await trio.sleep(10.0)
+        nursery.cancel_scope.cancel()
+    [(first, first_meter), (second, second_meter)] = used
+    assert first.upload is second.upload
+    assert first.download is second.download
+    assert first.upload is not first.download
+    assert not first.upload.unlimited
+    assert not first.download.unlimited
+    assert first_meter is not second_meter
+    assert first_meter.mbps == second_meter.mbps == 8.0 < DEFAULT_MBPS
+
+
+@pytest.mark.parametrize("name", ["bandwidth", "max_upload_mbps", "max_download_mbps"])
+async def test_what_is_out_of_range_is_refused_as_an_averagers(name: str) -> None:
+    async with simulated_peers(MemoryNetwork(), 1) as (peer,):
+        with pytest.raises(p2pavg.ConfigError, match=rf"^{name} must be a number above 0"):
+            await assist(peer, "sim", **{name: -1.0})

@@ -11,6 +11,8 @@ import pytest
 import p2pavg
 from p2pavg import AveragingConfig, ConfigError
 
+MBPS = ("bandwidth", "max_upload_mbps", "max_download_mbps")
+
 REFUSED: list[tuple[str, object]] = [
     ("run_id", ""),
     ("run_id", "r" * 129),
@@ -24,12 +26,14 @@ REFUSED: list[tuple[str, object]] = [
     ],
     *[
         (name, value)
-        for name in ("match_timeout", "exchange_timeout", "bandwidth")
-        for value in (0, -1.0, math.nan, math.inf, -math.inf, 10**400, "30", None, True)
+        for name in ("match_timeout", "exchange_timeout", *MBPS)
+        for value in (0, -1.0, math.nan, math.inf, -math.inf, 10**400, "30", True)
     ],
+    ("match_timeout", None),
+    ("exchange_timeout", None),
     ("match_timeout", 1800.1),
     ("exchange_timeout", 1800.1),
-    ("bandwidth", 1e6 + 1),
+    *[(name, 1e6 + 1) for name in MBPS],
     *[
         ("compression", value)
         for value in ("gzip", "", "int8:100", "blockwise8:0", "fp32:64", 8, b"fp32", p2pavg.Fp32)
@@ -60,7 +64,7 @@ def test_a_group_cannot_be_smaller_than_its_least() -> None:
         ("match_timeout", 1800),
         ("match_timeout", 1e-3),
         ("exchange_timeout", 1800.0),
-        ("bandwidth", 1e6),
+        *[(name, value) for name in MBPS for value in (1e6, 5e-324, 1, None)],
     ],
 )
 def test_the_ends_of_the_ranges_are_allowed(name: str, value: object) -> None:

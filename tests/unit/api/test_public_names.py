@@ -79,7 +79,9 @@ FIELDS: list[tuple[type, list[tuple[str, str, object]]]] = [
             ("match_timeout", "float", 30.0),
             ("exchange_timeout", "float", 60.0),
             ("compression", "str | Codec | None", "blockwise8"),
-            ("bandwidth", "float", 100.0),
+            ("bandwidth", "float | None", None),
+            ("max_upload_mbps", "float | None", None),
+            ("max_download_mbps", "float | None", None),
         ],
     ),
     (
@@ -96,6 +98,7 @@ FIELDS: list[tuple[type, list[tuple[str, str, object]]]] = [
             ("exchange_duration", "float", REQUIRED),
             ("group_id", "str", REQUIRED),
             ("auxiliaries", "tuple[str, ...]", ()),
+            ("streamed", "tuple[str, ...]", ()),
             ("lost", "Mapping[str, str]", {}),
         ],
     ),

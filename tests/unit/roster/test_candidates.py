@@ -120,6 +120,13 @@ def test_the_ends_of_the_ranges_are_allowed() -> None:
 
 
 def test_shares_follow_the_signed_bandwidths() -> None:
-    members = [candidate(index, bandwidth=bandwidth) for index, bandwidth in enumerate([300.0, 100.0])]
-    assert share_cutter(4096, 64)(members) == (3072, 1024)
-    assert share_cutter(100, 64)(members) == (100, 0)
+    members = [candidate(index, bandwidth=bandwidth) for index, bandwidth in enumerate([225.0, 100.0])]
+    assert share_cutter(4096, 64)(members) == (2816, 1280)
+    assert share_cutter(100, 64)(members) == (64, 36)
+
+
+def test_shares_follow_who_contributes_and_who_can_be_dialled() -> None:
+    members = [candidate(0), candidate(1), candidate(2), candidate(3, auxiliary=True)]
+    assert share_cutter(1000, 1)(members) == (200, 200, 200, 400)
+    members = [candidate(0, addresses=()), candidate(1), candidate(2)]
+    assert share_cutter(1000, 1)(members) == (0, 500, 500)

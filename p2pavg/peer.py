@@ -21,7 +21,6 @@ from p2pavg.errors import (
     BootstrapError,
     ClosedError,
     RemoteProtocolError,
-    StreamBrokenError,
     UnreachableError,
 )
 from p2pavg.identity import load_or_make_seed
@@ -31,15 +30,14 @@ from p2pavg.matchmaking.messages import Ask, Declined, Nudge, decode, encode
 from p2pavg.net.addresses import check_is_list, parse_peer_address
 from p2pavg.net.framing import receive_message, send_message
 from p2pavg.net.transport import Stream, Transport
+from p2pavg.record_calls import RECORD_STREAM_SECONDS, RecordCalls
 from p2pavg.workers import RunInThread, Workers
 from p2pavg_dht import (
     MAX_MESSAGE_BYTES,
-    RPC_TIMEOUT,
     Contact,
     Ed25519Signer,
     MessageError,
     RecordNode,
-    RpcError,
     Signer,
 )
 from p2pavg_dht import PROTOCOL as RECORDS_PROTOCOL
@@ -50,6 +48,7 @@ DEFAULT_LISTEN = ("/ip4/0.0.0.0/tcp/0",)
 BOOTSTRAP_SECONDS = 15.0
 _DIAL_SECONDS = 5.0
 _FIRST_MESSAGE_SECONDS = 10.0
+_ANSWER_SECONDS = 10.0
 _WITHDRAW_SECONDS = 1.0
 _TAIL_SECONDS = 2.0
 
@@ -70,7 +69,7 @@ class Peer:
         self._transport = transport
         self.records = RecordNode(
             signer=signer,
-            rpc=_RecordCalls(transport),
+            rpc=RecordCalls(transport),
             addresses=lambda: transport.addresses,
             wall_clock=wall_clock,
         )
@@ -126,6 +125,7 @@ class Peer:
         self._transport.serve(RECORDS_PROTOCOL, self._serve_records)
         self._transport.serve(MATCH_PROTOCOL, self._serve_match)
         self._transport.serve(EXCHANGE_PROTOCOL, self.lobby.serve)
+        self._transport.serve_lanes(self.lobby.serve_lane)
         await self.around.nursery.start(self.records.run)  # type: ignore[arg-type]  # trio-typing's stubs
         if bootstrap:
             await self.join(bootstrap)
@@ -188,15 +188,20 @@ class Peer:
             await self.records.withdraw_all()
 
     async def _serve_records(self, stream: Stream) -> None:
-        with trio.move_on_after(_FIRST_MESSAGE_SECONDS):
-            request = await receive_message(stream, max_bytes=MAX_MESSAGE_BYTES)
-            if request is not None:
+        """Calls, one after the other, until the caller closes the stream or has asked nothing for a while."""
+        while True:
+            with trio.move_on_after(RECORD_STREAM_SECONDS) as scope:
+                request = await receive_message(stream, max_bytes=MAX_MESSAGE_BYTES)
+            if scope.cancelled_caught or request is None:
+                return
+            with trio.move_on_after(_ANSWER_SECONDS) as scope:
                 try:
                     answer = await self.records.handle(stream.remote, request)
                 except MessageError as error:
                     raise RemoteProtocolError(str(error)) from None
                 await send_message(stream, answer)
-                await stream.aclose()
+            if scope.cancelled_caught:
+                return
 
     async def _serve_match(self, stream: Stream) -> None:
         with trio.move_on_after(_FIRST_MESSAGE_SECONDS) as scope:
@@ -212,32 +217,6 @@ class Peer:
         elif isinstance(message, Ask):
             await send_message(stream, encode(Declined("averages nothing of this run and schema", over=True)))
             await stream.aclose()
-
-
-class _RecordCalls:
-    """Record calls over streams of the transport."""
-
-    def __init__(self, transport: Transport) -> None:
-        self._transport = transport
-
-    async def call(self, contact: Contact, request: bytes) -> bytes:
-        try:
-            stream = await self._transport.open_stream(
-                contact.peer_id, RECORDS_PROTOCOL, addresses=contact.addresses, timeout=RPC_TIMEOUT
-            )
-        except UnreachableError as error:
-            raise RpcError(str(error)) from None
-        try:
-            await send_message(stream, request)
-            answer = await receive_message(stream, max_bytes=MAX_MESSAGE_BYTES)
-            await stream.aclose()
-        except (StreamBrokenError, ClosedError, RemoteProtocolError) as error:
-            raise RpcError(str(error)) from None
-        finally:
-            await stream.reset()
-        if answer is None:
-            raise RpcError(f"{contact.peer_id} closed the stream without an answer")
-        return answer
 
 
 @asynccontextmanager

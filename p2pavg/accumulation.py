@@ -60,6 +60,11 @@ class Schema:
         return devices.pop() if len(devices) == 1 else torch.device("cpu")
 
     @cached_property
+    def is_plain(self) -> bool:
+        """Whether the tensors are views of a float32 vector on the CPU."""
+        return self.device.type == "cpu" and set(self.dtypes) == {torch.float32}
+
+    @cached_property
     def hash(self) -> bytes:
         """SHA-256 over names, shapes and dtypes; devices are each peer's own affair."""
         # One text a tensor, joined: msgpack's arrays are bounded where they are read, not here.

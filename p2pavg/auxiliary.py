@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import trio
 
+from p2pavg.allreduce.attempt import AttemptTools, attempt_tools
 from p2pavg.allreduce.exchange import Exchange, Outcome
 from p2pavg.allreduce.lobby import ExpectedGroup
+from p2pavg.bandwidth import BandwidthMeter
+from p2pavg.config import AveragingConfig
 from p2pavg.matchmaking.matchmaker import Matchmaker
 from p2pavg.matchmaking.roster import ready_key, share_cutter
 from p2pavg.matchmaking.rules import GaveUp, Report, Settings
+from p2pavg.net.limits import RateLimit
 from p2pavg.run import RunEntry, read_entries, run_key
 from p2pavg_compression import resolve_codec
 
@@ -29,12 +34,33 @@ MAX_SCHEMAS = 4
 MAX_SHARE_ELEMENTS = 2**26
 
 
-async def assist(peer: Peer, run_id: str, *, bandwidth: float = 100.0) -> None:
+async def assist(
+    peer: Peer,
+    run_id: str,
+    *,
+    bandwidth: float | None = None,
+    max_upload_mbps: float | None = None,
+    max_download_mbps: float | None = None,
+) -> None:
     """Take part in rounds of a run with weight 0, until cancelled.
 
     Args:
         bandwidth: what this peer can send and receive, in Mbit/s; its share of a group's vector follows from it.
+            ``None``: measured in rounds.
+        max_upload_mbps: Mbit/s that it sends at most in all rounds of the run together, headers included; ``None`` is
+            without limit.
+        max_download_mbps: Mbit/s that it receives at most, likewise.
+
+    Raises:
+        ConfigError: an argument is out of the range that :class:`p2pavg.AveragingConfig` allows.
     """
+    config = AveragingConfig(
+        run_id=run_id,
+        bandwidth=bandwidth,
+        max_upload_mbps=max_upload_mbps,
+        max_download_mbps=max_download_mbps,
+    )
+    limits = (RateLimit(max_upload_mbps), RateLimit(max_download_mbps))
     async with trio.open_nursery() as tails, trio.open_nursery() as nursery:
         helped: dict[bytes, trio.CancelScope] = {}
         while True:
@@ -45,7 +71,7 @@ async def assist(peer: Peer, run_id: str, *, bandwidth: float = 100.0) -> None:
             for schema_hash, entry in entries.items():
                 if schema_hash not in helped and ready_key(run_id, schema_hash) not in peer.matchmakers:
                     helped[schema_hash] = scope = trio.CancelScope()
-                    nursery.start_soon(_assist_schema, peer, run_id, entry, bandwidth, tails, scope)
+                    nursery.start_soon(_assist_schema, peer, config, limits, entry, tails, scope)
             await trio.sleep(LOOK_SECONDS)
 
 
@@ -68,7 +94,12 @@ def _known(codec: str) -> bool:
 
 
 async def _assist_schema(
-    peer: Peer, run_id: str, entry: RunEntry, bandwidth: float, tails: trio.Nursery, scope: trio.CancelScope
+    peer: Peer,
+    config: AveragingConfig,
+    limits: tuple[RateLimit, RateLimit],
+    entry: RunEntry,
+    tails: trio.Nursery,
+    scope: trio.CancelScope,
 ) -> None:
     codec = resolve_codec(entry.codec)
     settings = Settings(
@@ -78,20 +109,37 @@ async def _assist_schema(
         cut_shares=share_cutter(entry.elements, codec.granularity),
         max_share=MAX_SHARE_ELEMENTS,
     )
-    key = ready_key(run_id, entry.schema_hash)
-    matchmaker = Matchmaker(peer.around, key=key, settings=settings, codec=codec.name, bandwidth=bandwidth)
+    key = ready_key(config.run_id, entry.schema_hash)
+    # Of this schema's rounds only: a meter sees one round at a time.
+    meter = BandwidthMeter(max_upload_mbps=config.max_upload_mbps, max_download_mbps=config.max_download_mbps)
+    matchmaker = Matchmaker(
+        peer.around,
+        key=key,
+        settings=settings,
+        codec=codec.name,
+        bandwidth=lambda: meter.mbps if config.bandwidth is None else config.bandwidth,
+    )
     peer.matchmakers[key] = matchmaker
+    tools = attempt_tools(codec, min(entry.elements, MAX_SHARE_ELEMENTS), peer.around.run_in_thread)
+    # Rounds of several schemas may run at once, over the one link.
+    upload, download = limits
+    tools = replace(tools, upload=upload, download=download)
     logger.info("helping peers that average %d tensors of %d elements", entry.tensors, entry.elements)
     try:
         with scope:
             while True:
-                await _assist_round(peer, matchmaker, settings, entry.codec, tails)
+                await _assist_round(peer, matchmaker, settings, tools, meter, tails)
     finally:
         del peer.matchmakers[key]
 
 
 async def _assist_round(
-    peer: Peer, matchmaker: Matchmaker, settings: Settings, codec: str, tails: trio.Nursery
+    peer: Peer,
+    matchmaker: Matchmaker,
+    settings: Settings,
+    tools: AttemptTools,
+    meter: BandwidthMeter,
+    tails: trio.Nursery,
 ) -> None:
     group: ExpectedGroup | None = None
 
@@ -111,12 +159,12 @@ async def _assist_round(
             group=group,
             lobby=peer.lobby,
             cut_shares=settings.cut_shares,
-            codec=resolve_codec(codec),
+            tools=tools,
+            meter=meter,
             vector=None,
             minimum=2,
             max_share=MAX_SHARE_ELEMENTS,
             timeout=EXCHANGE_SECONDS,
-            run_in_thread=peer.around.run_in_thread,
             observe=peer.around.observe,
         )
         group = None

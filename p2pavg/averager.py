@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 import trio
 
 from p2pavg.accumulation import Accumulation, Given, Schema
+from p2pavg.allreduce.attempt import attempt_tools
+from p2pavg.bandwidth import BandwidthMeter
 from p2pavg.config import AveragingConfig
 from p2pavg.errors import BusyError, ClosedError
 from p2pavg.matchmaking.matchmaker import Matchmaker
@@ -39,6 +41,9 @@ class DecentralizedAverager:
         self._nursery = nursery
         self._tails = tails
         self._accumulation = Accumulation()
+        self._meter = BandwidthMeter(
+            max_upload_mbps=config.max_upload_mbps, max_download_mbps=config.max_download_mbps
+        )
         self._tools: RoundTools | None = None
         self._key = b""
         self._entry: RunEntry | None = None
@@ -182,7 +187,7 @@ class DecentralizedAverager:
             cut_shares=share_cutter(schema.elements, codec.granularity),
         )
         matchmaker = Matchmaker(
-            self._peer.around, key=key, settings=settings, codec=codec.name, bandwidth=self.config.bandwidth
+            self._peer.around, key=key, settings=settings, codec=codec.name, bandwidth=self._bandwidth
         )
         self._key = key
         self._peer.matchmakers[key] = matchmaker
@@ -202,11 +207,23 @@ class DecentralizedAverager:
             lobby=self._peer.lobby,
             accumulation=self._accumulation,
             cut_shares=settings.cut_shares,
-            run_in_thread=self._peer.around.run_in_thread,
+            attempt=attempt_tools(
+                codec,
+                schema.elements,
+                self._peer.around.run_in_thread,
+                max_upload_mbps=self.config.max_upload_mbps,
+                max_download_mbps=self.config.max_download_mbps,
+            ),
             observe=self._peer.around.observe,
+            meter=self._meter,
             tails=self._tails,
             why_alone=self._why_alone,
         )
+
+    def _bandwidth(self) -> float:
+        """Mbit/s to announce."""
+        given = self.config.bandwidth
+        return self._meter.mbps if given is None else given
 
     async def _say_what_is_averaged(self, entry: RunEntry) -> None:
         await self._peer.records.publish(

@@ -38,6 +38,9 @@ class Success:
     """Hex of the SHA-256 of the roster."""
     auxiliaries: tuple[str, ...] = ()
     """Ids of members that reduced a share and contributed nothing."""
+    streamed: tuple[str, ...] = ()
+    """Ids of members with which parts went over libp2p's streams, one way or the other: no direct lane came about, or
+    one broke."""
     lost: Mapping[str, str] = field(default_factory=dict)
     """Ids of members that were given up during the round, and why. Those of them that are in ``peers`` had delivered
     everything."""

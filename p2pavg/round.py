@@ -8,21 +8,23 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+import torch
 import trio
 
-from p2pavg.accumulation import Accumulation, Contribution
+from p2pavg.accumulation import Accumulation, Contribution, Schema
+from p2pavg.allreduce.attempt import AttemptTools
 from p2pavg.allreduce.exchange import Exchange, Outcome
 from p2pavg.allreduce.lobby import ExpectedGroup, Lobby
 from p2pavg.allreduce.milestones import Observe
 from p2pavg.allreduce.partition import fp32_bytes
 from p2pavg.allreduce.reduction import Verdict
+from p2pavg.bandwidth import BandwidthMeter
 from p2pavg.config import AveragingConfig
 from p2pavg.matchmaking.matchmaker import Matchmaker
 from p2pavg.matchmaking.roster import Candidate, Roster
 from p2pavg.matchmaking.rules import GaveUp, Report
 from p2pavg.net.transport import Transport
-from p2pavg.result import Failed, InProgress, NoPeers, RoundResult, Success
-from p2pavg.workers import RunInThread
+from p2pavg.result import Failed, InProgress, NoPeers, RoundResult, Success, Tensors
 
 logger = logging.getLogger(__name__)
 
@@ -39,8 +41,10 @@ class RoundTools:
     matchmaker: Matchmaker
     lobby: Lobby
     accumulation: Accumulation
-    run_in_thread: RunInThread
+    attempt: AttemptTools
     observe: Observe
+    meter: BandwidthMeter
+    """What this peer's link carries, measured in rounds."""
     tails: trio.Nursery
     """Outlives every result: what the others still have to hear."""
     cut_shares: Callable[[Sequence[Candidate]], tuple[int, ...]]
@@ -122,11 +126,11 @@ class Round:
             group=self._group,
             lobby=self._tools.lobby,
             cut_shares=self._tools.cut_shares,
-            codec=self._tools.config.codec,
+            tools=self._tools.attempt,
+            meter=self._tools.meter,
             vector=self._contribution.mean,
             minimum=self._tools.config.min_group_size,
             timeout=self._tools.config.exchange_timeout,
-            run_in_thread=self._tools.run_in_thread,
             observe=self._tools.observe,
             found_out=partial(self._found_out, self._contribution),
         )
@@ -147,7 +151,7 @@ class Round:
         for member in roster.members:
             if member.peer_id not in {verdict.peer_id for verdict in outcome.lost}:
                 self._tools.stalled.pop(member.peer_id, None)
-        averaged = await self._tools.run_in_thread(self._contribution.schema.unflatten, outcome.averaged)
+        averaged = await self._unflatten(self._contribution.schema, outcome.averaged)
         self._tools.accumulation.release(self._contribution)
         self._contribution = None
         now = trio.current_time()
@@ -165,8 +169,15 @@ class Round:
             exchange_duration=now - began,
             group_id=roster.group_id.hex(),
             auxiliaries=tuple(member.peer_id for member in roster.members if member.auxiliary),
+            streamed=tuple(sorted(outcome.streamed)),
             lost={verdict.peer_id: verdict.reason for verdict in outcome.lost if verdict.peer_id is not None},
         )
+
+    async def _unflatten(self, schema: Schema, averaged: torch.Tensor) -> Tensors:
+        """In a thread where something is to be copied; else the tensors are views."""
+        if schema.is_plain:
+            return schema.unflatten(averaged)
+        return await self._tools.attempt.run_in_thread(schema.unflatten, averaged)
 
     def _found_out(self, contribution: Contribution, used: bool) -> None:
         """What became of a contribution in a round from which this peer was cut off."""

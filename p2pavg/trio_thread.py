@@ -13,6 +13,7 @@ import trio
 
 from p2pavg._exceptions import bare_exceptions
 from p2pavg.errors import ClosedError
+from p2pavg.workers import be_nice
 
 logger = logging.getLogger(__name__)
 
@@ -124,6 +125,7 @@ class TrioThread(Generic[R]):
     def _run(self) -> None:
         error: BaseException | None = None
         try:
+            be_nice()  # the loop that trains goes first
             trio.run(self._main)
         except BaseException as raised:  # noqa: BLE001 - it is raised again where somebody waits for it
             error = raised

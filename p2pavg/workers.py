@@ -6,15 +6,21 @@ a thread that works here uses one thread of torch, and the rest of the process k
 
 from __future__ import annotations
 
+import logging
+import os
 import threading
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
+import outcome
 import torch
 import trio
 
 T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
 
 _lock = threading.Lock()
 
@@ -32,9 +38,7 @@ class Workers:
     """
 
     def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(
-            1, thread_name_prefix="p2pavg-worker", initializer=_use_one_thread_here
-        )
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="p2pavg-worker", initializer=prepare_thread)
 
     def close(self) -> None:
         """End the thread, once what it does is done."""
@@ -56,11 +60,110 @@ class Workers:
         return future.result()
 
 
+async def in_own_thread(work: Callable[[], T], *, stop: Callable[[], None], name: str) -> T:
+    """``work()`` in a thread that ends with this call, and is prepared as those of :class:`Workers`.
+
+    Args:
+        stop: makes ``work`` return or raise soon; called when the caller is cancelled.
+    """
+
+    def prepare_and_work() -> T:
+        prepare_thread()
+        return work()
+
+    def main(report: Callable[[outcome.Outcome[T]], None]) -> None:
+        report(outcome.capture(prepare_and_work))
+
+    threads: list[threading.Thread] = []
+
+    def start(report: Callable[[outcome.Outcome[T]], None]) -> None:
+        thread = threading.Thread(target=main, args=(report,), name=name, daemon=True)
+        thread.start()
+        threads.append(thread)
+
+    try:
+        return await _until_it_reports(start, stop)
+    finally:
+        for thread in threads:
+            thread.join()  # it has nothing left to do
+
+
+async def in_shared_thread(work: Callable[[], T], *, stop: Callable[[], None]) -> T:
+    """``work()``, something short that may block, in one of trio's threads; ``stop`` as in :func:`in_own_thread`."""
+    return await _until_it_reports(
+        lambda report: trio.lowlevel.start_thread_soon(work, report, "p2pavg-short"), stop
+    )
+
+
+async def _until_it_reports(
+    start: Callable[[Callable[[outcome.Outcome[T]], None]], None], stop: Callable[[], None]
+) -> T:
+    await trio.lowlevel.checkpoint_if_cancelled()
+    token, done = trio.lowlevel.current_trio_token(), trio.Event()
+    found: list[outcome.Outcome[T]] = []
+
+    def report(how: outcome.Outcome[T]) -> None:
+        found.append(how)
+        token.run_sync_soon(done.set)
+
+    start(report)
+    try:
+        await done.wait()
+    except trio.Cancelled:
+        stop()
+        with trio.CancelScope(shield=True):
+            await done.wait()
+        raise
+    return found[0].unwrap()
+
+
+class ToLoop:
+    """Calls functions on the event loop, in order, soon; many calls at once cost one wake-up. Made on the loop."""
+
+    def __init__(self) -> None:
+        self._token = trio.lowlevel.current_trio_token()
+        self._calls: deque[tuple[Callable[..., object], tuple[Any, ...]]] = deque()
+
+    def __call__(self, function: Callable[..., object], *args: object) -> None:
+        """From any thread. What is called must not raise."""
+        self._calls.append((function, args))
+        self._token.run_sync_soon(self._drain, idempotent=True)
+
+    def _drain(self) -> None:
+        while self._calls:
+            function, args = self._calls.popleft()
+            function(*args)
+
+
+NICENESS = 5
+"""Of the threads that work: a training loop on the same cores goes first, as far as the system tells them apart."""
+
+
+def prepare_thread() -> None:
+    """To be called once by a thread that works for the averager: one thread of torch, and a lower priority."""
+    _use_one_thread_here()
+    be_nice()
+
+
+def be_nice() -> None:
+    """Lower the priority of this thread, where threads have one: on Linux."""
+    if not hasattr(os, "setpriority") or os.uname().sysname != "Linux":
+        return
+    try:
+        thread = threading.get_native_id()
+        if os.getpriority(os.PRIO_PROCESS, thread) < NICENESS:
+            os.setpriority(os.PRIO_PROCESS, thread, NICENESS)
+    except OSError as error:  # a sandbox may forbid it; the work is done all the same
+        logger.debug("no lower priority for a worker: %s", error)
+
+
 def _use_one_thread_here() -> None:
     """torch.set_num_threads() sets the calling thread and the default of threads that begin later: undo the latter."""
     with _lock:
         before = torch.get_num_threads()
         torch.set_num_threads(1)
+        if before == 1:
+            return
         restore = threading.Thread(
             target=torch.set_num_threads, args=(before,), name="p2pavg-restore-threads"
         )

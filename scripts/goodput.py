@@ -10,14 +10,12 @@ from __future__ import annotations
 import argparse
 import random
 import time
-from functools import partial
 
 import torch
 import trio
 
 import p2pavg
 from p2pavg.allreduce import reduction
-from p2pavg.allreduce.partition import cut_into_parts
 from p2pavg.testing import MemoryNetwork, Milestone, simulate, simulated_peer
 from p2pavg.testing.simulation import cancel_when_crashed, simulated_signer
 
@@ -119,7 +117,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    vars(reduction)["cut_into_parts"] = partial(cut_into_parts, part_elements=64)
+    vars(reduction)["part_size"] = lambda _elements, _reducers: 64
     samples = []
     for deaths in (False, True):
         began = time.monotonic()

@@ -29,7 +29,6 @@ import trio
 
 import p2pavg
 from p2pavg.allreduce import reduction
-from p2pavg.allreduce.partition import cut_into_parts
 from p2pavg.peer import Peer
 from p2pavg.testing import Cut, FaultPlan, MemoryNetwork, Milestone, Partition, Stop, run_peers, simulate
 from p2pavg.testing.simulation import simulated_signer
@@ -247,7 +246,7 @@ def main() -> int:
     parser.add_argument("--log", action="store_true", help="with the peers' log")
     parser.add_argument("--processes", type=int, default=multiprocessing.cpu_count())
     arguments = parser.parse_args()
-    vars(reduction)["cut_into_parts"] = partial(cut_into_parts, part_elements=PART_ELEMENTS)
+    vars(reduction)["part_size"] = lambda _elements, _reducers: PART_ELEMENTS
     logging.basicConfig(
         level=logging.DEBUG if arguments.log else logging.CRITICAL,
         format="%(name)s %(message)s",

@@ -3,17 +3,24 @@
 Butterfly: every contributor sends each reducer the parts of its share; the reducer averages a part as soon as its last
 contribution is in, encodes the average once, and sends those bytes to every contributor. What goes wrong is reported;
 what it means is decided elsewhere (:mod:`p2pavg.allreduce.agreement`), and the lanes of the others go on meanwhile.
+
+A lane is direct where one comes about (:mod:`p2pavg.allreduce.direct` moves its parts, in a thread), else a stream of
+the transport, which is moved here. A direct lane that breaks is no loss of a member: its sender begins again on a
+stream, and only when that breaks as well something is wrong.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Iterable, Sequence
+import logging
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
 import trio
 
+from p2pavg.allreduce.direct import DirectUse
 from p2pavg.allreduce.lobby import InboundLane, Lanes
 from p2pavg.allreduce.messages import (
     FRAME_BYTES,
@@ -24,21 +31,29 @@ from p2pavg.allreduce.messages import (
     part_frame,
     receive_index,
 )
-from p2pavg.allreduce.milestones import Milestone
-from p2pavg.allreduce.partition import Part
-from p2pavg.allreduce.reduction import BadContributionError, Contribution, Ledger, average_part
-from p2pavg.allreduce.votes import DIGEST_BYTES
+from p2pavg.allreduce.milestones import Milestone, ignore
+from p2pavg.allreduce.partition import MAX_PART_ELEMENTS, Part
+from p2pavg.allreduce.reduction import BadContributionError, Ledger
+from p2pavg.allreduce.turns import Turns
+from p2pavg.allreduce.values import MAX_WAITING_PARTS, Values, check_index
+from p2pavg.buffers import Buffers
 from p2pavg.errors import ClosedError, RemoteProtocolError, StreamBrokenError, UnreachableError
 from p2pavg.matchmaking.roster import Candidate, Roster
 from p2pavg.net.framing import receive_exactly_into, send_message
-from p2pavg.net.transport import Buffer, Stream, Transport
-from p2pavg.workers import RunInThread
-from p2pavg_compression import Codec, CodecError
+from p2pavg.net.limits import RateLimit
+from p2pavg.net.transport import Buffer, DirectLane, Stream, Transport
+from p2pavg.workers import RunInThread, ToLoop, in_own_thread
+from p2pavg_compression import Codec
 
-# Parts of each contributor that may wait for the slowest one: 8 MiB of fp32. With the part that is being read, and
-# that part decoded, this is all that a peer can make this process hold beside its own vectors.
-MAX_WAITING_PARTS = 8
+logger = logging.getLogger(__name__)
+
 OPEN_SECONDS = 10.0
+DIRECT_SECONDS = 5.0  # for a direct lane to come about, whoever dials; then the parts go over a stream
+FAST_MBPS = (
+    500.0  # from there on lanes wait for the processor more than for the link, and taking turns only costs
+)
+MAX_MEMBERS = 256  # more than a roster has
+REOPEN_SECONDS = 3.0  # after a direct lane broke, for its sender to begin again on a stream
 
 
 class Reports(Protocol):
@@ -60,6 +75,37 @@ class Reports(Protocol):
         """So far is this member."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptTools:
+    """What every attempt of one averager works with."""
+
+    codec: Codec
+    run_in_thread: RunInThread
+    buffers: Buffers
+    upload: RateLimit
+    download: RateLimit
+
+
+def attempt_tools(
+    codec: Codec,
+    elements: int,
+    run_in_thread: RunInThread,
+    *,
+    max_upload_mbps: float | None = None,
+    max_download_mbps: float | None = None,
+) -> AttemptTools:
+    """The tools for vectors of so many elements; limits in Mbit/s."""
+    # Two results, of which the caller may keep one, the averages as encoded, and parts on their way.
+    idle = 2 * 4 * elements + codec.encoded_nbytes(elements) + 32 * codec.encoded_nbytes(MAX_PART_ELEMENTS)
+    return AttemptTools(
+        codec=codec,
+        run_in_thread=run_in_thread,
+        buffers=Buffers(idle),
+        upload=RateLimit(max_upload_mbps),
+        download=RateLimit(max_download_mbps),
+    )
+
+
 class Attempt:
     """One member's side of one attempt.
 
@@ -79,47 +125,76 @@ class Attempt:
         group_id: bytes,
         roster: Roster,
         lanes: Lanes,
-        codec: Codec,
         vector: torch.Tensor | None,
-        run_in_thread: RunInThread,
+        tools: AttemptTools,
         reports: Reports,
         position: Callable[[str], int],
     ) -> None:
         self.number = number
         self.roster = roster
-        self.ledger = Ledger(roster, transport.peer_id, codec.granularity)
-        self.bytes_sent = 0
-        self.bytes_received = 0
+        self.ledger = Ledger(roster, transport.peer_id, tools.codec.granularity)
         self.scope = trio.CancelScope()
         """Cancel it to end the attempt."""
+        self.streamed: set[str] = set()
+        """Members to or from which parts have gone over streams instead of direct lanes."""
         self._transport = transport
         self._group_id = group_id
         self._lanes = lanes
-        self._codec = codec
-        self._vector = vector
-        self._in_thread = run_in_thread
+        self._tools = tools
+        self._contributes = vector is not None
+        self._in_thread = tools.run_in_thread
         self._reports = reports
         self._position = position
         self._me = transport.peer_id
         self._own_parts = self.ledger.parts[self._me]
-        # An auxiliary holds its own share only; everybody else the whole vector.
-        self._offset = 0 if vector is not None else (self._own_parts[0].start if self._own_parts else 0)
-        length = sum(roster.shares) if vector is not None else roster.shares[roster.position(self._me)]
-        self.averaged = torch.empty(length, dtype=torch.float32)
-        self._pending: list[dict[str, bytearray]] = [{} for _ in self._own_parts]
-        # What came of each share, as it came: it may have to be passed on.
-        self._encoded: dict[str, list[Buffer]] = {
-            peer_id: [b""] * len(parts) for peer_id, parts in self.ledger.parts.items()
-        }
+        self.values = Values(
+            ledger=self.ledger,
+            codec=tools.codec,
+            vector=vector,
+            buffers=tools.buffers,
+            on_ready=self._averaged,
+        )
+        self._sent = self._received = 0
+        bandwidth = roster.members[roster.position(self._me)].bandwidth
+        self._turns = Turns() if bandwidth < FAST_MBPS else None
+        self._outbound: list[DirectUse] = []
+        self._inbound: list[DirectUse] = []
         self._ready = [trio.Event() for _ in self._own_parts]
+        self._awaited = False  # whether anybody on the event loop waits for them
         self._complete = False
+        self._to_loop: ToLoop | None = None
         self._passing: trio.Nursery | None = None
         self._sources: dict[str, str] = {}  # of the shares of reducers that are gone: who passes each on
         self._source_named = trio.Event()
-        self._passed: set[str] = set()  # reducers whose whole share has come from another one
+
+    @property
+    def averaged(self) -> torch.Tensor:
+        """float32: the result, once it is complete; of the whole vector, or an auxiliary's share."""
+        return self.values.averaged
+
+    @property
+    def bytes_sent(self) -> int:
+        """Of parts, their frames included."""
+        return self._sent + sum(use.moved for use in self._outbound)
+
+    @property
+    def bytes_received(self) -> int:
+        """Of parts, their frames included."""
+        return self._received + sum(use.moved for use in self._inbound)
+
+    @property
+    def bytes_left(self) -> int:
+        """Sent, with the parts that are still incomplete and without what direct lanes still hold."""
+        return self._sent + sum(use.sent for use in self._outbound)
+
+    @property
+    def bytes_arrived(self) -> int:
+        """Received, with the parts that are still incomplete."""
+        return self._received + sum(use.received for use in self._inbound)
 
     async def run(self) -> None:
         """Until cancelled: what others still need is sent also when this member has everything."""
+        self._to_loop = ToLoop()
         with self.scope:
             async with trio.open_nursery() as nursery:
                 self._passing = nursery
@@ -128,26 +203,17 @@ class Attempt:
                     if member.peer_id != self._me:
                         self._start_sending(nursery, member)
                     self._owes(member.peer_id, self.ledger.expects(member.peer_id, Lane.CONTRIBUTIONS) > 0)
-                await self._check_complete()
+                self._check_complete()
                 await trio.sleep_forever()
 
     def let_go(self) -> None:
         """Of everything of a vector's size. Only when the attempt has ended."""
-        self._vector = None
-        self.averaged = torch.empty(0)
-        self._pending.clear()
-        self._encoded.clear()
+        self.values.let_go()
 
-    async def _check_complete(self) -> None:
-        if self._complete or not self.ledger.complete:
-            return
-        self._complete = True
-        digests: tuple[bytes, ...] = ()
-        if self._vector is not None:
-            digests = await self._in_thread(
-                _digests, [self._encoded[member.peer_id] for member in self.roster.members]
-            )
-        self._reports.completed(self, digests)
+    def _check_complete(self) -> None:
+        if not self._complete and not self.scope.cancel_called and self.values.complete:
+            self._complete = True
+            self._reports.completed(self, self.values.digests())
 
     def _owes(self, peer_id: str, yes: bool) -> None:
         if peer_id != self._me:
@@ -158,13 +224,74 @@ class Attempt:
         reason = f"it broke the protocol: {error}" if hostile else str(error)
         self._reports.troubled(self, peer_id, reason, hostile=hostile)
 
+    # ------------------------------------------------------------------ from the lanes' threads
+
+    def _averaged(self, index: int) -> None:
+        if self._awaited:
+            self._soon(self._ready[index].set)
+        self.progressed()
+
+    def owes(self, peer_id: str, yes: bool) -> None:
+        """A member's contribution is waited for, or no longer."""
+        self._soon(self._owes, peer_id, yes)
+
+    def reached(self, milestone: Milestone) -> None:
+        """A part has been sent."""
+        if self._reports.reached is not ignore:
+            self._soon(self._reports.reached, milestone)
+
+    def progressed(self) -> None:
+        """A part has come."""
+        if self.values.complete:
+            self._soon(self._check_complete)
+
+    def blame(self, peer_id: str, error: Exception) -> None:
+        """A part that a member sent does not decode."""
+        self._soon(self._broken, peer_id, error)
+
+    async def _until_ready(self, index: int) -> None:
+        """A part of this member's share has been averaged."""
+        with self.values.changed:  # a thread has said that it is ready, or will see that somebody waits
+            self._awaited = True
+            if self.values.is_ready(index):
+                self._ready[index].set()
+        await self._ready[index].wait()
+
+    def _soon(self, function: Callable[..., object], *args: object) -> None:
+        assert self._to_loop is not None
+        self._to_loop(function, *args)
+
+    def note_arrivals(self) -> None:
+        """Report what has come over direct lanes. To be called now and then: it is a sign of life."""
+        for use in self._inbound:
+            self._note_arrivals(use)
+
+    def _note_arrivals(self, use: DirectUse) -> None:
+        count = use.lane.bytes_received - use.noted
+        if count:
+            use.noted += count
+            self._reports.arrived(use.lane.remote, count)
+
     # ------------------------------------------------------------------ out
 
     def _start_sending(self, nursery: trio.Nursery, member: Candidate) -> None:
-        if self._vector is not None and self.ledger.parts[member.peer_id]:
-            nursery.start_soon(self._send_lane, member, Lane.CONTRIBUTIONS, self._send_contributions)
+        theirs = self.ledger.parts[member.peer_id]
+        if self._contributes and theirs:
+            nursery.start_soon(
+                self._send_lane,
+                member,
+                Lane.CONTRIBUTIONS,
+                self._send_contributions,
+                lambda use, header: use.send_contributions(header, theirs),
+            )
         if self._own_parts and not member.auxiliary:
-            nursery.start_soon(self._send_lane, member, Lane.AVERAGES, self._send_averages)
+            nursery.start_soon(
+                self._send_lane,
+                member,
+                Lane.AVERAGES,
+                self._send_averages,
+                lambda use, header: use.send_averages(header, self._me, self._own_parts),
+            )
 
     def pass_on(self, reducers: Iterable[str], to: Iterable[str]) -> None:
         """Send members the whole shares of reducers, as the same bytes. This member has the whole result."""
@@ -181,17 +308,34 @@ class Attempt:
         self._source_named = trio.Event()
 
     async def _send_share(self, member: Candidate, reducer: str) -> None:
-        async def send(stream: Stream) -> None:
-            for part, payload in zip(self.ledger.parts[reducer], self._encoded[reducer], strict=True):
-                await self._send_part(stream, part, payload)
+        parts = self.ledger.parts[reducer]
 
-        await self._send_lane(member, Lane.PASSED_ON, send, reducer=self._position(reducer))
+        async def send(stream: Stream) -> None:
+            for part in parts:
+                await self._send_part(stream, part, self.values.encoded(reducer, part.index))
+
+        await self._send_lane(
+            member,
+            Lane.PASSED_ON,
+            send,
+            lambda use, header: use.send_share(header, reducer, parts),
+            reducer=self._position(reducer),
+        )
 
     async def _send_lane(
-        self, member: Candidate, lane: Lane, send: Callable[[Stream], object], *, reducer: int = 0
+        self,
+        member: Candidate,
+        lane: Lane,
+        send: Callable[[Stream], Awaitable[None]],
+        send_directly: Callable[[DirectUse, LaneHeader], None],
+        *,
+        reducer: int = 0,
     ) -> None:
         """Open a lane to a member and send every part of it."""
         header = LaneHeader(self._group_id, lane, self.number, reducer)
+        if await self._send_over_direct_lane(member, header, send_directly):
+            return
+        self.streamed.add(member.peer_id)
         try:
             stream = await self._transport.open_stream(
                 member.peer_id,
@@ -202,155 +346,193 @@ class Attempt:
             )
             try:
                 await send_message(stream, encode_header(header))
-                await send(stream)  # type: ignore[misc]
+                await send(stream)
             finally:
                 await stream.aclose()
         except (UnreachableError, StreamBrokenError, ClosedError) as error:
             self._broken(member.peer_id, error)
 
+    async def _send_over_direct_lane(
+        self, member: Candidate, header: LaneHeader, send: Callable[[DirectUse, LaneHeader], None]
+    ) -> bool:
+        """Whether everything went over one."""
+        try:
+            lane = await self._transport.open_lane(
+                member.peer_id, addresses=member.addresses, timeout=DIRECT_SECONDS
+            )
+        except UnreachableError as error:
+            logger.debug("no direct lane to %s: %s", member.peer_id, error)
+            return False
+        place = (self._position(member.peer_id) - self._position(self._me)) % MAX_MEMBERS
+        use = DirectUse(lane, self.values, self._tools.upload, self, self._turns, place)
+        self._outbound.append(use)
+        try:
+            await in_own_thread(partial(send, use, header), stop=use.stop, name="p2pavg-send")
+            await lane.acknowledged()
+        except StreamBrokenError as error:
+            logger.info("the direct lane to %s broke: %s", member.peer_id, error)
+            return False
+        finally:
+            # Also when the attempt ends before the acknowledgement has come: the transport waits for it then.
+            if use.finished:
+                self._transport.keep_lane(lane)
+            else:
+                lane.abort()
+        return True
+
     async def _send_contributions(self, stream: Stream) -> None:
-        assert self._vector is not None
         for part in self.ledger.parts[stream.remote]:
-            payload = await self._in_thread(self._codec.encode, self._vector[part.start : part.stop])
+            payload = await self._in_thread(self.values.contribution, part)
             await self._send_part(stream, part, payload)
             self._reports.reached(Milestone.CONTRIBUTION_SENT)
 
     async def _send_averages(self, stream: Stream) -> None:
         for part in self._own_parts:
-            await self._ready[part.index].wait()
-            await self._send_part(stream, part, self._encoded[self._me][part.index])
+            await self._until_ready(part.index)
+            await self._send_part(stream, part, self.values.encoded(self._me, part.index))
             self._reports.reached(Milestone.AVERAGE_SENT)
 
     async def _send_part(self, stream: Stream, part: Part, payload: Buffer) -> None:
+        await trio.sleep(self._tools.upload.delay(len(payload)))
         await stream.send_all(part_frame(part.index))
         await stream.send_all(payload)
-        self.bytes_sent += FRAME_BYTES + len(payload)
+        self._sent += FRAME_BYTES + len(payload)
 
     # ------------------------------------------------------------------ in
 
     async def _accept_lanes(self, nursery: trio.Nursery) -> None:
-        taken: set[tuple[str, Lane, int]] = set()
+        taken: dict[tuple[str, Lane, int], _Taken] = {}
         while True:
             lane = await self._lanes.receive()
-            peer_id = lane.stream.remote
+            peer_id = lane.remote
             place = (peer_id, lane.header.lane, lane.header.reducer)
-            if place not in taken and self._is_due(lane):
-                if lane.header.lane is not Lane.PASSED_ON:  # that may be begun again, by another ballot
-                    taken.add(place)
-                nursery.start_soon(self._receive_lane, lane, nursery)
+            before = taken.get(place)
+            # Who lost a direct lane begins again, on a stream.
+            again = before is not None and before.direct and not isinstance(lane.stream, DirectLane)
+            again = again or lane.header.lane is Lane.PASSED_ON  # by another ballot
+            if self._is_due(lane) and (before is None or again):
+                if before is not None:
+                    await before.end()
+                now = taken[place] = _Taken(direct=isinstance(lane.stream, DirectLane))
+                nursery.start_soon(self._receive_lane, lane, now)
                 continue
             lane.finished.set()
             if any(member.peer_id == peer_id for member in self.roster.members):
                 self._broken(peer_id, RemoteProtocolError("it opened a lane that is not due"))
 
     def _is_due(self, lane: InboundLane) -> bool:
-        peer_id, header = lane.stream.remote, lane.header
+        peer_id, header = lane.remote, lane.header
         if header.lane is Lane.PASSED_ON:
             reducers = {self._position(member.peer_id) for member in self.roster.members}
-            return (
-                peer_id in self.ledger.contributors
-                and header.reducer in reducers
-                and self._vector is not None
-            )
+            return peer_id in self.ledger.contributors and header.reducer in reducers and self._contributes
         return header.reducer == 0 and self.ledger.expects(peer_id, header.lane) > 0
 
-    async def _receive_lane(self, lane: InboundLane, nursery: trio.Nursery) -> None:
-        peer_id = lane.stream.remote
-        stream = _Noted(lane.stream, self._reports)
+    async def _receive_lane(self, lane: InboundLane, taken: _Taken) -> None:
         try:
-            if lane.header.lane is Lane.PASSED_ON:
-                await self._receive_share(stream, lane.header.reducer)
-            else:
-                averages = lane.header.lane is Lane.AVERAGES
-                for part in self.ledger.parts[peer_id if averages else self._me]:
-                    await self._receive_part(stream, lane.header.lane, part, nursery)
+            with taken.scope:
+                if isinstance(lane.stream, DirectLane):
+                    await self._receive_over_direct_lane(lane, lane.stream)
+                else:
+                    self.streamed.add(lane.remote)
+                    await self._receive_over_stream(lane, _Noted(lane.stream, self._reports))
         except (RemoteProtocolError, StreamBrokenError, ClosedError) as error:
-            self._broken(peer_id, error)
+            self._broken(lane.remote, error)
         finally:
             lane.finished.set()
+            taken.ended.set()
 
-    async def _receive_part(self, stream: Stream, lane: Lane, part: Part, nursery: trio.Nursery) -> None:
+    async def _receive_over_direct_lane(self, lane: InboundLane, direct: DirectLane) -> None:
+        use = DirectUse(direct, self.values, self._tools.download, self)
+        self._inbound.append(use)
+        kind = lane.header.lane
+        if kind is Lane.PASSED_ON:
+            reducer = await self._reducer_to_take(lane)
+            work = partial(use.receive_share, reducer, self.ledger.parts[reducer])
+        else:
+            work = partial(use.receive, kind, self._parts_of(lane.remote, kind))
+        try:
+            await in_own_thread(work, stop=use.stop, name="p2pavg-receive")
+        except StreamBrokenError as error:
+            logger.info("the direct lane of %s broke: %s", direct.remote, error)
+            await trio.sleep(REOPEN_SECONDS)  # the stream that takes its place cancels this
+            raise
+        finally:
+            lane.clean = use.finished
+            self._note_arrivals(use)
+
+    def _parts_of(self, peer_id: str, lane: Lane) -> Sequence[Part]:
+        return self.ledger.parts[peer_id if lane is Lane.AVERAGES else self._me]
+
+    async def _receive_over_stream(self, lane: InboundLane, stream: Stream) -> None:
+        kind = lane.header.lane
+        if kind is Lane.PASSED_ON:
+            await self._receive_share(lane, stream)
+            return
+        for part in self._parts_of(stream.remote, kind):
+            check_index(await receive_index(stream), part)
+            if self.values.has(stream.remote, kind, part.index):  # it came over a direct lane that broke
+                await self._receive_payload(stream, part)
+            elif kind is Lane.CONTRIBUTIONS:
+                await self._receive_contribution(stream, part)
+            else:
+                payload = await self._receive_payload(stream, part)
+                await self._in_thread(self.values.receive_average, stream.remote, part, payload)
+            self._check_complete()
+
+    async def _receive_contribution(self, stream: Stream, part: Part) -> None:
         peer_id = stream.remote
-        index = await receive_index(stream)
-        if index != part.index:
-            raise RemoteProtocolError(f"part {index} came where part {part.index} was due")
-        if lane is Lane.CONTRIBUTIONS and index >= MAX_WAITING_PARTS:
+        if part.index >= MAX_WAITING_PARTS:
             # What is ahead of the slowest contributor waits with its sender, not in this process.
             self._owes(peer_id, False)
-            await self._ready[index - MAX_WAITING_PARTS].wait()
+            await self._until_ready(part.index - MAX_WAITING_PARTS)
             self._owes(peer_id, True)
-        payload = bytearray(self._codec.encoded_nbytes(part.elements))
-        await receive_exactly_into(stream, memoryview(payload))
-        self.bytes_received += FRAME_BYTES + len(payload)
-        if lane is Lane.AVERAGES and peer_id not in self._passed:
-            await self._decode(part, payload)
-        if lane is Lane.AVERAGES and peer_id in self._passed:
-            return  # the whole share came from another one first
-        if lane is Lane.AVERAGES:
-            self._encoded[peer_id][index] = payload
-        else:
-            self._pending[index][peer_id] = payload
-            self._owes(peer_id, index + 1 < self.ledger.expects(peer_id, lane))
-        if self.ledger.received(peer_id, lane):
-            nursery.start_soon(self._average, index)
-        await self._check_complete()
+        payload = await self._receive_payload(stream, part)
+        complete = self.values.contributed(peer_id, part.index, payload)
+        self._owes(peer_id, part is not self._own_parts[-1])
+        if complete:
+            try:
+                await self._in_thread(self.values.average, part.index)
+            except BadContributionError as error:
+                self._broken(error.peer_id, error)
 
-    async def _decode(self, part: Part, payload: bytearray) -> None:
-        out = self.averaged[part.start : part.stop]
-        try:
-            await self._in_thread(self._codec.decode, payload, part.elements, out)
-        except CodecError as error:
-            raise RemoteProtocolError(f"an averaged part does not decode: {error}") from None
+    async def _receive_payload(self, stream: Stream, part: Part) -> Buffer:
+        payload = self.values.buffer(part)
+        await trio.sleep(self._tools.download.delay(len(payload)))
+        await receive_exactly_into(stream, payload)
+        self._received += FRAME_BYTES + len(payload)
+        return payload
 
-    async def _receive_share(self, stream: Stream, position: int) -> None:
-        """Averages of a reducer that is gone, from somebody who has them all."""
-        reducer = next(m.peer_id for m in self.roster.members if self._position(m.peer_id) == position)
-        while self._sources.get(reducer) != stream.remote:
+    async def _reducer_to_take(self, lane: InboundLane) -> str:
+        """Whose averages somebody who has them all passes on, once this member is to take them from there."""
+        reducer = next(
+            m.peer_id for m in self.roster.members if self._position(m.peer_id) == lane.header.reducer
+        )
+        while self._sources.get(reducer) != lane.remote:
             await self._source_named.wait()  # the source may hear of it first; anybody else may wait
-        parts = self.ledger.parts[reducer]
+        return reducer
+
+    async def _receive_share(self, lane: InboundLane, stream: Stream) -> None:
+        reducer = await self._reducer_to_take(lane)
         payloads = []
-        for part in parts:
-            index = await receive_index(stream)
-            if index != part.index:
-                raise RemoteProtocolError(f"part {index} came where part {part.index} was due")
-            payload = bytearray(self._codec.encoded_nbytes(part.elements))
-            await receive_exactly_into(stream, memoryview(payload))
-            self.bytes_received += FRAME_BYTES + len(payload)
-            payloads.append(payload)
-        if not self.ledger.lacks(reducer):
-            return  # it came in the meantime, and its digest may have been told
-        self._passed.add(reducer)
-        for part, payload in zip(parts, payloads, strict=True):
-            await self._decode(part, payload)
-        self._encoded[reducer][:] = payloads
-        self.ledger.received_share(reducer)
-        await self._check_complete()
+        for part in self.ledger.parts[reducer]:
+            check_index(await receive_index(stream), part)
+            payloads.append(await self._receive_payload(stream, part))
+        await self._in_thread(self.values.receive_share, reducer, payloads)
+        self._check_complete()
 
-    async def _average(self, index: int) -> None:
-        part, pending = self._own_parts[index], self._pending[index]
-        contributions = [
-            Contribution(member.peer_id, member.weight, self._values(part, pending, member.peer_id))
-            for member in self.roster.contributors
-        ]
-        out = self.averaged[part.start - self._offset : part.stop - self._offset]
-        try:
-            encoded = await self._in_thread(
-                average_part, self._codec, contributions, self.roster.total_weight, out
-            )
-        except BadContributionError as error:
-            self._broken(error.peer_id, error)
-            return
-        self._encoded[self._me][index] = encoded
-        pending.clear()
-        self.ledger.averaged_own()
-        self._ready[index].set()
-        await self._check_complete()
 
-    def _values(self, part: Part, pending: dict[str, bytearray], peer_id: str) -> torch.Tensor | bytearray:
-        if peer_id != self._me:
-            return pending[peer_id]
-        assert self._vector is not None
-        return self._vector[part.start : part.stop]
+class _Taken:
+    """A lane that is being received."""
+
+    def __init__(self, *, direct: bool) -> None:
+        self.direct = direct
+        self.scope = trio.CancelScope()
+        self.ended = trio.Event()
+
+    async def end(self) -> None:
+        """It is replaced."""
+        self.scope.cancel()
+        await self.ended.wait()
 
 
 class _Noted(Stream):
@@ -374,14 +556,3 @@ class _Noted(Stream):
 
     async def reset(self) -> None:
         await self._stream.reset()
-
-
-def _digests(shares: Sequence[Sequence[Buffer]]) -> tuple[bytes, ...]:
-    """SHA-256 of each share's bytes, shortened: enough that nobody finds two shares of one digest."""
-    found = []
-    for payloads in shares:
-        digest = hashlib.sha256()
-        for payload in payloads:
-            digest.update(payload)
-        found.append(digest.digest()[:DIGEST_BYTES])
-    return tuple(found)

@@ -32,19 +32,18 @@ from p2pavg.allreduce.agreement import (
     Tell,
     advance,
 )
-from p2pavg.allreduce.attempt import Attempt
+from p2pavg.allreduce.attempt import Attempt, AttemptTools
 from p2pavg.allreduce.choice import ballot_leader
 from p2pavg.allreduce.control import Control
 from p2pavg.allreduce.lobby import ExpectedGroup, Lobby
 from p2pavg.allreduce.milestones import Milestone, Observe, ignore
-from p2pavg.allreduce.partition import PART_ELEMENTS
+from p2pavg.allreduce.partition import part_size
 from p2pavg.allreduce.reduction import Verdict
 from p2pavg.allreduce.votes import Begin, Commit, Gather, Left, Trouble, Unknown, Vote
+from p2pavg.bandwidth import BandwidthMeter
 from p2pavg.errors import RefusedError
 from p2pavg.matchmaking.roster import Candidate, Roster
 from p2pavg.net.transport import Transport
-from p2pavg.workers import RunInThread
-from p2pavg_compression import Codec
 
 if TYPE_CHECKING:
     # libp2p installs trio-typing, whose stubs mypy prefers to trio's own.
@@ -52,6 +51,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+SAMPLE_SECONDS = 0.25  # between two looks at what has been moved
 ASK_AGAIN_SECONDS = 1.0
 SILENT_SECONDS = 5.0  # that a silent member costs the others, about
 SETTLE_SECONDS = 0.5  # for the others' last word, when this member has failed
@@ -79,6 +79,8 @@ class Outcome:
     """Members that were given up on the way, and why."""
     bytes_sent: int
     bytes_received: int
+    streamed: frozenset[str]
+    """Members with which parts of the last attempt went over streams instead of direct lanes."""
 
 
 class Exchange:
@@ -88,6 +90,7 @@ class Exchange:
         roster: the group, as it was agreed.
         group: the same group's inbound streams; closed at the end.
         cut_shares: of any members of the group, as all of them cut the vector.
+        meter: is told how much this member sends and receives.
         vector: float32, the length of the roster's shares together, on any device; this member's weighted mean. Not
             changed. An auxiliary has none.
         minimum: contributors that this member wants in a result at least.
@@ -105,11 +108,11 @@ class Exchange:
         group: ExpectedGroup,
         lobby: Lobby,
         cut_shares: Callable[[Sequence[Candidate]], tuple[int, ...]],
-        codec: Codec,
+        tools: AttemptTools,
+        meter: BandwidthMeter,
         vector: torch.Tensor | None,
         minimum: int,
         timeout: float,
-        run_in_thread: RunInThread,
         max_share: float = math.inf,
         observe: Observe = ignore,
         found_out: Callable[[bool], None] | None = None,
@@ -121,10 +124,10 @@ class Exchange:
         self._group = group
         self._lobby = lobby
         self._cut_shares = cut_shares
-        self._codec = codec
+        self._tools = tools
+        self._meter = meter
         self._vector = vector
         self._timeout = timeout
-        self._in_thread = run_in_thread
         self._max_share = max_share
         self._me = transport.peer_id
         self._positions = {member.peer_id: index for index, member in enumerate(roster.members)}
@@ -139,7 +142,9 @@ class Exchange:
             roster=roster,
             group=group,
             hears=self,
-            part_bytes=codec.encoded_nbytes(min(PART_ELEMENTS, max(roster.shares))),
+            part_bytes=tools.codec.encoded_nbytes(
+                min(part_size(sum(roster.shares), len(roster.members)), max(roster.shares))
+            ),
             max_silence=timeout / 3,  # there has to be time for another attempt
         )
         self._attempt: Attempt | None = None
@@ -214,13 +219,32 @@ class Exchange:
         with trio.move_on_at(began + self._timeout):
             assert self._nursery is not None
             self._nursery.start_soon(self._leave_the_slowest_behind, began)
+            self._nursery.start_soon(self._measure)
             await self._ended.wait()
+        self._meter.sample(trio.current_time(), *self._traffic())
+        self._meter.end(trio.current_time())
         if not self._ended.is_set():
             self._happen(GivenUp(self._overdue()))
         with trio.move_on_after(SETTLE_SECONDS):
             while self._member.undecided:
                 await self._heard.wait()
         self._control.end()
+
+    async def _measure(self) -> None:
+        """What this member's link carries, and who has shown a sign of life."""
+        self._meter.begin(trio.current_time())
+        while True:
+            await trio.sleep(SAMPLE_SECONDS)
+            if self._attempt is not None:
+                self._attempt.note_arrivals()
+            self._meter.sample(trio.current_time(), *self._traffic())
+
+    def _traffic(self) -> tuple[int, int]:
+        """Bytes that have left this member, and that have come, in all attempts."""
+        sent, received = self._bytes_sent, self._bytes_received
+        if self._attempt is not None:
+            sent, received = sent + self._attempt.bytes_left, received + self._attempt.bytes_arrived
+        return sent, received
 
     async def _leave_the_slowest_behind(self, began: float) -> None:
         """As long as there is time for another attempt: a leader gives up who would keep everybody from ending in time.
@@ -432,9 +456,8 @@ class Exchange:
             group_id=self._roster.group_id,
             roster=roster,
             lanes=self._group.lanes(number),
-            codec=self._codec,
             vector=self._vector,
-            run_in_thread=self._in_thread,
+            tools=self._tools,
             reports=self,
             position=self._positions.__getitem__,
         )
@@ -476,6 +499,7 @@ class Exchange:
             lost=tuple(map(self._with_hearsay, (*self._verdicts.values(), *self._left_out()))),
             bytes_sent=self._bytes_sent,
             bytes_received=self._bytes_received,
+            streamed=frozenset(self._attempt.streamed),
         )
 
     def _left_out(self) -> list[Verdict]:

@@ -11,15 +11,17 @@ import logging
 import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable
+from functools import partial
 from types import TracebackType
 
 import trio
 
 from p2pavg.allreduce.messages import MAX_HEADER_BYTES, Lane, LaneHeader, decode_header
 from p2pavg.allreduce.votes import Ping, Unknown, Vote, encode_vote
-from p2pavg.errors import RemoteProtocolError
-from p2pavg.net.framing import receive_message, send_message
-from p2pavg.net.transport import Stream
+from p2pavg.errors import RemoteProtocolError, StreamBrokenError
+from p2pavg.net.framing import LENGTH_BYTES, receive_message, send_message
+from p2pavg.net.transport import DirectLane, Stream
+from p2pavg.workers import in_shared_thread
 
 logger = logging.getLogger(__name__)
 
@@ -32,13 +34,20 @@ HowItEnded = Callable[[str], Vote]
 
 
 class InboundLane:
-    """A stream that another member opened, with its header read."""
+    """A stream or a direct lane that another member opened, with its header read."""
 
-    def __init__(self, stream: Stream, header: LaneHeader) -> None:
+    def __init__(self, stream: Stream | DirectLane, header: LaneHeader) -> None:
         self.stream = stream
         self.header = header
         self.finished = trio.Event()
-        """Set by whoever took the lane; the stream is reset after it."""
+        """Set by whoever took the lane; a stream is reset after it."""
+        self.clean = False
+        """Of a direct lane: whether all that was sent for this header was read."""
+
+    @property
+    def remote(self) -> str:
+        """Who opened it."""
+        return self.stream.remote
 
 
 class Lanes:
@@ -109,11 +118,11 @@ class ExpectedGroup:
         for lanes in self._attempts.values():
             lanes.close()
 
-    async def arrived(self, stream: Stream, header: LaneHeader) -> None:
-        """Hand a stream over and keep it for as long as it is used."""
+    async def arrived(self, stream: Stream | DirectLane, header: LaneHeader) -> bool:
+        """Hand a stream over and keep it for as long as it is used; whether it was read to its end."""
         if header.lane is not Lane.CONTROL and header.attempt < self._newest:
             logger.info("%s opened a lane of an attempt that is over", stream.remote)
-            return
+            return False
         # Of a group of 32 a member opens two lanes, and passes on the shares of those that were lost.
         if self._lanes_of[stream.remote] >= MAX_WAITING_LANES and header.attempt > self._newest:
             raise RemoteProtocolError("it opened more lanes ahead of time than a member has use for")
@@ -131,6 +140,7 @@ class ExpectedGroup:
         finally:
             lanes.left(lane)
             self._lanes_of[stream.remote] -= 1
+        return lane.clean
 
 
 class Lobby:
@@ -172,6 +182,15 @@ class Lobby:
             return
         await group.arrived(stream, header)
 
+    async def serve_lane(self, lane: DirectLane) -> None:
+        """A direct lane on which another use begins."""
+        header = decode_header(await _receive_header(lane))
+        if header.lane not in (Lane.CONTRIBUTIONS, Lane.AVERAGES, Lane.PASSED_ON):
+            raise RemoteProtocolError("a direct lane that carries no parts")
+        group = self.groups.get(header.group_id)
+        if group is None or not await group.arrived(lane, header):
+            raise StreamBrokenError("what is on the direct lane is not wanted any more")
+
     async def _answer(self, stream: Stream, group_id: bytes) -> None:
         if group_id in self._ended:
             answer = self._ended[group_id](stream.remote)
@@ -180,3 +199,21 @@ class Lobby:
         with trio.move_on_after(HEADER_SECONDS):
             await send_message(stream, encode_vote(answer))
             await stream.aclose()
+
+
+async def _receive_header(lane: DirectLane) -> bytes:
+    """The message with which a use of the lane begins. Its first byte is there; the rest has a bounded time."""
+    with trio.move_on_after(HEADER_SECONDS):
+        return await in_shared_thread(partial(_read_header, lane), stop=lane.abort)
+    raise StreamBrokenError(f"{lane.remote} sent no header within {HEADER_SECONDS:.0f} s")
+
+
+def _read_header(lane: DirectLane) -> bytes:
+    length = bytearray(LENGTH_BYTES)
+    lane.receive_into(memoryview(length))
+    count = int.from_bytes(length, "big")
+    if not 0 < count <= MAX_HEADER_BYTES:
+        raise RemoteProtocolError(f"a header of {count} bytes on a direct lane")
+    message = bytearray(count)
+    lane.receive_into(memoryview(message))
+    return bytes(message)

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 import torch
 
 from p2pavg.allreduce.messages import Lane
-from p2pavg.allreduce.partition import Part, cut_into_parts, share_bounds
+from p2pavg.allreduce.partition import Part, cut_into_parts, part_size, share_bounds
 from p2pavg.errors import RemoteProtocolError
 from p2pavg.matchmaking.roster import Roster
+from p2pavg.net.transport import Buffer
 from p2pavg_compression import MAX_MAGNITUDE, Codec, CodecError
 
 
@@ -37,8 +38,9 @@ class Ledger:
         self.me = me
         position = roster.position(me)
         self.contributing = not roster.members[position].auxiliary
+        size = part_size(sum(roster.shares), len(roster.members))
         self.parts = {
-            member.peer_id: cut_into_parts(*share_bounds(roster.shares, index), granularity)
+            member.peer_id: cut_into_parts(*share_bounds(roster.shares, index), granularity, size)
             for index, member in enumerate(roster.members)
         }
         """The parts of each member's share."""
@@ -81,6 +83,10 @@ class Ledger:
         if position >= self.expects(peer_id, lane):
             raise RemoteProtocolError(f"a part of {lane.name.lower()} came where none was due")
         return self.parts[peer_id if lane is Lane.AVERAGES else self.me][position]
+
+    def position(self, peer_id: str, lane: Lane) -> int:
+        """How many parts of a lane have come."""
+        return self._next.get((peer_id, lane), 0)
 
     def received(self, peer_id: str, lane: Lane) -> bool:
         """The part that was due has come whole; whether it was the last contribution to that part of our share."""
@@ -146,7 +152,7 @@ class Contribution:
 
     peer_id: str
     weight: float
-    values: torch.Tensor | bytearray
+    values: torch.Tensor | Buffer
 
 
 class BadContributionError(RemoteProtocolError):
@@ -158,7 +164,13 @@ class BadContributionError(RemoteProtocolError):
 
 
 def average_part(
-    codec: Codec, contributions: Sequence[Contribution], total_weight: float, out: torch.Tensor
+    codec: Codec,
+    contributions: Sequence[Contribution],
+    total_weight: float,
+    out: torch.Tensor,
+    *,
+    work: torch.Tensor | None = None,
+    payload: memoryview | None = None,
 ) -> memoryview:
     """The weighted mean of one part, encoded once, and decoded from there into ``out``.
 
@@ -168,11 +180,16 @@ def average_part(
         contributions: of all members, in the roster's order, so that the rounding is the same in every run.
         total_weight: the sum of the roster's weights.
         out: float32 of the part's length, on the CPU.
+        work: float32 of the same length, on the CPU, to be overwritten; allocated when missing.
+        payload: where the encoded part goes, of its length; allocated when missing.
+
+    Returns:
+        The encoded part: ``payload``, or with a codec that changes nothing the bytes of ``out``.
 
     Raises:
         BadContributionError: an encoded contribution is malformed.
     """
-    accumulator = torch.zeros(out.numel(), dtype=torch.float32)
+    accumulator = (torch.empty_like(out) if work is None else work).zero_()
     for contribution in contributions:
         share = contribution.weight / total_weight
         if isinstance(contribution.values, torch.Tensor):
@@ -182,10 +199,17 @@ def average_part(
             codec.accumulate(contribution.values, accumulator, share)
         except CodecError as error:
             raise BadContributionError(contribution.peer_id, str(error)) from None
+    # Contributions at the limit may exceed it by a rounding error together.
+    if codec.is_identity:
+        return bytes_of(torch.clamp(accumulator, -MAX_MAGNITUDE, MAX_MAGNITUDE, out=out))
     try:
-        encoded = codec.encode(accumulator)
+        encoded = codec.encode(accumulator, payload)
     except CodecError:
-        # Contributions at the limit may exceed it by a rounding error together.
-        encoded = codec.encode(accumulator.clamp_(-MAX_MAGNITUDE, MAX_MAGNITUDE))
+        encoded = codec.encode(accumulator.clamp_(-MAX_MAGNITUDE, MAX_MAGNITUDE), payload)
     codec.decode(encoded, out.numel(), out=out)
     return encoded
+
+
+def bytes_of(values: torch.Tensor) -> memoryview:
+    """The bytes of float32 values on the CPU, where they are."""
+    return values.numpy().data.cast("B")

@@ -195,20 +195,20 @@ async def test_eight_peers_form_two_groups_of_four(autojump_clock: MockClock) ->
     assert len({result.group_id for result in results}) == 2
 
 
-async def test_a_hundred_peers_in_groups_of_eight(autojump_clock: MockClock) -> None:
-    """96 find groups of eight, the other four go ahead at the match timeout."""
+async def test_many_peers_in_groups_of_eight(autojump_clock: MockClock) -> None:
+    """48 of 52 find groups of eight, the other four go ahead at the match timeout."""
     swarm, how = Swarm(), config(group_size=8, match_timeout=20.0)
     network = MemoryNetwork(seed=7, latency=(0.005, 0.04))
-    async with simulated_peers(network, 100) as peers, trio.open_nursery() as nursery:
+    async with simulated_peers(network, 52) as peers, trio.open_nursery() as nursery:
         for index, peer in enumerate(peers):
-            late = (index * 37 % 100) / 50
+            late = (index * 37 % 52) / 26
             nursery.start_soon(
                 partial(swarm.step_once, peer, index, how, after=late, tensors=[values(index, 64)])
             )
     results = swarm.successes()
     sizes = sorted(result.peers_count for result in results)
-    assert len(results) == 100
-    assert sizes.count(8) >= 80, sizes
+    assert len(results) == 52
+    assert sizes.count(8) >= 40, sizes
     groups: dict[str, list[p2pavg.Success]] = {}
     for result in results:
         groups.setdefault(result.group_id, []).append(result)

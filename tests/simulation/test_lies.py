@@ -24,7 +24,7 @@ from p2pavg.allreduce.attempt import Attempt
 from p2pavg.allreduce.control import Control
 from p2pavg.allreduce.messages import PROTOCOL, Lane, LaneHeader, encode_header, part_frame
 from p2pavg.allreduce.milestones import Milestone
-from p2pavg.allreduce.partition import Part, cut_into_parts
+from p2pavg.allreduce.partition import Part
 from p2pavg.allreduce.votes import (
     MAX_VOTE_BYTES,
     Begin,
@@ -63,8 +63,7 @@ ON_EITHER_LANE = pytest.mark.parametrize(
 
 @pytest.fixture(autouse=True)
 def many_small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    small = partial(cut_into_parts, part_elements=64)
-    monkeypatch.setattr("p2pavg.allreduce.reduction.cut_into_parts", small)
+    monkeypatch.setattr("p2pavg.allreduce.reduction.part_size", lambda _elements, _reducers: 64)
 
 
 def name(index: int) -> str:
@@ -169,15 +168,14 @@ class LyingAttempt(Attempt):
         pass
 
     async def _send_contributions(self, stream: Stream) -> None:
-        assert self._vector is not None
         for part in self._ordered(Lane.CONTRIBUTIONS, self.ledger.parts[stream.remote]):
-            payload = await self._in_thread(self._codec.encode, self._vector[part.start : part.stop])
+            payload = await self._in_thread(self.values.contribution, part)
             await self._hand_over(Lane.CONTRIBUTIONS, stream, part, payload)
 
     async def _send_averages(self, stream: Stream) -> None:
         for part in self._ordered(Lane.AVERAGES, self._own_parts):
             await self._ready[part.index].wait()
-            await self._hand_over(Lane.AVERAGES, stream, part, self._encoded[self._me][part.index])
+            await self._hand_over(Lane.AVERAGES, stream, part, self.values.encoded(self._me, part.index))
 
     def _ordered(self, lane: Lane, parts: Sequence[Part]) -> Sequence[Part]:
         return parts[::-1] if self.backwards and lane is self.lies_on else parts
@@ -304,12 +302,10 @@ class AnotherGroups(LyingAttempt):
 class AnotherAttempts(LyingAttempt):
     """All of its lanes say that they belong to an attempt that is far away."""
 
-    async def _send_lane(
-        self, member: Candidate, lane: Lane, send: Callable[[Stream], object], *, reducer: int = 0
-    ) -> None:
+    async def _send_lane(self, *given: Any, reducer: int = 0) -> None:
         elsewhere = copy.copy(self)
         elsewhere.number += 1000
-        await Attempt._send_lane(elsewhere, member, lane, send, reducer=reducer)
+        await Attempt._send_lane(elsewhere, *given, reducer=reducer)
 
 
 @EVERYWHERE

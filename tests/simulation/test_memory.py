@@ -10,7 +10,7 @@ import trio
 from trio.testing import MockClock
 
 import p2pavg
-from p2pavg.allreduce.attempt import Attempt
+from p2pavg.allreduce.values import Values
 from p2pavg.peer import Peer
 from p2pavg.testing import MemoryNetwork, simulated_peers
 
@@ -33,7 +33,7 @@ async def test_nothing_of_a_vectors_size_outlives_its_round(autojump_clock: Mock
             alive = [o for o in gc.get_objects() if type(o) is torch.Tensor and o.numel() == ELEMENTS]
             # Two buffers that take turns, for each of the two peers that share this process.
             assert len(alive) <= 4, [(tensor.shape, tensor.dtype) for tensor in alive]
-            assert not any(o._encoded or o._pending for o in gc.get_objects() if type(o) is Attempt)
+            assert not any(o._encoded or o._pending for o in gc.get_objects() if type(o) is Values)
 
     gc.collect()
     gc.disable()
@@ -67,7 +67,7 @@ async def test_a_round_that_failed_leaves_its_vector_once(autojump_clock: MockCl
                 await trio.sleep(10.0)
                 alive = [o for o in gc.get_objects() if type(o) is torch.Tensor and o.numel() == ELEMENTS]
                 assert len(alive) <= 2, "this peer's and the stopped one's"
-                assert not any(o._encoded or o._pending for o in gc.get_objects() if type(o) is Attempt)
+                assert not any(o._encoded or o._pending for o in gc.get_objects() if type(o) is Values)
                 nursery.cancel_scope.cancel()
     finally:
         gc.enable()

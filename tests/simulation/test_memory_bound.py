@@ -5,18 +5,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
 import trio
 from trio.testing import MockClock
 
-from p2pavg.allreduce.attempt import MAX_WAITING_PARTS, Attempt
+from p2pavg.allreduce.attempt import Attempt
 from p2pavg.allreduce.control import MAX_UNSENT, Control
 from p2pavg.allreduce.lobby import MAX_WAITING_LANES, Lobby
 from p2pavg.allreduce.messages import PROTOCOL, Lane, LaneHeader, encode_header
-from p2pavg.allreduce.partition import cut_into_parts
+from p2pavg.allreduce.values import MAX_WAITING_PARTS
 from p2pavg.allreduce.votes import MAX_VOTE_BYTES, Gather, Vote
 from p2pavg.errors import StreamBrokenError, UnreachableError
 from p2pavg.matchmaking.roster import Roster
@@ -31,8 +30,7 @@ from tests.unit.roster.samples import SIGNERS, candidate
 
 @pytest.fixture(autouse=True)
 def many_small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    small = partial(cut_into_parts, part_elements=16)
-    monkeypatch.setattr("p2pavg.allreduce.reduction.cut_into_parts", small)
+    monkeypatch.setattr("p2pavg.allreduce.reduction.part_size", lambda _elements, _reducers: 16)
 
 
 SLOW = 3
@@ -60,7 +58,7 @@ async def test_a_reducer_holds_few_parts_of_a_member_that_is_ahead_of_a_slow_one
 
         def _owes(self, peer_id: str, yes: bool) -> None:
             super()._owes(peer_id, yes)
-            held = sum(peer_id in pending for pending in self._pending)
+            held = self.values.waiting(peer_id)
             most[peer_id] = max(most[peer_id], held)
 
     instead(monkeypatch, "Attempt", reducer, Watched)

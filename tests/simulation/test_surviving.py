@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 import pytest
 import torch
@@ -11,7 +10,6 @@ import trio
 from trio.testing import MockClock
 
 import p2pavg
-from p2pavg.allreduce.partition import cut_into_parts
 from p2pavg.peer import Peer
 from p2pavg.testing import (
     After,
@@ -223,9 +221,7 @@ async def test_of_two_halves_that_are_cut_apart_one_goes_on_and_the_other_hears_
 
 def test_a_round_that_breaks_at_any_part_breaks_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many small parts, and a member that crashes in the midst of them: survivors succeed, and nothing is raised."""
-    monkeypatch.setattr(
-        "p2pavg.allreduce.reduction.cut_into_parts", partial(cut_into_parts, part_elements=64)
-    )
+    monkeypatch.setattr("p2pavg.allreduce.reduction.part_size", lambda _elements, _reducers: 64)
     how = config(group_size=4, min_group_size=3, exchange_timeout=5.0)
 
     async def main(seed: int) -> None:

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 import torch
 import trio
 from trio.testing import wait_all_tasks_blocked
 
-from p2pavg.allreduce.attempt import Attempt
+from p2pavg.allreduce.attempt import Attempt, attempt_tools
 from p2pavg.allreduce.lobby import InboundLane, Lanes
 from p2pavg.allreduce.messages import FRAME_BYTES, Lane, LaneHeader, encode_header, part_frame
 from p2pavg.allreduce.milestones import Milestone
 from p2pavg.allreduce.votes import DIGEST_BYTES
 from p2pavg.errors import StreamBrokenError, UnreachableError
 from p2pavg.matchmaking.roster import Roster
-from p2pavg.net.transport import Stream, StreamHandler, Transport
+from p2pavg.net.transport import Buffer, DirectLane, Stream, StreamHandler, Transport
 from p2pavg.testing.simulation import run_on_loop
 from p2pavg_compression import Fp32
 from tests.unit.allreduce.streams import SaidBefore, Silent
@@ -162,9 +163,8 @@ class Side:
             group_id=GROUP,
             roster=group,
             lanes=self.lanes,
-            codec=CODEC,
             vector=None if me == AUX else torch.full((3 * SHARE,), value),
-            run_in_thread=run_on_loop,
+            tools=attempt_tools(CODEC, 3 * SHARE, run_on_loop),
             reports=self.reports,
             position=positions.__getitem__,
         )
@@ -289,9 +289,9 @@ class TestResult:
             await everything_but(side, (B, Lane.CONTRIBUTIONS))
         side.attempt.let_go()
         assert side.attempt.averaged.numel() == 0
-        assert side.attempt._vector is None
-        assert not side.attempt._pending
-        assert not side.attempt._encoded
+        assert side.attempt.values._vector is None
+        assert not side.attempt.values._pending
+        assert not side.attempt.values._encoded
 
 
 class TestTrouble:
@@ -522,3 +522,79 @@ class TestPassingOn:
             side.attempt.pass_on([C], [B])
             await wait_all_tasks_blocked()
             assert side.transport.sent(B, Lane.PASSED_ON, reducer=2) == part(30.0)
+
+
+class Takes(DirectLane):
+    """A lane that takes everything."""
+
+    def __init__(self, remote: str) -> None:
+        self.remote = remote
+        self.bytes_sent = self.bytes_received = 0
+        self.awaited = False
+        self.aborted = False
+
+    def unsent(self) -> int:
+        return 0
+
+    def send(self, data: Buffer) -> None:
+        self.bytes_sent += len(data)
+
+    def receive_into(self, buffer: memoryview) -> None:
+        raise NotImplementedError
+
+    def acknowledge(self) -> None:
+        raise NotImplementedError
+
+    async def acknowledged(self) -> None:
+        self.awaited = True
+        await trio.sleep_forever()
+
+    def abort(self) -> None:
+        self.aborted = True
+
+
+class TestKeepingDirectLanes:
+    """A lane on which everything was sent is kept although its attempt has ended, and is owed an acknowledgement."""
+
+    async def kept(self, side: Side, monkeypatch: pytest.MonkeyPatch, *, in_the_thread: bool) -> list[Takes]:
+        """The lanes of an attempt that ended when all was sent, before the task heard of it or after."""
+        lanes: list[Takes] = []
+        kept: list[DirectLane] = []
+
+        async def open_lane(peer_id: str, *, addresses: Sequence[str] = (), timeout: float) -> DirectLane:
+            await trio.lowlevel.checkpoint()
+            lanes.append(Takes(peer_id))
+            return lanes[-1]
+
+        async def run(work: Any, *, stop: Callable[[], None], name: str) -> None:
+            _use, header = work.args
+            if header.lane is Lane.AVERAGES:
+                await trio.sleep_forever()
+            work()
+            if in_the_thread:
+                try:
+                    await trio.sleep_forever()
+                finally:
+                    stop()
+
+        monkeypatch.setattr(side.transport, "open_lane", open_lane)
+        monkeypatch.setattr(side.transport, "keep_lane", kept.append)
+        monkeypatch.setattr("p2pavg.allreduce.attempt.in_own_thread", run)
+        async with side.running():
+            await wait_all_tasks_blocked()
+            sent = [lane for lane in lanes if lane.bytes_sent]
+            assert {lane.remote for lane in sent} == {B, C}
+        assert all(lane.aborted for lane in lanes if not lane.bytes_sent)
+        return [lane for lane in sent if lane in kept and not lane.aborted]
+
+    async def test_an_attempt_that_ends_while_it_waits_for_the_word(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        found = await self.kept(Side(), monkeypatch, in_the_thread=False)
+        assert [lane.awaited for lane in found] == [True, True]
+
+    async def test_an_attempt_that_ends_before_it_has_heard_that_all_is_sent(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The transport waits for the word: ``keep_lane`` says so."""
+        assert len(await self.kept(Side(), monkeypatch, in_the_thread=True)) == 2

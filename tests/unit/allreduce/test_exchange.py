@@ -9,10 +9,12 @@ import torch
 import trio
 from trio.testing import MockClock
 
+from p2pavg.allreduce.attempt import attempt_tools
 from p2pavg.allreduce.exchange import FIND_OUT_SECONDS, Exchange, Outcome
 from p2pavg.allreduce.lobby import Lobby
 from p2pavg.allreduce.messages import Lane, LaneHeader, encode_header
 from p2pavg.allreduce.votes import Commit, Left, Unknown, Vote, decode_vote, encode_vote
+from p2pavg.bandwidth import BandwidthMeter
 from p2pavg.matchmaking.roster import share_cutter
 from p2pavg.net.transport import Stream, Transport
 from p2pavg.testing.simulation import run_on_loop
@@ -41,11 +43,11 @@ def exchange(
         group=lobby.expect(roster.group_id),
         lobby=lobby,
         cut_shares=share_cutter(sum(roster.shares), 1),
-        codec=Fp32(),
+        tools=attempt_tools(Fp32(), 1_000, run_on_loop),
+        meter=BandwidthMeter(),
         vector=torch.ones(sum(roster.shares)),
         minimum=2,
         timeout=TIMEOUT,
-        run_in_thread=run_on_loop,
         found_out=found_out,
     )
 

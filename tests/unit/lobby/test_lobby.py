@@ -22,7 +22,7 @@ from p2pavg.allreduce.messages import MAX_HEADER_BYTES, Lane, LaneHeader, encode
 from p2pavg.allreduce.votes import Commit, Ping, Unknown, Vote, decode_vote
 from p2pavg.errors import RemoteProtocolError
 from p2pavg.net.framing import receive_message
-from p2pavg.net.transport import Buffer, Stream
+from p2pavg.net.transport import Buffer, DirectLane, Stream
 from tests.unit.allreduce.streams import SaidBefore, Silent
 
 GROUP, OTHER_GROUP = b"\x01" * 32, b"\x02" * 32
@@ -93,7 +93,7 @@ async def taken(lanes: Lanes) -> list[InboundLane]:
     return found
 
 
-async def streams_of(lanes: Lanes) -> list[Stream]:
+async def streams_of(lanes: Lanes) -> list[Stream | DirectLane]:
     return [lane.stream for lane in await taken(lanes)]
 
 

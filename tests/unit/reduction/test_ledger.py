@@ -7,7 +7,7 @@ import random
 import pytest
 
 from p2pavg.allreduce.messages import Lane
-from p2pavg.allreduce.partition import PART_ELEMENTS
+from p2pavg.allreduce.partition import MIN_PART_ELEMENTS as PART_ELEMENTS
 from p2pavg.allreduce.reduction import Ledger
 from p2pavg.errors import RemoteProtocolError
 from p2pavg.matchmaking.roster import Roster

@@ -1,0 +1,214 @@
+"""What one member holds of an attempt: contributions that wait to be averaged, averages, and the bytes they came as.
+
+No I/O, no clock. Parts come in from the event loop and from the threads of direct lanes, several at once: everything
+here may be called from any thread.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import torch
+from blake3 import blake3
+
+from p2pavg.allreduce.messages import Lane
+from p2pavg.allreduce.partition import Part
+from p2pavg.allreduce.reduction import Contribution, Ledger, average_part, bytes_of
+from p2pavg.allreduce.votes import DIGEST_BYTES
+from p2pavg.buffers import Buffers
+from p2pavg.errors import RemoteProtocolError
+from p2pavg.net.transport import Buffer
+from p2pavg_compression import Codec, CodecError
+
+# Parts of each contributor that may wait for the slowest one: 8 MiB of fp32 at most. With the part that is being read,
+# and that part decoded, this is all that a peer can make this process hold beside its own vectors.
+MAX_WAITING_PARTS = 4
+
+
+def check_index(index: int, part: Part) -> None:
+    """Raise RemoteProtocolError unless it is the part that is due."""
+    if index != part.index:
+        raise RemoteProtocolError(f"part {index} came where part {part.index} was due")
+
+
+class Values:
+    """The parts of one attempt.
+
+    Args:
+        vector: float32, the length of the shares together, on any device; this member's weighted mean. Not changed. An
+            auxiliary has none.
+        on_ready: is told of each part of this member's share that has been averaged, in the thread that did it.
+    """
+
+    def __init__(
+        self,
+        *,
+        ledger: Ledger,
+        codec: Codec,
+        vector: torch.Tensor | None,
+        buffers: Buffers,
+        on_ready: Callable[[int], None],
+    ) -> None:
+        self._ledger = ledger
+        self._codec = codec
+        self._vector = vector
+        self._buffers = buffers
+        self._on_ready = on_ready
+        self._me = ledger.me
+        self._own_parts = ledger.parts[ledger.me]
+        shares = ledger.roster.shares
+        # An auxiliary holds its own share only; everybody else the whole vector.
+        self._offset = 0 if vector is not None or not self._own_parts else self._own_parts[0].start
+        length = sum(shares) if vector is not None else shares[ledger.roster.position(ledger.me)]
+        self.averaged = buffers.floats(length)
+        """float32: of the whole vector, or an auxiliary's share."""
+        self._pending: list[dict[str, Buffer]] = [{} for _ in self._own_parts]
+        # What came of each share, as it came: it may have to be passed on.
+        self._encoded: dict[str, list[Buffer]] = {
+            peer_id: [b""] * len(parts) for peer_id, parts in ledger.parts.items()
+        }
+        self._digests: dict[str, list[bytes]] = {
+            peer_id: [b""] * len(parts) for peer_id, parts in ledger.parts.items()
+        }
+        self._ready = [False] * len(self._own_parts)
+        self._passed: set[str] = set()  # reducers whose whole share has come from another one
+        # A share is decoded from one source at a time: its reducer's lane, or what another one passes on of it.
+        self._decoding = {peer_id: threading.Lock() for peer_id in ledger.parts}
+        self.changed = threading.Condition()
+        """Guards the ledger and what is held; notified when a part of this member's share has been averaged."""
+
+    def let_go(self) -> None:
+        """Of everything of a vector's size. Only when nothing uses it any more."""
+        self._vector = None
+        self.averaged = torch.empty(0)
+        self._pending.clear()
+        self._encoded.clear()
+
+    @property
+    def complete(self) -> bool:
+        """Whether everything that this member needs is there."""
+        with self.changed:
+            return self._ledger.complete
+
+    def digests(self) -> tuple[bytes, ...]:
+        """One a share, in the order of the roster: nobody finds two shares of one digest. An auxiliary has none."""
+        if self._vector is None:
+            return ()
+        roster = self._ledger.roster
+        return tuple(
+            blake3(b"".join(self._digests[member.peer_id])).digest(DIGEST_BYTES) for member in roster.members
+        )
+
+    # ------------------------------------------------------------------ out
+
+    def contribution(self, part: Part, out: memoryview | None = None) -> Buffer:
+        """This member's values of a part, encoded, into ``out`` if it has the right length."""
+        assert self._vector is not None
+        values = self._vector[part.start : part.stop]
+        fits = out is not None and out.nbytes == self._codec.encoded_nbytes(part.elements)
+        return self._codec.encode(values, out if fits else None)
+
+    def encoded(self, reducer: str, index: int) -> Buffer:
+        """A part of a share, averaged, as all have it. It is there."""
+        return self._encoded[reducer][index]
+
+    def is_ready(self, index: int) -> bool:
+        """Whether a part of this member's share has been averaged."""
+        return self._ready[index]
+
+    def waiting(self, peer_id: str) -> int:
+        """How many parts of a contributor wait for others."""
+        with self.changed:
+            return sum(peer_id in pending for pending in self._pending)
+
+    # ------------------------------------------------------------------ in
+
+    def has(self, peer_id: str, lane: Lane, index: int) -> bool:
+        """Whether a part has come already."""
+        with self.changed:
+            return index < self._ledger.position(peer_id, lane)
+
+    def buffer(self, part: Part) -> memoryview:
+        """Where a part is received."""
+        return self._buffers.bytes(self._codec.encoded_nbytes(part.elements))
+
+    def contributed(self, peer_id: str, index: int, payload: Buffer) -> bool:
+        """A member's part is here, whole; whether it was the last, so that :meth:`average` is to be called."""
+        with self.changed:
+            self._pending[index][peer_id] = payload
+            return self._ledger.received(peer_id, Lane.CONTRIBUTIONS)
+
+    def average(self, index: int) -> None:
+        """Average a part of this member's share.
+
+        Raises:
+            BadContributionError: of whoever sent what does not decode.
+        """
+        part, pending = self._own_parts[index], self._pending[index]
+        contributions = [
+            Contribution(member.peer_id, member.weight, self._values_of(member.peer_id, part, pending))
+            for member in self._ledger.roster.contributors
+        ]
+        out = self.averaged[part.start - self._offset : part.stop - self._offset]
+        encoded = average_part(
+            self._codec,
+            contributions,
+            self._ledger.roster.total_weight,
+            out,
+            work=self._buffers.floats(part.elements),
+            payload=None if self._codec.is_identity else self.buffer(part),
+        )
+        digest = blake3(encoded).digest()
+        with self.changed:
+            self._encoded[self._me][index], self._digests[self._me][index] = encoded, digest
+            pending.clear()
+            self._ledger.averaged_own()
+            self._ready[index] = True
+            self.changed.notify_all()
+        self._on_ready(index)
+
+    def _values_of(self, peer_id: str, part: Part, pending: dict[str, Buffer]) -> torch.Tensor | Buffer:
+        if peer_id != self._me:
+            return pending[peer_id]
+        assert self._vector is not None
+        return self._vector[part.start : part.stop]
+
+    def receive_average(self, reducer: str, part: Part, payload: Buffer) -> None:
+        """A part of a reducer's share is here, whole.
+
+        Raises:
+            RemoteProtocolError: it does not decode.
+        """
+        with self._decoding[reducer]:
+            if reducer in self._passed:
+                return  # the whole share came from another one first
+            self._install(reducer, part, payload)
+            with self.changed:
+                self._ledger.received(reducer, Lane.AVERAGES)
+
+    def receive_share(self, reducer: str, payloads: list[Buffer]) -> None:
+        """All parts of a reducer's share are here, from another one.
+
+        Raises:
+            RemoteProtocolError: one of them does not decode.
+        """
+        with self._decoding[reducer]:
+            with self.changed:
+                if not self._ledger.lacks(reducer):
+                    return  # it came in the meantime, and its digest may have been told
+            self._passed.add(reducer)
+            for part, payload in zip(self._ledger.parts[reducer], payloads, strict=True):
+                self._install(reducer, part, payload)
+            with self.changed:
+                self._ledger.received_share(reducer)
+
+    def _install(self, reducer: str, part: Part, payload: Buffer) -> None:
+        out = self.averaged[part.start : part.stop]
+        try:
+            self._codec.decode(payload, part.elements, out)
+        except CodecError as error:
+            raise RemoteProtocolError(f"an averaged part does not decode: {error}") from None
+        self._digests[reducer][part.index] = blake3(payload).digest()
+        # Where the vector's own bytes are what was sent, they need not be kept twice.
+        self._encoded[reducer][part.index] = bytes_of(out) if self._codec.is_identity else payload

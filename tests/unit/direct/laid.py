@@ -1,0 +1,134 @@
+"""Direct lanes between simulated peers: pairs of sockets of this process, on the real clock."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import trio
+
+from p2pavg.errors import RemoteProtocolError, StreamBrokenError, UnreachableError
+from p2pavg.net.transport import Buffer, DirectLane
+from p2pavg.peer import Peer
+
+
+class PairLane(DirectLane):
+    """One end of a pair of sockets. What breaks on purpose breaks at its sender."""
+
+    def __init__(self, end: socket.socket, remote: str) -> None:
+        self.remote = remote
+        self.bytes_sent = self.bytes_received = 0
+        self.breaks_at: float = float("inf")
+        self.change: Callable[[bytes], bytes] = bytes
+        self.socket = end
+
+    def unsent(self) -> int:
+        return 0
+
+    def send(self, data: Buffer) -> None:
+        if self.bytes_sent + len(data) > self.breaks_at:
+            self.abort()
+        try:
+            self.socket.sendall(self.change(bytes(data)))
+        except OSError as error:
+            raise StreamBrokenError(str(error)) from None
+        self.bytes_sent += len(data)
+
+    def receive_into(self, buffer: memoryview) -> None:
+        while buffer:
+            try:
+                count = self.socket.recv_into(buffer)
+            except OSError as error:
+                raise StreamBrokenError(str(error)) from None
+            if not count:
+                raise StreamBrokenError("it ended early")
+            self.bytes_received += count
+            buffer = buffer[count:]
+
+    def acknowledge(self) -> None:
+        try:
+            self.socket.sendall(b"!")
+        except OSError as error:
+            raise StreamBrokenError(str(error)) from None
+
+    async def acknowledged(self) -> None:
+        await trio.lowlevel.wait_readable(self.socket.fileno())
+        if not self.socket.recv(1):
+            raise StreamBrokenError("it ended unacknowledged")
+
+    def abort(self) -> None:
+        try:
+            self.socket.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            return  # it was aborted before
+
+
+class Laid:
+    """Lanes among some peers. ``prepare`` is given each new lane's sending end, and who opened it."""
+
+    def __init__(
+        self, nursery: trio.Nursery, peers: Sequence[Peer], prepare: Callable[[PairLane, str], Any]
+    ) -> None:
+        self.opened: list[tuple[str, str]] = []
+        self.cannot: set[tuple[str, str]] = set()
+        self._nursery = nursery
+        self._peers = {peer.id: peer for peer in peers}
+        self._prepare = prepare
+        self._idle: dict[tuple[str, str], list[PairLane]] = {}
+        self.ends: list[PairLane] = []
+
+    async def open(self, sender: str, receiver: str) -> DirectLane:
+        await trio.lowlevel.checkpoint()
+        if (sender, receiver) in self.cannot:
+            raise UnreachableError("there is no way")
+        if idle := self._idle.get((sender, receiver)):
+            return idle.pop()
+        self.opened.append((sender, receiver))
+        near, far = socket.socketpair()
+        outbound, inbound = PairLane(near, receiver), PairLane(far, sender)
+        self.ends += [outbound, inbound]
+        self._prepare(outbound, sender)
+        self._nursery.start_soon(self._attend, self._peers[receiver], inbound)
+        return outbound
+
+    def keep(self, sender: str, lane: DirectLane) -> None:
+        assert isinstance(lane, PairLane)
+        self._idle.setdefault((sender, lane.remote), []).append(lane)
+
+    async def _attend(self, peer: Peer, lane: PairLane) -> None:
+        try:
+            while True:
+                await trio.lowlevel.wait_readable(lane.socket.fileno())
+                await peer.lobby.serve_lane(lane)
+        except (StreamBrokenError, RemoteProtocolError):
+            lane.abort()
+
+
+@asynccontextmanager
+async def lanes_among(
+    peers: Sequence[Peer], prepare: Callable[[PairLane, str], Any] = lambda _lane, _sender: None
+) -> AsyncIterator[Laid]:
+    """Give the peers direct lanes to each other."""
+    async with trio.open_nursery() as nursery:
+        laid = Laid(nursery, peers, prepare)
+        for peer in peers:
+            _give(laid, peer)
+        try:
+            yield laid
+        finally:
+            nursery.cancel_scope.cancel()
+            for end in laid.ends:
+                end.abort()
+                end.socket.close()
+
+
+def _give(laid: Laid, peer: Peer) -> None:
+    transport: Any = peer.around.transport
+
+    async def open_lane(peer_id: str, *, addresses: Sequence[str] = (), timeout: float) -> DirectLane:
+        return await laid.open(peer.id, peer_id)
+
+    transport.open_lane = open_lane
+    transport.keep_lane = lambda lane: laid.keep(peer.id, lane)

@@ -1,0 +1,154 @@
+"""One all-reduce on this machine: p2pavg beside gloo and hivemind, in turn, so that what disturbs one disturbs all."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+from scripts.benchmarks.crew import Crew, CrewError, Measured, Place, System
+from scripts.benchmarks.figures import Report
+from scripts.benchmarks.hivemind_env import NoHivemindError, hivemind_python
+from scripts.benchmarks.meter import cpu_seconds, process_tree
+from scripts.benchmarks.systems import gloo, hivemind, hivemind_codec, p2pavg
+from scripts.benchmarks.vectors import vectors
+
+NAME = "allreduce"
+IDLE_SECONDS = 2.0
+Rounds = dict[str, list[Measured]]
+
+
+def add_arguments(parser: argparse.ArgumentParser, *, small: bool) -> None:
+    """The options of this benchmark."""
+    parser.add_argument("--peers", type=int, default=2 if small else 4)
+    parser.add_argument("--elements", type=int, default=100_000 if small else 16_000_000)
+    parser.add_argument("--codecs", default="blockwise8,fp32" if small else "blockwise8,int8,fp32")
+    parser.add_argument("--repeats", type=int, default=2 if small else 7)
+    parser.add_argument("--hivemind-python", help="one that can import hivemind, or none")
+
+
+def run(arguments: argparse.Namespace, report: Report) -> None:
+    """Measure, and report."""
+    codecs = arguments.codecs.split(",")
+    systems = choose(codecs, arguments, report)
+    with vectors(arguments.peers, arguments.elements) as folder:
+        rounds = measure(systems, folder, arguments, report)
+    for system in systems:
+        if len(rounds.get(system.name, [])) == arguments.repeats:
+            figures(system.name, rounds[system.name], arguments, report)
+        else:
+            rounds.pop(system.name, None)
+    for codec in codecs:
+        ratios(codec, rounds, arguments, report)
+
+
+def choose(codecs: list[str], arguments: argparse.Namespace, report: Report) -> list[System]:
+    """In the order of their turns."""
+    systems = [*(p2pavg(codec, arguments.peers) for codec in codecs), gloo()]
+    try:
+        python = hivemind_python(arguments.hivemind_python)
+    except NoHivemindError as error:
+        report.skipped(NAME, "hivemind", str(error))
+        return systems
+    theirs = {hivemind_codec(codec): hivemind(codec, python) for codec in codecs}
+    return [*systems, *theirs.values()]
+
+
+def measure(systems: list[System], folder: Path, arguments: argparse.Namespace, report: Report) -> Rounds:
+    """All systems stay, and do nothing while it is another's turn. Who fails is out of it."""
+    setup = {"elements": arguments.elements, "vectors": str(folder)}
+    found: Rounds = {system.name: [] for system in systems}
+    with ExitStack() as stack:
+        crews: list[Crew] = []
+        for system in systems:
+            report.note(f"{NAME}: starting {system.name}")
+            try:
+                crew = stack.enter_context(Crew(system, [Place()] * arguments.peers, setup))
+                crew.ready()
+                crew.round()  # the first one allocates what later ones find there
+                crews.append(crew)
+            except CrewError as error:
+                report.error(NAME, system.name, str(error))
+        idle(crews, report)
+        for number in range(arguments.repeats):
+            report.note(f"{NAME}: round {number + 1} of {arguments.repeats}")
+            for crew in list(crews):
+                try:
+                    found[crew.system.name].append(crew.round())
+                except CrewError as error:
+                    report.error(NAME, crew.system.name, f"round {number + 1}: {error}")
+                    crews.remove(crew)
+                    crew.end()
+    return found
+
+
+def idle(crews: list[Crew], report: Report) -> None:
+    """What those cost who wait for their turn: the others pay for it."""
+
+    def used(crew: Crew) -> float:
+        return sum(cpu_seconds(process_tree(process.pid)) for process in crew.processes)
+
+    before = [used(crew) for crew in crews]
+    time.sleep(IDLE_SECONDS)
+    for crew, earlier in zip(crews, before, strict=True):
+        share = (used(crew) - earlier) / IDLE_SECONDS
+        report.figure(NAME, "idle cpu", "cores", [share], system=crew.system.name)
+
+
+def figures(name: str, rounds: list[Measured], arguments: argparse.Namespace, report: Report) -> None:
+    """Everything of one system."""
+    nbytes = 4 * arguments.elements
+    what: dict[str, tuple[str, Callable[[Measured], float]]] = {
+        "exchange": ("s", lambda found: found.exchange),
+        "step": ("s", lambda found: found.step),
+        "group": ("s", lambda found: found.group),
+        "error": ("relative L2", lambda found: found.error),
+        "cpu": ("s, all members", lambda found: found.cpu),
+        "memory above the round's start": ("vectors", lambda found: found.above / nbytes),
+        "memory above the first round's start": ("vectors", lambda found: found.above_first / nbytes),
+        "resident": ("MB at the peak", lambda found: found.resident / 1e6),
+    }
+    if name == "gloo":
+        del what["exchange"], what["group"]  # it has no group to find
+    for figure, (unit, value) in what.items():
+        report.figure(
+            NAME,
+            figure,
+            unit,
+            [value(found) for found in rounds],
+            system=name,
+            peers=arguments.peers,
+            elements=arguments.elements,
+        )
+
+
+def ratios(codec: str, rounds: Rounds, arguments: argparse.Namespace, report: Report) -> None:
+    """Medians divided by medians, with the range of round by round."""
+    ours, theirs = f"p2pavg {codec}", f"hivemind {hivemind_codec(codec)}"
+    wanted: list[tuple[str, str, str, Callable[[Measured], float]]] = [
+        (ours, "gloo", "exchange", lambda found: found.exchange),
+        (ours, "gloo", "step", lambda found: found.step),
+        (theirs, ours, "exchange", lambda found: found.exchange),
+        (theirs, ours, "step", lambda found: found.step),
+        (theirs, ours, "cpu", lambda found: found.cpu),
+        (theirs, ours, "memory above the first round's start", lambda found: found.above_first),
+    ]
+    for over, under, figure, value in wanted:
+        if over not in rounds or under not in rounds:
+            continue
+        above, below = (list(map(value, rounds[name])) for name in (over, under))
+        if not all(below):
+            continue  # so small a vector that it cost nothing that the kernel counts
+        report.figure(
+            NAME,
+            f"ratio of {figure}",
+            "x",
+            [a / b for a, b in zip(above, below, strict=True)],
+            median=statistics.median(above) / statistics.median(below),
+            system=f"{over} / {under}",
+            peers=arguments.peers,
+            elements=arguments.elements,
+        )

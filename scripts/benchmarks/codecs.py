@@ -1,0 +1,109 @@
+"""The codecs alone: MB of fp32 that one core encodes and decodes in a second, and what is lost.
+
+Part by part, as an exchange does it, of normal values. ``bitsandbytes`` is its own code for CPUs, with the same format
+and block as ``blockwise8``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+
+import torch
+
+from p2pavg.allreduce.partition import MAX_PART_ELEMENTS
+from p2pavg_compression import Codec, resolve_codec
+from scripts.benchmarks.figures import Report
+
+NAME = "codecs"
+CODECS = "fp32,fp16,bf16,blockwise8,int8"
+BLOCK = 64
+Parts = list[torch.Tensor]
+
+
+def add_arguments(parser: argparse.ArgumentParser, *, small: bool) -> None:
+    """The options of this benchmark."""
+    parser.add_argument("--parts", type=int, default=2 if small else 64, help="of 1 MiB of fp32 each")
+    parser.add_argument("--codecs", default=CODECS)
+    parser.add_argument("--repeats", type=int, default=2 if small else 7)
+    parser.add_argument("--no-bitsandbytes", action="store_true", default=small, help="its import takes long")
+
+
+def run(arguments: argparse.Namespace, report: Report) -> None:
+    """Measure in turn, and report."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        generator = torch.Generator().manual_seed(0)
+        values = torch.randn(arguments.parts * MAX_PART_ELEMENTS, generator=generator)
+        out = torch.empty_like(values)
+        works = {name: of_codec(resolve_codec(name), values, out) for name in arguments.codecs.split(",")}
+        if not arguments.no_bitsandbytes:
+            works["bitsandbytes"] = of_bitsandbytes(values, out)
+        measure(works, values, out, arguments.repeats, report)
+    finally:
+        torch.set_num_threads(threads)
+
+
+Work = dict[str, Callable[[], object]]
+"""What ``encode`` and ``decode`` do; the one after the other leaves the values as decoded in ``out``."""
+
+
+def of_codec(codec: Codec, values: torch.Tensor, out: torch.Tensor) -> Work:
+    """One of ours."""
+    parts, outs = split(values), split(out)
+    payloads = [bytearray(codec.encoded_nbytes(part.numel())) for part in parts]
+
+    def encode() -> None:
+        for part, payload in zip(parts, payloads, strict=True):
+            codec.encode(part, payload)
+
+    def decode() -> None:
+        for target, payload in zip(outs, payloads, strict=True):
+            codec.decode(payload, target.numel(), target)
+
+    return {"encode": encode, "decode": decode}
+
+
+def of_bitsandbytes(values: torch.Tensor, out: torch.Tensor) -> Work:
+    """The library's own functions."""
+    from bitsandbytes import functional  # takes seconds
+
+    parts, outs = split(values), split(out)
+    encoded = [functional.quantize_blockwise(part, blocksize=BLOCK) for part in parts]
+
+    def encode() -> None:
+        encoded[:] = [functional.quantize_blockwise(part, blocksize=BLOCK) for part in parts]
+
+    def decode() -> None:
+        for target, (codes, state) in zip(outs, encoded, strict=True):
+            target.copy_(functional.dequantize_blockwise(codes, state))
+
+    return {"encode": encode, "decode": decode}
+
+
+def split(values: torch.Tensor) -> Parts:
+    """Views."""
+    return list(torch.split(values, MAX_PART_ELEMENTS))
+
+
+def measure(
+    works: dict[str, Work], values: torch.Tensor, out: torch.Tensor, repeats: int, report: Report
+) -> None:
+    """Each once as a warm-up, and then one after the other, again and again."""
+    rates: dict[tuple[str, str], list[float]] = {}
+    errors: dict[str, float] = {}
+    for number in range(repeats + 1):
+        for name, work in works.items():
+            for figure, function in work.items():
+                began = time.perf_counter()
+                function()
+                rate = values.nbytes / 1e6 / (time.perf_counter() - began)
+                if number:
+                    rates.setdefault((name, figure), []).append(rate)
+            errors[name] = float((out - values).norm() / values.norm())
+    for (name, figure), found in rates.items():
+        report.figure(NAME, figure, "MB/s", found, system=name)
+    for name, error in errors.items():
+        report.figure(NAME, "error", "relative L2", [error], system=name)

@@ -1,0 +1,239 @@
+"""The processes of one system, which do rounds together when they are told."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+START_SECONDS = 90.0  # importing torch in many processes on a busy machine
+END_SECONDS = 5.0
+LEAD_SECONDS = 0.03  # from "begin at this moment" to the moment: all have read it by then
+
+
+class CrewError(Exception):
+    """Processes that ended, or said nothing in time, or averaged wrongly."""
+
+
+@dataclass(frozen=True)
+class System:
+    """What is measured."""
+
+    name: str
+    module: str
+    """What each process runs."""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    tolerance: float = 1e-5
+    """Relative L2 error above which a result is wrong, and not just encoded."""
+    python: str = sys.executable
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one process runs."""
+
+    host: str = "127.0.0.1"
+    interface: str = "lo"
+    prefix: tuple[str, ...] = ()
+    """What comes before its command."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One round of all."""
+
+    step: float
+    """Seconds from the moment at which all began to the end of the last."""
+    exchange: float
+    """The longest of the members'; the same as ``step`` where a system has nothing before it."""
+    group: float
+    cpu: float
+    """CPU seconds of all together."""
+    above: float
+    """Bytes at the peak that were not there before the round, of the member with most."""
+    above_first: float
+    """The same, beside what was there before the first round: with the buffers that are kept between rounds."""
+    resident: float
+    """Bytes at the peak, of the member with most."""
+    error: float
+    """Relative L2 error of the member with most."""
+    ended: float
+    """When the last had its result."""
+
+
+class Process:
+    """One of them, seen from the parent."""
+
+    def __init__(self, system: System, place: Place) -> None:
+        self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - read after its end, closed by `end`
+        self._popen = subprocess.Popen(
+            [*place.prefix, system.python, "-m", system.module],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.log,
+            text=True,
+            cwd=ROOT,
+            # The environment of another python has none of ours on its path.
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            process_group=0,
+        )
+        self.pid = self._popen.pid
+        self._events: queue.Queue[dict[str, Any] | None] = queue.Queue()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self._popen.stdout is not None
+        for line in self._popen.stdout:
+            if line.endswith("\n"):  # else it was killed before it had said it all
+                self._events.put(json.loads(line))
+        self._events.put(None)
+
+    def tell(self, **message: Any) -> None:
+        """Send one message; one that has ended hears nothing."""
+        assert self._popen.stdin is not None
+        with suppress(BrokenPipeError):
+            self._popen.stdin.write(json.dumps(message) + "\n")
+            self._popen.stdin.flush()
+
+    def event(self, deadline: float) -> dict[str, Any]:
+        """Its next report.
+
+        Raises:
+            CrewError: there is none by ``deadline``.
+        """
+        try:
+            found = self._events.get(timeout=max(deadline - time.monotonic(), 0.0))
+        except queue.Empty:
+            raise CrewError("a process said nothing in time") from None
+        if found is None:
+            raise CrewError(f"a process ended: {self._last_words()}")
+        return found
+
+    def _last_words(self) -> str:
+        self.log.seek(0)
+        lines = self.log.read().strip().splitlines()
+        return lines[-1] if lines else "nothing is said of why"
+
+    def end(self) -> None:
+        """Now, with its children."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self._popen.wait()
+        self.log.close()
+        assert self._popen.stdin is not None
+        assert self._popen.stdout is not None
+        with suppress(BrokenPipeError):
+            self._popen.stdin.close()
+        self._reader.join(END_SECONDS)
+        if not self._reader.is_alive():  # else some child that has left the group holds the other end
+            self._popen.stdout.close()
+
+
+class Crew:
+    """So many processes of one system. Leaving the ``with`` block ends them.
+
+    Args:
+        places: one for each.
+        setup: what each is told first, beside its place and the system's arguments.
+        seconds: how long one round may take.
+    """
+
+    def __init__(
+        self, system: System, places: Sequence[Place], setup: Mapping[str, Any], *, seconds: float = 120.0
+    ) -> None:
+        self.system = system
+        self._seconds = seconds
+        self._places = places
+        self._setup = {**setup, **system.arguments, "count": len(places)}
+        self.processes: list[Process] = []
+        self._rounds = 0
+
+    def __enter__(self) -> Crew:
+        try:
+            self._start()
+        except BaseException:
+            self.end()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """End them all."""
+        for process in self.processes:
+            process.end()
+        self.processes = []
+
+    def _start(self) -> None:
+        """All import at once; the first is asked where it is, and the others are told."""
+        self.processes = [Process(self.system, place) for place in self._places]
+        deadline = time.monotonic() + START_SECONDS
+        bootstrap: list[str] = []
+        for index, (process, place) in enumerate(zip(self.processes, self._places, strict=True)):
+            process.tell(
+                index=index, bootstrap=bootstrap, host=place.host, interface=place.interface, **self._setup
+            )
+            if index == 0:
+                bootstrap = [process.event(deadline)["address"]]
+        for process in self.processes[1:]:
+            process.event(deadline)
+
+    def ready(self) -> None:
+        """Wait until each can do rounds."""
+        self.heard(time.monotonic() + START_SECONDS)
+
+    def heard(self, deadline: float) -> list[dict[str, Any]]:
+        """One report of each."""
+        return [process.event(deadline) for process in self.processes]
+
+    def tell(self, **message: Any) -> None:
+        """The same to all."""
+        for process in self.processes:
+            process.tell(**message)
+
+    def round(self) -> Measured:
+        """One round, begun by all at the same moment.
+
+        Raises:
+            CrewError: it came to no end, or the wrong one.
+        """
+        deadline = time.monotonic() + self._seconds
+        self.tell(prepare=self._rounds)
+        self._rounds += 1
+        self.heard(deadline)
+        self.tell(at=time.monotonic() + LEAD_SECONDS)
+        return self.ended(deadline)
+
+    def ended(self, deadline: float) -> Measured:
+        """What came of a round that all have begun."""
+        times = self.heard(deadline)
+        self.tell(check=True)
+        found = self.heard(deadline)
+        measured = Measured(
+            step=max(event["step"] for event in times),
+            exchange=max(event.get("exchange", event["step"]) for event in times),
+            group=max(event.get("group", 0.0) for event in times),
+            cpu=sum(event["cpu"] for event in found),
+            above=max(event["above"] for event in found),
+            above_first=max(event["above_first"] for event in found),
+            resident=max(event["resident"] for event in found),
+            error=max(event["error"] for event in found),
+            ended=max(event["ended"] for event in times),
+        )
+        if not measured.error <= self.system.tolerance:
+            raise CrewError(f"the result is wrong: relative L2 error {measured.error:.2g}")
+        return measured

@@ -1,0 +1,98 @@
+"""Measures p2pavg beside gloo and hivemind on this machine.
+
+Prints one line of JSON a figure, with its median, its range and the number of repeats, and a table of all of them: the
+lines on the standard output and the table on the standard error; with --json, the lines in the file and the table on
+the standard output. What cannot be measured here is skipped, with the reason. Ends with 1 when a result was wrong or
+did not come, with 2 when a benchmark cannot run here at all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import signal
+import sys
+from pathlib import Path
+from types import ModuleType
+
+from scripts.benchmarks.figures import Report
+
+SUMMARIES = {
+    "allreduce": "one exchange on localhost: time, CPU and memory beside gloo's and hivemind's",
+    "wan": "one exchange over links of a given rate, in network namespaces, as a fraction of what is possible",
+    "group": "from the last peer ready to the group's commit",
+    "cold": "from the start of the processes to the first result on all",
+    "overlap": "what a training loop loses to rounds in the background",
+    "codecs": "encoding and decoding on one core",
+    "scale": "simulated peers on a virtual clock: time to group, records",
+}
+ALL = "all"
+
+
+def main() -> int:
+    """See the top of this file."""
+    small = "--small" in sys.argv  # decides the defaults that --help shows
+    parser = argparse.ArgumentParser(
+        prog="scripts/bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    subparsers = parser.add_subparsers(dest="benchmark", required=True)
+    for name, summary in SUMMARIES.items():
+        benchmark = _module(name)
+        subparser = subparsers.add_parser(
+            name,
+            help=summary,
+            description=benchmark.__doc__,
+            formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        )
+        _add_common(subparser)
+        benchmark.add_arguments(subparser, small=small)
+    everything = subparsers.add_parser(ALL, help="all of them, each with its defaults")
+    _add_common(everything)
+    everything.add_argument("--hivemind-python", help="one that can import hivemind, or none")
+    arguments = parser.parse_args()
+    # As Ctrl-C does: leave every `with`, and so no process and no network namespace behind.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    report = Report(arguments.json)
+    try:
+        if arguments.benchmark == ALL:
+            return _run_all(arguments, small, report)
+        return _run(arguments.benchmark, arguments, report)
+    except KeyboardInterrupt:
+        return 130
+    finally:
+        report.table()
+        report.close()
+
+
+def _run(name: str, arguments: argparse.Namespace, report: Report) -> int:
+    unable: int | None = _module(name).run(arguments, report)
+    return unable or int(report.errors > 0)
+
+
+def _run_all(arguments: argparse.Namespace, small: bool, report: Report) -> int:
+    """What cannot run here is said, and does not count."""
+    # Links that differ at one rate only: at 10 Mbit/s the slow one makes a round of fp32 take minutes.
+    runs: list[tuple[str, list[str]]] = [(name, []) for name in SUMMARIES]
+    if not small:
+        runs.append(("wan", ["--unequal", "--rates", "100"]))
+    for name, options in runs:
+        parser = argparse.ArgumentParser()
+        _module(name).add_arguments(parser, small=small)
+        defaults = parser.parse_args(options)
+        if hasattr(defaults, "hivemind_python"):
+            defaults.hivemind_python = arguments.hivemind_python
+        _run(name, defaults, report)
+    return int(report.errors > 0)
+
+
+def _add_common(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the lines there")
+    parser.add_argument("--small", action="store_true", help="tiny defaults, to see that everything works")
+
+
+def _module(name: str) -> ModuleType:
+    return importlib.import_module(f"scripts.benchmarks.{name}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

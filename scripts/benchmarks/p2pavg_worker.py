@@ -1,0 +1,60 @@
+"""One member of a group of p2pavg, set up as a training loop would."""
+
+from __future__ import annotations
+
+import torch
+
+import p2pavg
+from p2pavg import blocking
+from scripts.benchmarks.worker import Line, serve
+
+
+class Member:
+    """A :class:`~scripts.benchmarks.worker.System`."""
+
+    def __init__(self, averager: blocking.Averager) -> None:
+        self._averager = averager
+        self._averaged: torch.Tensor | None = None
+
+    def prepare(self, values: torch.Tensor) -> None:
+        self._averaged = None
+        self._averager.clear()
+        self._averager.accumulate([values])
+
+    def run(self) -> dict[str, float]:
+        result = self._averager.step(wait=None)
+        while isinstance(result, p2pavg.InProgress):
+            result = self._averager.step(wait=None)
+        match result:
+            case p2pavg.NoPeers(reason=why) | p2pavg.Failed(reason=why):
+                raise RuntimeError(f"{type(result).__name__}: {why}")
+        if result.peers_count != self._averager.config.group_size:
+            raise RuntimeError(f"a group of {result.peers_count}")
+        self._averaged = result.averaged[0] if isinstance(result.averaged, list) else None
+        return {
+            "exchange": result.exchange_duration,
+            "group": result.duration - result.exchange_duration,
+        }
+
+    def result(self) -> torch.Tensor:
+        assert self._averaged is not None
+        return self._averaged
+
+
+def main() -> None:
+    """See the top of this file."""
+    import p2pavg.net.libp2p  # what opening needs, while the first process finds out its address
+
+    torch.set_num_threads(1)  # several processes share this machine
+    line = Line()
+    setup = line.told()
+    config = p2pavg.AveragingConfig(run_id="bench", **setup["config"])
+    with blocking.open_averager(
+        config, bootstrap=setup["bootstrap"], listen=[f"/ip4/{setup['host']}/tcp/0"]
+    ) as averager:
+        line.report(address=averager.addresses[0])
+        serve(line, Member(averager), setup)
+
+
+if __name__ == "__main__":
+    main()

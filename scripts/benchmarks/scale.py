@@ -1,0 +1,131 @@
+"""Many peers, simulated: production's matchmaker and record node on a virtual clock, over a network in memory.
+
+All want groups of one size, and each becomes ready at a random moment of a second in each round. Seconds are the
+virtual clock's; ``wall time`` is what the simulation took.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+from collections.abc import Awaitable, Callable
+from functools import partial
+
+import torch
+import trio
+
+import p2pavg
+from p2pavg.peer import Peer
+from p2pavg.testing import MemoryNetwork, run_peers, simulate
+from scripts.benchmarks.figures import Report
+
+NAME = "scale"
+LATENCY = (0.005, 0.05)
+READY_WITHIN = 1.0
+ELEMENTS = 64
+
+
+class Swarm:
+    """One run of so many peers, and what was counted."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.rounds = arguments.rounds
+        self.dice = random.Random(arguments.seed)
+        self.network = MemoryNetwork(seed=arguments.seed, latency=LATENCY)
+        self.config = p2pavg.AveragingConfig(
+            run_id="scale",
+            group_size=arguments.group_size,
+            min_group_size=2,
+            match_timeout=arguments.match_timeout,
+        )
+        self.calls = 0
+        self.to_group: list[float] = []
+        self.sizes: list[int] = []
+        self.held: list[int] = []
+        self.without: int = 0
+        """Steps that found nobody, or came to nothing."""
+
+    async def live(self, peer: Peer, index: int) -> None:
+        """The rounds of one peer."""
+        handle: Callable[[str, bytes], Awaitable[bytes]] = peer.records.handle
+        vars(peer.records)["handle"] = partial(self.counted, handle)
+        values = torch.full((ELEMENTS,), float(index))
+        async with peer.averager(self.config) as averager:
+            for _ in range(self.rounds):
+                await trio.sleep(self.dice.uniform(0.0, READY_WITHIN))
+                averager.accumulate([values])
+                result = await averager.step(wait=None)
+                while isinstance(result, p2pavg.InProgress):
+                    result = await averager.step(wait=None)
+                if isinstance(result, p2pavg.Success):
+                    self.to_group.append(result.duration - result.exchange_duration)
+                    self.sizes.append(result.peers_count)
+                else:
+                    self.without += 1
+            # While the others' records are there still: what one peer keeps in the midst of a run.
+            self.held.append(records_held(peer))
+
+    async def counted(
+        self, handle: Callable[[str, bytes], Awaitable[bytes]], sender: str, request: bytes
+    ) -> bytes:
+        """A call that one peer's record node answers to another's."""
+        self.calls += 1
+        return await handle(sender, request)
+
+
+def records_held(peer: Peer) -> int:
+    """How many a peer keeps for the network."""
+    return len(peer.records._store)
+
+
+def add_arguments(parser: argparse.ArgumentParser, *, small: bool) -> None:
+    """The options of this benchmark."""
+    parser.add_argument(
+        "--peers",
+        default="6" if small else "10,100",
+        help="one run for each number; a thousand take more than a quarter of an hour",
+    )
+    parser.add_argument("--group-size", type=int, default=3 if small else 8)
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--match-timeout", type=float, default=30.0)
+    parser.add_argument("--seed", type=int, default=0)
+
+
+def run(arguments: argparse.Namespace, report: Report) -> None:
+    """Simulate, and report."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for peers in map(int, arguments.peers.split(",")):
+            report.note(f"{NAME}: {peers} peers")
+            simulate_one(peers, arguments, report)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def simulate_one(peers: int, arguments: argparse.Namespace, report: Report) -> None:
+    """One number of peers."""
+    began = time.monotonic()
+
+    async def main() -> Swarm:
+        swarm = Swarm(arguments)
+        await run_peers(swarm.network, peers, swarm.live)
+        return swarm
+
+    swarm = simulate(main, seed=arguments.seed)
+    wall = time.monotonic() - began
+    if not swarm.to_group:
+        report.error(NAME, "p2pavg", f"{peers} peers: no group was formed")
+        return
+    found = sorted(swarm.to_group)
+    sizes = {"peers": peers, "group_size": arguments.group_size}
+    report.figure(NAME, "ready to group", "s, virtual", found, **sizes)
+    late = found[min(int(0.95 * len(found)), len(found) - 1)]
+    report.figure(NAME, "ready to group, 95th percentile", "s, virtual", found, median=late, **sizes)
+    report.figure(NAME, "group's members", "", swarm.sizes, **sizes)
+    report.figure(NAME, "records held by a peer", "", swarm.held, **sizes)
+    calls = swarm.calls / peers / arguments.rounds
+    report.figure(NAME, "record calls per peer and round", "", [calls], **sizes)
+    report.figure(NAME, "steps without a result", "", [swarm.without], **sizes)
+    report.figure(NAME, "wall time", "s", [wall], **sizes)

@@ -1,0 +1,126 @@
+"""The benchmarks, so small that their figures mean nothing: they work and say what they should. Without hivemind."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scripts.benchmarks import netns
+from scripts.benchmarks.crew import Crew, CrewError, Place
+from scripts.benchmarks.figures import Report
+from scripts.benchmarks.systems import gloo
+from scripts.benchmarks.vectors import vectors
+
+ROOT = Path(__file__).parents[2]
+SECONDS = 60.0  # a watchdog
+Line = dict[str, Any]
+
+
+def bench(name: str, *options: str) -> list[Line]:
+    """What a small run prints, line by line."""
+    command = [sys.executable, "-m", "scripts.benchmarks.main", name, "--small", *options]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=SECONDS, check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return [json.loads(line) for line in ended.stdout.splitlines()]
+
+
+def medians(lines: list[Line]) -> dict[tuple[str, str], float]:
+    """By system and figure; of each the range is around the median."""
+    found = {}
+    for line in lines:
+        if "figure" in line:
+            assert line["min"] <= line["median"] <= line["max"], line
+            assert line["repeats"] >= 1, line
+            found[line["system"], line["figure"]] = line["median"]
+    return found
+
+
+def test_allreduce_measures_all_systems_in_one_call() -> None:
+    lines = bench("allreduce", "--hivemind-python", "none", "--codecs", "blockwise8")
+    found = medians(lines)
+    ours = {figure for system, figure in found if system == "p2pavg blockwise8"}
+    assert {"exchange", "step", "group", "error", "cpu", "resident", "memory above the round's start"} <= ours
+    assert {figure for system, figure in found if system == "gloo"} >= {"step", "error", "cpu"}
+    assert found["p2pavg blockwise8", "error"] < 0.05
+    assert found["gloo", "error"] < 1e-5
+    assert ("p2pavg blockwise8 / gloo", "ratio of step") in found
+    assert [line["skipped"] for line in lines if line["system"] == "hivemind"] == ["left out"]
+
+
+def test_wan_says_what_fraction_of_the_bound_is_reached() -> None:
+    try:
+        netns.check()
+    except netns.NoNamespacesError as error:
+        pytest.skip(str(error))
+    found = medians(bench("wan", "--codecs", "fp32"))
+    assert {system for system, figure in found if figure == "fraction of the bound"} == {
+        "p2pavg fp32",
+        "gloo",
+    }
+    names = subprocess.run(["ip", "netns", "list"], check=True, capture_output=True, text=True).stdout
+    assert netns.PREFIX not in names
+
+
+def test_group() -> None:
+    found = medians(bench("group"))
+    assert set(found) == {
+        ("p2pavg", "last peer ready to commit"),
+        ("p2pavg", "last peer ready to commit, 95th percentile"),
+    }
+
+
+def test_cold() -> None:
+    found = medians(bench("cold", "--hivemind-python", "none"))
+    assert set(found) == {("p2pavg blockwise8", "start to first result on all")}
+
+
+def test_overlap() -> None:
+    lines = bench("overlap", "--mbps", "none")
+    assert {line["figure"] for line in lines} == {
+        "training without rounds",
+        "training with rounds",
+        "rounds in a window",
+        "speed with rounds",
+    }
+
+
+def test_codecs() -> None:
+    found = medians(bench("codecs"))
+    names = {"fp32", "fp16", "bf16", "blockwise8", "int8"}
+    assert set(found) == {(name, figure) for name in names for figure in ("encode", "decode", "error")}
+    assert found["fp32", "error"] == 0.0
+    assert 0.0 < found["blockwise8", "error"] < 0.05
+
+
+def test_scale() -> None:
+    found = medians(bench("scale"))
+    assert found["p2pavg", "group's members"] == 3
+    assert found["p2pavg", "record calls per peer and round"] > 0
+    assert found["p2pavg", "records held by a peer"] > 0
+
+
+def test_a_wrong_result_is_an_error_and_not_a_time() -> None:
+    exact = replace(gloo(), tolerance=-1.0)  # nothing is exact enough
+    with vectors(2, 1_000) as folder:
+        setup = {"elements": 1_000, "vectors": str(folder)}
+        with Crew(exact, [Place()] * 2, setup) as crew:
+            crew.ready()
+            with pytest.raises(CrewError, match="the result is wrong"):
+                crew.round()
+
+
+def test_an_error_is_a_line_too(tmp_path: Path) -> None:
+    report = Report(tmp_path / "lines")
+    report.figure("some", "time", "s", [3.0, 1.0, 2.0], peers=4)
+    report.error("some", "p2pavg", "the result is wrong")
+    report.close()
+    first, second = map(json.loads, (tmp_path / "lines").read_text().splitlines())
+    assert (first["median"], first["min"], first["max"], first["repeats"], first["peers"]) == (2, 1, 3, 3, 4)
+    assert second["error"] == "the result is wrong"
+    assert report.errors == 1

@@ -65,6 +65,9 @@ class Reports(Protocol):
     def troubled(self, attempt: Attempt, peer_id: str, reason: str, *, hostile: bool) -> None:
         """A lane to or from a member broke."""
 
+    def lane_broke(self, attempt: Attempt, peer_id: str) -> None:
+        """A direct lane to or from a member broke; it may be begun again, or the member be gone."""
+
     def arrived(self, peer_id: str, count: int) -> None:
         """Bytes of a member came."""
 
@@ -371,6 +374,7 @@ class Attempt:
             await lane.acknowledged()
         except StreamBrokenError as error:
             logger.info("the direct lane to %s broke: %s", member.peer_id, error)
+            self._reports.lane_broke(self, member.peer_id)
             return False
         finally:
             # Also when the attempt ends before the acknowledgement has come: the transport waits for it then.
@@ -454,6 +458,7 @@ class Attempt:
             await in_own_thread(work, stop=use.stop, name="p2pavg-receive")
         except StreamBrokenError as error:
             logger.info("the direct lane of %s broke: %s", direct.remote, error)
+            self._reports.lane_broke(self, direct.remote)
             await trio.sleep(REOPEN_SECONDS)  # the stream that takes its place cancels this
             raise
         finally:

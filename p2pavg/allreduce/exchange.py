@@ -305,6 +305,12 @@ class Exchange:
         if hostile or (current and self._member.phase is Phase.EXCHANGING):
             self.lost(self._positions[peer_id], reason, hostile=hostile)
 
+    def lane_broke(self, attempt: Attempt, peer_id: str) -> None:
+        """A member that has died before its votes' stream was open is heard of nowhere else."""
+        position = self._positions[peer_id]
+        if attempt is self._attempt and position not in self._member.lost and self._nursery is not None:
+            self._nursery.start_soon(self._ask_first, position)
+
     def arrived(self, peer_id: str, count: int) -> None:
         """Bytes of a member came."""
         self._control.arrived(peer_id, count)
@@ -346,6 +352,8 @@ class Exchange:
         """A member whose leader died before it heard of the commit has left the group, and says so."""
         try:
             answer = await self._control.ask(position)
+            if answer is None:  # over a connection that was just going, perhaps
+                answer = await self._control.ask(position)
         except RefusedError as error:
             self.lost(position, str(error))
             return

@@ -47,6 +47,7 @@ class Reports:
     def __init__(self) -> None:
         self.results: list[tuple[bytes, ...]] = []
         self.troubles: list[tuple[str, bool]] = []
+        self.broken: list[str] = []
         self.bytes = 0
         self.owing: set[str] = set()
         self.milestones: list[Milestone] = []
@@ -56,6 +57,9 @@ class Reports:
 
     def troubled(self, attempt: Attempt, peer_id: str, reason: str, *, hostile: bool) -> None:
         self.troubles.append((peer_id, hostile))
+
+    def lane_broke(self, attempt: Attempt, peer_id: str) -> None:
+        self.broken.append(peer_id)
 
     def arrived(self, peer_id: str, count: int) -> None:
         self.bytes += count

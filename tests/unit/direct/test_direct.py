@@ -12,6 +12,8 @@ import torch
 import trio
 
 import p2pavg
+from p2pavg.allreduce.control import Control
+from p2pavg.allreduce.votes import Vote
 from p2pavg.net.limits import RateLimit
 from p2pavg.peer import Peer
 from p2pavg.testing import MemoryNetwork, simulated_peers
@@ -233,3 +235,29 @@ async def test_every_byte_of_a_part_asks_the_limit_in_small_pieces(monkeypatch: 
         assert max(map(max, asked.values())) <= 256
 
     await over_lanes(test)
+
+
+async def test_both_ends_of_a_lane_that_broke_ask_whether_the_other_is_still_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A member that dies before its votes' stream is open is heard of nowhere else."""
+    asked: set[tuple[str, str]] = set()
+    broken: list[tuple[str, str]] = []
+    ask = Control.ask
+
+    async def note(control: Control, position: int) -> Vote | None:
+        asked.add((control._transport.peer_id, control._roster.members[position].peer_id))
+        return await ask(control, position)
+
+    def prepare(lane: PairLane, who: str) -> None:
+        if not broken:
+            broken.append((who, lane.remote))
+            lane.breaks_at = 3_000
+
+    async def test(rounds: Rounds) -> None:
+        check(await rounds.play(), range(SIZE))
+        ((sender, receiver),) = broken
+        assert asked == {(sender, receiver), (receiver, sender)}
+
+    monkeypatch.setattr(Control, "ask", note)
+    await over_lanes(test, prepare=prepare)

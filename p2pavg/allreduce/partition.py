@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 # 2 MiB of fp32. What a part costs beside its bytes, in calls and wake-ups, is then little: half and a quarter of it
-# cost 10 and 20 % more processor for a large vector, twice as much saves nothing.
+# cost a tenth to a fourth more processor for a large vector, twice as much saves nothing.
 MAX_PART_ELEMENTS = 524_288
 MIN_PART_ELEMENTS = 65_536
 PARTS_OF_A_SHARE = 8

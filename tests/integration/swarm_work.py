@@ -12,6 +12,7 @@ import psutil
 import torch
 
 import p2pavg
+from p2pavg import blocking
 from p2pavg.testing.swarm import Member
 
 TILE = 65_536
@@ -93,11 +94,25 @@ def survive(member: Member) -> None:
                 if not formed and result.reason == "the group exchanges":
                     formed = True
                     member.report(formed=True)
-            kept = averager.weight == 0
             if not isinstance(result, p2pavg.Success):
-                assert isinstance(averager.accumulated, list)
-                kept = averager.weight == 1.0 and torch.allclose(averager.accumulated[0], mine)
-            member.report(kept=kept, **what_survived(result))
+                await_withheld(averager)
+            if used := averager.weight == 0:
+                assert averager.accumulated is None
+            else:
+                accumulated = averager.accumulated
+                assert averager.weight == 1.0
+                assert isinstance(accumulated, list)
+                assert torch.allclose(accumulated[0], mine)
+            if isinstance(result, p2pavg.Failed):
+                assert result.used in (used, None)
+            member.report(used=used, **what_survived(result))
+
+
+def await_withheld(averager: blocking.Averager) -> None:
+    """Until it is known what became of a contribution: the others may be slow to say so."""
+    until = time.monotonic() + 60.0
+    while averager.withheld and time.monotonic() < until:
+        time.sleep(0.05)
 
 
 def what_survived(result: p2pavg.RoundResult) -> dict[str, object]:

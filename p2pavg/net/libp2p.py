@@ -56,7 +56,7 @@ from p2pavg.net.dialling import Dialler
 from p2pavg.net.direct import LaneKeeper
 from p2pavg.net.doorway import Doorway
 from p2pavg.net.libp2p_guards import GuardedHost, GuardedMuxerMultistream, GuardedSwarm, GuardedYamux, install
-from p2pavg.net.libp2p_speed import EagerMultiselectClient
+from p2pavg.net.libp2p_speed import EagerMultiselectClient, OneAnswerMultiselect
 from p2pavg.net.libp2p_speed import install as install_speed
 from p2pavg.net.sniffing import SniffingTCP
 from p2pavg.net.transport import (
@@ -87,6 +87,7 @@ _NEGOTIATE_SECONDS = 10.0
 # How long a stream that this process has closed waits for the other side to close its half.
 _LINGER_SECONDS = 30.0
 _DRAIN_BYTES = 64 * 1024
+_READ_AHEAD_BYTES = 16 * 1024
 
 
 class Libp2pStream(Stream):
@@ -99,6 +100,7 @@ class Libp2pStream(Stream):
         self._closed = False
         self._unreadable: str | None = None
         self._unwritable: str | None = None
+        self._ahead = memoryview(b"")
 
     def _check(self, broken: str | None) -> None:
         if self._closed or self._transport.closed:
@@ -192,10 +194,15 @@ class Libp2pStream(Stream):
         return False
 
     async def _read(self, max_bytes: int) -> bytes:
-        try:
-            return await self._net_stream.read(max_bytes)
-        except StreamEOF:
-            return b""
+        """More than was asked for is kept: a message is read as its length and the rest."""
+        if not self._ahead:
+            try:
+                self._ahead = memoryview(await self._net_stream.read(max(max_bytes, _READ_AHEAD_BYTES)))
+            except StreamEOF:
+                return b""
+        taken = bytes(self._ahead[:max_bytes])
+        self._ahead = self._ahead[max_bytes:]
+        return taken
 
 
 class _Negotiation:
@@ -509,10 +516,8 @@ def _new_host(seed: bytes, tcp: SniffingTCP) -> tuple[GuardedHost, GuardedSwarm]
     )
     host = GuardedHost(swarm)
     host.multiselect_client = EagerMultiselectClient()
-    for protocol in list(host.get_mux().get_protocols()):
-        # identify and identify-push write into our peerstore what a stranger says; ping we do not use.
-        if protocol is not None:
-            host.remove_stream_handler(protocol)
+    # Without libp2p's own protocols: identify writes into our peerstore what a stranger says; ping we do not use.
+    host.multiselect = OneAnswerMultiselect()
     return host, swarm
 
 

@@ -7,7 +7,7 @@ neighbours imports this module; ``tests/unit/net/test_libp2p_speed.py`` holds th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType, TracebackType
 from typing import Any
 
@@ -17,12 +17,15 @@ import libp2p.stream_muxer.rw_lock as _rw_lock
 import libp2p.stream_muxer.yamux.yamux as _yamux
 import trio
 from libp2p.abc import IMultiselectCommunicator
-from libp2p.custom_types import TProtocol
+from libp2p.custom_types import StreamHandlerFn, TProtocol
+from libp2p.io.abc import ReadWriteCloser
 from libp2p.io.exceptions import IOException
 from libp2p.io.trio import TrioTCPStream
 from libp2p.protocol_muxer.exceptions import MultiselectClientError, MultiselectCommunicatorError
+from libp2p.protocol_muxer.multiselect import DEFAULT_NEGOTIATE_TIMEOUT, Multiselect
 from libp2p.protocol_muxer.multiselect_client import MULTISELECT_PROTOCOL_ID, MultiselectClient
 from libp2p.protocol_muxer.multiselect_communicator import MultiselectCommunicator
+from libp2p.stream_muxer.yamux.yamux import YamuxStream
 from libp2p.utils.varint import encode_delim
 
 READ_AHEAD_BYTES = 64 * 1024
@@ -129,3 +132,63 @@ class EagerMultiselectClient(MultiselectClient):
                 raise MultiselectClientError(f"{wanted} was not negotiated: {error}") from error
             return wanted
         raise MultiselectClientError(f"no answer to {wanted} within {negotiate_timeout} s")
+
+
+def holds_more(stream: ReadWriteCloser) -> bool:
+    """Whether bytes of a stream have come that nobody has read."""
+    muxed = getattr(stream, "muxed_stream", None)
+    return isinstance(muxed, YamuxStream) and bool(muxed.conn.stream_buffers.get(muxed.stream_id))
+
+
+class OneAnswerMultiselect(Multiselect):
+    """Says what it speaks together with its answer, in one write, to a client that has said all it wants at once.
+
+    Args:
+        holds_more: of a stream, whether bytes have come that nobody has read.
+    """
+
+    def __init__(
+        self,
+        handlers: dict[TProtocol | None, StreamHandlerFn | None] | None = None,
+        holds_more: Callable[[ReadWriteCloser], bool] = holds_more,
+    ) -> None:
+        super().__init__(handlers)
+        self._holds_more = holds_more
+
+    async def negotiate(
+        self, communicator: IMultiselectCommunicator, negotiate_timeout: int = DEFAULT_NEGOTIATE_TIMEOUT
+    ) -> tuple[TProtocol | None, StreamHandlerFn | None]:
+        if isinstance(communicator, MultiselectCommunicator):
+            communicator = _GreetsLater(communicator.read_writer, self._holds_more)
+        return await super().negotiate(communicator, negotiate_timeout)
+
+
+class _GreetsLater(MultiselectCommunicator):
+    """Keeps its first line until there is a second, or until the other side waits for it."""
+
+    def __init__(self, stream: ReadWriteCloser, holds_more: Callable[[ReadWriteCloser], bool]) -> None:
+        super().__init__(stream)
+        self._holds_more = holds_more
+        self._greeting: bytes | None = None
+        self._was_greeted = False
+
+    async def read(self) -> str:
+        if self._was_greeted and self._greeting and not self._holds_more(self.read_writer):
+            await self._send(b"")
+        line = await super().read()
+        self._was_greeted = True
+        return line
+
+    async def write(self, msg_str: str) -> None:
+        line = encode_delim(msg_str.encode())
+        if self._greeting is None:
+            self._greeting = line
+        else:
+            await self._send(line)
+
+    async def _send(self, line: bytes) -> None:
+        lines, self._greeting = (self._greeting or b"") + line, b""
+        try:
+            await self.read_writer.write(lines)
+        except (IOException, AssertionError, ValueError) as error:
+            raise MultiselectCommunicatorError(f"the answer was not sent: {error}") from error

@@ -41,12 +41,14 @@ from libp2p.stream_muxer.yamux.yamux import (
     YAMUX_HEADER_FORMAT,
 )
 from libp2p.transport.upgrader import TransportUpgrader
+from libp2p.utils.varint import encode_delim
 from multiaddr import Multiaddr
 from trio.testing import wait_all_tasks_blocked
 
 from p2pavg.errors import ListenError, StreamBrokenError, UnreachableError
 from p2pavg.net import libp2p as transport_module
 from p2pavg.net import libp2p_guards as guards
+from p2pavg.net import libp2p_speed
 from p2pavg.net.framing import receive_message, send_message
 from p2pavg.net.libp2p import Libp2pTransport, open_libp2p_transport
 from p2pavg.net.libp2p_guards import GuardedYamux
@@ -441,7 +443,7 @@ async def test_a_stream_that_the_other_side_resets_is_forgotten(end: str) -> Non
 
         host.serve(HELD, close)
         await stranger.open(1, HELD)
-        await stranger.send_data(1, b"never read")
+        await stranger.send_data(1, bytes(40_000))  # more than is read ahead
         await began.wait()
         muxed = connection_of(host, stranger.peer_id)
         await stranger.write(TYPE_WINDOW_UPDATE, FLAG_RST, 1, 0)
@@ -850,3 +852,23 @@ def test_nothing_is_written_and_no_handler_installed() -> None:
     assert finished.returncode == 0, finished.stderr
     assert finished.stderr == ""
     assert logging.getLogger("libp2p").handlers
+
+
+# -- what a stream costs
+
+
+@watched
+async def test_a_stream_is_answered_in_one_frame(monkeypatch: pytest.MonkeyPatch) -> None:
+    """libp2p sends its greeting and its answer in one each."""
+    answers: list[bytes] = []
+    send = libp2p_speed._GreetsLater._send
+
+    async def note(communicator: libp2p_speed._GreetsLater, line: bytes) -> None:
+        answers.append(line)
+        await send(communicator, line)
+
+    monkeypatch.setattr(libp2p_speed._GreetsLater, "_send", note)
+    async with open_host() as here, open_host() as there:
+        there.serve(HELD, Stream.reset)
+        await here.open_stream(there.peer_id, HELD, addresses=there.addresses, timeout=TIMEOUT)
+    assert answers == [encode_delim(HELD.encode())]

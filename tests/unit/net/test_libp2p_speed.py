@@ -26,7 +26,13 @@ from libp2p.protocol_muxer.multiselect_communicator import MultiselectCommunicat
 from libp2p.utils.varint import encode_delim
 from trio.testing import MockClock, memory_stream_pair, wait_all_tasks_blocked
 
-from p2pavg.net.libp2p_speed import EagerLock, EagerMultiselectClient, ReadAheadStream, install
+from p2pavg.net.libp2p_speed import (
+    EagerLock,
+    EagerMultiselectClient,
+    OneAnswerMultiselect,
+    ReadAheadStream,
+    install,
+)
 
 WATCHDOG_SECONDS = 30.0
 SPOKEN, OTHER, UNKNOWN = TProtocol("/spoken/1"), TProtocol("/other/1"), TProtocol("/unknown/1")
@@ -519,7 +525,7 @@ async def test_silence_is_not_waited_for(
         assert trio.current_time() - began == pytest.approx(7.0)
 
 
-@pytest.mark.parametrize(
+FAILURES = pytest.mark.parametrize(
     "error",
     [
         ConnectionClosedError("gone"),
@@ -528,6 +534,9 @@ async def test_silence_is_not_waited_for(
     ],
     ids=["gone", "a value", "an assertion"],
 )
+
+
+@FAILURES
 async def test_a_write_that_fails_is_said(error: Exception) -> None:
     class Shut(Pipe):
         async def write(self, data: bytes) -> None:
@@ -537,3 +546,98 @@ async def test_a_write_that_fails_is_said(error: Exception) -> None:
     for client in (MultiselectClient(), EagerMultiselectClient()):
         with pytest.raises(MultiselectClientError):
             await client.select_one_of([SPOKEN], MultiselectCommunicator(Shut(near)))
+
+
+# -- the answer
+
+
+async def answer(pipe: Pipe) -> tuple[TProtocol | None, object]:
+    """What our server agrees on."""
+    server = OneAnswerMultiselect({SPOKEN: None, OTHER: None}, holds_more)
+    return await server.negotiate(MultiselectCommunicator(pipe))
+
+
+def holds_more(pipe: Any) -> bool:
+    return bool(pipe.stream.receive_stream._incoming._data)
+
+
+async def asked(said: bytes, kind: type[Pipe] = Pipe) -> Pipe:
+    """A stream of somebody that has said this before it hears anything."""
+    near, far = memory_stream_pair()
+    await near.send_all(said)
+    return kind(far)
+
+
+@pytest.mark.parametrize(
+    "client",
+    [
+        pytest.param(EagerMultiselectClient(), id="ours"),
+        pytest.param(MultiselectClient(), id="libp2p's"),
+    ],
+)
+async def test_one_answer_agrees_and_what_follows_is_left(
+    client: MultiselectClient, autojump_clock: MockClock
+) -> None:
+    async def serve(pipe: Pipe) -> None:
+        assert await answer(pipe) == (SPOKEN, None)
+        await pipe.write(b"served " + await pipe.read(100))
+
+    async with answered(serve) as pipe:
+        assert await client.select_one_of([SPOKEN], MultiselectCommunicator(pipe), 7) == SPOKEN
+        await pipe.write(b"somebody")
+        assert await pipe.read(100) == b"served somebody"
+
+
+async def test_both_lines_of_the_answer_are_one_write_and_what_came_with_the_request_is_left() -> None:
+    pipe = await asked(delimited(MULTISELECT_PROTOCOL_ID, SPOKEN) + b"and more")
+    assert await answer(pipe) == (SPOKEN, None)
+    assert pipe.writes == [delimited(MULTISELECT_PROTOCOL_ID, SPOKEN)]
+    assert await pipe.read(100) == b"and more"
+
+
+async def test_who_waits_for_the_greeting_gets_it() -> None:
+    near, far = memory_stream_pair()
+    pipe = Pipe(far)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(answer, pipe)
+        await near.send_all(delimited(MULTISELECT_PROTOCOL_ID))
+        await wait_all_tasks_blocked()
+        assert pipe.writes == [delimited(MULTISELECT_PROTOCOL_ID)]
+        await near.send_all(delimited(SPOKEN))
+    assert pipe.writes == [delimited(MULTISELECT_PROTOCOL_ID), delimited(SPOKEN)]
+
+
+async def test_after_a_refusal_another_request_may_be_agreed() -> None:
+    """The greeting is said once."""
+    pipe = await asked(delimited(MULTISELECT_PROTOCOL_ID, UNKNOWN, UNKNOWN, OTHER))
+    assert await answer(pipe) == (OTHER, None)
+    assert pipe.writes == [delimited(MULTISELECT_PROTOCOL_ID, "na"), delimited("na"), delimited(OTHER)]
+
+
+async def test_a_client_that_is_refused_hears_so() -> None:
+    async with answered(answer) as pipe:
+        with pytest.raises(MultiselectClientError, match=r"not supported.*'na'"):
+            await EagerMultiselectClient().select_one_of([UNKNOWN], MultiselectCommunicator(pipe))
+
+
+@FAILURES
+async def test_an_answer_that_is_not_sent_is_said(error: Exception) -> None:
+    class Shut(Pipe):
+        async def write(self, data: bytes) -> None:
+            raise error
+
+    pipe = await asked(delimited(MULTISELECT_PROTOCOL_ID, SPOKEN), Shut)
+    with pytest.raises(MultiselectError):
+        await answer(pipe)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [delimited("/multistream/2.0.0", SPOKEN), delimited(SPOKEN, SPOKEN), delimited("", ""), b"\xff" * 100],
+    ids=["another version", "no greeting", "nothing twice", "garbage"],
+)
+async def test_nonsense_is_not_answered(said: bytes) -> None:
+    pipe = await asked(said)
+    with pytest.raises(MultiselectError):
+        await answer(pipe)
+    assert pipe.writes == []

@@ -1,8 +1,9 @@
 """What a training loop loses to rounds in the background: its steps per second with them, beside those without.
 
 One process trains, with one thread, and calls ``step(wait=0)`` after every step; the others only average. Windows with
-and without rounds alternate. Over a home link (``--mbps``) a round takes many steps; without a limit it is as fast as
-this machine makes it, and all processes share its cores, those that only average included.
+and without rounds alternate. The others keep to one core, since in a run they are on machines of their own; the one
+that trains has all of them. So with two, its own averaging shares with all that the others do the one that training
+leaves. Over a home link (``--mbps``) a round takes many steps; without a limit it is as fast as this machine makes it.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 
 import torch
@@ -76,11 +77,19 @@ def average(line: Line, averager: blocking.Averager, elements: int) -> None:
         averager.step(wait=None)
 
 
+def stay_aside() -> None:
+    """On the last of the cores, where the system can be told: members of a run are on other machines."""
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[-1:])
+
+
 def main() -> None:
     """See the top of this file."""
     torch.set_num_threads(1)
     line = Line()
     setup = line.told()
+    if setup["index"] > 0:
+        stay_aside()
     config = p2pavg.AveragingConfig(run_id="bench", **setup["config"])
     with blocking.open_averager(
         config, bootstrap=setup["bootstrap"], listen=[f"/ip4/{setup['host']}/tcp/0"]

@@ -88,13 +88,6 @@ async def in_own_thread(work: Callable[[], T], *, stop: Callable[[], None], name
             thread.join()  # it has nothing left to do
 
 
-async def in_shared_thread(work: Callable[[], T], *, stop: Callable[[], None]) -> T:
-    """``work()``, something short that may block, in one of trio's threads; ``stop`` as in :func:`in_own_thread`."""
-    return await _until_it_reports(
-        lambda report: trio.lowlevel.start_thread_soon(work, report, "p2pavg-short"), stop
-    )
-
-
 async def _until_it_reports(
     start: Callable[[Callable[[outcome.Outcome[T]], None]], None], stop: Callable[[], None]
 ) -> T:

@@ -4,9 +4,10 @@ Butterfly: every contributor sends each reducer the parts of its share; the redu
 contribution is in, encodes the average once, and sends those bytes to every contributor. What goes wrong is reported;
 what it means is decided elsewhere (:mod:`p2pavg.allreduce.agreement`), and the lanes of the others go on meanwhile.
 
-A lane is direct where one comes about (:mod:`p2pavg.allreduce.direct` moves its parts, in a thread), else a stream of
-the transport, which is moved here. A direct lane that breaks is no loss of a member: its sender begins again on a
-stream, and only when that breaks as well something is wrong.
+Where a direct lane comes about, it carries all that one member sends another (:mod:`p2pavg.allreduce.direct` moves its
+parts, in a thread); else contributions and averages go over a stream of the transport each, which are moved here. A
+direct lane that breaks is no loss of a member: its sender begins again on streams, and only when one of these breaks as
+well something is wrong.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ FAST_MBPS = (
     500.0  # from there on lanes wait for the processor more than for the link, and taking turns only costs
 )
 MAX_MEMBERS = 256  # more than a roster has
+_STREAMS = (Lane.CONTRIBUTIONS, Lane.AVERAGES)  # what takes the place of a direct lane
 REOPEN_SECONDS = 3.0  # after a direct lane broke, for its sender to begin again on a stream
 
 
@@ -204,7 +206,7 @@ class Attempt:
                 nursery.start_soon(self._accept_lanes, nursery)
                 for member in self.roster.members:
                     if member.peer_id != self._me:
-                        self._start_sending(nursery, member)
+                        nursery.start_soon(self._send_to, member)
                     self._owes(member.peer_id, self.ledger.expects(member.peer_id, Lane.CONTRIBUTIONS) > 0)
                 self._check_complete()
                 await trio.sleep_forever()
@@ -277,24 +279,28 @@ class Attempt:
 
     # ------------------------------------------------------------------ out
 
-    def _start_sending(self, nursery: trio.Nursery, member: Candidate) -> None:
-        theirs = self.ledger.parts[member.peer_id]
-        if self._contributes and theirs:
-            nursery.start_soon(
-                self._send_lane,
-                member,
-                Lane.CONTRIBUTIONS,
-                self._send_contributions,
-                lambda use, header: use.send_contributions(header, theirs),
-            )
-        if self._own_parts and not member.auxiliary:
-            nursery.start_soon(
-                self._send_lane,
-                member,
-                Lane.AVERAGES,
-                self._send_averages,
-                lambda use, header: use.send_averages(header, self._me, self._own_parts),
-            )
+    async def _send_to(self, member: Candidate) -> None:
+        """All that a member is sent in this attempt, unless it is passed on."""
+        contributions = self.ledger.parts[member.peer_id] if self._contributes else []
+        averages = [] if member.auxiliary else self._own_parts
+        if not contributions and not averages:
+            return
+
+        def send(use: DirectUse, header: LaneHeader) -> None:
+            use.send_parts(header, self._me, contributions, averages)
+
+        if await self._send_over_direct_lane(
+            member, LaneHeader(self._group_id, Lane.PARTS, self.number), send
+        ):
+            return
+        async with trio.open_nursery() as nursery:
+            for lane, parts, send_on in (
+                (Lane.CONTRIBUTIONS, contributions, self._send_contributions),
+                (Lane.AVERAGES, averages, self._send_averages),
+            ):
+                if parts:
+                    header = LaneHeader(self._group_id, lane, self.number)
+                    nursery.start_soon(self._send_over_stream, member, header, send_on)
 
     def pass_on(self, reducers: Iterable[str], to: Iterable[str]) -> None:
         """Send members the whole shares of reducers, as the same bytes. This member has the whole result."""
@@ -317,27 +323,15 @@ class Attempt:
             for part in parts:
                 await self._send_part(stream, part, self.values.encoded(reducer, part.index))
 
-        await self._send_lane(
-            member,
-            Lane.PASSED_ON,
-            send,
-            lambda use, header: use.send_share(header, reducer, parts),
-            reducer=self._position(reducer),
-        )
+        header = LaneHeader(self._group_id, Lane.PASSED_ON, self.number, self._position(reducer))
+        if not await self._send_over_direct_lane(
+            member, header, lambda use, header: use.send_share(header, reducer, parts)
+        ):
+            await self._send_over_stream(member, header, send)
 
-    async def _send_lane(
-        self,
-        member: Candidate,
-        lane: Lane,
-        send: Callable[[Stream], Awaitable[None]],
-        send_directly: Callable[[DirectUse, LaneHeader], None],
-        *,
-        reducer: int = 0,
+    async def _send_over_stream(
+        self, member: Candidate, header: LaneHeader, send: Callable[[Stream], Awaitable[None]]
     ) -> None:
-        """Open a lane to a member and send every part of it."""
-        header = LaneHeader(self._group_id, lane, self.number, reducer)
-        if await self._send_over_direct_lane(member, header, send_directly):
-            return
         self.streamed.add(member.peer_id)
         try:
             stream = await self._transport.open_stream(
@@ -408,28 +402,33 @@ class Attempt:
         taken: dict[tuple[str, Lane, int], _Taken] = {}
         while True:
             lane = await self._lanes.receive()
-            peer_id = lane.remote
-            place = (peer_id, lane.header.lane, lane.header.reducer)
-            before = taken.get(place)
-            # Who lost a direct lane begins again, on a stream.
-            again = before is not None and before.direct and not isinstance(lane.stream, DirectLane)
-            again = again or lane.header.lane is Lane.PASSED_ON  # by another ballot
-            if self._is_due(lane) and (before is None or again):
-                if before is not None:
-                    await before.end()
-                now = taken[place] = _Taken(direct=isinstance(lane.stream, DirectLane))
-                nursery.start_soon(self._receive_lane, lane, now)
+            peer_id, kind = lane.remote, lane.header.lane
+            if kind is Lane.PARTS and any((peer_id, stream, 0) in taken for stream in _STREAMS):
+                lane.finished.set()  # it broke so early that what takes its place was faster
                 continue
-            lane.finished.set()
-            if any(member.peer_id == peer_id for member in self.roster.members):
-                self._broken(peer_id, RemoteProtocolError("it opened a lane that is not due"))
+            place = (peer_id, kind, lane.header.reducer)
+            # Another ballot may choose that member again as the one that passes a share on.
+            if not self._is_due(lane) or (place in taken and kind is not Lane.PASSED_ON):
+                lane.finished.set()
+                if any(member.peer_id == peer_id for member in self.roster.members):
+                    self._broken(peer_id, RemoteProtocolError("it opened a lane that is not due"))
+                continue
+            replaced = [place, (peer_id, Lane.PARTS, 0)] if kind in _STREAMS else [place]
+            for before in replaced:
+                if before in taken:
+                    await taken[before].end()
+            now = taken[place] = _Taken()
+            nursery.start_soon(self._receive_lane, lane, now)
 
     def _is_due(self, lane: InboundLane) -> bool:
         peer_id, header = lane.remote, lane.header
         if header.lane is Lane.PASSED_ON:
             reducers = {self._position(member.peer_id) for member in self.roster.members}
             return peer_id in self.ledger.contributors and header.reducer in reducers and self._contributes
-        return header.reducer == 0 and self.ledger.expects(peer_id, header.lane) > 0
+        direct = isinstance(lane.stream, DirectLane)
+        kinds = _STREAMS if header.lane is Lane.PARTS else (header.lane,)
+        expected = any(self.ledger.expects(peer_id, kind) for kind in kinds)
+        return header.reducer == 0 and expected and direct == (header.lane is Lane.PARTS)
 
     async def _receive_lane(self, lane: InboundLane, taken: _Taken) -> None:
         try:
@@ -453,7 +452,11 @@ class Attempt:
             reducer = await self._reducer_to_take(lane)
             work = partial(use.receive_share, reducer, self.ledger.parts[reducer])
         else:
-            work = partial(use.receive, kind, self._parts_of(lane.remote, kind))
+            expected = [
+                self._parts_of(lane.remote, kind) if self.ledger.expects(lane.remote, kind) else []
+                for kind in _STREAMS
+            ]
+            work = partial(use.receive_parts, *expected)
         try:
             await in_own_thread(work, stop=use.stop, name="p2pavg-receive")
         except StreamBrokenError as error:
@@ -529,8 +532,7 @@ class Attempt:
 class _Taken:
     """A lane that is being received."""
 
-    def __init__(self, *, direct: bool) -> None:
-        self.direct = direct
+    def __init__(self) -> None:
         self.scope = trio.CancelScope()
         self.ended = trio.Event()
 

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Sequence
 from typing import Protocol
 
-from p2pavg.allreduce.messages import FRAME_BYTES, Lane, LaneHeader, encode_header, part_frame
+from p2pavg.allreduce.messages import FRAME_BYTES, LaneHeader, encode_header, part_frame
 from p2pavg.allreduce.milestones import Milestone
 from p2pavg.allreduce.partition import Part
 from p2pavg.allreduce.reduction import BadContributionError
@@ -24,7 +24,11 @@ from p2pavg.net.transport import Buffer, DirectLane
 
 # Under a limit, bytes go in pieces: a whole part at once would be a burst.
 LIMITED_PIECE_BYTES = 64 * 1024
-PIECE_BYTES = 128 * 1024  # that a lane sends in its turn: 10 ms of a link of 100 Mbit/s
+# That a lane sends in its turn, 3 ms of a link of 100 Mbit/s, and that the system may hold of it afterwards. With more
+# the lanes compete in the system instead, and at the end some links carry little while others are still full.
+TURN_BYTES = 32 * 1024
+UNSENT_IN_TURNS_BYTES = 16 * 1024
+UNSENT_BYTES = 128 * 1024
 SOON_SECONDS = 0.2
 
 
@@ -93,22 +97,26 @@ class DirectUse:
 
     # ------------------------------------------------------------------ out
 
-    def send_contributions(self, header: LaneHeader, parts: Sequence[Part]) -> None:
-        """This member's values of a reducer's share. Raises StreamBrokenError."""
+    def send_parts(
+        self, header: LaneHeader, me: str, contributions: Sequence[Part], averages: Sequence[Part]
+    ) -> None:
+        """This member's values of a reducer's share, then the averages of its own, each as soon as it is there.
+
+        Contributions wait for nobody, so that all of them arrive; averages wait for nothing but these. Were an average
+        to go before a contribution, two members could wait for each other.
+
+        Raises:
+            StreamBrokenError: the lane broke.
+        """
         self._begin(header)
-        room = self._values.buffer(parts[0])
-        for part in parts:
+        room = self._values.buffer(contributions[0]) if contributions else None
+        for part in contributions:
             self._send_part(part, self._values.contribution(part, room))
             self._hears.reached(Milestone.CONTRIBUTION_SENT)
-        self.finished = True
-
-    def send_averages(self, header: LaneHeader, reducer: str, parts: Sequence[Part]) -> None:
-        """The averages of this member's own share, each as soon as it is there. Raises StreamBrokenError."""
         self._phase = 1
-        self._begin(header)
-        for part in parts:
+        for part in averages:
             self._wait_ready(part.index)
-            self._send_part(part, self._values.encoded(reducer, part.index))
+            self._send_part(part, self._values.encoded(me, part.index))
             self._hears.reached(Milestone.AVERAGE_SENT)
         self.finished = True
 
@@ -121,12 +129,13 @@ class DirectUse:
         self.finished = True
 
     def _begin(self, header: LaneHeader) -> None:
+        self.lane.keep_unsent_below(UNSENT_BYTES if self._turns is None else UNSENT_IN_TURNS_BYTES)
         message = encode_header(header)
         self.lane.send(len(message).to_bytes(LENGTH_BYTES, "big") + message)
 
     def _send_part(self, part: Part, payload: Buffer) -> None:
         self.lane.send(part_frame(part.index))
-        for piece in self._pieces(memoryview(payload)):
+        for piece in self._pieces(memoryview(payload), TURN_BYTES if self._turns else None):
             self._pause(len(piece))
             self._send_piece(piece)
         self.moved += FRAME_BYTES + len(payload)
@@ -135,40 +144,41 @@ class DirectUse:
         if self._turns is None:
             self.lane.send(piece)
         else:
+            self.lane.wait_for_room()  # whoever is slow to take it does not keep others from their turns
             with self._turns.turn((self._phase, self._given, self._place)):
                 self.lane.send(piece)
         self._given += len(piece)
 
     # ------------------------------------------------------------------ in
 
-    def receive(self, lane: Lane, parts: Sequence[Part]) -> None:
-        """What a member sends on a lane.
+    def receive_parts(self, contributions: Sequence[Part], averages: Sequence[Part]) -> None:
+        """What :meth:`send_parts` sends.
 
         Raises:
             StreamBrokenError: the lane broke.
             RemoteProtocolError: the member sent what none sends.
         """
-        for part in parts:
-            index = self._receive_index()
-            check_index(index, part)
-            last = part is parts[-1]
-            if lane is Lane.CONTRIBUTIONS:
-                self._receive_contribution(part, last=last)
-            else:
-                payload = self._receive_payload(part, last=last)
-                self._values.receive_average(self.lane.remote, part, payload)
+        for part in contributions:
+            check_index(self._receive_index(), part)
+            last = part is contributions[-1]
+            self._receive_contribution(part, last=last, ends=last and not averages)
+            self._hears.progressed()
+        for part in averages:
+            check_index(self._receive_index(), part)
+            payload = self._receive_payload(part, ends=part is averages[-1])
+            self._values.receive_average(self.lane.remote, part, payload)
             self._hears.progressed()
 
     def receive_share(self, reducer: str, parts: Sequence[Part]) -> None:
-        """The share of a reducer that is gone; raises what :meth:`receive` raises."""
+        """The share of a reducer that is gone; raises what :meth:`receive_parts` raises."""
         payloads: list[Buffer] = []
         for part in parts:
             check_index(self._receive_index(), part)
-            payloads.append(self._receive_payload(part, last=part is parts[-1]))
+            payloads.append(self._receive_payload(part, ends=part is parts[-1]))
         self._values.receive_share(reducer, payloads)
         self._hears.progressed()
 
-    def _receive_contribution(self, part: Part, *, last: bool) -> None:
+    def _receive_contribution(self, part: Part, *, last: bool, ends: bool) -> None:
         remote, values = self.lane.remote, self._values
         behind = part.index - MAX_WAITING_PARTS
         if behind >= 0 and not self._is_soon_ready(behind):
@@ -176,7 +186,7 @@ class DirectUse:
             self._hears.owes(remote, False)
             self._wait_ready(behind)
             self._hears.owes(remote, True)
-        complete = values.contributed(remote, part.index, self._receive_payload(part, last=last))
+        complete = values.contributed(remote, part.index, self._receive_payload(part, ends=ends))
         if last:
             self._hears.owes(remote, False)
         if complete:
@@ -190,12 +200,12 @@ class DirectUse:
         self.lane.receive_into(memoryview(index))
         return int.from_bytes(index, "big")
 
-    def _receive_payload(self, part: Part, *, last: bool) -> Buffer:
+    def _receive_payload(self, part: Part, *, ends: bool) -> Buffer:
         payload = self._values.buffer(part)
-        for piece in self._pieces(payload):
+        for piece in self._pieces(payload, None):
             self._pause(len(piece))
             self.lane.receive_into(piece)
-        if last:
+        if ends:
             self.finished = True
             self.lane.acknowledge()
         self.moved += FRAME_BYTES + len(payload)
@@ -203,8 +213,11 @@ class DirectUse:
 
     # ------------------------------------------------------------------ both
 
-    def _pieces(self, data: memoryview) -> list[memoryview]:
-        size = PIECE_BYTES if self._limit.unlimited else LIMITED_PIECE_BYTES
+    def _pieces(self, data: memoryview, size: int | None) -> list[memoryview]:
+        if not self._limit.unlimited:
+            size = LIMITED_PIECE_BYTES
+        if size is None or len(data) <= size:
+            return [data]
         return [data[start : start + size] for start in range(0, len(data), size)]
 
     def _pause(self, count: int) -> None:

@@ -11,7 +11,6 @@ import logging
 import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable
-from functools import partial
 from types import TracebackType
 
 import trio
@@ -21,7 +20,6 @@ from p2pavg.allreduce.votes import Ping, Unknown, Vote, encode_vote
 from p2pavg.errors import RemoteProtocolError, StreamBrokenError
 from p2pavg.net.framing import LENGTH_BYTES, receive_message, send_message
 from p2pavg.net.transport import DirectLane, Stream
-from p2pavg.workers import in_shared_thread
 
 logger = logging.getLogger(__name__)
 
@@ -185,7 +183,7 @@ class Lobby:
     async def serve_lane(self, lane: DirectLane) -> None:
         """A direct lane on which another use begins."""
         header = decode_header(await _receive_header(lane))
-        if header.lane not in (Lane.CONTRIBUTIONS, Lane.AVERAGES, Lane.PASSED_ON):
+        if header.lane not in (Lane.PARTS, Lane.PASSED_ON):
             raise RemoteProtocolError("a direct lane that carries no parts")
         group = self.groups.get(header.group_id)
         if group is None or not await group.arrived(lane, header):
@@ -203,17 +201,19 @@ class Lobby:
 
 async def _receive_header(lane: DirectLane) -> bytes:
     """The message with which a use of the lane begins. Its first byte is there; the rest has a bounded time."""
-    with trio.move_on_after(HEADER_SECONDS):
-        return await in_shared_thread(partial(_read_header, lane), stop=lane.abort)
-    raise StreamBrokenError(f"{lane.remote} sent no header within {HEADER_SECONDS:.0f} s")
+    try:
+        with trio.fail_after(HEADER_SECONDS):
+            return await _read_header(lane)
+    except trio.TooSlowError:
+        lane.abort()
+        raise StreamBrokenError(f"{lane.remote} sent no header within {HEADER_SECONDS:.0f} s") from None
+    except BaseException:
+        lane.abort()
+        raise
 
 
-def _read_header(lane: DirectLane) -> bytes:
-    length = bytearray(LENGTH_BYTES)
-    lane.receive_into(memoryview(length))
-    count = int.from_bytes(length, "big")
+async def _read_header(lane: DirectLane) -> bytes:
+    count = int.from_bytes(await lane.receive_exactly(LENGTH_BYTES), "big")
     if not 0 < count <= MAX_HEADER_BYTES:
         raise RemoteProtocolError(f"a header of {count} bytes on a direct lane")
-    message = bytearray(count)
-    lane.receive_into(memoryview(message))
-    return bytes(message)
+    return await lane.receive_exactly(count)

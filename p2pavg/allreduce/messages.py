@@ -4,7 +4,8 @@ A stream begins with a header message that says what it is:
 
 * a *lane* carries the parts of one attempt one way: contributions to a reducer (reduce-scatter), averages from a
   reducer (all-gather), or a share that its reducer did not live to send, passed on by a member that has it. Each part
-  is its index in its share (four bytes, big-endian), then the encoded values, whose number both sides know;
+  is its index in its share (four bytes, big-endian), then the encoded values, whose number both sides know. A direct
+  lane carries a member's contributions and then its averages; a stream carries one of the two;
 * ``CONTROL`` carries votes (:mod:`p2pavg.allreduce.votes`) both ways, for as long as the round lasts;
 * ``ASK`` carries one vote back: how a round ended.
 """
@@ -33,6 +34,8 @@ class Lane(enum.IntEnum):
     PASSED_ON = 2
     CONTROL = 3
     ASK = 4
+    PARTS = 5
+    """Contributions, then averages: what a direct lane carries."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -103,9 +103,14 @@ class Values:
     # ------------------------------------------------------------------ out
 
     def contribution(self, part: Part, out: memoryview | None = None) -> Buffer:
-        """This member's values of a part, encoded, into ``out`` if it has the right length."""
+        """This member's values of a part, encoded, into ``out`` if it has the right length.
+
+        With a codec that changes nothing they are the vector's own bytes.
+        """
         assert self._vector is not None
         values = self._vector[part.start : part.stop]
+        if self._codec.is_identity and not values.is_cuda:
+            return bytes_of(values)
         fits = out is not None and out.nbytes == self._codec.encoded_nbytes(part.elements)
         return self._codec.encode(values, out if fits else None)
 

@@ -96,7 +96,7 @@ def check_certificate(der: bytes) -> None:
         raise RemoteProtocolError("a certificate that is not in its canonical form")
 
 
-def check_connection(connection: ssl.SSLSocket, trusted: bytes) -> None:
+def check_connection(connection: ssl.SSLObject | ssl.SSLSocket, trusted: bytes) -> None:
     """Raises ``ssl.SSLError`` unless the handshake ended as it must: OpenSSL has seen to it, so this never raises."""
     if connection.getpeercert(binary_form=True) != trusted:
         raise ssl.SSLError("the other side has shown another certificate than the one it had named")

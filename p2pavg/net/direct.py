@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import math
-import ssl
 from collections.abc import Callable, Sequence
 
 import trio
@@ -21,6 +20,7 @@ from p2pavg.net.framing import receive_message, send_message
 from p2pavg.net.lane_inbound import InboundLanes, Slot
 from p2pavg.net.lane_limits import IDLE_SECONDS, IdleLanes, Nowhere
 from p2pavg.net.lane_messages import MAX_ADDRESSES, MAX_MESSAGE_BYTES, PROTOCOL, Ask, Back, Offer, Verdict
+from p2pavg.net.tls_connection import TlsConnection
 from p2pavg.net.tls_lane import TlsLane
 from p2pavg.net.transport import DirectLane, DirectLaneHandler, PeerId, Stream, Transport
 
@@ -142,7 +142,7 @@ class LaneKeeper:
             await stream.reset()
         return lane
 
-    async def _ask(self, stream: Stream, search: _Search) -> ssl.SSLSocket:
+    async def _ask(self, stream: Stream, search: _Search) -> TlsConnection:
         await send_message(stream, Ask(self._doorway.own.der).encode())
         offer = Offer.decode(await _next(stream))
         if offer.refusal:
@@ -155,7 +155,7 @@ class LaneKeeper:
                 search.reasons.append(str(error))
         raise UnreachableError(f"no direct lane to {search.peer_id}: {'; '.join(search.reasons)}")
 
-    async def _go_there(self, stream: Stream, search: _Search, offer: Offer) -> ssl.SSLSocket:
+    async def _go_there(self, stream: Stream, search: _Search, offer: Offer) -> TlsConnection:
         addresses = self._candidates(search.peer_id, search.addresses, offer.addresses)
         connection = await self._dial(search.peer_id, offer.certificate, offer.ticket, addresses)
         try:
@@ -165,7 +165,7 @@ class LaneKeeper:
             raise
         return connection
 
-    async def _let_come(self, stream: Stream, search: _Search, offer: Offer) -> ssl.SSLSocket:
+    async def _let_come(self, stream: Stream, search: _Search, offer: Offer) -> TlsConnection:
         if not self._transport.addresses:
             raise UnreachableError("and this peer listens nowhere, so that the other one cannot dial either")
         with self._doorway.expecting(search.peer_id, offer.certificate) as visitor:
@@ -176,7 +176,7 @@ class LaneKeeper:
                 raise UnreachableError(f"it dialled back, and {visitor.reason}")
             return connection
 
-    def _adopt_outbound(self, connection: ssl.SSLSocket, peer_id: PeerId) -> TlsLane:
+    def _adopt_outbound(self, connection: TlsConnection, peer_id: PeerId) -> TlsLane:
         lane = TlsLane(connection, peer_id)
         self._outbound[lane] = trio.CancelScope()
         self._nursery.start_soon(self._watch, lane)
@@ -205,7 +205,7 @@ class LaneKeeper:
 
     async def _dial(
         self, peer_id: PeerId, certificate: bytes, ticket: bytes, addresses: Sequence[str]
-    ) -> ssl.SSLSocket:
+    ) -> TlsConnection:
         with trio.move_on_after(DIAL_SECONDS):
             try:
                 return await self._doorway.dial(peer_id, certificate, ticket, addresses)

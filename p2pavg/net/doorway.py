@@ -16,7 +16,7 @@ from multiaddr import Multiaddr
 from p2pavg.errors import AddressError, UnreachableError
 from p2pavg.net.addresses import parse_address_of
 from p2pavg.net.certificates import OwnCertificate, listening_context
-from p2pavg.net.tls_lane import shake_hands, wrap
+from p2pavg.net.tls_connection import TlsConnection
 from p2pavg.net.transport import PeerId
 
 logger = logging.getLogger(__name__)
@@ -41,9 +41,9 @@ class Visitor:
         self.decided = trio.Event()
         self.reason = ""
         """Why it did not come in."""
-        self._connection: ssl.SSLSocket | None = None
+        self._connection: TlsConnection | None = None
 
-    def come_in(self, connection: ssl.SSLSocket) -> None:
+    def come_in(self, connection: TlsConnection) -> None:
         """It is here, and is who it says; nobody may be waiting for it any more."""
         if self.decided.is_set():
             connection.close()
@@ -57,7 +57,7 @@ class Visitor:
             self.reason = reason
             self.decided.set()
 
-    def take(self) -> ssl.SSLSocket | None:
+    def take(self) -> TlsConnection | None:
         """The connection, for the caller to own."""
         connection, self._connection = self._connection, None
         return connection
@@ -95,33 +95,33 @@ class Doorway:
             if (unclaimed := visitor.take()) is not None:
                 unclaimed.close()
 
-    def _choose(self, connection: object, name: str | None) -> ssl.SSLContext | None:
+    def _choose(self, tls: object, name: str | None) -> ssl.SSLContext | None:
         visitor = self._expected.pop(name or "", None)
         if visitor is None or visitor.deadline <= trio.current_time():
             return None
-        self._entering[connection] = visitor
+        self._entering[tls] = visitor
         return visitor.context
 
     async def accept(self, plain: socket.socket) -> None:
         """Finish an inbound handshake and tell who expects it; whatever is wrong costs the stranger only."""
         try:
-            connection = wrap(self._listening, plain)
+            connection = TlsConnection(self._listening, plain)
         except OSError as error:
             logger.debug("a TLS connection ended before it began: %s", error)
             return
         try:
-            await shake_hands(connection, lambda: self._entering[connection].certificate)
-            self._entering[connection].come_in(connection)
+            await connection.shake_hands(lambda: self._entering[connection.tls].certificate)
+            self._entering[connection.tls].come_in(connection)
         except OSError as error:
             logger.debug("a TLS connection was refused: %s", error)
-            if connection in self._entering:
-                self._entering[connection].stay_out(f"the handshake failed: {error}")
+            if connection.tls in self._entering:
+                self._entering[connection.tls].stay_out(f"the handshake failed: {error}")
         finally:
-            self._entering.pop(connection, None)
+            self._entering.pop(connection.tls, None)
 
     async def dial(
         self, peer_id: PeerId, certificate: bytes, ticket: bytes, addresses: Sequence[str]
-    ) -> ssl.SSLSocket:
+    ) -> TlsConnection:
         """Connect to the first address at which the peer answers, the next one 0.25 s after the one before.
 
         Raises:
@@ -144,9 +144,9 @@ class _Call:
         self._context = context
         self._resolve = resolve
         self._reasons: list[str] = []
-        self._connection: ssl.SSLSocket | None = None
+        self._connection: TlsConnection | None = None
 
-    async def first_of(self, addresses: Sequence[str]) -> ssl.SSLSocket:
+    async def first_of(self, addresses: Sequence[str]) -> TlsConnection:
         try:
             async with trio.open_nursery() as nursery:
                 for address in addresses:
@@ -175,12 +175,12 @@ class _Call:
         self._connection = connection
         all_of_it.cancel()
 
-    async def _at(self, text: str) -> ssl.SSLSocket:
+    async def _at(self, text: str) -> TlsConnection:
         reasons = []
         for address in await self._resolve(parse_address_of(self._peer_id, text)):
             try:
-                connection = wrap(self._context, await _connect(address), server_name=self._name)
-                await shake_hands(connection, lambda: self._certificate)
+                connection = TlsConnection(self._context, await _connect(address), server_name=self._name)
+                await connection.shake_hands(lambda: self._certificate)
                 return connection
             except OSError as error:
                 reasons.append(error.strerror or str(error))

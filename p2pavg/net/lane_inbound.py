@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-import ssl
 
 import trio
 
 from p2pavg.errors import ClosedError, RemoteProtocolError, StreamBrokenError
 from p2pavg.net.lane_limits import IDLE_SECONDS, InboundSlots
+from p2pavg.net.tls_connection import TlsConnection
 from p2pavg.net.tls_lane import TlsLane
 from p2pavg.net.transport import DirectLaneHandler, PeerId
 
@@ -44,7 +44,7 @@ class InboundLanes:
         """Why the peer may have no lane now; empty if it may."""
         return "it is closing" if self._closed else self.slots.refusal(peer_id)
 
-    def adopt(self, connection: ssl.SSLSocket, slot: Slot) -> None:
+    def adopt(self, connection: TlsConnection, slot: Slot) -> None:
         """There is one more lane: attend to it for as long as it lives."""
         lane = TlsLane(connection, slot.peer_id)
         slot.used = True

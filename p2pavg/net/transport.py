@@ -77,6 +77,20 @@ class DirectLane(abc.ABC):
         """Of :attr:`bytes_sent`, those that the other side is not known to have; 0 where the system does not tell."""
 
     @abc.abstractmethod
+    def keep_unsent_below(self, count: int) -> None:
+        """Let :meth:`send` block while the system holds about so many bytes that the link has not taken.
+
+        What the system holds cannot be overtaken by what is more urgent. Where it cannot be told, nothing changes.
+
+        Raises:
+            StreamBrokenError: the lane ended.
+        """
+
+    @abc.abstractmethod
+    def wait_for_room(self) -> None:
+        """Block until :meth:`send` of a little would not. Raises StreamBrokenError when the lane has ended."""
+
+    @abc.abstractmethod
     def send(self, data: Buffer) -> None:
         """Block until the kernel has taken all of ``data``.
 
@@ -87,6 +101,14 @@ class DirectLane(abc.ABC):
     @abc.abstractmethod
     def receive_into(self, buffer: memoryview) -> None:
         """Block until ``buffer`` is full.
+
+        Raises:
+            StreamBrokenError: the lane ended before.
+        """
+
+    @abc.abstractmethod
+    async def receive_exactly(self, count: int) -> bytes:
+        """So many bytes, a few: from trio, while no thread uses the lane. Cancelling this leaves the lane unusable.
 
         Raises:
             StreamBrokenError: the lane ended before.

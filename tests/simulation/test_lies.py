@@ -302,10 +302,10 @@ class AnotherGroups(LyingAttempt):
 class AnotherAttempts(LyingAttempt):
     """All of its lanes say that they belong to an attempt that is far away."""
 
-    async def _send_lane(self, *given: Any, reducer: int = 0) -> None:
+    async def _send_to(self, member: Candidate) -> None:
         elsewhere = copy.copy(self)
         elsewhere.number += 1000
-        await Attempt._send_lane(elsewhere, *given, reducer=reducer)
+        await Attempt._send_to(elsewhere, member)
 
 
 @EVERYWHERE
@@ -323,11 +323,12 @@ def opening(*headers: LaneHeader, parts: int = 40) -> type[LyingAttempt]:
     """Opens lanes of its own beside those that are due, and sends numbers on them."""
 
     class Opening(LyingAttempt):
-        def _start_sending(self, nursery: trio.Nursery, member: Candidate) -> None:
-            super()._start_sending(nursery, member)
-            for header in headers:
-                sent = replace(header, group_id=self._group_id)
-                nursery.start_soon(open_lane, self._transport, member.peer_id, sent, parts)
+        async def _send_to(self, member: Candidate) -> None:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(super()._send_to, member)
+                for header in headers:
+                    sent = replace(header, group_id=self._group_id)
+                    nursery.start_soon(open_lane, self._transport, member.peer_id, sent, parts)
 
     return Opening
 

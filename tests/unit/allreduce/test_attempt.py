@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -188,7 +189,7 @@ class Side:
         said: bytes,
         *,
         reducer: int = 0,
-        stream: Callable[[bytes, str], Stream] = Silent,
+        stream: Callable[[bytes, str], Stream | DirectLane] = Silent,
     ) -> InboundLane:
         """A member opens a lane and says something on it."""
         inbound = InboundLane(stream(said, peer_id), LaneHeader(GROUP, lane, NUMBER, reducer))
@@ -540,10 +541,19 @@ class Takes(DirectLane):
     def unsent(self) -> int:
         return 0
 
+    def keep_unsent_below(self, count: int) -> None:
+        """It holds nothing."""
+
+    def wait_for_room(self) -> None:
+        """It takes everything."""
+
     def send(self, data: Buffer) -> None:
         self.bytes_sent += len(data)
 
     def receive_into(self, buffer: memoryview) -> None:
+        raise NotImplementedError
+
+    async def receive_exactly(self, count: int) -> bytes:
         raise NotImplementedError
 
     def acknowledge(self) -> None:
@@ -557,6 +567,86 @@ class Takes(DirectLane):
         self.aborted = True
 
 
+class SaysNothing(Takes):
+    """A lane on which nothing comes until it is aborted."""
+
+    def __init__(self, _said: bytes, remote: str) -> None:
+        super().__init__(remote)
+        self._ended = threading.Event()
+
+    def receive_into(self, buffer: memoryview) -> None:
+        self._ended.wait()
+        raise StreamBrokenError("this process dropped it")
+
+    def abort(self) -> None:
+        super().abort()
+        self._ended.set()
+
+
+class TestTakingDirectLanes:
+    """A direct lane carries contributions and then averages; a stream, one of them."""
+
+    async def others_go_on(self, side: Side) -> None:
+        before = len(side.reports.troubles)
+        await side.comes(B, Lane.AVERAGES, part(20.0))
+        assert side.attempt.averaged[SHARE : 2 * SHARE].tolist() == [20.0] * SHARE
+        assert len(side.reports.troubles) == before
+
+    async def test_a_stream_of_parts_is_not_due(self) -> None:
+        side = Side()
+        async with side.running():
+            inbound = await side.comes(C, Lane.PARTS, part(3.0))
+            assert inbound.finished.is_set()
+            assert side.reports.troubles == [(C, True)]
+            assert side.reports.bytes == 0
+            await self.others_go_on(side)
+
+    @pytest.mark.parametrize("kind", [Lane.CONTRIBUTIONS, Lane.AVERAGES])
+    async def test_a_direct_lane_of_one_of_them_is_not_due(self, kind: Lane) -> None:
+        side = Side()
+        async with side.running():
+            inbound = await side.comes(C, kind, b"", stream=SaysNothing)
+            assert inbound.finished.is_set()
+            assert side.reports.troubles == [(C, True)]
+            await self.others_go_on(side)
+
+    @pytest.mark.parametrize("kind", [Lane.CONTRIBUTIONS, Lane.AVERAGES])
+    async def test_one_that_is_heard_of_after_the_stream_that_takes_its_place_is_let_go(
+        self, kind: Lane
+    ) -> None:
+        """It broke earlier, and its sender has begun again; the stream goes on."""
+        side, words = Side(), part(30.0)
+        async with side.running():
+            slow = Slow(words, C)
+            stream = InboundLane(slow, LaneHeader(GROUP, kind, NUMBER))
+            side.lanes.arrived(stream)
+            await wait_all_tasks_blocked()
+            late = await side.comes(C, Lane.PARTS, b"", stream=SaysNothing)
+            assert late.finished.is_set()
+            assert not late.clean
+            assert not stream.finished.is_set()
+            slow.allow(len(words))
+            await wait_all_tasks_blocked()
+            assert stream.finished.is_set()
+            assert side.attempt.bytes_received == len(words)
+            await self.others_go_on(side)
+            assert (await side.comes(C, Lane.PARTS, b"", stream=SaysNothing)).finished.is_set()
+            assert side.reports.troubles == []
+            assert side.reports.broken == []
+
+    async def test_a_second_one_of_a_member_is_not_due(self) -> None:
+        side = Side()
+        async with side.running():
+            first = await side.comes(C, Lane.PARTS, b"", stream=SaysNothing)
+            assert side.reports.troubles == []
+            second = await side.comes(C, Lane.PARTS, b"", stream=SaysNothing)
+            assert second.finished.is_set()
+            assert not first.finished.is_set()
+            assert side.reports.troubles == [(C, True)]
+            await self.others_go_on(side)
+        assert first.finished.is_set()
+
+
 class TestKeepingDirectLanes:
     """A lane on which everything was sent is kept although its attempt has ended, and is owed an acknowledgement."""
 
@@ -564,6 +654,7 @@ class TestKeepingDirectLanes:
         """The lanes of an attempt that ended when all was sent, before the task heard of it or after."""
         lanes: list[Takes] = []
         kept: list[DirectLane] = []
+        averaged = trio.Event()
 
         async def open_lane(peer_id: str, *, addresses: Sequence[str] = (), timeout: float) -> DirectLane:
             await trio.lowlevel.checkpoint()
@@ -571,9 +662,11 @@ class TestKeepingDirectLanes:
             return lanes[-1]
 
         async def run(work: Any, *, stop: Callable[[], None], name: str) -> None:
-            _use, header = work.args
-            if header.lane is Lane.AVERAGES:
+            use, header = work.args
+            assert header.lane is Lane.PARTS
+            if use.lane.remote == C:
                 await trio.sleep_forever()
+            await averaged.wait()
             work()
             if in_the_thread:
                 try:
@@ -585,20 +678,23 @@ class TestKeepingDirectLanes:
         monkeypatch.setattr(side.transport, "keep_lane", kept.append)
         monkeypatch.setattr("p2pavg.allreduce.attempt.in_own_thread", run)
         async with side.running():
+            await side.comes(B, Lane.CONTRIBUTIONS, part(2.0))
+            await side.comes(C, Lane.CONTRIBUTIONS, part(3.0))
+            averaged.set()
             await wait_all_tasks_blocked()
             sent = [lane for lane in lanes if lane.bytes_sent]
-            assert {lane.remote for lane in sent} == {B, C}
-        assert all(lane.aborted for lane in lanes if not lane.bytes_sent)
+            assert [lane.remote for lane in sent] == [B]
+        assert [lane.remote for lane in lanes if lane.aborted] == [C]
         return [lane for lane in sent if lane in kept and not lane.aborted]
 
     async def test_an_attempt_that_ends_while_it_waits_for_the_word(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         found = await self.kept(Side(), monkeypatch, in_the_thread=False)
-        assert [lane.awaited for lane in found] == [True, True]
+        assert [lane.awaited for lane in found] == [True]
 
     async def test_an_attempt_that_ends_before_it_has_heard_that_all_is_sent(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """The transport waits for the word: ``keep_lane`` says so."""
-        assert len(await self.kept(Side(), monkeypatch, in_the_thread=True)) == 2
+        assert len(await self.kept(Side(), monkeypatch, in_the_thread=True)) == 1

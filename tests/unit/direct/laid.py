@@ -27,6 +27,12 @@ class PairLane(DirectLane):
     def unsent(self) -> int:
         return 0
 
+    def keep_unsent_below(self, count: int) -> None:
+        """A pair of sockets is no link."""
+
+    def wait_for_room(self) -> None:
+        """It holds a part."""
+
     def send(self, data: Buffer) -> None:
         if self.bytes_sent + len(data) > self.breaks_at:
             self.abort()
@@ -46,6 +52,17 @@ class PairLane(DirectLane):
                 raise StreamBrokenError("it ended early")
             self.bytes_received += count
             buffer = buffer[count:]
+
+    async def receive_exactly(self, count: int) -> bytes:
+        received = b""
+        while len(received) < count:
+            await trio.lowlevel.wait_readable(self.socket.fileno())
+            found = self.socket.recv(count - len(received))
+            if not found:
+                raise StreamBrokenError("it ended early")
+            received += found
+        self.bytes_received += count
+        return received
 
     def acknowledge(self) -> None:
         try:

@@ -119,7 +119,7 @@ async def test_lanes_stay_for_the_next_rounds() -> None:
         opened = len(rounds.laid.opened)
         for _ in range(3):
             check(await rounds.play(), range(SIZE))
-        assert len(rounds.laid.opened) == opened == 2 * SIZE * (SIZE - 1)
+        assert len(rounds.laid.opened) == opened == SIZE * (SIZE - 1), "one for each direction of each pair"
 
     await over_lanes(test)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
@@ -18,7 +17,7 @@ from p2pavg.errors import RemoteProtocolError, StreamBrokenError
 from tests.unit.direct.laid import PairLane
 
 GROUP, OTHER_GROUP = b"\x01" * 32, b"\x02" * 32
-PARTS = [Lane.CONTRIBUTIONS, Lane.AVERAGES, Lane.PASSED_ON]
+PARTS = [Lane.PARTS, Lane.PASSED_ON]
 WATCHDOG_SECONDS = 30.0
 
 
@@ -95,24 +94,24 @@ async def test_a_lane_that_was_read_to_its_end_may_be_used_again(kind: Lane) -> 
 async def test_one_use_after_the_other() -> None:
     """Nothing is read beyond a header: what follows belongs to who takes the lane."""
     lobby = Lobby()
-    with lobby.expect(GROUP) as group, lane_with(header(Lane.AVERAGES, 1) + b"parts") as (direct, sender):
+    with lobby.expect(GROUP) as group, lane_with(header(Lane.PASSED_ON, 1) + b"parts") as (direct, sender):
         for turn in range(3):
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(lobby.serve_lane, direct)
                 lane = await next_of(group.lanes(1))
-                assert lane.header.lane is (Lane.AVERAGES if turn == 0 else Lane.CONTRIBUTIONS)
+                assert lane.header.lane is (Lane.PASSED_ON if turn == 0 else Lane.PARTS)
                 came = bytearray(5)
                 direct.receive_into(memoryview(came))
                 assert came == b"parts"
                 lane.clean = True
                 lane.finished.set()
-            sender.sendall(header(Lane.CONTRIBUTIONS, 1) + b"parts")
+            sender.sendall(header(Lane.PARTS, 1) + b"parts")
 
 
 async def test_a_lane_of_which_a_rest_was_not_read_is_not_kept() -> None:
     lobby = Lobby()
     with lobby.expect(GROUP) as group:
-        async with served(lobby, header(Lane.AVERAGES)) as direct:
+        async with served(lobby, header(Lane.PARTS)) as direct:
             lane = await next_of(group.lanes(0))
             lane.finished.set()
             await direct.ended.wait()
@@ -140,7 +139,7 @@ async def test_a_lane_whose_attempt_ends_before_it_was_read_is_not_kept(
     lobby = Lobby()
     group = lobby.expect(GROUP)
     lanes = group.lanes(5)
-    async with served(lobby, header(Lane.CONTRIBUTIONS, 5)) as direct:
+    async with served(lobby, header(Lane.PARTS, 5)) as direct:
         await waits(lanes)
         end(lobby)
         await direct.ended.wait()
@@ -152,7 +151,7 @@ async def test_a_lane_waits_for_its_attempt() -> None:
     lobby = Lobby()
     with lobby.expect(GROUP) as group:
         group.lanes(0)
-        async with served(lobby, header(Lane.CONTRIBUTIONS, 5)) as direct:
+        async with served(lobby, header(Lane.PARTS, 5)) as direct:
             while 5 not in group._attempts:
                 await trio.sleep(0.001)
             assert not direct.ended.is_set()
@@ -163,7 +162,7 @@ async def test_a_lane_of_an_attempt_that_is_over_is_refused() -> None:
     lobby = Lobby()
     with lobby.expect(GROUP) as group:
         group.lanes(5)
-        async with served(lobby, header(Lane.CONTRIBUTIONS, 4)) as direct:
+        async with served(lobby, header(Lane.PARTS, 4)) as direct:
             await direct.ended.wait()
             assert isinstance(direct.error, StreamBrokenError), (
                 "its member may not have heard of the newer one"
@@ -173,13 +172,13 @@ async def test_a_lane_of_an_attempt_that_is_over_is_refused() -> None:
 async def test_a_lane_of_a_group_that_is_not_expected_is_refused() -> None:
     lobby = Lobby()
     with lobby.expect(GROUP) as group:
-        async with served(lobby, header(Lane.CONTRIBUTIONS, group_id=OTHER_GROUP)) as direct:
+        async with served(lobby, header(Lane.PARTS, group_id=OTHER_GROUP)) as direct:
             await direct.ended.wait()
             assert isinstance(direct.error, StreamBrokenError)
             assert group._attempts == {}
 
 
-@pytest.mark.parametrize("kind", [Lane.CONTROL, Lane.ASK])
+@pytest.mark.parametrize("kind", sorted(set(Lane) - set(PARTS)))
 async def test_a_direct_lane_carries_parts_and_nothing_else(kind: Lane) -> None:
     lobby = Lobby()
     with lobby.expect(GROUP) as group:
@@ -193,8 +192,8 @@ async def test_a_direct_lane_carries_parts_and_nothing_else(kind: Lane) -> None:
     "said",
     [
         framed(b"hello"),
-        framed(encode_header(LaneHeader(GROUP, Lane.AVERAGES)) + b"\0"),
-        framed(encode_header(LaneHeader(GROUP[1:], Lane.AVERAGES))),
+        framed(encode_header(LaneHeader(GROUP, Lane.PARTS)) + b"\0"),
+        framed(encode_header(LaneHeader(GROUP[1:], Lane.PARTS))),
         framed(b""),
         framed(b"x" * (MAX_HEADER_BYTES + 1)),
         b"\xff\xff\xff\xff",
@@ -211,7 +210,7 @@ async def test_what_is_no_header_breaks_the_protocol(said: bytes) -> None:
 
 @pytest.mark.parametrize("length", [2, 20])
 async def test_a_header_that_ends_half_way_is_a_broken_lane(length: int) -> None:
-    async with served(Lobby(), header(Lane.AVERAGES)[:length]) as direct:
+    async with served(Lobby(), header(Lane.PARTS)[:length]) as direct:
         direct.sender.shutdown(socket.SHUT_WR)
         await direct.ended.wait()
         assert isinstance(direct.error, StreamBrokenError)
@@ -221,20 +220,16 @@ async def test_a_header_that_ends_half_way_is_a_broken_lane(length: int) -> None
 async def test_a_header_that_never_comes_is_not_waited_for(
     length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And no thread is left that waits for it."""
     monkeypatch.setattr(lobby_module, "HEADER_SECONDS", 0.05)
-    before = {thread.name for thread in threading.enumerate()}
-    async with served(Lobby(), header(Lane.AVERAGES)[:length]) as direct:
+    async with served(Lobby(), header(Lane.PARTS)[:length]) as direct:
         await direct.ended.wait()
         assert isinstance(direct.error, StreamBrokenError)
         assert "sent no header within" in str(direct.error)
         assert direct.sender.recv(1) == b"", "the lane was dropped"
-        busy = {thread.name for thread in threading.enumerate()} - before
-        assert "p2pavg-short" not in busy
 
 
 async def test_who_is_cancelled_while_a_header_comes_drops_the_lane() -> None:
-    with trio.fail_after(WATCHDOG_SECONDS), lane_with(header(Lane.AVERAGES)[:20]) as (direct, sender):
+    with trio.fail_after(WATCHDOG_SECONDS), lane_with(header(Lane.PARTS)[:20]) as (direct, sender):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(Lobby().serve_lane, direct)
             await wait_all_tasks_blocked()
@@ -247,6 +242,6 @@ async def test_direct_lanes_count_as_any_other() -> None:
     with lobby.expect(GROUP) as group:
         group.lanes(0)
         group._lanes_of["a member"] = MAX_WAITING_LANES
-        async with served(lobby, header(Lane.AVERAGES, 5)) as direct:
+        async with served(lobby, header(Lane.PARTS, 5)) as direct:
             await direct.ended.wait()
             assert isinstance(direct.error, RemoteProtocolError)

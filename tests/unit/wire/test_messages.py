@@ -169,7 +169,7 @@ def test_the_header_of_a_lane(header: LaneHeader, fields: str) -> None:
         (b"\x07" * 31, 0, 0, 0),
         (b"\x07" * 33, 0, 0, 0),
         ("7" * 32, 0, 0, 0),
-        (b"\x07" * 32, 5, 0, 0),
+        (b"\x07" * 32, len(Lane), 0, 0),
         (b"\x07" * 32, -1, 0, 0),
         (b"\x07" * 32, True, 0, 0),
         (b"\x07" * 32, 0, -1, 0),

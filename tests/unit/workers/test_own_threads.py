@@ -13,7 +13,7 @@ import pytest
 import trio
 import trio.testing
 
-from p2pavg.workers import NICENESS, ToLoop, in_own_thread, in_shared_thread
+from p2pavg.workers import NICENESS, ToLoop, in_own_thread
 
 WATCHDOG_SECONDS = 30.0
 NAME = "a thread of a test"
@@ -27,13 +27,6 @@ def never() -> None:
 
 def own(work: Callable[[], Any], stop: Callable[[], None]) -> Any:
     return in_own_thread(work, stop=stop, name=NAME)
-
-
-def shared(work: Callable[[], Any], stop: Callable[[], None]) -> Any:
-    return in_shared_thread(work, stop=stop)
-
-
-either = pytest.mark.parametrize("run", [own, shared])
 
 
 class Blocks:
@@ -60,21 +53,19 @@ class Blocks:
         self._go_on.set()
 
 
-@either
-async def test_what_it_returns(run: Callable[..., Any]) -> None:
+async def test_what_it_returns() -> None:
     here = threading.get_ident()
-    assert await run(lambda: (threading.get_ident() != here, 7), never) == (True, 7)
-    assert await run(lambda: None, never) is None
+    assert await own(lambda: (threading.get_ident() != here, 7), never) == (True, 7)
+    assert await own(lambda: None, never) is None
 
 
-@either
 @pytest.mark.parametrize("error", [ValueError("no"), SystemExit(3)], ids=["an error", "an exit"])
-async def test_what_it_raises_is_handed_on(run: Callable[..., Any], error: BaseException) -> None:
+async def test_what_it_raises_is_handed_on(error: BaseException) -> None:
     def work() -> None:
         raise error
 
     with pytest.raises(type(error)) as found:
-        await run(work, never)
+        await own(work, never)
     assert found.value is error
 
 
@@ -99,14 +90,13 @@ async def test_the_thread_has_ended_also_when_it_raised() -> None:
     assert not threads[0].is_alive()
 
 
-@either
-async def test_a_cancelled_caller_stops_it_once_and_waits(run: Callable[..., Any]) -> None:
+async def test_a_cancelled_caller_stops_it_once_and_waits() -> None:
     work = Blocks()
     ended: list[bool] = []
 
     async def call() -> None:
         try:
-            await run(work, work.stop)
+            await own(work, work.stop)
         finally:
             ended.append(work.finished)
 
@@ -123,13 +113,11 @@ async def test_a_cancelled_caller_stops_it_once_and_waits(run: Callable[..., Any
     assert seen == (1, []), "what it works on has to stay"
     assert ended == [True]
     assert work.stops == 1
-    if run is own:
-        assert work.thread is not None
-        assert not work.thread.is_alive()
+    assert work.thread is not None
+    assert not work.thread.is_alive()
 
 
-@either
-async def test_a_cancelled_caller_hears_nothing_of_what_it_came_to(run: Callable[..., Any]) -> None:
+async def test_a_cancelled_caller_hears_nothing_of_what_it_came_to() -> None:
     """It is cancelled, whether the work returned or raised."""
     started, stopped = trio.Event(), threading.Event()
     token = trio.lowlevel.current_trio_token()
@@ -141,18 +129,17 @@ async def test_a_cancelled_caller_hears_nothing_of_what_it_came_to(run: Callable
 
     with trio.fail_after(WATCHDOG_SECONDS), trio.CancelScope() as scope:
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(run, work, stopped.set)
+            nursery.start_soon(own, work, stopped.set)
             await started.wait()
             scope.cancel()
     assert scope.cancelled_caught
 
 
-@either
-async def test_nothing_is_begun_for_who_is_cancelled_already(run: Callable[..., Any]) -> None:
+async def test_nothing_is_begun_for_who_is_cancelled_already() -> None:
     begun: list[object] = []
     with trio.CancelScope() as scope:
         scope.cancel()
-        await run(lambda: begun.append(1), never)
+        await own(lambda: begun.append(1), never)
     assert scope.cancelled_caught
     assert begun == []
 
@@ -227,7 +214,7 @@ def test_one_torch_thread_inside_and_as_many_as_before_outside() -> None:
 
 PRIORITIES = """
 import os, threading, trio
-from p2pavg.workers import in_own_thread, in_shared_thread
+from p2pavg.workers import in_own_thread
 
 def niceness():
     return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
@@ -236,7 +223,6 @@ async def main():
     print(await in_own_thread(niceness, stop=lambda: None, name="x"))
     print(niceness())
     print(await trio.to_thread.run_sync(niceness))
-    print(await in_shared_thread(niceness, stop=lambda: None))
 
 print(niceness())
 trio.run(main)
@@ -255,7 +241,7 @@ def test_who_works_gives_way_to_the_training_loop() -> None:
     )
     before, inside, *others = map(int, done.stdout.split())
     assert inside == NICENESS or inside >= before > NICENESS, "who runs the tests may have lowered it further"
-    assert others == [before] * 3
+    assert others == [before] * 2
 
 
 @on_linux

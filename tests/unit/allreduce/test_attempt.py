@@ -19,10 +19,11 @@ from p2pavg.allreduce.milestones import Milestone
 from p2pavg.allreduce.votes import DIGEST_BYTES
 from p2pavg.errors import StreamBrokenError, UnreachableError
 from p2pavg.matchmaking.roster import Roster
-from p2pavg.net.transport import Buffer, DirectLane, Stream, StreamHandler, Transport
+from p2pavg.net.transport import DirectLane, Stream, StreamHandler, Transport
 from p2pavg.testing.simulation import run_on_loop
 from p2pavg_compression import Fp32
 from tests.unit.allreduce.streams import SaidBefore, Silent
+from tests.unit.direct.laid import Takes
 from tests.unit.roster.samples import SIGNERS, candidate, roster
 
 A, B, C, AUX = (signer.peer_id for signer in SIGNERS[:4])
@@ -527,44 +528,6 @@ class TestPassingOn:
             side.attempt.pass_on([C], [B])
             await wait_all_tasks_blocked()
             assert side.transport.sent(B, Lane.PASSED_ON, reducer=2) == part(30.0)
-
-
-class Takes(DirectLane):
-    """A lane that takes everything."""
-
-    def __init__(self, remote: str) -> None:
-        self.remote = remote
-        self.bytes_sent = self.bytes_received = 0
-        self.awaited = False
-        self.aborted = False
-
-    def unsent(self) -> int:
-        return 0
-
-    def keep_unsent_below(self, count: int) -> None:
-        """It holds nothing."""
-
-    def wait_for_room(self) -> None:
-        """It takes everything."""
-
-    def send(self, data: Buffer) -> None:
-        self.bytes_sent += len(data)
-
-    def receive_into(self, buffer: memoryview) -> None:
-        raise NotImplementedError
-
-    async def receive_exactly(self, count: int) -> bytes:
-        raise NotImplementedError
-
-    def acknowledge(self) -> None:
-        raise NotImplementedError
-
-    async def acknowledged(self) -> None:
-        self.awaited = True
-        await trio.sleep_forever()
-
-    def abort(self) -> None:
-        self.aborted = True
 
 
 class SaysNothing(Takes):

@@ -82,6 +82,44 @@ class PairLane(DirectLane):
             return  # it was aborted before
 
 
+class Takes(DirectLane):
+    """A lane that takes everything, and on which nothing comes."""
+
+    def __init__(self, remote: str) -> None:
+        self.remote = remote
+        self.bytes_sent = self.bytes_received = 0
+        self.awaited = False
+        self.aborted = False
+
+    def unsent(self) -> int:
+        return 0
+
+    def keep_unsent_below(self, count: int) -> None:
+        """It holds nothing."""
+
+    def wait_for_room(self) -> None:
+        """It takes everything."""
+
+    def send(self, data: Buffer) -> None:
+        self.bytes_sent += len(data)
+
+    def receive_into(self, buffer: memoryview) -> None:
+        raise NotImplementedError
+
+    async def receive_exactly(self, count: int) -> bytes:
+        raise NotImplementedError
+
+    def acknowledge(self) -> None:
+        raise NotImplementedError
+
+    async def acknowledged(self) -> None:
+        self.awaited = True
+        await trio.sleep_forever()
+
+    def abort(self) -> None:
+        self.aborted = True
+
+
 class Laid:
     """Lanes among some peers. ``prepare`` is given each new lane's sending end, and who opened it."""
 

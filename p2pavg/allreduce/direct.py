@@ -109,7 +109,7 @@ class DirectUse:
             StreamBrokenError: the lane broke.
         """
         self._begin(header)
-        room = self._values.buffer(contributions[0]) if contributions else None
+        room = self._values.room(contributions[0]) if contributions else None
         for part in contributions:
             self._send_part(part, self._values.contribution(part, room))
             self._hears.reached(Milestone.CONTRIBUTION_SENT)

@@ -102,6 +102,10 @@ class Values:
 
     # ------------------------------------------------------------------ out
 
+    def room(self, part: Part) -> memoryview | None:
+        """Where :meth:`contribution` may write this part, and others after it; ``None`` where it need not write."""
+        return None if self._codec.is_identity else self.buffer(part)
+
     def contribution(self, part: Part, out: memoryview | None = None) -> Buffer:
         """This member's values of a part, encoded, into ``out`` if it has the right length.
 

@@ -19,6 +19,7 @@ from p2pavg.errors import (
     ListenError,
     P2PAvgError,
 )
+from p2pavg.participation import Capable, Participation, RandomFraction
 from p2pavg.peer import Peer, open_peer
 from p2pavg.result import Failed, InProgress, NoPeers, RoundResult, Success, Tensors
 from p2pavg_compression import Bf16, Blockwise8, Codec, CodecError, Fp16, Fp32, Int8
@@ -33,6 +34,7 @@ __all__ = [
     "Blockwise8",
     "BootstrapError",
     "BusyError",
+    "Capable",
     "ClosedError",
     "Codec",
     "CodecError",
@@ -47,7 +49,9 @@ __all__ = [
     "ListenError",
     "NoPeers",
     "P2PAvgError",
+    "Participation",
     "Peer",
+    "RandomFraction",
     "RoundResult",
     "Success",
     "Tensors",

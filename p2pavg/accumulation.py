@@ -13,12 +13,14 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
 from typing import cast
 
 import torch
 
 from p2pavg.errors import AccumulateError
 from p2pavg.matchmaking.roster import MAX_WEIGHT
+from p2pavg.metrics import MetricMeans, checked_metrics
 from p2pavg.net.wire import pack
 from p2pavg.result import Tensors
 from p2pavg_compression import MAX_MAGNITUDE
@@ -28,7 +30,7 @@ MAX_TENSORS = 100_000
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _SCHEMA_DOMAIN = "p2pavg/schema/1"
 # Half of what the codecs carry, so that a mean of such values, rounded, still fits.
-_LIMIT = MAX_MAGNITUDE / 2
+LIMIT = MAX_MAGNITUDE / 2
 
 Given = Sequence[torch.Tensor] | Mapping[str, torch.Tensor]
 
@@ -140,6 +142,8 @@ class Contribution:
     mean: torch.Tensor
     """float32, the vector's length."""
     weight: float
+    metrics: MetricMeans
+    """Of each metric, the mean by weight over the calls that gave it."""
     generation: int
 
 
@@ -155,6 +159,7 @@ class Accumulation:
         self._sum: torch.Tensor | None = None
         self._spare: torch.Tensor | None = None
         self._weight = 0.0
+        self._metrics = MetricMeans()
         self._taken_weight = 0.0  # of rounds that may give it back
         # Of these, what rounds that have ended may have used: weights, by the contributions' identity.
         self._withheld: dict[int, float] = {}
@@ -176,18 +181,28 @@ class Accumulation:
         """Sum of the weights accumulated."""
         return self._weight
 
+    def declare(self, given: Given) -> None:
+        """Fix what is averaged, without accumulating anything. Raises AccumulateError as :meth:`add`."""
+        schema, _ = schema_of(given)
+        with self._lock:
+            if self._schema is None:
+                self._schema = schema
+            _check_same(self._schema, schema)
+
     @torch.no_grad()
-    def add(self, given: Given, weight: float) -> None:
+    def add(self, given: Given, weight: float, metrics: Mapping[str, float] = MappingProxyType({})) -> None:
         """Add ``weight`` times the tensors. All of them or, when one is refused, none.
 
         Raises:
             AccumulateError: see :meth:`p2pavg.DecentralizedAverager.accumulate`.
         """
         weight = _checked_weight(weight)
+        measured = checked_metrics(metrics)
         schema, tensors = schema_of(given)
         with self._lock:
             if self._schema is not None:
                 _check_same(self._schema, schema)
+            self._metrics.check_room(measured)
             if self._weight + self._taken_weight + weight > MAX_WEIGHT:
                 raise AccumulateError(f"the weights accumulated would sum to more than {MAX_WEIGHT:g}")
             _check_values(schema, tensors)
@@ -203,14 +218,16 @@ class Accumulation:
                 flat = tensor.detach().reshape(-1).to(total.device)
                 total.lerp_(flat.float(), share) if share < 1.0 else total.copy_(flat)
             self._weight += weight
+            self._metrics.add(measured, weight)
 
     def take(self) -> Contribution | None:
         """All that was accumulated, which then counts as gone; ``None`` when there is nothing."""
         with self._lock:
             if self._weight == 0 or self._sum is None or self._schema is None:
                 return None
-            taken = Contribution(self._schema, self._sum, self._weight, self._generation)
+            taken = Contribution(self._schema, self._sum, self._weight, self._metrics, self._generation)
             self._sum, self._spare, self._weight = self._spare, None, 0.0
+            self._metrics = MetricMeans()
             self._taken_weight += taken.weight
             return taken
 
@@ -219,6 +236,8 @@ class Accumulation:
         """The round failed: it counts as accumulated again, beside what came meanwhile."""
         with self._lock:
             self._let_go(taken)
+            if taken.generation == self._generation:
+                self._metrics.merge(taken.metrics)
             if taken.generation != self._generation:
                 self._spare = taken.mean  # cleared since
             elif self._weight == 0:
@@ -259,6 +278,7 @@ class Accumulation:
         with self._lock:
             self._withheld.clear()
             self._weight = self._taken_weight = 0.0
+            self._metrics = MetricMeans()
             self._generation += 1
 
     def mean(self) -> Tensors | None:
@@ -309,8 +329,8 @@ def _check_values(schema: Schema, tensors: Sequence[torch.Tensor]) -> None:
         for _, tensor in filled
     ]
     largest = torch.stack(extremes)
-    wrong = ~(largest <= _LIMIT)
+    wrong = ~(largest <= LIMIT)
     if wrong.any():
         position, tensor = filled[int(wrong.nonzero()[0])]
-        what = "a value of more than " + f"{_LIMIT:g}" if torch.isfinite(tensor).all() else "NaN or Inf"
+        what = "a value of more than " + f"{LIMIT:g}" if torch.isfinite(tensor).all() else "NaN or Inf"
         raise AccumulateError(f"{schema.label(position)} holds {what}; nothing was accumulated")

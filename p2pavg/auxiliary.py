@@ -69,7 +69,8 @@ async def assist(
             for schema_hash in helped.keys() - entries.keys():
                 helped.pop(schema_hash).cancel()
             for schema_hash, entry in entries.items():
-                if schema_hash not in helped and ready_key(run_id, schema_hash) not in peer.matchmakers:
+                key = ready_key(run_id, schema_hash, entry.rule)
+                if schema_hash not in helped and key not in peer.matchmakers:
                     helped[schema_hash] = scope = trio.CancelScope()
                     nursery.start_soon(_assist_schema, peer, config, limits, entry, tails, scope)
             await trio.sleep(LOOK_SECONDS)
@@ -107,9 +108,10 @@ async def _assist_schema(
         minimum=2,
         match_timeout=EXCHANGE_SECONDS,
         cut_shares=share_cutter(entry.elements, codec.granularity),
+        choose_listeners=None,  # it is theirs to know
         max_share=MAX_SHARE_ELEMENTS,
     )
-    key = ready_key(config.run_id, entry.schema_hash)
+    key = ready_key(config.run_id, entry.schema_hash, entry.rule)
     # Of this schema's rounds only: a meter sees one round at a time.
     meter = BandwidthMeter(max_upload_mbps=config.max_upload_mbps, max_download_mbps=config.max_download_mbps)
     matchmaker = Matchmaker(
@@ -150,7 +152,7 @@ async def _assist_round(
         group = None if group_id is None else peer.lobby.expect(group_id, matchmaker.exchange_begun)
 
     try:
-        found = await matchmaker.find_group(weight=0.0, on_report=_ignore, on_expect=expect)
+        found = await matchmaker.find_group(weight=0.0, auxiliary=True, on_report=_ignore, on_expect=expect)
         if isinstance(found, GaveUp) or group is None:
             return
         exchange = Exchange(
@@ -191,7 +193,7 @@ def _log(peer: Peer, outcome: Outcome, seconds: float) -> None:
         "group %s: reduced %d elements for %d peers in %.2f s, %.1f MB in, %.1f MB out",
         name,
         share,
-        len(roster.contributors),
+        len(roster.holders),
         seconds,
         outcome.bytes_received / 1e6,
         outcome.bytes_sent / 1e6,

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager
+from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import trio
@@ -11,13 +15,15 @@ import trio
 from p2pavg.accumulation import Accumulation, Given, Schema
 from p2pavg.allreduce.attempt import attempt_tools
 from p2pavg.bandwidth import BandwidthMeter
-from p2pavg.config import AveragingConfig
+from p2pavg.bulletin import Bulletin, bulletin_key
+from p2pavg.config import MAX_GROUP_SIZE, AveragingConfig
 from p2pavg.errors import BusyError, ClosedError
 from p2pavg.matchmaking.matchmaker import Matchmaker
-from p2pavg.matchmaking.roster import ready_key, share_cutter
+from p2pavg.matchmaking.roster import MAX_STATE_BYTES, ready_key, share_cutter
 from p2pavg.matchmaking.rules import Settings
+from p2pavg.participation import listeners
 from p2pavg.result import InProgress, NoPeers, RoundResult, Tensors
-from p2pavg.round import Round, RoundTools
+from p2pavg.round import Round, RoundPlan, RoundTools
 from p2pavg.run import RUN_TTL_SECONDS, RunEntry, encode_entry, read_entries, run_key, why_apart
 
 if TYPE_CHECKING:
@@ -48,6 +54,7 @@ class DecentralizedAverager:
         self._key = b""
         self._entry: RunEntry | None = None
         self._round: Round | None = None
+        self._bulletins: dict[str, Bulletin] = {}
         self._stepping = trio.Lock()
         self._closed = False
 
@@ -61,7 +68,25 @@ class DecentralizedAverager:
         """Where others can dial this peer; each ends in ``/p2p/<peer id>``."""
         return self._peer.addresses
 
-    def accumulate(self, tensors: Given, *, weight: float = 1.0) -> None:
+    def declare(self, tensors: Given) -> None:
+        """Say what is averaged without accumulating anything, so that :meth:`step` can listen.
+
+        Args:
+            tensors: as for :meth:`accumulate`; their values are not read.
+
+        Raises:
+            AccumulateError, ClosedError: as :meth:`accumulate`.
+        """
+        self._check_open()
+        self._accumulation.declare(tensors)
+
+    def accumulate(
+        self,
+        tensors: Given,
+        *,
+        weight: float = 1.0,
+        metrics: Mapping[str, float] = MappingProxyType({}),
+    ) -> None:
         """Take tensors into this peer's next contribution: their mean by weight.
 
         Args:
@@ -69,6 +94,8 @@ class DecentralizedAverager:
                 CUDA; always the same number, names, shapes, dtypes and devices as in the first call. They are read,
                 not kept.
             weight: how much they count, in samples; finite and above 0.
+            metrics: what was measured on these samples, e.g. ``{"loss": 2.3}``: finite numbers, 16 names at most. Their
+                means by weight, over calls and then over peers, are in the round's :attr:`p2pavg.Success.metrics`.
 
         Raises:
             AccumulateError: anything else, NaN and Inf among the values too; the message names the tensor, and nothing
@@ -76,7 +103,7 @@ class DecentralizedAverager:
             ClosedError: the averager is closed.
         """
         self._check_open()
-        self._accumulation.add(tensors, weight)
+        self._accumulation.add(tensors, weight, metrics)
 
     @property
     def accumulated(self) -> Tensors | None:
@@ -101,7 +128,19 @@ class DecentralizedAverager:
         """Forget what was accumulated, also what a round that fails would give back."""
         self._accumulation.clear()
 
-    async def step(self, *, wait: float | None) -> RoundResult:
+    @property
+    def round_state(self) -> bytes | None:
+        """The ``state`` of the round that runs or whose result nobody has collected; ``None`` without one."""
+        return None if self._round is None else self._round.state
+
+    async def step(
+        self,
+        *,
+        wait: float | None,
+        state: bytes = b"",
+        listen: bool = False,
+        group_size: int | None = None,
+    ) -> RoundResult:
         """Average, or see how far averaging is.
 
         Starts a round if none runs; what is accumulated from then on belongs to the next one. The round goes on in
@@ -110,9 +149,18 @@ class DecentralizedAverager:
         Args:
             wait: 0 does not wait, a number waits for at most so many seconds, ``None`` until there is a result or the
                 match timeout has passed without a group.
+            state: up to 32 bytes that name what the tensors belong to, such as the parameters that gradients are of:
+                a round is among peers of the same state. Like the next two, it counts for a round that this call
+                starts.
+            listen: hold the result, and contribute nothing: what is accumulated stays. :meth:`declare` says of what,
+                if nothing was accumulated yet.
+            group_size: members that the round aims at instead of ``config.group_size``, when it is known how many
+                will come; ``config.min_group_size`` to 64.
 
         Returns:
-            * :class:`~p2pavg.Success`: ``averaged`` is the average of ``peers``; the contribution is used up.
+            * :class:`~p2pavg.Success`: ``averaged`` is the average of ``peers``; the contribution is used up. Not so
+              when this peer is among its ``listeners``, by ``listen`` or by the run's
+              :attr:`~p2pavg.AveragingConfig.participation`: then everything accumulated still is.
             * :class:`~p2pavg.InProgress`: the round runs.
             * :class:`~p2pavg.NoPeers`: nobody was ready by the match timeout, or nothing was accumulated.
             * :class:`~p2pavg.Failed`: the exchange did not come to an end, and why. As with ``NoPeers``, everything
@@ -121,9 +169,10 @@ class DecentralizedAverager:
         Raises:
             ClosedError: the averager is closed.
             BusyError: another averager of this peer, or its daemon, has the same tensors in the same run.
-            ValueError: ``wait`` is negative or not a number.
+            ValueError: ``wait`` is negative or not a number, or another argument is out of range.
         """
         self._check_open()
+        plan = _checked_plan(state, listen, group_size, self.config.min_group_size)
         deadline = trio.current_time() + _checked_wait(wait)
         await trio.lowlevel.checkpoint()
         with trio.move_on_at(deadline if self._stepping.locked() else math.inf) as scope:
@@ -132,12 +181,12 @@ class DecentralizedAverager:
             return self._progress()
         try:
             self._check_open()
-            return await self._step(deadline)
+            return await self._step(deadline, plan)
         finally:
             self._stepping.release()
 
-    async def _step(self, deadline: float) -> RoundResult:
-        if self._round is None and not self._begin():
+    async def _step(self, deadline: float, plan: RoundPlan) -> RoundResult:
+        if self._round is None and not self._begin(plan):
             return NoPeers(reason="nothing is accumulated")
         assert self._round is not None
         while True:
@@ -159,24 +208,24 @@ class DecentralizedAverager:
             )
         return self._round.progress()
 
-    def _begin(self) -> bool:
+    def _begin(self, plan: RoundPlan) -> bool:
         schema = self._accumulation.schema
-        if schema is None or self._accumulation.weight == 0:
+        if schema is None or (self._accumulation.weight == 0 and not plan.listens):
             return False
         if self._tools is None:
             self._tools = self._prepare(schema)
         # From here on nothing can fail before the round owns what is taken.
-        contribution = self._accumulation.take()
-        if contribution is None:  # cleared in another thread meanwhile
+        contribution = None if plan.listens else self._accumulation.take()
+        if contribution is None and not plan.listens:  # cleared in another thread meanwhile
             return False
-        self._round = Round(self._tools, contribution)
+        self._round = Round(self._tools, plan, schema, contribution)
         self._nursery.start_soon(self._round.run)
         return True
 
     def _prepare(self, schema: Schema) -> RoundTools:
         """What waits for the first step, since it takes the schema."""
         codec = self.config.codec
-        key = ready_key(self.config.run_id, schema.hash)
+        key = ready_key(self.config.run_id, schema.hash, self.config.rule)
         if key in self._peer.matchmakers:
             raise BusyError(f"this peer averages the same tensors in run {self.config.run_id!r} already")
 
@@ -185,6 +234,7 @@ class DecentralizedAverager:
             minimum=self.config.min_group_size,
             match_timeout=self.config.match_timeout,
             cut_shares=share_cutter(schema.elements, codec.granularity),
+            choose_listeners=partial(listeners, self.config.participation),
         )
         matchmaker = Matchmaker(
             self._peer.around, key=key, settings=settings, codec=codec.name, bandwidth=self._bandwidth
@@ -198,6 +248,7 @@ class DecentralizedAverager:
             elements=schema.elements,
             codec=codec.name,
             group_size=self.config.group_size,
+            rule=self.config.rule,
         )
         self._nursery.start_soon(self._say_what_is_averaged, self._entry)
         return RoundTools(
@@ -236,6 +287,28 @@ class DecentralizedAverager:
         entries.pop(self._peer.id, None)
         return why_apart(self._entry, entries.values())
 
+    async def bulletin(self, topic: str) -> Bulletin:
+        """What the peers of the run say of themselves under a topic; the same object for the same topic.
+
+        Raises:
+            ClosedError: the averager is closed.
+        """
+        self._check_open()
+        if topic not in self._bulletins:
+            self._bulletins[topic] = Bulletin(
+                self._peer.records,
+                key=bulletin_key(self.config.run_id, topic),
+                peer_id=self.peer_id,
+                wall_clock=self._peer.around.wall_clock,
+            )
+            self._nursery.start_soon(self._bulletins[topic].run)
+        await trio.lowlevel.checkpoint()
+        return self._bulletins[topic]
+
+    def sibling(self, config: AveragingConfig) -> AbstractAsyncContextManager[DecentralizedAverager]:
+        """Another averager of the same peer, that lives as long as the block. See :meth:`p2pavg.Peer.averager`."""
+        return self._peer.averager(config)
+
     async def aclose(self) -> None:
         """End the round that runs, if any, and let go of everything within 2 s. What was accumulated stays readable."""
         if self._closed:
@@ -243,10 +316,12 @@ class DecentralizedAverager:
         self._closed = True
         if self._round is not None:
             self._round.scope.cancel()
-        if self._tools is not None:
-            del self._peer.matchmakers[self._key]
-            with trio.CancelScope(shield=True, deadline=trio.current_time() + _CLOSE_SECONDS):
-                async with trio.open_nursery() as nursery:
+        with trio.CancelScope(shield=True, deadline=trio.current_time() + _CLOSE_SECONDS):
+            async with trio.open_nursery() as nursery:
+                for bulletin in self._bulletins.values():
+                    nursery.start_soon(bulletin.withdraw)
+                if self._tools is not None:
+                    del self._peer.matchmakers[self._key]
                     nursery.start_soon(self._tools.matchmaker.withdraw)
                     nursery.start_soon(self._withdraw_entry)
 
@@ -258,6 +333,17 @@ class DecentralizedAverager:
     def _check_open(self) -> None:
         if self._closed:
             raise ClosedError("the averager is closed")
+
+
+def _checked_plan(state: bytes, listen: bool, group_size: int | None, least: int) -> RoundPlan:
+    if not isinstance(state, bytes) or len(state) > MAX_STATE_BYTES:
+        raise ValueError(f"state must be at most {MAX_STATE_BYTES} bytes, got {state!r}")
+    whole = isinstance(group_size, int) and not isinstance(group_size, bool)
+    if group_size is not None and not (whole and least <= group_size <= MAX_GROUP_SIZE):
+        raise ValueError(
+            f"group_size must be None or a whole number from {least} to {MAX_GROUP_SIZE}, got {group_size!r}"
+        )
+    return RoundPlan(state=state, listens=listen, target=group_size)
 
 
 def _checked_wait(wait: float | None) -> float:

@@ -7,13 +7,16 @@ background thread reaches whoever calls next.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
+from types import MappingProxyType
 
 import trio
 
 from p2pavg.accumulation import Given
 from p2pavg.averager import DecentralizedAverager
+from p2pavg.bulletin import Bulletin
 from p2pavg.config import AveragingConfig
 from p2pavg.peer import DEFAULT_LISTEN, open_peer
 from p2pavg.result import RoundResult, Tensors
@@ -42,10 +45,21 @@ class Averager:
         """Where others can dial this peer; each ends in ``/p2p/<peer id>``."""
         return self._averager.addresses
 
-    def accumulate(self, tensors: Given, *, weight: float = 1.0) -> None:
+    def declare(self, tensors: Given) -> None:
+        """See :meth:`p2pavg.DecentralizedAverager.declare`."""
+        self._thread.check()
+        self._averager.declare(tensors)
+
+    def accumulate(
+        self,
+        tensors: Given,
+        *,
+        weight: float = 1.0,
+        metrics: Mapping[str, float] = MappingProxyType({}),
+    ) -> None:
         """See :meth:`p2pavg.DecentralizedAverager.accumulate`; runs in the calling thread."""
         self._thread.check()
-        self._averager.accumulate(tensors, weight=weight)
+        self._averager.accumulate(tensors, weight=weight, metrics=metrics)
 
     @property
     def accumulated(self) -> Tensors | None:
@@ -66,9 +80,40 @@ class Averager:
         """Forget what was accumulated, also what a round that fails would give back."""
         self._averager.clear()
 
-    def step(self, *, wait: float | None) -> RoundResult:
+    @property
+    def round_state(self) -> bytes | None:
+        """See :attr:`p2pavg.DecentralizedAverager.round_state`."""
+        return self._averager.round_state
+
+    def step(
+        self,
+        *,
+        wait: float | None,
+        state: bytes = b"",
+        listen: bool = False,
+        group_size: int | None = None,
+    ) -> RoundResult:
         """See :meth:`p2pavg.DecentralizedAverager.step`. Ctrl-C ends the waiting, not the round."""
-        return self._thread.call(lambda: self._averager.step(wait=wait))
+        return self._thread.call(
+            partial(self._averager.step, wait=wait, state=state, listen=listen, group_size=group_size)
+        )
+
+    @contextmanager
+    def sibling(self, config: AveragingConfig) -> Iterator[Averager]:
+        """Another averager of the same peer for as long as the block runs; closed with this one at the latest.
+
+        For other tensors, or the same in another run: two averagers of one run and the same tensors are in each
+        other's way.
+        """
+        averager, close = self._thread.call(partial(self._thread.hold, self._averager.sibling, config))
+        try:
+            yield Averager(self._thread, averager)
+        finally:
+            close()
+
+    def bulletin(self, topic: str) -> Bulletin:
+        """See :meth:`p2pavg.DecentralizedAverager.bulletin`."""
+        return self._thread.call(partial(self._averager.bulletin, topic))
 
 
 @contextmanager

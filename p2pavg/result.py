@@ -36,6 +36,14 @@ class Success:
     """Seconds of ``duration`` from the group's commit on."""
     group_id: str
     """Hex of the SHA-256 of the roster."""
+    share: tuple[int, int]
+    """Where the share that this peer reduced starts and stops, in elements of the flat vector. Of it the peer's own
+    contribution was averaged as it was; of everything else, as its codec encoded it."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Of each metric that ``peers`` gave to ``accumulate``, the mean by weight over those that gave it; the same for
+    all of a group."""
+    listeners: tuple[str, ...] = ()
+    """Ids of members that hold the result and contributed nothing."""
     auxiliaries: tuple[str, ...] = ()
     """Ids of members that reduced a share and contributed nothing."""
     streamed: tuple[str, ...] = ()

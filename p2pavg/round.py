@@ -16,7 +16,7 @@ from p2pavg.allreduce.attempt import AttemptTools
 from p2pavg.allreduce.exchange import Exchange, Outcome
 from p2pavg.allreduce.lobby import ExpectedGroup, Lobby
 from p2pavg.allreduce.milestones import Observe
-from p2pavg.allreduce.partition import fp32_bytes
+from p2pavg.allreduce.partition import fp32_bytes, share_bounds
 from p2pavg.allreduce.reduction import Verdict
 from p2pavg.bandwidth import BandwidthMeter
 from p2pavg.config import AveragingConfig
@@ -57,13 +57,26 @@ class RoundTools:
     """Why peers of the run may be there and yet not meet this one; empty when there is nothing to say."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundPlan:
+    """What the caller wants of one round."""
+
+    state: bytes = b""
+    listens: bool = False
+    target: int | None = None
+    """Members to aim at; ``None``: what the config says."""
+
+
 class Round:
     """A round from its start to its result."""
 
-    def __init__(self, tools: RoundTools, contribution: Contribution) -> None:
+    def __init__(
+        self, tools: RoundTools, plan: RoundPlan, schema: Schema, contribution: Contribution | None
+    ) -> None:
         self._tools = tools
-        self._contribution: Contribution | None = contribution
-        self._weight = contribution.weight
+        self._plan = plan
+        self._schema = schema
+        self._contribution = contribution
         self._started = trio.current_time()
         self._roster: Roster | None = None
         self._group: ExpectedGroup | None = None
@@ -72,6 +85,11 @@ class Round:
         self.result: RoundResult | None = None
         self.scope = trio.CancelScope()
         """Cancel it to end the round; it may not have begun yet."""
+
+    @property
+    def state(self) -> bytes:
+        """What its tensors belong to."""
+        return self._plan.state
 
     async def changed(self) -> None:
         """Until there is a result, or a match timeout has passed."""
@@ -87,10 +105,11 @@ class Round:
     def progress(self, reason: str = "") -> InProgress:
         """How far the round is."""
         if self._roster is not None:
-            ready, reason = len(self._roster.contributors), reason or "the group exchanges"
+            ready, reason = len(self._roster.holders), reason or "the group exchanges"
         else:
             ready, reason = self._tools.matchmaker.ready_peers, reason or "a group is being formed"
-        return InProgress(ready_peers=ready, target_size=self._tools.config.group_size, reason=reason)
+        target = self._plan.target or self._tools.config.group_size
+        return InProgress(ready_peers=ready, target_size=target, reason=reason)
 
     async def run(self) -> None:
         """Sets :attr:`result`. When cancelled, the contribution counts as accumulated again."""
@@ -100,7 +119,13 @@ class Round:
     async def _run(self) -> None:
         try:
             found = await self._tools.matchmaker.find_group(
-                weight=self._weight, on_report=self._on_report, on_expect=self._on_expect
+                weight=0.0 if self._contribution is None else self._contribution.weight,
+                state=self._plan.state,
+                tags=self._tools.config.tags,
+                metrics={} if self._contribution is None else self._contribution.metrics.means,
+                target=self._plan.target,
+                on_report=self._on_report,
+                on_expect=self._on_expect,
             )
             if isinstance(found, GaveUp):
                 apart = await self._tools.why_alone()
@@ -117,8 +142,11 @@ class Round:
 
     async def _exchange(self, roster: Roster) -> RoundResult:
         assert self._group is not None
-        assert self._contribution is not None
         self._roster = roster
+        if self._tools.transport.peer_id in roster.listeners and self._contribution is not None:
+            self._tools.accumulation.give_back(self._contribution)  # it is for a later round
+            self._contribution = None
+        contribution = self._contribution
         began = trio.current_time()
         exchange = Exchange(
             transport=self._tools.transport,
@@ -128,11 +156,11 @@ class Round:
             cut_shares=self._tools.cut_shares,
             tools=self._tools.attempt,
             meter=self._tools.meter,
-            vector=self._contribution.mean,
+            vector=None if contribution is None else contribution.mean,
             minimum=self._tools.config.min_group_size,
             timeout=self._tools.config.exchange_timeout,
             observe=self._tools.observe,
-            found_out=partial(self._found_out, self._contribution),
+            found_out=None if contribution is None else partial(self._found_out, contribution),
         )
         self._group = None  # the exchange closes it now, when the others have heard how it ended
         outcome: Outcome = await self._tools.tails.start(exchange.run)
@@ -140,23 +168,25 @@ class Round:
         for verdict in outcome.lost:
             self._avoid(verdict)
         if outcome.verdict is not None:
-            if outcome.used:
-                self._tools.accumulation.release(self._contribution)
-            if outcome.used is None:
-                self._tools.accumulation.withhold(self._contribution)
-            if outcome.used is not False:  # else it is given back now
-                self._contribution = None
-            return Failed(reason=outcome.verdict.reason, peer=outcome.verdict.peer_id, used=outcome.used)
+            if contribution is not None:
+                self._keep_unless_used(contribution, outcome.used)
+            return Failed(
+                reason=outcome.verdict.reason,
+                peer=outcome.verdict.peer_id,
+                used=outcome.used if contribution is not None else False,
+            )
         roster = outcome.roster
         for member in roster.members:
             if member.peer_id not in {verdict.peer_id for verdict in outcome.lost}:
                 self._tools.stalled.pop(member.peer_id, None)
-        averaged = await self._unflatten(self._contribution.schema, outcome.averaged)
-        self._tools.accumulation.release(self._contribution)
-        self._contribution = None
+        averaged = await self._unflatten(self._schema, outcome.averaged)
+        if contribution is not None:
+            self._tools.accumulation.release(contribution)
+            self._contribution = None
         now = trio.current_time()
-        contributes = [not member.auxiliary for member in roster.members]
-        plain = fp32_bytes(roster.shares, roster.position(self._tools.transport.peer_id), contributes)
+        links = [(member in roster.contributors, member in roster.holders) for member in roster.members]
+        position = roster.position(self._tools.transport.peer_id)
+        plain = fp32_bytes(roster.shares, position, links)
         return Success(
             averaged=averaged,
             peers=tuple(member.peer_id for member in roster.contributors),
@@ -168,10 +198,21 @@ class Round:
             duration=now - self._started,
             exchange_duration=now - began,
             group_id=roster.group_id.hex(),
+            share=share_bounds(roster.shares, position),
+            metrics=roster.metrics,
+            listeners=tuple(m.peer_id for m in roster.holders if m.peer_id in roster.listeners),
             auxiliaries=tuple(member.peer_id for member in roster.members if member.auxiliary),
             streamed=tuple(sorted(outcome.streamed)),
             lost={verdict.peer_id: verdict.reason for verdict in outcome.lost if verdict.peer_id is not None},
         )
+
+    def _keep_unless_used(self, contribution: Contribution, used: bool | None) -> None:
+        if used:
+            self._tools.accumulation.release(contribution)
+        if used is None:
+            self._tools.accumulation.withhold(contribution)
+        if used is not False:  # else it is given back now
+            self._contribution = None
 
     async def _unflatten(self, schema: Schema, averaged: torch.Tensor) -> Tensors:
         """In a thread where something is to be copied; else the tensors are views."""

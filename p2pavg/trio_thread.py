@@ -7,13 +7,19 @@ import logging
 import os
 import threading
 from collections.abc import Awaitable, Callable
-from typing import Any, Generic, TypeVar
+from contextlib import AbstractAsyncContextManager
+from functools import partial
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import trio
 
 from p2pavg._exceptions import bare_exceptions
 from p2pavg.errors import ClosedError
 from p2pavg.workers import be_nice
+
+if TYPE_CHECKING:
+    # libp2p installs trio-typing, whose stubs mypy prefers to trio's own.
+    from trio_typing import TaskStatus
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +85,34 @@ class TrioThread(Generic[R]):
         finally:
             with self._lock:
                 self._pending.discard(future)
+
+    async def hold(
+        self, enter: Callable[..., AbstractAsyncContextManager[T]], *args: object
+    ) -> tuple[T, Callable[[], None]]:
+        """In the thread: what ``enter(*args)`` gives, and a function for any other thread that leaves it and waits."""
+        assert self._nursery is not None
+        leave, left = trio.Event(), trio.Event()
+
+        async def live(task_status: TaskStatus[T]) -> None:
+            try:
+                async with enter(*args) as what:
+                    task_status.started(what)
+                    await leave.wait()
+            finally:
+                left.set()
+
+        async def close() -> None:
+            leave.set()
+            await left.wait()
+
+        what: T = await self._nursery.start(live)
+        return what, partial(self._close_held, close)
+
+    def _close_held(self, close: Callable[[], Awaitable[None]]) -> None:
+        try:
+            self.call(close)
+        except ClosedError:
+            return  # the thread has ended, and with it all that it held
 
     def check(self) -> None:
         """Raise what ended the thread, or ClosedError when it was stopped or belongs to a parent process."""

@@ -17,7 +17,7 @@ from p2pavg_dht.contact import Contact, ContactError
 from p2pavg_dht.distance import peer_point
 from p2pavg_dht.identity import Signer
 from p2pavg_dht.limits import Limits
-from p2pavg_dht.messages import MessageError, decode_request, encode
+from p2pavg_dht.messages import MessageError, Store, decode_request, encode
 from p2pavg_dht.operations import Operations
 from p2pavg_dht.publications import Publications
 from p2pavg_dht.record import KEY_BYTES, MAX_VALUE_BYTES, Record, live_records
@@ -72,6 +72,7 @@ class RecordNode:
         self._peer_id = signer.peer_id
         self._limits = limits or Limits()
         self._now = wall_clock
+        self._watchers: dict[bytes, Callable[[], None]] = {}
         self._store = RecordStore(self._limits)
         self._table = RoutingTable(self._peer_id)
         self._publications = Publications(signer, self._limits)
@@ -159,6 +160,24 @@ class RecordNode:
         found = await self._operations.find(key)
         return self._merged(key, found)
 
+    def watch(self, key: bytes, changed: Callable[[], None]) -> None:
+        """Call `changed` whenever another peer has stored something under `key` here, which `held` then returns.
+
+        One a key. This peer is among those that hold a key while it is one of the K nearest to it, and so
+        always where there are no more.
+        """
+        _check_key(key)
+        self._watchers[key] = changed
+
+    def unwatch(self, key: bytes) -> None:
+        """No longer call what `watch` was given."""
+        self._watchers.pop(key, None)
+
+    def held(self, key: bytes) -> tuple[Record, ...]:
+        """What this peer holds under `key` itself, withdrawals among it. Asks nobody."""
+        _check_key(key)
+        return self._store.records(key, self._now())
+
     async def handle(self, sender: str, request: bytes) -> bytes:
         """The answer to `request` of the authenticated peer `sender`.
 
@@ -173,6 +192,9 @@ class RecordNode:
         self._table.update_addresses(contact)
         self._upkeep.check_if_wanted(contact)
         answer = encode(serve(decoded, sender, self._store, self._table, self._now()))
+        if isinstance(decoded, Store):
+            for key in {record.key for record in decoded.records} & self._watchers.keys():
+                self._watchers[key]()
         await trio.lowlevel.checkpoint()
         return answer
 

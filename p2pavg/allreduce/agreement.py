@@ -13,7 +13,16 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from p2pavg.allreduce.choice import Answers, Stuck, ballot_leader, choose, disputed, is_quorum, next_ballot
+from p2pavg.allreduce.choice import (
+    Answers,
+    Stuck,
+    ballot_leader,
+    choose,
+    disputed,
+    is_quorum,
+    is_too_few,
+    next_ballot,
+)
 from p2pavg.allreduce.votes import (
     Accepted,
     Begin,
@@ -142,9 +151,12 @@ class Member:
 
     me: int
     size: int
+    holders: Members
+    """Those that want the result; the others only reduce a share."""
     contributors: Members
+    """Of the holders, those whose vectors are averaged."""
     minimum: int
-    """Contributors that an attempt needs for this member."""
+    """Holders that an attempt needs for this member."""
     phase: Phase = Phase.EXCHANGING
     ballot: int = 0
     """The last that was begun here."""
@@ -281,7 +293,7 @@ def _too_few(member: Member, event: Heard) -> bool:
         _is_due(member, event)
         and isinstance(vote, Begin)
         and vote.attempt == vote.ballot
-        and len(vote.members & member.contributors) < member.minimum
+        and is_too_few(vote.members, member.holders, member.contributors, member.minimum)
     )
 
 
@@ -296,7 +308,7 @@ def _is_held(member: Member, event: Heard) -> bool:
 
 
 def _holds(member: Member, vote: Begin) -> bool:
-    if member.me not in vote.members & member.contributors:
+    if member.me not in vote.members & member.holders:
         return True  # it needs nothing, and witnesses what was adopted
     return member.complete == Complete(vote.attempt, vote.members)
 
@@ -305,11 +317,11 @@ def _has_it(member: Member, event: Heard) -> bool:
     vote = event.vote
     if not isinstance(vote, Commit) or member.me not in vote.members:
         return False
-    return member.me not in member.contributors or member.complete == Complete(vote.attempt, vote.members)
+    return member.me not in member.holders or member.complete == Complete(vote.attempt, vote.members)
 
 
 def _lacks_it(member: Member, event: Heard) -> bool:
-    return isinstance(event.vote, Commit) and member.me in event.vote.members & member.contributors
+    return isinstance(event.vote, Commit) and member.me in event.vote.members & member.holders
 
 
 def _concerns_me(member: Member, event: Heard) -> bool:
@@ -366,6 +378,7 @@ def _decision(member: Member) -> Begin | Stuck:
         Answers(
             me=member.me,
             size=member.size,
+            holders=member.holders,
             contributors=member.contributors,
             minimum=member.minimum,
             ballot=member.promised,

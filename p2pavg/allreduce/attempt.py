@@ -118,7 +118,7 @@ class Attempt:
         roster: the members that take part, with the shares that they have in this attempt.
         group_id: of the whole group, in the header of every lane.
         vector: float32, the length of the shares together, on any device; this member's weighted mean. Not changed,
-            and not read any more once :meth:`run` has returned. An auxiliary has none.
+            and not read any more once :meth:`run` has returned. Only contributors have one.
         position: of a member, in the roster of the whole group.
     """
 
@@ -208,8 +208,15 @@ class Attempt:
                     if member.peer_id != self._me:
                         nursery.start_soon(self._send_to, member)
                     self._owes(member.peer_id, self.ledger.expects(member.peer_id, Lane.CONTRIBUTIONS) > 0)
+                if not self.ledger.contributors:
+                    await self._average_alone()
                 self._check_complete()
                 await trio.sleep_forever()
+
+    async def _average_alone(self) -> None:
+        """No other member contributes: what is this one's to reduce is there from the beginning."""
+        for part in self._own_parts:
+            await self._in_thread(self.values.average, part.index)
 
     def let_go(self) -> None:
         """Of everything of a vector's size. Only when the attempt has ended."""
@@ -424,7 +431,7 @@ class Attempt:
         peer_id, header = lane.remote, lane.header
         if header.lane is Lane.PASSED_ON:
             reducers = {self._position(member.peer_id) for member in self.roster.members}
-            return peer_id in self.ledger.contributors and header.reducer in reducers and self._contributes
+            return peer_id in self.ledger.holders and header.reducer in reducers and self.ledger.holding
         direct = isinstance(lane.stream, DirectLane)
         kinds = _STREAMS if header.lane is Lane.PARTS else (header.lane,)
         expected = any(self.ledger.expects(peer_id, kind) for kind in kinds)

@@ -39,15 +39,21 @@ def is_quorum(some: Members, size: int, gone: Members) -> bool:
     return 2 * count > len(left) or (2 * count == len(left) and bool(left) and left[0] in some)
 
 
+def is_too_few(members: Members, holders: Members, contributors: Members, minimum: int) -> bool:
+    """Whether an attempt among these is worth nothing: too few would hold its result, or nobody is in it."""
+    return len(members & holders) < minimum or not members & contributors
+
+
 @dataclass(frozen=True, slots=True)
 class Answers:
     """What a leader knows when everybody whom it can reach has answered."""
 
     me: int
     size: int
+    holders: Members
     contributors: Members
     minimum: int
-    """Contributors that an attempt needs."""
+    """Holders that an attempt needs."""
     ballot: int
     promises: Mapping[int, Promise]
     """Of everybody whom the leader can reach, itself included."""
@@ -83,11 +89,11 @@ def choose(answers: Answers) -> Begin | Stuck:
     free = _complete_without_the_dead(answers, view)
     if free is not None:
         return _adopt(answers, view, free, must=False)
-    contributors = view & answers.contributors
-    if len(contributors) < answers.minimum:
-        return Stuck(
-            f"{len(contributors)} of the members are left, at least {answers.minimum} are needed", True
-        )
+    if is_too_few(view, answers.holders, answers.contributors, answers.minimum):
+        left, minimum = len(view & answers.holders), answers.minimum
+        if left < minimum:
+            return Stuck(f"{left} of the members are left, at least {minimum} are needed", True)
+        return Stuck("none of the members that are left has a contribution", True)
     return Begin(answers.ballot, answers.ballot, view, view, answers.me, frozenset())
 
 
@@ -138,7 +144,7 @@ def _complete_without_the_dead(answers: Answers, view: Members) -> Complete | No
     complete = {
         promise.complete
         for position, promise in answers.promises.items()
-        if promise.complete is not None and position in view & answers.contributors
+        if promise.complete is not None and position in view & answers.holders
     }
     usable = [
         one
@@ -151,20 +157,20 @@ def _complete_without_the_dead(answers: Answers, view: Members) -> Complete | No
 
 
 def _adopt(answers: Answers, view: Members, result: Complete, *, must: bool) -> Begin | Stuck:
-    holders = [
+    sources = [
         position
-        for position in sorted(view & answers.contributors)
+        for position in sorted(view & answers.holders)
         if answers.promises[position].complete == result
     ]
     lacking = frozenset(
         position
-        for position in view & result.members & answers.contributors
+        for position in view & result.members & answers.holders
         if answers.promises[position].complete != result
     )
     moved_on = [p for p in lacking if answers.promises[p].attempt != result.attempt]
-    if moved_on or (lacking and not holders):
+    if moved_on or (lacking and not sources):
         return Stuck("a result that may have been committed is held by nobody who answers", False)
-    source = holders[0] if holders else answers.me
+    source = sources[0] if sources else answers.me
     return Begin(answers.ballot, result.attempt, result.members, view, source, lacking, must)
 
 

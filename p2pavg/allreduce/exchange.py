@@ -92,8 +92,8 @@ class Exchange:
         cut_shares: of any members of the group, as all of them cut the vector.
         meter: is told how much this member sends and receives.
         vector: float32, the length of the roster's shares together, on any device; this member's weighted mean. Not
-            changed. An auxiliary has none.
-        minimum: contributors that this member wants in a result at least.
+            changed. Only contributors have one.
+        minimum: members that are to hold a result at least, this one included.
         max_share: elements that this member reduces at most.
         observe: is told how far this member is.
         found_out: is told, after an outcome that left it open, whether this member's contribution was used.
@@ -134,6 +134,7 @@ class Exchange:
         self._member = Member(
             me=roster.position(self._me),
             size=len(roster.members),
+            holders=frozenset(self._positions[member.peer_id] for member in roster.holders),
             contributors=frozenset(self._positions[member.peer_id] for member in roster.contributors),
             minimum=max(minimum, 2),
         )
@@ -444,7 +445,7 @@ class Exchange:
     def _begin_attempt(self, number: int, members: frozenset[int]) -> None:
         chosen = tuple(self._roster.members[position] for position in sorted(members))
         shares = self._roster.shares if number == 0 else self._cut_shares(chosen)
-        roster = Roster(members=chosen, shares=shares, proposal=self._roster.proposal)
+        roster = self._roster.only(chosen, shares)
         if number and roster.shares[roster.position(self._me)] > self._max_share:
             self._happen(GivenUp("its share would be larger than it takes"))
             return

@@ -43,7 +43,8 @@ class MemberLink:
 
     Args:
         bandwidth: Mbit/s in its slower direction, above 0.
-        contributes: whether it has a contribution; an auxiliary has none.
+        contributes: whether it has a contribution, or waits for the result; an auxiliary does neither. A listener
+            counts as a contributor, though it sends no contributions: a little more than it carries.
         reachable: whether others can dial it.
     """
 
@@ -207,13 +208,16 @@ def cut_into_parts(start: int, stop: int, granularity: int, part_elements: int) 
     )
 
 
-def fp32_bytes(shares: Sequence[int], position: int, contributes: Sequence[bool]) -> int:
+def fp32_bytes(shares: Sequence[int], position: int, members: Sequence[tuple[bool, bool]]) -> int:
     """Bytes of values that the member at ``position`` sends and receives in one exchange when nothing is encoded.
 
-    It sends the shares of all others and receives its own share from every other contributor; then it sends its
-    averaged share to every other contributor and, if it is one itself, receives the shares of all others.
+    A contributor sends the shares of all others, and every member receives its own share from every other contributor;
+    then it sends its averaged share to every other holder and, if it is one itself, receives the shares of all others.
+
+    Args:
+        members: of each, whether it contributes and whether it holds the result.
     """
     own, total = shares[position], sum(shares)
-    others = sum(contributes) - contributes[position]
-    elsewhere = (total - own) if contributes[position] else 0
-    return 4 * (2 * elsewhere + 2 * own * others)
+    contributes, holds = members[position]
+    others = sum(c for c, _ in members) - contributes + sum(h for _, h in members) - holds
+    return 4 * ((total - own) * (contributes + holds) + own * others)

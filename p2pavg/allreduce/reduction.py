@@ -37,7 +37,8 @@ class Ledger:
         self.roster = roster
         self.me = me
         position = roster.position(me)
-        self.contributing = not roster.members[position].auxiliary
+        self.holding = not roster.members[position].auxiliary
+        """Whether this member wants the whole result."""
         size = part_size(sum(roster.shares), len(roster.members))
         self.parts = {
             member.peer_id: cut_into_parts(*share_bounds(roster.shares, index), granularity, size)
@@ -45,14 +46,17 @@ class Ledger:
         }
         """The parts of each member's share."""
         others = [member for member in roster.members if member.peer_id != me]
-        self.contributors = [member.peer_id for member in others if not member.auxiliary]
+        contributors = {member.peer_id for member in roster.contributors}
+        self.contributors = [member.peer_id for member in others if member.peer_id in contributors]
         """The other members that contribute."""
+        self.holders = [member.peer_id for member in others if not member.auxiliary]
+        """The other members that want the whole result."""
         self._next: dict[tuple[str, Lane], int] = {}
         self._expected: dict[tuple[str, Lane], int] = {}
         for member in others:
-            sends = len(self.parts[me]) if not member.auxiliary else 0
+            sends = len(self.parts[me]) if member.peer_id in contributors else 0
             self._expected[member.peer_id, Lane.CONTRIBUTIONS] = sends
-            reduces = len(self.parts[member.peer_id]) if self.contributing else 0
+            reduces = len(self.parts[member.peer_id]) if self.holding else 0
             self._expected[member.peer_id, Lane.AVERAGES] = reduces
         self._missing = [len(self.contributors)] * len(self.parts[me])
         self._own_left = len(self.parts[me])

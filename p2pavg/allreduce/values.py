@@ -36,8 +36,8 @@ class Values:
     """The parts of one attempt.
 
     Args:
-        vector: float32, the length of the shares together, on any device; this member's weighted mean. Not changed. An
-            auxiliary has none.
+        vector: float32, the length of the shares together, on any device; this member's weighted mean. Not changed.
+            Only contributors have one.
         on_ready: is told of each part of this member's share that has been averaged, in the thread that did it.
     """
 
@@ -59,8 +59,8 @@ class Values:
         self._own_parts = ledger.parts[ledger.me]
         shares = ledger.roster.shares
         # An auxiliary holds its own share only; everybody else the whole vector.
-        self._offset = 0 if vector is not None or not self._own_parts else self._own_parts[0].start
-        length = sum(shares) if vector is not None else shares[ledger.roster.position(ledger.me)]
+        self._offset = 0 if ledger.holding or not self._own_parts else self._own_parts[0].start
+        length = sum(shares) if ledger.holding else shares[ledger.roster.position(ledger.me)]
         self.averaged = buffers.floats(length)
         """float32: of the whole vector, or an auxiliary's share."""
         self._pending: list[dict[str, Buffer]] = [{} for _ in self._own_parts]
@@ -93,7 +93,7 @@ class Values:
 
     def digests(self) -> tuple[bytes, ...]:
         """One a share, in the order of the roster: nobody finds two shares of one digest. An auxiliary has none."""
-        if self._vector is None:
+        if not self._ledger.holding:
             return ()
         roster = self._ledger.roster
         return tuple(

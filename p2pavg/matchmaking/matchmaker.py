@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Protocol
 
 import trio
@@ -104,13 +105,21 @@ class Matchmaker:
         self,
         *,
         weight: float,
+        auxiliary: bool = False,
+        state: bytes = b"",
+        tags: Sequence[str] = (),
+        metrics: Mapping[str, float] = MappingProxyType({}),
+        target: int | None = None,
         on_report: Callable[[Report], None],
         on_expect: Callable[[bytes | None], None],
     ) -> Roster | GaveUp:
         """A committed roster with this peer in it, or why there is none.
 
         Args:
-            weight: of this peer's contribution, in samples; 0 takes part as an auxiliary.
+            weight: of this peer's contribution, in samples; 0 listens, or takes part as an auxiliary.
+            auxiliary: only reduce a share.
+            state, tags, metrics: what :class:`~p2pavg.matchmaking.roster.Candidate` says of them.
+            target: members that this group aims at; ``None`` is what the settings say.
             on_report: told at the end of each match timeout that passes without a group.
             on_expect: told which group's streams may arrive from now on.
         """
@@ -121,15 +130,19 @@ class Matchmaker:
         me = sign_candidate(
             self._around.signer,
             key=self._key,
-            deadline=now + (self._settings.match_timeout if weight else ATTEMPT_SECONDS),
+            deadline=now + (ATTEMPT_SECONDS if auxiliary else self._settings.match_timeout),
             expiration_time=now + ATTEMPT_SECONDS + 60.0,
             weight=weight,
             bandwidth=self._bandwidth(),
             codec=self._codec,
-            auxiliary=weight == 0,
+            auxiliary=auxiliary,
             addresses=self._around.transport.addresses[:8],
+            state=state,
+            tags=tags,
+            metrics=metrics,
         )
-        self._attempt = _Attempt(self._around, me, self._settings, now, on_report, on_expect)
+        settings = self._settings if target is None else replace(self._settings, target=target)
+        self._attempt = _Attempt(self._around, me, settings, now, on_report, on_expect)
         self._published = True
         for peer_id, (reason, until) in list(self._banned.items()):
             if until > trio.current_time():

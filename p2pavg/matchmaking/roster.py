@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 from p2pavg.allreduce.partition import MemberLink, fastest_shares, levelled
 from p2pavg.config import MAX_CODEC_CHARS, MAX_GROUP_SIZE
 from p2pavg.errors import RemoteProtocolError
+from p2pavg.names import MAX_METRIC, MAX_METRICS, MAX_TAGS, is_name
 from p2pavg.net.wire import checked, pack, unpack
 from p2pavg_dht import ContactError, Record, RecordError, Signer, sign_record, verify
 from p2pavg_dht.contact import check_addresses
@@ -20,14 +22,15 @@ from p2pavg_dht.record import unpack as unpack_record
 
 MAX_WEIGHT = 1e15
 MAX_BANDWIDTH = 1e6  # Mbit/s
+MAX_STATE_BYTES = 32
 
-_KEY_DOMAIN = "p2pavg/ready/1"
-_ROSTER_DOMAIN = b"p2pavg-roster/1\0"
+_KEY_DOMAIN = "p2pavg/ready/2"
+_ROSTER_DOMAIN = b"p2pavg-roster/2\0"
 
 
-def ready_key(run_id: str, schema_hash: bytes, bucket: int = 0) -> bytes:
-    """The key under which peers of a run with one schema say that they are ready."""
-    return hashlib.sha256(pack(_KEY_DOMAIN, run_id, schema_hash, bucket)).digest()
+def ready_key(run_id: str, schema_hash: bytes, rule: str = "") -> bytes:
+    """The key under which peers of a run with one schema, and one rule of who contributes, say that they are ready."""
+    return hashlib.sha256(pack(_KEY_DOMAIN, run_id, schema_hash, rule)).digest()
 
 
 def is_codec_name(name: str) -> bool:
@@ -48,13 +51,24 @@ class Candidate:
     bandwidth: float
     codec: str
     auxiliary: bool
+    """Whether it has no vector: it reduces a share, and takes no result."""
     addresses: tuple[str, ...]
+    state: bytes
+    """Of what the vector belongs to, e.g. which parameters gradients are of; only peers of one state meet."""
+    tags: tuple[str, ...]
+    """What it says that it can, e.g. ``gpu``."""
+    metrics: tuple[tuple[str, float], ...]
+    """What it measured while it accumulated."""
     record: Record = field(repr=False)
 
     @property
     def order(self) -> tuple[bool, float, str]:
         """A peer asks only candidates of a lower order; auxiliaries come last and so never lead anybody."""
         return (self.auxiliary, self.deadline, self.peer_id)
+
+    def fits(self, other: Candidate) -> bool:
+        """Whether the two may be in one group. An auxiliary helps with any state."""
+        return self.codec == other.codec and (self.state == other.state or self.auxiliary or other.auxiliary)
 
 
 def sign_candidate(
@@ -68,9 +82,23 @@ def sign_candidate(
     codec: str,
     auxiliary: bool,
     addresses: Sequence[str],
+    state: bytes = b"",
+    tags: Sequence[str] = (),
+    metrics: Mapping[str, float] = MappingProxyType({}),
 ) -> Candidate:
     """This peer's own word that it is ready."""
-    value = pack(1, float(deadline), float(weight), float(bandwidth), codec, auxiliary, tuple(addresses))
+    value = pack(
+        2,
+        float(deadline),
+        float(weight),
+        float(bandwidth),
+        codec,
+        auxiliary,
+        tuple(addresses),
+        state,
+        tuple(tags),
+        tuple((name, float(metrics[name])) for name in sorted(metrics)),
+    )
     record = sign_record(
         signer, key=key, sequence=int(deadline * 1e6), expiration_time=expiration_time, value=value
     )
@@ -83,13 +111,15 @@ def read_candidate(record: Record) -> Candidate:
     Raises:
         RemoteProtocolError: the value is not what a peer that is ready says.
     """
-    version, deadline, weight, bandwidth, codec, auxiliary, addresses = unpack(
-        record.value, int, float, float, float, str, bool, tuple
+    version, deadline, weight, bandwidth, codec, auxiliary, addresses, state, tags, metrics = unpack(
+        record.value, int, float, float, float, str, bool, tuple, bytes, tuple, tuple
     )
-    if version != 1:
+    if version != 2:
         raise RemoteProtocolError(f"readiness of version {version}")
-    if not 0 <= weight <= MAX_WEIGHT or (weight == 0) != auxiliary:
-        raise RemoteProtocolError(f"weight {weight} of {'an auxiliary' if auxiliary else 'a contributor'}")
+    if not 0 <= weight <= MAX_WEIGHT or (auxiliary and weight):
+        raise RemoteProtocolError(f"weight {weight} of {'an auxiliary' if auxiliary else 'a peer'}")
+    if len(state) > MAX_STATE_BYTES:
+        raise RemoteProtocolError(f"a state of {len(state)} bytes")
     if not 0 < bandwidth <= MAX_BANDWIDTH or not is_codec_name(codec) or deadline < 0:
         raise RemoteProtocolError("bandwidth, codec or deadline out of range")
     try:
@@ -104,8 +134,28 @@ def read_candidate(record: Record) -> Candidate:
         codec=codec,
         auxiliary=auxiliary,
         addresses=addresses,
+        state=state,
+        tags=_read_tags(tags),
+        metrics=_read_metrics(metrics),
         record=record,
     )
+
+
+def _read_tags(tags: tuple[Any, ...]) -> tuple[str, ...]:
+    if len(tags) > MAX_TAGS or not all(map(is_name, checked(tags, (str,) * len(tags)))):
+        raise RemoteProtocolError("tags that are too many, too long or not printable")
+    return tags
+
+
+def _read_metrics(metrics: tuple[Any, ...]) -> tuple[tuple[str, float], ...]:
+    if len(metrics) > MAX_METRICS:
+        raise RemoteProtocolError(f"{len(metrics)} metrics")
+    names = [checked(metric, (str, float))[0] for metric in checked(metrics, (tuple,) * len(metrics))]
+    if not all(map(is_name, names)) or names != sorted(set(names)):
+        raise RemoteProtocolError("metrics whose names are too long, not printable, or out of order")
+    if any(abs(value) > MAX_METRIC for _, value in metrics):
+        raise RemoteProtocolError("a metric out of range")
+    return metrics
 
 
 def read_signed_candidate(fields: Any) -> Candidate:
@@ -140,6 +190,9 @@ def share_cutter(elements: int, granularity: int) -> Callable[[Sequence[Candidat
 class Roster:
     """The agreed members of one group, the leader first, with what each signed and its share.
 
+    Members are contributors, whose vectors are averaged; listeners, which hold the result as well and have nothing in
+    it; and auxiliaries, which have no vector.
+
     Raises:
         RemoteProtocolError: an impossible roster; every member's record is under the same key.
     """
@@ -149,6 +202,8 @@ class Roster:
     """Elements of the vector that each member reduces, in the members' order."""
     proposal: int
     """Counts the leader's proposals, so that no two rosters have one id."""
+    listeners: frozenset[str] = frozenset()
+    """Ids of the members that only listen in this round, whatever weight they signed."""
 
     def __post_init__(self) -> None:
         ids = [member.peer_id for member in self.members]
@@ -156,26 +211,53 @@ class Roster:
             raise RemoteProtocolError(f"a roster of {len(ids)} members")
         if len(set(ids)) != len(ids):
             raise RemoteProtocolError("a roster names a peer twice")
-        if self.members[0].auxiliary or len(self.contributors) < 2:
+        if self.members[0].auxiliary or len(self.holders) < 2:
             raise RemoteProtocolError("a roster of fewer than two contributors, or led by an auxiliary")
+        if not self.contributors:
+            raise RemoteProtocolError("a roster of which nobody contributes")
+        if self.listeners - {member.peer_id for member in self.holders} or any(
+            member.weight == 0 and member.peer_id not in self.listeners for member in self.holders
+        ):
+            raise RemoteProtocolError("a roster whose listeners do not fit its members")
         if len({member.record.key for member in self.members}) != 1:
             raise RemoteProtocolError("a roster of peers of different runs")
         if len({member.codec for member in self.members}) != 1:
             raise RemoteProtocolError("a roster of peers with different codecs")
+        if len({member.state for member in self.holders}) != 1:
+            raise RemoteProtocolError("a roster of peers with different states")
         if len(self.shares) != len(ids) or any(share < 0 for share in self.shares):
             raise RemoteProtocolError("a roster whose shares do not fit its members")
         if not sum(member.weight for member in self.members) < math.inf:  # fsum raises
             raise RemoteProtocolError("a roster whose weights overflow")
 
-    @property
+    @cached_property
     def contributors(self) -> tuple[Candidate, ...]:
         """The members whose contributions are averaged."""
+        return tuple(member for member in self.holders if member.peer_id not in self.listeners)
+
+    @cached_property
+    def holders(self) -> tuple[Candidate, ...]:
+        """The members that hold the result when the round has succeeded: contributors and listeners."""
         return tuple(member for member in self.members if not member.auxiliary)
 
     @property
     def total_weight(self) -> float:
         """Sum of the contributors' weights."""
-        return math.fsum(member.weight for member in self.members)
+        return math.fsum(member.weight for member in self.contributors)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Of each metric that a contributor measured, the mean by weight over those that did."""
+        sums: dict[str, list[tuple[float, float]]] = {}
+        for member in self.contributors:
+            for name, value in member.metrics:
+                sums.setdefault(name, []).append((member.weight, value))
+        return {name: _mean(found) for name, found in sorted(sums.items())}
+
+    def only(self, members: Sequence[Candidate], shares: Sequence[int]) -> Roster:
+        """The same round among some of its members, with other shares."""
+        left = self.listeners & {member.peer_id for member in members}
+        return Roster(members=tuple(members), shares=tuple(shares), proposal=self.proposal, listeners=left)
 
     def position(self, peer_id: str) -> int:
         """Where a member stands in the roster. ValueError for a stranger."""
@@ -183,7 +265,12 @@ class Roster:
 
     def pack(self) -> bytes:
         """The roster's one encoding."""
-        return pack(tuple(pack_record(member.record) for member in self.members), self.shares, self.proposal)
+        return pack(
+            tuple(pack_record(member.record) for member in self.members),
+            self.shares,
+            self.proposal,
+            tuple(index for index, member in enumerate(self.members) if member.peer_id in self.listeners),
+        )
 
     @cached_property
     def group_id(self) -> bytes:
@@ -197,8 +284,20 @@ def read_roster(packed: bytes) -> Roster:
     Raises:
         RemoteProtocolError: malformed, forged or impossible.
     """
-    records, shares, proposal = unpack(packed, tuple, tuple, int)
+    records, shares, proposal, listening = unpack(packed, tuple, tuple, int, tuple)
     if len(records) > 2 * MAX_GROUP_SIZE:
         raise RemoteProtocolError(f"a roster of {len(records)} members")
     checked(shares, (int,) * len(shares))
-    return Roster(members=tuple(map(read_signed_candidate, records)), shares=shares, proposal=proposal)
+    if listening != tuple(
+        sorted(set(checked(listening, (int,) * len(listening))) & set(range(len(records))))
+    ):
+        raise RemoteProtocolError("a roster whose listeners do not fit its members")
+    members = tuple(map(read_signed_candidate, records))
+    listeners = frozenset(members[index].peer_id for index in listening)
+    return Roster(members=members, shares=shares, proposal=proposal, listeners=listeners)
+
+
+def _mean(found: Sequence[tuple[float, float]]) -> float:
+    """By weight, without leaving the range of the values."""
+    total = math.fsum(weight for weight, _ in found)
+    return math.fsum(weight / total * value for weight, value in found)

@@ -4,8 +4,9 @@
   and one that is asked checks that the asker comes after it: waiting has no cycles, so nothing can deadlock.
 * A peer that follows nobody leads. The first to announce therefore leads, and whoever comes later joins it. A leader
   that learns of an earlier one asks it, and takes its followers along.
-* A group is complete at ``target`` contributors, or at the leader's deadline with at least ``minimum``. The leader
-  then proposes a roster; when every member has accepted, it commits.
+* A group is complete at ``target`` members that want the result (auxiliaries do not count), or at the leader's deadline
+  with at least ``minimum``; one of them at least has something to contribute. The leader then proposes a roster; when
+  every member has accepted, it commits.
 * A follower is in one group at most: it accepts from the leader it follows only, and follows one leader at a time.
 
 A :class:`Matchmaking` takes what happened and returns what is to be done, each with its reason;
@@ -34,6 +35,7 @@ from p2pavg.matchmaking.messages import (
     Status,
 )
 from p2pavg.matchmaking.roster import Candidate, Roster
+from p2pavg.participation import silent_members
 
 HEARTBEAT_SECONDS = 2.0
 SILENCE_SECONDS = 3 * HEARTBEAT_SECONDS  # a leader that was silent for this long is given up
@@ -138,6 +140,8 @@ class Settings:
     cut_shares: Callable[[Sequence[Candidate]], tuple[int, ...]]
     """From what the members signed: every member computes the same, so no leader can load one of them."""
     max_share: int | None = None  # elements that this peer reduces at most
+    choose_listeners: Callable[[Sequence[Candidate]], frozenset[str]] | None = silent_members
+    """Who of some members only listens, from what they signed alone; ``None`` takes what the leader says."""
 
 
 def _plausible(candidate: Candidate, now: float) -> bool:
@@ -179,8 +183,8 @@ class Matchmaking:
     # ------------------------------------------------------------------ what is known
 
     @property
-    def contributors(self) -> int:
-        """Contributors in this peer's own group, itself included."""
+    def holders(self) -> int:
+        """Contributors and listeners in this peer's own group, itself included."""
         return 1 + sum(not follower.auxiliary for follower in self.followers.values())
 
     @property
@@ -192,7 +196,7 @@ class Matchmaking:
             peer_id
             for peer_id, candidate in self.candidates.items()
             if not candidate.auxiliary
-            and candidate.codec == self.me.codec
+            and candidate.fits(self.me)
             and self._silent.get(peer_id) != candidate.deadline
         }
         others |= {p for p, c in self.followers.items() if not c.auxiliary}
@@ -200,7 +204,22 @@ class Matchmaking:
 
     @property
     def _full(self) -> bool:
-        return self.contributors >= self.settings.target
+        return self.holders >= self.settings.target
+
+    @property
+    def _somebody_contributes(self) -> bool:
+        members = (self.me, *self.followers.values())
+        holders = {member.peer_id for member in members if not member.auxiliary}
+        return bool(holders - self._listeners_among(members))
+
+    def _is_missing(self, candidate: Candidate) -> bool:
+        """Whether it has what nobody in a group of listeners has."""
+        if candidate.auxiliary or self._somebody_contributes:
+            return False
+        return candidate.peer_id not in self._listeners_among((self.me, *self.followers.values(), candidate))
+
+    def _listeners_among(self, members: Sequence[Candidate]) -> frozenset[str]:
+        return (self.settings.choose_listeners or silent_members)(members)
 
     def wake_at(self) -> float:
         """When :meth:`tick` has to be called at the latest."""
@@ -303,6 +322,8 @@ class Matchmaking:
             return Declined("follows another leader", self.leader)
         if candidate.codec != self.me.codec:
             return Declined(f"codec {candidate.codec} does not fit {self.me.codec}")
+        if not candidate.fits(self.me):
+            return Declined("its vector belongs to another state")
         if candidate.peer_id in self._banned:
             return Declined(self._banned[candidate.peer_id])
         why, until, _ = self._held_off.get(candidate.peer_id, ("", now, 0))
@@ -310,8 +331,9 @@ class Matchmaking:
             return Declined(f"{why}; held off for {until - now:.0f} s more")
         if self.phase is Phase.PROPOSING:
             return Declined("a roster is being agreed", taken=tuple(self.followers))
-        auxiliaries = len(self.followers) + 1 - self.contributors
-        if (auxiliaries >= self.settings.target) if candidate.auxiliary else self._full:
+        auxiliaries = len(self.followers) + 1 - self.holders
+        has_no_use = auxiliaries >= self.settings.target if candidate.auxiliary else self._full
+        if has_no_use and not self._is_missing(candidate):
             return Declined("the group is full", taken=tuple(self.followers))
         return None
 
@@ -421,6 +443,7 @@ class Matchmaking:
             and candidate.peer_id == self.leader.peer_id
             and candidate.order < self.me.order
             and candidate.record.key == self.me.record.key
+            and candidate.fits(self.me)
             and _plausible(candidate, now)
         )
 
@@ -483,8 +506,11 @@ class Matchmaking:
             return "a roster that another peer leads"
         if self.me not in roster.members:
             return "a roster without this peer, or with another weight or share of it"
-        if first.record.key != self.me.record.key or first.codec != self.me.codec:
-            return "a roster of another run, schema or codec"
+        if first.record.key != self.me.record.key or not first.fits(self.me):
+            return "a roster of another run, schema, codec or state"
+        choose = self.settings.choose_listeners
+        if choose is not None and roster.listeners != choose(roster.members):
+            return "a roster whose listeners do not follow from what its members signed"
         if roster.shares != self.settings.cut_shares(roster.members):
             return "a roster whose shares do not follow from its members' bandwidths"
         own = roster.shares[roster.position(self.me.peer_id)]
@@ -522,7 +548,7 @@ class Matchmaking:
         if self.phase not in (Phase.LEADING, Phase.ASKING):
             return []
         if not self.me.auxiliary:
-            if self._full and not self._awaited_auxiliaries:
+            if self._full and not self._awaited_auxiliaries and self._somebody_contributes:
                 return self._propose("the group is complete", now)
             if now >= self._window_end:
                 return self._window_over(now)
@@ -543,7 +569,7 @@ class Matchmaking:
             if candidate.order < self.me.order
             and peer_id not in self._avoided
             and peer_id not in self.followers
-            and candidate.codec == self.me.codec
+            and candidate.fits(self.me)
         ]
         # Those that came to nothing go behind: neither the silent nor liars can stand in the way of the others.
         return min(possible, key=lambda c: (self._fruitless.get(c.peer_id, 0), c.order), default=None)
@@ -557,7 +583,7 @@ class Matchmaking:
             known = told == candidate.deadline or (candidate.auxiliary and told is not None)
             if known or candidate.order < self.me.order or candidate.peer_id in self.followers:
                 continue
-            if candidate.codec != self.me.codec or len(self._nudged) >= 4 * self.settings.target:
+            if not candidate.fits(self.me) or len(self._nudged) >= 4 * self.settings.target:
                 continue
             self._nudged[candidate.peer_id] = candidate.deadline
             if candidate.auxiliary:
@@ -566,16 +592,15 @@ class Matchmaking:
         return actions
 
     def _window_over(self, now: float) -> Actions:
-        if self.contributors >= self.settings.minimum:
-            return self._propose(
-                f"the deadline is over with {self.contributors} of {self.settings.target}", now
-            )
+        if self.holders >= self.settings.minimum and self._somebody_contributes:
+            return self._propose(f"the deadline is over with {self.holders} of {self.settings.target}", now)
         if self.ready_peers == 1:
             return self._give_up("no other peer was ready by the deadline")
         self._window_end = now + self.settings.match_timeout
-        report = Report(
-            self.ready_peers, f"{self.contributors} joined, at least {self.settings.minimum} are needed"
-        )
+        reason = f"{self.holders} joined, at least {self.settings.minimum} are needed"
+        if self.holders >= self.settings.minimum:
+            reason = f"{self.holders} joined, and none of them has anything to contribute"
+        report = Report(self.ready_peers, reason)
         return [report, *self._tell_followers(now, decided=True), *self._advance(now)]
 
     def _report_as_follower(self, now: float) -> Actions:
@@ -604,7 +629,7 @@ class Matchmaking:
 
     def _tell_followers(self, now: float, *, decided: bool = False) -> Actions:
         self._spoken = now
-        status = Status(self.contributors, decided)
+        status = Status(self.holders, decided)
         return [
             Send(peer_id, status, "its group has changed, or time has passed") for peer_id in self.followers
         ]
@@ -617,7 +642,10 @@ class Matchmaking:
         members = (self.me, *sorted(self.followers.values(), key=lambda follower: follower.order))
         self._proposals += 1
         self.roster = Roster(
-            members=members, shares=self.settings.cut_shares(members), proposal=self._proposals
+            members=members,
+            shares=self.settings.cut_shares(members),
+            proposal=self._proposals,
+            listeners=self._listeners_among(members),
         )
         self.phase, self._accepted, self._answers_due = Phase.PROPOSING, set(), now + ANSWER_SECONDS
         actions.append(Expect(self.roster.group_id, "members may hear of the commit first"))
@@ -654,7 +682,8 @@ class Matchmaking:
         if self.phase is Phase.PROPOSING:
             self.phase, self.roster = Phase.LEADING, None
             off: Actions = [Expect(None, reason)]
-            if self.contributors >= self.settings.minimum and now >= self._window_end:
+            enough = self.holders >= self.settings.minimum and self._somebody_contributes
+            if enough and now >= self._window_end:
                 return off + self._propose(reason, now)
             return off + self._tell_followers(now) + self._advance(now)
         if self.phase in (Phase.LEADING, Phase.ASKING):

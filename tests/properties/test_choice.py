@@ -123,10 +123,11 @@ accepted = st.builds(
     st.booleans(),
 )
 answers = st.builds(
-    lambda promises, contributors, dead, left: Answers(
+    lambda promises, holders, dead, left: Answers(
         me=min(promises),
         size=SIZE,
-        contributors=contributors,
+        holders=holders,
+        contributors=holders,
         minimum=2,
         ballot=9,
         promises=promises,
@@ -165,13 +166,13 @@ def test_whatever_is_answered_what_is_begun_can_be_carried_out(answers: Answers)
     assert answers.me in found.view <= answers.promises.keys()
     assert is_quorum(found.view, SIZE, answers.gone)
     assert found.source in found.view
-    assert found.lacking <= found.view & found.members & answers.contributors
+    assert found.lacking <= found.view & found.members & answers.holders
     if found.attempt == found.ballot:
         assert found.members == found.view
-        assert len(found.members & answers.contributors) >= answers.minimum
+        assert len(found.members & answers.holders) >= answers.minimum
         assert not found.lacking
         return
-    for position in found.view & found.members & answers.contributors - found.lacking:
+    for position in found.view & found.members & answers.holders - found.lacking:
         assert answers.promises[position].complete == Complete(found.attempt, found.members)
     if found.lacking:
         assert answers.promises[found.source].complete == Complete(found.attempt, found.members)

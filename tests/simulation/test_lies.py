@@ -616,6 +616,6 @@ A, B, C = candidate(0), candidate(1), candidate(2)
 def test_a_roster_that_names_a_peer_twice_or_one_that_signed_nothing_is_refused() -> None:
     stranger = replace(C, record=replace(A.record, publisher=C.peer_id))
     for members, reason in (([A, B, A], "names a peer twice"), ([A, B, stranger], "forged")):
-        packed = pack(tuple(pack_record(member.record) for member in members), (1, 1, 1), 0)
+        packed = pack(tuple(pack_record(member.record) for member in members), (1, 1, 1), 0, ())
         with pytest.raises(RemoteProtocolError, match=reason):
             read_roster(packed)

@@ -41,29 +41,35 @@ EVERYBODY = frozenset({0, 1, 2})
 
 
 def member(me: int, size: int = 3, minimum: int = 2) -> Member:
-    return Member(me, size, frozenset(range(size)), minimum)
+    everybody = frozenset(range(size))
+    return Member(me, size, everybody, everybody, minimum)
 
 
 @pytest.mark.parametrize(
-    ("size", "faults", "auxiliaries"),
+    ("size", "faults", "auxiliaries", "listeners"),
     [
-        (2, Faults(crashes=1, suspicions=1), 0),
-        (3, Faults(), 0),
-        (3, Faults(crashes=2), 0),
-        (3, Faults(crashes=1), 1),
-        (3, Faults(suspicions=1), 0),
-        (3, Faults(timeouts=1), 0),
-        (3, Faults(crashes=1, suspicions=1), 0),
-        (3, Faults(crashes=1, timeouts=1), 0),
-        (4, Faults(), 0),
-        (4, Faults(suspicions=1), 0),
-        (4, Faults(crashes=1), 0),
+        (2, Faults(crashes=1, suspicions=1), 0, 0),
+        (3, Faults(), 0, 0),
+        (3, Faults(crashes=2), 0, 0),
+        (3, Faults(crashes=1), 1, 0),
+        (3, Faults(suspicions=1), 0, 0),
+        (3, Faults(timeouts=1), 0, 0),
+        (3, Faults(crashes=1, suspicions=1), 0, 0),
+        (3, Faults(crashes=1, timeouts=1), 0, 0),
+        (3, Faults(crashes=1), 0, 1),
+        (3, Faults(crashes=1), 0, 2),
+        (3, Faults(suspicions=1), 0, 2),
+        (4, Faults(), 0, 0),
+        (4, Faults(suspicions=1), 0, 0),
+        (4, Faults(crashes=1), 0, 0),
     ],
     ids=str,
 )
-def test_whatever_happens_in_whatever_order(size: int, faults: Faults, auxiliaries: int) -> None:
+def test_whatever_happens_in_whatever_order(
+    size: int, faults: Faults, auxiliaries: int, listeners: int
+) -> None:
     """``scripts/explore`` looks at larger ones."""
-    assert Group(size, faults, auxiliaries=auxiliaries).explore() > 5
+    assert Group(size, faults, auxiliaries=auxiliaries, listeners=listeners).explore() > 5
 
 
 def test_the_search_finds_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,6 +176,40 @@ class TestLosses:
         after, actions = advance(after, Heard(0, begin))
         assert after.phase is Phase.FAILED
         assert actions == [Tell(peer, Left(-1, after.reason)) for peer in (0, 2)]
+
+    def test_listeners_alone_are_no_result_for_anybody(self) -> None:
+        """An honest leader would not begin this: members 0 and 1 only listen."""
+        after, _ = advance(Member(1, 3, EVERYBODY, frozenset({2}), 2), Heard(0, Gather(3)))
+        begin = Begin(3, 3, frozenset({0, 1}), frozenset({0, 1}), 0, frozenset())
+        after, actions = advance(after, Heard(0, begin))
+        assert after.phase is Phase.FAILED
+        assert actions == [Tell(peer, Left(-1, after.reason)) for peer in (0, 2)]
+
+    def test_a_listener_that_leads_has_nothing_to_begin(self) -> None:
+        leader, _ = advance(Member(0, 3, EVERYBODY, frozenset({2}), 2), Lost(2))
+        leader, actions = advance(leader, Heard(1, Promise(3, 0, None, None, frozenset({2}), frozenset())))
+        assert leader.phase is Phase.FAILED
+        assert leader.reason == "none of the members that are left has a contribution"
+        assert not any(isinstance(action, Run) for action in actions)
+
+    def test_a_listener_needs_the_result_as_well(self) -> None:
+        """It tells the leader only when it holds all of it, and the leader waits for that."""
+        leader, _ = advance(Member(0, 2, frozenset({0, 1}), frozenset({0}), 2), Completed(0))
+        assert leader.phase is Phase.HOLDING
+        leader, _ = advance(leader, Heard(1, Held(0, ())))
+        assert leader.phase is Phase.COMMITTED
+        commit = Heard(0, Commit(0, frozenset({0, 1})))
+        listener, _ = advance(Member(1, 2, frozenset({0, 1}), frozenset({0}), 2), commit)
+        assert listener.phase is Phase.FAILED, "it holds nothing"
+
+    def test_a_listener_that_lacks_a_result_witnesses_it_only_when_it_has_it(self) -> None:
+        listener, _ = advance(Member(1, 3, EVERYBODY, frozenset({0}), 2), Heard(0, Gather(3)))
+        two = frozenset({0, 1})
+        begin = Begin(3, 0, EVERYBODY, two, 0, frozenset({1}))
+        listener, actions = advance(listener, Heard(0, begin))
+        assert not any(isinstance(action, Tell) and isinstance(action.vote, Held) for action in actions)
+        listener, actions = advance(listener, Completed(0, (b"d" * 16,)))
+        assert actions == [Tell(0, Held(3, (b"d" * 16,)))]
 
     def test_half_of_a_group_waits_without_the_first_and_goes_on_when_the_others_are_dead(self) -> None:
         third, _ = advance(member(2, 4), Lost(0))

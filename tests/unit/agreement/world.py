@@ -95,11 +95,19 @@ class Group:
     """A group of which every way through its round is looked at."""
 
     def __init__(
-        self, size: int, faults: Faults, *, auxiliaries: int = 0, minimum: int = 2, strict: bool = True
+        self,
+        size: int,
+        faults: Faults,
+        *,
+        auxiliaries: int = 0,
+        listeners: int = 0,
+        minimum: int = 2,
+        strict: bool = True,
     ) -> None:
         self.strict = strict
-        contributors = frozenset(range(size - auxiliaries))
-        members = [Member(me, size, contributors, minimum) for me in range(size)]
+        holders = frozenset(range(size - auxiliaries))
+        contributors = frozenset(range(size - auxiliaries - listeners))
+        members = [Member(me, size, holders, contributors, minimum) for me in range(size)]
         self.names = Names()
         numbers = tuple(self.names.number(member.key(), member) for member in members)
         begun = frozenset((0, me) for me in range(size))
@@ -183,7 +191,7 @@ class Group:
         return any(
             other.complete is not None
             and other.complete.attempt == member.attempt
-            and other.me in other.contributors - world.crashed - member.lost
+            and other.me in other.holders - world.crashed - member.lost
             for other in members
         )
 
@@ -255,8 +263,10 @@ class Group:
         for member in done:
             if member.outcome is None or member.me not in member.outcome.members:
                 return f"{member.me} committed what does not count it"
-            if member.me in member.contributors and member.complete != member.outcome:
+            if member.me in member.holders and member.complete != member.outcome:
                 return f"{member.me} committed a result that it does not hold"
+            if not member.outcome.members & member.contributors:
+                return f"{member.me} committed the average of nobody"
             if member.outcome != done[0].outcome and not self._excused(world, member, done[0]):
                 return f"{member.me} and {done[0].me} committed different results"
         for member in members:
@@ -264,7 +274,7 @@ class Group:
                 continue
             for other in done:
                 assert other.outcome is not None
-                counted = member.me in other.outcome.members & member.contributors
+                counted = member.me in other.outcome.members & member.holders
                 if counted and member.outcome is None and not self._excused(world, member, other):
                     return f"{member.me} keeps a contribution that {other.me} has committed"
         return None

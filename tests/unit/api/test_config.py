@@ -4,14 +4,32 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 import p2pavg
 from p2pavg import AveragingConfig, ConfigError
+from p2pavg.matchmaking.roster import Candidate
+from p2pavg.participation import Capable, Participation, RandomFraction
 
 MBPS = ("bandwidth", "max_upload_mbps", "max_download_mbps")
+
+
+class Rule(Participation):
+    """Of any text."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    @property
+    def text(self) -> str:
+        return self._text
+
+    def contributors(self, members: Sequence[Candidate]) -> frozenset[str]:
+        return frozenset(member.peer_id for member in members)
+
 
 REFUSED: list[tuple[str, object]] = [
     ("run_id", ""),
@@ -34,6 +52,8 @@ REFUSED: list[tuple[str, object]] = [
     ("match_timeout", 1800.1),
     ("exchange_timeout", 1800.1),
     *[(name, 1e6 + 1) for name in MBPS],
+    *[("participation", value) for value in ("half", 0.5, RandomFraction, Rule("x" * 513), Rule("\x1b"))],
+    *[("tags", value) for value in ("gpu", ["gpu"], ("",), ("x" * 33,), ("a\nb",), (b"gpu",), (5,), None)],
     *[
         ("compression", value)
         for value in ("gzip", "", "int8:100", "blockwise8:0", "fp32:64", 8, b"fp32", p2pavg.Fp32)
@@ -46,6 +66,18 @@ def test_what_is_out_of_range_is_refused_by_name(name: str, value: object) -> No
     arguments: dict[str, Any] = {"run_id": "run", name: value}
     with pytest.raises(ConfigError, match=rf"^{name}\b"):
         AveragingConfig(**arguments)
+
+
+def test_tags_are_as_many_as_a_record_carries() -> None:
+    assert len(AveragingConfig(run_id="run", tags=("x",) * 16).tags) == 16
+    with pytest.raises(ConfigError, match="tags can be 16 at most, got 17"):
+        AveragingConfig(run_id="run", tags=("x",) * 17)
+
+
+def test_a_rule_is_known_by_its_text() -> None:
+    assert AveragingConfig(run_id="run").rule == ""
+    capable = Capable(tags=("gpu",))
+    assert AveragingConfig(run_id="run", participation=capable).rule == capable.text
 
 
 def test_a_group_cannot_be_smaller_than_its_least() -> None:
@@ -61,6 +93,10 @@ def test_a_group_cannot_be_smaller_than_its_least() -> None:
         ("group_size", 2),
         ("group_size", 64),
         ("min_group_size", 4),
+        ("participation", RandomFraction(0.5)),
+        ("participation", Capable(least_bandwidth=50.0)),
+        ("tags", ("x" * 32,)),
+        ("tags", ("gpu", "fp16", "Übung 1")),
         ("match_timeout", 1800),
         ("match_timeout", 1e-3),
         ("exchange_timeout", 1800.0),

@@ -20,6 +20,7 @@ NAMES = [
     "Blockwise8",
     "BootstrapError",
     "BusyError",
+    "Capable",
     "ClosedError",
     "Codec",
     "CodecError",
@@ -34,7 +35,9 @@ NAMES = [
     "ListenError",
     "NoPeers",
     "P2PAvgError",
+    "Participation",
     "Peer",
+    "RandomFraction",
     "RoundResult",
     "Success",
     "Tensors",
@@ -42,8 +45,15 @@ NAMES = [
     "open_peer",
 ]
 
-ACCUMULATE = "(self, tensors: 'Given', *, weight: 'float' = 1.0) -> 'None'"
-STEP = "(self, *, wait: 'float | None') -> 'RoundResult'"
+ACCUMULATE = (
+    "(self, tensors: 'Given', *, weight: 'float' = 1.0, "
+    "metrics: 'Mapping[str, float]' = mappingproxy({})) -> 'None'"
+)
+DECLARE = "(self, tensors: 'Given') -> 'None'"
+STEP = (
+    "(self, *, wait: 'float | None', state: 'bytes' = b'', listen: 'bool' = False, "
+    "group_size: 'int | None' = None) -> 'RoundResult'"
+)
 
 SIGNATURES: list[tuple[Callable[..., Any], str]] = [
     (
@@ -58,10 +68,12 @@ SIGNATURES: list[tuple[Callable[..., Any], str]] = [
         "identity: 'str | os.PathLike[str] | None' = None) -> 'Iterator[Averager]'",
     ),
     (p2pavg.Peer.averager, "(self, config: 'AveragingConfig') -> 'AsyncIterator[DecentralizedAverager]'"),
+    (p2pavg.DecentralizedAverager.declare, DECLARE),
     (p2pavg.DecentralizedAverager.accumulate, ACCUMULATE),
     (p2pavg.DecentralizedAverager.step, STEP),
     (p2pavg.DecentralizedAverager.clear, "(self) -> 'None'"),
     (p2pavg.DecentralizedAverager.aclose, "(self) -> 'None'"),
+    (blocking.Averager.declare, DECLARE),
     (blocking.Averager.accumulate, ACCUMULATE),
     (blocking.Averager.step, STEP),
     (blocking.Averager.clear, "(self) -> 'None'"),
@@ -82,6 +94,8 @@ FIELDS: list[tuple[type, list[tuple[str, str, object]]]] = [
             ("bandwidth", "float | None", None),
             ("max_upload_mbps", "float | None", None),
             ("max_download_mbps", "float | None", None),
+            ("participation", "Participation | None", None),
+            ("tags", "tuple[str, ...]", ()),
         ],
     ),
     (
@@ -97,6 +111,9 @@ FIELDS: list[tuple[type, list[tuple[str, str, object]]]] = [
             ("duration", "float", REQUIRED),
             ("exchange_duration", "float", REQUIRED),
             ("group_id", "str", REQUIRED),
+            ("share", "tuple[int, int]", REQUIRED),
+            ("metrics", "Mapping[str, float]", {}),
+            ("listeners", "tuple[str, ...]", ()),
             ("auxiliaries", "tuple[str, ...]", ()),
             ("streamed", "tuple[str, ...]", ()),
             ("lost", "Mapping[str, str]", {}),
@@ -154,12 +171,16 @@ def test_both_averagers_offer_the_same() -> None:
     common = {
         "peer_id": "property",
         "addresses": "property",
+        "declare": "method",
         "accumulate": "method",
         "accumulated": "property",
         "weight": "property",
         "withheld": "property",
+        "round_state": "property",
         "clear": "method",
         "step": "method",
+        "bulletin": "method",
+        "sibling": "method",
     }
     assert public_names(p2pavg.DecentralizedAverager) == common | {"aclose": "method"}
     assert public_names(blocking.Averager) == common | {"config": "property"}
@@ -196,6 +217,7 @@ def test_a_success_counts_its_peers() -> None:
         duration=1.0,
         exchange_duration=0.5,
         group_id="00",
+        share=(0, 1),
         auxiliaries=("c",),
     )
     assert success.peers_count == 2

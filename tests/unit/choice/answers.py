@@ -48,16 +48,19 @@ def answers(
     *,
     me: int | None = None,
     size: int = SIZE,
+    holders: Members | None = None,
     contributors: Members | None = None,
     minimum: int = 2,
     dead: Members = frozenset(),
     left: Mapping[int, int] | None = None,
 ) -> Answers:
     """The leader is the first that answers, unless it is said who."""
+    holders = frozenset(range(size)) if holders is None else holders
     return Answers(
         me=min(promises) if me is None else me,
         size=size,
-        contributors=frozenset(range(size)) if contributors is None else contributors,
+        holders=holders,
+        contributors=holders if contributors is None else contributors,
         minimum=minimum,
         ballot=BALLOT,
         promises=promises,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from p2pavg.allreduce.choice import Answers, Stuck, _complete_without_the_dead, choose, possibly_committed
@@ -130,7 +132,7 @@ class TestStillGood:
     def test_not_when_only_an_auxiliary_has_what_it_needs_of_it(self) -> None:
         group = answers(
             {0: promise(), 1: promise(), 2: promise(complete=RESULT)},
-            contributors=some(0, 1, 3),
+            holders=some(0, 1, 3),
             dead=some(3),
         )
         assert self.complete(group) is None
@@ -143,7 +145,7 @@ class TestChoice:
         )
 
     def test_a_new_attempt_takes_an_auxiliary_along(self) -> None:
-        group = answers({0: promise(), 1: promise(), 3: promise()}, contributors=some(0, 1, 2))
+        group = answers({0: promise(), 1: promise(), 3: promise()}, holders=some(0, 1, 2))
         assert choose(group) == Begin(BALLOT, BALLOT, some(0, 1, 3), some(0, 1, 3), 0, NOBODY)
 
     def test_not_with_who_cannot_exchange_with_the_others(self) -> None:
@@ -170,9 +172,7 @@ class TestChoice:
 
     @pytest.mark.parametrize("minimum", [3, 4])
     def test_too_few_contributors_end_the_round(self, minimum: int) -> None:
-        group = answers(
-            {0: promise(), 1: promise(), 3: promise()}, contributors=some(0, 1, 2), minimum=minimum
-        )
+        group = answers({0: promise(), 1: promise(), 3: promise()}, holders=some(0, 1, 2), minimum=minimum)
         found = choose(group)
         assert isinstance(found, Stuck)
         assert found.final
@@ -201,15 +201,44 @@ class TestChoice:
         group = answers({1: holds(without_two), 2: promise(), 3: holds(without_two)})
         assert choose(group) == Begin(BALLOT, 4, some(0, 1, 3), some(1, 2, 3), 1, NOBODY, must=True)
 
+    def test_listeners_alone_end_the_round(self) -> None:
+        """There is nothing to average: who could have contributed is lost."""
+        group = answers({1: promise(), 2: promise(), 3: promise()}, holders=ALL, contributors=some(0))
+        found = choose(group)
+        assert isinstance(found, Stuck)
+        assert found.final
+        assert found.reason == "none of the members that are left has a contribution"
+
+    def test_one_contributor_and_a_listener_go_on(self) -> None:
+        group = answers({0: promise(), 1: promise(), 2: promise()}, holders=ALL, contributors=some(1, 3))
+        assert choose(group) == Begin(BALLOT, BALLOT, some(0, 1, 2), some(0, 1, 2), 0, NOBODY)
+
+    def test_listeners_count_for_the_minimum(self) -> None:
+        group = answers(
+            {0: promise(), 1: promise(), 3: promise()}, holders=some(0, 1, 2), contributors=some(0), minimum=2
+        )
+        assert isinstance(choose(group), Begin)
+        found = choose(dataclasses.replace(group, minimum=3))
+        assert found == Stuck("2 of the members are left, at least 3 are needed", True)
+
+    def test_listeners_that_have_the_result_finish_without_its_contributor(self) -> None:
+        """It was complete, and is as good without the one that is dead."""
+        group = answers(
+            {1: holds(FIRST), 2: promise(attempt=0), 3: promise(attempt=0)},
+            contributors=some(0),
+            dead=some(0),
+        )
+        assert choose(group) == Begin(BALLOT, 0, ALL, some(1, 2, 3), 1, some(2, 3))
+
     def test_an_auxiliary_lacks_nothing(self) -> None:
         smaller = accepted(ballot=4, attempt=0, view=some(0, 3))
-        group = answers({1: promise(), 2: promise(), 3: holds(smaller)}, contributors=some(0, 2, 3))
+        group = answers({1: promise(), 2: promise(), 3: holds(smaller)}, holders=some(0, 2, 3))
         assert choose(group) == Begin(BALLOT, 0, ALL, some(1, 2, 3), 3, some(2), must=True)
 
     def test_an_auxiliary_passes_nothing_on(self) -> None:
         group = answers(
             {1: holds(FIRST), 2: promise(attempt=0, accepted=FIRST), 3: holds(FIRST)},
-            contributors=some(0, 2, 3),
+            holders=some(0, 2, 3),
         )
         assert choose(group) == Begin(BALLOT, 0, ALL, some(1, 2, 3), 3, some(2), must=True)
 
@@ -221,7 +250,7 @@ class TestChoice:
 
     def test_what_nobody_has_who_answers_cannot_be_adopted(self) -> None:
         must = accepted(must=True)
-        group = answers({1: promise(accepted=must), 2: promise(), 3: promise()}, contributors=some(0, 2, 3))
+        group = answers({1: promise(accepted=must), 2: promise(), 3: promise()}, holders=some(0, 2, 3))
         found = choose(group)
         assert isinstance(found, Stuck)
         assert not found.final, "somebody who has it may tell how the round ended"

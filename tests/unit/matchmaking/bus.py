@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 from p2pavg.matchmaking.messages import Accept, Ask, Message, Nudge, Refuse, decode, encode
 from p2pavg.matchmaking.roster import Candidate, Roster, ready_key, share_cutter, sign_candidate
@@ -19,6 +20,7 @@ from p2pavg.matchmaking.rules import (
     Send,
     Settings,
 )
+from p2pavg.participation import Participation, listeners
 from p2pavg_dht import Ed25519Signer
 
 KEY = ready_key("run", b"\1" * 32)
@@ -28,14 +30,25 @@ MATCH_TIMEOUT = 10.0
 SIGNERS = [Ed25519Signer(bytes([index + 1]) * 32) for index in range(40)]
 
 
-def settings(target: int = 4, minimum: int = 2) -> Settings:
+def settings(target: int = 4, minimum: int = 2, rule: Participation | None = None) -> Settings:
     return Settings(
-        target=target, minimum=minimum, match_timeout=MATCH_TIMEOUT, cut_shares=share_cutter(1000, 64)
+        target=target,
+        minimum=minimum,
+        match_timeout=MATCH_TIMEOUT,
+        cut_shares=share_cutter(1000, 64),
+        choose_listeners=partial(listeners, rule),
     )
 
 
 def candidate(
-    index: int, deadline: float, *, auxiliary: bool = False, codec: str = "fp32", weight: float = 1.0
+    index: int,
+    deadline: float,
+    *,
+    auxiliary: bool = False,
+    codec: str = "fp32",
+    weight: float = 1.0,
+    state: bytes = b"",
+    tags: tuple[str, ...] = (),
 ) -> Candidate:
     return sign_candidate(
         SIGNERS[index],
@@ -47,6 +60,8 @@ def candidate(
         codec=codec,
         auxiliary=auxiliary,
         addresses=(f"/ip4/10.0.0.{index}/tcp/1",),
+        state=state,
+        tags=tags,
     )
 
 
@@ -89,10 +104,24 @@ class Bus:
         self.nudges: deque[tuple[Attempt, Candidate, Nudge]] = deque()
         self.history: list[Attempt] = []
 
-    def announce(self, index: int, *, auxiliary: bool = False, target: int = 4, minimum: int = 2) -> Attempt:
+    def announce(
+        self,
+        index: int,
+        *,
+        auxiliary: bool = False,
+        target: int = 4,
+        minimum: int = 2,
+        weight: float = 1.0,
+        state: bytes = b"",
+        tags: tuple[str, ...] = (),
+        rule: Participation | None = None,
+    ) -> Attempt:
         deadline = self.now + (3000.0 if auxiliary else MATCH_TIMEOUT)
-        me = candidate(index, deadline, auxiliary=auxiliary)
-        attempt = Attempt(me, Matchmaking(me, settings(target, minimum), self.now))
+        me = candidate(index, deadline, auxiliary=auxiliary, weight=weight, state=state, tags=tags)
+        how = settings(target, minimum, rule)
+        if auxiliary:
+            how = replace(how, choose_listeners=None)
+        attempt = Attempt(me, Matchmaking(me, how, self.now))
         self.attempts[me.peer_id] = attempt
         self.history.append(attempt)
         self.published[me.peer_id] = me

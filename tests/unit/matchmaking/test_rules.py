@@ -382,7 +382,7 @@ class TestProposing:
         assert rules.roster is not None
         old = rules.roster.group_id
         rules.lost(two.peer_id, "gone", EPOCH)
-        assert rules.contributors == 2
+        assert rules.holders == 2
         rules.asked(dataclasses.replace(two), EPOCH)
         rules.told(one.peer_id, Accept(old), EPOCH)
         rules.told(two.peer_id, Accept(old), EPOCH)

@@ -134,10 +134,13 @@ def test_a_granularity_that_does_not_divide_a_part() -> None:
 
 def test_bytes_without_a_codec() -> None:
     """Two peers with half of a thousand floats each: 500 out and in, 500 averaged out and in, for either."""
-    assert fp32_bytes([500, 500], 0, [True, True]) == 4 * 4 * 500
+    assert fp32_bytes([500, 500], 0, [(True, True)] * 2) == 4 * 4 * 500
     # An auxiliary that reduces everything: each of two sends it 1000 and gets 1000 back.
-    assert fp32_bytes([0, 0, 1000], 2, [True, True, False]) == 4 * 4 * 1000
-    assert fp32_bytes([0, 0, 1000], 0, [True, True, False]) == 4 * 2 * 1000
+    members = [(True, True), (True, True), (False, False)]
+    assert fp32_bytes([0, 0, 1000], 2, members) == 4 * 4 * 1000
+    assert fp32_bytes([0, 0, 1000], 0, members) == 4 * 2 * 1000
+    # A listener that reduces half: it gets 500 and 500 averaged, and sends 500 averaged.
+    assert fp32_bytes([500, 500], 1, [(True, True), (False, True)]) == 4 * 3 * 500
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from p2pavg.errors import RemoteProtocolError
 from p2pavg.matchmaking.roster import Roster
 from tests.unit.roster.samples import SIGNERS, candidate, roster
 
-A, B, C, AUX = (signer.peer_id for signer in SIGNERS[:4])
+A, B, C, AUX, LISTENER = (signer.peer_id for signer in SIGNERS[:5])
 TWO_PARTS = 2 * PART_ELEMENTS
 SHARES = [TWO_PARTS, PART_ELEMENTS, 5]  # 2, 1 and 1 parts
 CONTRIBUTIONS, AVERAGES = Lane.CONTRIBUTIONS, Lane.AVERAGES
@@ -25,6 +25,12 @@ def three(shares: list[int] | None = None) -> Roster:
 
 def with_auxiliary() -> Roster:
     return roster([candidate(0), candidate(1), candidate(3, auxiliary=True)], SHARES)
+
+
+def with_listeners() -> Roster:
+    """B and the fifth listen, of which one has something to contribute."""
+    found = [candidate(0), candidate(1), candidate(3, auxiliary=True), candidate(4, weight=0.0)]
+    return roster(found, [*SHARES, 5], listeners=[found[1], found[3]])
 
 
 def deliver(ledger: Ledger, peer_id: str) -> None:
@@ -59,18 +65,47 @@ class TestExpectations:
         assert [ledger.owed_by(peer) for peer in (A, B, C, "stranger")] == [0, 3, 3, 0]
         assert ledger.inbound_lanes == 4
         assert ledger.contributors == [B, C]
-        assert ledger.contributing
+        assert ledger.holding
 
     def test_an_auxiliary_contributes_nothing_and_is_told_no_averages(self) -> None:
         ledger = Ledger(with_auxiliary(), A, 64)
         assert ledger.contributors == [B]
         assert (ledger.expects(AUX, CONTRIBUTIONS), ledger.expects(AUX, AVERAGES)) == (0, 1)
         its = Ledger(with_auxiliary(), AUX, 64)
-        assert not its.contributing
+        assert not its.holding
         assert its.contributors == [A, B]
         assert [its.expects(peer, CONTRIBUTIONS) for peer in (A, B)] == [1, 1]
         assert [its.expects(peer, AVERAGES) for peer in (A, B)] == [0, 0]
         assert its.inbound_lanes == 2
+
+    def test_a_listener_sends_no_contributions_and_is_told_all_averages(self) -> None:
+        ledger = Ledger(with_listeners(), A, 64)
+        assert [ledger.expects(peer, CONTRIBUTIONS) for peer in (B, AUX, LISTENER)] == [0, 0, 0]
+        assert [ledger.expects(peer, AVERAGES) for peer in (B, AUX, LISTENER)] == [1, 1, 1]
+        its = Ledger(with_listeners(), B, 64)
+        assert its.holding
+        assert its.contributors == [A]
+        assert its.holders == [A, LISTENER]
+        assert [its.expects(peer, CONTRIBUTIONS) for peer in (A, AUX, LISTENER)] == [1, 0, 0]
+        assert [its.expects(peer, AVERAGES) for peer in (A, AUX, LISTENER)] == [2, 1, 1]
+
+    def test_a_sole_contributor_averages_its_share_alone(self) -> None:
+        ledger = Ledger(with_listeners(), A, 64)
+        assert ledger.contributors == []
+        assert ledger.holders == [B, LISTENER]
+        for peer in (B, AUX, LISTENER):
+            deliver(ledger, peer)
+        assert not ledger.complete
+        average_everything(ledger)
+        assert ledger.complete
+
+    def test_a_listener_is_whole_with_its_own_share_and_those_of_the_others(self) -> None:
+        ledger = Ledger(with_listeners(), LISTENER, 64)
+        for peer in (A, B, AUX):
+            deliver(ledger, peer)
+        assert not ledger.complete
+        average_everything(ledger)
+        assert ledger.complete
 
     def test_an_empty_share_needs_no_lane(self) -> None:
         shares = [0, PART_ELEMENTS, 0]
@@ -89,13 +124,14 @@ class TestExpectations:
         assert ledger.inbound_lanes == 0
 
     def test_what_one_expects_another_sends(self) -> None:
-        for group in (three(), with_auxiliary(), three([0, 1, 0])):
+        for group in (three(), with_auxiliary(), with_listeners(), three([0, 1, 0])):
+            contributors = {member.peer_id for member in group.contributors}
             ledgers = {member.peer_id: Ledger(group, member.peer_id, 64) for member in group.members}
             for receiver, ledger in ledgers.items():
                 for sender, other in ledgers.items():
                     if sender == receiver:
                         continue
-                    contributes, takes = other.contributing, ledger.contributing
+                    contributes, takes = sender in contributors, ledger.holding
                     assert ledger.expects(sender, CONTRIBUTIONS) == len(other.parts[receiver]) * contributes
                     assert ledger.expects(sender, AVERAGES) == len(other.parts[sender]) * takes
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from p2pavg.matchmaking.roster import Candidate, Roster, sign_candidate
@@ -32,12 +32,18 @@ def candidate(index: int, **changes: Any) -> Candidate:
     return sign_candidate(SIGNERS[index], **(fields | changes))
 
 
-def roster(members: Sequence[Candidate], shares: Sequence[int] | None = None, proposal: int = 0) -> Roster:
+def roster(
+    members: Sequence[Candidate],
+    shares: Sequence[int] | None = None,
+    proposal: int = 0,
+    listeners: Iterable[Candidate] = (),
+) -> Roster:
     """Shares are of 1000 elements each unless they are given."""
     return Roster(
         members=tuple(members),
         shares=tuple([1000] * len(members) if shares is None else shares),
         proposal=proposal,
+        listeners=frozenset(member.peer_id for member in listeners),
     )
 
 

@@ -25,16 +25,16 @@ ADDRESSES = ("/ip4/192.0.2.0/tcp/4001",)
 def test_the_key_never_changes() -> None:
     assert (
         ready_key("albert-base", bytes(32)).hex()
-        == "b2012804bc52ae7331cacbc69c27b18c1711056e2868a05eedb3f9b758072f68"
+        == "ccc7218e134cc0b936efbb2a8a29e4dabc96a61d171b372461345347bc274a63"
     )
 
 
-def test_runs_schemas_and_buckets_have_different_keys() -> None:
+def test_runs_schemas_and_rules_have_different_keys() -> None:
     keys = {
-        ready_key(run_id, schema, bucket)
+        ready_key(run_id, schema, rule)
         for run_id in ("run", "run2", "Run")
         for schema in (bytes(32), bytes(31) + b"\1")
-        for bucket in (0, 1)
+        for rule in ("", "fraction")
     }
     assert len(keys) == 12
 
@@ -53,6 +53,32 @@ def test_what_was_signed_is_what_is_read() -> None:
     assert again.record.key == KEY
 
 
+def test_what_it_averages_can_and_measured_is_read_as_well() -> None:
+    me = candidate(3, state=b"step 7", tags=("gpu", "fp16"), metrics={"loss": 2.5, "accuracy": 1.0})
+    again = read_signed_candidate(pack_record(me.record))
+    assert again == me
+    assert (again.state, again.tags) == (b"step 7", ("gpu", "fp16"))
+    assert again.metrics == (("accuracy", 1.0), ("loss", 2.5)), "names in order: one encoding"
+
+
+def test_a_peer_without_a_weight_may_still_want_the_result() -> None:
+    listener = candidate(3, weight=0.0)
+    assert (listener.weight, listener.auxiliary) == (0.0, False)
+
+
+def test_peers_of_one_state_fit_and_an_auxiliary_fits_all() -> None:
+    me, same = (candidate(index, state=b"7") for index in (0, 1))
+    other, none = candidate(2, state=b"8"), candidate(3)
+    helper = candidate(4, auxiliary=True)
+    assert me.fits(same)
+    assert not me.fits(other)
+    assert not me.fits(none)
+    assert me.fits(helper)
+    assert helper.fits(other)
+    assert not me.fits(candidate(1, state=b"7", codec="fp32"))
+    assert not me.fits(candidate(4, auxiliary=True, codec="fp32"))
+
+
 def test_a_later_attempt_takes_the_place_of_an_earlier_one() -> None:
     earlier, later = candidate(0, deadline=DEADLINE), candidate(0, deadline=DEADLINE + 1e-3)
     assert later.record.sequence > earlier.record.sequence
@@ -69,33 +95,55 @@ def test_auxiliaries_come_last_then_counts_the_deadline_then_the_id() -> None:
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ((2, 1.0, 1.0, 1.0, "fp32", False, ADDRESSES), "readiness of version 2"),
-        ((1, -1.0, 1.0, 1.0, "fp32", False, ADDRESSES), "deadline out of range"),
-        ((1, math.nan, 1.0, 1.0, "fp32", False, ADDRESSES), "not finite"),
-        ((1, math.inf, 1.0, 1.0, "fp32", False, ADDRESSES), "not finite"),
-        ((1, 1.0, -1.0, 1.0, "fp32", False, ADDRESSES), "weight -1.0 of a contributor"),
-        ((1, 1.0, 0.0, 1.0, "fp32", False, ADDRESSES), "weight 0.0 of a contributor"),
-        ((1, 1.0, 1.0, 1.0, "fp32", True, ADDRESSES), "weight 1.0 of an auxiliary"),
-        ((1, 1.0, MAX_WEIGHT * 1.01, 1.0, "fp32", False, ADDRESSES), "weight"),
-        ((1, 1.0, math.nan, 1.0, "fp32", False, ADDRESSES), "not finite"),
-        ((1, 1.0, 1, 1.0, "fp32", False, ADDRESSES), "field 2 is int"),
-        ((1, 1.0, 1.0, 0.0, "fp32", False, ADDRESSES), "bandwidth"),
-        ((1, 1.0, 1.0, -5.0, "fp32", False, ADDRESSES), "bandwidth"),
-        ((1, 1.0, 1.0, MAX_BANDWIDTH * 1.01, "fp32", False, ADDRESSES), "bandwidth"),
-        ((1, 1.0, 1.0, 1.0, "", False, ADDRESSES), "codec"),
-        ((1, 1.0, 1.0, 1.0, "x" * (MAX_CODEC_CHARS + 1), False, ADDRESSES), "codec"),
-        ((1, 1.0, 1.0, 1.0, "fp32\x1b[2J", False, ADDRESSES), "codec"),
-        ((1, 1.0, 1.0, 1.0, "fp32", 0, ADDRESSES), "field 5 is int"),
-        ((1, 1.0, 1.0, 1.0, "fp32", False, ("no address",)), "an address is printable ASCII"),
-        ((1, 1.0, 1.0, 1.0, "fp32", False, ("/a b",)), "an address is printable ASCII"),
-        ((1, 1.0, 1.0, 1.0, "fp32", False, (5,)), "an address is a text"),
-        ((1, 1.0, 1.0, 1.0, "fp32", False, ("/a",) * 17), "at most 16 addresses"),
-        ((1, 1.0, 1.0, 1.0, "fp32", False), "7 fields"),
-        ((), "7 fields"),
+        ((1, 1.0, 1.0, 1.0, "fp32", False, ADDRESSES), "readiness of version 1"),
+        ((2, -1.0, 1.0, 1.0, "fp32", False, ADDRESSES), "deadline out of range"),
+        ((2, math.nan, 1.0, 1.0, "fp32", False, ADDRESSES), "not finite"),
+        ((2, math.inf, 1.0, 1.0, "fp32", False, ADDRESSES), "not finite"),
+        ((2, 1.0, -1.0, 1.0, "fp32", False, ADDRESSES), "weight -1.0 of a peer"),
+        ((2, 1.0, 1.0, 1.0, "fp32", True, ADDRESSES), "weight 1.0 of an auxiliary"),
+        ((2, 1.0, MAX_WEIGHT * 1.01, 1.0, "fp32", False, ADDRESSES), "weight"),
+        ((2, 1.0, math.nan, 1.0, "fp32", False, ADDRESSES), "not finite"),
+        ((2, 1.0, 1, 1.0, "fp32", False, ADDRESSES), "field 2 is int"),
+        ((2, 1.0, 1.0, 0.0, "fp32", False, ADDRESSES), "bandwidth"),
+        ((2, 1.0, 1.0, -5.0, "fp32", False, ADDRESSES), "bandwidth"),
+        ((2, 1.0, 1.0, MAX_BANDWIDTH * 1.01, "fp32", False, ADDRESSES), "bandwidth"),
+        ((2, 1.0, 1.0, 1.0, "", False, ADDRESSES), "codec"),
+        ((2, 1.0, 1.0, 1.0, "x" * (MAX_CODEC_CHARS + 1), False, ADDRESSES), "codec"),
+        ((2, 1.0, 1.0, 1.0, "fp32\x1b[2J", False, ADDRESSES), "codec"),
+        ((2, 1.0, 1.0, 1.0, "fp32", 0, ADDRESSES), "field 5 is int"),
+        ((2, 1.0, 1.0, 1.0, "fp32", False, ("no address",)), "an address is printable ASCII"),
+        ((2, 1.0, 1.0, 1.0, "fp32", False, ("/a b",)), "an address is printable ASCII"),
+        ((2, 1.0, 1.0, 1.0, "fp32", False, (5,)), "an address is a text"),
+        ((2, 1.0, 1.0, 1.0, "fp32", False, ("/a",) * 17), "at most 16 addresses"),
+        ((2, 1.0, 1.0, 1.0, "fp32", False), "10 fields"),
+        ((2, 1.0, 1.0, 1.0, "fp32", False, (), b"x" * 33, (), ()), "a state of 33 bytes"),
+        ((2, 1.0, 1.0, 1.0, "fp32", False, (), "x", (), ()), "field 7 is str"),
+        ((2, 1.0, 1.0, 1.0, "fp32", False, (), b"", ("x",) * 17, ()), "tags"),
+        ((2, 1.0, 1.0, 1.0, "fp32", False, (), b"", ("x" * 33,), ()), "tags"),
+        ((2, 1.0, 1.0, 1.0, "fp32", False, (), b"", ("",), ()), "tags"),
+        ((2, 1.0, 1.0, 1.0, "fp32", False, (), b"", ("\x1b",), ()), "tags"),
+        ((2, 1.0, 1.0, 1.0, "fp32", False, (), b"", (5,), ()), "field 0 is int"),
+        ((2, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (("x", 1.0),) * 17), "17 metrics"),
+        ((2, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (("x", 1.0),) * 2), "metrics whose names"),
+        ((2, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (("y", 1.0), ("x", 1.0))), "metrics whose names"),
+        ((2, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (("\x1b", 1.0),)), "metrics whose names"),
+        ((2, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (("x", math.nan),)), "not finite"),
+        ((2, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (("x", 1.1e100),)), "a metric out of range"),
+        ((2, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (("x", 1),)), "field 1 is int"),
+        ((2, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (("x",),)), "2 fields"),
+        ((2, 1.0, 1.0, 1.0, "fp32", False, (), b"", "gpu", ()), "field 8 is str"),
+        ((2, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (("x" * 33, 1.0),)), "metrics whose names"),
+        ((2, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (("", 1.0),)), "metrics whose names"),
+        ((2, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (("x", 1.0), ("x", 2.0))), "metrics whose names"),
+        ((2, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), ((5, 1.0),)), "field 0 is int"),
+        ((2, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), ("x",)), "field 0 is str"),
+        ((2, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), "x"), "field 9 is str"),
+        ((2, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (), ()), "10 fields"),
+        ((), "10 fields"),
     ],
 )
 def test_a_genuine_record_of_nonsense_is_refused(fields: tuple[object, ...], reason: str) -> None:
-    record = record_of(0, *fields)
+    record = record_of(0, *fields, *((b"", (), ()) if len(fields) == 7 else ()))
     with pytest.raises(RemoteProtocolError, match=reason):
         read_candidate(record)
     with pytest.raises(RemoteProtocolError, match=reason):
@@ -108,14 +156,19 @@ def test_a_withdrawn_record_is_no_candidate() -> None:
 
 
 def test_the_ends_of_the_ranges_are_allowed() -> None:
-    most = read_candidate(record_of(0, 1, 0.0, MAX_WEIGHT, MAX_BANDWIDTH, "x" * MAX_CODEC_CHARS, False, ()))
+    measured = tuple((f"{index:032}", -1e100) for index in range(16))
+    rest = (b"s" * 32, ("t" * 32,) * 16, measured)
+    most = read_candidate(
+        record_of(0, 2, 0.0, MAX_WEIGHT, MAX_BANDWIDTH, "x" * MAX_CODEC_CHARS, False, (), *rest)
+    )
+    assert (most.state, most.tags, most.metrics) == rest
     assert (most.weight, most.bandwidth, most.deadline, most.addresses) == (
         MAX_WEIGHT,
         MAX_BANDWIDTH,
         0.0,
         (),
     )
-    least = read_candidate(record_of(0, 1, 0.0, 5e-324, 5e-324, "x", False, ()))
+    least = read_candidate(record_of(0, 2, 0.0, 5e-324, 5e-324, "x", False, (), b"", (), ()))
     assert (least.weight, least.bandwidth) == (5e-324, 5e-324)
 
 

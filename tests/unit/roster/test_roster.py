@@ -7,22 +7,31 @@ import dataclasses
 import pytest
 
 from p2pavg.errors import RemoteProtocolError
-from p2pavg.matchmaking.roster import Candidate, Roster, read_roster
+from p2pavg.matchmaking.roster import MAX_WEIGHT, Candidate, Roster, read_roster
+from p2pavg.names import MAX_METRIC
 from p2pavg.net.wire import pack
 from p2pavg_dht.record import pack as pack_record
 from tests.unit.roster.samples import DEADLINE, OTHER_KEY, candidate, roster
 
 A, B, C = candidate(0), candidate(1), candidate(2)
 AUXILIARY = candidate(3, auxiliary=True)
+SILENT = candidate(4, weight=0.0)
 
 
-def packed(members: list[Candidate], shares: object, proposal: object = 0) -> bytes:
+def packed(members: list[Candidate], shares: object, proposal: object = 0, listening: object = ()) -> bytes:
     """What a leader may send without having made a roster of it."""
-    return pack(tuple(pack_record(member.record) for member in members), shares, proposal)
+    return pack(tuple(pack_record(member.record) for member in members), shares, proposal, listening)
 
 
-def test_it_comes_back() -> None:
-    group = roster([A, B, AUXILIARY], [100, 0, 900], proposal=7)
+@pytest.mark.parametrize(
+    "group",
+    [
+        roster([A, B, AUXILIARY], [100, 0, 900], proposal=7),
+        roster([A, B, SILENT, AUXILIARY], listeners=[SILENT, A]),
+    ],
+    ids=["all contribute", "two listen"],
+)
+def test_it_comes_back(group: Roster) -> None:
     assert read_roster(group.pack()) == group
     assert read_roster(group.pack()).group_id == group.group_id
 
@@ -30,7 +39,7 @@ def test_it_comes_back() -> None:
 def test_the_group_id_never_changes() -> None:
     assert (
         roster([A, B, AUXILIARY], [100, 0, 900], proposal=7).group_id.hex()
-        == "83aece0adb93d0feb0dd489d2752996aa1d6ca537a5be1b3d561fcfdddc42d62"
+        == "2094c8fc48f2aa41ac3e61cbb234cc2f8dc75595e01f45e0479a7251f3de4c17"
     )
 
 
@@ -43,13 +52,19 @@ def test_any_change_is_another_group() -> None:
         roster([A, B, C], proposal=1),
         roster([A, B, C], [1000, 1001, 999]),
         roster([A, B, C, AUXILIARY]),
+        roster([A, B, C], listeners=[C]),
+        roster([A, B, C], listeners=[B]),
+        roster([A, B, C], listeners=[B, C]),
         roster([A, B, candidate(2, weight=1.0)]),
         roster([A, B, candidate(2, bandwidth=1.0)]),
         roster([A, B, candidate(2, deadline=DEADLINE)]),
         roster([A, B, candidate(2, expiration_time=DEADLINE + 1e4)]),
         roster([A, B, candidate(2, addresses=())]),
+        roster([A, B, candidate(2, tags=("gpu",))]),
+        roster([A, B, candidate(2, metrics={"loss": 1.0})]),
         roster([candidate(index, codec="fp32") for index in range(3)]),
         roster([candidate(index, key=OTHER_KEY) for index in range(3)]),
+        roster([candidate(index, state=b"7") for index in range(3)]),
     ]
     assert len({group.group_id for group in groups}) == len(groups)
     assert {len(group.group_id) for group in groups} == {32}
@@ -65,6 +80,7 @@ IMPOSSIBLE: list[tuple[str, list[Candidate], list[int], str]] = [
     ("two runs", [A, candidate(1, key=OTHER_KEY)], [1, 1], "different runs"),
     ("two codecs", [A, candidate(1, codec="fp32")], [1, 1], "different codecs"),
     ("two block sizes", [A, candidate(1, codec="blockwise8:128")], [1, 1], "different codecs"),
+    ("two states", [A, candidate(1, state=b"\1")], [1, 1], "different states"),
     ("a share too few", [A, B, C], [1, 1], "shares do not fit"),
     ("a share too many", [A, B], [1, 1, 1], "shares do not fit"),
     ("a negative share", [A, B, C], [2000, -1000, 0], "shares do not fit"),
@@ -79,6 +95,38 @@ def test_an_impossible_roster(members: list[Candidate], shares: list[int], reaso
         roster(members, shares)
     with pytest.raises(RemoteProtocolError, match=reason):
         read_roster(packed(members, tuple(shares)))
+
+
+LISTENING: list[tuple[str, list[Candidate], tuple[int, ...], str]] = [
+    ("an auxiliary", [A, B, AUXILIARY], (2,), "listeners do not fit"),
+    ("not one without a weight", [A, B, SILENT], (), "listeners do not fit"),
+    ("another one than that without a weight", [A, B, SILENT], (1,), "listeners do not fit"),
+    ("all that have a weight", [A, B, SILENT], (0, 1, 2), "nobody contributes"),
+    ("all", [A, B], (0, 1), "nobody contributes"),
+    ("all but the auxiliary", [A, B, AUXILIARY], (0, 1), "nobody contributes"),
+]
+
+
+@pytest.mark.parametrize(
+    ("members", "listening", "reason"), [case[1:] for case in LISTENING], ids=[case[0] for case in LISTENING]
+)
+def test_who_cannot_listen(members: list[Candidate], listening: tuple[int, ...], reason: str) -> None:
+    shares = (1,) * len(members)
+    with pytest.raises(RemoteProtocolError, match=reason):
+        roster(members, shares, listeners=[members[index] for index in listening])
+    with pytest.raises(RemoteProtocolError, match=reason):
+        read_roster(packed(members, shares, 0, listening))
+
+
+def test_no_stranger_listens() -> None:
+    with pytest.raises(RemoteProtocolError, match="listeners do not fit"):
+        roster([A, B], listeners=[C])
+
+
+@pytest.mark.parametrize("listening", [(1, 0), (0, 0), (0, 0, 1), (-1,), (3,), (0, 2**63)], ids=str)
+def test_listeners_have_one_encoding(listening: tuple[int, ...]) -> None:
+    with pytest.raises(RemoteProtocolError, match="listeners do not fit"):
+        read_roster(packed([A, B, C], (1, 1, 1), 0, listening))
 
 
 def test_weights_that_overflow() -> None:
@@ -118,9 +166,14 @@ def test_a_member_that_did_not_sign_is_refused(change: dict[str, object], place:
         (packed([A, B], (1, "1")), "field 1 is str"),
         (packed([A, B], 2), "field 1 is int"),
         (packed([A, B], (1, 1), 1.0), "field 2 is float"),
-        (pack(((), ()), (1, 1), 0), "6 fields"),
-        (pack((5, 6), (1, 1), 0), "6 fields"),
-        (pack((), (1, 1)), "3 fields"),
+        (packed([A, B], (1, 1), 0, 1), "field 3 is int"),
+        (packed([A, B], (1, 1), 0, (True,)), "field 0 is bool"),
+        (packed([A, B], (1, 1), 0, ("1",)), "field 0 is str"),
+        (packed([A, B], (1, 1), 0, (1.0,)), "field 0 is float"),
+        (packed([A, B], (1, 1), 0, ((),)), "field 0 is tuple"),
+        (pack(((), ()), (1, 1), 0, ()), "6 fields"),
+        (pack((5, 6), (1, 1), 0, ()), "6 fields"),
+        (pack((), (1, 1), 0), "4 fields"),
         (packed([A] * 129, (1,) * 129), "a roster of 129 members"),
     ],
 )
@@ -136,6 +189,59 @@ def test_who_contributes_and_where_everybody_stands() -> None:
     assert [group.position(member.peer_id) for member in (B, AUXILIARY, A)] == [0, 1, 2]
     with pytest.raises(ValueError, match="not in"):
         group.position(C.peer_id)
+
+
+def test_who_listens_holds_the_result_and_has_nothing_in_it() -> None:
+    group = roster([A, SILENT, B, AUXILIARY, C], listeners=[SILENT, C])
+    assert group.contributors == (A, B)
+    assert group.holders == (A, SILENT, B, C)
+    assert group.total_weight == A.weight + B.weight
+
+
+def test_one_contributor_is_enough_where_somebody_listens() -> None:
+    group = roster([SILENT, A, AUXILIARY], listeners=[SILENT])
+    assert group.contributors == (A,)
+    assert group.total_weight == A.weight
+
+
+def test_an_auxiliary_helps_with_any_state() -> None:
+    members = [candidate(index, state=b"7") for index in range(2)]
+    assert roster([*members, AUXILIARY]).holders == tuple(members)
+
+
+def test_whoever_is_left_of_a_group_contributes_or_listens_as_before() -> None:
+    group = roster([A, SILENT, B, C], proposal=7, listeners=[SILENT, C])
+    assert group.only([A, C], [5, 6]) == roster([A, C], [5, 6], proposal=7, listeners=[C])
+    assert group.only([A, B], [5, 6]) == roster([A, B], [5, 6], proposal=7)
+    with pytest.raises(RemoteProtocolError, match="nobody contributes"):
+        group.only([SILENT, C], [5, 6])
+
+
+class TestMetrics:
+    def measured(self, index: int, weight: float, **metrics: float) -> Candidate:
+        return candidate(index, weight=weight, metrics=metrics)
+
+    def test_the_mean_is_by_weight_over_those_that_gave_it(self) -> None:
+        group = roster(
+            [self.measured(0, 1.0, loss=4.0, accuracy=0.5), self.measured(1, 3.0, loss=8.0), candidate(2)]
+        )
+        assert group.metrics == {"accuracy": 0.5, "loss": 7.0}
+
+    def test_what_a_listener_measured_does_not_count(self) -> None:
+        listener = self.measured(1, 3.0, loss=8.0, accuracy=1.0)
+        assert roster([self.measured(0, 1.0, loss=4.0), listener], listeners=[listener]).metrics == {
+            "loss": 4.0
+        }
+
+    def test_nobody_measured_anything(self) -> None:
+        assert roster([A, B]).metrics == {}
+
+    def test_values_of_any_size_have_a_mean(self) -> None:
+        most = MAX_METRIC
+        group = roster([self.measured(index, MAX_WEIGHT, loss=most) for index in range(3)])
+        assert group.metrics["loss"] == pytest.approx(most)
+        opposite = roster([self.measured(0, 1.0, loss=most), self.measured(1, 1.0, loss=-most)])
+        assert opposite.metrics == {"loss": 0.0}
 
 
 def test_a_roster_never_changes() -> None:

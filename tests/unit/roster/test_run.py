@@ -11,7 +11,9 @@ from p2pavg.net.wire import pack
 from p2pavg.run import RunEntry, encode_entry, read_entries, read_entry, run_key, why_apart
 from tests.unit.roster.samples import SIGNERS, signed
 
-MINE = RunEntry(schema_hash=b"\1" * 32, tensors=97, elements=1000, codec="blockwise8:64", group_size=4)
+MINE = RunEntry(
+    schema_hash=b"\1" * 32, tensors=97, elements=1000, codec="blockwise8:64", group_size=4, rule=""
+)
 
 
 def entry(**changes: object) -> RunEntry:
@@ -19,31 +21,39 @@ def entry(**changes: object) -> RunEntry:
 
 
 def test_the_bytes_never_change() -> None:
-    assert run_key("albert-base").hex() == "bcbaa0e8059972052792694cee1a19fd9776a463b5e53da8dd0a1ccb7b3ec7d2"
-    assert encode_entry(MINE).hex() == "9601c420" + "01" * 32 + "61cd03e8ad" + b"blockwise8:64".hex() + "04"
+    assert run_key("albert-base").hex() == "be12e0964f7bbf7d681ac421132d1bd018bd1b90e834506b8a7c9b9920396900"
+    assert encode_entry(MINE).hex() == "9702c420" + "01" * 32 + "61cd03e8ad" + b"blockwise8:64".hex() + "04a0"
     assert read_entry(encode_entry(MINE)) == MINE
 
 
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ((2, b"\1" * 32, 97, 1000, "fp32", 4), "another version"),
-        ((1, b"\1" * 31, 97, 1000, "fp32", 4), "without a schema or codec"),
-        ((1, b"\1" * 32, 97, 1000, "", 4), "without a schema or codec"),
-        ((1, b"\1" * 32, 97, 1000, "x" * 65, 4), "without a schema or codec"),
-        ((1, b"\1" * 32, 97, 1000, "fp32\n\x1b[2J", 4), "without a schema or codec"),
-        ((1, b"\1" * 32, 0, 1000, "fp32", 4), "numbers out of range"),
-        ((1, b"\1" * 32, 97, -1, "fp32", 4), "numbers out of range"),
-        ((1, b"\1" * 32, 97, 2**34 + 1, "fp32", 4), "numbers out of range"),
-        ((1, b"\1" * 32, 97, 1000, "fp32", 1), "numbers out of range"),
-        ((1, b"\1" * 32, 97, 1000, "fp32", 65), "numbers out of range"),
-        ((1, b"\1" * 32, 97, 1000, "fp32"), "6 fields"),
-        ((1, b"\1" * 32, 97.0, 1000, "fp32", 4), "field 2 is float"),
+        ((1, b"\1" * 32, 97, 1000, "fp32", 4, ""), "another version"),
+        ((2, b"\1" * 31, 97, 1000, "fp32", 4, ""), "without a schema or codec"),
+        ((2, b"\1" * 32, 97, 1000, "", 4, ""), "without a schema or codec"),
+        ((2, b"\1" * 32, 97, 1000, "x" * 65, 4, ""), "without a schema or codec"),
+        ((2, b"\1" * 32, 97, 1000, "fp32\n\x1b[2J", 4, ""), "without a schema or codec"),
+        ((2, b"\1" * 32, 0, 1000, "fp32", 4, ""), "numbers out of range"),
+        ((2, b"\1" * 32, 97, -1, "fp32", 4, ""), "numbers out of range"),
+        ((2, b"\1" * 32, 97, 2**34 + 1, "fp32", 4, ""), "numbers out of range"),
+        ((2, b"\1" * 32, 97, 1000, "fp32", 1, ""), "numbers out of range"),
+        ((2, b"\1" * 32, 97, 1000, "fp32", 65, ""), "numbers out of range"),
+        ((2, b"\1" * 32, 97, 1000, "fp32", 4), "7 fields"),
+        ((2, b"\1" * 32, 97, 1000, "fp32", 4, "x" * 513), "rule is too long"),
+        ((2, b"\1" * 32, 97, 1000, "fp32", 4, "a\x1b[2J"), "rule is too long, or not printable"),
+        ((2, b"\1" * 32, 97, 1000, "fp32", 4, b"rule"), "field 6 is bytes"),
+        ((2, b"\1" * 32, 97.0, 1000, "fp32", 4, ""), "field 2 is float"),
     ],
 )
 def test_nonsense_is_refused(fields: tuple[object, ...], reason: str) -> None:
     with pytest.raises(RemoteProtocolError, match=reason):
         read_entry(pack(*fields))
+
+
+@pytest.mark.parametrize("rule", ["", "x" * 512, "tags ['gpu'] bandwidth 0x0.0p+0", "Übung"])
+def test_a_rule_comes_back(rule: str) -> None:
+    assert read_entry(encode_entry(entry(rule=rule))) == entry(rule=rule)
 
 
 def test_nonsense_of_one_peer_hides_no_other() -> None:
@@ -76,6 +86,14 @@ def test_nonsense_of_one_peer_hides_no_other() -> None:
             "2 peers of this run average tensors of other names, shapes or dtypes than yours",
         ),
         ([entry(codec="fp32")], "1 peer of this run averages with the codec fp32, you with blockwise8:64"),
+        (
+            [entry(rule="fraction")],
+            "1 peer of this run averages with another rule of who contributes than yours",
+        ),
+        (
+            [entry(codec="fp32", rule="fraction")],
+            "1 peer of this run averages with another rule of who contributes than yours",
+        ),
         (
             [entry(codec="fp32")] + [entry(schema_hash=b"\2" * 32, tensors=1)] * 2,
             "2 peers of this run average 1 tensors, you have 97; "

@@ -55,6 +55,18 @@ def with_auxiliary() -> Roster:
     return roster(found, [SHARE] * SIZE)
 
 
+def with_listener() -> Roster:
+    """The last one has a vector, and keeps it."""
+    found = [candidate(index, weight=WEIGHTS[index]) for index in range(SIZE)]
+    return roster(found, [SHARE] * SIZE, listeners=found[2:])
+
+
+def sole() -> Roster:
+    """Only the first one contributes."""
+    found = [candidate(index, weight=WEIGHTS[index]) for index in range(SIZE)]
+    return roster(found, [SHARE] * SIZE, listeners=found[1:])
+
+
 def vector(index: int) -> torch.Tensor:
     return torch.randn(ELEMENTS, generator=torch.Generator().manual_seed(index))
 
@@ -67,7 +79,7 @@ class Held(Values):
         self.ready: list[int] = []
         self.buffers = Buffers(1 << 30)
         self.ledger = Ledger(group, IDS[me], codec.granularity)
-        contributes = not group.members[me].auxiliary
+        contributes = group.members[me] in group.contributors
         super().__init__(
             ledger=self.ledger,
             codec=codec,
@@ -111,7 +123,7 @@ def averaged_part(codec: Codec, part: Part, group: Roster | None = None) -> tupl
     contributions = []
     for index, member in enumerate(group.members):
         values = vector(index)[part.start : part.stop]
-        if not member.auxiliary:
+        if member in group.contributors:
             sent: torch.Tensor | Buffer = values if index == reducer else codec.encode(values)
             contributions.append(Contribution(member.peer_id, member.weight, sent))
     encoded = bytes(average_part(codec, contributions, group.total_weight, out))
@@ -346,6 +358,44 @@ def test_an_auxiliary_holds_its_own_share_only() -> None:
     for part in held.parts(2):
         averaged = averaged_part(Fp32(), part, with_auxiliary())[1]
         assert bits(held.averaged[part.index * PART : (part.index + 1) * PART]) == bits(averaged)
+
+
+@codecs
+@pytest.mark.parametrize("group", [with_listener(), sole()], ids=["one listens", "one contributes"])
+def test_who_listens_holds_the_same_bits_and_digests_as_all(codec: Codec, group: Roster) -> None:
+    held = [Held(codec, me, group) for me in range(SIZE)]
+    contributors = [group.position(member.peer_id) for member in group.contributors]
+    for me, values in enumerate(held):
+        others = [index for index in contributors if index != me]
+        if others:
+            values.reduce_all(others)
+        else:
+            for part in values.parts(me):
+                values.average(part.index)
+    for me, values in enumerate(held):
+        assert not values.complete
+        for reducer in range(SIZE):
+            if reducer != me:
+                for part in values.parts(reducer):
+                    values.receive_average(
+                        IDS[reducer], part, held[reducer].encoded(IDS[reducer], part.index)
+                    )
+        assert values.complete
+    assert all(torch.equal(values.averaged, held[0].averaged) for values in held)
+    assert len({values.digests() for values in held}) == 1
+    assert len(set(held[0].digests())) == SIZE
+    weights = [group.members[index].weight for index in contributors]
+    exact = sum(w * vector(i).double() for w, i in zip(weights, contributors, strict=True)) / sum(weights)
+    assert isinstance(exact, torch.Tensor)
+    error = float((held[0].averaged.double() - exact).norm() / exact.norm())
+    assert error < (1e-6 if codec.is_identity else 0.03)
+
+
+def test_a_sole_contributors_values_are_the_result_bit_by_bit() -> None:
+    held = Held(Fp32(), 0, sole())
+    for part in held.parts(0):
+        held.average(part.index)
+    assert held.share_of(0) == bits(vector(0)[:SHARE])
 
 
 def test_who_sent_what_does_not_decode_is_named_and_nothing_is_ready() -> None:

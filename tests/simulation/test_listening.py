@@ -1,0 +1,578 @@
+"""Real peers on a simulated network, some of which only listen: what they hold, and what they keep."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import trio
+from trio.testing import MockClock
+
+import p2pavg
+from p2pavg.auxiliary import assist
+from p2pavg.participation import Capable, RandomFraction
+from p2pavg.peer import Peer
+from p2pavg.testing import (
+    After,
+    Crash,
+    Delay,
+    Fault,
+    FaultPlan,
+    MemoryNetwork,
+    Milestone,
+    run_peers,
+    simulated_peer,
+)
+from p2pavg.testing.simulation import simulated_signer
+from tests.simulation.test_averaging import ELEMENTS, LAN, config, mean, same_bits, tensors_of, values
+from tests.simulation.test_surviving import check_one_result
+
+CODECS = pytest.mark.parametrize("compression", [None, "blockwise8"])
+
+
+def ids(*indices: int) -> set[str]:
+    return {simulated_signer(index).peer_id for index in indices}
+
+
+def successes(results: dict[int, p2pavg.RoundResult]) -> list[p2pavg.Success]:
+    assert all(isinstance(result, p2pavg.Success) for result in results.values()), results
+    return [result for result in results.values() if isinstance(result, p2pavg.Success)]
+
+
+async def step_once(
+    peer: Peer,
+    index: int,
+    how: p2pavg.AveragingConfig,
+    *,
+    listens: bool,
+    weight: float | None = 1.0,
+    elements: int = ELEMENTS,
+    after: float = 0.0,
+) -> p2pavg.RoundResult:
+    """One round; checks that who does not contribute keeps everything, whatever the round comes to."""
+    await trio.sleep(after)
+    async with peer.averager(how) as averager:
+        averager.declare([torch.empty(elements)])
+        if weight is not None:
+            averager.accumulate([values(index, elements)], weight=weight)
+        result = await averager.step(wait=None, listen=listens)
+        if listens:
+            assert averager.weight == (weight or 0.0)
+            kept = averager.accumulated
+            assert (kept is None) == (weight is None)
+            assert kept is None or torch.equal(kept[0], values(index, elements))  # type: ignore[index]
+        elif isinstance(result, p2pavg.Success):
+            assert averager.weight == 0
+        return result
+
+
+class TestWhoListens:
+    @CODECS
+    @pytest.mark.parametrize("contributor", [0, 1, 2])
+    async def test_everybody_holds_what_the_only_contributor_has(
+        self, autojump_clock: MockClock, contributor: int, compression: str | None
+    ) -> None:
+        how = config(group_size=3, compression=compression)
+
+        async def average(peer: Peer, index: int) -> p2pavg.RoundResult:
+            return await step_once(peer, index, how, listens=index != contributor, after=0.1 * index)
+
+        results = successes(await run_peers(MemoryNetwork(latency=LAN), 3, average))
+        assert same_bits(results)
+        [averaged] = tensors_of(results[0])
+        if compression is None:
+            assert torch.equal(averaged, values(contributor))
+        else:
+            torch.testing.assert_close(averaged, values(contributor), rtol=0.05, atol=0.05)
+        for result in results:
+            assert set(result.peers) == set(result.weights) == ids(contributor)
+            assert result.total_weight == 1.0
+            assert set(result.listeners) == ids(0, 1, 2) - ids(contributor)
+            assert result.group_id == results[0].group_id
+
+    @CODECS
+    @pytest.mark.parametrize("weight", [None, 100.0], ids=["nothing", "something"])
+    async def test_what_a_listener_has_is_not_in_the_average(
+        self, autojump_clock: MockClock, weight: float | None, compression: str | None
+    ) -> None:
+        how = config(group_size=3, compression=compression)
+
+        async def average(peer: Peer, index: int) -> p2pavg.RoundResult:
+            listens = index == 2
+            return await step_once(
+                peer, index, how, listens=listens, weight=weight if listens else index + 1.0
+            )
+
+        results = successes(await run_peers(MemoryNetwork(latency=LAN), 3, average))
+        assert same_bits(results)
+        exact = mean([0, 1], ELEMENTS, [1.0, 2.0])
+        error = float((tensors_of(results[0])[0].double() - exact).norm() / exact.norm())
+        assert error < (1e-6 if compression is None else 0.015)
+        for result in results:
+            assert result.weights == {
+                simulated_signer(0).peer_id: 1.0,
+                simulated_signer(1).peer_id: 2.0,
+            }
+            assert set(result.listeners) == ids(2)
+
+    @pytest.mark.parametrize("elements", [0, 1, 2, 65])
+    async def test_a_vector_smaller_than_the_group(self, autojump_clock: MockClock, elements: int) -> None:
+        how = config(group_size=4, compression="fp32")
+
+        async def average(peer: Peer, index: int) -> p2pavg.RoundResult:
+            return await step_once(peer, index, how, listens=index != 1, elements=elements)
+
+        for result in successes(await run_peers(MemoryNetwork(latency=LAN), 4, average)):
+            assert torch.equal(tensors_of(result)[0], values(1, elements))
+
+    @CODECS
+    async def test_the_compression_ratio_is_of_what_a_listener_moves(
+        self, autojump_clock: MockClock, compression: str | None
+    ) -> None:
+        how = config(group_size=3, compression=compression)
+
+        async def average(peer: Peer, index: int) -> p2pavg.RoundResult:
+            return await step_once(peer, index, how, listens=index == 2, elements=100_000)
+
+        ratio = 1.0 if compression is None else 4 * 100_000 / how.codec.encoded_nbytes(100_000)
+        for result in successes(await run_peers(MemoryNetwork(latency=LAN), 3, average)):
+            assert 0.97 * ratio < result.compression_ratio <= ratio
+
+    async def test_what_was_declared_is_enough_to_listen_and_nothing_is_not(
+        self, autojump_clock: MockClock
+    ) -> None:
+        async with simulated_peer(MemoryNetwork(latency=LAN), 0) as peer, peer.averager(config()) as averager:
+            assert await averager.step(wait=None, listen=True) == p2pavg.NoPeers(
+                reason="nothing is accumulated"
+            )
+            averager.declare([torch.ones(3)])
+            assert await averager.step(wait=None) == p2pavg.NoPeers(reason="nothing is accumulated")
+            assert isinstance(await averager.step(wait=0, listen=True), p2pavg.InProgress)
+
+    @pytest.mark.parametrize("rule", [None, RandomFraction(0.25)], ids=["listen", "rule"])
+    async def test_an_auxiliary_helps_them_too(
+        self, autojump_clock: MockClock, rule: RandomFraction | None
+    ) -> None:
+        """Whatever their state and their rule."""
+        how = config(group_size=3, match_timeout=30.0, participation=rule)
+
+        async def average(peer: Peer, index: int) -> p2pavg.RoundResult | None:
+            if index == 3:
+                with trio.move_on_after(80.0):
+                    await assist(peer, how.run_id)
+                return None
+            async with peer.averager(how) as averager:
+                result: p2pavg.RoundResult | None = None
+                for number in range(2):  # the auxiliary finds them while the first one runs
+                    averager.accumulate([values(index)])
+                    listens = rule is None and index > 0
+                    result = await averager.step(wait=None, state=b"%d" % number, listen=listens)
+                    await trio.sleep(30.0)
+                return result
+
+        results = await run_peers(MemoryNetwork(latency=LAN), 4, average)
+        assert results.pop(3) is None
+        for result in successes({index: result for index, result in results.items() if result is not None}):
+            assert len(result.peers) == 1
+            assert len(result.listeners) == 2
+            assert set(result.auxiliaries) == ids(3)
+            [contributor] = result.peers
+            index = [simulated_signer(each).peer_id for each in range(3)].index(contributor)
+            assert torch.equal(tensors_of(result)[0], values(index))
+
+    async def test_listeners_alone_wait_and_go_on_with_who_contributes(
+        self, autojump_clock: MockClock
+    ) -> None:
+        how = config(group_size=3, match_timeout=5.0)
+
+        async def average(peer: Peer, index: int) -> p2pavg.RoundResult:
+            if index == 2:
+                return await step_once(peer, index, how, listens=False, after=7.0)
+            async with peer.averager(how) as averager:
+                averager.declare([torch.empty(ELEMENTS)])
+                waiting = await averager.step(wait=None, listen=True)
+                assert isinstance(waiting, p2pavg.InProgress)
+                return await averager.step(wait=None, listen=True)
+
+        results = successes(await run_peers(MemoryNetwork(latency=LAN), 3, average))
+        assert all(torch.equal(tensors_of(result)[0], values(2)) for result in results)
+
+    async def test_a_contributor_may_listen_the_next_time(self, autojump_clock: MockClock) -> None:
+        """Of three, another one contributes in each round; the others' weights wait."""
+        how = config(group_size=3)
+
+        async def average(peer: Peer, index: int) -> list[p2pavg.RoundResult]:
+            async with peer.averager(how) as averager:
+                results = []
+                for number in range(3):
+                    averager.accumulate([values(index)])
+                    step = await averager.step(wait=None, state=bytes([number]), listen=index != number)
+                    results.append(step)
+                assert averager.weight == 2.0 - index
+                return results
+
+        found = await run_peers(MemoryNetwork(latency=LAN), 3, average)
+        for number in range(3):
+            for results in found.values():
+                result = results[number]
+                assert isinstance(result, p2pavg.Success)
+                assert result.weights == {simulated_signer(number).peer_id: number + 1.0}
+
+
+class TestParticipation:
+    async def test_half_of_four_contribute_to_each_round_and_the_others_keep_what_they_have(
+        self, autojump_clock: MockClock
+    ) -> None:
+        rounds = 6
+        how = config(group_size=4, participation=RandomFraction(0.5))
+
+        async def average(peer: Peer, index: int) -> list[p2pavg.Success]:
+            found: list[p2pavg.Success] = []
+            async with peer.averager(how) as averager:
+                for number in range(rounds):
+                    averager.accumulate([values(index)])
+                    before = averager.weight
+                    result = await averager.step(wait=None, state=b"round %d" % number)
+                    assert isinstance(result, p2pavg.Success), result
+                    assert (peer.id in result.peers) != (peer.id in result.listeners)
+                    assert averager.weight == (before if peer.id in result.listeners else 0.0)
+                    assert result.weights.get(peer.id, before) == before
+                    found.append(result)
+            return found
+
+        results = await run_peers(MemoryNetwork(latency=LAN), 4, average)
+        indices = {simulated_signer(index).peer_id: index for index in range(4)}
+        chosen = set()
+        for number in range(rounds):
+            of_all = [results[index][number] for index in range(4)]
+            assert same_bits(of_all)
+            assert {result.group_id for result in of_all} == {of_all[0].group_id}
+            assert len(of_all[0].peers) == len(of_all[0].listeners) == 2
+            assert all(result.weights == of_all[0].weights for result in of_all)
+            weights = dict(of_all[0].weights)
+            exact = mean([indices[peer_id] for peer_id in weights], ELEMENTS, list(weights.values()))
+            torch.testing.assert_close(tensors_of(of_all[0])[0], exact.float(), rtol=1e-5, atol=1e-6)
+            chosen.add(frozenset(weights))
+        assert len(chosen) > 1
+        assert max(max(result.weights.values()) for result in results[0]) > 1.0, "a weight that has grown"
+
+    async def test_only_those_that_can_contribute(self, autojump_clock: MockClock) -> None:
+        async def average(peer: Peer, index: int) -> p2pavg.RoundResult:
+            tags = ("fast", "gpu") if index == 1 else ("fast",)
+            how = config(group_size=3, participation=Capable(tags=("gpu",)), tags=tags)
+            async with peer.averager(how) as averager:
+                averager.accumulate([values(index)])
+                result = await averager.step(wait=None)
+                assert averager.weight == (0.0 if index == 1 else 1.0)
+                return result
+
+        results = successes(await run_peers(MemoryNetwork(latency=LAN), 3, average))
+        assert all(torch.equal(tensors_of(result)[0], values(1)) for result in results)
+        assert all(set(result.peers) == ids(1) for result in results)
+
+    async def test_peers_with_another_rule_never_meet_and_are_named(self, autojump_clock: MockClock) -> None:
+        async def average(peer: Peer, index: int) -> p2pavg.RoundResult:
+            rule = RandomFraction(0.5) if index else None
+            async with peer.averager(config(group_size=3, participation=rule)) as averager:
+                averager.accumulate([values(index)])
+                result = await averager.step(wait=None)
+                if index:
+                    await trio.sleep(1.0)  # what it says of itself can be read
+                return result
+
+        results = await run_peers(MemoryNetwork(latency=LAN), 3, average)
+        lone = results.pop(0)
+        assert isinstance(lone, p2pavg.NoPeers)
+        assert "2 peers of this run average with another rule of who contributes than yours" in lone.reason
+        assert all(set(result.weights) | set(result.listeners) == ids(1, 2) for result in successes(results))
+
+
+class TestStates:
+    async def test_only_peers_of_one_state_meet(self, autojump_clock: MockClock) -> None:
+        how = config(group_size=3)
+
+        async def average(peer: Peer, index: int) -> p2pavg.RoundResult:
+            async with peer.averager(how) as averager:
+                averager.accumulate([values(index)])
+                return await averager.step(wait=None, state=b"8" if index == 1 else b"7")
+
+        results = await run_peers(MemoryNetwork(latency=LAN), 3, average)
+        assert isinstance(results.pop(1), p2pavg.NoPeers)
+        assert all(set(result.peers) == ids(0, 2) for result in successes(results))
+
+    async def test_who_was_alone_meets_the_others_in_their_state(self, autojump_clock: MockClock) -> None:
+        """What it could not average in a state of its own counts in the next round."""
+        how = config(group_size=2, match_timeout=3.0)
+
+        async def average(peer: Peer, index: int) -> p2pavg.RoundResult:
+            async with peer.averager(how) as averager:
+                averager.accumulate([values(index)])
+                if index:
+                    assert isinstance(await averager.step(wait=None, state=b"behind"), p2pavg.NoPeers)
+                else:
+                    await trio.sleep(2.5)
+                return await averager.step(wait=None, state=b"ahead")
+
+        results = successes(await run_peers(MemoryNetwork(latency=LAN), 2, average))
+        assert all(result.total_weight == 2.0 for result in results)
+
+
+class TestGroupSize:
+    async def test_a_smaller_group_does_not_wait_for_more(self, autojump_clock: MockClock) -> None:
+        began = trio.current_time()
+
+        async def average(peer: Peer, index: int) -> p2pavg.RoundResult:
+            async with peer.averager(config(group_size=4, match_timeout=100.0)) as averager:
+                averager.accumulate([values(index)])
+                begun = await averager.step(wait=0, group_size=2)
+                assert isinstance(begun, p2pavg.InProgress)
+                assert begun.target_size == 2
+                return await averager.step(wait=None)
+
+        results = successes(await run_peers(MemoryNetwork(latency=LAN), 2, average))
+        assert [result.peers_count for result in results] == [2, 2]
+        assert trio.current_time() - began < 30.0
+
+    async def test_it_is_of_one_round(self, autojump_clock: MockClock) -> None:
+        async def average(peer: Peer, index: int) -> p2pavg.RoundResult:
+            async with peer.averager(config(group_size=4, match_timeout=10.0)) as averager:
+                averager.accumulate([values(index)])
+                assert isinstance(await averager.step(wait=None, group_size=2), p2pavg.Success)
+                averager.accumulate([values(index)])
+                return await averager.step(wait=None)
+
+        for result in successes(await run_peers(MemoryNetwork(latency=LAN), 2, average)):
+            assert result.duration > 9.0, "the second one waited for four"
+
+
+class TestMetrics:
+    async def test_they_are_means_by_weight_and_the_same_for_all(self, autojump_clock: MockClock) -> None:
+        how = config(group_size=4)
+
+        async def average(peer: Peer, index: int) -> p2pavg.RoundResult:
+            async with peer.averager(how) as averager:
+                averager.accumulate([values(index)], weight=1.0, metrics={"loss": float(index)})
+                averager.accumulate([values(index)], weight=index + 1.0, metrics={"loss": 10.0})
+                if index == 2:
+                    averager.accumulate([values(index)], metrics={"accuracy": 0.25})
+                return await averager.step(wait=None, listen=index == 3)
+
+        results = successes(await run_peers(MemoryNetwork(latency=LAN), 4, average))
+        # Of each: (its index + 10 times (its index + 1)) by 2, 3 and 4 samples; the fourth only listens.
+        losses = [10.0 / 2, 21.0 / 3, 32.0 / 4]
+        expected = sum(loss * weight for loss, weight in zip(losses, (2.0, 3.0, 5.0), strict=True)) / 10.0
+        for result in results:
+            assert dict(result.metrics) == dict(results[0].metrics)
+            assert result.metrics["accuracy"] == 0.25
+            assert result.metrics["loss"] == pytest.approx(expected, rel=1e-12)
+            assert set(result.metrics) == {"accuracy", "loss"}
+
+    async def test_without_any_there_are_none(self, autojump_clock: MockClock) -> None:
+        async def average(peer: Peer, index: int) -> p2pavg.RoundResult:
+            return await step_once(peer, index, config(group_size=2), listens=False)
+
+        for result in successes(await run_peers(MemoryNetwork(latency=LAN), 2, average)):
+            assert result.metrics == {}
+
+    async def test_those_of_a_round_that_found_nobody_are_in_the_next(
+        self, autojump_clock: MockClock
+    ) -> None:
+        how = config(group_size=2, match_timeout=2.0)
+
+        async def average(peer: Peer, index: int) -> p2pavg.RoundResult:
+            async with peer.averager(how) as averager:
+                averager.accumulate([values(index)], metrics={"loss": 4.0 * index})
+                if index:
+                    assert isinstance(await averager.step(wait=None), p2pavg.NoPeers)
+                else:
+                    await trio.sleep(3.0)
+                return await averager.step(wait=None)
+
+        for result in successes(await run_peers(MemoryNetwork(latency=LAN), 2, average)):
+            assert result.metrics == {"loss": 2.0}
+
+
+class TestLosses:
+    @pytest.mark.parametrize("victim", [0, 3], ids=["leader", "follower"])
+    @pytest.mark.parametrize("seconds", [0.0, 0.02, 0.08, 0.2])
+    async def test_a_contributor_that_dies_costs_its_own_contribution_only(
+        self, autojump_clock: MockClock, victim: int, seconds: float
+    ) -> None:
+        """Contributors are the first and the last, and listeners the two between them."""
+        network = MemoryNetwork(latency=LAN, bandwidth=1e6)
+        how = config(group_size=4)
+
+        async def average(peer: Peer, index: int) -> p2pavg.RoundResult:
+            return await step_once(
+                peer, index, how, listens=index in (1, 2), elements=50_000, after=0.1 * index
+            )
+
+        plan = FaultPlan([Fault(Crash(victim), After(Milestone.FORMED, seconds=seconds))])
+        results = await run_peers(network, 4, average, plan=plan)
+        assert {1, 2, 3 - victim} <= results.keys()
+        check_one_result(list(results.values()), 50_000)
+        for result in successes(results):
+            assert set(result.listeners) == ids(1, 2)
+
+    @pytest.mark.parametrize("victim", [0, 2], ids=["leader", "follower"])
+    async def test_the_only_contributor_that_dies_leaves_nothing_and_listeners_hear_so(
+        self, autojump_clock: MockClock, victim: int
+    ) -> None:
+        network = MemoryNetwork(latency=LAN, bandwidth=1e6)
+        how = config(group_size=3, exchange_timeout=30.0)
+        took: list[float] = []
+
+        async def average(peer: Peer, index: int) -> p2pavg.RoundResult:
+            began = trio.current_time()
+            result = await step_once(
+                peer, index, how, listens=index != victim, elements=50_000, after=0.1 * index
+            )
+            took.append(trio.current_time() - began)
+            return result
+
+        plan = FaultPlan([Fault(Crash(victim), After(Milestone.FORMED, seconds=0.02))])
+        results = await run_peers(network, 3, average, plan=plan)
+        assert len(results) == 2
+        for result in results.values():
+            assert isinstance(result, p2pavg.Failed)
+            assert "none of the members that are left has a contribution" in result.reason
+            assert f"{simulated_signer(victim).peer_id} was lost" in result.reason
+            assert result.used is False
+        assert max(took) < how.match_timeout + how.exchange_timeout
+
+    async def test_what_one_listener_holds_of_a_dead_contributor_is_passed_on_to_another(
+        self, autojump_clock: MockClock
+    ) -> None:
+        """The second one is far away, and reduces nothing: the first one holds the result long before."""
+        network = MemoryNetwork(latency=LAN, bandwidth=1e6)
+
+        async def average(peer: Peer, index: int) -> p2pavg.RoundResult:
+            how = config(group_size=3, bandwidth=1e-3 if index == 2 else 100.0)
+            return await step_once(peer, index, how, listens=index > 0, elements=50_000, after=0.1 * index)
+
+        plan = FaultPlan(
+            [
+                Fault(Delay(2, latency=(0.2, 0.2)), After(Milestone.FORMED)),
+                Fault(Crash(0), After(Milestone.HOLDING, of=1)),
+            ]
+        )
+        results = successes(await run_peers(network, 3, average, plan=plan))
+        assert len(results) == 2
+        for result in results:
+            assert torch.equal(tensors_of(result)[0], values(0, 50_000))
+            assert set(result.peers) == ids(0)
+            assert set(result.lost) == ids(0)
+
+    async def test_a_listener_that_dies_costs_nobody_anything(self, autojump_clock: MockClock) -> None:
+        network = MemoryNetwork(latency=LAN, bandwidth=1e6)
+        how = config(group_size=3)
+
+        async def average(peer: Peer, index: int) -> p2pavg.RoundResult:
+            return await step_once(peer, index, how, listens=index > 0, elements=50_000, after=0.1 * index)
+
+        plan = FaultPlan([Fault(Crash(2), After(Milestone.FORMED, seconds=0.05))])
+        results = await run_peers(network, 3, average, plan=plan)
+        for result in successes(results):
+            assert torch.equal(tensors_of(result)[0], values(0, 50_000))
+            assert set(result.listeners) == ids(1)
+            assert set(result.lost) == ids(2)
+
+    async def test_the_contributor_keeps_what_it_has_when_nobody_is_left_to_listen(
+        self, autojump_clock: MockClock
+    ) -> None:
+        network = MemoryNetwork(latency=LAN, bandwidth=1e6)
+        how = config(group_size=2)
+
+        async def average(peer: Peer, index: int) -> p2pavg.RoundResult:
+            async with peer.averager(how) as averager:
+                averager.accumulate([values(index, 50_000)])
+                result = await averager.step(wait=None, listen=index == 1)
+                assert averager.weight == 1.0
+                return result
+
+        plan = FaultPlan([Fault(Crash(1), After(Milestone.FORMED, seconds=0.05))])
+        [result] = (await run_peers(network, 2, average, plan=plan)).values()
+        assert isinstance(result, p2pavg.Failed)
+        assert result.used is False
+
+
+@pytest.mark.parametrize("contributors", [1, 2])
+def test_a_contributor_that_is_lost_at_any_part(monkeypatch: pytest.MonkeyPatch, contributors: int) -> None:
+    """Many small parts. The others all end with one result, or, if nobody else contributes, all with none."""
+    monkeypatch.setattr("p2pavg.allreduce.reduction.part_size", lambda _elements, _reducers: 64)
+    how = config(group_size=4, exchange_timeout=10.0)
+    ends: set[type] = set()
+
+    async def main(seed: int) -> None:
+        async def average(peer: Peer, index: int) -> p2pavg.RoundResult:
+            return await step_once(peer, index, how, listens=index >= contributors, after=0.05 * index)
+
+        network = MemoryNetwork(seed=seed, latency=(0.0005, 0.002), bandwidth=2e5)
+        plan = FaultPlan([Fault(Crash(0), After(Milestone.FORMED, of=3, seconds=0.006 * seed))])
+        found = list((await run_peers(network, 4, average, plan=plan)).values())
+        ends.update(type(result) for result in found)
+        if contributors > 1 or isinstance(found[0], p2pavg.Success):
+            check_one_result(found, ELEMENTS)
+        else:
+            assert all(isinstance(result, p2pavg.Failed) for result in found), found
+
+    for seed in range(20):
+        trio.run(main, seed, clock=MockClock(autojump_threshold=0))
+    assert ends == ({p2pavg.Success} if contributors > 1 else {p2pavg.Success, p2pavg.Failed})
+
+
+class TestArguments:
+    @pytest.mark.parametrize(
+        ("name", "value"),
+        [
+            *[("state", value) for value in (b"x" * 33, "7", 7, None, bytearray(b"7"))],
+            *[("group_size", value) for value in (-1, 0, 1, 65, 2.0, "4", True)],
+        ],
+    )
+    async def test_what_is_out_of_range_is_refused_by_name(
+        self, autojump_clock: MockClock, name: str, value: object
+    ) -> None:
+        arguments: dict[str, Any] = {"wait": 0, name: value}
+        async with simulated_peer(MemoryNetwork(latency=LAN), 0) as peer, peer.averager(config()) as averager:
+            averager.accumulate([torch.ones(3)])
+            with pytest.raises(ValueError, match=rf"^{name}\b"):
+                await averager.step(**arguments)
+            assert averager.weight == 1.0
+
+    @pytest.mark.parametrize(
+        "arguments",
+        [{"state": b"x" * 32}, {"group_size": 2}, {"group_size": 64}, {"group_size": None}, {"listen": True}],
+    )
+    async def test_the_ends_of_the_ranges_are_allowed(
+        self, autojump_clock: MockClock, arguments: dict[str, Any]
+    ) -> None:
+        async with simulated_peer(MemoryNetwork(latency=LAN), 0) as peer, peer.averager(config()) as averager:
+            averager.accumulate([torch.ones(3)])
+            assert isinstance(await averager.step(wait=0, **arguments), p2pavg.InProgress)
+            assert averager.weight == (1.0 if "listen" in arguments else 0.0)
+
+    async def test_a_round_that_runs_is_as_it_was_begun(self, autojump_clock: MockClock) -> None:
+        async with simulated_peer(MemoryNetwork(latency=LAN), 0) as peer, peer.averager(config()) as averager:
+            averager.accumulate([torch.ones(3)])
+            await averager.step(wait=0, group_size=3)
+            again = await averager.step(wait=0, listen=True, group_size=2)
+            assert isinstance(again, p2pavg.InProgress)
+            assert again.target_size == 3
+            assert averager.weight == 0.0
+
+    @pytest.mark.parametrize("metrics", [{"loss": float("nan")}, {"loss": "1"}, {"": 1.0}])
+    async def test_metrics_that_cannot_be_averaged_take_nothing_in(
+        self, autojump_clock: MockClock, metrics: dict[str, Any]
+    ) -> None:
+        async with simulated_peer(MemoryNetwork(latency=LAN), 0) as peer, peer.averager(config()) as averager:
+            with pytest.raises(p2pavg.AccumulateError, match="metric"):
+                averager.accumulate([torch.ones(3)], metrics=metrics)
+            assert averager.weight == 0.0
+
+    async def test_a_closed_averager_declares_nothing(self, autojump_clock: MockClock) -> None:
+        async with simulated_peer(MemoryNetwork(latency=LAN), 0) as peer:
+            async with peer.averager(config()) as averager:
+                pass
+            with pytest.raises(p2pavg.ClosedError):
+                averager.declare([torch.ones(3)])

@@ -1,0 +1,147 @@
+"""A record node tells at once what somebody stores with it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import trio
+
+from p2pavg_dht import Contact, Ed25519Signer, Record, RecordNode, sign_record
+from p2pavg_dht.messages import Find, Locate, Located, Store, decode_answer, decode_request, encode
+
+NOW = 1_700_000_000.0
+KEY, OTHER_KEY = b"k" * 32, b"o" * 32
+ME, ALICE, BOB = (Ed25519Signer(bytes([number]) * 32) for number in range(3))
+
+
+class Nobody:
+    """An Rpc that remembers what was asked, and knows of nobody."""
+
+    def __init__(self) -> None:
+        self.asked: list[Any] = []
+
+    async def call(self, contact: Contact, request: bytes) -> bytes:
+        self.asked.append(decode_request(request))
+        await trio.lowlevel.checkpoint()
+        return encode(Located(()))
+
+
+class Watched:
+    """A node, and what it told of."""
+
+    def __init__(self) -> None:
+        self.rpc = Nobody()
+        self.now = NOW
+        self.told: list[tuple[Record, ...]] = []
+        self.node = RecordNode(signer=ME, rpc=self.rpc, addresses=list, wall_clock=lambda: self.now)
+
+    def note(self) -> None:
+        self.told.append(self.node.held(KEY))
+
+    async def ask(self, request: Store | Find | Locate, sender: Ed25519Signer = ALICE) -> Any:
+        return decode_answer(await self.node.handle(sender.peer_id, encode(request)))
+
+    async def store(self, *records: Record) -> None:
+        await self.ask(Store((), records))
+
+
+def record(
+    signer: Ed25519Signer = ALICE,
+    value: bytes = b"v",
+    *,
+    key: bytes = KEY,
+    sequence: int = 1,
+    ttl: float = 60.0,
+) -> Record:
+    return sign_record(signer, key=key, sequence=sequence, expiration_time=NOW + ttl, value=value)
+
+
+async def test_what_is_stored_is_told_and_held_by_then() -> None:
+    watched = Watched()
+    watched.node.watch(KEY, watched.note)
+    await watched.store(record())
+    assert watched.told == [(record(),)]
+    newer, relayed = record(value=b"w", sequence=2), record(BOB)
+    await watched.store(newer)
+    await watched.store(relayed)
+    assert [set(held) for held in watched.told[1:]] == [{newer}, {newer, relayed}]
+
+
+async def test_a_withdrawal_is_told_and_held() -> None:
+    watched = Watched()
+    watched.node.watch(KEY, watched.note)
+    tombstone = record(value=b"", sequence=2)
+    await watched.store(record())
+    await watched.store(tombstone)
+    assert watched.told == [(record(),), (tombstone,)]
+
+
+async def test_a_message_is_told_once_and_only_of_its_keys() -> None:
+    watched = Watched()
+    others: list[None] = []
+    watched.node.watch(KEY, watched.note)
+    watched.node.watch(OTHER_KEY, lambda: others.append(None))
+    await watched.store(record(), record(BOB))
+    assert (len(watched.told), len(others)) == (1, 0)
+    await watched.store(record(key=OTHER_KEY))
+    assert (len(watched.told), len(others)) == (1, 1)
+    await watched.store(record(BOB, key=OTHER_KEY), record(sequence=2))
+    assert (len(watched.told), len(others)) == (2, 2)
+
+
+async def test_only_what_others_store_is_told() -> None:
+    watched = Watched()
+    watched.node.watch(KEY, watched.note)
+    await watched.node.publish(KEY, b"mine", ttl=60.0)
+    await watched.node.withdraw(KEY)
+    await watched.ask(Find((), KEY))
+    await watched.ask(Locate((), KEY))
+    assert watched.told == []
+
+
+async def test_nobody_is_told_any_more() -> None:
+    watched = Watched()
+    watched.node.unwatch(KEY)
+    watched.node.watch(KEY, watched.note)
+    watched.node.unwatch(KEY)
+    watched.node.unwatch(KEY)
+    await watched.store(record())
+    assert watched.told == []
+    assert watched.node.held(KEY) == (record(),)
+
+
+async def test_of_two_that_watch_a_key_the_last_is_told() -> None:
+    watched = Watched()
+    first: list[None] = []
+    watched.node.watch(KEY, lambda: first.append(None))
+    watched.node.watch(KEY, watched.note)
+    await watched.store(record())
+    assert (len(first), len(watched.told)) == (0, 1)
+
+
+async def test_what_is_held_is_live_or_withdrawn_and_asked_of_nobody() -> None:
+    watched = Watched()
+    await watched.node.join([Contact(BOB.peer_id, ("/bob",))])
+    watched.rpc.asked.clear()
+    short, tombstone = record(ttl=5.0), record(BOB, b"")
+    await watched.store(short, tombstone, record(key=OTHER_KEY))
+    assert set(watched.node.held(KEY)) == {short, tombstone}
+    watched.now += 5.0
+    assert watched.node.held(KEY) == (tombstone,)
+    assert watched.rpc.asked == []
+
+
+async def test_what_one_says_oneself_is_held_too() -> None:
+    watched = Watched()
+    await watched.node.publish(KEY, b"mine", ttl=60.0)
+    assert [(each.publisher, each.value) for each in watched.node.held(KEY)] == [(ME.peer_id, b"mine")]
+
+
+@pytest.mark.parametrize("key", [b"", b"short", bytes(33), "k" * 32])
+def test_keys_have_32_bytes(key: Any) -> None:
+    watched = Watched()
+    with pytest.raises(ValueError, match="a key is 32 bytes"):
+        watched.node.watch(key, watched.note)
+    with pytest.raises(ValueError, match="a key is 32 bytes"):
+        watched.node.held(key)

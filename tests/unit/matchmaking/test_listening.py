@@ -1,0 +1,242 @@
+"""The rules for peers of different states, and for groups of which not everybody contributes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from p2pavg.matchmaking.messages import Accept, Ask, Declined, Joined, Message, Nudge, Propose, Refuse
+from p2pavg.matchmaking.roster import Candidate, Roster
+from p2pavg.matchmaking.rules import Actions, Matchmaking, Open, Phase, Send
+from p2pavg.participation import Capable, Participation, RandomFraction
+from tests.unit.matchmaking.bus import EPOCH, MATCH_TIMEOUT, Attempt, Bus, candidate, settings
+
+
+def ready(bus: Bus, index: int, **how: Any) -> Attempt:
+    """One more peer, which sees those that were ready before it."""
+    bus.advance(0.01)
+    attempt = bus.announce(index, **how)
+    bus.discover(attempt)
+    bus.settle()
+    return attempt
+
+
+def matchmaking(
+    me: Candidate, *known: Candidate, target: int = 4, rule: Participation | None = None
+) -> Matchmaking:
+    rules = Matchmaking(me, settings(target, rule=rule), EPOCH)
+    rules.discovered(known, EPOCH)
+    return rules
+
+
+def said(actions: Actions) -> list[Message]:
+    return [action.message for action in actions if isinstance(action, Send)]
+
+
+def opened(actions: Actions) -> list[tuple[type[Message], str]]:
+    return [(type(a.message), a.candidate.peer_id) for a in actions if isinstance(a, Open)]
+
+
+class TestStates:
+    def test_another_state_is_declined(self) -> None:
+        rules = matchmaking(candidate(0, EPOCH + 1, state=b"7"))
+        for state in (b"8", b"", b"7\0"):
+            [answer] = said(rules.asked(candidate(1, EPOCH + 2, state=state), EPOCH))
+            assert isinstance(answer, Declined)
+            assert "another state" in answer.reason
+        assert not rules.followers
+        assert Joined(rules.me) in said(rules.asked(candidate(1, EPOCH + 2, state=b"7"), EPOCH))
+
+    def test_an_earlier_candidate_of_another_state_is_not_asked(self) -> None:
+        rules = Matchmaking(candidate(1, EPOCH + 2, state=b"7"), settings(), EPOCH)
+        same = candidate(2, EPOCH + 1.5, state=b"7")
+        other = candidate(0, EPOCH + 1, state=b"8")
+        assert opened(rules.discovered([other], EPOCH)) == []
+        assert rules.phase is Phase.LEADING
+        assert opened(rules.discovered([same], EPOCH)) == [(Ask, same.peer_id)]
+
+    def test_a_later_candidate_of_another_state_is_not_nudged(self) -> None:
+        rules = Matchmaking(candidate(1, EPOCH + 2, state=b"7"), settings(), EPOCH)
+        other, same = candidate(0, EPOCH + 9, state=b"8"), candidate(2, EPOCH + 9, state=b"7")
+        assert opened(rules.discovered([other, same], EPOCH)) == [(Nudge, same.peer_id)]
+
+    def test_a_candidate_of_another_state_is_not_ready(self) -> None:
+        rules = matchmaking(candidate(1, EPOCH + 2, state=b"7"), candidate(0, EPOCH + 1, state=b"8"))
+        assert rules.ready_peers == 1
+        rules.discovered([candidate(2, EPOCH + 9, state=b"7")], EPOCH)
+        assert rules.ready_peers == 2
+
+    def test_an_asked_peer_that_is_in_an_attempt_of_another_state_is_left(self) -> None:
+        known, newer = candidate(0, EPOCH + 1, state=b"7"), candidate(0, EPOCH + 3, state=b"8")
+        rules = matchmaking(candidate(1, EPOCH + 9, state=b"7"), known)
+        rules.told_by_leader(known.peer_id, Joined(newer), EPOCH)
+        assert rules.phase is Phase.LEADING
+
+    def test_two_states_form_two_groups(self) -> None:
+        bus = Bus()
+        attempts = [ready(bus, index, target=2, state=b"%d" % (index % 2)) for index in range(4)]
+        groups = [attempt.formed for attempt in attempts]
+        assert groups[0] is not None
+        assert groups[1] is not None
+        assert groups[:2] == groups[2:]
+        assert groups[0] != groups[1]
+
+    def test_alone_in_its_state_it_is_alone(self) -> None:
+        bus = Bus()
+        one, other = ready(bus, 0, state=b"7"), ready(bus, 1, state=b"8")
+        bus.run(MATCH_TIMEOUT)
+        assert one.gave_up is not None
+        assert other.gave_up is not None
+
+    @pytest.mark.parametrize("state", [b"", b"7", b"\xff" * 32])
+    def test_an_auxiliary_helps_with_any_state(self, state: bytes) -> None:
+        bus = Bus()
+        helper = bus.announce(9, auxiliary=True, target=2)
+        attempts = [ready(bus, index, target=2, state=state) for index in range(2)]
+        assert helper.formed is not None
+        assert [member.auxiliary for member in helper.formed.members] == [False, False, True]
+        assert all(attempt.formed == helper.formed for attempt in attempts)
+
+
+class TestListeners:
+    def test_who_has_no_weight_listens_and_is_counted(self) -> None:
+        bus = Bus()
+        attempts = [ready(bus, index, target=3, weight=float(index == 1)) for index in range(3)]
+        for attempt in attempts:
+            assert attempt.formed is not None
+            assert [member.peer_id for member in attempt.formed.contributors] == [attempts[1].me.peer_id]
+            assert attempt.formed.listeners == {attempts[0].me.peer_id, attempts[2].me.peer_id}
+        assert len({attempt.formed.group_id for attempt in attempts if attempt.formed}) == 1
+
+    def test_the_rule_says_who_else_listens(self) -> None:
+        bus = Bus()
+        rule = Capable(tags=("gpu",))
+        tags: list[tuple[str, ...]] = [("gpu",), (), ("fp16", "gpu")]
+        attempts = [ready(bus, index, target=3, tags=tags[index], rule=rule) for index in range(3)]
+        assert all(attempt.formed == attempts[0].formed for attempt in attempts)
+        assert attempts[0].formed is not None
+        assert attempts[0].formed.listeners == {attempts[1].me.peer_id}
+
+    def test_an_auxiliary_takes_the_leaders_word_for_it(self) -> None:
+        """It knows the rule of the peers by its text only."""
+        bus = Bus()
+        helper = bus.announce(9, auxiliary=True, target=2)
+        rule = RandomFraction(0.5)
+        attempts = [ready(bus, index, target=2, rule=rule) for index in range(2)]
+        assert helper.formed is not None
+        assert len(helper.formed.listeners) == 1
+        assert all(attempt.formed == helper.formed for attempt in attempts)
+
+    @pytest.mark.parametrize(
+        ("rule", "weights", "listening"),
+        [
+            (None, (1.0, 1.0, 1.0), {1}),
+            (None, (1.0, 1.0, 0.0), {1, 2}),
+            (Capable(tags=("gpu",)), (1.0, 1.0, 1.0), set()),
+            (Capable(tags=("gpu",)), (1.0, 1.0, 1.0), {0, 1}),
+            (Capable(), (1.0, 1.0, 1.0), {2}),
+        ],
+        ids=str,
+    )
+    def test_a_roster_whose_listeners_do_not_follow_from_the_rule_is_refused(
+        self, rule: Participation | None, weights: tuple[float, ...], listening: set[int]
+    ) -> None:
+        """No leader can have a member's work wasted, or count what nobody chose."""
+        tags = [("gpu",), ("gpu",), ()]
+        members = tuple(
+            candidate(index, EPOCH + 1 + index, weight=weights[index], tags=tags[index]) for index in range(3)
+        )
+        leader, me = members[0], members[1]
+        rules = matchmaking(me, leader, rule=rule)
+        rules.told_by_leader(leader.peer_id, Joined(leader), EPOCH)
+        chosen = frozenset(members[index].peer_id for index in listening)
+        roster = Roster(members=members, shares=settings().cut_shares(members), proposal=1, listeners=chosen)
+        [refusal] = said(rules.told_by_leader(leader.peer_id, Propose(roster), EPOCH))
+        assert isinstance(refusal, Refuse)
+        assert "listeners do not follow" in refusal.reason
+        assert rules.phase is Phase.LEADING
+
+    def test_a_roster_whose_listeners_follow_from_the_rule_is_accepted(self) -> None:
+        tags = [("gpu",), ("gpu",), ()]
+        members = tuple(candidate(index, EPOCH + 1 + index, tags=tags[index]) for index in range(3))
+        rules = matchmaking(members[1], members[0], rule=Capable(tags=("gpu",)))
+        rules.told_by_leader(members[0].peer_id, Joined(members[0]), EPOCH)
+        chosen = frozenset({members[2].peer_id})
+        roster = Roster(members=members, shares=settings().cut_shares(members), proposal=1, listeners=chosen)
+        answers = said(rules.told_by_leader(members[0].peer_id, Propose(roster), EPOCH))
+        assert answers == [Accept(roster.group_id)]
+
+
+class TestNobodyContributes:
+    def test_a_complete_group_of_listeners_waits_for_a_contributor(self) -> None:
+        bus = Bus()
+        attempts = [ready(bus, index, target=3, weight=0.0) for index in range(2)]
+        last = ready(bus, 2, target=3, weight=0.0)
+        assert all(attempt.active for attempt in [*attempts, last])
+        assert attempts[0].rules.holders == 3
+        assert attempts[0].rules.roster is None
+
+    def test_its_report_says_why_and_a_contributor_completes_it(self) -> None:
+        bus = Bus()
+        attempts = [ready(bus, index, weight=0.0) for index in range(3)]
+        bus.run(MATCH_TIMEOUT)
+        assert all(attempt.active for attempt in attempts)
+        [(_, report)] = attempts[0].reports
+        assert report.reason == "3 joined, and none of them has anything to contribute"
+        assert report.ready_peers == 3
+        attempts.append(ready(bus, 3))
+        assert all(attempt.formed == attempts[0].formed for attempt in attempts)
+        assert attempts[0].formed is not None
+        assert attempts[0].formed.contributors == (attempts[3].me,)
+
+    def test_a_contributor_that_joins_after_the_deadline_is_waited_for_no_longer(self) -> None:
+        """The group is not full, and its deadline is over: it goes on the next time that it is due."""
+        bus = Bus()
+        attempts = [ready(bus, index, weight=0.0) for index in range(2)]
+        bus.run(MATCH_TIMEOUT + 1.0)
+        attempts.append(ready(bus, 2))
+        bus.run(MATCH_TIMEOUT)
+        assert all(attempt.formed for attempt in attempts)
+
+    def test_nobody_is_able_by_the_rule(self) -> None:
+        bus = Bus()
+        rule = Capable(tags=("gpu",))
+        attempts = [ready(bus, index, target=2, rule=rule) for index in range(2)]
+        bus.run(MATCH_TIMEOUT)
+        assert [report.reason for _, report in attempts[0].reports] == [
+            "2 joined, and none of them has anything to contribute"
+        ]
+
+    def test_a_full_group_of_listeners_has_room_for_a_contributor(self) -> None:
+        bus = Bus()
+        attempts = [ready(bus, index, target=2, weight=0.0) for index in range(2)]
+        attempts.append(ready(bus, 2, target=2))
+        assert all(attempt.formed for attempt in attempts), "at once"
+
+    def test_who_could_not_contribute_either_finds_no_room(self) -> None:
+        """However much it says that it has: a group that grew without end could not be proposed."""
+        bus = Bus()
+        rule = Capable(tags=("gpu",))
+        leader, *_ = [ready(bus, index, target=2, rule=rule) for index in range(6)]
+        assert leader.rules.holders == 2
+
+    def test_a_leader_whose_only_contributor_leaves_while_it_proposes_gathers_again(self) -> None:
+        leader, listener = (candidate(index, EPOCH + 1 + index, weight=0.0) for index in range(2))
+        only = candidate(2, EPOCH + 3)
+        rules = matchmaking(leader, target=3)
+        rules.asked(listener, EPOCH)
+        assert any(isinstance(message, Propose) for message in said(rules.asked(only, EPOCH)))
+        rules.lost(only.peer_id, "gone", EPOCH + 1)
+        assert rules.phase is Phase.LEADING
+        assert rules.roster is None
+
+
+class TestTarget:
+    def test_it_counts_for_the_attempt_whose_it_is(self) -> None:
+        """The leader's counts: it has two, and does not wait for the four that the other would."""
+        bus = Bus()
+        first, second = ready(bus, 0, target=2), ready(bus, 1, target=4)
+        assert first.formed is not None
+        assert first.formed == second.formed
+        assert bus.now < EPOCH + 1

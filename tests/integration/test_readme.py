@@ -9,6 +9,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
+
+import p2pavg
+from p2pavg.blocking import open_averager
+from p2pavg.optim import StepReport
+
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
@@ -20,9 +26,10 @@ train([(torch.randn(8, 32), torch.randn(8, 1)) for _ in range(3)], bootstrap=sys
 """
 
 
-def snippet() -> str:
-    [code] = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
-    return str(code)
+def snippet(position: int = 0) -> str:
+    codes = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+    assert len(codes) == 2
+    return str(codes[position])
 
 
 @contextmanager
@@ -50,8 +57,27 @@ def test_four_processes_average_by_the_readmes_code(tmp_path: Path) -> None:
         assert lines.count("averaged with 4 peers") == 3, printed
 
 
+def test_the_readmes_optimizers_train() -> None:
+    model = torch.nn.Linear(4, 1)
+    inputs = torch.randn(8, 4)
+    loss = model(inputs).square().mean()
+    torch.autograd.backward(loss)
+    before = model.weight.detach().clone()
+    with open_averager(p2pavg.AveragingConfig(run_id="readme"), listen=["/ip4/127.0.0.1/tcp/0"]) as averager:
+        names = {"torch": torch, "model": model, "averager": averager, "inputs": inputs, "loss": loss}
+        exec(snippet(1), names)
+    assert isinstance(names["report"], StepReport)
+    assert not torch.equal(model.weight, before), "the inner optimizer took a step"
+
+
 def test_every_file_that_the_documents_name_is_there() -> None:
-    for document in ("README.md", "CONTRIBUTING.md", "docs/architecture.md", "tests/README.md"):
+    for document in (
+        "README.md",
+        "CONTRIBUTING.md",
+        "docs/architecture.md",
+        "docs/training.md",
+        "tests/README.md",
+    ):
         text = (ROOT / document).read_text(encoding="utf-8")
         for name in re.findall(r"`((?:scripts|docs|tests|p2pavg|dht|compression)/[\w/.]*\w)`", text):
             assert (ROOT / name).exists(), f"{document} names {name}"

@@ -1,0 +1,238 @@
+"""Large-batch training: peers accumulate gradients together, and take one optimizer step for all of them."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from p2pavg.blocking import Averager
+from p2pavg.optim.lineage import Lineage
+from p2pavg.optim.progress import Average
+from p2pavg.optim.report import SPEED, StepReport, report_of
+from p2pavg.optim.shards import Ranks, local_of, spread_like, whole_of
+from p2pavg.optim.state import check_holds, checked_amount, checked_count, lineage_of, pack_lineage
+from p2pavg.optim.together import Together
+from p2pavg.result import Failed, RoundResult, Success
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+logger = logging.getLogger(__name__)
+
+
+class AveragedOptimizer:
+    """Steps a torch optimizer with gradients that are averaged over the peers of a run.
+
+    Every peer computes batches of its own and calls :meth:`step` after each backward pass. When the peers together
+    have computed ``target_batch_size`` samples, their gradients are averaged, weighted by samples, and each takes the
+    same step: the parameters of all peers stay identical to the last bit (on machines of one kind, see
+    :mod:`p2pavg.optim.lineage`). A round that fails costs nothing: what was accumulated still is, and counts.
+
+    All peers of a run begin with the same parameters, optimizer and schedule. One whose parameters differ from most
+    peers', because it began with others or missed a round, cannot follow: :attr:`StepReport.behind` says so, until it
+    loads a state that another peer saved. The algorithm is synchronous data parallel training with a batch of a fixed
+    size, whoever computes it, as in Ryabinin et al. 2021 ("Distributed Deep Learning in Open Collaborations").
+
+    Args:
+        inner: any torch optimizer; its parameters' gradients are what is averaged.
+        averager: of a run that averages nothing else. Rounds are among all peers with the same parameters, whatever
+            its ``group_size``, 64 at most; one that does not come is waited for until ``match_timeout``.
+        target_batch_size: samples of all peers together that make an update.
+        scheduler: of ``inner``; stepped once an update.
+        max_grad_norm: the averaged gradient is clipped to this L2 norm, if given.
+        max_samples_per_peer: samples after which this peer computes no more until the update, if given: where the
+            peers' limits add up to the target, every update is of the same samples.
+        overlap: average in the background while the next batches are computed. The update comes up to an update late:
+            those batches' gradients are of the parameters before it.
+        peers_to_start: peers without which this peer takes no first update; ``config.min_group_size`` if not given.
+            Two peers that have started before the others would else go ahead of them.
+        patience: seconds that a call waits at most, for peers or for a round.
+        process_group: of ``torch.distributed``, where this peer is several ranks that hold shards of the parameters
+            (FSDP): each rank has an averager with its :func:`shard_config`, and all of them update, or none.
+        on_update: called after every update, with its report.
+
+    Raises:
+        ValueError: an argument is out of range; the message names it.
+    """
+
+    def __init__(
+        self,
+        inner: Optimizer,
+        averager: Averager,
+        *,
+        target_batch_size: float,
+        scheduler: LRScheduler | None = None,
+        max_grad_norm: float | None = None,
+        max_samples_per_peer: float | None = None,
+        overlap: bool = False,
+        peers_to_start: int | None = None,
+        patience: float = 600.0,
+        process_group: dist.ProcessGroup | None = None,
+        on_update: Callable[[StepReport], None] | None = None,
+    ) -> None:
+        self.inner = inner
+        self.scheduler = scheduler
+        self._parameters = [p for group in inner.param_groups for p in group["params"] if p.requires_grad]
+        if not self._parameters:
+            raise ValueError("inner has no parameters that require a gradient")
+        self._max_grad_norm = (
+            math.inf if max_grad_norm is None else checked_amount("max_grad_norm", max_grad_norm)
+        )
+        self._limit = (
+            math.inf
+            if max_samples_per_peer is None
+            else checked_amount("max_samples_per_peer", max_samples_per_peer)
+        )
+        if overlap and process_group is not None:
+            raise ValueError("overlap cannot be used with a process_group")
+        self._overlap = overlap
+        self._ranks = Ranks(process_group)
+        self._on_update = on_update
+        self._averager = averager
+        self._together = Together(
+            averager,
+            [local_of(parameter) for parameter in self._parameters],
+            target=checked_amount("target_batch_size", target_batch_size),
+            peers_to_start=averager.config.min_group_size
+            if peers_to_start is None
+            else checked_count("peers_to_start", peers_to_start),
+            patience=checked_amount("patience", patience),
+        )
+        first = self._ranks.as_one(self.lineage.state.hex())
+        if first != self.lineage.state.hex():
+            self._together.is_at(Lineage(0, bytes.fromhex(first)))
+        averager.declare(self._gradients())
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Those of ``inner``."""
+        return self.inner.param_groups
+
+    @property
+    def _running(self) -> bool:
+        """Whether there is a round of which this peer has not seen the end, also after Ctrl-C."""
+        return self._averager.round_state is not None
+
+    @property
+    def lineage(self) -> Lineage:
+        """Which parameters this peer has."""
+        return self._together.lineage
+
+    @property
+    def epoch(self) -> int:
+        """Updates that the parameters have taken."""
+        return self._together.lineage.epoch
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As of every torch optimizer: before each backward pass."""
+        self.inner.zero_grad(set_to_none=set_to_none)
+
+    def step(self, *, samples: float, metrics: Mapping[str, float] = MappingProxyType({})) -> StepReport:
+        """Accumulate the gradients of one batch, and update when it is time.
+
+        Args:
+            samples: of the batch, of whose losses the gradients are the mean.
+            metrics: what was measured on it, e.g. ``{"loss": loss.item()}``.
+
+        Returns:
+            How far peer and run are. With ``updated`` the parameters have changed.
+
+        Raises:
+            p2pavg.AccumulateError: a gradient is not finite, or ``samples`` no number above 0; nothing is accumulated.
+            p2pavg.ClosedError: the averager is closed.
+        """
+        gradients = self._gradients()
+        self._ranks.check_finite(gradients)
+        self._averager.accumulate(
+            gradients,
+            weight=samples,
+            metrics={**metrics, SPEED: self._together.samples_per_second},
+        )
+        self._together.computed(samples)
+        before = self._collect() if self._running else None
+        if before is not None and self._running:
+            return before  # what was accumulated belongs to the next round
+        self._together.say(self._averager.weight, waiting=self._averager.weight >= self._limit)
+        decision = self._ranks.as_the_first(self._together.decide_when_all_are_ready)
+        report = self._average(decision.peers) if isinstance(decision, Average) else self._report()
+        return report if before is None or report.updated else before
+
+    def _gradients(self) -> list[torch.Tensor]:
+        return [local_of(torch.zeros_like(p) if p.grad is None else p.grad) for p in self._parameters]
+
+    def _average(self, peers: int) -> StepReport:
+        if self._overlap:
+            self._together.begin_round(peers)
+            return self._collect()
+        return self._take(self._together.average(peers))
+
+    def _collect(self) -> StepReport:
+        """Of the round that runs: waited for when this peer is not to compute any more before it has ended."""
+        must_wait = not self._overlap or self._averager.weight >= self._limit
+        return self._take(self._together.average(2) if must_wait else self._together.look())
+
+    def _take(self, result: RoundResult) -> StepReport:
+        everywhere = self._ranks.all_agree(isinstance(result, Success))
+        if not isinstance(result, Success):
+            return self._report(result)
+        if not everywhere:
+            return self._report(Failed(reason="another rank of this peer has no result", used=True))
+        norm = self._update(result)
+        self._together.took(replace(result, group_id=self._ranks.as_one(result.group_id)))
+        self._together.say(self._averager.weight, waiting=False)
+        report = self._report(result, norm)
+        if self._on_update is not None:
+            self._on_update(report)
+        return report
+
+    def _update(self, success: Success) -> float:
+        """Take the averaged gradient; its L2 norm."""
+        assert isinstance(success.averaged, list)
+        for parameter, gradient in zip(self._parameters, success.averaged, strict=True):
+            parameter.grad = spread_like(parameter, gradient)
+        norm = torch.nn.utils.clip_grad_norm_(self._parameters, self._max_grad_norm)
+        self.inner.step()
+        if self.scheduler is not None:
+            self.scheduler.step()
+        self.zero_grad()
+        return whole_of(norm)
+
+    def _report(self, result: RoundResult | None = None, norm: float | None = None) -> StepReport:
+        return report_of(self._together, result, norm, self._ranks.as_the_first(self._together.left_behind))
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that another peer needs beside the model's state to go on from here: of ``inner``, the schedule, the run.
+
+        Not while a round of ``overlap`` runs that this peer may still take: what is saved then is from before it.
+        """
+        return {
+            "inner": self.inner.state_dict(),
+            "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
+            "lineage": pack_lineage(self.lineage),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state that this peer or another one saved; load the model's beside it.
+
+        What was accumulated is forgotten: it is of other parameters.
+
+        Raises:
+            ValueError: not such a state.
+        """
+        lineage = lineage_of(state)
+        check_holds(state, "inner")
+        if (state.get("scheduler") is None) != (self.scheduler is None):
+            raise ValueError("state: saved with a scheduler and loaded without one, or the other way round")
+        self.inner.load_state_dict(state["inner"])
+        if self.scheduler is not None:
+            self.scheduler.load_state_dict(state["scheduler"])
+        self._averager.clear()
+        self._together.is_at(lineage)

@@ -1,0 +1,271 @@
+"""Across peers what DistributedDataParallel does within one: a peer is several processes under ``torch.distributed``.
+
+Within a peer its ranks reduce each bucket of gradients as always; across peers this library averages the same bucket,
+while backward goes on with the next. Rank 0 of each peer talks to the other peers. Not imported by :mod:`p2pavg.optim`:
+it needs a torch that was built with ``torch.distributed``.
+"""
+
+# Without `from __future__ import annotations`: DDP compares the hook's annotations with the types themselves.
+import hashlib
+import logging
+import math
+import queue
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import GradBucket
+
+from p2pavg.blocking import Averager
+from p2pavg.errors import AccumulateError, ClosedError
+from p2pavg.net.wire import pack
+from p2pavg.optim.lineage import Lineage
+from p2pavg.optim.progress import Average
+from p2pavg.optim.state import checked_amount, checked_count
+from p2pavg.optim.together import Together
+from p2pavg.result import Failed, InProgress, NoPeers, Success
+
+logger = logging.getLogger(__name__)
+
+CLOSE_SECONDS = 10.0
+_FAILED, _OK, _ENDED = 0, 1, 2
+_STATE_DOMAIN = "p2pavg/ddp/1"
+
+
+@dataclass(slots=True)
+class _Bucket:
+    """One bucket of one backward pass, on its way."""
+
+    index: int
+    is_last: bool
+    values: torch.Tensor
+    reduced: torch.futures.Future[list[torch.Tensor]]
+    result: torch.futures.Future[torch.Tensor]
+
+
+class _Speaker:
+    """The part of rank 0: rounds with the other peers, one a bucket, in the buckets' order."""
+
+    def __init__(self, averager: Averager, together: Together, weight: float, stack: ExitStack) -> None:
+        self.together = together
+        self._averager = averager
+        self._weight = weight
+        self._stack = stack
+        self._averagers: dict[tuple[int, int], Averager] = {}
+        self._groups: list[str] = []
+        self._peers: int | None = None  # of this backward pass, once it has begun
+        self._failed = ""
+        self._last: Success | None = None
+
+    def average(self, index: int, values: torch.Tensor) -> None:
+        """Put the peers' mean in the place of this peer's values, in place; what they are if that fails."""
+        if self._peers is None:
+            self._begin()
+        if self._failed or self._peers == 1:
+            return
+        averager = self._averager_of(index, values)
+        averager.clear()
+        try:
+            averager.accumulate([values], weight=self._weight)
+        except AccumulateError as error:  # an overflow of mixed precision, for one
+            self._failed = f"bucket {index}: {error}"
+            return
+        result = self._round(averager)
+        if not isinstance(result, Success):
+            self._failed = f"bucket {index}: {result.reason}"
+            return
+        assert isinstance(result.averaged, list)
+        values.copy_(result.averaged[0])
+        self._groups.append(result.group_id)
+        self._last = result
+
+    def end(self) -> bool:
+        """The backward pass is over: whether every bucket is the peers' mean, or this peer is alone."""
+        ok, alone = not self._failed, self._peers == 1
+        if alone:
+            self.together.took_alone()
+        elif ok:
+            assert self._last is not None
+            self.together.took(replace(self._last, group_id=self._state().hex()))
+        else:
+            logger.warning("the gradients of this step were not averaged: %s", self._failed)
+        self._groups, self._peers, self._failed = [], None, ""
+        self.together.say(0.0, waiting=False)
+        return ok
+
+    def _begin(self) -> None:
+        self.together.computed(self._weight)
+        self.together.say(self._weight, waiting=True)
+        decision = self.together.decide_when_all_are_ready()
+        self._peers = decision.peers if isinstance(decision, Average) else 0
+        if not isinstance(decision, Average):
+            self._failed = decision.reason
+
+    def _state(self) -> bytes:
+        """Peers of which one has another result of an earlier bucket do not meet for the later ones."""
+        lineage = self.together.lineage
+        return hashlib.sha256(pack(_STATE_DOMAIN, lineage.state, tuple(self._groups))).digest()
+
+    def _round(self, averager: Averager) -> Success | InProgress | NoPeers | Failed:
+        assert self._peers is not None
+        return self.together.average(self._peers, averager, self._state())
+
+    def _averager_of(self, index: int, values: torch.Tensor) -> Averager:
+        key = (index, values.numel())  # DDP cuts its buckets anew after the first pass
+        if key not in self._averagers:
+            run_id = f"{self._averager.config.run_id}/bucket {index} of {values.numel()}"
+            config = replace(self._averager.config, run_id=run_id)
+            self._averagers[key] = self._stack.enter_context(self._averager.sibling(config))
+        return self._averagers[key]
+
+
+class PeerGradients:
+    """The state of :func:`ddp_comm_hook`, of one rank. Made by :func:`peer_gradients`."""
+
+    def __init__(self, speaker: _Speaker | None) -> None:
+        self._speaker = speaker
+        self._size = dist.get_world_size()
+        # What a thread says to the other ranks must not come between the backward pass' own collectives.
+        self._beside = dist.new_group()
+        self._queue: queue.SimpleQueue[_Bucket | None] = queue.SimpleQueue()
+        self._passes: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="p2pavg-ddp", daemon=True)
+        self._thread.start()
+
+    @property
+    def lineage(self) -> Lineage | None:
+        """Which parameters this peer has; of rank 0."""
+        return None if self._speaker is None else self._speaker.together.lineage
+
+    def take(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Reduce a bucket within the peer and average it across peers: the future of its values, in the same memory."""
+        values = bucket.buffer().div_(self._size)
+        devices: list[int | str | torch.device] | None = [values.device] if values.is_cuda else None
+        result: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
+        work = dist.all_reduce(values, async_op=True)
+        assert work is not None
+        self._queue.put(_Bucket(bucket.index(), bucket.is_last(), values, work.get_future(), result))
+        return result
+
+    def arrived(self) -> bool:
+        """After a backward pass, on every rank: whether its gradients are the peers' mean.
+
+        If not, a peer was lost on the way, or this one is left behind: leave the optimizer's step out, and go on with
+        the next batch. A peer that is alone in its run goes on with its own gradients.
+
+        Raises:
+            p2pavg.ClosedError: the averager is closed, or whatever else ended the averaging.
+        """
+        arrived = self._passes.get()
+        if self._error is not None:
+            raise self._error
+        return arrived
+
+    def close(self) -> None:
+        """End the thread. What is on its way is awaited, for 10 s at most."""
+        self._queue.put(None)
+        self._thread.join(CLOSE_SECONDS)
+        if self._thread.is_alive():
+            logger.warning("a backward pass is still on its way %g s after it was to end", CLOSE_SECONDS)
+
+    # ------------------------------------------------------------------ in the thread
+
+    def _run(self) -> None:
+        while (bucket := self._queue.get()) is not None:
+            try:
+                self._average(bucket)
+            except BaseException as error:  # noqa: BLE001 - it is raised again where somebody waits for it
+                # Backward gets what there is, so that it ends; that it counts for nothing is what `arrived` says.
+                self._error = error
+                if not bucket.result.done():
+                    bucket.result.set_result(bucket.values)
+                if bucket.is_last:
+                    self._passes.put(False)
+
+    def _average(self, bucket: _Bucket) -> None:
+        """Also after an error: the ranks of a peer take part in each other's collectives until all know of it."""
+        bucket.reduced.wait()
+        if self._speaker is not None and self._error is None:
+            try:
+                self._speaker.average(bucket.index, bucket.values)
+            except BaseException as error:  # noqa: BLE001 - as above
+                self._error = error
+        dist.broadcast(bucket.values, src=0, group=self._beside)
+        bucket.result.set_result(bucket.values)
+        if bucket.is_last:
+            ok = self._error is None and self._speaker is not None and self._speaker.end()
+            said = torch.tensor(
+                [_OK if ok else _ENDED if self._error else _FAILED], device=bucket.values.device
+            )
+            dist.broadcast(said, src=0, group=self._beside)
+            if said.item() == _ENDED and self._error is None:
+                self._error = ClosedError("rank 0 of this peer averages no more")
+            self._passes.put(said.item() == _OK)
+
+
+@contextmanager
+def peer_gradients(
+    averager: Averager | None,
+    parameters: Iterable[torch.Tensor],
+    *,
+    weight: float | None = None,
+    peers_to_start: int | None = None,
+    patience: float = 600.0,
+) -> Iterator[PeerGradients]:
+    """For as long as the block runs, the state of :func:`ddp_comm_hook`; on all ranks of a peer at once.
+
+    ::
+
+        model = DistributedDataParallel(network)
+        with peer_gradients(averager if rank == 0 else None, network.parameters()) as gradients:
+            model.register_comm_hook(gradients, ddp_comm_hook)
+            ...
+            loss.backward()
+            if gradients.arrived():
+                optimizer.step()
+
+    Args:
+        averager: on rank 0, of a run that averages nothing else; ``None`` on the other ranks.
+        parameters: of the model, as they are at the start: peers with other ones never meet
+            (:func:`p2pavg.optim.sync_parameters` makes them the same).
+        weight: how much this peer's gradients count among the peers'; its number of ranks if not given, so that all
+            ranks of all peers count alike.
+        peers_to_start: peers without which there is no first round; ``config.min_group_size`` if not given.
+        patience: seconds that a backward pass waits at most, for peers or for a round.
+
+    Raises:
+        ValueError: an argument is out of range, or ``averager`` is missing on rank 0 or given elsewhere.
+    """
+    if (averager is None) == (dist.get_rank() == 0):
+        raise ValueError("averager must be given on rank 0 of the peer, and there alone")
+    with ExitStack() as stack:
+        speaker = None
+        if averager is not None:
+            together = Together(
+                averager,
+                list(parameters),
+                target=math.inf,
+                peers_to_start=averager.config.min_group_size
+                if peers_to_start is None
+                else checked_count("peers_to_start", peers_to_start),
+                patience=checked_amount("patience", patience),
+            )
+            counts = float(dist.get_world_size()) if weight is None else checked_amount("weight", weight)
+            speaker = _Speaker(averager, together, counts, stack)
+        gradients = PeerGradients(speaker)
+        try:
+            yield gradients
+        finally:
+            gradients.close()
+
+
+def ddp_comm_hook(state: PeerGradients, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """For ``DistributedDataParallel.register_comm_hook``, with the state of :func:`peer_gradients`.
+
+    With ``no_sync()`` nothing is averaged, as always, and the gradients that accumulated are with the next pass.
+    """
+    return state.take(bucket)

@@ -1,0 +1,126 @@
+"""What a training loop may do with its reports: a line in the terminal, curves for TensorBoard."""
+
+from __future__ import annotations
+
+import math
+import os
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from p2pavg.optim.report import StepReport
+from p2pavg.result import Success
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+class RunProgress:
+    """A line that shows how far the run is: epoch, loss, samples of the target, peers, samples per second.
+
+    Use it in a ``with`` block, and call :meth:`show` with every report::
+
+        with RunProgress(target=4096) as progress:
+            for inputs, targets in batches:
+                ...
+                progress.show(optimizer.step(samples=len(inputs), metrics={"loss": loss.item()}))
+
+    Args:
+        target: samples of all peers together that make an update, if there is such a number; finite and above 0. With
+            :class:`~p2pavg.optim.LocalUpdates`, peers * steps * samples of a batch.
+        metric: what is shown of :attr:`StepReport.metrics`: its mean over the peers of the last update.
+        console: where to draw; standard output if not given. Where that is no terminal, only the last state is drawn.
+
+    Raises:
+        ValueError: ``target`` is out of range.
+    """
+
+    def __init__(
+        self, *, target: float | None = None, metric: str = "loss", console: Console | None = None
+    ) -> None:
+        if target is not None and not 0 < target < math.inf:
+            raise ValueError(f"target must be a number of samples above 0, got {target!r}")
+        # A loop that shows nothing need not wait for these.
+        from rich.progress import BarColumn, Progress, TextColumn
+
+        self._target = target
+        self._metric = metric
+        self._value: float | None = None
+        text, rest = TextColumn("{task.description}"), TextColumn("{task.fields[rest]}")
+        columns = (text, rest) if target is None else (text, BarColumn(bar_width=20), rest)
+        self._progress = Progress(*columns, console=console)
+        self._task = self._progress.add_task("waiting for the first batch", total=target, rest="")
+
+    def __enter__(self) -> RunProgress:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+
+    def show(self, report: StepReport) -> None:
+        """How far peer and run are now."""
+        self._value = report.metrics.get(self._metric, self._value)
+        samples = f"{report.samples:,.0f}" + ("" if self._target is None else f"/{self._target:,.0f}")
+        peers = "1 peer" if report.peers == 1 else f"{report.peers} peers"
+        rest = f"{samples} samples  {peers}  {report.samples_per_second:,.0f} samples/s"
+        if report.behind is not None:
+            rest = f"behind: {report.behind}"
+        value = "" if self._value is None else f"  {self._metric} {self._value:.4g}"
+        self._progress.update(
+            self._task,
+            description=f"epoch {report.epoch}{value}",
+            completed=report.samples if self._target is None else min(report.samples, self._target),
+            rest=rest,
+        )
+
+
+class TensorBoardLog:
+    """Writes every update's figures for TensorBoard; fits ``on_update=`` of the optimizers.
+
+    The step of all curves is the epoch. Written are ``metrics/...``, the means over the update's peers; ``grad_norm``;
+    and ``round/...``: ``peers`` that contributed, ``samples`` of theirs, ``seconds``, and ``bytes_sent`` and
+    ``bytes_received`` of this peer. A report without an update is left out.
+
+    Args:
+        log_dir: the folder, made when missing; one for each peer.
+
+    Raises:
+        ImportError: TensorBoard is not installed; the message says how to install it.
+    """
+
+    def __init__(self, log_dir: str | os.PathLike[str]) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise ImportError("TensorBoardLog needs TensorBoard: pip install tensorboard") from error
+        self._writer: Any = SummaryWriter(os.fspath(log_dir))
+
+    def __call__(self, report: StepReport) -> None:
+        """Write what one report says."""
+        result = report.result
+        if not isinstance(result, Success):
+            return
+        figures: dict[str, float] = {f"metrics/{name}": value for name, value in report.metrics.items()}
+        if report.grad_norm is not None:
+            figures["grad_norm"] = report.grad_norm
+        figures["round/peers"] = len(result.peers)
+        figures["round/samples"] = result.total_weight
+        figures["round/seconds"] = result.duration
+        figures["round/bytes_sent"] = result.bytes_sent
+        figures["round/bytes_received"] = result.bytes_received
+        for name, value in figures.items():
+            self._writer.add_scalar(name, value, report.epoch)
+
+    def close(self) -> None:
+        """Write what is left; also done by leaving a ``with`` block."""
+        self._writer.close()
+
+    def __enter__(self) -> TensorBoardLog:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

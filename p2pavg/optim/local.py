@@ -1,0 +1,296 @@
+"""Local updates: peers train by themselves for a while, and then take one step together from where they began."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from p2pavg.blocking import Averager
+from p2pavg.metrics import MetricMeans, checked_metrics
+from p2pavg.optim.feedback import ErrorFeedback
+from p2pavg.optim.lineage import Lineage
+from p2pavg.optim.progress import Average
+from p2pavg.optim.report import SPEED, StepReport, report_of
+from p2pavg.optim.state import check_holds, checked_amount, checked_count, lineage_of, pack_lineage
+from p2pavg.optim.together import Together
+from p2pavg.result import RoundResult, Success
+
+logger = logging.getLogger(__name__)
+
+Outer = Callable[[list[torch.Tensor]], Optimizer]
+"""Makes the outer optimizer of the anchor's tensors, e.g. ``functools.partial(torch.optim.SGD, lr=1.0)``."""
+
+
+class LocalUpdates:
+    """Inner steps by oneself, and every ``sync_every`` of them an outer step with all peers of the run.
+
+    Each peer keeps the *anchor*: the parameters after the last outer step, the same bits for all peers. After
+    ``sync_every`` inner steps the *pseudo-gradients* (anchor - parameters) are averaged, weighted by samples; the outer
+    optimizer takes a step from the anchor with that average as its gradient; and all go on from there. The inner
+    optimizer keeps its state. With SGD of rate 1 as the outer one this is FedAvg; :mod:`p2pavg.optim.recipes` has
+    others. The scheme is algorithm 1 of Reddi et al. 2021 ("Adaptive Federated Optimization").
+
+    A round that fails costs nothing: the peer trains on, and its next pseudo-gradient counts all since the anchor. A
+    peer whose anchor differs from most peers' cannot follow: :attr:`StepReport.behind` says so, until it loads a state.
+
+    Args:
+        inner: any torch optimizer of this peer's parameters.
+        outer: makes the outer optimizer of the anchor: float32 copies of the parameters, on their devices.
+        averager: of a run that averages nothing else. Rounds are among all peers with the same anchor, whatever its
+            ``group_size``, 64 at most; one that does not come is waited for until ``match_timeout``.
+        sync_every: inner steps between two outer steps, H; the same for all peers.
+        scheduler: of ``inner``; stepped with every inner step.
+        proximal: mu of FedProx: adds ``mu * (parameter - anchor)`` to each gradient before an inner step (Li et al.
+            2020, "Federated Optimization in Heterogeneous Networks", equation 2). 0 is without.
+        feedback: makes up for what a lossy codec leaves out of the pseudo-gradients.
+        peers_to_start: peers without which this peer takes no first outer step; ``config.min_group_size`` if not given.
+        patience: seconds that a call waits at most, for peers or for a round.
+        on_update: called after every outer step, with its report.
+
+    Raises:
+        ValueError: an argument is out of range; the message names it.
+    """
+
+    def __init__(
+        self,
+        inner: Optimizer,
+        outer: Outer,
+        averager: Averager,
+        *,
+        sync_every: int,
+        scheduler: LRScheduler | None = None,
+        proximal: float = 0.0,
+        feedback: ErrorFeedback | None = None,
+        peers_to_start: int | None = None,
+        patience: float = 600.0,
+        on_update: Callable[[StepReport], None] | None = None,
+    ) -> None:
+        self.inner = inner
+        self.scheduler = scheduler
+        self._parameters = [p for group in inner.param_groups for p in group["params"] if p.requires_grad]
+        if not self._parameters:
+            raise ValueError("inner has no parameters that require a gradient")
+        if (
+            isinstance(proximal, bool)
+            or not isinstance(proximal, int | float)
+            or not 0 <= proximal < math.inf
+        ):
+            raise ValueError(f"proximal must be a number, 0 or more, got {proximal!r}")
+        self._anchor = [p.detach().clone().float() for p in self._parameters]
+        self.outer = outer(self._anchor)
+        if [p for group in self.outer.param_groups for p in group["params"]] != self._anchor:
+            raise ValueError("outer must make an optimizer of exactly the tensors that it is given")
+        self._sync_every = checked_count("sync_every", sync_every)
+        self._proximal = float(proximal)
+        self._feedback = feedback
+        self._on_update = on_update
+        self._averager = averager
+        self._together = Together(
+            averager,
+            self._parameters,
+            target=math.inf,
+            peers_to_start=averager.config.min_group_size
+            if peers_to_start is None
+            else checked_count("peers_to_start", peers_to_start),
+            patience=checked_amount("patience", patience),
+        )
+        self._steps = 0
+        """Inner steps since the last outer step, or since the last try of one."""
+        self._samples = 0.0
+        self._contributed = 0.0
+        """Samples of the pseudo-gradients that were given last."""
+        self._given: list[torch.Tensor] = []
+        """Those, before what a codec had left out was added."""
+        self._metrics = MetricMeans()
+        averager.declare(self._anchor)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Those of ``inner``."""
+        return self.inner.param_groups
+
+    @property
+    def lineage(self) -> Lineage:
+        """Which anchor this peer has."""
+        return self._together.lineage
+
+    @property
+    def epoch(self) -> int:
+        """Outer steps that the anchor has taken."""
+        return self._together.lineage.epoch
+
+    @property
+    def anchor(self) -> list[torch.Tensor]:
+        """The parameters after the last outer step: float32, one a parameter, in the order of ``inner``'s. A copy."""
+        return [tensor.clone() for tensor in self._anchor]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As of every torch optimizer: before each backward pass."""
+        self.inner.zero_grad(set_to_none=set_to_none)
+
+    def step(self, *, samples: float, metrics: Mapping[str, float] = MappingProxyType({})) -> StepReport:
+        """One inner step with the gradients that are there, and an outer one when it is time.
+
+        Args:
+            samples: of the batch that the gradients are of; what this peer counts for is their sum.
+            metrics: what was measured on it, e.g. ``{"loss": loss.item()}``.
+
+        Returns:
+            How far peer and run are. With ``updated`` an outer step was taken.
+
+        Raises:
+            ValueError: ``samples`` is no number above 0, or a metric no finite number, and nothing has changed; or a
+                parameter is not finite any more.
+            p2pavg.ClosedError: the averager is closed.
+        """
+        weight, measured = checked_amount("samples", samples), checked_metrics(metrics)
+        self._metrics.check_room(measured | {SPEED: 0.0})
+        self._pull_to_anchor()
+        self.inner.step()
+        if self.scheduler is not None:
+            self.scheduler.step()
+        self._steps += 1
+        self._samples += weight
+        self._metrics.add(measured, weight)
+        due = self._steps >= self._sync_every
+        self._together.computed(weight)
+        self._together.say(self._samples, waiting=due)
+        if not due:
+            return self._report()
+        decision = self._together.decide_when_all_are_ready()
+        if not isinstance(decision, Average):
+            return self._report()
+        return self._sync(decision.peers)
+
+    @torch.no_grad()
+    def _pull_to_anchor(self) -> None:
+        if not self._proximal:
+            return
+        for parameter, anchor in zip(self._parameters, self._anchor, strict=True):
+            if parameter.grad is not None:
+                pull = parameter.float() - anchor
+                parameter.grad.add_(pull.to(parameter.grad.dtype), alpha=self._proximal)
+
+    def _sync(self, peers: int) -> StepReport:
+        self._steps = 0  # when it fails, there is another try after as many steps
+        if self._averager.round_state is None:
+            self._contribute()
+        result = self._together.average(peers)
+        if not isinstance(result, Success):
+            return self._report(result)
+        norm = self._update(result)
+        self._together.took(result)
+        self._together.say(self._samples, waiting=False)
+        report = self._report(result, norm)
+        if self._on_update is not None:
+            self._on_update(report)
+        return report
+
+    def _contribute(self) -> None:
+        self._given = self._pseudo_gradients()
+        pseudo: Sequence[torch.Tensor] = self._given
+        if self._feedback is not None:
+            pseudo = self._feedback.compensate(pseudo)
+        self._averager.clear()  # what a round that failed gave back: it is in these once more
+        self._averager.accumulate(
+            pseudo,
+            weight=self._samples,
+            metrics={**self._metrics.means, SPEED: self._together.samples_per_second},
+        )
+        self._contributed = self._samples
+
+    @torch.no_grad()
+    def _pseudo_gradients(self) -> list[torch.Tensor]:
+        return [anchor - parameter for anchor, parameter in zip(self._anchor, self._parameters, strict=True)]
+
+    @torch.no_grad()
+    def _later(self, *, contributed: bool) -> list[torch.Tensor]:
+        """Of the pseudo-gradients, what is for a later round: all of who only listened, else what came after."""
+        if contributed and self._samples == self._contributed:
+            return []  # as almost always
+        now = self._pseudo_gradients()
+        if not contributed:
+            return now
+        return [pseudo - before for pseudo, before in zip(now, self._given, strict=True)]
+
+    @torch.no_grad()
+    def _update(self, success: Success) -> float:
+        """Take the outer step; the L2 norm of the averaged pseudo-gradient."""
+        assert isinstance(success.averaged, list)
+        contributed = self._averager.peer_id in success.peers
+        later = self._later(contributed=contributed)
+        for anchor, average in zip(self._anchor, success.averaged, strict=True):
+            anchor.grad = average
+        norm = torch.nn.utils.get_total_norm(success.averaged)
+        self.outer.step()
+        self.outer.zero_grad()
+        for position, (parameter, anchor) in enumerate(zip(self._parameters, self._anchor, strict=True)):
+            parameter.copy_(anchor - later[position] if later else anchor)
+        if contributed:
+            self._samples -= self._contributed
+            self._metrics = MetricMeans()
+            if self._feedback is not None:
+                self._feedback.delivered(*success.share)
+        return float(norm)
+
+    def _report(self, result: RoundResult | None = None, norm: float | None = None) -> StepReport:
+        return report_of(self._together, result, norm, self._together.left_behind())
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that a peer needs beside the model's state to go on from here.
+
+        Another peer that loads it begins at the anchor: what this one has come to since is its own.
+        """
+        return {
+            "peer_id": self._averager.peer_id,
+            "inner": self.inner.state_dict(),
+            "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
+            "outer": self.outer.state_dict(),
+            "anchor": self.anchor,
+            "feedback": None if self._feedback is None else self._feedback.state_dict(),
+            "steps": self._steps,
+            "samples": self._samples,
+            "lineage": pack_lineage(self.lineage),
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state that this peer or another one saved; load the model's before it.
+
+        Of another peer's state, what it had come to since the last outer step is left out: the parameters become the
+        anchor. A peer without an identity file is another one each time.
+
+        Raises:
+            ValueError: not such a state.
+        """
+        lineage = lineage_of(state)
+        check_holds(state, "inner", "outer", "anchor", "steps", "samples", "peer_id")
+        for name, mine in (("scheduler", self.scheduler), ("feedback", self._feedback)):
+            if (state.get(name) is None) != (mine is None):
+                raise ValueError(f"state: saved with a {name} and loaded without one, or the other way round")
+        anchor = state["anchor"]
+        if [tuple(t.shape) for t in anchor] != [tuple(t.shape) for t in self._anchor]:
+            raise ValueError("state: its anchor is of other parameters")
+        self.inner.load_state_dict(state["inner"])
+        self.outer.load_state_dict(state["outer"])
+        if self.scheduler is not None:
+            self.scheduler.load_state_dict(state["scheduler"])
+        for mine, saved in zip(self._anchor, anchor, strict=True):
+            mine.copy_(saved)
+        self._steps, self._samples, self._metrics = 0, 0.0, MetricMeans()
+        if state["peer_id"] == self._averager.peer_id:
+            self._steps, self._samples = int(state["steps"]), float(state["samples"])
+            if self._feedback is not None:
+                self._feedback.load_state_dict(state["feedback"])
+        else:
+            for parameter, kept in zip(self._parameters, self._anchor, strict=True):
+                parameter.copy_(kept)
+        self._averager.clear()
+        self._together.is_at(lineage)

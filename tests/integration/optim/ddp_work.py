@@ -1,0 +1,127 @@
+"""One rank of one peer, a process of its own: trains, and writes what it came to. Arguments: see ``main``."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from p2pavg.blocking import Averager, open_averager
+from p2pavg.optim import AveragedOptimizer, shard_config
+from p2pavg.optim.ddp import ddp_comm_hook, peer_gradients
+from tests.integration.optim.company import LISTEN, Batches, config, loss_of, small_model, vector_of
+
+BATCH = 4
+
+
+def main(how: dict[str, Any]) -> None:
+    """``how``: folder, peer, rank, ranks, peers, steps, and the steps at which it dies, or overflows, if any."""
+    folder = Path(how["folder"])
+    torch.set_num_threads(1)
+    peer, rank = how["peer"], how["rank"]
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/rendezvous{peer}", rank=rank, world_size=how["ranks"]
+    )
+    network = small_model()
+    model = DistributedDataParallel(network, bucket_cap_mb=0.0001)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    batches = Batches(peer * how["ranks"] + rank, BATCH)
+    with ExitStack() as stack:
+        gradients = None
+        if how["peers"]:
+            averager = stack.enter_context(open_peer_of(folder, peer, how)) if rank == 0 else None
+            gradients = stack.enter_context(
+                peer_gradients(averager, network.parameters(), peers_to_start=how["peers"])
+            )
+            model.register_comm_hook(gradients, ddp_comm_hook)
+        stepped = 0
+        for step in range(how["steps"]):
+            if step == how.get("dies_after"):
+                os._exit(0)
+            passes = 1 + step % 2
+            for micro in range(passes):
+                last = micro == passes - 1
+                with nullcontext() if last else model.no_sync():
+                    loss = loss_of(model, batches.next()) / passes
+                    torch.autograd.backward(loss * (math.inf if step == how.get("overflows_at") else 1.0))
+            if step == how.get("overflows_at"):
+                assert gradients is not None
+                assert not gradients.arrived()
+                optimizer.zero_grad()
+                continue
+            if gradients is None or gradients.arrived():
+                optimizer.step()
+                stepped += 1
+            optimizer.zero_grad()
+    name = f"result{peer}.{rank}.json"
+    (folder / name).write_text(json.dumps({"stepped": stepped, "parameters": vector_of(network).tolist()}))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def shards(how: dict[str, Any]) -> None:
+    """As :func:`main`, with parameters that are spread over the peer's ranks, each of which averages its shard."""
+    folder, peer, rank, ranks = Path(how["folder"]), how["peer"], how["rank"], how["ranks"]
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/rendezvous{peer}", rank=rank, world_size=ranks
+    )
+    network = small_model()
+    fully_shard(network, mesh=init_device_mesh("cpu", (ranks,)))
+    batches = Batches(peer * ranks + rank, BATCH)
+    with open_peer_of(folder, peer, how, rank=rank) as averager:
+        optimizer = AveragedOptimizer(
+            torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9),
+            averager,
+            target_batch_size=BATCH * how["peers"],
+            max_samples_per_peer=BATCH,
+            max_grad_norm=how["clip"],
+            peers_to_start=how["peers"],
+            process_group=dist.group.WORLD,
+        )
+        for _ in range(how["steps"]):
+            optimizer.zero_grad()
+            torch.autograd.backward(loss_of(network, batches.next()))
+            report = optimizer.step(samples=BATCH)
+            assert report.updated, report
+        whole = [cast(Any, parameter).full_tensor().detach() for parameter in network.parameters()]
+        parameters = torch.cat([tensor.reshape(-1) for tensor in whole])
+        (folder / f"result{peer}.{rank}.json").write_text(json.dumps({"parameters": parameters.tolist()}))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@contextmanager
+def open_peer_of(folder: Path, peer: int, how: dict[str, Any], rank: int | None = None) -> Iterator[Averager]:
+    """The first peer says in a file where it is; of ranks that each are one, each of the first peer's."""
+    name, bootstrap = "addresses" if rank is None else f"addresses{rank}", []
+    place, settings = folder / name, config(how["peers"], match_timeout=5.0)
+    if rank is not None:
+        settings = shard_config(settings, rank, how["ranks"])
+    if peer:
+        while not place.exists():
+            time.sleep(0.05)
+        bootstrap = json.loads(place.read_text())
+    with open_averager(
+        config(how["peers"], match_timeout=5.0), listen=LISTEN, bootstrap=bootstrap
+    ) as averager:
+        if not peer:
+            (folder / f"{name}.new").write_text(json.dumps(averager.addresses))
+            (folder / f"{name}.new").rename(place)
+        yield averager
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

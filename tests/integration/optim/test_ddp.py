@@ -1,0 +1,99 @@
+"""Peers of two processes each under torch.distributed, against plain DDP of all of them, or one process."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import multiprocessing.process
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.integration.optim import ddp_work
+from tests.integration.optim.company import Batches, loss_of, small_model, vector_of
+
+STEPS = 6
+
+
+def start(
+    folder: Path,
+    peers: list[dict[str, Any]],
+    ranks: int,
+    work: Callable[[dict[str, Any]], None] = ddp_work.main,
+) -> Sequence[multiprocessing.process.BaseProcess]:
+    """A process each rank of each peer, out of one that has imported what all of them need."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([ddp_work.__name__])
+    folder.mkdir()
+    processes = [
+        context.Process(
+            target=work,
+            args=({"folder": str(folder), "peer": peer, "rank": rank, "ranks": ranks, **how},),
+        )
+        for peer, how in enumerate(peers)
+        for rank in range(ranks)
+    ]
+    for process in processes:
+        process.start()
+    return processes
+
+
+def results(folder: Path, processes: Sequence[multiprocessing.process.BaseProcess]) -> list[dict[str, Any]]:
+    """What each rank wrote, peer by peer; every process ends by itself."""
+    for process in processes:
+        process.join(90)
+        assert process.exitcode == 0
+    return [json.loads(path.read_text()) for path in sorted(folder.glob("result*.json"))]
+
+
+def how(peers: int, **changes: Any) -> dict[str, Any]:
+    return {"peers": peers, "steps": STEPS} | changes
+
+
+def test_two_peers_of_two_ranks_are_four_ranks(tmp_path: Path) -> None:
+    """Also where ``no_sync`` lets the gradients of two backward passes accumulate, as in every other step."""
+    four = start(tmp_path / "plain", [how(0)], ranks=4)
+    two_by_two = start(tmp_path / "peers", [how(2)] * 2, ranks=2)
+    plain, together = results(tmp_path / "plain", four), results(tmp_path / "peers", two_by_two)
+    assert len(plain) == len(together) == 4
+    assert [rank["stepped"] for rank in together] == [STEPS] * 4
+    assert all(rank["parameters"] == together[0]["parameters"] for rank in together)
+    away = torch.tensor(together[0]["parameters"]) - torch.tensor(plain[0]["parameters"])
+    assert away.abs().max() < 1e-5
+
+
+def test_a_peer_goes_on_when_the_other_one_is_gone(tmp_path: Path) -> None:
+    dying = how(2, dies_after=3)
+    found = results(tmp_path / "peers", start(tmp_path / "peers", [how(2), dying], ranks=2))
+    assert len(found) == 2, "only the first peer's ranks came to an end"
+    # The step in which the other one was lost may have been left out.
+    assert [rank["stepped"] for rank in found] in ([STEPS] * 2, [STEPS - 1] * 2)
+    assert found[0]["parameters"] == found[1]["parameters"]
+
+
+def test_a_gradient_that_overflows_costs_one_step(tmp_path: Path) -> None:
+    """As mixed precision makes them now and then; all peers leave the step out, and go on."""
+    folder = tmp_path / "peers"
+    found = results(folder, start(folder, [how(2, overflows_at=2)] * 2, ranks=2))
+    assert [rank["stepped"] for rank in found] == [STEPS - 1] * 4
+    assert all(rank["parameters"] == found[0]["parameters"] for rank in found)
+
+
+def test_ranks_that_hold_shards_average_their_own(tmp_path: Path) -> None:
+    """Two peers of two ranks with FSDP, against one process with all four batches; clipped by the whole norm."""
+    clip = 0.05
+    processes = start(tmp_path / "shards", [how(2, clip=clip)] * 2, ranks=2, work=ddp_work.shards)
+    model, batches = small_model(), [Batches(rank, ddp_work.BATCH) for rank in range(4)]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        for each in batches:
+            torch.autograd.backward(loss_of(model, each.next()) / 4)
+        assert torch.nn.utils.clip_grad_norm_(model.parameters(), clip) > clip
+        optimizer.step()
+    found = results(tmp_path / "shards", processes)
+    assert len(found) == 4
+    assert all(rank["parameters"] == found[0]["parameters"] for rank in found)
+    assert (torch.tensor(found[0]["parameters"]) - vector_of(model)).abs().max() < 1e-5

@@ -1,0 +1,234 @@
+"""Local updates beyond the plain algorithms: who listens, rounds that fail, codecs, saved states, a common start."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import SGD
+
+import p2pavg
+from p2pavg.blocking import Averager, open_averager
+from p2pavg.optim import ErrorFeedback, LocalUpdates, StepReport, SyncError, fedavg, sync_parameters
+from tests.integration.optim.company import (
+    LISTEN,
+    Batches,
+    config,
+    loss_of,
+    small_model,
+    train_together,
+    vector_of,
+)
+
+SYNC_EVERY = 3
+
+
+def optimizer_of(model: torch.nn.Module, averager: Averager, peers: int, **options: Any) -> LocalUpdates:
+    inner = SGD(model.parameters(), lr=0.05)
+    given: dict[str, Any] = {"sync_every": SYNC_EVERY, "peers_to_start": peers}
+    return fedavg(inner, averager, **(given | options))
+
+
+def one_step(model: torch.nn.Module, batches: Batches, optimizer: LocalUpdates) -> StepReport:
+    optimizer.zero_grad()
+    loss = loss_of(model, batches.next())
+    torch.autograd.backward(loss)
+    return optimizer.step(samples=batches.size, metrics={"loss": loss.item()})
+
+
+def anchor_of(optimizer: LocalUpdates) -> torch.Tensor:
+    return torch.cat([tensor.reshape(-1) for tensor in optimizer.anchor])
+
+
+def test_a_part_of_the_peers_contributes_and_all_have_the_same_anchor() -> None:
+    """Who only listens keeps what it learned for a later round."""
+    peers, updates = 4, 6
+
+    def work(peer: int, averager: Averager) -> tuple[torch.Tensor, list[p2pavg.Success], list[float]]:
+        model, batches = small_model(), Batches(peer, 4)
+        optimizer = optimizer_of(model, averager, peers)
+        rounds, kept = [], []
+        while optimizer.epoch < updates:
+            report = one_step(model, batches, optimizer)
+            assert report.behind is None
+            if isinstance(report.result, p2pavg.Success):
+                rounds.append(report.result)
+                kept.append(float((vector_of(model) - anchor_of(optimizer)).abs().max()))
+        return anchor_of(optimizer), rounds, kept
+
+    half = p2pavg.RandomFraction(0.5, seed=3)
+    found = train_together(work, peers, config(peers, participation=half))
+    assert all(torch.equal(anchor, found[0][0]) for anchor, _, _ in found)
+    for number in range(updates):
+        results = [rounds[number] for _, rounds, _ in found]
+        assert all(set(result.peers) == set(results[0].peers) for result in results)
+        assert (len(results[0].peers), len(results[0].listeners)) == (2, 2)
+    weights = [dict(result.weights) for result in found[0][1]]
+    assert max(max(weight.values()) for weight in weights) > 4 * SYNC_EVERY, "samples of more than one round"
+    assert any(away == 0 for _, _, kept in found for away in kept), "contributors go on from the anchor"
+    assert any(away > 0 for _, _, kept in found for away in kept), "listeners keep what they learned"
+
+
+def test_a_round_that_fails_is_made_up_for() -> None:
+    """Alone, nothing is averaged; the pseudo-gradient grows, and its weight with it."""
+
+    def work(_peer: int, averager: Averager) -> None:
+        model, batches = small_model(), Batches(0, 4)
+        optimizer = optimizer_of(model, averager, 1)
+        start = anchor_of(optimizer)
+        for round_ in (1, 2, 3):
+            for _ in range(SYNC_EVERY):
+                report = one_step(model, batches, optimizer)
+            assert isinstance(report.result, p2pavg.NoPeers)
+            assert averager.weight == 4 * SYNC_EVERY * round_
+            assert isinstance(averager.accumulated, list)
+            pseudo = torch.cat([tensor.reshape(-1) for tensor in averager.accumulated])
+            assert torch.equal(pseudo, start - vector_of(model))
+        assert torch.equal(anchor_of(optimizer), start)
+        assert optimizer.epoch == 0
+
+    train_together(work, 1, config(2, match_timeout=0.3))
+
+
+def test_what_is_learned_while_a_round_is_late_is_for_the_next_one() -> None:
+    """The first peer's patience ends before the second has come; it trains on, and loses nothing of it."""
+
+    def work(peer: int, averager: Averager) -> tuple[list[torch.Tensor], list[torch.Tensor], list[float]]:
+        model, batches = small_model(), Batches(peer, 4)
+        optimizer = optimizer_of(model, averager, 1, patience=0.5 if peer == 0 else 60.0)
+        if peer:
+            late.wait(30)
+        anchors, away, weights = [], [], []
+        while optimizer.epoch < 2:
+            report = one_step(model, batches, optimizer)
+            if isinstance(report.result, p2pavg.InProgress):
+                late.set()
+            if isinstance(report.result, p2pavg.Success):
+                anchors.append(anchor_of(optimizer))
+                away.append((vector_of(model) - anchors[-1]).abs().max())
+                weights.append(report.result.weights[averager.peer_id])
+        return anchors, away, weights
+
+    late = threading.Event()
+    (one, away, weights), (other, nothing, _) = train_together(work, 2, config(2, match_timeout=20.0))
+    assert all(map(torch.equal, one, other))
+    assert weights[0] == 4 * SYNC_EVERY, "what the round began with"
+    assert weights[1] > 4 * SYNC_EVERY, "and the rest with the next one"
+    assert away[0] > 0, "the steps since are lost"
+    assert nothing == [0, 0]
+
+
+@pytest.mark.parametrize("with_feedback", [False, True])
+def test_lossy_codecs_and_what_they_leave_out(with_feedback: bool) -> None:
+    def work(peer: int, averager: Averager) -> tuple[torch.Tensor, float]:
+        model, batches = small_model(), Batches(peer, 4)
+        feedback = ErrorFeedback("int8") if with_feedback else None
+        optimizer = optimizer_of(model, averager, 2, feedback=feedback)
+        while optimizer.epoch < 4:
+            one_step(model, batches, optimizer)
+        return vector_of(model), 0.0 if feedback is None else feedback.residual_norm
+
+    (one, first), (other, second) = train_together(work, 2, config(2, compression="int8"))
+    assert torch.equal(one, other)
+    # So short a vector is one peer's share, who averages its own contribution as it is.
+    assert (max(first, second) > 0) == with_feedback
+
+
+def test_a_saved_state_goes_on_where_it_was() -> None:
+    saved: list[dict[str, Any]] = [{}, {}]
+    make = partial(LocalUpdates, sync_every=SYNC_EVERY, peers_to_start=2)
+
+    def outer(tensors: list[torch.Tensor]) -> SGD:
+        return SGD(tensors, lr=0.7, momentum=0.9, nesterov=True)
+
+    def train(peer: int, averager: Averager, *, begin: int, end: int) -> torch.Tensor:
+        model, batches = small_model(), Batches(peer, 4)
+        optimizer = make(SGD(model.parameters(), lr=0.05), outer, averager)
+        for _ in range(begin * SYNC_EVERY):
+            batches.next()
+        if begin:
+            state = copy.deepcopy(saved[peer])  # torch loads without copying, and the peers are threads here
+            model.load_state_dict(state["model"])
+            optimizer.load_state_dict(state["optimizer"])
+        while optimizer.epoch < end:
+            one_step(model, batches, optimizer)
+        saved[peer] = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        return vector_of(model)
+
+    train_together(partial(train, begin=0, end=2), 2)
+    stopped = train_together(partial(train, begin=2, end=5), 2)
+    at_once = train_together(partial(train, begin=0, end=5), 2)
+    assert torch.equal(stopped[0], stopped[1])
+    assert torch.equal(stopped[0], at_once[0])
+
+
+def test_all_start_from_one_peers_parameters() -> None:
+    """To the last bit, though the run's codec is lossy; and then they train together."""
+
+    def work(peer: int, averager: Averager) -> tuple[torch.Tensor, torch.Tensor]:
+        model, batches = small_model(), Batches(peer, 4)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.0 + peer)
+        sync_parameters(averager, model.parameters(), source=peer == 1, peers=3)
+        start = vector_of(model)
+        optimizer = optimizer_of(model, averager, 3)
+        while optimizer.epoch < 2:
+            one_step(model, batches, optimizer)
+        return start, vector_of(model)
+
+    found = train_together(work, 3, config(3, compression="blockwise8"))
+    assert all(torch.equal(start, 2 * vector_of(small_model())) for start, _ in found)
+    assert all(torch.equal(end, found[0][1]) for _, end in found)
+
+
+def test_two_sources_are_an_error() -> None:
+    def work(_peer: int, averager: Averager) -> None:
+        with pytest.raises(SyncError, match="2 peers say that they are the source"):
+            sync_parameters(averager, small_model().parameters(), source=True, peers=2)
+
+    train_together(work, 2)
+
+
+def test_closing_ends_the_waiting_for_others() -> None:
+    model = small_model()
+    with open_averager(config(2), listen=LISTEN) as averager:
+        optimizer = optimizer_of(model, averager, 2, sync_every=1)
+        waiting = threading.Thread(target=waits_in_vain, args=(model, optimizer), daemon=True)
+        waiting.start()
+        waiting.join(1.0)
+        assert waiting.is_alive(), "nobody else is there"
+    waiting.join(20.0)
+    assert not waiting.is_alive()
+
+
+def waits_in_vain(model: torch.nn.Module, optimizer: LocalUpdates) -> None:
+    with pytest.raises(p2pavg.ClosedError):
+        one_step(model, Batches(0, 4), optimizer)
+
+
+def test_parameters_that_do_not_come_are_an_error() -> None:
+    def work(peer: int, averager: Averager) -> None:
+        model = small_model()
+        before = vector_of(model)
+        with pytest.raises(SyncError, match=r"did not come within 1 s"):
+            sync_parameters(averager, model.parameters(), source=bool(peer), peers=3, timeout=1.0)
+        assert torch.equal(vector_of(model), before)
+
+    train_together(work, 2, config(2, match_timeout=0.4))
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [({"sync_every": 0}, "sync_every"), ({"proximal": -1.0}, "proximal"), ({"patience": "5"}, "patience")],
+)
+def test_arguments_that_are_out_of_range_are_named(changes: dict[str, Any], named: str) -> None:
+    def work(_peer: int, averager: Averager) -> None:
+        with pytest.raises(ValueError, match=named):
+            optimizer_of(small_model(), averager, 2, **changes)
+
+    train_together(work, 1)

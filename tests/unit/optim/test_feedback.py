@@ -1,0 +1,311 @@
+"""What a codec leaves out comes later: nothing of what was given is lost but the last residual."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from p2pavg.allreduce.partition import MemberLink, cut_into_parts, fastest_shares, share_bounds
+from p2pavg.optim import ErrorFeedback
+from p2pavg_compression import Bf16, Blockwise8, Codec, Fp16, Fp32, Int8
+from tests.unit.optim.samples import (
+    ELEMENTS,
+    averaged,
+    contribute,
+    flat,
+    residual_of,
+    tensors,
+    there_and_back,
+)
+
+LOSSY: list[Codec] = [
+    Fp16(),
+    Bf16(),
+    Int8(block_size=64),
+    Int8(block_size=4096),
+    Blockwise8(),
+    Blockwise8(block_size=4096),
+]
+
+every_lossy_codec = pytest.mark.parametrize("codec", LOSSY, ids=lambda codec: codec.name)
+every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+shares = st.tuples(st.integers(0, ELEMENTS), st.integers(0, ELEMENTS)).map(
+    lambda ends: (min(ends), max(ends))
+)
+
+
+class TestNothingIsLost:
+    @every_lossy_codec
+    @every_dtype
+    def test_all_that_was_averaged_is_all_that_was_given_but_the_residual(
+        self, codec: Codec, dtype: torch.dtype
+    ) -> None:
+        feedback = ErrorFeedback(codec)
+        missing = torch.zeros(ELEMENTS, dtype=torch.float64)
+        for step in range(20):
+            before = tensors(step, 10.0 ** (step % 3 - 1), dtype)
+            share = (64 * (step % 10), 64 * (step % 10) + 100)
+            contributed = contribute(feedback, before, share)
+            missing += flat(before).double() - averaged(codec, contributed, share).double()
+        torch.testing.assert_close(missing, residual_of(feedback).double(), rtol=0, atol=2e-4)
+        assert feedback.residual_norm == pytest.approx(missing.norm().item(), abs=2e-3)
+        assert feedback.residual_norm > 0.0 or dtype is not torch.float32
+
+    @given(
+        codec=st.sampled_from([Fp32(), *LOSSY]),
+        exponent=st.integers(-30, 15),
+        steps=st.lists(st.tuples(st.integers(0, 10**6), st.booleans(), shares), min_size=1, max_size=8),
+    )
+    def test_whatever_is_not_delivered_and_whichever_share_is_ones_own(
+        self, codec: Codec, exponent: int, steps: list[tuple[int, bool, tuple[int, int]]]
+    ) -> None:
+        feedback = ErrorFeedback(codec)
+        missing = torch.zeros(ELEMENTS, dtype=torch.float64)
+        largest = 0.0
+        for seed, delivered, share in steps:
+            before = tensors(seed, 2.0**exponent)
+            contributed = feedback.compensate(before)
+            largest = max(largest, flat(contributed).abs().max().item())
+            if delivered:
+                feedback.delivered(*share)
+                missing += flat(before).double() - averaged(codec, contributed, share).double()
+        residual = feedback.state_dict()["residual"]
+        if residual is None:
+            assert not any(delivered for _, delivered, _ in steps)
+        else:
+            rounded = len(steps) * largest * 2.0**-22
+            assert (missing - residual.double()).abs().max().item() <= rounded
+
+    @every_lossy_codec
+    def test_the_residual_stays_small_however_often_the_same_is_given(self, codec: Codec) -> None:
+        feedback = ErrorFeedback(codec)
+        before = tensors(3)
+        norms = []
+        for _ in range(40):
+            contribute(feedback, before)
+            norms.append(feedback.residual_norm)
+        assert max(norms[20:]) < 3.0 * max(norms[:10])
+
+    def test_what_is_too_large_for_fp16_is_made_up_for_by_smaller_ones(self) -> None:
+        feedback = ErrorFeedback("fp16")
+        assert contribute(feedback, [torch.tensor([70000.0, -70000.0])])[0].tolist() == [70000.0, -70000.0]
+        assert residual_of(feedback).tolist() == [4496.0, -4496.0]
+        assert contribute(feedback, [torch.tensor([10.0, -10.0])])[0].tolist() == [4506.0, -4506.0]
+
+    @pytest.mark.parametrize("share", [(0, 0), (0, 3)], ids=str)
+    def test_what_a_tensors_own_dtype_rounds_off_is_made_up_for_too(self, share: tuple[int, int]) -> None:
+        """bfloat16 has no number between 1 and 1.0078; the peer's own share is averaged so rounded too."""
+        feedback = ErrorFeedback(None)
+        feedback.load_state_dict({"shapes": [[3]], "residual": torch.full((3,), 2.0**-9)})
+        ones = torch.ones(3, dtype=torch.bfloat16)
+        contributed = [contribute(feedback, [ones], share)[0] for _ in range(8)]
+        assert residual_of(feedback).tolist() == [2.0**-9] * 3
+        assert all(torch.equal(each, ones) for each in contributed)
+        (small,) = contribute(feedback, [torch.zeros(3, dtype=torch.bfloat16)], share)
+        assert small.tolist() == [2.0**-9] * 3
+        assert feedback.residual_norm == 0.0
+
+
+class TestCompensate:
+    @every_lossy_codec
+    @every_dtype
+    def test_the_first_contribution_is_what_was_given(self, codec: Codec, dtype: torch.dtype) -> None:
+        before = tensors(3, dtype=dtype)
+        contributed = ErrorFeedback(codec).compensate(before)
+        assert all(torch.equal(*pair) for pair in zip(contributed, before, strict=True))
+
+    @every_lossy_codec
+    def test_the_second_adds_what_the_first_left_out(self, codec: Codec) -> None:
+        feedback = ErrorFeedback(codec)
+        first, second = tensors(3), tensors(4)
+        contribute(feedback, first)
+        left_out = flat(first) - there_and_back(codec, flat(first))
+        assert torch.equal(residual_of(feedback), left_out)
+        assert torch.equal(flat(feedback.compensate(second)), flat(second) + left_out)
+
+    @every_dtype
+    @pytest.mark.parametrize("codec", [None, "fp32", Fp32()], ids=str)
+    def test_a_codec_that_changes_nothing_leaves_no_residual(
+        self, codec: str | Codec | None, dtype: torch.dtype
+    ) -> None:
+        feedback = ErrorFeedback(codec)
+        for step in range(3):
+            before = tensors(step, dtype=dtype)
+            contributed = contribute(feedback, before)
+            assert all(torch.equal(*pair) for pair in zip(contributed, before, strict=True))
+            assert feedback.residual_norm == 0.0
+
+    def test_tensors_come_back_as_they_were_and_what_was_given_is_not_changed(self) -> None:
+        before = [
+            torch.randn(6, 4).t(),
+            torch.randn(3, requires_grad=True),
+            torch.randn(8).to(torch.bfloat16)[::2],
+            torch.tensor(0.3, dtype=torch.float16),
+        ]
+        kept = [tensor.detach().clone() for tensor in before]
+        feedback = ErrorFeedback("int8")
+        for _ in range(2):
+            contributed = contribute(feedback, before)
+            for new, tensor, old in zip(contributed, before, kept, strict=True):
+                assert (new.shape, new.dtype, new.device) == (tensor.shape, tensor.dtype, tensor.device)
+                assert not new.requires_grad
+                assert torch.equal(tensor, old)
+
+    @every_dtype
+    def test_neither_what_was_given_nor_what_was_returned_is_read_later(self, dtype: torch.dtype) -> None:
+        feedback, other = ErrorFeedback("int8"), ErrorFeedback("int8")
+        for step in range(3):
+            before = tensors(step, dtype=dtype)
+            contributed = feedback.compensate(before)
+            assert torch.equal(flat(contributed), flat(contribute(other, before)))
+            for tensor in [*before, *contributed]:
+                tensor.fill_(math.nan)
+            feedback.delivered(0, 0)
+            assert torch.equal(residual_of(feedback), residual_of(other))
+
+    def test_a_float16_tensor_never_becomes_infinite(self) -> None:
+        """65504 is its largest number, and the residual that comes on top makes more of it."""
+        feedback = ErrorFeedback(Int8(block_size=64))
+        before = [torch.tensor([70000.0]), torch.tensor([-65504.0, 1.0], dtype=torch.float16)]
+        beyond = False
+        for _ in range(10):
+            contributed = contribute(feedback, before)
+            assert bool(contributed[1].isfinite().all())
+            beyond |= bool(contributed[1][0] - residual_of(feedback)[1].abs() < -65504.0)
+        assert beyond
+        assert bool(residual_of(feedback).isfinite().all())
+
+    def test_nothing_at_all_may_be_given(self) -> None:
+        feedback = ErrorFeedback("int8")
+        (contributed,) = contribute(feedback, [torch.empty(0, 3)])
+        assert contributed.shape == (0, 3)
+        assert feedback.residual_norm == 0.0
+
+
+class TestDelivered:
+    @every_lossy_codec
+    def test_the_own_share_leaves_no_residual(self, codec: Codec) -> None:
+        feedback = ErrorFeedback(codec)
+        for step in range(3):
+            contribute(feedback, tensors(step), (64, 300))
+            residual = residual_of(feedback)
+            assert not residual[64:300].any()
+            assert residual[:64].any()
+            assert residual[300:].any()
+
+    @every_lossy_codec
+    def test_a_peer_that_reduces_everything_makes_up_for_everything(self, codec: Codec) -> None:
+        feedback = ErrorFeedback(codec)
+        contribute(feedback, tensors(0))
+        assert feedback.residual_norm > 0.0
+        contribute(feedback, tensors(1), (0, ELEMENTS))
+        assert feedback.residual_norm == 0.0
+
+    @every_lossy_codec
+    def test_a_contribution_that_came_to_nothing_changes_nothing(self, codec: Codec) -> None:
+        feedback = ErrorFeedback(codec)
+        contribute(feedback, tensors(0))
+        before = residual_of(feedback).clone()
+        once = feedback.compensate(tensors(1))
+        feedback.compensate(tensors(2, 100.0))
+        assert torch.equal(residual_of(feedback), before)
+        assert torch.equal(flat(feedback.compensate(tensors(1))), flat(once))
+
+    def test_it_is_of_the_last_contribution(self) -> None:
+        feedback, other = ErrorFeedback("int8"), ErrorFeedback("int8")
+        feedback.compensate(tensors(0, 100.0))
+        for each in (feedback, other):
+            contribute(each, tensors(1))
+        assert torch.equal(residual_of(feedback), residual_of(other))
+
+    def test_without_a_contribution_there_is_nothing_to_deliver(self) -> None:
+        feedback = ErrorFeedback("int8")
+        with pytest.raises(RuntimeError, match=r"^nothing was compensated since the last delivery"):
+            feedback.delivered(0, 0)
+        contribute(feedback, tensors(0))
+        residual = residual_of(feedback).clone()
+        with pytest.raises(RuntimeError, match=r"^nothing was compensated since the last delivery"):
+            feedback.delivered(0, 0)
+        assert torch.equal(residual_of(feedback), residual)
+
+    @pytest.mark.parametrize("share", [(-1, 2), (3, 2), (0, ELEMENTS + 1), (ELEMENTS + 1, ELEMENTS + 1)])
+    def test_a_share_that_is_none_is_named_and_the_right_one_still_counts(
+        self, share: tuple[int, int]
+    ) -> None:
+        feedback, other = ErrorFeedback("int8"), ErrorFeedback("int8")
+        contribute(other, tensors(0), (64, 128))
+        feedback.compensate(tensors(0))
+        with pytest.raises(
+            ValueError, match=rf"^a share from {share[0]} to {share[1]} of a vector of {ELEMENTS} elements"
+        ):
+            feedback.delivered(*share)
+        feedback.delivered(64, 128)
+        assert torch.equal(residual_of(feedback), residual_of(other))
+
+
+class TestParts:
+    """The exchange encodes parts of the vector: they decode to the same as the whole, or the residual is not true."""
+
+    @given(
+        elements=st.integers(1, 3_000_000),
+        bandwidths=st.lists(st.floats(1.0, 1000.0), min_size=2, max_size=5),
+        codec=st.sampled_from(LOSSY),
+    )
+    def test_every_part_begins_where_a_block_does(
+        self, elements: int, bandwidths: list[float], codec: Codec
+    ) -> None:
+        members = [MemberLink(bandwidth) for bandwidth in bandwidths]
+        sizes = fastest_shares(elements, members, codec.granularity)
+        for position in range(len(sizes)):
+            for part in cut_into_parts(*share_bounds(sizes, position), codec.granularity, 65_536):
+                assert part.start % codec.granularity == 0
+
+    @every_lossy_codec
+    def test_the_residual_is_what_the_parts_of_an_exchange_leave_out(self, codec: Codec) -> None:
+        total = torch.randn(150_001, generator=torch.Generator().manual_seed(5))
+        sizes = fastest_shares(len(total), [MemberLink(10.0), MemberLink(25.0)], codec.granularity)
+        own, other = share_bounds(sizes, 0), share_bounds(sizes, 1)
+        feedback = ErrorFeedback(codec)
+        contribute(feedback, [total], own)
+        parts = cut_into_parts(*other, codec.granularity, 32_768)
+        assert len(parts) > 2
+        for part in parts:
+            there = slice(part.start, part.stop)
+            left_out = total[there] - there_and_back(codec, total[there])
+            assert torch.equal(residual_of(feedback)[there], left_out)
+
+
+def test_feedback_brings_training_nearer_to_the_optimum() -> None:
+    """Least squares with columns of very different sizes: the small gradients vanish beside the large ones."""
+    codec = Int8(block_size=64)
+    generator = torch.Generator().manual_seed(11)
+    sizes = torch.logspace(0, -1.5, 40)
+    design = torch.linalg.qr(torch.randn(200, 40, generator=generator)).Q * sizes.sqrt()
+    target = torch.randn(40, generator=generator)
+    curvature = design.T @ design
+
+    def distance_after_training(send: Callable[[list[torch.Tensor]], list[torch.Tensor]]) -> float:
+        x = torch.zeros(40)
+        signs = torch.Generator().manual_seed(12)
+        for _ in range(350):
+            gradient = curvature @ (x - target)
+            # Large in every step, and sets the scale of its block.
+            loud = 2.0 * torch.randn(1, generator=signs).sign()
+            x -= 0.6 * send([gradient, loud])[0]
+        return float((x - target).norm().item())
+
+    def sent(given: list[torch.Tensor]) -> list[torch.Tensor]:
+        """As the others decode it."""
+        return list(torch.split(averaged(codec, given), [40, 1]))
+
+    feedback = ErrorFeedback(codec)
+    with_feedback = distance_after_training(lambda given: sent(contribute(feedback, given)))
+    without = distance_after_training(sent)
+    exact = distance_after_training(lambda given: given)
+    assert with_feedback < 0.1 * without
+    assert with_feedback < exact + 0.05

@@ -1,0 +1,114 @@
+"""A lineage names parameters to the last bit, and every update since."""
+
+from __future__ import annotations
+
+import hashlib
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from p2pavg.optim.lineage import Lineage, first_lineage
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+def parameters() -> list[torch.Tensor]:
+    return [
+        torch.arange(6, dtype=torch.float32).reshape(2, 3) / 4,
+        torch.tensor(-1.5, dtype=torch.bfloat16),
+        torch.tensor([0.1, 65504.0], dtype=torch.float16),
+        torch.empty(0, 3),
+    ]
+
+
+def state_of(*tensors: torch.Tensor) -> bytes:
+    return first_lineage(tensors).state
+
+
+class TestFirst:
+    def test_the_bytes_never_change(self) -> None:
+        first = first_lineage(parameters())
+        assert first.epoch == 0
+        assert first.state.hex() == "04b55c5ce471dd0c9e2b3dcee8ab1970ea8d72e06ab6b488c679dac510184d01"
+        assert state_of() == hashlib.sha256(b"p2pavg/lineage/first/1").digest()
+
+    @given(position=st.sampled_from([0, 1, 2]), bit=st.integers(0, 10**6))
+    def test_every_bit_counts(self, position: int, bit: int) -> None:
+        changed = parameters()
+        values = changed[position].reshape(-1).view(torch.uint8)
+        values[bit // 8 % len(values)] ^= 1 << bit % 8
+        assert state_of(*changed) != state_of(*parameters())
+
+    @every_dtype
+    def test_zeros_of_either_sign_are_not_the_same(self, dtype: torch.dtype) -> None:
+        zeros = torch.zeros(3, dtype=dtype)
+        assert state_of(zeros) != state_of(-zeros)
+
+    def test_every_dtype_counts(self) -> None:
+        """Also where the bytes are the same."""
+        assert len({state_of(torch.zeros(4, dtype=dtype)) for dtype in DTYPES}) == len(DTYPES)
+        assert state_of(torch.zeros(4, dtype=torch.float16)) != state_of(torch.zeros(2))
+
+    def test_every_shape_counts(self) -> None:
+        shapes = [(6,), (2, 3), (3, 2), (1, 6), (6, 1), (0, 3), (3, 0), (0,), (), (1,)]
+        assert len({state_of(torch.zeros(shape)) for shape in shapes}) == len(shapes)
+
+    def test_order_and_number_count(self) -> None:
+        one, other = torch.zeros(2), torch.ones(2)
+        several = [[], [one], [one, other], [other, one], [one, one], [torch.cat([one, other])]]
+        several.append([one, other, torch.empty(0)])
+        assert len({state_of(*tensors) for tensors in several}) == len(several)
+
+    @every_dtype
+    def test_how_the_values_lie_in_memory_does_not_count(self, dtype: torch.dtype) -> None:
+        values = torch.arange(12).reshape(3, 4).to(dtype)
+        wide = torch.zeros(3, 8, dtype=dtype)
+        wide[:, ::2] = values
+        expected = state_of(values)
+        assert state_of(values.t().contiguous().t()) == expected
+        assert state_of(wide[:, ::2]) == expected
+        assert state_of(torch.cat([values, values])[3:]) == expected
+        assert state_of(values[0, :1].expand(5)) == state_of(values[0, :1].repeat(5))
+
+    def test_parameters_are_as_good_as_their_values(self) -> None:
+        model = torch.nn.Linear(3, 2)
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        assert first_lineage(model.parameters()) == first_lineage(before)
+        assert all(torch.equal(*pair) for pair in zip(model.parameters(), before, strict=True))
+
+
+class TestAfter:
+    def test_the_bytes_never_change(self) -> None:
+        first = first_lineage(parameters()).after("group-1")
+        second = first.after("group-2")
+        assert (first.epoch, second.epoch) == (1, 2)
+        assert first.state.hex() == "5b4677c6e7ca692b6470df52bed4468cc905bcff656e1799107f738ca28fbb8d"
+        assert second.state.hex() == "04f70be0a5a04e71da4b0e6e5de50c44ad4e76128482c3b4b65da327728e58fb"
+
+    def test_group_epoch_and_state_count(self) -> None:
+        start = Lineage(0, bytes(32))
+        assert start.after("a") == Lineage(0, bytes(32)).after("a")
+        following = {
+            start.after("a").state,
+            start.after("b").state,
+            Lineage(1, bytes(32)).after("a").state,
+            Lineage(0, bytes(31) + b"\1").after("a").state,
+        }
+        assert len(following) == 4
+
+    @given(st.lists(st.text(max_size=3), max_size=4), st.lists(st.text(max_size=3), max_size=4))
+    def test_only_the_same_updates_in_the_same_order_lead_to_the_same_state(
+        self, ones: list[str], others: list[str]
+    ) -> None:
+        one = other = Lineage(0, bytes(32))
+        for group_id in ones:
+            one = one.after(group_id)
+        for group_id in others:
+            other = other.after(group_id)
+        assert (one == other) == (ones == others)
+        assert one.epoch == len(ones)
+        assert len(one.state) == 32

@@ -1,0 +1,391 @@
+"""What peers say of how far they are, what nobody can make a peer believe, and what follows."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from p2pavg.errors import RemoteProtocolError
+from p2pavg.net.wire import pack
+from p2pavg.optim.progress import (
+    MAX_EPOCH,
+    MAX_SAMPLES,
+    Average,
+    Behind,
+    Compute,
+    Decision,
+    Progress,
+    Survey,
+    Wait,
+    decide,
+    encode_progress,
+    following,
+    read_all,
+    read_progress,
+    survey,
+)
+
+HERE, THERE, ELSEWHERE = (bytes([number]) * 32 for number in range(3))
+PROGRESS = Progress(epoch=300, state=bytes(range(32)), samples=96.0, samples_per_second=12.5, waiting=True)
+ENCODED = bytes.fromhex(
+    "9601cd012cc420000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f"
+    "cb4058000000000000cb4029000000000000c3"
+)
+
+amounts = st.floats(0.0, MAX_SAMPLES)
+anything = st.builds(
+    Progress,
+    epoch=st.integers(0, MAX_EPOCH),
+    state=st.binary(min_size=32, max_size=32),
+    samples=amounts,
+    samples_per_second=amounts,
+    waiting=st.booleans(),
+)
+# Few states and few numbers, so that peers meet.
+peers = st.builds(
+    Progress,
+    epoch=st.integers(0, 2),
+    state=st.sampled_from([HERE, THERE, ELSEWHERE]),
+    samples=st.sampled_from([0.0, 0.1, 1.0, 5.0]),
+    samples_per_second=st.sampled_from([0.0, 2.0]),
+    waiting=st.booleans(),
+)
+targets = st.sampled_from([0.2, 3.0, 10.0, math.inf])
+
+
+def at(
+    state: bytes = HERE, epoch: int = 3, samples: float = 1.0, *, speed: float = 2.0, waiting: bool = False
+) -> Progress:
+    return Progress(epoch=epoch, state=state, samples=samples, samples_per_second=speed, waiting=waiting)
+
+
+class TestWords:
+    def test_the_bytes_never_change(self) -> None:
+        assert encode_progress(PROGRESS) == ENCODED
+        assert read_progress(ENCODED) == PROGRESS
+
+    @given(anything)
+    def test_every_word_comes_back(self, progress: Progress) -> None:
+        assert read_progress(encode_progress(progress)) == progress
+
+    def test_whole_numbers_are_said_as_others(self) -> None:
+        said = encode_progress(replace(PROGRESS, samples=96, samples_per_second=0))
+        assert read_progress(said) == replace(PROGRESS, samples_per_second=0.0)
+
+    @given(anything)
+    def test_a_word_is_short(self, progress: Progress) -> None:
+        assert len(encode_progress(progress)) < 100
+
+    @pytest.mark.parametrize(
+        ("position", "value"),
+        [
+            *[(0, version) for version in (0, 2, -1, True, 1.0, None)],
+            *[(1, epoch) for epoch in (-1, MAX_EPOCH + 1, 2**64 - 1, True, 3.0, "3", None)],
+            *[(2, state) for state in (b"", bytes(31), bytes(33), "a" * 32, 32, None)],
+            *[
+                (field, amount)
+                for field in (3, 4)
+                for amount in (-1.0, -5e-324, 1.1e15, math.nan, math.inf, -math.inf, 1, True, "1", None)
+            ],
+            *[(5, waiting) for waiting in (0, 1, 1.0, "", None)],
+        ],
+    )
+    def test_a_field_that_is_none_of_a_word_is_refused(self, position: int, value: object) -> None:
+        fields: list[Any] = [1, 300, bytes(range(32)), 96.0, 12.5, True]
+        fields[position] = value
+        with pytest.raises(RemoteProtocolError):
+            read_progress(pack(*fields))
+
+    @pytest.mark.parametrize(
+        "fields",
+        [(), (1,), (1, 300, HERE, 96.0, 12.5), (1, 300, HERE, 96.0, 12.5, True, True)],
+        ids=len,
+    )
+    def test_another_number_of_fields_is_refused(self, fields: tuple[object, ...]) -> None:
+        with pytest.raises(RemoteProtocolError):
+            read_progress(pack(*fields))
+
+    def test_another_version_is_named(self) -> None:
+        with pytest.raises(RemoteProtocolError, match=r"^progress of version 2$"):
+            read_progress(b"\x96\x02" + ENCODED[2:])
+
+    @given(st.binary(max_size=120))
+    @example(b"")
+    @example(b"\x80")
+    @example(ENCODED + b"\0")
+    @example(ENCODED[:-1])
+    def test_whatever_bytes_come_in(self, value: bytes) -> None:
+        try:
+            progress = read_progress(value)
+        except RemoteProtocolError:
+            return
+        assert read_progress(encode_progress(progress)) == progress
+
+    @given(st.integers(0, len(ENCODED) - 1), st.integers(1, 255))
+    def test_whatever_byte_is_damaged(self, position: int, flipped: int) -> None:
+        damaged = bytearray(ENCODED)
+        damaged[position] ^= flipped
+        try:
+            progress = read_progress(bytes(damaged))
+        except RemoteProtocolError:
+            return
+        assert progress != PROGRESS
+
+    @pytest.mark.parametrize(
+        "wrong",
+        [
+            {"epoch": -1},
+            {"epoch": MAX_EPOCH + 1},
+            {"state": b"short"},
+            {"samples": -1.0},
+            {"samples": math.nan},
+            {"samples": math.inf},
+            {"samples_per_second": 2e15},
+            {"samples_per_second": math.nan},
+        ],
+    )
+    def test_what_nobody_would_believe_is_not_made_either(self, wrong: dict[str, Any]) -> None:
+        with pytest.raises(RemoteProtocolError, match=r"^progress with "):
+            replace(PROGRESS, **wrong)
+
+    def test_nonsense_is_left_out(self) -> None:
+        said = {"a": ENCODED, "b": b"", "c": b"nonsense", "d": ENCODED[:-1], "e": b"\x96\x02" + ENCODED[2:]}
+        assert read_all(said) == {"a": PROGRESS}
+        assert read_all({}) == {}
+
+
+class TestSurvey:
+    def test_alone(self) -> None:
+        assert survey(at(samples=7.0), []) == Survey(
+            peers=1, samples=7.0, samples_per_second=2.0, waiting=False, others=0, ahead=None
+        )
+
+    def test_those_of_the_same_state_count_together(self) -> None:
+        others = [at(samples=2.5, waiting=True), at(samples=0.0), at(THERE, samples=100.0, speed=50.0)]
+        seen = survey(at(samples=1.0), others)
+        assert (seen.peers, seen.samples, seen.samples_per_second) == (3, 3.5, 6.0)
+        assert (seen.others, seen.all_peers) == (1, 4)
+
+    def test_they_wait_when_each_of_them_does(self) -> None:
+        waiting, busy = at(waiting=True), at()
+        assert survey(waiting, [waiting, at(THERE)]).waiting
+        assert not survey(waiting, [busy, waiting]).waiting
+        assert not survey(busy, [waiting]).waiting
+
+    def test_a_larger_group_that_is_no_less_far_is_ahead(self) -> None:
+        for epoch in (3, 4, 9):
+            assert survey(at(), [at(THERE, epoch)] * 2).ahead == (epoch, 2)
+        assert survey(at(), [at(), *[at(THERE)] * 3]).ahead == (3, 3)
+
+    def test_of_as_many_the_furthest_goes_on_and_then_the_greatest_name(self) -> None:
+        """One of two halves knows that it is the other that goes on, however the run fell apart."""
+        assert survey(at(), [at(THERE, 9)]).ahead == (9, 1)
+        assert survey(at(), [at(), *[at(THERE, 9)] * 2]).ahead == (9, 2)
+        one, other = at(), at(THERE, at().epoch)
+        assert (survey(one, [other]).ahead is None) != (survey(other, [one]).ahead is None)
+        assert survey(at(), [at(), at(THERE, 9)]).ahead is None
+
+    def test_a_group_that_is_behind_is_not(self) -> None:
+        assert survey(at(), [at(THERE, 2)] * 9).ahead is None
+
+    def test_peers_apart_from_each_other_are_no_group(self) -> None:
+        states = [bytes([number]) * 32 for number in range(1, 10)]
+        assert survey(at(), [at(), *[at(state, 9) for state in states]]).ahead is None
+        # One state, and epochs that cannot all be true of it.
+        assert survey(at(), [at(), *[at(THERE, epoch) for epoch in range(3, 12)]]).ahead is None
+
+    def test_of_several_it_is_the_largest_and_of_those_the_furthest(self) -> None:
+        two, three = [at(THERE, 9)] * 2, [at(ELSEWHERE, 4)] * 3
+        assert survey(at(), [*two, *three]).ahead == (4, 3)
+        assert survey(at(), [*two, *three[:2]]).ahead == (9, 2)
+        # A larger one that is behind does not hide it.
+        assert survey(at(), [*two, *[at(ELSEWHERE, 2)] * 8]).ahead == (9, 2)
+
+    @given(peers, st.lists(peers, max_size=8), st.randoms(use_true_random=False))
+    def test_the_order_does_not_matter(self, mine: Progress, others: list[Progress], random: Any) -> None:
+        seen = survey(mine, others)
+        random.shuffle(others)
+        assert survey(mine, others) == seen
+
+    @given(peers, st.lists(peers, max_size=8))
+    def test_everybody_is_counted_once(self, mine: Progress, others: list[Progress]) -> None:
+        seen = survey(mine, others)
+        assert seen.all_peers == len(others) + 1
+        assert 1 <= seen.peers <= seen.all_peers
+
+
+def seen_as(**changes: Any) -> Survey:
+    fields: dict[str, Any] = {
+        "peers": 3,
+        "samples": 10.0,
+        "samples_per_second": 1.0,
+        "waiting": False,
+        "others": 0,
+        "ahead": None,
+    }
+    return Survey(**(fields | changes))
+
+
+AHEAD = {"ahead": (5, 4), "others": 4}
+ALL = {"waiting": True}
+ENOUGH = {"samples": 100.0}
+FEW = {"peers": 2}
+
+# mine.samples, mine.waiting, what is seen, target -> what is done, and why. Of 3 peers to start.
+DECISIONS: list[tuple[float, bool, dict[str, Any], float, Decision]] = [
+    (
+        1.0,
+        False,
+        AHEAD,
+        100.0,
+        Behind(5, "4 peers are at epoch 5; 3 with this one at epoch 3"),
+    ),
+    (
+        1.0,
+        False,
+        {"ahead": (3, 4), "others": 4},
+        100.0,
+        Behind(3, "4 peers are at epoch 3 too, from other updates; 3 with this one at epoch 3"),
+    ),
+    (0.0, True, AHEAD | ENOUGH, 100.0, Behind(5, "4 peers are at epoch 5; 3 with this one at epoch 3")),
+    (0.0, True, AHEAD | ALL, math.inf, Behind(5, "4 peers are at epoch 5; 3 with this one at epoch 3")),
+    (1.0, True, AHEAD | FEW, 100.0, Behind(5, "4 peers are at epoch 5; 2 with this one at epoch 3")),
+    (0.0, False, {}, 100.0, Compute("nothing is accumulated")),
+    (0.0, True, ENOUGH, 100.0, Compute("nothing is accumulated")),
+    (0.0, True, FEW, 100.0, Compute("nothing is accumulated")),
+    (0.0, True, ALL, math.inf, Compute("nothing is accumulated")),
+    (1.0, False, FEW, 100.0, Compute("2 of 3 peers are there to start")),
+    (1.0, True, FEW, 100.0, Wait("2 of 3 peers are there to start")),
+    (1.0, True, FEW | ENOUGH, 100.0, Wait("2 of 3 peers are there to start")),
+    (1.0, True, FEW | ALL, 100.0, Wait("2 of 3 peers are there to start")),
+    (1.0, True, FEW | ALL, math.inf, Wait("2 of 3 peers are there to start")),
+    (
+        1.0,
+        True,
+        FEW | {"others": 2},
+        100.0,
+        Wait("2 of 3 peers are there to start; 2 peers have other parameters"),
+    ),
+    (1.0, False, ENOUGH, 100.0, Average(3, "3 peers have 100 of 100 samples together")),
+    (1.0, True, ENOUGH | ALL, 100.0, Average(3, "3 peers have 100 of 100 samples together")),
+    (
+        1.0,
+        False,
+        ENOUGH | {"others": 2},
+        100.0,
+        Average(3, "3 peers have 100 of 100 samples together; 2 peers have other parameters"),
+    ),
+    (1.0, True, ALL, math.inf, Average(3, "all 3 peers wait")),
+    (1.0, True, ALL, 100.0, Compute("3 peers have 10 of 100 samples together, and all wait")),
+    (1.0, True, {}, 100.0, Wait("3 peers have 10 of 100 samples together")),
+    (1.0, False, {}, 100.0, Compute("3 peers have 10 of 100 samples together")),
+    (1.0, True, {}, math.inf, Wait("3 peers have 10 of inf samples together")),
+    (1.0, False, {}, math.inf, Compute("3 peers have 10 of inf samples together")),
+]
+
+
+class TestDecide:
+    @pytest.mark.parametrize(("samples", "waiting", "seen", "target", "decision"), DECISIONS)
+    def test_what_is_done_and_why(
+        self, samples: float, waiting: bool, seen: dict[str, Any], target: float, decision: Decision
+    ) -> None:
+        mine = at(samples=samples, waiting=waiting)
+        assert decide(mine, seen_as(**seen), target=target, peers_to_start=3) == decision
+
+    def test_one_peer_may_start_unless_it_is_said(self) -> None:
+        seen = seen_as(peers=1, samples=100.0)
+        assert isinstance(decide(at(), seen, target=100.0), Average)
+
+    def test_at_the_start_as_many_elsewhere_may_only_be_heard_of_first(self) -> None:
+        mine, other = sorted([at(), at(THERE, at().epoch)], key=lambda peer: peer.state)
+        seen = survey(mine, [other])
+        assert not isinstance(decide(mine, seen, target=1e9, peers_to_start=2), Behind)
+        assert isinstance(decide(mine, seen, target=1e9), Behind)
+        further = survey(mine, [replace(other, epoch=mine.epoch + 1)])
+        assert isinstance(decide(mine, further, target=1e9, peers_to_start=2), Behind)
+        assert isinstance(decide(mine, survey(mine, [other, other]), target=1e9, peers_to_start=2), Behind)
+
+    @given(peers, st.lists(peers, max_size=8), targets, st.integers(1, 4))
+    def test_nobody_averages_nothing(
+        self, mine: Progress, others: list[Progress], target: float, start: int
+    ) -> None:
+        mine = replace(mine, samples=0.0)
+        decision = decide(mine, survey(mine, others), target=target, peers_to_start=start)
+        assert isinstance(decision, Compute | Behind)
+
+    @given(peers, st.lists(peers, max_size=8), targets, st.integers(1, 4))
+    def test_behind_is_who_sees_more_peers_together_or_as_many_further(
+        self, mine: Progress, others: list[Progress], target: float, start: int
+    ) -> None:
+        together = 1 + sum(other.state == mine.state for other in others)
+        larger = [
+            other
+            for other in others
+            if other.state != mine.state
+            and other.epoch >= mine.epoch
+            and (
+                sum((o.state, o.epoch) == (other.state, other.epoch) for o in others),
+                other.epoch,
+                other.state,
+            )
+            > (together, mine.epoch, mine.state)
+        ]
+        decision = decide(mine, survey(mine, others), target=target, peers_to_start=start)
+        if together < start:
+            larger = [
+                other
+                for other in larger
+                if other.epoch > mine.epoch
+                or sum((o.state, o.epoch) == (other.state, other.epoch) for o in others) > together
+            ]
+        assert isinstance(decision, Behind) == bool(larger)
+        if isinstance(decision, Behind):
+            assert decision.epoch in {other.epoch for other in larger}
+
+    @given(st.lists(peers, min_size=1, max_size=8), targets, st.integers(1, 4))
+    def test_peers_of_one_state_agree_when_to_average(
+        self, everybody: list[Progress], target: float, start: int
+    ) -> None:
+        everybody = [replace(peer, state=HERE, epoch=3) for peer in everybody if peer.samples > 0]
+        decisions = [
+            decide(
+                mine, survey(mine, everybody[:i] + everybody[i + 1 :]), target=target, peers_to_start=start
+            )
+            for i, mine in enumerate(everybody)
+        ]
+        assert len({isinstance(decision, Average) for decision in decisions}) <= 1
+        assert len({decision for decision in decisions if isinstance(decision, Average)}) <= 1
+
+    @given(st.lists(anything, min_size=2, max_size=6))
+    def test_the_last_digit_of_the_sum_is_everybodys(self, everybody: list[Progress]) -> None:
+        everybody = [replace(peer, state=HERE) for peer in everybody]
+        samples = {
+            survey(mine, everybody[:i] + everybody[i + 1 :]).samples for i, mine in enumerate(everybody)
+        }
+        assert len(samples) == 1
+
+    @given(st.lists(peers, min_size=1, max_size=8), targets)
+    def test_they_do_not_all_wait_for_each_other(self, everybody: list[Progress], target: float) -> None:
+        decisions = [
+            decide(mine, survey(mine, everybody[:i] + everybody[i + 1 :]), target=target)
+            for i, mine in enumerate(everybody)
+        ]
+        assert not all(isinstance(decision, Wait) for decision in decisions)
+
+
+class TestFollowing:
+    def test_who_took_the_same_update_is_where_this_peer_is(self) -> None:
+        mine = at(THERE, 4, 0.5)
+        said = at(HERE, 3, 50.0, speed=7.0, waiting=True)
+        assert following(said, HERE, mine) == at(THERE, 4, 0.0, speed=7.0)
+
+    def test_what_says_something_else_is_believed(self) -> None:
+        mine = at(THERE, 4)
+        for said in (at(THERE, 4, 8.0, waiting=True), at(ELSEWHERE, 3, 8.0, waiting=True)):
+            assert following(said, HERE, mine) == said
+        assert following(at(HERE), b"", mine) == at(HERE)

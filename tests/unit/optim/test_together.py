@@ -1,0 +1,178 @@
+"""Whom a peer counts on, and which results it takes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any, cast
+
+import pytest
+import torch
+
+import p2pavg
+from p2pavg.blocking import Averager
+from p2pavg.bulletin import Said
+from p2pavg.optim.lineage import Lineage
+from p2pavg.optim.progress import Average, Progress, Wait, encode_progress
+from p2pavg.optim.together import FOLLOW_SECONDS, Together
+from p2pavg.result import Failed, RoundResult, Success
+
+PARAMETERS = [torch.ones(3)]
+
+
+class Word:
+    """What other peers say, as the test has it."""
+
+    version = 0
+
+    def __init__(self) -> None:
+        self.said: dict[str, Said] = {}
+        self.mine: list[bytes] = []
+
+    def say(self, value: bytes, *, now: bool = False) -> None:
+        self.mine.append(value)
+
+    def wait(self, version: int, timeout: float) -> None:
+        raise AssertionError("nothing is to be waited for")
+
+
+class Rounds:
+    """An averager whose rounds come to what the test says."""
+
+    peer_id = "me"
+    weight = 1.0
+    config = p2pavg.AveragingConfig(run_id="run")
+
+    def __init__(self) -> None:
+        self.word = Word()
+        self.round_state: bytes | None = None
+        self.results: list[RoundResult] = []
+
+    def bulletin(self, topic: str) -> Word:
+        return self.word
+
+    def step(self, **_: Any) -> RoundResult:
+        return self.results.pop(0)
+
+
+class Company:
+    """One peer's place among others."""
+
+    def __init__(self) -> None:
+        self.rounds = Rounds()
+        self.together = Together(
+            cast(Averager, self.rounds), PARAMETERS, target=float("inf"), peers_to_start=1, patience=5.0
+        )
+        self._sequence = 0
+
+    def says(self, peer: str, *, state: bytes | None = None, epoch: int = 0, waiting: bool = True) -> None:
+        self._sequence += 1
+        lineage = self.together.lineage
+        progress = Progress(
+            epoch=lineage.epoch if state is None else epoch,
+            state=lineage.state if state is None else state,
+            samples=1.0,
+            samples_per_second=1.0,
+            waiting=waiting,
+        )
+        self.rounds.word.said[peer] = Said(encode_progress(progress), self._sequence, 1e12)
+
+    def took(self, *peers: str, lost: Mapping[str, str] | None = None) -> None:
+        self.together.took(success(*peers, lost=lost))
+        self.together.say(1.0, waiting=True)
+
+    @property
+    def counted(self) -> int:
+        return self.together.survey().peers
+
+
+def success(*peers: str, lost: Mapping[str, str] | None = None) -> Success:
+    return Success(
+        averaged=[],
+        peers=("me", *peers),
+        weights={},
+        total_weight=1.0,
+        compression_ratio=1.0,
+        bytes_sent=0,
+        bytes_received=0,
+        duration=0.0,
+        exchange_duration=0.0,
+        group_id="00" * 32,
+        share=(0, 0),
+        lost=lost or {},
+    )
+
+
+@pytest.fixture
+def company() -> Company:
+    return Company()
+
+
+def test_who_did_not_come_is_counted_on_when_it_says_something_new(company: Company) -> None:
+    company.says("a")
+    company.says("b")
+    assert company.counted == 3
+    company.took("a")
+    company.says("a")
+    assert company.counted == 2
+    company.says("b")
+    assert company.counted == 3
+
+
+def test_who_is_absent_again_and_again_is_counted_on_ever_less_often(company: Company) -> None:
+    """However much it says that it is there: each time it costs the others a match timeout."""
+    counted = []
+    for _ in range(40):
+        company.says("liar")
+        counted.append(company.counted == 2)
+        company.took()
+    assert counted[:3] == [True, True, True]
+    assert sum(counted) <= 8
+    company.says("liar")
+    company.took("liar")
+    company.says("liar")
+    assert company.counted == 2, "it came"
+
+
+def test_a_companion_is_waited_for_until_it_has_had_its_time(
+    company: Company, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    company.says("a")
+    before = company.together.lineage
+    company.took("a")
+    assert isinstance(company.together.decide(), Wait), "it has yet to say that it took the update too"
+    company.says("a", state=before.state, epoch=before.epoch)
+    assert isinstance(company.together.decide(), Wait)
+    later = time.monotonic() + FOLLOW_SECONDS + 1.0
+    monkeypatch.setattr(time, "monotonic", lambda: later)
+    assert company.together.decide() == Average(1, "all 1 peers wait")
+
+
+def test_who_was_lost_in_a_round_is_no_companion(company: Company) -> None:
+    company.says("a")
+    company.took("a", lost={"a": "cut off"})
+    assert company.counted == 1
+
+
+def test_the_result_for_parameters_that_were_replaced_is_not_taken(company: Company) -> None:
+    company.rounds.results = [success("a")]
+    company.rounds.round_state = company.together.lineage.state
+    company.together.is_at(Lineage(7, b"7" * 32))
+    result = company.together.average(2)
+    assert isinstance(result, Failed)
+    assert result.used is True
+    assert "replaced" in result.reason
+
+
+def test_the_time_of_a_round_is_not_the_time_of_a_batch(
+    company: Company, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    for seconds, what in ((2.0, "batch"), (50.0, "round"), (2.0, "batch"), (50.0, "round"), (2.0, "batch")):
+        now += seconds
+        if what == "batch":
+            company.together.computed(8.0)
+        else:
+            company.took()
+    assert company.together.samples_per_second == pytest.approx(4.0, rel=0.01)

@@ -1,0 +1,265 @@
+"""What training with peers comes to, beside one process that has the whole batch.
+
+scripts/training synchronous     four peers with AveragedOptimizer against one process with the fourfold batch
+scripts/training table           bytes against loss: DiLoCo and every step, by codec
+scripts/training churn           eight peers: again and again one is killed and another comes; against eight calm ones
+
+A GPT of 115,000 parameters learns Python's documentation, eight sequences a batch, in processes on this machine. Bytes
+are those of the exchanges: what a peer sends of encoded parts, with their frames. Losses are of held-out text, in nats
+a character.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from p2pavg.testing import LocalSwarm, SwarmProcess
+from scripts.training_work import in_one_process
+
+WORK = "scripts.training_work:"
+CODECS = ("fp32", "bf16", "blockwise8", "int8")
+
+
+def main() -> int:
+    """The exit status: 1 when peers did not end with the same parameters."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("what", choices=["synchronous", "table", "churn"])
+    parser.add_argument("--peers", type=int, help="4, and 8 for churn, if not given")
+    parser.add_argument(
+        "--steps", type=int, help="batches of every peer: 200, and 2000 for the table, if not given"
+    )
+    parser.add_argument("--sync-every", default="1,10,50", help="H, for the table")
+    parser.add_argument(
+        "--first-steps",
+        type=int,
+        default=2000,
+        help="of one process, whose checkpoint all of the table begin from",
+    )
+    parser.add_argument("--codecs", default=",".join(CODECS), help="for the table")
+    parser.add_argument("--updates", type=int, default=200, help="of the calm run, for churn")
+    parser.add_argument("--every", type=float, default=20.0, help="seconds between two kills, for churn")
+    given = parser.parse_args()
+    run = {"synchronous": synchronous, "table": table, "churn": churn}[given.what]
+    return run(given)
+
+
+def together(peers: int, **arguments: Any) -> list[dict[str, Any]]:
+    """What every peer of a swarm reported at its end."""
+    with LocalSwarm(WORK + "train", peers=peers, arguments={"peers": peers, **arguments}) as swarm:
+        swarm.start()
+        return [list(process.events(3600))[-1] for process in swarm.processes]
+
+
+def are_same(found: list[dict[str, Any]]) -> bool:
+    """Whether all ended with the same bits."""
+    return len({peer["digest"] for peer in found}) == 1
+
+
+def synchronous(given: argparse.Namespace) -> int:
+    """AveragedOptimizer."""
+    peers, steps = given.peers or 4, given.steps or 200
+    rows, ok = [], True
+    for name, others in (
+        ("sgd", (("fp32", False), ("blockwise8", False))),
+        ("adamw", (("fp32", False), ("blockwise8", False), ("fp32", True))),
+    ):
+        losses, held_out = in_one_process(peers, steps, name)
+        same = (*in_one_process(peers, steps, name, one_by_one=True), "one process, batch by batch")
+        late = (*in_one_process(peers, steps, name, delay=1), "one process, an update late")
+        measured: list[tuple[list[float], float, str]] = [same, late]
+        for codec, overlap in others:
+            found = together(peers, codec=codec, steps=steps, sync_every=0, overlap=overlap, optimizer=name)
+            ok &= are_same(found)
+            what = f"{peers} peers, {codec}{', overlap' if overlap else ''}"
+            what += "" if are_same(found) else ": DIFFERENT PARAMETERS"
+            measured.append((found[0]["losses"], found[0]["held_out"], what))
+        rows.append((name, "one process", "", f"{held_out:.4f}", ""))
+        for found_losses, end, what in measured:
+            away = max(abs(a - b) for a, b in zip(found_losses, losses, strict=False))
+            is_late = "overlap" in what or "late" in what
+            rows.append(
+                (
+                    name,
+                    what,
+                    "" if is_late else f"{away:.2g}",
+                    f"{end:.4f}",
+                    f"{100 * (end / held_out - 1):+.2f} %",
+                )
+            )
+    show(
+        f"{steps} updates, each of {8 * peers} sequences",
+        ("", "", "largest difference of training losses", "held-out loss", "against one process"),
+        rows,
+    )
+    return 0 if ok else 1
+
+
+def table(given: argparse.Namespace) -> int:
+    """DiLoCo, and its pseudo-gradients every step."""
+    with tempfile.TemporaryDirectory() as folder:
+        return _table(given, f"{folder}/checkpoint")
+
+
+def _table(given: argparse.Namespace, checkpoint: str) -> int:
+    peers, steps, first = given.peers or 4, given.steps or 2000, given.first_steps
+    _, before = in_one_process(peers, first, save_to=checkpoint)
+    _, held_out = in_one_process(peers, steps, first=first, checkpoint=checkpoint)
+    rows = [
+        ("before", "", "", "", f"{before:.4f}", "", ""),
+        ("one process", "every step", "", "", f"{held_out:.4f}", "", ""),
+    ]
+    ok, most = True, 0.0
+    for every in map(int, given.sync_every.split(",")):
+        for codec in given.codecs.split(","):
+            found = together(
+                peers,
+                codec=codec,
+                steps=steps,
+                first=first,
+                checkpoint=checkpoint,
+                sync_every=0 if every == 1 else every,
+            )
+            ok &= are_same(found)
+            sent = sum(peer["bytes_sent"] for peer in found) / peers
+            most = most or sent
+            loss = found[0]["held_out"]
+            rows.append(
+                (
+                    "AveragedOptimizer" if every == 1 else "DiLoCo",
+                    "every step" if every == 1 else f"every {every}",
+                    codec,
+                    f"{sent / 1e6:.2f} MB",
+                    f"{loss:.4f}",
+                    f"{100 * (loss / held_out - 1):+.2f} %",
+                    f"{most / sent:.0f}",
+                )
+            )
+            print(*rows[-1], flush=True, file=sys.stderr)
+    show(
+        f"{peers} peers, {steps} batches each, from a checkpoint of {first}",
+        (
+            "",
+            "averages",
+            "codec",
+            "sent by a peer",
+            "held-out loss",
+            "against one process",
+            "times fewer bytes",
+        ),
+        rows,
+    )
+    return 0 if ok else 1
+
+
+def churn(given: argparse.Namespace) -> int:
+    """Samples to the calm run's loss."""
+    peers = given.peers or 8
+    calm = one_churn(peers, updates=given.updates, every=None, reach=None)
+    wild = one_churn(peers, updates=None, every=given.every, reach=calm["held_out"])
+    more = wild["samples"] / calm["samples"] - 1
+    rows = [
+        (
+            name,
+            f"{found['samples']:.0f}",
+            f"{found['held_out']:.4f}",
+            str(found["updates"]),
+            str(found["kills"]),
+            str(found["behind"]),
+            f"{found['seconds']:.0f} s",
+        )
+        for name, found in (("calm", calm), ("churn", wild))
+    ]
+    show(
+        f"{peers} peers; with churn {100 * more:+.1f} % samples to the same loss",
+        ("", "samples computed", "held-out loss", "updates", "killed", "times behind", "time"),
+        rows,
+    )
+    return 0 if calm["same"] and wild["same"] else 1
+
+
+def one_churn(peers: int, *, updates: int | None, every: float | None, reach: float | None) -> dict[str, Any]:
+    """A run until so many updates, or until the held-out loss is as low as ``reach``."""
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = {
+            "peers": peers,
+            "codec": "fp32",
+            "sync_every": 0,
+            "folder": folder,
+            "target": 8 * peers,
+            "pause": 0.5,
+            "look_every": 10,
+            "match_timeout": 3.0,
+        }
+        with LocalSwarm(WORK + "churn", peers=peers, arguments=arguments) as swarm:
+            swarm.start()
+            return _watch(swarm, updates, every, reach)
+
+
+def _watch(
+    swarm: LocalSwarm, updates: int | None, every: float | None, reach: float | None
+) -> dict[str, Any]:
+    began = time.monotonic()
+    due = None if every is None else began + every
+    found: dict[str, Any] = {
+        "samples": 0.0,
+        "updates": 0,
+        "held_out": 99.0,
+        "kills": 0,
+        "behind": 0,
+        "same": True,
+    }
+    digests: dict[int, str] = {}
+    alive = list(swarm.processes)
+    while True:
+        for process in alive:
+            for event in _said_by(process):
+                found["samples"] += event["computed"]
+                found["behind"] += event["behind"] is not None
+                if "digest" in event:
+                    found["updates"] = max(found["updates"], event["epoch"])
+                    same = digests.setdefault(event["epoch"], event["digest"]) == event["digest"]
+                    found["same"] = found["same"] and same
+                found["held_out"] = min(found["held_out"], event.get("held_out", 99.0))
+        found["seconds"] = time.monotonic() - began
+        if updates is not None and found["updates"] >= updates:
+            return found
+        if reach is not None and found["held_out"] <= reach:
+            return found
+        if due is not None and time.monotonic() >= due:
+            assert every is not None
+            due += every
+            victim = alive.pop(found["kills"] % len(alive))
+            victim.kill()
+            found["kills"] += 1
+            alive.append(swarm.add())
+        time.sleep(0.05)
+
+
+def _said_by(process: SwarmProcess) -> Iterator[dict[str, Any]]:
+    """What it has reported and nobody has read."""
+    with suppress(TimeoutError, EOFError):
+        while True:
+            yield process.event(0.0)
+
+
+def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """A table."""
+    shown = Table(*columns, title=title)
+    for row in rows:
+        shown.add_row(*row)
+    Console(width=140).print(shown)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,265 @@
+"""A small GPT on Python's documentation, trained by one peer, or by one process alone."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+import p2pavg
+from p2pavg.blocking import Averager
+from p2pavg.optim import AveragedOptimizer, LocalUpdates, StepReport, diloco
+from p2pavg.testing import Member
+from scripts.demo_gpt.batches import Batches, held_out_windows
+from scripts.demo_gpt.model import GPT, ModelConfig
+from scripts.demo_gpt.text import load_text
+
+CONTEXT = 32
+BATCH = 8
+HELD_OUT = 512
+LR = 3e-3
+SEED = 1
+
+
+@dataclass
+class Task:
+    """What is learned: the same for everybody.
+
+    Args:
+        peers: among whom the text is dealt out.
+        checkpoint: of the model, to begin from.
+    """
+
+    peers: int
+    checkpoint: str | None = None
+
+    @cached_property
+    def model(self) -> GPT:
+        """As it begins."""
+        text = load_text()
+        config = ModelConfig(
+            vocabulary_size=len(text.vocabulary), context=CONTEXT, width=64, heads=4, layers=2
+        )
+        model = GPT(config, seed=SEED)
+        if self.checkpoint is not None:
+            model.load_state_dict(torch.load(self.checkpoint))
+        return model
+
+    @cached_property
+    def batches(self) -> Batches:
+        """Of every peer."""
+        return Batches(load_text().train, context=CONTEXT, batch_size=BATCH, peers=self.peers, seed=SEED)
+
+    def loss(self, windows: torch.Tensor) -> torch.Tensor:
+        """Mean cross entropy, in nats a character, of windows (n, CONTEXT + 1)."""
+        scores = self.model(windows[:, :-1])
+        return functional.cross_entropy(scores.flatten(0, 1), windows[:, 1:].flatten())
+
+    @torch.no_grad()
+    def held_out_loss(self) -> float:
+        """Of text that nobody trains on."""
+        windows = held_out_windows(load_text().held_out, context=CONTEXT, count=HELD_OUT)
+        return float(self.loss(windows))
+
+    def digest(self) -> str:
+        """Of the parameters' bytes."""
+        digest = hashlib.sha256()
+        for parameter in self.model.parameters():
+            digest.update(parameter.detach().numpy().tobytes())
+        return digest.hexdigest()
+
+    def optimizer(self, name: str = "adamw") -> torch.optim.Optimizer:
+        """Of all, or every peer's inner one."""
+        if name == "sgd":
+            return torch.optim.SGD(self.model.parameters(), lr=0.3, momentum=0.9)
+        return torch.optim.AdamW(self.model.parameters(), lr=LR, betas=(0.9, 0.95))
+
+
+def in_one_process(
+    peers: int,
+    steps: int,
+    name: str = "adamw",
+    *,
+    first: int = 0,
+    one_by_one: bool = False,
+    delay: int = 0,
+    checkpoint: str | None = None,
+    save_to: str | None = None,
+) -> tuple[list[float], float]:
+    """The loss of every step with all peers' batches as one, and the held-out loss at the end.
+
+    Args:
+        first: the batch to begin with.
+        one_by_one: accumulate the gradients of the peers' batches, which rounds otherwise.
+        delay: updates by which each gradient comes late.
+        checkpoint: of the model, to begin from.
+        save_to: where the model is saved at the end.
+    """
+    task = Task(peers, checkpoint)
+    optimizer = task.optimizer(name)
+    losses: list[float] = []
+    late: list[list[torch.Tensor | None]] = []
+    for step in range(first, first + steps):
+        optimizer.zero_grad()
+        parts = [task.batches.of_peer(peer, step) for peer in range(peers)]
+        batches = parts if one_by_one else [torch.cat(parts)]
+        losses.append(0.0)
+        for batch in batches:
+            loss = task.loss(batch) / len(batches)
+            torch.autograd.backward(loss)
+            losses[-1] += loss.item()
+        late.append([parameter.grad for parameter in task.model.parameters()])
+        if len(late) > delay:
+            for parameter, gradient in zip(task.model.parameters(), late.pop(0), strict=True):
+                parameter.grad = gradient
+            torch.nn.utils.clip_grad_norm_(task.model.parameters(), 1.0)
+            optimizer.step()
+    if save_to is not None:
+        torch.save(task.model.state_dict(), save_to)
+    return losses, task.held_out_loss()
+
+
+def config_of(arguments: dict[str, Any]) -> p2pavg.AveragingConfig:
+    """Of a run on one machine."""
+    return p2pavg.AveragingConfig(
+        run_id="training",
+        group_size=arguments["peers"],
+        match_timeout=arguments.get("match_timeout", 30.0),
+        exchange_timeout=30.0,
+        compression=None if arguments["codec"] == "fp32" else arguments["codec"],
+    )
+
+
+def averaged(task: Task, averager: Averager, arguments: dict[str, Any], **options: Any) -> AveragedOptimizer:
+    """One optimizer step of all peers for each batch of theirs."""
+    given: dict[str, Any] = {
+        "target_batch_size": BATCH * arguments["peers"],
+        "max_samples_per_peer": BATCH,
+        "max_grad_norm": 1.0,
+        "peers_to_start": arguments["peers"],
+        "overlap": arguments.get("overlap", False),
+    }
+    inner = task.optimizer(arguments.get("optimizer", "adamw"))
+    return AveragedOptimizer(inner, averager, **(given | options))
+
+
+def local(task: Task, averager: Averager, arguments: dict[str, Any]) -> LocalUpdates:
+    """DiLoCo."""
+    return diloco(
+        task.optimizer(), averager, sync_every=arguments["sync_every"], peers_to_start=arguments["peers"]
+    )
+
+
+def train(member: Member) -> None:
+    """As many batches as ``steps`` says; reports what came of it."""
+    torch.set_num_threads(1)
+    arguments = member.arguments
+    task = Task(arguments["peers"], arguments.get("checkpoint"))
+    sent, losses = 0, []
+    with member.averager(config_of(arguments)) as averager:
+        make: Callable[..., AveragedOptimizer | LocalUpdates] = (
+            averaged if arguments["sync_every"] == 0 else local
+        )
+        optimizer = make(task, averager, arguments)
+        began = time.monotonic()
+        first = arguments.get("first", 0)
+        for step in range(first, first + arguments["steps"]):
+            optimizer.zero_grad()
+            loss = task.loss(task.batches.of_peer(member.index, step))
+            torch.autograd.backward(loss)
+            if arguments["sync_every"]:
+                torch.nn.utils.clip_grad_norm_(task.model.parameters(), 1.0)
+            report = optimizer.step(samples=BATCH, metrics={"loss": loss.item()})
+            if isinstance(report.result, p2pavg.Success):
+                sent += report.result.bytes_sent
+                losses.append(report.metrics["loss"])
+        member.report(
+            epoch=optimizer.epoch,
+            losses=losses,
+            held_out=task.held_out_loss(),
+            digest=task.digest(),
+            bytes_sent=sent,
+            seconds=time.monotonic() - began,
+        )
+
+
+def churn(member: Member) -> None:
+    """Train until the run's held-out loss is low enough, from the newest state that anybody left; report progress."""
+    torch.set_num_threads(1)
+    arguments = member.arguments
+    folder, task = Path(arguments["folder"]), Task(arguments["peers"] * 4)
+    with member.averager(config_of(arguments)) as averager:
+        optimizer = averaged(
+            task,
+            averager,
+            arguments,
+            target_batch_size=arguments["target"],
+            max_samples_per_peer=None,
+            peers_to_start=arguments["peers"] if member.index < arguments["peers"] else 2,
+            patience=20.0,
+        )
+        load_newest(folder, task, optimizer)
+        for step in range(10**9):
+            optimizer.zero_grad()
+            loss = task.loss(task.batches.of_peer(member.index % (arguments["peers"] * 4), step))
+            torch.autograd.backward(loss)
+            time.sleep(arguments["pause"])  # as if the batch were larger
+            report = optimizer.step(samples=BATCH, metrics={"loss": loss.item()})
+            event: dict[str, Any] = {"computed": BATCH, "epoch": report.epoch, "behind": report.behind}
+            if report.updated:
+                event |= after_update(folder, task, averager, optimizer, report, arguments)
+            member.report(**event)
+            if report.behind is not None:
+                load_newest(folder, task, optimizer)
+
+
+def after_update(
+    folder: Path,
+    task: Task,
+    averager: Averager,
+    optimizer: AveragedOptimizer,
+    report: StepReport,
+    arguments: dict[str, Any],
+) -> dict[str, Any]:
+    """The first of the group leaves its state for those that come, and says how good it is now and then."""
+    result = report.result
+    assert isinstance(result, p2pavg.Success)
+    found: dict[str, Any] = {"weight": result.total_weight, "peers": result.peers_count}
+    if averager.peer_id == min(result.peers):
+        save(folder, task, optimizer)
+        if report.epoch % arguments["look_every"] == 0:
+            found["held_out"] = task.held_out_loss()
+    found["digest"] = task.digest()
+    return found
+
+
+def save(folder: Path, task: Task, optimizer: AveragedOptimizer) -> None:
+    """Whole or not at all, and in place of older ones."""
+    place = folder / f"{optimizer.epoch:08}.state"
+    new = folder / f"new.{os.getpid()}"
+    torch.save({"model": task.model.state_dict(), "optimizer": optimizer.state_dict()}, new)
+    new.rename(place)
+    for older in sorted(folder.glob("*.state"))[:-3]:
+        older.unlink(missing_ok=True)
+
+
+def load_newest(folder: Path, task: Task, optimizer: AveragedOptimizer) -> None:
+    """If there is one that is newer than what this peer has."""
+    for place in sorted(folder.glob("*.state"), reverse=True):
+        if int(place.stem) <= optimizer.epoch:
+            return
+        try:
+            state = torch.load(place)
+        except FileNotFoundError:  # a newer one took its place
+            continue
+        task.model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        return

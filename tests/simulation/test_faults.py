@@ -37,7 +37,7 @@ LAN = (0.001, 0.002)
 
 def test_hundreds_of_rounds_in_which_things_go_wrong() -> None:
     """``scripts/simulate`` has more of them; each that fails prints the command that repeats it."""
-    command = [sys.executable, "-m", "scripts.simulate", "--rounds", "60", "--processes", "2"]
+    command = [sys.executable, "-m", "scripts.simulate", "--rounds", "30", "--processes", "2"]
     done = subprocess.run(
         command, capture_output=True, text=True, env={**os.environ, "PYTHONHASHSEED": "0"}, check=False
     )

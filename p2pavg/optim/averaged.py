@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -24,8 +23,6 @@ from p2pavg.result import Failed, RoundResult, Success
 
 if TYPE_CHECKING:
     import torch.distributed as dist
-
-logger = logging.getLogger(__name__)
 
 
 class AveragedOptimizer:
@@ -157,8 +154,8 @@ class AveragedOptimizer:
             metrics={**metrics, SPEED: self._together.samples_per_second},
         )
         self._together.computed(samples)
-        before = self._collect() if self._running else None
-        if before is not None and self._running:
+        before = self._collect() if self._any_running() else None
+        if before is not None and self._any_running():
             return before  # what was accumulated belongs to the next round
         self._together.say(self._averager.weight, waiting=self._averager.weight >= self._limit)
         decision = self._ranks.as_the_first(self._together.decide_when_all_are_ready)
@@ -168,6 +165,10 @@ class AveragedOptimizer:
     def _gradients(self) -> list[torch.Tensor]:
         return [local_of(torch.zeros_like(p) if p.grad is None else p.grad) for p in self._parameters]
 
+    def _any_running(self) -> bool:
+        """On any rank of this peer: its ranks take part in each other's collectives, or wait for ever."""
+        return not self._ranks.all_agree(not self._running)
+
     def _average(self, peers: int) -> StepReport:
         if self._overlap:
             self._together.begin_round(peers)
@@ -176,6 +177,8 @@ class AveragedOptimizer:
 
     def _collect(self) -> StepReport:
         """Of the round that runs: waited for when this peer is not to compute any more before it has ended."""
+        if not self._running:  # as all ranks of a peer do what one of them has to
+            return self._take(Failed(reason="the round of another rank of this peer goes on"))
         must_wait = not self._overlap or self._averager.weight >= self._limit
         return self._take(self._together.average(2) if must_wait else self._together.look())
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -21,8 +20,6 @@ from p2pavg.optim.report import SPEED, StepReport, report_of
 from p2pavg.optim.state import check_holds, checked_amount, checked_count, lineage_of, pack_lineage
 from p2pavg.optim.together import Together
 from p2pavg.result import RoundResult, Success
-
-logger = logging.getLogger(__name__)
 
 Outer = Callable[[list[torch.Tensor]], Optimizer]
 """Makes the outer optimizer of the anchor's tensors, e.g. ``functools.partial(torch.optim.SGD, lr=1.0)``."""

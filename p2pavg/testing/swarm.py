@@ -17,7 +17,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Any
@@ -159,20 +159,45 @@ class SwarmProcess:
         self.process.send_signal(signal.SIGCONT)
 
 
+def _name_of(work: Callable[[Member], None]) -> str:
+    """As a fresh process finds it."""
+    if "." in work.__qualname__:
+        raise ValueError(f"work must be a function of a module's top level, got {work.__qualname__}")
+    if work.__module__ != "__main__":
+        return f"{work.__module__}:{work.__name__}"
+    main = sys.modules["__main__"]
+    spec = main.__spec__
+    if spec is not None:  # of `python -m`
+        return f"{spec.name}:{work.__name__}"
+    if getattr(main, "__file__", None) is None:
+        raise ValueError("work must be a function of a file: what is typed in has none")
+    return f"{os.path.abspath(str(main.__file__))}:{work.__name__}"
+
+
 class LocalSwarm:
     """Processes that run ``work``, each with its index and the addresses of others.
 
     Args:
-        work: ``"module:function"``, importable in a fresh process from the current folder.
+        work: a function of a module's top level, or its name as ``"module:function"``. A fresh process finds the
+            module from the current folder, and that of the script that runs by its file.
         peers: how many processes :meth:`start` starts.
         arguments: given to each as :attr:`Member.arguments`; of what JSON can carry.
 
     Use it in a ``with`` block: leaving it ends every process. They also end when this one dies. A Ctrl-C in the
     terminal reaches this process only, which then leaves its block.
+
+    Raises:
+        ValueError: ``work`` is a function that a fresh process cannot find.
     """
 
-    def __init__(self, work: str, *, peers: int, arguments: Mapping[str, Any] | None = None) -> None:
-        self.work = work
+    def __init__(
+        self,
+        work: str | Callable[[Member], None],
+        *,
+        peers: int,
+        arguments: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.work = work if isinstance(work, str) else _name_of(work)
         self.peers = peers
         self.arguments = dict(arguments or {})
         self.processes: list[SwarmProcess] = []
@@ -193,6 +218,22 @@ class LocalSwarm:
                 process.wait_joined()
         for process in started[1:]:
             process.wait_joined()
+
+    def wait_ended(self, timeout: float) -> None:
+        """Wait until every process has ended by itself.
+
+        Raises:
+            RuntimeError: one ended with another exit code than 0; its traceback is on standard error.
+            TimeoutError: one still runs ``timeout`` seconds from now.
+        """
+        end = time.monotonic() + timeout
+        for found in self.processes:
+            try:
+                code = found.process.wait(max(end - time.monotonic(), 0.0))
+            except subprocess.TimeoutExpired:
+                raise TimeoutError(f"process {found.index} still runs after {timeout:g} s") from None
+            if code:
+                raise RuntimeError(f"process {found.index} ended with {code}")
 
     def add(self, *, arguments: Mapping[str, Any] | None = None, wait: bool = True) -> SwarmProcess:
         """One more process.

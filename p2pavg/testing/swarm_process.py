@@ -8,6 +8,8 @@ import os
 import sys
 import threading
 from collections.abc import Callable
+from importlib.machinery import SourceFileLoader
+from types import ModuleType
 
 from p2pavg.testing.swarm import Member
 
@@ -18,9 +20,22 @@ def _listen(member: Member) -> None:
     os._exit(1)
 
 
+def _module(name: str) -> ModuleType:
+    """By its name, or of a script by its file."""
+    if not os.path.isabs(name):
+        return importlib.import_module(name)
+    sys.path.insert(0, os.path.dirname(name))  # as where it is run itself
+    loader = SourceFileLoader("p2pavg_swarm_script", name)
+    module = ModuleType(loader.name)
+    module.__file__ = name
+    sys.modules[loader.name] = module  # dataclasses look there
+    loader.exec_module(module)
+    return module
+
+
 def _main() -> None:
-    module, _, name = sys.argv[1].partition(":")
-    function: Callable[[Member], None] = getattr(importlib.import_module(module), name)
+    module, _, name = sys.argv[1].rpartition(":")
+    function: Callable[[Member], None] = getattr(_module(module), name)
     # What a peer imports when it is opened; meanwhile the first process finds out its address.
     importlib.import_module("p2pavg.net.libp2p")
     line = sys.stdin.readline()

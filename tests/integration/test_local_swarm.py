@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from p2pavg.testing import LocalSwarm, SwarmProcess
+from tests.integration.swarm_work import stay
 
 WORK = "tests.integration.swarm_work:stay"
 
@@ -65,3 +66,59 @@ def test_a_process_that_never_joins_is_told_from_one_that_has_ended(tmp_path: Pa
         with pytest.raises(EOFError):
             process.wait_joined()
         assert swarm.bootstrap == []
+
+
+SCRIPT = """
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from beside import WORD
+from p2pavg.testing import LocalSwarm
+
+@dataclass
+class Said:
+    word: str
+
+def work(member):
+    member.report(word=Said(WORD).word, index=member.index)
+    raise SystemExit(member.arguments["code"])
+
+if __name__ == "__main__":
+    with LocalSwarm(work, peers=0, arguments={"code": 0}) as swarm:
+        print([swarm.add(wait=False).event(60.0) for _ in range(2)])
+        swarm.wait_ended(60.0)
+        swarm.add(wait=False, arguments={"code": 3})
+        try:
+            swarm.wait_ended(60.0)
+        except RuntimeError as error:
+            print(error)
+"""
+
+
+def test_a_script_runs_its_own_functions(tmp_path: Path) -> None:
+    """From another folder, with what lies beside it, and without running it again."""
+    (tmp_path / "beside.py").write_text("WORD = 'found'")
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    run = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=180)
+    assert run.stdout.splitlines() == [
+        "[{'word': 'found', 'index': 0}, {'word': 'found', 'index': 1}]",
+        "process 2 ended with 3",
+    ], run.stderr
+
+
+def test_a_function_of_a_module_is_its_name() -> None:
+    assert LocalSwarm(stay, peers=0).work == WORK
+
+
+def test_a_function_that_no_process_can_find_is_refused() -> None:
+    with pytest.raises(ValueError, match="top level"):
+        LocalSwarm(lambda _: None, peers=0)
+
+
+def test_a_process_that_does_not_end_is_told_of() -> None:
+    with LocalSwarm(stay, peers=0) as swarm:
+        swarm.add()
+        with pytest.raises(TimeoutError, match="process 0 still runs"):
+            swarm.wait_ended(0.1)

@@ -1,0 +1,220 @@
+"""Four peers teach a small GPT to write like Python's documentation, with DiLoCo.
+
+    .venv/bin/python docs/examples/char_gpt.py
+
+The text is that of Python's own help topics. One process trains first; then four peers begin with what it has learned,
+each with a quarter of the text. Every 25 steps they send each other how far they have come, in 8 bits a parameter. The
+picture shows the loss of text that nobody trains on: of the peers, and of the process if it goes on alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+from pydoc_data.topics import topics
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+import p2pavg
+from p2pavg.optim import diloco, sync_parameters
+from p2pavg.testing import LocalSwarm, Member
+
+CONTEXT, WIDTH, BATCH = 64, 96, 8
+Curve = list[tuple[int, float]]
+"""Steps of a peer, and the held-out loss after them."""
+
+TEXT = "\n".join(topics[name] for name in sorted(topics))
+LETTERS = sorted(set(TEXT))
+TOKENS = torch.tensor([LETTERS.index(letter) for letter in TEXT])
+TRAIN, HELD_OUT = TOKENS[: len(TOKENS) * 9 // 10], TOKENS[len(TOKENS) * 9 // 10 :]
+
+
+class GPT(nn.Module):
+    """Scores of the next letter: int64 (batch, time) to float32 (batch, time, letters)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.letters = nn.Embedding(len(LETTERS), WIDTH)
+        self.places = nn.Embedding(CONTEXT, WIDTH)
+        layer = nn.TransformerEncoderLayer(
+            WIDTH, 4, 4 * WIDTH, 0.0, "gelu", batch_first=True, norm_first=True
+        )
+        self.layers = nn.TransformerEncoder(layer, 2, nn.LayerNorm(WIDTH), enable_nested_tensor=False)
+        self.scores = nn.Linear(WIDTH, len(LETTERS))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Each letter sees those before it."""
+        time = tokens.shape[1]
+        mask = nn.Transformer.generate_square_subsequent_mask(time)
+        seen = self.letters(tokens) + self.places.weight[:time]
+        scores: torch.Tensor = self.scores(self.layers(seen, mask=mask, is_causal=True))
+        return scores
+
+    def loss(self, windows: torch.Tensor) -> torch.Tensor:
+        """Mean cross entropy in nats a letter, of windows (batch, CONTEXT + 1)."""
+        return functional.cross_entropy(self(windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten())
+
+    @torch.no_grad()
+    def held_out_loss(self) -> float:
+        """Of 256 windows that nobody trains on."""
+        starts = torch.linspace(0, len(HELD_OUT) - CONTEXT - 1, 256).long()
+        return self.loss(windows_of(HELD_OUT, starts)).item()
+
+    @torch.no_grad()
+    def write(self, beginning: str, letters: int) -> str:
+        """Go on with a text, each letter drawn from what it thinks likely."""
+        tokens = [LETTERS.index(letter) for letter in beginning]
+        draw = torch.Generator().manual_seed(0)
+        for _ in range(letters):
+            scores = self(torch.tensor([tokens[-CONTEXT:]]))[0, -1]
+            tokens.append(int(torch.multinomial(functional.softmax(scores / 0.7, 0), 1, generator=draw)))
+        return "".join(LETTERS[token] for token in tokens)
+
+
+def windows_of(tokens: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+    """(starts, CONTEXT + 1)."""
+    return tokens[starts[:, None] + torch.arange(CONTEXT + 1)]
+
+
+def batches(part: int, parts: int) -> Iterator[torch.Tensor]:
+    """Windows of one of so many parts of the text, drawn for ever, (BATCH, CONTEXT + 1)."""
+    tokens, draw = TRAIN.chunk(parts)[part], torch.Generator().manual_seed(part)
+    while True:
+        yield windows_of(tokens, torch.randint(len(tokens) - CONTEXT, (BATCH,), generator=draw))
+
+
+def inner_optimizer(model: GPT) -> torch.optim.Optimizer:
+    """Of every peer, and of who is alone."""
+    return torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95))
+
+
+def peer(member: Member) -> None:
+    """One of the peers. Elsewhere, ``p2pavg.blocking.open_averager(config, bootstrap=[...])`` makes the averager."""
+    torch.set_num_threads(1)
+    how = member.arguments
+    config = p2pavg.AveragingConfig(run_id="char-gpt", group_size=how["peers"], compression="blockwise8")
+    model = GPT()
+    if member.index == 0:
+        model.load_state_dict(torch.load(how["start"]))
+    with member.averager(config) as averager:
+        sync_parameters(averager, model.parameters(), source=member.index == 0, peers=how["peers"])
+        optimizer = diloco(
+            inner_optimizer(model),
+            averager,
+            sync_every=how["sync_every"],
+            lr=how["outer_lr"],
+            peers_to_start=how["peers"],
+        )
+        sent = 0
+        for step, windows in zip(
+            range(1, how["steps"] + 1), batches(member.index, how["peers"]), strict=False
+        ):
+            optimizer.zero_grad()
+            loss = model.loss(windows)
+            torch.autograd.backward(loss)
+            report = optimizer.step(samples=BATCH, metrics={"loss": loss.item()})
+            if report.behind is not None:
+                raise SystemExit(f"peer {member.index} was left behind: {report.behind}")
+            if isinstance(report.result, p2pavg.Success):
+                sent += report.result.bytes_sent
+                if member.index == 0:
+                    member.report(step=step, held_out=model.held_out_loss(), sent=sent)
+        if member.index == 0:
+            torch.save(model.state_dict(), how["end"])
+
+
+def alone(model: GPT, first: int, last: int) -> Curve:
+    """Of a process that trains by itself."""
+    optimizer, curve = inner_optimizer(model), []
+    for step, windows in zip(range(first, last + 1), batches(0, 1), strict=False):
+        optimizer.zero_grad()
+        torch.autograd.backward(model.loss(windows))
+        optimizer.step()
+        if step % 100 == 0 or step == last:
+            curve.append((step, model.held_out_loss()))
+            show(*curve[-1])
+    return curve
+
+
+def together(how: argparse.Namespace, start: Path, end: Path) -> tuple[Curve, int]:
+    """Of peers that begin with the parameters in one file and leave them in the other; the bytes that one sent."""
+    arguments = {name: getattr(how, name) for name in ("peers", "steps", "sync_every", "outer_lr")}
+    arguments |= {"start": str(start.resolve()), "end": str(end.resolve())}
+    curve, sent = [], 0
+    with LocalSwarm(peer, peers=how.peers, arguments=arguments) as swarm:
+        swarm.start()
+        for event in swarm.processes[0].events(600.0):
+            curve.append((how.first_steps + event["step"], event["held_out"]))
+            show(*curve[-1])
+            sent = event["sent"]
+        swarm.wait_ended(60.0)
+    return curve, sent
+
+
+def show(step: int, loss: float) -> None:
+    """A line."""
+    print(f"  step {step:5}   held-out loss {loss:.3f}", flush=True)
+
+
+def draw(curves: dict[str, Curve], where: Path) -> None:
+    """The losses over the steps of a peer."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 5))
+    for name, curve in curves.items():
+        axes.plot(*zip(*curve, strict=True), marker=".", label=name)
+    axes.set(xlabel="steps of a peer", ylabel="held-out loss, nats a letter")
+    axes.legend()
+    figure.savefig(where, dpi=120)
+
+
+def main() -> None:
+    """Train first, go on alone, go on with peers; print, draw."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--peers", type=int, default=4)
+    parser.add_argument(
+        "--first-steps", type=int, default=300, help="of the one process, before the others come"
+    )
+    parser.add_argument("--steps", type=int, default=800, help="of each peer, after that")
+    parser.add_argument("--sync-every", type=int, default=25, help="H: steps between two rounds")
+    parser.add_argument("--outer-lr", type=float, default=0.7)
+    parser.add_argument(
+        "--output", type=Path, default=Path("examples-output"), help="the folder of picture and parameters"
+    )
+    how = parser.parse_args()
+    how.output.mkdir(parents=True, exist_ok=True)
+    start, end = how.output / "char-gpt-start.pt", how.output / "char-gpt-end.pt"
+    torch.manual_seed(0)
+    model = GPT()
+    print("one process:")
+    first = alone(model, 1, how.first_steps)
+    torch.save(model.state_dict(), start)
+    print("the same process goes on alone:")
+    by_itself = alone(model, how.first_steps + 1, how.first_steps + how.steps)
+    print(f"{how.peers} peers go on together:")
+    with_peers, sent = together(how, start, end)
+    curves = {
+        "alone": first + by_itself,
+        f"{how.peers} peers, a round every {how.sync_every} steps": first[-1:] + with_peers,
+    }
+    picture = how.output / "char-gpt.png"
+    draw(curves, picture)
+    model.load_state_dict(torch.load(end))
+    print(model.write("The import statement", 200))
+    every_step = 4 * sum(p.numel() for p in model.parameters()) * 2 * (how.peers - 1) / how.peers * how.steps
+    print(
+        f"A peer sent {sent / 1e6:.1f} MB; gradients of every step in fp32 would be {every_step / 1e6:.0f} MB."
+    )
+    print(f"Held-out loss: {by_itself[-1][1]:.3f} alone, {with_peers[-1][1]:.3f} with peers: {picture}")
+
+
+if __name__ == "__main__":
+    main()

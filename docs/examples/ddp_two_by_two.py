@@ -1,0 +1,179 @@
+"""Two peers of two processes each: DistributedDataParallel within a peer, p2pavg between them.
+
+    .venv/bin/python docs/examples/ddp_two_by_two.py
+
+starts two peers with torchrun on this machine, and draws their losses. A peer by itself, on a machine with two GPUs:
+
+    torchrun --nproc-per-node=2 docs/examples/ddp_two_by_two.py
+    torchrun --nproc-per-node=2 docs/examples/ddp_two_by_two.py --join ADDRESS      (what the first one printed)
+
+They learn scikit-learn's handwritten digits; each of the four processes has a quarter of the images, and all of them
+take the same steps, as the ranks of one DistributedDataParallel would.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+
+import p2pavg
+from p2pavg.blocking import open_averager
+from p2pavg.optim.ddp import ddp_comm_hook, peer_gradients
+
+PEERS = ("A", "B")
+RANKS = 2  # of each
+BATCH = 32
+
+
+def images(part: int, parts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of the 1500 to learn from, every so-manieth: pixels, float32 (n, 64), of 0 to 1, and what they show."""
+    pixels, shown = load_digits(return_X_y=True)
+    mine = slice(part, 1500, parts)
+    return torch.tensor(pixels[mine], dtype=torch.float32) / 16, torch.tensor(shown[mine])
+
+
+@torch.no_grad()
+def accuracy(network: nn.Module, device: torch.device) -> float:
+    """Of the 297 images that nobody learns from, the part that is recognised."""
+    pixels, shown = load_digits(return_X_y=True)
+    scores = network(torch.tensor(pixels[1500:], dtype=torch.float32, device=device) / 16)
+    return float((scores.argmax(1).cpu() == torch.tensor(shown[1500:])).float().mean())
+
+
+def train(how: argparse.Namespace) -> None:
+    """One rank of one peer, started by torchrun."""
+    cuda = torch.cuda.is_available()
+    dist.init_process_group("nccl" if cuda else "gloo")
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
+    torch.manual_seed(0)  # all peers begin with the same parameters
+    network = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10)).to(device)
+    model = DistributedDataParallel(network)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    index = PEERS.index(how.peer) * ranks + rank
+    pixels, shown = (tensor.to(device) for tensor in images(index, len(PEERS) * ranks))
+    draw = torch.Generator().manual_seed(index)
+    losses: list[float] = []
+    with ExitStack() as stack:
+        averager = None
+        if rank == 0:
+            config = p2pavg.AveragingConfig(run_id="ddp-digits", group_size=len(PEERS), match_timeout=10.0)
+            averager = stack.enter_context(open_averager(config, bootstrap=how.join, listen=[how.listen]))
+            print("others join with", averager.addresses[0], flush=True)
+        gradients = stack.enter_context(
+            peer_gradients(averager, network.parameters(), peers_to_start=len(PEERS))
+        )
+        model.register_comm_hook(gradients, ddp_comm_hook)
+        for step in range(1, how.steps + 1):
+            chosen = torch.randint(len(shown), (BATCH,), generator=draw)
+            loss = functional.cross_entropy(model(pixels[chosen]), shown[chosen])
+            torch.autograd.backward(loss)
+            if gradients.arrived():  # else a peer was lost in this step: leave it out
+                optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+            if rank == 0 and step % 25 == 0:
+                print(f"peer {how.peer}  step {step:4}  loss {losses[-1]:.3f}", flush=True)
+    if rank == 0 and how.result is not None:
+        parameters = [parameter.tolist() for parameter in network.parameters()]
+        result = {"losses": losses, "accuracy": accuracy(network, device), "parameters": parameters}
+        how.result.write_text(json.dumps(result))
+    dist.destroy_process_group()
+
+
+def start(peer: str, result: Path, how: argparse.Namespace, *join: str) -> subprocess.Popen[str]:
+    """A peer of two ranks on this machine."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
+    command += [os.path.abspath(__file__), "--peer", peer, "--steps", str(how.steps), "--result", str(result)]
+    command += ["--listen", "/ip4/127.0.0.1/tcp/0"]
+    for address in join:
+        command += ["--join", address]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+
+
+def both(how: argparse.Namespace) -> list[dict[str, Any]]:
+    """What the two peers came to."""
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        results = [Path(folder, peer) for peer in PEERS]
+        processes: list[subprocess.Popen[str]] = []
+        addresses: list[str] = []
+        for peer, result in zip(PEERS, results, strict=True):
+            process = start(peer, result, how, *addresses)
+            stack.callback(process.terminate)  # nothing, where it has ended
+            processes.append(process)
+            assert process.stdout is not None
+            for line in process.stdout:
+                if line.startswith("others join with"):
+                    addresses = [line.split()[-1]]
+                    break
+        for process in processes:
+            assert process.stdout is not None
+            for line in process.stdout:
+                print(line, end="", flush=True)
+            if process.wait():
+                raise SystemExit("a peer failed")
+        return [json.loads(result.read_text()) for result in results]
+
+
+def draw_losses(found: list[dict[str, Any]], where: Path) -> None:
+    """Of each peer's first rank."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 5))
+    for peer, result in zip(PEERS, found, strict=True):
+        axes.plot(result["losses"], label=f"peer {peer}, rank 0")
+    axes.set(xlabel="step", ylabel="loss of the batch", yscale="log")
+    axes.legend()
+    figure.savefig(where, dpi=120)
+
+
+def main() -> None:
+    """Both peers, or under torchrun one rank of one."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument(
+        "--output", type=Path, default=Path("examples-output"), help="the folder of the picture"
+    )
+    one = parser.add_argument_group("a peer by itself, under torchrun")
+    one.add_argument("--peer", choices=PEERS, help="whose part of the images")
+    one.add_argument("--join", action="append", default=[], help="an address that another peer printed")
+    one.add_argument("--listen", default="/ip4/0.0.0.0/tcp/0", help="where this peer is reached")
+    one.add_argument("--result", type=Path, help="a file for what came of it")
+    how = parser.parse_args()
+    if "RANK" in os.environ:
+        how.peer = how.peer or ("B" if how.join else "A")
+        train(how)
+        return
+    how.output.mkdir(parents=True, exist_ok=True)
+    found = both(how)
+    picture = how.output / "ddp-two-by-two.png"
+    draw_losses(found, picture)
+    same = found[0]["parameters"] == found[1]["parameters"]
+    print(f"Recognised: {found[0]['accuracy']:.1%} of the held-out images: {picture}")
+    print(f"The two peers' parameters are {'identical' if same else 'DIFFERENT'}.")
+    if not same:
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,42 @@
+"""The examples as a user runs them, from another folder than the clone, with fewer steps."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "docs" / "examples"
+PNG = b"\x89PNG\r\n\x1a\n"
+
+SHORT = {
+    "char_gpt": ["--peers", "2", "--first-steps", "10", "--steps", "20", "--sync-every", "10"],
+    "ddp_two_by_two": ["--steps", "25"],
+    "digits": ["--peers", "2", "--rounds", "3"],
+}
+SAID = {
+    "char_gpt": "with peers",
+    "ddp_two_by_two": "parameters are identical",
+    "digits": "with FedYogi",
+}
+
+
+def test_there_are_no_others() -> None:
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == set(SHORT)
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_it_runs_as_it_stands(name: str, tmp_path: Path) -> None:
+    run = subprocess.run(
+        [sys.executable, str(EXAMPLES / f"{name}.py"), *SHORT[name]],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert SAID[name] in run.stdout
+    (picture,) = (tmp_path / "examples-output").glob("*.png")
+    assert picture.read_bytes().startswith(PNG)

@@ -17,15 +17,16 @@ from p2pavg.optim.lineage import Lineage
 from p2pavg.optim.progress import Average
 from p2pavg.optim.report import SPEED, StepReport, report_of
 from p2pavg.optim.shards import Ranks, local_of, spread_like, whole_of
-from p2pavg.optim.state import check_holds, checked_amount, checked_count, lineage_of, pack_lineage
+from p2pavg.optim.state import check_both, check_holds, checked_amount, lineage_of
 from p2pavg.optim.together import Together
+from p2pavg.optim.wrapper import PeerOptimizer
 from p2pavg.result import Failed, RoundResult, Success
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
 
-class AveragedOptimizer:
+class AveragedOptimizer(PeerOptimizer):
     """Steps a torch optimizer with gradients that are averaged over the peers of a run.
 
     Every peer computes batches of its own and calls :meth:`step` after each backward pass. When the peers together
@@ -75,11 +76,7 @@ class AveragedOptimizer:
         process_group: dist.ProcessGroup | None = None,
         on_update: Callable[[StepReport], None] | None = None,
     ) -> None:
-        self.inner = inner
-        self.scheduler = scheduler
-        self._parameters = [p for group in inner.param_groups for p in group["params"] if p.requires_grad]
-        if not self._parameters:
-            raise ValueError("inner has no parameters that require a gradient")
+        super().__init__(inner, averager, scheduler=scheduler, on_update=on_update)
         self._max_grad_norm = (
             math.inf if max_grad_norm is None else checked_amount("max_grad_norm", max_grad_norm)
         )
@@ -92,16 +89,12 @@ class AveragedOptimizer:
             raise ValueError("overlap cannot be used with a process_group")
         self._overlap = overlap
         self._ranks = Ranks(process_group)
-        self._on_update = on_update
-        self._averager = averager
         self._together = Together(
             averager,
             [local_of(parameter) for parameter in self._parameters],
             target=checked_amount("target_batch_size", target_batch_size),
-            peers_to_start=averager.config.min_group_size
-            if peers_to_start is None
-            else checked_count("peers_to_start", peers_to_start),
-            patience=checked_amount("patience", patience),
+            peers_to_start=peers_to_start,
+            patience=patience,
         )
         first = self._ranks.as_one(self.lineage.state.hex())
         if first != self.lineage.state.hex():
@@ -109,28 +102,9 @@ class AveragedOptimizer:
         averager.declare(self._gradients())
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """Those of ``inner``."""
-        return self.inner.param_groups
-
-    @property
     def _running(self) -> bool:
         """Whether there is a round of which this peer has not seen the end, also after Ctrl-C."""
         return self._averager.round_state is not None
-
-    @property
-    def lineage(self) -> Lineage:
-        """Which parameters this peer has."""
-        return self._together.lineage
-
-    @property
-    def epoch(self) -> int:
-        """Updates that the parameters have taken."""
-        return self._together.lineage.epoch
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """As of every torch optimizer: before each backward pass."""
-        self.inner.zero_grad(set_to_none=set_to_none)
 
     def step(self, *, samples: float, metrics: Mapping[str, float] = MappingProxyType({})) -> StepReport:
         """Accumulate the gradients of one batch, and update when it is time.
@@ -191,10 +165,7 @@ class AveragedOptimizer:
         norm = self._update(result)
         self._together.took(replace(result, group_id=self._ranks.as_one(result.group_id)))
         self._together.say(self._averager.weight, waiting=False)
-        report = self._report(result, norm)
-        if self._on_update is not None:
-            self._on_update(report)
-        return report
+        return self._updated(self._report(result, norm))
 
     def _update(self, success: Success) -> float:
         """Take the averaged gradient; its L2 norm."""
@@ -202,9 +173,7 @@ class AveragedOptimizer:
         for parameter, gradient in zip(self._parameters, success.averaged, strict=True):
             parameter.grad = spread_like(parameter, gradient)
         norm = torch.nn.utils.clip_grad_norm_(self._parameters, self._max_grad_norm)
-        self.inner.step()
-        if self.scheduler is not None:
-            self.scheduler.step()
+        self._step_inner()
         self.zero_grad()
         return whole_of(norm)
 
@@ -216,11 +185,7 @@ class AveragedOptimizer:
 
         Not while a round of ``overlap`` runs that this peer may still take: what is saved then is from before it.
         """
-        return {
-            "inner": self.inner.state_dict(),
-            "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
-            "lineage": pack_lineage(self.lineage),
-        }
+        return self._saved()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a state that this peer or another one saved; load the model's beside it.
@@ -232,10 +197,7 @@ class AveragedOptimizer:
         """
         lineage = lineage_of(state)
         check_holds(state, "inner")
-        if (state.get("scheduler") is None) != (self.scheduler is None):
-            raise ValueError("state: saved with a scheduler and loaded without one, or the other way round")
-        self.inner.load_state_dict(state["inner"])
-        if self.scheduler is not None:
-            self.scheduler.load_state_dict(state["scheduler"])
+        check_both("scheduler", state, self.scheduler)
+        self._load_inner(state)
         self._averager.clear()
         self._together.is_at(lineage)

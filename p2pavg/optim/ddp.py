@@ -24,7 +24,7 @@ from p2pavg.errors import AccumulateError, ClosedError
 from p2pavg.net.wire import pack
 from p2pavg.optim.lineage import Lineage
 from p2pavg.optim.progress import Average
-from p2pavg.optim.state import checked_amount, checked_count
+from p2pavg.optim.state import checked_amount
 from p2pavg.optim.together import Together
 from p2pavg.result import Failed, InProgress, NoPeers, Success
 
@@ -249,10 +249,8 @@ def peer_gradients(
                 averager,
                 list(parameters),
                 target=math.inf,
-                peers_to_start=averager.config.min_group_size
-                if peers_to_start is None
-                else checked_count("peers_to_start", peers_to_start),
-                patience=checked_amount("patience", patience),
+                peers_to_start=peers_to_start,
+                patience=patience,
             )
             counts = float(dist.get_world_size()) if weight is None else checked_amount("weight", weight)
             speaker = _Speaker(averager, together, counts, stack)

@@ -14,18 +14,18 @@ from torch.optim.lr_scheduler import LRScheduler
 from p2pavg.blocking import Averager
 from p2pavg.metrics import MetricMeans, checked_metrics
 from p2pavg.optim.feedback import ErrorFeedback
-from p2pavg.optim.lineage import Lineage
 from p2pavg.optim.progress import Average
 from p2pavg.optim.report import SPEED, StepReport, report_of
-from p2pavg.optim.state import check_holds, checked_amount, checked_count, lineage_of, pack_lineage
+from p2pavg.optim.state import check_both, check_holds, checked_amount, checked_count, lineage_of
 from p2pavg.optim.together import Together
+from p2pavg.optim.wrapper import PeerOptimizer
 from p2pavg.result import RoundResult, Success
 
 Outer = Callable[[list[torch.Tensor]], Optimizer]
 """Makes the outer optimizer of the anchor's tensors, e.g. ``functools.partial(torch.optim.SGD, lr=1.0)``."""
 
 
-class LocalUpdates:
+class LocalUpdates(PeerOptimizer):
     """Inner steps by oneself, and every ``sync_every`` of them an outer step with all peers of the run.
 
     Each peer keeps the *anchor*: the parameters after the last outer step, the same bits for all peers. After
@@ -69,11 +69,7 @@ class LocalUpdates:
         patience: float = 600.0,
         on_update: Callable[[StepReport], None] | None = None,
     ) -> None:
-        self.inner = inner
-        self.scheduler = scheduler
-        self._parameters = [p for group in inner.param_groups for p in group["params"] if p.requires_grad]
-        if not self._parameters:
-            raise ValueError("inner has no parameters that require a gradient")
+        super().__init__(inner, averager, scheduler=scheduler, on_update=on_update)
         if (
             isinstance(proximal, bool)
             or not isinstance(proximal, int | float)
@@ -87,16 +83,12 @@ class LocalUpdates:
         self._sync_every = checked_count("sync_every", sync_every)
         self._proximal = float(proximal)
         self._feedback = feedback
-        self._on_update = on_update
-        self._averager = averager
         self._together = Together(
             averager,
             self._parameters,
             target=math.inf,
-            peers_to_start=averager.config.min_group_size
-            if peers_to_start is None
-            else checked_count("peers_to_start", peers_to_start),
-            patience=checked_amount("patience", patience),
+            peers_to_start=peers_to_start,
+            patience=patience,
         )
         self._steps = 0
         """Inner steps since the last outer step, or since the last try of one."""
@@ -109,28 +101,9 @@ class LocalUpdates:
         averager.declare(self._anchor)
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """Those of ``inner``."""
-        return self.inner.param_groups
-
-    @property
-    def lineage(self) -> Lineage:
-        """Which anchor this peer has."""
-        return self._together.lineage
-
-    @property
-    def epoch(self) -> int:
-        """Outer steps that the anchor has taken."""
-        return self._together.lineage.epoch
-
-    @property
     def anchor(self) -> list[torch.Tensor]:
         """The parameters after the last outer step: float32, one a parameter, in the order of ``inner``'s. A copy."""
         return [tensor.clone() for tensor in self._anchor]
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """As of every torch optimizer: before each backward pass."""
-        self.inner.zero_grad(set_to_none=set_to_none)
 
     def step(self, *, samples: float, metrics: Mapping[str, float] = MappingProxyType({})) -> StepReport:
         """One inner step with the gradients that are there, and an outer one when it is time.
@@ -150,9 +123,7 @@ class LocalUpdates:
         weight, measured = checked_amount("samples", samples), checked_metrics(metrics)
         self._metrics.check_room(measured | {SPEED: 0.0})
         self._pull_to_anchor()
-        self.inner.step()
-        if self.scheduler is not None:
-            self.scheduler.step()
+        self._step_inner()
         self._steps += 1
         self._samples += weight
         self._metrics.add(measured, weight)
@@ -185,10 +156,7 @@ class LocalUpdates:
         norm = self._update(result)
         self._together.took(result)
         self._together.say(self._samples, waiting=False)
-        report = self._report(result, norm)
-        if self._on_update is not None:
-            self._on_update(report)
-        return report
+        return self._updated(self._report(result, norm))
 
     def _contribute(self) -> None:
         self._given = self._pseudo_gradients()
@@ -245,16 +213,13 @@ class LocalUpdates:
 
         Another peer that loads it begins at the anchor: what this one has come to since is its own.
         """
-        return {
+        return self._saved() | {
             "peer_id": self._averager.peer_id,
-            "inner": self.inner.state_dict(),
-            "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
             "outer": self.outer.state_dict(),
             "anchor": self.anchor,
             "feedback": None if self._feedback is None else self._feedback.state_dict(),
             "steps": self._steps,
             "samples": self._samples,
-            "lineage": pack_lineage(self.lineage),
         }
 
     @torch.no_grad()
@@ -269,16 +234,13 @@ class LocalUpdates:
         """
         lineage = lineage_of(state)
         check_holds(state, "inner", "outer", "anchor", "steps", "samples", "peer_id")
-        for name, mine in (("scheduler", self.scheduler), ("feedback", self._feedback)):
-            if (state.get(name) is None) != (mine is None):
-                raise ValueError(f"state: saved with a {name} and loaded without one, or the other way round")
+        check_both("scheduler", state, self.scheduler)
+        check_both("feedback", state, self._feedback)
         anchor = state["anchor"]
         if [tuple(t.shape) for t in anchor] != [tuple(t.shape) for t in self._anchor]:
             raise ValueError("state: its anchor is of other parameters")
-        self.inner.load_state_dict(state["inner"])
+        self._load_inner(state)
         self.outer.load_state_dict(state["outer"])
-        if self.scheduler is not None:
-            self.scheduler.load_state_dict(state["scheduler"])
         for mine, saved in zip(self._anchor, anchor, strict=True):
             mine.copy_(saved)
         self._steps, self._samples, self._metrics = 0, 0.0, MetricMeans()

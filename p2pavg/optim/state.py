@@ -32,6 +32,12 @@ def check_holds(saved: Mapping[str, Any], *names: str) -> None:
         raise ValueError(f"state: it holds no {missing[0]}")
 
 
+def check_both(name: str, saved: Mapping[str, Any], mine: object) -> None:
+    """ValueError when only one of the saved state and who loads it has such a part."""
+    if (saved.get(name) is None) != (mine is None):
+        raise ValueError(f"state: saved with a {name} and loaded without one, or the other way round")
+
+
 def pack_lineage(lineage: Lineage) -> dict[str, int | str]:
     """Plain values, for a state that is saved."""
     return {"epoch": lineage.epoch, "state": lineage.state.hex()}

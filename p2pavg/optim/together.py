@@ -28,6 +28,7 @@ from p2pavg.optim.progress import (
     read_all,
     survey,
 )
+from p2pavg.optim.state import checked_amount, checked_count
 from p2pavg.result import Failed, InProgress, RoundResult, Success
 
 logger = logging.getLogger(__name__)
@@ -55,9 +56,13 @@ class Together:
         averager: what averages; nothing else may step it.
         parameters: as this peer has them at the beginning.
         target: samples of all peers together that make a round due; infinite where every peer counts its own steps.
-        peers_to_start: peers without which this peer's first round does not begin.
+        peers_to_start: peers without which this peer's first round does not begin; ``config.min_group_size`` if
+            ``None``.
         patience: seconds that this peer waits for the others before it begins a round without them, and for a round
             before it goes on alone.
+
+    Raises:
+        ValueError: one of the last two is out of range.
     """
 
     def __init__(
@@ -66,14 +71,18 @@ class Together:
         parameters: Sequence[torch.Tensor],
         *,
         target: float,
-        peers_to_start: int,
+        peers_to_start: int | None,
         patience: float,
     ) -> None:
         self.averager = averager
         self.lineage = first_lineage(parameters)
         self._target = target
-        self._peers_to_start = peers_to_start
-        self._patience = patience
+        self._peers_to_start = (
+            averager.config.min_group_size
+            if peers_to_start is None
+            else checked_count("peers_to_start", peers_to_start)
+        )
+        self._patience = checked_amount("patience", patience)
         self._bulletin = averager.bulletin(TOPIC)
         self._companions: frozenset[str] = frozenset()  # who took the last update too
         self._before = b""  # the state before it

@@ -7,7 +7,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, cast
@@ -24,6 +24,7 @@ from p2pavg.optim.ddp import ddp_comm_hook, peer_gradients
 from tests.integration.optim.company import LISTEN, Batches, config, loss_of, small_model, vector_of
 
 BATCH = 4
+MOMENT = 1e-3  # seconds in which no round ends
 
 
 def main(how: dict[str, Any]) -> None:
@@ -72,7 +73,10 @@ def main(how: dict[str, Any]) -> None:
 
 
 def shards(how: dict[str, Any]) -> None:
-    """As :func:`main`, with parameters that are spread over the peer's ranks, each of which averages its shard."""
+    """As :func:`main`, with parameters that are spread over the peer's ranks, each of which averages its shard.
+
+    ``how`` also has the norm to clip to, and the rank that waits for no round, if any. Ends when it is left behind.
+    """
     folder, peer, rank, ranks = Path(how["folder"]), how["peer"], how["rank"], how["ranks"]
     torch.set_num_threads(1)
     dist.init_process_group(
@@ -87,20 +91,37 @@ def shards(how: dict[str, Any]) -> None:
             averager,
             target_batch_size=BATCH * how["peers"],
             max_samples_per_peer=BATCH,
-            max_grad_norm=how["clip"],
+            max_grad_norm=how.get("clip"),
             peers_to_start=how["peers"],
+            patience=MOMENT if rank == how.get("impatient") else 60.0,
             process_group=dist.group.WORLD,
         )
+        seen = []
         for _ in range(how["steps"]):
             optimizer.zero_grad()
             torch.autograd.backward(loss_of(network, batches.next()))
             report = optimizer.step(samples=BATCH)
-            assert report.updated, report
+            seen.append({"updated": report.updated, "behind": report.behind is not None})
+            if report.behind:
+                break
+        (folder / f"done{peer}.{rank}").touch()
+        wait_until(
+            lambda: len(list(folder.glob("done*"))) == how["peers"] * ranks
+        )  # the others see where it is
         whole = [cast(Any, parameter).full_tensor().detach() for parameter in network.parameters()]
         parameters = torch.cat([tensor.reshape(-1) for tensor in whole])
-        (folder / f"result{peer}.{rank}.json").write_text(json.dumps({"parameters": parameters.tolist()}))
+        found = {"parameters": parameters.tolist(), "seen": seen, "state": optimizer.lineage.state.hex()}
+        (folder / f"result{peer}.{rank}.json").write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
+
+
+def wait_until(it_is_so: Callable[[], bool]) -> None:
+    """For 60 s at most."""
+    end = time.monotonic() + 60.0
+    while not it_is_so():
+        assert time.monotonic() < end
+        time.sleep(0.05)
 
 
 @contextmanager
@@ -111,8 +132,7 @@ def open_peer_of(folder: Path, peer: int, how: dict[str, Any], rank: int | None 
     if rank is not None:
         settings = shard_config(settings, rank, how["ranks"])
     if peer:
-        while not place.exists():
-            time.sleep(0.05)
+        wait_until(place.exists)
         bootstrap = json.loads(place.read_text())
     with open_averager(
         config(how["peers"], match_timeout=5.0), listen=LISTEN, bootstrap=bootstrap

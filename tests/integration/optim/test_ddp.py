@@ -95,5 +95,19 @@ def test_ranks_that_hold_shards_average_their_own(tmp_path: Path) -> None:
         optimizer.step()
     found = results(tmp_path / "shards", processes)
     assert len(found) == 4
+    assert all(rank["seen"] == [{"updated": True, "behind": False}] * STEPS for rank in found)
+    assert len({rank["state"] for rank in found}) == 1, "what names the parameters names all shards of them"
     assert all(rank["parameters"] == found[0]["parameters"] for rank in found)
     assert (torch.tensor(found[0]["parameters"]) - vector_of(model)).abs().max() < 1e-5
+
+
+def test_a_rank_that_did_not_see_its_round_end_holds_up_nobody(tmp_path: Path) -> None:
+    """Of two ranks that hold shards one has the average and one has not: none takes it, and both hear of it alike."""
+    plans = [how(2, steps=50, impatient=1), how(2, steps=1)]
+    found = results(tmp_path / "shards", start(tmp_path / "shards", plans, ranks=2, work=ddp_work.shards))
+    first, second = found[:2], found[2:]
+    assert [rank["seen"] for rank in second] == [[{"updated": True, "behind": False}]] * 2
+    assert first[0]["seen"] == first[1]["seen"]
+    assert not any(step["updated"] for step in first[0]["seen"])
+    assert first[0]["seen"][-1]["behind"]
+    assert first[0]["parameters"] == vector_of(small_model()).tolist()

@@ -1,0 +1,260 @@
+"""What its receiver has taken, a lane says; and nothing else."""
+
+import pytest
+import trio
+import trio.testing
+
+from p2pavg.errors import StreamBrokenError
+from p2pavg.net.tls_lane import TlsLane
+from p2pavg.net.transport import DirectLane
+from tests.integration.lanes.company import (
+    LOOPBACK,
+    TIMEOUT,
+    eventually,
+    in_thread,
+    keeper,
+    lane_to,
+    open_host,
+    pair,
+    post,
+    read_message,
+    watched,
+)
+
+
+class Receives:
+    """Serves lanes: reads a message, and acknowledges it when it is let to."""
+
+    def __init__(self, *, at_once: bool = True) -> None:
+        self.lanes: list[TlsLane] = []
+        self.read = trio.Semaphore(0)
+        """Released with each message that was read."""
+        self.acknowledge = trio.Semaphore(1000 if at_once else 0)
+        self.word = b"\x06"
+
+    async def __call__(self, lane: DirectLane) -> None:
+        assert isinstance(lane, TlsLane)
+        self.lanes.append(lane)
+        await in_thread(read_message, lane)
+        self.read.release()
+        await self.acknowledge.acquire()
+        if self.word == b"\x06":
+            await in_thread(lane.acknowledge)
+        else:
+            await in_thread(lane.send, self.word)
+
+
+async def cancelled_before_the_answer(lane: TlsLane) -> None:
+    """As when an attempt ends while its lane waits for the receiver's word."""
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(lane.acknowledged)
+        await eventually(lambda: lane.owed)
+        await trio.testing.wait_all_tasks_blocked(0.01)
+        nursery.cancel_scope.cancel()
+
+
+@watched
+async def test_one_use_after_another_is_acknowledged() -> None:
+    async with pair() as (here, there):
+        inbox = Receives()
+        there.serve_lanes(inbox)
+        lane = await lane_to(here, there)
+        for number in range(20):
+            await post(lane, bytes(number * 200_000))
+            await lane.acknowledged()
+            assert not lane.owed
+            here.keep_lane(lane)
+            assert await lane_to(here, there) is lane
+        assert set(inbox.lanes) == {inbox.lanes[0]}
+
+
+@watched
+async def test_a_lane_that_was_dialled_back_is_acknowledged_too() -> None:
+    async with open_host(LOOPBACK) as here, open_host() as there:
+        there.serve_lanes(Receives())
+        await there.dial(here.addresses[0], timeout=TIMEOUT)
+        lane = await lane_to(here, there)
+        for _ in range(3):
+            await post(lane, b"hello")
+            await lane.acknowledged()
+
+
+@watched
+async def test_nothing_is_acknowledged_before_the_receiver_says_so() -> None:
+    async with pair() as (here, there):
+        inbox = Receives(at_once=False)
+        there.serve_lanes(inbox)
+        lane = await lane_to(here, there)
+        await post(lane, b"hello")
+        done: list[bool] = []
+
+        async def wait() -> None:
+            await lane.acknowledged()
+            done.append(True)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(wait)
+            await inbox.read.acquire()
+            await eventually(lambda: lane.unsent() == 0)
+            assert done == []
+            inbox.acknowledge.release()
+        assert done == [True]
+
+
+@watched
+async def test_an_acknowledgement_that_comes_before_the_sender_waits_for_it_counts() -> None:
+    """The last write may return later than the receiver has answered it."""
+    async with pair() as (here, there):
+        inbox = Receives()
+        there.serve_lanes(inbox)
+        lane = await lane_to(here, there)
+        for _ in range(3):
+            await post(lane, b"hello")
+            await eventually(lane.is_readable)
+            await trio.testing.wait_all_tasks_blocked(0.01)
+            await lane.acknowledged()
+
+
+@pytest.mark.parametrize("waited", [True, False])
+@watched
+async def test_a_lane_is_not_handed_out_before_its_acknowledgement_has_come(waited: bool) -> None:
+    """The next use would take it for its own; also when whoever sent last did not live to wait for it."""
+    async with pair() as (here, there):
+        inbox = Receives(at_once=False)
+        there.serve_lanes(inbox)
+        lane = await lane_to(here, there)
+        await post(lane, b"first")
+        if waited:
+            await cancelled_before_the_answer(lane)
+        here.keep_lane(lane)
+        other = await lane_to(here, there)
+        assert other is not lane
+        assert not lane.aborted
+        await inbox.read.acquire()
+        inbox.acknowledge.release()
+        await eventually(lambda: not lane.owed)
+        assert await lane_to(here, there) is lane
+
+
+@watched
+async def test_a_lane_that_was_kept_unacknowledged_is_as_good_after_it() -> None:
+    """Of the next use nothing is acknowledged by the word for the last one."""
+    async with pair() as (here, there):
+        inbox = Receives(at_once=False)
+        there.serve_lanes(inbox)
+        lane = await lane_to(here, there)
+        await post(lane, b"first")
+        await cancelled_before_the_answer(lane)
+        here.keep_lane(lane)
+        inbox.acknowledge.release()
+        await eventually(lambda: not lane.owed)
+        assert await lane_to(here, there) is lane
+        await post(lane, b"second")
+        await inbox.read.acquire()
+        await inbox.read.acquire()
+        await cancelled_before_the_answer(lane)
+        assert lane.owed, "the first word was for the first use"
+        inbox.acknowledge.release()
+        await eventually(lambda: not lane.owed)
+        assert not lane.aborted
+
+
+@pytest.mark.parametrize("when", ["while it is waited for", "before"])
+@watched
+async def test_a_receiver_that_drops_the_lane_after_all_was_sent_has_not_acknowledged(when: str) -> None:
+    """What the system took is lost with the connection."""
+    async with pair() as (here, there):
+        inbox = Receives(at_once=False)
+        there.serve_lanes(inbox)
+        lane = await lane_to(here, there)
+        await post(lane, b"hello")
+        await inbox.read.acquire()
+        async with trio.open_nursery() as nursery:
+            if when == "before":
+                inbox.lanes[0].abort()
+                await eventually(lambda: lane.aborted)
+            else:
+
+                async def drop() -> None:
+                    await eventually(lambda: lane.owed)
+                    await trio.testing.wait_all_tasks_blocked(0.01)
+                    inbox.lanes[0].abort()
+
+                nursery.start_soon(drop)
+            with pytest.raises(StreamBrokenError, match="unacknowledged") as found:
+                await lane.acknowledged()
+            assert there.peer_id in str(found.value)
+        await eventually(lambda: lane not in keeper(here).lanes)
+        assert lane.aborted
+
+
+@watched
+async def test_a_lane_that_this_process_drops_is_not_acknowledged() -> None:
+    async with pair() as (here, there):
+        inbox = Receives(at_once=False)
+        there.serve_lanes(inbox)
+        lane = await lane_to(here, there)
+        await post(lane, b"hello")
+        async with trio.open_nursery() as nursery:
+
+            async def drop() -> None:
+                await eventually(lambda: lane.owed)
+                await in_thread(lane.abort)
+
+            nursery.start_soon(drop)
+            with pytest.raises(StreamBrokenError):
+                await lane.acknowledged()
+        assert await lane_to(here, there) is not lane
+
+
+@pytest.mark.parametrize("word", [b"\x15", b"\x00", b"a long story" * 1000])
+@watched
+async def test_another_word_than_the_acknowledgement_ends_the_lane(word: bytes) -> None:
+    async with pair() as (here, there):
+        inbox = Receives()
+        inbox.word = word
+        there.serve_lanes(inbox)
+        lane = await lane_to(here, there)
+        await post(lane, b"hello")
+        with pytest.raises(StreamBrokenError):
+            await lane.acknowledged()
+        await eventually(lambda: lane.aborted)
+        here.keep_lane(lane)
+        await eventually(lambda: not keeper(here).lanes)
+        inbox.word = b"\x06"
+        again = await lane_to(here, there)
+        assert again is not lane
+        await post(again, b"hello")
+        await again.acknowledged()
+
+
+@watched
+async def test_a_lane_on_which_more_is_said_than_was_asked_for_is_not_handed_out() -> None:
+    """A second word would be the acknowledgement of what has not been sent yet."""
+    async with pair() as (here, there):
+        inbox = Receives()
+        there.serve_lanes(inbox)
+        lane = await lane_to(here, there)
+        await post(lane, b"hello")
+        await lane.acknowledged()
+        here.keep_lane(lane)
+        await in_thread(inbox.lanes[0].acknowledge)
+        await eventually(lane.is_readable)
+        assert await lane_to(here, there) is not lane
+        assert lane.aborted
+
+
+@watched
+async def test_a_lane_whose_receiver_drops_it_unasked_is_not_handed_out() -> None:
+    async with pair() as (here, there):
+        inbox = Receives(at_once=False)
+        there.serve_lanes(inbox)
+        lane = await lane_to(here, there)
+        await post(lane, b"hello")
+        await inbox.read.acquire()
+        await cancelled_before_the_answer(lane)
+        here.keep_lane(lane)
+        inbox.lanes[0].abort()
+        await eventually(lambda: lane.aborted)
+        await eventually(lambda: lane not in keeper(here).lanes)
+        assert await lane_to(here, there) is not lane

@@ -1,0 +1,296 @@
+"""Who gets a direct lane: tickets, certificates, and what else comes to the port."""
+
+import socket
+import ssl
+from contextlib import AsyncExitStack, suppress
+
+import pytest
+import trio
+import trio.testing
+
+from p2pavg.errors import RemoteProtocolError, StreamBrokenError, UnreachableError
+from p2pavg.net import doorway, sniffing
+from p2pavg.net.certificates import OwnCertificate
+from p2pavg.net.framing import receive_message, send_message
+from p2pavg.net.lane_messages import PROTOCOL, Ask, Back, Offer, Verdict
+from p2pavg.net.libp2p import Libp2pTransport
+from p2pavg.net.transport import Stream, Transport
+from p2pavg.net.wire import pack
+from tests.integration.lanes.company import (
+    LOOPBACK,
+    TIMEOUT,
+    Inbox,
+    assert_goes_on,
+    descriptors,
+    eventually,
+    in_thread,
+    keeper,
+    lane_to,
+    open_host,
+    pair,
+    port_of,
+    watched,
+)
+
+
+async def ask(here: Transport, there: Transport, own: OwnCertificate) -> tuple[Stream, Offer]:
+    stream = await here.open_stream(there.peer_id, PROTOCOL, addresses=there.addresses, timeout=TIMEOUT)
+    await send_message(stream, Ask(own.der).encode())
+    return stream, Offer.decode(await receive_message(stream) or b"")
+
+
+def call(port: int, context: ssl.SSLContext, name: str | None) -> bytes:
+    """What a client reads that sends a message with its handshake."""
+    with (
+        socket.create_connection(("127.0.0.1", port)) as plain,
+        context.wrap_socket(plain, server_hostname=name) as connection,
+    ):
+        connection.sendall((5).to_bytes(8, "big") + b"hello")
+        return connection.recv(1)
+
+
+def anybody() -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    return context
+
+
+async def assert_refused(host: Libp2pTransport, context: ssl.SSLContext, name: str | None) -> None:
+    delivered = Inbox()
+    host.serve_lanes(delivered)
+    with pytest.raises(OSError, match=r"(?i)alert|reset|unrecognized|certificate|pipe|unknown|EOF"):
+        await in_thread(call, port_of(host), context, name)
+    await eventually(lambda: not host._tcp.undecided)
+    assert not keeper(host).lanes
+    assert not delivered.lanes
+
+
+@watched
+async def test_who_has_no_ticket_is_refused() -> None:
+    async with pair() as (here, there):
+        own = OwnCertificate("me")
+        stream, offer = await ask(here, there, own)
+        for name in (None, "ab" * 16, offer.ticket.hex()[:-1], "x" * 60):
+            for context in (own.client_context(offer.certificate), anybody()):
+                await assert_refused(there, context, name)
+        await assert_goes_on(there)
+        await stream.reset()
+
+
+@pytest.mark.parametrize("who", ["another", "nobody"])
+@watched
+async def test_a_ticket_is_worth_nothing_without_its_certificate(who: str) -> None:
+    async with pair() as (here, there):
+        stream, offer = await ask(here, there, OwnCertificate("me"))
+        mallory = OwnCertificate("mallory").client_context(offer.certificate)
+        await assert_refused(there, mallory if who == "another" else anybody(), offer.ticket.hex())
+        verdict = Verdict.decode(await receive_message(stream) or b"")
+        assert "the handshake failed" in verdict.reason
+        await assert_goes_on(there)
+        await stream.reset()
+
+
+@watched
+async def test_what_openssl_lets_through_is_looked_at_again() -> None:
+    async with pair() as (here, there):
+        own = OwnCertificate("me")
+        stream, offer = await ask(here, there, own)
+        keeper(there)._doorway._expected[offer.ticket.hex()].certificate = b"another"
+        with suppress(ConnectionError):
+            await in_thread(call, port_of(there), own.client_context(offer.certificate), offer.ticket.hex())
+        assert "another certificate" in Verdict.decode(await receive_message(stream) or b"").reason
+        assert not keeper(there).lanes
+        await stream.reset()
+
+
+@watched
+async def test_a_ticket_is_good_for_one_lane() -> None:
+    async with pair() as (here, there):
+        own = OwnCertificate("me")
+        stream, offer = await ask(here, there, own)
+        context = own.client_context(offer.certificate)
+        inbox = Inbox()
+        there.serve_lanes(inbox)
+        plain = socket.create_connection(("127.0.0.1", port_of(there)))
+        connection = await in_thread(lambda: context.wrap_socket(plain, server_hostname=offer.ticket.hex()))
+        with connection:
+            assert not Verdict.decode(await receive_message(stream) or b"").reason
+            with pytest.raises(OSError, match=r"(?i)unrecognized"):
+                await in_thread(call, port_of(there), context, offer.ticket.hex())
+            await in_thread(connection.sendall, (1).to_bytes(8, "big") + b"x")
+            assert await inbox.messages.receive() == b"x"
+        await stream.reset()
+
+
+@pytest.mark.parametrize("how", ["expired", "asker gone"])
+@watched
+async def test_an_old_ticket_is_refused(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if how == "expired":
+        monkeypatch.setattr(doorway, "TICKET_SECONDS", 0.0)
+    async with pair() as (here, there):
+        own = OwnCertificate("me")
+        stream, offer = await ask(here, there, own)
+        if how == "asker gone":
+            await stream.reset()
+            await eventually(lambda: not keeper(there)._doorway._expected)
+        await assert_refused(there, own.client_context(offer.certificate), offer.ticket.hex())
+        await stream.reset()
+
+
+@watched
+async def test_a_receiver_with_another_certificate_is_not_believed() -> None:
+    """Somebody else answers at the address: nothing may be sent to them."""
+    async with pair() as (here, there):
+        mallory = OwnCertificate("mallory")
+        door = keeper(there)._doorway
+        real = door.own.server_context
+        door.own.server_context = mallory.server_context  # type: ignore[method-assign]
+        here._addresses = ()
+        with pytest.raises(UnreachableError, match="CERTIFICATE_VERIFY_FAILED"):
+            await lane_to(here, there)
+        assert not keeper(here).lanes
+        assert not keeper(there).lanes
+        door.own.server_context = real  # type: ignore[method-assign]
+        await assert_goes_on(there)
+
+
+BAD_ASKS = [b"", b"x", pack(b""), pack(b"\x30\x00"), pack("text"), pack(b"a", b"b"), pack(bytes(5000))]
+
+
+@pytest.mark.parametrize("message", BAD_ASKS)
+@watched
+async def test_a_bad_ask_costs_its_stream(message: bytes) -> None:
+    async with pair() as (here, there):
+        stream = await here.open_stream(there.peer_id, PROTOCOL, addresses=there.addresses, timeout=TIMEOUT)
+        await send_message(stream, message)
+        with pytest.raises(StreamBrokenError):
+            await stream.receive_some(1)
+        assert not keeper(there)._inbound.slots._taken
+        await assert_goes_on(there)
+
+
+DER = OwnCertificate("me").der
+
+
+BAD_OFFERS = [
+    pack("", b"no certificate", bytes(16), ()),
+    pack("", DER, bytes(15), ()),
+    pack("", DER, bytes(16), (1,)),
+    pack("", DER, bytes(16), ("/ip4/127.0.0.1/tcp/1",) * 7),
+    pack("", DER, bytes(16), ("x" * 1000,)),
+    pack("x" * 1000, b"", b"", ()),
+    pack(0, DER, bytes(16), ()),
+    b"x" * 8000,
+]
+
+
+@pytest.mark.parametrize("message", BAD_OFFERS)
+@watched
+async def test_a_bad_offer_is_no_lane(message: bytes) -> None:
+    async def offer(stream: Stream) -> None:
+        await receive_message(stream)
+        await send_message(stream, message)
+        await stream.receive_some(1)
+
+    async with pair() as (here, there):
+        there.serve(PROTOCOL, offer)
+        with pytest.raises(UnreachableError, match="gave no direct lane"):
+            await lane_to(here, there)
+
+
+@pytest.mark.parametrize(
+    "message", [b"x", pack(bytes(3), ()), pack(bytes(16), ("x",) * 7), pack(bytes(16), (b"",))]
+)
+@watched
+async def test_a_bad_back_costs_its_stream(message: bytes) -> None:
+    async with pair() as (here, there):
+        stream, _ = await ask(here, there, OwnCertificate("me"))
+        await send_message(stream, message)
+        assert Verdict.decode(await receive_message(stream) or b"").attempt == 1
+        with pytest.raises(StreamBrokenError):
+            await receive_message(stream)
+        await eventually(lambda: not keeper(there)._inbound.slots._taken)
+
+
+def test_a_certificate_is_looked_at_before_openssl_gets_it() -> None:
+    with pytest.raises(RemoteProtocolError, match="not a certificate"):
+        Offer.decode(BAD_OFFERS[0])
+    with pytest.raises(RemoteProtocolError, match="not a certificate"):
+        Ask.decode(pack(b"\x30\x00"))
+
+
+@watched
+async def test_a_refused_dial_says_so_and_leaves_no_socket() -> None:
+    async with pair() as (here, there):
+        await here.dial(there.addresses[0], timeout=TIMEOUT)
+        stream, _ = await ask(here, there, OwnCertificate("me"))
+        before = descriptors()
+        await send_message(stream, Back(bytes(16), (f"/ip4/127.0.0.1/tcp/1/p2p/{here.peer_id}",)).encode())
+        verdicts = [Verdict.decode(await receive_message(stream) or b"") for _ in range(2)]
+        assert "refused" in verdicts[1].reason
+        assert descriptors() <= before
+        await stream.reset()
+
+
+@watched
+async def test_addresses_of_others_are_not_dialled() -> None:
+    async with pair() as (here, there), open_host(LOOPBACK) as third:
+        stream, _ = await ask(here, there, OwnCertificate("me"))
+        await send_message(stream, Back(bytes(16), third.addresses).encode())
+        verdicts = [Verdict.decode(await receive_message(stream) or b"") for _ in range(2)]
+        assert [verdict.attempt for verdict in verdicts] == [1, 2]
+        assert "is not an address of" in verdicts[1].reason
+        await stream.reset()
+
+
+SAID = [b"", b"\x16", b"\x16\x03\x01\x00\x05hello", b"\x16" + bytes(3000), b"GET / HTTP/1.1\r\n\r\n"]
+
+
+@pytest.mark.parametrize("said", SAID)
+@watched
+async def test_garbage_and_silence_on_the_port_are_harmless(said: bytes) -> None:
+    async with open_host(LOOPBACK) as host, AsyncExitStack() as stack:
+        for _ in range(5):
+            tcp = await stack.enter_async_context(await trio.open_tcp_stream("127.0.0.1", port_of(host)))
+            if said:
+                await tcp.send_all(said)
+        await assert_goes_on(host)
+        await stack.aclose()
+        await eventually(lambda: not host._tcp.undecided)
+
+
+@watched
+async def test_the_silent_give_way_to_those_who_speak(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sniffing, "MAX_UNDECIDED", 3)
+    async with open_host(LOOPBACK) as host, AsyncExitStack() as stack:
+        tcps = []
+        for said in (b"", b"\x16", b"", b"\x16", b""):
+            tcps.append(
+                await stack.enter_async_context(await trio.open_tcp_stream("127.0.0.1", port_of(host)))
+            )
+            if said:
+                await tcps[-1].send_all(said)
+            await trio.testing.wait_all_tasks_blocked(0.02)
+        for tcp in tcps[:2]:
+            assert await receive_end(tcp) == b""
+        assert len(host._tcp.undecided) == 3
+        await assert_goes_on(host)
+
+
+async def receive_end(tcp: trio.SocketStream) -> bytes:
+    try:
+        return bytes(await tcp.receive_some(1))
+    except trio.BrokenResourceError:
+        return b""
+
+
+@watched
+async def test_the_silent_are_left_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sniffing, "UNDECIDED_SECONDS", 0.1)
+    async with open_host(LOOPBACK) as host:
+        for said in (b"", b"\x16"):
+            async with await trio.open_tcp_stream("127.0.0.1", port_of(host)) as tcp:
+                if said:
+                    await tcp.send_all(said)
+                assert await receive_end(tcp) == b""

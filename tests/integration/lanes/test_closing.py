@@ -1,0 +1,134 @@
+"""What is left of lanes: after a search, and a close."""
+
+import socket
+import threading
+
+import pytest
+import trio
+import trio.testing
+
+from p2pavg.errors import ClosedError, StreamBrokenError, UnreachableError
+from p2pavg.net import direct
+from p2pavg.net.lane_messages import PROTOCOL
+from p2pavg.net.transport import DirectLane, Stream
+from tests.integration.lanes.company import (
+    LOOPBACK,
+    assert_serves,
+    descriptors,
+    eventually,
+    in_thread,
+    keeper,
+    lane_to,
+    open_host,
+    pair,
+    watched,
+)
+
+
+@watched
+async def test_a_cancelled_search_leaves_nothing() -> None:
+    """In each of its waits: for the offer, for the handshake, for the verdict."""
+    stuck = trio.Event()
+
+    async def hold(plain: socket.socket) -> None:
+        with plain:
+            stuck.set()
+            await trio.sleep_forever()
+
+    async def silent(stream: Stream) -> None:
+        stuck.set()
+        await trio.sleep_forever()
+
+    async with pair() as (here, there):
+        await assert_serves(here, there)
+        await lane_to(here, there)
+        before, threads = descriptors(), threading.active_count()
+        accept = there._tcp.on_tls
+        for host, place in ((there, "handshake"), (there, "offer")):
+            stuck = trio.Event()
+            if place == "handshake":
+                host._tcp.on_tls = hold
+            else:
+                host.serve(PROTOCOL, silent)
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(lane_to, here, there)
+                await stuck.wait()
+                nursery.cancel_scope.cancel()
+            if place == "handshake":  # which the receiver of this test would never end
+                host._tcp.on_tls = accept
+                for scope in list(host._tcp._undecided.values()):
+                    scope.cancel()
+            await eventually(lambda: descriptors() <= before)
+            assert threading.active_count() <= threads
+            assert len(keeper(here).lanes) == 1
+        with pytest.raises(UnreachableError, match="within"):  # and nothing was remembered
+            await here.open_lane(there.peer_id, timeout=0.05)
+
+
+@watched
+async def test_closing_ends_lanes_that_are_idle_and_in_use() -> None:
+    blocked: list[str] = []
+
+    async def read(lane: DirectLane) -> None:
+        try:
+            await in_thread(lane.receive_into, memoryview(bytearray(1 << 30)))
+        finally:
+            blocked.append("reader")
+
+    def flood(lane: DirectLane) -> None:
+        with pytest.raises(StreamBrokenError):
+            lane.send(bytes(1 << 28))
+        blocked.append("writer")
+
+    async with pair():  # what is made once a process
+        pass
+    before = descriptors()
+    async with trio.open_nursery() as nursery, pair() as (here, there):
+        there.serve_lanes(read)
+        idle, busy, waiting = [await lane_to(here, there) for _ in range(3)]
+        here.keep_lane(idle)
+        await in_thread(waiting.send, b"x")
+        busy_there = keeper(there).lanes
+        assert len(busy_there) == 3
+        nursery.start_soon(in_thread, flood, busy)
+        await eventually(lambda: busy.bytes_sent > 0)
+    assert sorted(blocked) == ["reader", "reader", "writer"]
+    assert idle.aborted
+    assert busy.aborted
+    assert waiting.aborted
+    await eventually(lambda: descriptors() <= before)
+    with pytest.raises(ClosedError):
+        await lane_to(here, there)
+
+
+@watched
+async def test_closing_aborts_before_it_waits_for_anybody() -> None:
+    async with pair() as (here, there):
+        lanes = [await lane_to(here, there) for _ in range(2)]
+        here.keep_lane(lanes[0])
+        keeper(here).close()
+        assert [lane.aborted for lane in lanes] == [True, True]
+
+
+@watched
+async def test_closing_ends_a_search_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(direct, "DIAL_SECONDS", 1e6)
+
+    async def hold(plain: socket.socket) -> None:
+        with plain:
+            await trio.sleep_forever()
+
+    async with open_host(LOOPBACK) as there:
+        there._tcp.on_tls = hold
+        async with trio.open_nursery() as nursery, open_host(LOOPBACK) as here:
+            errors: list[Exception] = []
+
+            async def search() -> None:
+                try:
+                    await lane_to(here, there)
+                except (UnreachableError, ClosedError) as error:
+                    errors.append(error)
+
+            nursery.start_soon(search)
+            await eventually(lambda: any(found.fileno() < 0 for found in there._tcp.undecided))
+        assert [type(error) for error in errors] == [ClosedError]

@@ -1,0 +1,171 @@
+"""Senders that wait for room, and receivers that take a few bytes."""
+
+import fcntl
+import select
+import struct
+import sys
+import threading
+
+import pytest
+import trio
+import trio.testing
+
+from p2pavg.errors import StreamBrokenError
+from p2pavg.net.tls_lane import TlsLane
+from p2pavg.net.transport import DirectLane
+from tests.integration.lanes.company import eventually, in_thread, lane_to, pair, until_still, watched
+
+
+class Flood:
+    """Sends a piece whenever there is room, in a thread, until it is told that it is enough."""
+
+    PIECE = bytes(12 * 1024)
+    UNSENT = 64 * 1024
+
+    def __init__(self, lane: TlsLane) -> None:
+        self.enough = threading.Event()
+        self.waits = False
+        self.error: StreamBrokenError | None = None
+        self._lane = lane
+
+    async def run(self) -> None:
+        """A thread that is not woken is left behind when the watchdog barks."""
+        await trio.to_thread.run_sync(self._send, abandon_on_cancel=True)  # type: ignore[call-arg]  # trio-typing's stubs
+
+    def _send(self) -> None:
+        try:
+            self._lane.keep_unsent_below(self.UNSENT)
+            while not self.enough.is_set():
+                self.waits = True
+                self._lane.wait_for_room()
+                self.waits = False
+                self._lane.send(self.PIECE)
+        except StreamBrokenError as error:
+            self.error = error
+
+    async def stuck(self) -> None:
+        """Until it waits, and the buffers of both sides are full, as far as can be seen."""
+        await eventually(lambda: self._lane.bytes_sent > 0)
+        for _ in range(10):  # the system may find more room when one of its timers runs out
+            await until_still(lambda: self._lane.bytes_sent)
+        await eventually(self._is_stuck)
+
+    def _is_stuck(self) -> bool:
+        """Whether it waits, or is about to, while the system takes no more."""
+        poll = select.poll()
+        poll.register(self._lane._connection.fileno(), select.POLLOUT)
+        return self.waits and not poll.poll(0)
+
+    def held_back(self) -> int:
+        """Bytes that the system holds and has not sent, where it tells."""
+        if sys.platform != "linux":
+            return 0
+        siocoutqnsd = 0x894B
+        answer = fcntl.ioctl(self._lane._connection.fileno(), siocoutqnsd, bytes(4))
+        return int(struct.unpack("i", answer)[0])
+
+
+class Drain:
+    """Serves lanes: reads when it is let to, and then for ever."""
+
+    def __init__(self) -> None:
+        self.let = trio.Event()
+        self.read = 0
+
+    async def __call__(self, lane: DirectLane) -> None:
+        await self.let.wait()
+        await in_thread(self._read, lane)
+
+    def _read(self, lane: DirectLane) -> None:
+        buffer = memoryview(bytearray(len(Flood.PIECE)))
+        while True:
+            lane.receive_into(buffer)
+            self.read += len(buffer)
+
+
+@watched
+async def test_who_waits_for_room_goes_on_once_the_other_side_reads() -> None:
+    async with pair() as (here, there):
+        drain = Drain()
+        there.serve_lanes(drain)
+        lane = await lane_to(here, there)
+        flood = Flood(lane)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(flood.run)
+            await flood.stuck()
+            assert flood.held_back() <= Flood.UNSENT
+            assert lane.bytes_sent > 0
+            flood.enough.set()
+            drain.let.set()
+        assert flood.error is None
+        await eventually(lambda: drain.read == lane.bytes_sent)
+        lane.wait_for_room()
+
+
+@watched
+async def test_abort_wakes_who_waits_for_room() -> None:
+    async with pair() as (here, there):
+        drain = Drain()
+        there.serve_lanes(drain)
+        lane = await lane_to(here, there)
+        flood = Flood(lane)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(flood.run)
+            await flood.stuck()
+            threading.Thread(target=lane.abort).start()
+        assert flood.error is not None
+        for use in (lane.wait_for_room, lambda: lane.keep_unsent_below(1), lambda: lane.send(b"x")):
+            with pytest.raises(StreamBrokenError, match="dropped by this process"):
+                use()
+
+
+class Few:
+    """Serves lanes: reads six bytes in trio, and then four in a thread."""
+
+    def __init__(self) -> None:
+        self.lanes: list[TlsLane] = []
+        self._send, self.found = trio.open_memory_channel[bytes](100)
+        self.ended = trio.Event()
+
+    async def __call__(self, lane: DirectLane) -> None:
+        assert isinstance(lane, TlsLane)
+        self.lanes.append(lane)
+        try:
+            self._send.send_nowait(await lane.receive_exactly(6))
+        except StreamBrokenError:
+            self.ended.set()
+            raise
+        rest = bytearray(4)
+        await in_thread(lane.receive_into, memoryview(rest))
+        self._send.send_nowait(bytes(rest))
+
+    def has_read(self, count: int) -> bool:
+        return bool(self.lanes) and self.lanes[0].bytes_received == count
+
+
+@watched
+async def test_a_few_bytes_come_whole_and_what_follows_is_left() -> None:
+    async with pair() as (here, there):
+        few = Few()
+        there.serve_lanes(few)
+        lane = await lane_to(here, there)
+        await in_thread(lane.send, b"abc")
+        await eventually(lambda: few.has_read(3))
+        await in_thread(lane.send, b"defghij")
+        assert [await few.found.receive() for _ in range(2)] == [b"abcdef", b"ghij"]
+        assert few.has_read(10)
+        await in_thread(lane.send, b"ABCDEFGHIJ")
+        assert [await few.found.receive() for _ in range(2)] == [b"ABCDEF", b"GHIJ"]
+
+
+@watched
+async def test_a_few_bytes_that_end_early_are_broken() -> None:
+    async with pair() as (here, there):
+        few = Few()
+        there.serve_lanes(few)
+        lane = await lane_to(here, there)
+        await in_thread(lane.send, b"abc")
+        await eventually(lambda: few.has_read(3))
+        lane.abort()
+        await few.ended.wait()
+        await eventually(lambda: few.lanes[0].aborted)

@@ -1,0 +1,108 @@
+"""How many lanes a peer keeps and holds, and for how long."""
+
+import os
+
+import pytest
+import trio
+import trio.testing
+
+from p2pavg.errors import UnreachableError
+from p2pavg.net import direct, lane_limits
+from p2pavg.testing import MemoryNetwork
+from p2pavg_dht import Ed25519Signer
+from tests.integration.lanes.company import (
+    LOOPBACK,
+    Inbox,
+    _seeds,
+    assert_goes_on,
+    eventually,
+    in_thread,
+    keeper,
+    lane_to,
+    open_host,
+    pair,
+    watched,
+)
+
+
+@watched
+async def test_few_idle_lanes_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lane_limits, "MAX_IDLE", 5)
+    async with pair() as (here, there), open_host(LOOPBACK) as third:
+        lanes = [await lane_to(here, there) for _ in range(6)]
+        for lane in lanes:
+            here.keep_lane(lane)
+        assert [lane.aborted for lane in lanes] == [True, True, False, False, False, False]
+        more = [await lane_to(here, third) for _ in range(2)]
+        for lane in more:
+            here.keep_lane(lane)
+        assert [lane.aborted for lane in lanes + more] == [True] * 3 + [False] * 5
+        assert await lane_to(here, there) is lanes[-1]
+        await eventually(lambda: len(keeper(there).lanes) == 3)
+
+
+@watched
+async def test_a_peer_holds_so_many_lanes_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lane_limits, "MAX_INBOUND_PER_PEER", 2)
+    monkeypatch.setattr(lane_limits, "MAX_INBOUND", 3)
+    async with pair() as (here, there), open_host() as third:
+        mine = [await lane_to(here, there) for _ in range(2)]
+        with pytest.raises(UnreachableError, match="holds 2 lanes already"):
+            await lane_to(here, there)
+        await lane_to(third, there)
+        with pytest.raises(UnreachableError, match="there are 3 lanes already"):
+            await lane_to(third, there)
+        mine[0].abort()
+        await eventually(lambda: len(keeper(there).lanes) == 2)
+        await lane_to(here, there)
+
+
+@watched
+async def test_a_lane_that_has_carried_much_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(direct, "_MAX_LANE_BYTES", 10)
+    async with pair() as (here, there):
+        lane = await lane_to(here, there)
+        await in_thread(lane.send, bytes(11))
+        here.keep_lane(lane)
+        assert lane.aborted
+
+
+def test_whom_not_to_try_is_a_short_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trio, "current_time", lambda: 100.0)
+    monkeypatch.setattr(lane_limits, "MAX_NOWHERE", 2)
+    nowhere = lane_limits.Nowhere()
+    for peer in ("a", "b", "c"):
+        nowhere.add(peer, "why")
+    nowhere.check("a")
+    for peer in ("b", "c"):
+        with pytest.raises(UnreachableError, match="why"):
+            nowhere.check(peer)
+
+
+@watched
+async def test_a_forked_child_lets_go_of_lanes() -> None:
+    async with pair() as (here, there):
+        await lane_to(here, there)
+        numbers = [lane._connection.fileno() for lane in keeper(here).lanes + keeper(there).lanes]
+        assert len(numbers) == 2
+        child = os.fork()
+        if child == 0:
+            still = sum(is_socket(number) for number in numbers)
+            os._exit(still)
+        _, status = await in_thread(os.waitpid, child, 0)
+        assert os.waitstatus_to_exitcode(status) == 0
+        await assert_goes_on(there)
+
+
+def is_socket(number: int) -> bool:
+    try:
+        return os.fstat(number).st_mode & 0o170000 == 0o140000
+    except OSError:
+        return False
+
+
+async def test_a_network_may_have_no_lanes() -> None:
+    async with MemoryNetwork().transport(Ed25519Signer(next(_seeds))) as here:
+        here.serve_lanes(Inbox())
+        with pytest.raises(UnreachableError, match="this network has no direct lanes"):
+            await here.open_lane("somebody else", timeout=1.0)

@@ -1,0 +1,125 @@
+"""How a lane comes about: who dials whom, and what is remembered of who cannot."""
+
+import socket
+from typing import Any, cast
+
+import pytest
+import trio
+import trio.testing
+
+from p2pavg.errors import StreamBrokenError, UnreachableError
+from p2pavg.net import direct
+from p2pavg.net.certificates import OwnCertificate
+from p2pavg.net.framing import receive_message, send_message
+from p2pavg.net.lane_messages import PROTOCOL, Ask, Offer
+from p2pavg.net.libp2p import Libp2pTransport
+from p2pavg.net.transport import Stream
+from tests.integration.lanes.company import (
+    LOOPBACK,
+    TIMEOUT,
+    Inbox,
+    keeper,
+    lane_to,
+    open_host,
+    pair,
+    post,
+    watched,
+)
+
+
+@watched
+async def test_a_receiver_that_cannot_be_dialled_dials_back() -> None:
+    async with open_host(LOOPBACK) as here, open_host() as there:
+        inbox = Inbox()
+        there.serve_lanes(inbox)
+        await there.dial(here.addresses[0], timeout=TIMEOUT)
+        lane = await lane_to(here, there)
+        await post(lane, b"by another way" * 100_000)
+        assert await inbox.messages.receive() == b"by another way" * 100_000
+        assert inbox.lanes[0].remote == here.peer_id
+        assert lane.remote == there.peer_id
+        await lane.acknowledged()
+        here.keep_lane(lane)
+        assert await lane_to(here, there) is lane
+
+
+@watched
+async def test_a_lane_needs_no_address_where_a_connection_is_open() -> None:
+    async with pair() as (here, there):
+        await here.dial(there.addresses[0], timeout=TIMEOUT)
+        there._addresses = ()  # nor does the other side name any
+        here._addresses = ()
+        await here.open_lane(there.peer_id, timeout=TIMEOUT)
+
+
+def closed_door(host: Libp2pTransport) -> None:
+    """As behind a router: libp2p is connected, and nobody can dial."""
+
+    async def drop(plain: socket.socket) -> None:
+        plain.close()
+
+    host._tcp.on_tls = drop
+
+
+@watched
+async def test_no_way_at_all_is_said_and_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with pair() as (here, there):
+        closed_door(here)
+        closed_door(there)
+        with pytest.raises(UnreachableError, match=r"127\.0\.0\.1.*dialled back: .*127\.0\.0\.1"):
+            await lane_to(here, there)
+        for host in (here, there):
+            host._tcp.on_tls = keeper(host)._doorway.accept
+        with pytest.raises(UnreachableError, match=r"a moment ago: .*dialled back"):
+            await lane_to(here, there)
+        keeper(here)._nowhere._found[there.peer_id] = (trio.current_time(), "")
+        await lane_to(here, there)
+
+
+@watched
+async def test_neither_listens() -> None:
+    async with open_host(LOOPBACK) as here, open_host() as there:
+        await there.dial(here.addresses[0], timeout=TIMEOUT)
+        here._addresses = ()
+        with pytest.raises(UnreachableError, match="no address is known; and this peer listens nowhere"):
+            await lane_to(here, there)
+
+
+@watched
+async def test_a_peer_without_lanes_is_remembered_too() -> None:
+    async with pair() as (here, there):
+        there._host.remove_stream_handler(cast(Any, PROTOCOL))
+        with pytest.raises(UnreachableError, match="not supported"):
+            await lane_to(here, there)
+        with pytest.raises(UnreachableError, match="a moment ago"):
+            await lane_to(here, there)
+
+
+@watched
+async def test_a_silent_answer_ends_with_the_timeout_and_says_so() -> None:
+    async def say_nothing(stream: Stream) -> None:
+        await trio.sleep_forever()
+
+    async with pair() as (here, there):
+        there.serve(PROTOCOL, say_nothing)
+        await here.dial(there.addresses[0], timeout=TIMEOUT)
+        with pytest.raises(UnreachableError, match=r"within 0\.2 s"):
+            await here.open_lane(there.peer_id, timeout=0.2)
+        assert there.peer_id not in keeper(here)._nowhere._found, "nobody knows whether there is a way"
+
+
+@watched
+async def test_whoever_asks_and_then_says_nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(direct, "ANSWER_SECONDS", 0.1)
+    async with pair() as (here, there):
+        for first in (b"", Ask(OwnCertificate("me").der).encode()):
+            stream = await here.open_stream(
+                there.peer_id, PROTOCOL, addresses=there.addresses, timeout=TIMEOUT
+            )
+            if first:
+                await send_message(stream, first)
+                assert Offer.decode(await receive_message(stream) or b"").ticket
+            with pytest.raises(StreamBrokenError):
+                await stream.receive_some(1)
+        assert not keeper(there)._doorway._expected
+        assert not keeper(there)._inbound.slots._taken

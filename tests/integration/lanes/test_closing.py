@@ -67,9 +67,11 @@ async def test_a_cancelled_search_leaves_nothing() -> None:
 
 @watched
 async def test_closing_ends_lanes_that_are_idle_and_in_use() -> None:
+    begun: list[DirectLane] = []
     blocked: list[str] = []
 
     async def read(lane: DirectLane) -> None:
+        begun.append(lane)
         try:
             await in_thread(lane.receive_into, memoryview(bytearray(1 << 30)))
         finally:
@@ -91,7 +93,7 @@ async def test_closing_ends_lanes_that_are_idle_and_in_use() -> None:
         busy_there = keeper(there).lanes
         assert len(busy_there) == 3
         nursery.start_soon(in_thread, flood, busy)
-        await eventually(lambda: busy.bytes_sent > 0)
+        await eventually(lambda: busy.bytes_sent > 0 and len(begun) == 2)
     assert sorted(blocked) == ["reader", "reader", "writer"]
     assert idle.aborted
     assert busy.aborted

@@ -17,32 +17,40 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from types import TracebackType
-from typing import Any
+from typing import Any, TextIO
 
 from p2pavg import blocking
 from p2pavg.config import AveragingConfig
 
 START_SECONDS = 60.0  # importing torch on a busy machine
 _LEAVE_SECONDS = 10.0
+_LOOK_SECONDS = 0.05
 
 
 class Member:
     """What a process of a swarm knows, and its line to the test."""
 
-    def __init__(self, index: int, bootstrap: Sequence[str], arguments: Mapping[str, Any]) -> None:
+    def __init__(
+        self, index: int, bootstrap: Sequence[str], arguments: Mapping[str, Any], reports: TextIO
+    ) -> None:
         self.index = index
         self.bootstrap = tuple(bootstrap)
         self.arguments = dict(arguments)
         """What the swarm was given for every process, and for this one."""
         self._told: queue.Queue[dict[str, Any]] = queue.Queue()
+        self._reports = reports
 
     def report(self, **event: Any) -> None:
-        """Send one event, of what JSON can carry, to :meth:`SwarmProcess.events`."""
-        sys.stdout.write(json.dumps(event) + "\n")
-        sys.stdout.flush()
+        """Send one event, of what JSON can carry, to :meth:`SwarmProcess.events`.
+
+        What the process prints goes to its standard error, which is the test's.
+        """
+        self._reports.write(json.dumps(event) + "\n")
+        self._reports.flush()
 
     def told(self, timeout: float) -> dict[str, Any] | None:
         """The next message of :meth:`SwarmProcess.tell`; ``None`` when none came within ``timeout`` seconds."""
@@ -88,6 +96,7 @@ class SwarmProcess:
         self.address = ""
         """Where others dial it; known when it has joined."""
         self._events: queue.Queue[dict[str, Any] | None] = queue.Queue()
+        self._before_joining: deque[dict[str, Any]] = deque()
         threading.Thread(target=self._read, daemon=True).start()
 
     def _read(self) -> None:
@@ -109,9 +118,13 @@ class SwarmProcess:
             EOFError: the process has ended.
             TimeoutError: it has not joined within ``timeout`` seconds.
         """
-        if not self.address:
-            event = self.event(timeout)
-            self.peer_id, self.address = event["peer_id"], event["address"]
+        end = time.monotonic() + timeout
+        while not self.address:
+            event = self._next(max(end - time.monotonic(), 0.0))
+            if event.keys() == {"peer_id", "address"}:
+                self.peer_id, self.address = event["peer_id"], event["address"]
+            else:
+                self._before_joining.append(event)
         return self.address
 
     def tell(self, **message: Any) -> None:
@@ -128,6 +141,9 @@ class SwarmProcess:
             EOFError: the process has ended.
             TimeoutError: nothing was reported within ``timeout`` seconds.
         """
+        return self._before_joining.popleft() if self._before_joining else self._next(timeout)
+
+    def _next(self, timeout: float) -> dict[str, Any]:
         try:
             found = self._events.get(timeout=timeout)
         except queue.Empty:
@@ -183,8 +199,8 @@ class LocalSwarm:
         peers: how many processes :meth:`start` starts.
         arguments: given to each as :attr:`Member.arguments`; of what JSON can carry.
 
-    Use it in a ``with`` block: leaving it ends every process. They also end when this one dies. A Ctrl-C in the
-    terminal reaches this process only, which then leaves its block.
+    Use it in a ``with`` block: leaving it ends every process, and those that they have started. They also
+    end when this one dies. A Ctrl-C in the terminal reaches this process only, which then leaves its block.
 
     Raises:
         ValueError: ``work`` is a function that a fresh process cannot find.
@@ -227,13 +243,18 @@ class LocalSwarm:
             TimeoutError: one still runs ``timeout`` seconds from now.
         """
         end = time.monotonic() + timeout
-        for found in self.processes:
-            try:
-                code = found.process.wait(max(end - time.monotonic(), 0.0))
-            except subprocess.TimeoutExpired:
-                raise TimeoutError(f"process {found.index} still runs after {timeout:g} s") from None
-            if code:
-                raise RuntimeError(f"process {found.index} ended with {code}")
+        while True:
+            is_late = time.monotonic() >= end  # before the look at what has ended
+            codes = {found.index: found.process.poll() for found in self.processes}
+            for index, code in codes.items():
+                if code:
+                    raise RuntimeError(f"process {index} ended with {code}")
+            running = [index for index, code in codes.items() if code is None]
+            if not running:
+                return
+            if is_late:
+                raise TimeoutError(f"process {running[0]} still runs after {timeout:g} s")
+            time.sleep(_LOOK_SECONDS)
 
     def add(self, *, arguments: Mapping[str, Any] | None = None, wait: bool = True) -> SwarmProcess:
         """One more process.
@@ -305,5 +326,7 @@ class LocalSwarm:
             except subprocess.TimeoutExpired:
                 found.kill()
                 found.process.wait()
+            with suppress(ProcessLookupError, PermissionError):  # those that it has started itself
+                os.killpg(found.process.pid, signal.SIGKILL)
             if found.process.stdout is not None:
                 found.process.stdout.close()

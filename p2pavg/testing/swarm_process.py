@@ -34,6 +34,9 @@ def _module(name: str) -> ModuleType:
 
 
 def _main() -> None:
+    # Its standard output is the line to the test; what anything here prints is not for that.
+    reports = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     module, _, name = sys.argv[1].rpartition(":")
     function: Callable[[Member], None] = getattr(_module(module), name)
     # What a peer imports when it is opened; meanwhile the first process finds out its address.
@@ -42,7 +45,7 @@ def _main() -> None:
     if not line:  # the parent has left before it said who this is
         return
     setup = json.loads(line)
-    member = Member(setup["index"], setup["bootstrap"], setup["arguments"])
+    member = Member(setup["index"], setup["bootstrap"], setup["arguments"], reports)
     threading.Thread(target=_listen, args=(member,), daemon=True).start()
     function(member)
 

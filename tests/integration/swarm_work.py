@@ -6,6 +6,8 @@ import hashlib
 import os
 import random
 import resource
+import subprocess
+import sys
 import time
 
 import psutil
@@ -191,3 +193,19 @@ def stay(member: Member) -> None:
             message = member.told(timeout=60.0)
             if message is not None:
                 member.report(heard=message)
+
+
+def talk(member: Member) -> None:
+    """Prints, and reports before it has joined, and after."""
+    print("not a report")
+    member.report(before=1)
+    os.write(1, b"{}\n")
+    with member.averager(configure(member)):
+        member.report(after=2)
+
+
+def start_another(member: Member) -> None:
+    """A process that would outlive this one, and holds what it inherited."""
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    member.report(pid=child.pid)
+    child.wait()

@@ -6,10 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from p2pavg.testing import LocalSwarm, SwarmProcess
-from tests.integration.swarm_work import stay
+from tests.integration.swarm_work import start_another, stay, talk
 
 WORK = "tests.integration.swarm_work:stay"
 
@@ -122,3 +123,26 @@ def test_a_process_that_does_not_end_is_told_of() -> None:
         swarm.add()
         with pytest.raises(TimeoutError, match="process 0 still runs"):
             swarm.wait_ended(0.1)
+
+
+def test_what_a_process_prints_is_no_report() -> None:
+    with LocalSwarm(talk, peers=0) as swarm:
+        process = swarm.add()
+        assert process.event(60.0) == {"before": 1}
+        assert process.event(60.0) == {"after": 2}
+
+
+def test_a_failed_process_is_told_of_while_others_run() -> None:
+    with LocalSwarm(stay, peers=0) as swarm:
+        swarm.add()
+        swarm.add().kill()
+        with pytest.raises(RuntimeError, match="process 1 ended with -9"):
+            swarm.wait_ended(60.0)
+
+
+def test_leaving_ends_what_the_processes_have_started() -> None:
+    with LocalSwarm(start_another, peers=0) as swarm:
+        child = psutil.Process(swarm.add(wait=False).event(60.0)["pid"])
+        assert child.is_running()
+    psutil.wait_procs([child], timeout=30.0)
+    assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE

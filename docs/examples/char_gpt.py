@@ -179,17 +179,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--peers", type=int, default=4)
-    parser.add_argument(
-        "--first-steps", type=int, default=300, help="of the one process, before the others come"
-    )
-    parser.add_argument("--steps", type=int, default=800, help="of each peer, after that")
-    parser.add_argument("--sync-every", type=int, default=25, help="H: steps between two rounds")
-    parser.add_argument("--outer-lr", type=float, default=0.7)
-    parser.add_argument(
-        "--output", type=Path, default=Path("examples-output"), help="the folder of picture and parameters"
-    )
+    parser.add_argument("--peers", type=int, default=4, help="2 to 16 [%(default)s]")
+    parser.add_argument("--first-steps", type=int, default=300, help="of the one process [%(default)s]")
+    parser.add_argument("--steps", type=int, default=800, help="of each peer, after that [%(default)s]")
+    parser.add_argument("--sync-every", type=int, default=25, help="H: steps between rounds [%(default)s]")
+    parser.add_argument("--outer-lr", type=float, default=0.7, help="of the outer step [%(default)s]")
+    parser.add_argument("--output", type=Path, default=Path("examples-output"), help="a folder [%(default)s]")
     how = parser.parse_args()
+    if not 2 <= how.peers <= 16:
+        parser.error("--peers: 2 to 16")
+    if how.first_steps < 1 or not 1 <= how.sync_every <= how.steps:
+        parser.error("--first-steps and --sync-every: at least 1; --steps: at least --sync-every")
+    torch.set_num_threads(1)  # as the peers: a model as small as this is slower with more
     how.output.mkdir(parents=True, exist_ok=True)
     start, end = how.output / "char-gpt-start.pt", how.output / "char-gpt-end.pt"
     torch.manual_seed(0)
@@ -217,4 +218,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None

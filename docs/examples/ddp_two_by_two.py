@@ -2,7 +2,8 @@
 
     .venv/bin/python docs/examples/ddp_two_by_two.py
 
-starts two peers with torchrun on this machine, and draws their losses. A peer by itself, on a machine with two GPUs:
+starts two peers with torchrun on this machine, and draws their losses. A peer by itself, on a machine with two GPUs or
+with none:
 
     torchrun --nproc-per-node=2 docs/examples/ddp_two_by_two.py
     torchrun --nproc-per-node=2 docs/examples/ddp_two_by_two.py --join ADDRESS      (what the first one printed)
@@ -88,45 +89,41 @@ def train(how: argparse.Namespace) -> None:
             losses.append(loss.item())
             if rank == 0 and step % 25 == 0:
                 print(f"peer {how.peer}  step {step:4}  loss {losses[-1]:.3f}", flush=True)
-    if rank == 0 and how.result is not None:
-        parameters = [parameter.tolist() for parameter in network.parameters()]
-        result = {"losses": losses, "accuracy": accuracy(network, device), "parameters": parameters}
-        how.result.write_text(json.dumps(result))
+    if rank == 0:
+        recognised = accuracy(network, device)
+        print(f"peer {how.peer}  recognised {recognised:.1%} of the held-out images", flush=True)
+        if how.result is not None:
+            parameters = [parameter.tolist() for parameter in network.parameters()]
+            how.result.write_text(json.dumps({"losses": losses, "parameters": parameters}))
     dist.destroy_process_group()
 
 
-def start(peer: str, result: Path, how: argparse.Namespace, *join: str) -> subprocess.Popen[str]:
+def start(peer: str, result: Path, how: argparse.Namespace, join: str | None) -> subprocess.Popen[str]:
     """A peer of two ranks on this machine."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
     command += [os.path.abspath(__file__), "--peer", peer, "--steps", str(how.steps), "--result", str(result)]
     command += ["--listen", "/ip4/127.0.0.1/tcp/0"]
-    for address in join:
-        command += ["--join", address]
+    if join is not None:
+        command += ["--join", join]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+    stdout = subprocess.PIPE if join is None else None  # the first one's has its address
+    return subprocess.Popen(command, stdout=stdout, text=True, env=environment)
 
 
 def both(how: argparse.Namespace) -> list[dict[str, Any]]:
     """What the two peers came to."""
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         results = [Path(folder, peer) for peer in PEERS]
-        processes: list[subprocess.Popen[str]] = []
-        addresses: list[str] = []
-        for peer, result in zip(PEERS, results, strict=True):
-            process = start(peer, result, how, *addresses)
-            stack.callback(process.terminate)  # nothing, where it has ended
-            processes.append(process)
-            assert process.stdout is not None
-            for line in process.stdout:
-                if line.startswith("others join with"):
-                    addresses = [line.split()[-1]]
-                    break
-        for process in processes:
-            assert process.stdout is not None
-            for line in process.stdout:
-                print(line, end="", flush=True)
-            if process.wait():
-                raise SystemExit("a peer failed")
+        processes = [start(PEERS[0], results[0], how, None)]
+        stack.callback(processes[0].terminate)  # nothing, where it has ended
+        assert processes[0].stdout is not None
+        for line in processes[0].stdout:
+            print(line, end="", flush=True)
+            if line.startswith("others join with") and len(processes) == 1:
+                processes.append(start(PEERS[1], results[1], how, line.split()[-1]))
+                stack.callback(processes[1].terminate)
+        if any(process.wait() for process in processes):
+            raise SystemExit("a peer failed")
         return [json.loads(result.read_text()) for result in results]
 
 
@@ -150,30 +147,34 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument(
-        "--output", type=Path, default=Path("examples-output"), help="the folder of the picture"
-    )
+    parser.add_argument("--steps", type=int, default=100, help="[%(default)s]")
+    parser.add_argument("--output", type=Path, default=Path("examples-output"), help="a folder [%(default)s]")
     one = parser.add_argument_group("a peer by itself, under torchrun")
     one.add_argument("--peer", choices=PEERS, help="whose part of the images")
     one.add_argument("--join", action="append", default=[], help="an address that another peer printed")
     one.add_argument("--listen", default="/ip4/0.0.0.0/tcp/0", help="where this peer is reached")
     one.add_argument("--result", type=Path, help="a file for what came of it")
     how = parser.parse_args()
+    if how.steps < 1:
+        parser.error("--steps: at least 1")
     if "RANK" in os.environ:
         how.peer = how.peer or ("B" if how.join else "A")
         train(how)
         return
+    if how.join or how.peer:
+        parser.error("--join and --peer: of a peer by itself, under torchrun")
     how.output.mkdir(parents=True, exist_ok=True)
     found = both(how)
     picture = how.output / "ddp-two-by-two.png"
     draw_losses(found, picture)
     same = found[0]["parameters"] == found[1]["parameters"]
-    print(f"Recognised: {found[0]['accuracy']:.1%} of the held-out images: {picture}")
-    print(f"The two peers' parameters are {'identical' if same else 'DIFFERENT'}.")
+    print(f"The two peers' parameters are {'identical' if same else 'DIFFERENT'}: {picture}")
     if not same:
         raise SystemExit(1)
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None

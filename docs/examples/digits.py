@@ -125,7 +125,9 @@ def together(algorithm: str, how: argparse.Namespace) -> list[float]:
         swarm.start()
         for event in swarm.processes[0].events(600.0):
             found.append(event["accuracy"])
-            print(f"  round {event['round']:3}   mean loss of the peers {event['loss']:.3f}", end="")
+            print(
+                f"  round {event['round']:3}   mean loss of those who contributed {event['loss']:.3f}", end=""
+            )
             print(f"   recognised {found[-1]:.1%}", flush=True)
         swarm.wait_ended(60.0)
     return found
@@ -141,7 +143,7 @@ def draw(by_oneself: float, curves: dict[str, list[float]], where: Path) -> None
     figure, axes = pyplot.subplots(figsize=(8, 5))
     for name, curve in curves.items():
         axes.plot(range(1, len(curve) + 1), curve, label=name)
-    axes.axhline(by_oneself, color="gray", linestyle="--", label="one peer alone")
+    axes.axhline(by_oneself, color="gray", linestyle="--", label="one peer alone, after as many steps")
     axes.set(xlabel="rounds", ylabel="held-out images that are recognised", ylim=(0, 1))
     axes.legend()
     figure.savefig(where, dpi=120)
@@ -152,16 +154,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--peers", type=int, default=5, help="2 to 10; each has some of the digits")
-    parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--sync-every", type=int, default=10, help="steps between two rounds")
     parser.add_argument(
-        "--fraction", type=float, default=1.0, help="of the peers, drawn for each round, who contribute"
+        "--peers", type=int, default=5, help="2 to 10; each has some of the digits [%(default)s]"
     )
+    parser.add_argument("--rounds", type=int, default=40, help="of each algorithm [%(default)s]")
+    parser.add_argument("--sync-every", type=int, default=10, help="steps between rounds [%(default)s]")
     parser.add_argument(
-        "--output", type=Path, default=Path("examples-output"), help="the folder of the picture"
+        "--fraction", type=float, default=1.0, help="of the peers who contribute to a round [%(default)s]"
     )
+    parser.add_argument("--output", type=Path, default=Path("examples-output"), help="a folder [%(default)s]")
     how = parser.parse_args()
+    if not 2 <= how.peers <= DIGITS:
+        parser.error("--peers: 2 to 10")
+    if how.rounds < 1 or how.sync_every < 1:
+        parser.error("--rounds and --sync-every: at least 1")
+    if not 0 < how.fraction <= 1:
+        parser.error("--fraction: above 0, and at most 1")
+    torch.set_num_threads(1)  # as the peers: a model as small as this is slower with more
     how.output.mkdir(parents=True, exist_ok=True)
     by_oneself = alone(how.peers, how.rounds * how.sync_every)
     print(f"one peer alone, as many steps: recognised {by_oneself:.1%}")
@@ -176,4 +185,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None

@@ -70,7 +70,7 @@ class Bulletin:
         self._changed = threading.Condition()
         self._said: dict[str, Said] = {}
         self._version = 0
-        self._to_say: bytes | None = None
+        self._to_say: bytes | None = None  # nothing new; or empty: what was said is taken back
         self._urgent = False
         self._ended = False
         self._token = trio.lowlevel.current_trio_token()
@@ -91,6 +91,12 @@ class Bulletin:
             raise ValueError(f"value must have 1 to {MAX_VALUE_BYTES} bytes, got {len(value)}")
         with self._changed:
             self._to_say, self._urgent = value, self._urgent or now
+        self._wake()
+
+    def take_back(self) -> None:
+        """Say nothing any more, until :meth:`say` is called again."""
+        with self._changed:
+            self._to_say, self._urgent = b"", True
         self._wake()
 
     def look(self) -> None:
@@ -166,6 +172,8 @@ class Bulletin:
             await trio.lowlevel.checkpoint_if_cancelled()
             if value is None:
                 self._take(await self._records.find(self._key))
+            elif not value:
+                await self._records.withdraw(self._key)
             else:
                 published = await self._records.publish(self._key, value, ttl=SAID_TTL_SECONDS)
                 self._take(published.records)

@@ -6,21 +6,22 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from p2pavg.blocking import Averager
+from p2pavg.errors import P2PAvgError
 from p2pavg.optim.lineage import Lineage
 from p2pavg.optim.progress import Average
-from p2pavg.optim.report import SPEED, StepReport, report_of
+from p2pavg.optim.report import StepReport, report_of
 from p2pavg.optim.shards import Ranks, local_of, spread_like, whole_of
 from p2pavg.optim.state import check_both, check_holds, checked_amount, lineage_of
 from p2pavg.optim.together import Together
 from p2pavg.optim.wrapper import PeerOptimizer
-from p2pavg.result import Failed, RoundResult, Success
+from p2pavg.result import Failed, InProgress, RoundResult, Success
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -40,11 +41,13 @@ class AveragedOptimizer(PeerOptimizer):
     size, whoever computes it, as in Ryabinin et al. 2021 ("Distributed Deep Learning in Open Collaborations").
 
     Args:
-        inner: any torch optimizer; its parameters' gradients are what is averaged.
+        inner: any torch optimizer that needs no closure; the gradients of its parameters that require one are what is
+            averaged. One that has no gradient counts as zeros.
         averager: of a run that averages nothing else. Rounds are among all peers with the same parameters, whatever
-            its ``group_size``, 64 at most; one that does not come is waited for until ``match_timeout``.
+            its ``group_size``, 64 at most; one that does not come is waited for until ``match_timeout``. What it has
+            accumulated is forgotten.
         target_batch_size: samples of all peers together that make an update.
-        scheduler: of ``inner``; stepped once an update.
+        scheduler: of ``inner``; stepped once an update. One that needs no metric.
         max_grad_norm: the averaged gradient is clipped to this L2 norm, if given.
         max_samples_per_peer: samples after which this peer computes no more until the update, if given: where the
             peers' limits add up to the target, every update is of the same samples.
@@ -52,7 +55,7 @@ class AveragedOptimizer(PeerOptimizer):
             those batches' gradients are of the parameters before it.
         peers_to_start: peers without which this peer takes no first update; ``config.min_group_size`` if not given.
             Two peers that have started before the others would else go ahead of them.
-        patience: seconds that a call waits at most, for peers or for a round.
+        patience: seconds that a call waits at most for the other peers, and then as long again for a round.
         process_group: of ``torch.distributed``, where this peer is several ranks that hold shards of the parameters
             (FSDP): each rank has an averager with its :func:`shard_config`, and all of them update, or none.
         on_update: called after every update, with its report.
@@ -78,7 +81,7 @@ class AveragedOptimizer(PeerOptimizer):
     ) -> None:
         super().__init__(inner, averager, scheduler=scheduler, on_update=on_update)
         self._max_grad_norm = (
-            math.inf if max_grad_norm is None else checked_amount("max_grad_norm", max_grad_norm)
+            None if max_grad_norm is None else checked_amount("max_grad_norm", max_grad_norm)
         )
         self._limit = (
             math.inf
@@ -87,6 +90,9 @@ class AveragedOptimizer(PeerOptimizer):
         )
         if overlap and process_group is not None:
             raise ValueError("overlap cannot be used with a process_group")
+        if averager.config.participation is not None and process_group is not None:
+            # Drawn for every rank by itself: of one batch some shards would count, and some would not.
+            raise ValueError("a config with participation cannot be used with a process_group")
         self._overlap = overlap
         self._ranks = Ranks(process_group)
         self._together = Together(
@@ -110,23 +116,29 @@ class AveragedOptimizer(PeerOptimizer):
         """Accumulate the gradients of one batch, and update when it is time.
 
         Args:
-            samples: of the batch, of whose losses the gradients are the mean.
-            metrics: what was measured on it, e.g. ``{"loss": loss.item()}``.
+            samples: of the batch, of whose losses the gradients are the mean; with a ``process_group``, of the batches
+                of all its ranks together, and the same number on each.
+            metrics: what was measured on it, e.g. ``{"loss": loss.item()}``; 15 at most.
 
         Returns:
             How far peer and run are. With ``updated`` the parameters have changed.
 
         Raises:
-            p2pavg.AccumulateError: a gradient is not finite, or ``samples`` no number above 0; nothing is accumulated.
+            p2pavg.AccumulateError: a gradient or a metric is not finite, or ``samples`` no number above 0; nothing is
+                accumulated. With a ``process_group``, on all of its ranks; where it is not a gradient or ``samples``
+                that is wrong, what they had accumulated is forgotten too.
+            ValueError: ``inner`` has come to train other parameters.
             p2pavg.ClosedError: the averager is closed.
         """
-        gradients = self._gradients()
-        self._ranks.check_finite(gradients)
-        self._averager.accumulate(
-            gradients,
-            weight=samples,
-            metrics={**metrics, SPEED: self._together.samples_per_second},
-        )
+        self._check_parameters()
+        measured, gradients = self._with_speed(metrics), self._gradients()
+        self._ranks.check_batch(gradients, samples)
+        try:
+            self._ranks.on_all(lambda: self._averager.accumulate(gradients, weight=samples, metrics=measured))
+        except P2PAvgError:
+            if self._ranks.are_several:
+                self._averager.clear()  # what some have accumulated and others have not
+            raise
         self._together.computed(samples)
         before = self._collect() if self._any_running() else None
         if before is not None and self._any_running():
@@ -157,14 +169,20 @@ class AveragedOptimizer(PeerOptimizer):
         return self._take(self._together.average(2) if must_wait else self._together.look())
 
     def _take(self, result: RoundResult) -> StepReport:
-        everywhere = self._ranks.all_agree(isinstance(result, Success))
+        kinds = set(self._ranks.gather(type(result).__name__))
+        goes_on = InProgress.__name__ in kinds
+        if Success.__name__ in kinds and len(kinds) > 1:
+            self._averager.clear()  # else a later update is of some batches in one shard, of others in the next
         if not isinstance(result, Success):
-            return self._report(result)
-        if not everywhere:
-            return self._report(Failed(reason="another rank of this peer has no result", used=True))
+            return self._report(result, goes_on=goes_on)
+        if len(kinds) > 1:
+            return self._report(
+                goes_on=goes_on, result=Failed(reason="another rank of this peer has no result", used=True)
+            )
         norm = self._update(result)
         self._together.took(replace(result, group_id=self._ranks.as_one(result.group_id)))
         self._together.say(self._averager.weight, waiting=False)
+        self._step_scheduler()
         return self._updated(self._report(result, norm))
 
     def _update(self, success: Success) -> float:
@@ -172,13 +190,19 @@ class AveragedOptimizer(PeerOptimizer):
         assert isinstance(success.averaged, list)
         for parameter, gradient in zip(self._parameters, success.averaged, strict=True):
             parameter.grad = spread_like(parameter, gradient)
-        norm = torch.nn.utils.clip_grad_norm_(self._parameters, self._max_grad_norm)
-        self._step_inner()
+        norm = _norm_of([cast(torch.Tensor, parameter.grad) for parameter in self._parameters])
+        if self._max_grad_norm is not None:
+            torch.nn.utils.clip_grads_with_norm_(self._parameters, self._max_grad_norm, norm)
+        self.inner.step()
         self.zero_grad()
         return whole_of(norm)
 
-    def _report(self, result: RoundResult | None = None, norm: float | None = None) -> StepReport:
-        return report_of(self._together, result, norm, self._ranks.as_the_first(self._together.left_behind))
+    def _report(
+        self, result: RoundResult | None = None, norm: float | None = None, *, goes_on: bool = False
+    ) -> StepReport:
+        # While its round goes on, this peer may only be the last to hear of its end.
+        behind = None if goes_on else self._ranks.as_the_first(self._together.left_behind)
+        return report_of(self._together, result, norm, behind)
 
     def state_dict(self) -> dict[str, Any]:
         """All that another peer needs beside the model's state to go on from here: of ``inner``, the schedule, the run.
@@ -201,3 +225,8 @@ class AveragedOptimizer(PeerOptimizer):
         self._load_inner(state)
         self._averager.clear()
         self._together.is_at(lineage)
+
+
+def _norm_of(gradients: list[torch.Tensor]) -> torch.Tensor:
+    # float16 ends at 65504: of large gradients the norm would be infinite.
+    return torch.nn.utils.get_total_norm([g.float() if g.dtype == torch.float16 else g for g in gradients])

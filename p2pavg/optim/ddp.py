@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 
 from p2pavg.blocking import Averager
-from p2pavg.errors import AccumulateError, ClosedError
+from p2pavg.errors import AccumulateError, ClosedError, P2PAvgError
 from p2pavg.net.wire import pack
 from p2pavg.optim.lineage import Lineage
 from p2pavg.optim.progress import Average
@@ -31,6 +31,7 @@ from p2pavg.result import Failed, InProgress, NoPeers, Success
 logger = logging.getLogger(__name__)
 
 CLOSE_SECONDS = 10.0
+LOOK_SECONDS = 1.0  # whether a pass still is on its way
 _FAILED, _OK, _ENDED = 0, 1, 2
 _STATE_DOMAIN = "p2pavg/ddp/1"
 
@@ -40,6 +41,8 @@ class _Bucket:
     """One bucket of one backward pass, on its way."""
 
     index: int
+    number: int
+    """Of the backward pass."""
     is_last: bool
     values: torch.Tensor
     reduced: torch.futures.Future[list[torch.Tensor]]
@@ -56,13 +59,13 @@ class _Speaker:
         self._stack = stack
         self._averagers: dict[tuple[int, int], Averager] = {}
         self._groups: list[str] = []
-        self._peers: int | None = None  # of this backward pass, once it has begun
+        self._peers = 0  # of this backward pass; 0 when there is no round
         self._failed = ""
         self._last: Success | None = None
 
     def average(self, index: int, values: torch.Tensor) -> None:
         """Put the peers' mean in the place of this peer's values, in place; what they are if that fails."""
-        if self._peers is None:
+        if index == 0:
             self._begin()
         if self._failed or self._peers == 1:
             return
@@ -92,11 +95,11 @@ class _Speaker:
             self.together.took(replace(self._last, group_id=self._state().hex()))
         else:
             logger.warning("the gradients of this step were not averaged: %s", self._failed)
-        self._groups, self._peers, self._failed = [], None, ""
         self.together.say(0.0, waiting=False)
         return ok
 
     def _begin(self) -> None:
+        self._groups, self._failed = [], ""  # also of a pass that did not come to its end
         self.together.computed(self._weight)
         self.together.say(self._weight, waiting=True)
         decision = self.together.decide_when_all_are_ready()
@@ -110,7 +113,6 @@ class _Speaker:
         return hashlib.sha256(pack(_STATE_DOMAIN, lineage.state, tuple(self._groups))).digest()
 
     def _round(self, averager: Averager) -> Success | InProgress | NoPeers | Failed:
-        assert self._peers is not None
         return self.together.average(self._peers, averager, self._state())
 
     def _averager_of(self, index: int, values: torch.Tensor) -> Averager:
@@ -131,7 +133,11 @@ class PeerGradients:
         # What a thread says to the other ranks must not come between the backward pass' own collectives.
         self._beside = dist.new_group()
         self._queue: queue.SimpleQueue[_Bucket | None] = queue.SimpleQueue()
-        self._passes: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        self._passes: queue.SimpleQueue[tuple[int, bool]] = queue.SimpleQueue()
+        self._begun = 0  # backward passes
+        self._asked = 0  # the newest of them whose result `arrived` has told
+        self._taken = 0  # buckets
+        self._averaged = 0  # of these, or given up
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="p2pavg-ddp", daemon=True)
         self._thread.start()
@@ -148,7 +154,12 @@ class PeerGradients:
         result: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
         work = dist.all_reduce(values, async_op=True)
         assert work is not None
-        self._queue.put(_Bucket(bucket.index(), bucket.is_last(), values, work.get_future(), result))
+        if bucket.index() == 0:
+            self._begun += 1
+        self._taken += 1
+        self._queue.put(
+            _Bucket(bucket.index(), self._begun, bucket.is_last(), values, work.get_future(), result)
+        )
         return result
 
     def arrived(self) -> bool:
@@ -158,12 +169,27 @@ class PeerGradients:
         the next batch. A peer that is alone in its run goes on with its own gradients.
 
         Raises:
+            RuntimeError: there was no backward pass since it was asked last, or only passes under ``no_sync()``, or an
+                error has ended the pass.
             p2pavg.ClosedError: the averager is closed, or whatever else ended the averaging.
         """
-        arrived = self._passes.get()
+        if self._asked == self._begun:
+            raise RuntimeError("no backward pass has reduced its gradients since this was asked last")
+        arrived = False
+        while self._asked < self._begun:  # of earlier passes nobody has asked
+            self._asked, arrived = self._next_pass()
         if self._error is not None:
             raise self._error
         return arrived
+
+    def _next_pass(self) -> tuple[int, bool]:
+        while True:
+            is_idle = self._averaged == self._taken  # before the look at what it may have left
+            try:
+                return self._passes.get(timeout=0.0 if is_idle else LOOK_SECONDS)
+            except queue.Empty:
+                if is_idle:
+                    raise RuntimeError("the last backward pass did not come to its end") from None
 
     def close(self) -> None:
         """End the thread. What is on its way is awaited, for 10 s at most."""
@@ -171,6 +197,8 @@ class PeerGradients:
         self._thread.join(CLOSE_SECONDS)
         if self._thread.is_alive():
             logger.warning("a backward pass is still on its way %g s after it was to end", CLOSE_SECONDS)
+        else:
+            dist.destroy_process_group(self._beside)
 
     # ------------------------------------------------------------------ in the thread
 
@@ -184,7 +212,8 @@ class PeerGradients:
                 if not bucket.result.done():
                     bucket.result.set_result(bucket.values)
                 if bucket.is_last:
-                    self._passes.put(False)
+                    self._passes.put((bucket.number, False))
+            self._averaged += 1
 
     def _average(self, bucket: _Bucket) -> None:
         """Also after an error: the ranks of a peer take part in each other's collectives until all know of it."""
@@ -204,7 +233,7 @@ class PeerGradients:
             dist.broadcast(said, src=0, group=self._beside)
             if said.item() == _ENDED and self._error is None:
                 self._error = ClosedError("rank 0 of this peer averages no more")
-            self._passes.put(said.item() == _OK)
+            self._passes.put((bucket.number, said.item() == _OK))
 
 
 @contextmanager
@@ -238,27 +267,61 @@ def peer_gradients(
         patience: seconds that a backward pass waits at most, for peers or for a round.
 
     Raises:
-        ValueError: an argument is out of range, or ``averager`` is missing on rank 0 or given elsewhere.
+        ValueError: an argument is out of range, or ``averager`` is missing on rank 0, given elsewhere, or of a config
+            with ``participation``; on all ranks.
+        p2pavg.ClosedError: the averager is closed.
     """
-    if (averager is None) == (dist.get_rank() == 0):
-        raise ValueError("averager must be given on rank 0 of the peer, and there alone")
     with ExitStack() as stack:
-        speaker = None
-        if averager is not None:
-            together = Together(
-                averager,
-                list(parameters),
-                target=math.inf,
-                peers_to_start=peers_to_start,
-                patience=patience,
-            )
-            counts = float(dist.get_world_size()) if weight is None else checked_amount("weight", weight)
-            speaker = _Speaker(averager, together, counts, stack)
+        speaker, wrong = None, None
+        try:
+            speaker = _speaker_of(averager, parameters, weight, peers_to_start, patience, stack)
+        except (ValueError, P2PAvgError) as error:
+            wrong = error
+        _raise_on_all(wrong)
         gradients = PeerGradients(speaker)
         try:
             yield gradients
         finally:
             gradients.close()
+
+
+def _speaker_of(
+    averager: Averager | None,
+    parameters: Iterable[torch.Tensor],
+    weight: float | None,
+    peers_to_start: int | None,
+    patience: float,
+    stack: ExitStack,
+) -> _Speaker | None:
+    counts = float(dist.get_world_size()) if weight is None else checked_amount("weight", weight)
+    if (averager is None) == (dist.get_rank() == 0):
+        raise ValueError("averager must be given on rank 0 of the peer, and there alone")
+    if averager is None:
+        return None
+    if averager.config.participation is not None:
+        # Drawn for every bucket anew: an update would be of some peers here and of others there.
+        raise ValueError("averager must be of a config without participation")
+    averager.clear()
+    together = Together(
+        averager,
+        list(parameters),
+        target=math.inf,
+        peers_to_start=peers_to_start,
+        patience=patience,
+        alone=True,
+    )
+    return _Speaker(averager, together, counts, stack)
+
+
+def _raise_on_all(wrong: ValueError | P2PAvgError | None) -> None:
+    """Else the ranks on which nothing is wrong would wait for the others for ever."""
+    found: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, None if wrong is None else str(wrong))
+    if wrong is not None:
+        raise wrong
+    for rank, text in enumerate(found):
+        if text is not None:
+            raise ValueError(f"on rank {rank}: {text}")
 
 
 def ddp_comm_hook(state: PeerGradients, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:

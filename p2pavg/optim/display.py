@@ -64,6 +64,8 @@ class RunProgress:
         self._value = report.metrics.get(self._metric, self._value)
         samples = f"{report.samples:,.0f}" + ("" if self._target is None else f"/{self._target:,.0f}")
         peers = "1 peer" if report.peers == 1 else f"{report.peers} peers"
+        if report.others:
+            peers += f" and {report.others} with other parameters"
         rest = f"{samples} samples  {peers}  {report.samples_per_second:,.0f} samples/s"
         if report.behind is not None:
             rest = f"behind: {report.behind}"

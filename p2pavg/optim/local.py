@@ -15,11 +15,11 @@ from p2pavg.blocking import Averager
 from p2pavg.metrics import MetricMeans, checked_metrics
 from p2pavg.optim.feedback import ErrorFeedback
 from p2pavg.optim.progress import Average
-from p2pavg.optim.report import SPEED, StepReport, report_of
+from p2pavg.optim.report import StepReport, report_of
 from p2pavg.optim.state import check_both, check_holds, checked_amount, checked_count, lineage_of
 from p2pavg.optim.together import Together
 from p2pavg.optim.wrapper import PeerOptimizer
-from p2pavg.result import RoundResult, Success
+from p2pavg.result import InProgress, RoundResult, Success
 
 Outer = Callable[[list[torch.Tensor]], Optimizer]
 """Makes the outer optimizer of the anchor's tensors, e.g. ``functools.partial(torch.optim.SGD, lr=1.0)``."""
@@ -38,17 +38,17 @@ class LocalUpdates(PeerOptimizer):
     peer whose anchor differs from most peers' cannot follow: :attr:`StepReport.behind` says so, until it loads a state.
 
     Args:
-        inner: any torch optimizer of this peer's parameters.
+        inner: any torch optimizer of this peer's parameters that needs no closure.
         outer: makes the outer optimizer of the anchor: float32 copies of the parameters, on their devices.
         averager: of a run that averages nothing else. Rounds are among all peers with the same anchor, whatever its
             ``group_size``, 64 at most; one that does not come is waited for until ``match_timeout``.
         sync_every: inner steps between two outer steps, H; the same for all peers.
-        scheduler: of ``inner``; stepped with every inner step.
+        scheduler: of ``inner``; stepped with every inner step. One that needs no metric.
         proximal: mu of FedProx: adds ``mu * (parameter - anchor)`` to each gradient before an inner step (Li et al.
             2020, "Federated Optimization in Heterogeneous Networks", equation 2). 0 is without.
         feedback: makes up for what a lossy codec leaves out of the pseudo-gradients.
         peers_to_start: peers without which this peer takes no first outer step; ``config.min_group_size`` if not given.
-        patience: seconds that a call waits at most, for peers or for a round.
+        patience: seconds that a call waits at most for the other peers, and then as long again for a round.
         on_update: called after every outer step, with its report.
 
     Raises:
@@ -78,7 +78,8 @@ class LocalUpdates(PeerOptimizer):
             raise ValueError(f"proximal must be a number, 0 or more, got {proximal!r}")
         self._anchor = [p.detach().clone().float() for p in self._parameters]
         self.outer = outer(self._anchor)
-        if [p for group in self.outer.param_groups for p in group["params"]] != self._anchor:
+        stepped = [p for group in self.outer.param_groups for p in group["params"]]
+        if [id(tensor) for tensor in stepped] != [id(tensor) for tensor in self._anchor]:
             raise ValueError("outer must make an optimizer of exactly the tensors that it is given")
         self._sync_every = checked_count("sync_every", sync_every)
         self._proximal = float(proximal)
@@ -110,7 +111,7 @@ class LocalUpdates(PeerOptimizer):
 
         Args:
             samples: of the batch that the gradients are of; what this peer counts for is their sum.
-            metrics: what was measured on it, e.g. ``{"loss": loss.item()}``.
+            metrics: what was measured on it, e.g. ``{"loss": loss.item()}``; 15 at most.
 
         Returns:
             How far peer and run are. With ``updated`` an outer step was taken.
@@ -121,21 +122,26 @@ class LocalUpdates(PeerOptimizer):
             p2pavg.ClosedError: the averager is closed.
         """
         weight, measured = checked_amount("samples", samples), checked_metrics(metrics)
-        self._metrics.check_room(measured | {SPEED: 0.0})
+        self._metrics.check_room(self._with_speed(measured))
+        self._check_parameters()
         self._pull_to_anchor()
-        self._step_inner()
+        self.inner.step()
         self._steps += 1
         self._samples += weight
         self._metrics.add(measured, weight)
-        due = self._steps >= self._sync_every
         self._together.computed(weight)
+        due = self._steps >= self._sync_every
         self._together.say(self._samples, waiting=due)
+        self._step_scheduler()
+        if self._averager.round_state is not None:  # its call was ended by its patience, or by Ctrl-C
+            return self._take(self._together.average(2) if due else self._together.look())
         if not due:
             return self._report()
         decision = self._together.decide_when_all_are_ready()
         if not isinstance(decision, Average):
             return self._report()
-        return self._sync(decision.peers)
+        self._contribute()
+        return self._take(self._together.average(decision.peers))
 
     @torch.no_grad()
     def _pull_to_anchor(self) -> None:
@@ -146,11 +152,9 @@ class LocalUpdates(PeerOptimizer):
                 pull = parameter.float() - anchor
                 parameter.grad.add_(pull.to(parameter.grad.dtype), alpha=self._proximal)
 
-    def _sync(self, peers: int) -> StepReport:
-        self._steps = 0  # when it fails, there is another try after as many steps
-        if self._averager.round_state is None:
-            self._contribute()
-        result = self._together.average(peers)
+    def _take(self, result: RoundResult) -> StepReport:
+        if self._steps >= self._sync_every or not isinstance(result, InProgress):
+            self._steps = 0  # if it came to nothing there is another try after as many steps
         if not isinstance(result, Success):
             return self._report(result)
         norm = self._update(result)
@@ -167,13 +171,17 @@ class LocalUpdates(PeerOptimizer):
         self._averager.accumulate(
             pseudo,
             weight=self._samples,
-            metrics={**self._metrics.means, SPEED: self._together.samples_per_second},
+            metrics=self._with_speed(self._metrics.means),
         )
         self._contributed = self._samples
 
     @torch.no_grad()
     def _pseudo_gradients(self) -> list[torch.Tensor]:
-        return [anchor - parameter for anchor, parameter in zip(self._anchor, self._parameters, strict=True)]
+        # From what the parameters were set to: what their own dtype has rounded off the anchor is no progress.
+        return [
+            anchor.to(parameter.dtype).float() - parameter.float()
+            for anchor, parameter in zip(self._anchor, self._parameters, strict=True)
+        ]
 
     @torch.no_grad()
     def _later(self, *, contributed: bool) -> list[torch.Tensor]:
@@ -206,7 +214,9 @@ class LocalUpdates(PeerOptimizer):
         return float(norm)
 
     def _report(self, result: RoundResult | None = None, norm: float | None = None) -> StepReport:
-        return report_of(self._together, result, norm, self._together.left_behind())
+        # While its round goes on, this peer may only be the last to hear of its end.
+        goes_on = self._averager.round_state is not None
+        return report_of(self._together, result, norm, None if goes_on else self._together.left_behind())
 
     def state_dict(self) -> dict[str, Any]:
         """All that a peer needs beside the model's state to go on from here.
@@ -236,19 +246,19 @@ class LocalUpdates(PeerOptimizer):
         check_holds(state, "inner", "outer", "anchor", "steps", "samples", "peer_id")
         check_both("scheduler", state, self.scheduler)
         check_both("feedback", state, self._feedback)
-        anchor = state["anchor"]
+        anchor, is_mine = state["anchor"], state["peer_id"] == self._averager.peer_id
+        steps, samples = (int(state["steps"]), float(state["samples"])) if is_mine else (0, 0.0)
         if [tuple(t.shape) for t in anchor] != [tuple(t.shape) for t in self._anchor]:
             raise ValueError("state: its anchor is of other parameters")
+        # What may still be refused comes before what the lineage names.
+        if is_mine and self._feedback is not None:
+            self._feedback.load_state_dict(state["feedback"])
         self._load_inner(state)
         self.outer.load_state_dict(state["outer"])
         for mine, saved in zip(self._anchor, anchor, strict=True):
             mine.copy_(saved)
-        self._steps, self._samples, self._metrics = 0, 0.0, MetricMeans()
-        if state["peer_id"] == self._averager.peer_id:
-            self._steps, self._samples = int(state["steps"]), float(state["samples"])
-            if self._feedback is not None:
-                self._feedback.load_state_dict(state["feedback"])
-        else:
+        self._steps, self._samples, self._metrics = steps, samples, MetricMeans()
+        if not is_mine:
             for parameter, kept in zip(self._parameters, self._anchor, strict=True):
                 parameter.copy_(kept)
         self._averager.clear()

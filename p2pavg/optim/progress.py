@@ -81,11 +81,6 @@ class Survey:
     """Epoch and number of the peers of the other state that the run goes on with, if it does not with this one: of
     those that are no less far the most, of as many the furthest, and of these the one of the greatest name."""
 
-    @property
-    def all_peers(self) -> int:
-        """That say how far they are."""
-        return self.peers + self.others
-
 
 def survey(mine: Progress, others: Iterable[Progress]) -> Survey:
     """What ``others`` say, as seen from ``mine``."""
@@ -140,13 +135,16 @@ class Behind:
 Decision: TypeAlias = Compute | Wait | Average | Behind
 
 
-def decide(mine: Progress, seen: Survey, *, target: float, peers_to_start: int = 1) -> Decision:
+def decide(
+    mine: Progress, seen: Survey, *, target: float, peers_to_start: int = 1, least: int = 1
+) -> Decision:
     """What a peer does next.
 
     Args:
         target: samples that the peers of one state accumulate together before they average; infinite when each counts
             its own steps, and all wait for each other.
         peers_to_start: peers without which no round begins; 1 once the peer has been in one.
+        least: peers without which a round comes to nothing: until they are there, each goes on by itself.
     """
     starting = seen.peers < peers_to_start
     if seen.ahead is not None:
@@ -155,15 +153,21 @@ def decide(mine: Progress, seen: Survey, *, target: float, peers_to_start: int =
         if not (starting and epoch == mine.epoch and peers <= seen.peers):
             where = f"epoch {epoch}" if epoch > mine.epoch else f"epoch {epoch} too, from other updates"
             return Behind(
-                epoch, f"{peers} peers are at {where}; {seen.peers} with this one at epoch {mine.epoch}"
+                epoch,
+                f"{_are(peers)} at {where}; {seen.peers} with this one at epoch {mine.epoch}",
             )
     if mine.samples <= 0:
         return Compute("nothing is accumulated")
-    apart = f"; {seen.others} peers have other parameters" if seen.others else ""
+    apart = f"; {_are(seen.others)} at other parameters" if seen.others else ""
     far = f"{seen.peers} peers have {seen.samples:g} of {target:g} samples together{apart}"
     if starting:
         reason = f"{seen.peers} of {peers_to_start} peers are there to start{apart}"
-        return Wait(reason) if mine.waiting else Compute(reason)
+        enough = (
+            mine.waiting or seen.samples >= target
+        )  # more would only be more of this peer's in the first update
+        return Wait(reason) if enough else Compute(reason)
+    if seen.peers < least:
+        return Compute(f"{seen.peers} of the {least} peers of a group are there{apart}")
     if seen.samples >= target:
         return Average(seen.peers, far)
     if seen.waiting and math.isinf(target):
@@ -171,6 +175,10 @@ def decide(mine: Progress, seen: Survey, *, target: float, peers_to_start: int =
     if seen.waiting:
         return Compute(f"{far}, and all wait")  # for a peer that is gone: the others do its part
     return Wait(far) if mine.waiting else Compute(far)
+
+
+def _are(peers: int) -> str:
+    return "1 peer is" if peers == 1 else f"{peers} peers are"
 
 
 def following(progress: Progress, before: bytes, mine: Progress) -> Progress:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from p2pavg.optim.progress import Behind
 from p2pavg.optim.together import Together
-from p2pavg.result import InProgress, RoundResult, Success
+from p2pavg.result import RoundResult, Success
 
 SPEED = "samples_per_second"
 """The metric that every optimizer adds to the caller's."""
@@ -21,6 +21,8 @@ class StepReport:
     """Updates that this peer's parameters have taken."""
     peers: int
     """Peers with the same parameters, this one included, as far as is known."""
+    others: int
+    """Peers of the run with other parameters, which do not average with these."""
     samples: float
     """That these have accumulated since the last update."""
     samples_per_second: float
@@ -49,11 +51,11 @@ def report_of(
     return StepReport(
         epoch=together.lineage.epoch,
         peers=seen.peers,
+        others=seen.others,
         samples=seen.samples,
         samples_per_second=seen.samples_per_second,
         result=result,
         grad_norm=grad_norm,
-        # While its round runs it may only be the last to hear of its end.
-        behind=None if behind is None or isinstance(result, InProgress) else behind.reason,
+        behind=None if behind is None else behind.reason,
         metrics=result.metrics if isinstance(result, Success) else {},
     )

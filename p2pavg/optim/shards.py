@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 
 from p2pavg.config import AveragingConfig
-from p2pavg.errors import AccumulateError
+from p2pavg.errors import AccumulateError, P2PAvgError
 from p2pavg.net.wire import pack
 
 if TYPE_CHECKING:
@@ -88,25 +88,54 @@ class Ranks:
         """One name for what each rank has another name of: a digest of all, in their order; the name of one alone."""
         if self._group is None:
             return name
-        import torch.distributed as dist
+        return hashlib.sha256(pack(*self.gather(name))).hexdigest()
 
-        found: list[str | None] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(found, name, group=self._group)
-        return hashlib.sha256(pack(*found)).hexdigest()
+    @property
+    def are_several(self) -> bool:
+        """Whether the peer is several processes."""
+        return self._group is not None
 
-    def check_finite(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Raise AccumulateError on all ranks when a value of one of them is not finite; one process checks later."""
-        if self._group is not None and not self.all_agree(all(bool(t.isfinite().all()) for t in tensors)):
+    def check_batch(self, tensors: Sequence[torch.Tensor], samples: float) -> None:
+        """Raise AccumulateError on all ranks when a value of one is not finite, or their samples are not the same.
+
+        A peer that is one process checks when it accumulates.
+        """
+        if self._group is None:
+            return
+        found = self.gather((all(bool(tensor.isfinite().all()) for tensor in tensors), samples))
+        if not all(finite for finite, _ in found):
             raise AccumulateError(
                 "a gradient on one of this peer's ranks holds NaN or Inf; nothing was accumulated"
             )
+        if any(count != samples for _, count in found):
+            raise AccumulateError(
+                f"samples are those of all ranks together, the same number on each; got {[n for _, n in found]}"
+            )
+
+    def on_all(self, act: Callable[[], None]) -> None:
+        """Act on every rank. What one of them raises as P2PAvgError, each of them raises."""
+        wrong: P2PAvgError | None = None
+        try:
+            act()
+        except P2PAvgError as error:
+            wrong = error
+        found = self.gather(None if wrong is None else str(wrong))
+        if wrong is not None:
+            raise wrong
+        for text in found:
+            if text is not None:
+                raise AccumulateError(f"on another rank of this peer: {text}")
 
     def all_agree(self, here: bool) -> bool:
         """Whether it is so on every rank."""
+        return all(self.gather(here))
+
+    def gather(self, mine: T) -> list[T]:
+        """What each rank has, in their order."""
         if self._group is None:
-            return here
+            return [mine]
         import torch.distributed as dist
 
-        found: list[bool | None] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(found, here, group=self._group)
-        return all(found)
+        found: list[T | None] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(found, mine, group=self._group)
+        return cast(list[T], found)

@@ -60,6 +60,8 @@ class Together:
             ``None``.
         patience: seconds that this peer waits for the others before it begins a round without them, and for a round
             before it goes on alone.
+        alone: a round of this peer alone is due like any other; else none is before ``config.min_group_size`` peers
+            are there for it.
 
     Raises:
         ValueError: one of the last two is out of range.
@@ -73,6 +75,7 @@ class Together:
         target: float,
         peers_to_start: int | None,
         patience: float,
+        alone: bool = False,
     ) -> None:
         self.averager = averager
         self.lineage = first_lineage(parameters)
@@ -83,6 +86,8 @@ class Together:
             else checked_count("peers_to_start", peers_to_start)
         )
         self._patience = checked_amount("patience", patience)
+        self._least = 1 if alone else averager.config.min_group_size
+        self._not_ours = averager.round_state is not None  # a round that an optimizer before this one began
         self._bulletin = averager.bulletin(TOPIC)
         self._companions: frozenset[str] = frozenset()  # who took the last update too
         self._before = b""  # the state before it
@@ -110,6 +115,10 @@ class Together:
         self._mine = self._progress(samples, waiting=waiting)
         urgent = isinstance(self.decide(), Average | Wait)
         self._bulletin.say(encode_progress(self._mine), now=urgent)
+
+    def leave(self) -> None:
+        """Take back what was said: nobody waits for this peer until it says something again."""
+        self._bulletin.take_back()
 
     def _progress(self, samples: float, *, waiting: bool) -> Progress:
         return Progress(
@@ -145,7 +154,13 @@ class Together:
 
     def decide(self) -> Decision:
         """What is to be done now."""
-        return decide(self._mine, self.survey(), target=self._target, peers_to_start=self._peers_to_start)
+        return decide(
+            self._mine,
+            self.survey(),
+            target=self._target,
+            peers_to_start=self._peers_to_start,
+            least=self._least,
+        )
 
     def decide_when_all_are_ready(self) -> Decision:
         """As :meth:`decide`, but for as long as there is nothing to do but wait, wait: for ``patience`` at most."""
@@ -199,9 +214,11 @@ class Together:
                 return result
 
     def _step(self, wait: float, peers: int, averager: Averager, state: bytes) -> RoundResult:
-        running = averager.round_state
         result = averager.step(wait=wait, state=state, group_size=self._target_of(peers))
-        if isinstance(result, Success) and running is not None and running != state:
+        if not self._not_ours or averager is not self.averager or isinstance(result, InProgress):
+            return result
+        self._not_ours = False
+        if isinstance(result, Success):
             return Failed(reason="the round was of parameters that were replaced meanwhile", used=True)
         return result
 
@@ -215,7 +232,10 @@ class Together:
             return None
         if self._warned_at != self.lineage.epoch:
             self._warned_at = self.lineage.epoch
-            logger.warning("this peer is left behind, and takes no part any more: %s", decision.reason)
+            logger.warning(
+                "this peer is left behind, and takes no part until it loads a newer state: %s",
+                decision.reason,
+            )
         return decision
 
     def took(self, success: Success) -> None:
@@ -223,11 +243,13 @@ class Together:
         self._before, self.lineage = self.lineage.state, self.lineage.after(success.group_id)
         self._peers_to_start = 1
         self._companions = frozenset((*success.peers, *success.listeners)) - success.lost.keys()
-        for peer_id, word in self._bulletin.said.items():
+        said = self._bulletin.said
+        progress = read_all({peer_id: word.value for peer_id, word in said.items()})
+        for peer_id in progress:
             if peer_id in self._companions:
                 self._missed.pop(peer_id, None)
-            else:
-                self._note_missed(peer_id, word)
+            elif progress[peer_id].state == self._before:  # others were not due
+                self._note_missed(peer_id, said[peer_id])
         self._took_at = self._last = time.monotonic()
 
     def _note_missed(self, peer_id: str, word: Said) -> None:
@@ -243,6 +265,8 @@ class Together:
         self._last = time.monotonic()
 
     def is_at(self, lineage: Lineage) -> None:
-        """The parameters were replaced by those of another lineage."""
+        """The parameters were replaced by those of another lineage, or by earlier ones of the same."""
         self._before, self.lineage, self._companions = b"", lineage, frozenset()
+        self._missed.clear()
+        self._not_ours = self.averager.round_state is not None
         self.say(0.0, waiting=False)

@@ -62,6 +62,19 @@ class Company:
         return self.peers.pop()
 
 
+async def test_what_is_taken_back_is_gone_until_something_is_said_again(autojump_clock: MockClock) -> None:
+    async with simulated_peers(MemoryNetwork(latency=LAN), 3) as peers, Company(peers) as company:
+        await company.say_hello()
+        company.bulletins[0].take_back()
+        await trio.sleep(SECOND)
+        for bulletin in company.bulletins[1:]:
+            assert peers[0].id not in heard(bulletin)
+        company.bulletins[0].say(b"again", now=True)
+        await trio.sleep(SECOND)
+        for bulletin in company.bulletins[1:]:
+            assert heard(bulletin)[peers[0].id] == b"again"
+
+
 @pytest.mark.parametrize("count", [2, 3, 12])
 async def test_everybody_hears_everybody_within_seconds(autojump_clock: MockClock, count: int) -> None:
     """Of twelve, not all hold what everybody says: some look."""

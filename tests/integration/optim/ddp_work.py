@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,6 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from p2pavg.blocking import Averager, open_averager
+from p2pavg.errors import P2PAvgError
 from p2pavg.optim import AveragedOptimizer, shard_config
 from p2pavg.optim.ddp import ddp_comm_hook, peer_gradients
 from tests.integration.optim.company import LISTEN, Batches, config, loss_of, small_model, vector_of
@@ -112,6 +114,57 @@ def shards(how: dict[str, Any]) -> None:
         parameters = torch.cat([tensor.reshape(-1) for tensor in whole])
         found = {"parameters": parameters.tolist(), "seen": seen, "state": optimizer.lineage.state.hex()}
         (folder / f"result{peer}.{rank}.json").write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def mistakes(how: dict[str, Any]) -> None:
+    """What the ranks of one peer hear of mistakes, of which each is made on one of them; written as texts."""
+    folder, rank, said = Path(how["folder"]), how["rank"], []
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    network = small_model()
+    batches = Batches(rank, BATCH)
+
+    def attempt(act: Callable[[], object]) -> None:
+        try:
+            said.append(repr(act()))
+        except (P2PAvgError, RuntimeError, ValueError) as error:
+            said.append(f"{type(error).__name__}: {error}")
+
+    with ExitStack() as stack:
+        averager = None
+        if rank == 0:
+            averager = stack.enter_context(open_averager(config(2), listen=LISTEN))
+        patience = -1.0 if rank == 0 else 60.0
+        attempt(
+            lambda: stack.enter_context(
+                peer_gradients(averager, network.parameters(), peers_to_start=1, patience=patience)
+            )
+        )
+        gradients = stack.enter_context(peer_gradients(averager, network.parameters(), peers_to_start=1))
+        model = DistributedDataParallel(network)
+        model.register_comm_hook(gradients, ddp_comm_hook)
+        attempt(gradients.arrived)
+        with model.no_sync():
+            torch.autograd.backward(loss_of(model, batches.next()))
+        attempt(gradients.arrived)
+        for _ in range(2):
+            torch.autograd.backward(loss_of(model, batches.next()))
+        attempt(gradients.arrived)
+        attempt(gradients.arrived)
+    with open_averager(shard_config(config(2), rank, 2), listen=LISTEN) as averager:
+        optimizer = AveragedOptimizer(
+            torch.optim.SGD(network.parameters(), lr=0.1),
+            averager,
+            target_batch_size=BATCH,
+            process_group=dist.group.WORLD,
+            peers_to_start=1,
+        )
+        for samples, loss in ((BATCH, math.inf if rank else 1.0), (BATCH + rank, 1.0), (BATCH, 1.0)):
+            attempt(partial(optimizer.step, samples=samples, metrics={"loss": loss}))
+            said[-1] = said[-1].partition("(")[0]
+            said.append(str(averager.weight))
+    (folder / f"result0.{rank}.json").write_text(json.dumps({"said": said}))
     dist.barrier()
     dist.destroy_process_group()
 

@@ -9,10 +9,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
 
+import p2pavg
+from p2pavg.blocking import Averager, open_averager
+from p2pavg.optim import AveragedOptimizer
+from p2pavg.optim.ddp import peer_gradients
 from tests.integration.optim import ddp_work
-from tests.integration.optim.company import Batches, loss_of, small_model, vector_of
+from tests.integration.optim.company import LISTEN, Batches, config, loss_of, small_model, vector_of
 
 STEPS = 6
 
@@ -111,3 +117,46 @@ def test_a_rank_that_did_not_see_its_round_end_holds_up_nobody(tmp_path: Path) -
     assert not any(step["updated"] for step in first[0]["seen"])
     assert first[0]["seen"][-1]["behind"]
     assert first[0]["parameters"] == vector_of(small_model()).tolist()
+
+
+def test_a_mistake_on_one_rank_is_heard_on_all(tmp_path: Path) -> None:
+    """Where only the one raised, the others would wait for it in a collective for ever."""
+    found = results(tmp_path / "peer", start(tmp_path / "peer", [how(2)], ranks=2, work=ddp_work.mistakes))
+    first, second = (rank["said"] for rank in found)
+    out_of_range = "patience must be a number above 0, got -1.0"
+    assert first[0] == f"ValueError: {out_of_range}"
+    assert second[0] == f"ValueError: on rank 0: {out_of_range}"
+    nothing = "RuntimeError: no backward pass has reduced its gradients since this was asked last"
+    assert first[1:5] == second[1:5] == [nothing, nothing, "True", nothing]
+    loss = "metric 'loss' must be a finite number, 1e+100 at most in magnitude"
+    assert first[5:7] == [f"AccumulateError: on another rank of this peer: {loss}", "0.0"]
+    assert second[5:7] == [f"AccumulateError: {loss}", "0.0"]
+    samples = "AccumulateError: samples are those of all ranks together, the same number on each; got [4, 5]"
+    assert first[7:] == second[7:] == [samples, "0.0", "StepReport", "4.0"]
+
+
+def ddp(averager: Averager) -> None:
+    with peer_gradients(averager, small_model().parameters()):
+        pass
+
+
+def shards(averager: Averager) -> None:
+    inner = torch.optim.SGD(small_model().parameters())
+    AveragedOptimizer(inner, averager, target_batch_size=1, process_group=dist.group.WORLD)
+
+
+@pytest.mark.parametrize("make", [ddp, shards])
+def test_who_contributes_cannot_be_drawn_for_ranks_or_buckets(
+    make: Callable[[Averager], None], tmp_path: Path
+) -> None:
+    """They would be drawn one by one, and an update be of some samples here and of others there."""
+    settings = config(2, participation=p2pavg.RandomFraction(0.5))
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    try:
+        with (
+            open_averager(settings, listen=LISTEN) as averager,
+            pytest.raises(ValueError, match="participation"),
+        ):
+            make(averager)
+    finally:
+        dist.destroy_process_group()

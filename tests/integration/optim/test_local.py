@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+import time
 from functools import partial
 from typing import Any
 
@@ -40,6 +41,14 @@ def one_step(model: torch.nn.Module, batches: Batches, optimizer: LocalUpdates) 
     return optimizer.step(samples=batches.size, metrics={"loss": loss.item()})
 
 
+def wait_for_another(optimizer: LocalUpdates) -> None:
+    """Until this peer has heard that there is another one."""
+    end = time.monotonic() + 30
+    while optimizer._together.survey().peers < 2:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
 def anchor_of(optimizer: LocalUpdates) -> torch.Tensor:
     return torch.cat([tensor.reshape(-1) for tensor in optimizer.anchor])
 
@@ -74,12 +83,17 @@ def test_a_part_of_the_peers_contributes_and_all_have_the_same_anchor() -> None:
 
 
 def test_a_round_that_fails_is_made_up_for() -> None:
-    """Alone, nothing is averaged; the pseudo-gradient grows, and its weight with it."""
+    """The other one says that it is there, and does not come; the pseudo-gradient grows, and its weight with it."""
 
-    def work(_peer: int, averager: Averager) -> None:
-        model, batches = small_model(), Batches(0, 4)
-        optimizer = optimizer_of(model, averager, 1)
+    def work(peer: int, averager: Averager) -> None:
+        model, batches = small_model(), Batches(peer, 4)
+        optimizer = optimizer_of(model, averager, 1, patience=1.0)
         start = anchor_of(optimizer)
+        if peer:
+            one_step(model, batches, optimizer)
+            ended.wait(60)
+            return
+        wait_for_another(optimizer)
         for round_ in (1, 2, 3):
             for _ in range(SYNC_EVERY):
                 report = one_step(model, batches, optimizer)
@@ -90,18 +104,23 @@ def test_a_round_that_fails_is_made_up_for() -> None:
             assert torch.equal(pseudo, start - vector_of(model))
         assert torch.equal(anchor_of(optimizer), start)
         assert optimizer.epoch == 0
+        ended.set()
 
-    train_together(work, 1, config(2, match_timeout=0.3))
+    ended = threading.Event()
+    train_together(work, 2, config(2, match_timeout=0.3))
 
 
 def test_what_is_learned_while_a_round_is_late_is_for_the_next_one() -> None:
-    """The first peer's patience ends before the second has come; it trains on, and loses nothing of it."""
+    """The first peer's patience ends before the second comes to its round; it trains on, and loses nothing of it."""
 
     def work(peer: int, averager: Averager) -> tuple[list[torch.Tensor], list[torch.Tensor], list[float]]:
         model, batches = small_model(), Batches(peer, 4)
         optimizer = optimizer_of(model, averager, 1, patience=0.5 if peer == 0 else 60.0)
         if peer:
+            one_step(model, batches, optimizer)
             late.wait(30)
+        else:
+            wait_for_another(optimizer)
         anchors, away, weights = [], [], []
         while optimizer.epoch < 2:
             report = one_step(model, batches, optimizer)

@@ -401,6 +401,31 @@ class TestCallsThatHang:
             assert heard(bulletin) == {ALICE.peer_id: b"a"}
 
 
+class TestTakingBack:
+    async def test_it_goes_out_at_once_and_in_place_of_what_was_to_be_said(
+        self, autojump_clock: MockClock
+    ) -> None:
+        records = Records()
+        async with open_bulletin(records) as bulletin:
+            bulletin.say(b"a", now=True)
+            await trio.sleep_until(2.5)
+            bulletin.say(b"b")
+            bulletin.take_back()
+            await wait_all_tasks_blocked()
+            assert records.withdrawn == [2.5]
+            await trio.sleep(60.0)
+            assert records.words == [b"a"]
+
+    async def test_something_new_may_be_said_afterwards(self, autojump_clock: MockClock) -> None:
+        records = Records()
+        async with open_bulletin(records) as bulletin:
+            bulletin.take_back()
+            await trio.sleep(1.0)
+            bulletin.say(b"b", now=True)
+            await wait_all_tasks_blocked()
+            assert records.words == [b"b"]
+
+
 class TestTheEnd:
     async def test_what_was_said_is_taken_back(self, autojump_clock: MockClock) -> None:
         records = Records()

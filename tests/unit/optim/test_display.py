@@ -41,7 +41,13 @@ def success(**changes: Any) -> Success:
 
 
 def report(**changes: Any) -> StepReport:
-    fields: dict[str, Any] = {"epoch": 7, "peers": 3, "samples": 1024.0, "samples_per_second": 1234.4}
+    fields: dict[str, Any] = {
+        "epoch": 7,
+        "peers": 3,
+        "others": 0,
+        "samples": 1024.0,
+        "samples_per_second": 1234.4,
+    }
     return StepReport(**(fields | changes))
 
 

@@ -169,7 +169,7 @@ class TestSurvey:
         others = [at(samples=2.5, waiting=True), at(samples=0.0), at(THERE, samples=100.0, speed=50.0)]
         seen = survey(at(samples=1.0), others)
         assert (seen.peers, seen.samples, seen.samples_per_second) == (3, 3.5, 6.0)
-        assert (seen.others, seen.all_peers) == (1, 4)
+        assert seen.others == 1
 
     def test_they_wait_when_each_of_them_does(self) -> None:
         waiting, busy = at(waiting=True), at()
@@ -215,8 +215,8 @@ class TestSurvey:
     @given(peers, st.lists(peers, max_size=8))
     def test_everybody_is_counted_once(self, mine: Progress, others: list[Progress]) -> None:
         seen = survey(mine, others)
-        assert seen.all_peers == len(others) + 1
-        assert 1 <= seen.peers <= seen.all_peers
+        assert seen.peers + seen.others == len(others) + 1
+        assert seen.peers >= 1
 
 
 def seen_as(**changes: Any) -> Survey:
@@ -261,6 +261,7 @@ DECISIONS: list[tuple[float, bool, dict[str, Any], float, Decision]] = [
     (0.0, True, ALL, math.inf, Compute("nothing is accumulated")),
     (1.0, False, FEW, 100.0, Compute("2 of 3 peers are there to start")),
     (1.0, True, FEW, 100.0, Wait("2 of 3 peers are there to start")),
+    (1.0, False, FEW | ENOUGH, 100.0, Wait("2 of 3 peers are there to start")),
     (1.0, True, FEW | ENOUGH, 100.0, Wait("2 of 3 peers are there to start")),
     (1.0, True, FEW | ALL, 100.0, Wait("2 of 3 peers are there to start")),
     (1.0, True, FEW | ALL, math.inf, Wait("2 of 3 peers are there to start")),
@@ -269,7 +270,7 @@ DECISIONS: list[tuple[float, bool, dict[str, Any], float, Decision]] = [
         True,
         FEW | {"others": 2},
         100.0,
-        Wait("2 of 3 peers are there to start; 2 peers have other parameters"),
+        Wait("2 of 3 peers are there to start; 2 peers are at other parameters"),
     ),
     (1.0, False, ENOUGH, 100.0, Average(3, "3 peers have 100 of 100 samples together")),
     (1.0, True, ENOUGH | ALL, 100.0, Average(3, "3 peers have 100 of 100 samples together")),
@@ -278,7 +279,7 @@ DECISIONS: list[tuple[float, bool, dict[str, Any], float, Decision]] = [
         False,
         ENOUGH | {"others": 2},
         100.0,
-        Average(3, "3 peers have 100 of 100 samples together; 2 peers have other parameters"),
+        Average(3, "3 peers have 100 of 100 samples together; 2 peers are at other parameters"),
     ),
     (1.0, True, ALL, math.inf, Average(3, "all 3 peers wait")),
     (1.0, True, ALL, 100.0, Compute("3 peers have 10 of 100 samples together, and all wait")),
@@ -296,6 +297,22 @@ class TestDecide:
     ) -> None:
         mine = at(samples=samples, waiting=waiting)
         assert decide(mine, seen_as(**seen), target=target, peers_to_start=3) == decision
+
+    @pytest.mark.parametrize("changes", [{}, ENOUGH, ALL, ENOUGH | ALL])
+    @pytest.mark.parametrize("target", [100.0, math.inf])
+    def test_too_few_for_a_group_go_on_by_themselves(self, changes: dict[str, Any], target: float) -> None:
+        """Not into a round that would come to nothing, each time after the whole match timeout."""
+        seen = seen_as(peers=1, **changes)
+        assert decide(at(samples=1.0, waiting=True), seen, target=target, least=2) == Compute(
+            "1 of the 2 peers of a group are there"
+        )
+        assert decide(at(samples=1.0, waiting=True), seen_as(peers=2, **changes), target=target, least=2) == (
+            decide(at(samples=1.0, waiting=True), seen_as(peers=2, **changes), target=target)
+        )
+
+    def test_one_peer_is_no_peers(self) -> None:
+        behind = decide(at(), seen_as(peers=1, ahead=(5, 1)), target=100.0)
+        assert behind == Behind(5, "1 peer is at epoch 5; 1 with this one at epoch 3")
 
     def test_one_peer_may_start_unless_it_is_said(self) -> None:
         seen = seen_as(peers=1, samples=100.0)

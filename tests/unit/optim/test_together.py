@@ -13,9 +13,9 @@ import p2pavg
 from p2pavg.blocking import Averager
 from p2pavg.bulletin import Said
 from p2pavg.optim.lineage import Lineage
-from p2pavg.optim.progress import Average, Progress, Wait, encode_progress
+from p2pavg.optim.progress import Compute, Progress, Wait, encode_progress
 from p2pavg.optim.together import FOLLOW_SECONDS, Together
-from p2pavg.result import Failed, RoundResult, Success
+from p2pavg.result import Failed, InProgress, RoundResult, Success
 
 PARAMETERS = [torch.ones(3)]
 
@@ -58,8 +58,9 @@ class Rounds:
 class Company:
     """One peer's place among others."""
 
-    def __init__(self) -> None:
+    def __init__(self, round_state: bytes | None = None) -> None:
         self.rounds = Rounds()
+        self.rounds.round_state = round_state
         self.together = Together(
             cast(Averager, self.rounds), PARAMETERS, target=float("inf"), peers_to_start=1, patience=5.0
         )
@@ -145,7 +146,7 @@ def test_a_companion_is_waited_for_until_it_has_had_its_time(
     assert isinstance(company.together.decide(), Wait)
     later = time.monotonic() + FOLLOW_SECONDS + 1.0
     monkeypatch.setattr(time, "monotonic", lambda: later)
-    assert company.together.decide() == Average(1, "all 1 peers wait")
+    assert isinstance(company.together.decide(), Compute), "it is gone, and nobody else is there"
 
 
 def test_who_was_lost_in_a_round_is_no_companion(company: Company) -> None:
@@ -155,13 +156,52 @@ def test_who_was_lost_in_a_round_is_no_companion(company: Company) -> None:
 
 
 def test_the_result_for_parameters_that_were_replaced_is_not_taken(company: Company) -> None:
-    company.rounds.results = [success("a")]
-    company.rounds.round_state = company.together.lineage.state
-    company.together.is_at(Lineage(7, b"7" * 32))
-    result = company.together.average(2)
-    assert isinstance(result, Failed)
-    assert result.used is True
-    assert "replaced" in result.reason
+    """Also where it is the same update's parameters that were loaded: those that were contributed are not these."""
+    lineage = company.together.lineage
+    for loaded in (Lineage(7, b"7" * 32), lineage):
+        company.rounds.results = [
+            InProgress(ready_peers=1, target_size=2, reason="it runs"),
+            success("a"),
+            success("a"),
+        ]
+        company.rounds.round_state = lineage.state
+        company.together.is_at(loaded)
+        assert isinstance(company.together.look(), InProgress)
+        result = company.together.average(2)
+        assert isinstance(result, Failed)
+        assert result.used is True
+        assert "replaced" in result.reason
+        company.rounds.round_state = None
+        assert isinstance(company.together.average(2), Success)
+
+
+def test_the_round_of_an_optimizer_before_this_one_is_not_taken() -> None:
+    company = Company(round_state=b"of another")
+    company.rounds.results = [success("a"), success("a")]
+    assert isinstance(company.together.average(2), Failed)
+    assert isinstance(company.together.average(2), Success)
+
+
+def test_who_was_not_due_has_not_missed_anything(company: Company) -> None:
+    """A peer that was behind for long and has loaded the state is counted on at once."""
+    for _ in range(12):
+        company.says("a")
+        company.says("late", state=b"x" * 32)
+        company.took("a")
+    company.says("a")
+    company.says("late")
+    assert company.counted == 3
+
+
+def test_who_loads_a_state_counts_on_everybody_again(company: Company) -> None:
+    for _ in range(5):
+        company.says("a")
+        company.took()
+    company.says("a")
+    assert company.counted == 1
+    company.together.is_at(company.together.lineage)
+    company.says("a")
+    assert company.counted == 2
 
 
 def test_the_time_of_a_round_is_not_the_time_of_a_batch(

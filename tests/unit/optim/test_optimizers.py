@@ -1,0 +1,297 @@
+"""The optimizers with rounds that come to what the test says, without a network."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import pytest
+import torch
+from torch.optim import SGD, lr_scheduler
+
+import p2pavg
+from p2pavg.accumulation import Accumulation
+from p2pavg.blocking import Averager
+from p2pavg.bulletin import Said
+from p2pavg.optim import AveragedOptimizer, LocalUpdates, fedavg
+from p2pavg.optim.lineage import Lineage
+from p2pavg.optim.progress import Progress, encode_progress
+from p2pavg.result import InProgress, RoundResult, Success
+
+GROUP = "00" * 32
+RUNS = InProgress(ready_peers=2, target_size=2, reason="it runs")
+
+
+class Board:
+    """Another peer says that it is where this one is; or what it is told to say."""
+
+    version = 0
+
+    def __init__(self) -> None:
+        self.mine = b""
+        self.other: bytes | None = None
+        self.taken_back = False
+
+    def say(self, value: bytes, *, now: bool = False) -> None:
+        self.mine, self.taken_back = value, False
+
+    def take_back(self) -> None:
+        self.taken_back = True
+
+    @property
+    def said(self) -> Mapping[str, Said]:
+        return {"other": Said(self.other or self.mine, 1, 1e12)}
+
+    def wait(self, version: int, timeout: float) -> None:
+        raise AssertionError("nothing is to be waited for")
+
+
+class Alone:
+    """An averager whose every average is this peer's own contribution, at once unless it is told otherwise."""
+
+    peer_id = "me"
+
+    def __init__(self, **changes: Any) -> None:
+        self.config = p2pavg.AveragingConfig(**({"run_id": "run"} | changes))
+        self.board = Board()
+        self.round_state: bytes | None = None
+        self.runs_for = 0
+        """Calls in which a round is not over."""
+        self._accumulation = Accumulation()
+        self._left = 0
+        self._taken: Any = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._accumulation, {"accumulate": "add"}.get(name, name))
+
+    def bulletin(self, topic: str) -> Board:
+        return self.board
+
+    def step(self, *, state: bytes, **_: Any) -> RoundResult:
+        if self.round_state is None:
+            self._taken = self._accumulation.take()
+            self.round_state, self._left = state, self.runs_for
+        if self._left:
+            self._left -= 1
+            return RUNS
+        self.round_state = None
+        averaged = self._taken.schema.unflatten(self._taken.mean.clone())
+        self._accumulation.release(self._taken)
+        return Success(
+            averaged=averaged,
+            peers=("me", "other"),
+            weights={"me": self._taken.weight},
+            total_weight=self._taken.weight,
+            compression_ratio=1.0,
+            bytes_sent=0,
+            bytes_received=0,
+            duration=0.0,
+            exchange_duration=0.0,
+            group_id=GROUP,
+            share=(0, 0),
+        )
+
+
+def large_batch(averager: Alone, inner: torch.optim.Optimizer, **options: Any) -> AveragedOptimizer:
+    given: dict[str, Any] = {"target_batch_size": 4, "peers_to_start": 2}
+    return AveragedOptimizer(inner, cast(Averager, averager), **(given | options))
+
+
+def local(averager: Alone, inner: torch.optim.Optimizer, **options: Any) -> LocalUpdates:
+    given: dict[str, Any] = {"sync_every": 1, "peers_to_start": 2}
+    return fedavg(inner, cast(Averager, averager), **(given | options))
+
+
+Make = Callable[..., AveragedOptimizer | LocalUpdates]
+both = pytest.mark.parametrize("make", [large_batch, local])
+
+
+def parameter(*values: float, dtype: torch.dtype = torch.float32) -> torch.nn.Parameter:
+    return torch.nn.Parameter(torch.tensor(values, dtype=dtype))
+
+
+class TestNorm:
+    """Gradients so large that the sum of their squares is no number of their dtype."""
+
+    @pytest.mark.parametrize(("dtype", "value"), [(torch.float16, 300.0), (torch.float32, 1e20)])
+    def test_without_a_limit_nothing_is_clipped(self, dtype: torch.dtype, value: float) -> None:
+        weights = torch.nn.Parameter(torch.zeros(100_000, dtype=dtype))
+        optimizer = large_batch(Alone(), SGD([weights], lr=1e-4))
+        weights.grad = torch.full_like(weights, value)
+        assert optimizer.step(samples=4).updated
+        assert torch.equal(weights, torch.full_like(weights, -1e-4 * value))
+
+    def test_of_float16_it_is_a_number(self) -> None:
+        weights = torch.nn.Parameter(torch.zeros(10_000, dtype=torch.float16))
+        optimizer = large_batch(Alone(), SGD([weights], lr=1.0), max_grad_norm=3.0)
+        weights.grad = torch.full_like(weights, 1000.0)
+        report = optimizer.step(samples=4)
+        assert report.grad_norm == pytest.approx(1e5, rel=1e-4)
+        assert weights.detach().float().norm() == pytest.approx(3.0, rel=1e-3)
+
+
+class TestParameters:
+    @both
+    @pytest.mark.parametrize("how", ["added", "thawed", "frozen", "exchanged"])
+    def test_others_than_at_the_start_are_refused(self, make: Make, how: str) -> None:
+        """Each peer would step them by its own gradients, and no two would be alike."""
+        first, second = parameter(1.0), parameter(2.0)
+        second.requires_grad_(how not in ("thawed", "exchanged"))
+        inner = SGD([first] if how == "added" else [first, second], lr=0.1)
+        optimizer = make(Alone(), inner)
+        if how == "added":
+            inner.add_param_group({"params": [second]})
+        second.requires_grad_(how != "frozen")
+        first.requires_grad_(how != "exchanged")
+        first.grad = torch.ones(1)
+        with pytest.raises(ValueError, match="other parameters"):
+            optimizer.step(samples=4)
+        assert first.item() == 1.0
+        assert optimizer.epoch == 0
+
+    @both
+    def test_what_another_optimizer_accumulated_is_forgotten(self, make: Make) -> None:
+        averager = Alone()
+        averager.accumulate([torch.ones(1)], 3.0)
+        make(averager, SGD([parameter(1.0)], lr=0.1))
+        assert averager.weight == 0
+
+    @both
+    def test_an_optimizer_that_needs_a_closure_is_refused(self, make: Make) -> None:
+        with pytest.raises(TypeError, match="LBFGS"):
+            make(Alone(), torch.optim.LBFGS([parameter(1.0)]))
+
+    @both
+    def test_a_schedule_that_needs_a_metric_is_refused(self, make: Make) -> None:
+        inner = SGD([parameter(1.0)], lr=0.1)
+        with pytest.raises(TypeError, match="ReduceLROnPlateau"):
+            make(Alone(), inner, scheduler=lr_scheduler.ReduceLROnPlateau(inner))
+
+    def test_of_an_outer_optimizer_others_are_refused(self) -> None:
+        """Also of the same values, and of several."""
+        with pytest.raises(ValueError, match="exactly the tensors"):
+            LocalUpdates(
+                SGD([parameter(1.0), parameter(2.0, 3.0)], lr=0.1),
+                lambda anchor: SGD([tensor.clone() for tensor in anchor], lr=1.0),
+                cast(Averager, Alone()),
+                sync_every=1,
+            )
+
+
+class TestSchedule:
+    def test_an_update_counts_before_its_schedule_is_stepped(self) -> None:
+        """One that has come to its end raises, and the parameters have changed."""
+        weights = parameter(1.0)
+        inner = SGD([weights], lr=0.1)
+        optimizer = large_batch(Alone(), inner, scheduler=lr_scheduler.OneCycleLR(inner, 1.0, total_steps=1))
+        weights.grad = torch.ones(1)
+        optimizer.step(samples=4)
+        before = weights.item()
+        weights.grad = torch.ones(1)
+        with pytest.raises(ValueError, match="total"):
+            optimizer.step(samples=4)
+        assert optimizer.epoch == 2
+        assert weights.item() != before
+
+
+class TestMetrics:
+    @both
+    def test_what_the_optimizer_measures_is_not_the_callers(self, make: Make) -> None:
+        weights = parameter(1.0)
+        optimizer = make(Alone(), SGD([weights], lr=0.1))
+        weights.grad = torch.ones(1)
+        with pytest.raises(ValueError, match="samples_per_second"):
+            optimizer.step(samples=4, metrics={"samples_per_second": 1.0})
+        assert weights.item() == 1.0
+
+
+class TestLateRounds:
+    """A call was ended before its round was: by its patience, or by Ctrl-C."""
+
+    def test_a_peer_that_takes_its_round_late_is_not_behind(self) -> None:
+        """The other peer has long taken the update, and says so."""
+        averager, weights = Alone(), parameter(1.0)
+        averager.runs_for = 2
+        optimizer = local(averager, SGD([weights], lr=0.1), sync_every=2, patience=1e-9)
+        reports = []
+        for _ in range(4):
+            weights.grad = torch.ones(1)
+            reports.append(optimizer.step(samples=1))
+            if reports[-1].result is not None:
+                averager.board.other = averager.board.other or after(optimizer.lineage)
+        assert [type(report.result) for report in reports] == [type(None), InProgress, InProgress, Success]
+        assert not any(report.behind for report in reports)
+        assert optimizer.epoch == 1
+        assert weights.item() == pytest.approx(0.6), "what was learned meanwhile is kept"
+
+    def test_a_round_is_not_of_the_state_that_was_loaded_meanwhile(self) -> None:
+        """Also where that is of the same epoch, and its samples are as many."""
+        averager, weights = Alone(), parameter(1.0)
+        averager.runs_for = 1
+        optimizer = local(averager, SGD([weights], lr=0.1), patience=1e-9)
+        weights.grad = torch.ones(1)
+        assert isinstance(optimizer.step(samples=4).result, InProgress)
+        saved = optimizer.state_dict()
+        with torch.no_grad():
+            weights.fill_(1.0)
+        optimizer.load_state_dict(saved)
+        weights.grad = torch.full((1,), 2.0)
+        report = optimizer.step(samples=4)
+        assert not report.updated, "the round was of another run of the loop"
+        assert weights.item() == pytest.approx(0.8)
+        assert report.samples > 0
+
+
+class TestRounding:
+    def test_what_the_parameters_dtype_rounds_off_the_anchor_is_no_progress(self) -> None:
+        """Else an anchor between two numbers of bfloat16 is drawn to one of them by peers that learn nothing."""
+        weights = parameter(1.0, dtype=torch.bfloat16)
+        optimizer = LocalUpdates(
+            SGD([weights], lr=0.1),
+            lambda anchor: SGD(anchor, lr=0.7),
+            cast(Averager, Alone()),
+            sync_every=1,
+            peers_to_start=2,
+        )
+        state = optimizer.state_dict()
+        state["anchor"] = [torch.tensor([1.0015])]
+        state["peer_id"] = "another"
+        optimizer.load_state_dict(state)
+        for _ in range(3):
+            weights.grad = torch.zeros_like(weights)
+            report = optimizer.step(samples=1)
+            assert report.updated
+            assert report.grad_norm == 0
+        assert optimizer.anchor[0].item() == pytest.approx(1.0015, abs=1e-7)
+
+
+class TestStates:
+    def test_a_state_that_is_refused_leaves_the_anchor_as_it_was(self) -> None:
+        optimizer = local(Alone(), SGD([parameter(1.0)], lr=0.1))
+        state = optimizer.state_dict()
+        state["anchor"] = [torch.tensor([5.0])]
+        state["outer"] = {"state": {}, "param_groups": []}
+        with pytest.raises(ValueError, match="parameter group"):
+            optimizer.load_state_dict(state)
+        assert optimizer.anchor[0].item() == 1.0
+
+
+class TestLeaving:
+    @both
+    def test_who_leaves_says_nothing_until_it_steps_again(self, make: Make) -> None:
+        averager, weights = Alone(), parameter(1.0)
+        optimizer = make(averager, SGD([weights], lr=0.1))
+        for _ in range(2):
+            weights.grad = torch.ones(1)
+            optimizer.step(samples=4)
+            assert not averager.board.taken_back
+            optimizer.leave()
+            assert averager.board.taken_back
+
+
+def after(lineage: Lineage) -> bytes:
+    """What a peer says that has taken the update of :class:`Alone`'s rounds."""
+    taken = lineage.after(GROUP)
+    return encode_progress(
+        Progress(epoch=taken.epoch, state=taken.state, samples=0.0, samples_per_second=1.0, waiting=False)
+    )

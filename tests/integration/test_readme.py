@@ -16,6 +16,7 @@ from p2pavg.blocking import open_averager
 from p2pavg.optim import StepReport
 
 ROOT = Path(__file__).parents[2]
+TRAINING = (ROOT / "docs/training.md").read_text(encoding="utf-8")
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 DRIVER = """
@@ -26,10 +27,14 @@ train([(torch.randn(8, 32), torch.randn(8, 1)) for _ in range(3)], bootstrap=sys
 """
 
 
+def snippets(text: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+
+
 def snippet(position: int = 0) -> str:
-    codes = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+    codes = snippets(README)
     assert len(codes) == 2
-    return str(codes[position])
+    return codes[position]
 
 
 @contextmanager
@@ -68,6 +73,22 @@ def test_the_readmes_optimizers_train() -> None:
         exec(snippet(1), names)
     assert isinstance(names["report"], StepReport)
     assert not torch.equal(model.weight, before), "the inner optimizer took a step"
+
+
+def test_two_processes_train_by_the_program_of_the_documents(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(snippets(TRAINING)[0], encoding="utf-8")
+    with started(path, []) as first:
+        assert first.stdout is not None
+        address = first.stdout.readline().split()[-1]
+        with started(path, [address]) as second:
+            printed = [process.communicate(timeout=120)[0].splitlines() for process in (first, second)]
+            assert [process.returncode for process in (first, second)] == [0, 0]
+    updates = [[line for line in lines if line.startswith("update")] for lines in printed]
+    assert updates[0] == updates[1], "the same means of the same peers' losses"
+    assert [line.partition(",")[0] for line in updates[0]] == [
+        f"update {epoch} of 2 peers" for epoch in range(1, 21)
+    ]
 
 
 def test_every_file_that_the_documents_name_is_there() -> None:

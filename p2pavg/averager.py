@@ -185,6 +185,18 @@ class DecentralizedAverager:
         finally:
             self._stepping.release()
 
+    async def stop_looking(self, reason: str) -> bool:
+        """End the round that runs, if it has no group yet.
+
+        A later :meth:`step` collects its result, :class:`~p2pavg.NoPeers` with this reason, and everything accumulated
+        still is.
+
+        Returns:
+            Whether it did: a round that has a group goes on, since the others count on this peer.
+        """
+        await trio.lowlevel.checkpoint()
+        return self._round is not None and self._round.stop_looking(reason)
+
     async def _step(self, deadline: float, plan: RoundPlan) -> RoundResult:
         if self._round is None and not self._begin(plan):
             return NoPeers(reason="nothing is accumulated")

@@ -98,6 +98,10 @@ class Averager:
             partial(self._averager.step, wait=wait, state=state, listen=listen, group_size=group_size)
         )
 
+    def stop_looking(self, reason: str) -> bool:
+        """See :meth:`p2pavg.DecentralizedAverager.stop_looking`."""
+        return self._thread.call(partial(self._averager.stop_looking, reason))
+
     @contextmanager
     def sibling(self, config: AveragingConfig) -> Iterator[Averager]:
         """Another averager of the same peer for as long as the block runs; closed with this one at the latest.

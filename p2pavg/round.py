@@ -82,6 +82,8 @@ class Round:
         self._group: ExpectedGroup | None = None
         self._report: Report | None = None
         self._changed = trio.Event()
+        self._looking = trio.CancelScope()
+        self._why_stopped = ""
         self.result: RoundResult | None = None
         self.scope = trio.CancelScope()
         """Cancel it to end the round; it may not have begun yet."""
@@ -111,6 +113,14 @@ class Round:
         target = self._plan.target or self._tools.config.group_size
         return InProgress(ready_peers=ready, target_size=target, reason=reason)
 
+    def stop_looking(self, reason: str) -> bool:
+        """End the round if it has no group yet; whether that is so. Its result is ``NoPeers`` with this reason."""
+        if self._group is not None or self._roster is not None or self.result is not None:
+            return False
+        self._why_stopped = reason
+        self._looking.cancel()
+        return True
+
     async def run(self) -> None:
         """Sets :attr:`result`. When cancelled, the contribution counts as accumulated again."""
         with self.scope:
@@ -118,18 +128,14 @@ class Round:
 
     async def _run(self) -> None:
         try:
-            found = await self._tools.matchmaker.find_group(
-                weight=0.0 if self._contribution is None else self._contribution.weight,
-                state=self._plan.state,
-                tags=self._tools.config.tags,
-                metrics={} if self._contribution is None else self._contribution.metrics.means,
-                target=self._plan.target,
-                on_report=self._on_report,
-                on_expect=self._on_expect,
-            )
-            if isinstance(found, GaveUp):
+            found: Roster | GaveUp = GaveUp("")
+            with self._looking:
+                found = await self._find_group()
+            if self._looking.cancelled_caught:
+                result: RoundResult = NoPeers(reason=self._why_stopped)
+            elif isinstance(found, GaveUp):
                 apart = await self._tools.why_alone()
-                result: RoundResult = NoPeers(reason=f"{found.reason}; {apart}" if apart else found.reason)
+                result = NoPeers(reason=f"{found.reason}; {apart}" if apart else found.reason)
             else:
                 result = await self._exchange(found)
         finally:
@@ -139,6 +145,17 @@ class Round:
                 self._tools.accumulation.give_back(self._contribution)
             self._changed.set()  # also for those who wait for a round that was cancelled
         self.result = result
+
+    async def _find_group(self) -> Roster | GaveUp:
+        return await self._tools.matchmaker.find_group(
+            weight=0.0 if self._contribution is None else self._contribution.weight,
+            state=self._plan.state,
+            tags=self._tools.config.tags,
+            metrics={} if self._contribution is None else self._contribution.metrics.means,
+            target=self._plan.target,
+            on_report=self._on_report,
+            on_expect=self._on_expect,
+        )
 
     async def _exchange(self, roster: Roster) -> RoundResult:
         assert self._group is not None

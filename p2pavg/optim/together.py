@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 TOPIC = "progress"
 SPEED_WEIGHT = 0.2  # of the newest batch in the mean of samples per second
 FOLLOW_SECONDS = 10.0  # that a peer of the last round may take to say so
-LOOK_SECONDS = 1.0  # a waiting peer looks again at least as often
+LOOK_SECONDS = 1.0  # a waiting peer looks again at least as often, also while its group is being formed
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,13 +204,16 @@ class Together:
             averager: another one than the optimizer's, which averages some of the tensors.
             state: of the tensors, where it is not the lineage's.
         """
+        averager = averager or self.averager
         until = time.monotonic() + self._patience
         while True:
-            wait = max(until - time.monotonic(), 0.0)
-            result = self._step(
-                wait, peers, averager or self.averager, self.lineage.state if state is None else state
-            )
-            if not isinstance(result, InProgress) or time.monotonic() >= until or self.left_behind():
+            wait = min(max(until - time.monotonic(), 0.0), LOOK_SECONDS)
+            result = self._step(wait, peers, averager, self.lineage.state if state is None else state)
+            if not isinstance(result, InProgress) or time.monotonic() >= until:
+                return result
+            behind = self.left_behind()
+            # Nobody is coming any more to a group of parameters that the run has left behind.
+            if behind is not None and not averager.stop_looking(behind.reason):
                 return result
 
     def _step(self, wait: float, peers: int, averager: Averager, state: bytes) -> RoundResult:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from functools import partial
 from typing import TypeVar
 
@@ -14,7 +16,7 @@ from trio.testing import MockClock
 
 import p2pavg
 from p2pavg.peer import Peer, peer_over
-from p2pavg.testing import MemoryNetwork, simulated_clock, simulated_peer, simulated_peers
+from p2pavg.testing import MemoryNetwork, simulate, simulated_clock, simulated_peer, simulated_peers
 from p2pavg.testing.simulation import simulated_signer
 
 T = TypeVar("T")
@@ -109,6 +111,67 @@ async def test_a_closed_averager_is_no_longer_spoken_of(autojump_clock: MockCloc
             result = await averager.step(wait=None)
         assert isinstance(result, p2pavg.NoPeers)
         assert "of this run" not in result.reason
+
+
+class TestStopLooking:
+    async def test_a_search_ends_at_once_and_loses_nothing(self, autojump_clock: MockClock) -> None:
+        async with (
+            simulated_peers(MemoryNetwork(latency=LAN), 2) as (peer, other),
+            peer.averager(config()) as averager,
+            other.averager(config()) as another,
+        ):
+            assert not await averager.stop_looking("there is no round")
+            averager.accumulate(ONES, weight=3.0)
+            assert isinstance(await averager.step(wait=1.0), p2pavg.InProgress)
+            assert await averager.stop_looking("it is of no use")
+            assert await averager.step(wait=1.0) == p2pavg.NoPeers(reason="it is of no use")
+            assert trio.current_time() < 2.0
+            assert averager.weight == 3.0
+            assert not await averager.stop_looking("the round is over")
+            another.accumulate(ONES)
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(partial(another.step, wait=None))
+                assert isinstance(await averager.step(wait=None), p2pavg.Success)
+
+    def test_at_any_moment_a_peer_leaves_or_is_in_the_group(self) -> None:
+        """What it is told is true: nobody has its contribution, or it has the group's result."""
+        outcomes = Counter[bool]()
+
+        async def main(seed: int) -> None:
+            chosen = random.Random(seed)
+            network = MemoryNetwork(seed=seed, latency=LAN)
+            how = config(group_size=3)
+            results: list[p2pavg.RoundResult] = []
+
+            async def live(averager: p2pavg.DecentralizedAverager) -> None:
+                results.append(await averager.step(wait=None))
+
+            async with simulated_peers(network, 3) as peers, AsyncExitStack() as stack:
+                averagers = [await stack.enter_async_context(peer.averager(how)) for peer in peers]
+                for averager in averagers:
+                    averager.accumulate(ONES)
+                chosen.shuffle(averagers)
+                async with trio.open_nursery() as nursery:
+                    for averager in averagers[1:]:
+                        nursery.start_soon(live, averager)
+                        await trio.sleep(chosen.choice((0.0, 0.01)))
+                    await averagers[0].step(wait=0)
+                    await trio.sleep(chosen.random() * 0.02)
+                    stopped = await averagers[0].stop_looking("enough")
+                    result = await averagers[0].step(wait=None)
+                outcomes[stopped] += 1
+                if stopped:
+                    assert result == p2pavg.NoPeers(reason="enough")
+                    assert averagers[0].weight == 1.0
+                else:
+                    assert isinstance(result, p2pavg.Success)
+                for other in results:
+                    assert isinstance(other, p2pavg.Success)
+                    assert (averagers[0].peer_id in other.peers) == (not stopped)
+
+        for seed in range(60):
+            simulate(partial(main, seed))
+        assert min(outcomes.values()) > 5, outcomes
 
 
 def test_peers_that_close_at_one_moment_take_nobody_with_them() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import pytest
@@ -47,12 +47,22 @@ class Rounds:
         self.word = Word()
         self.round_state: bytes | None = None
         self.results: list[RoundResult] = []
+        self.calls = 0
+        self.on_step: Callable[[int], None] = lambda _: None
+        self.is_looking = False
+        self.stopped: list[str] = []
 
     def bulletin(self, topic: str) -> Word:
         return self.word
 
     def step(self, **_: Any) -> RoundResult:
+        self.calls += 1
+        self.on_step(self.calls)
         return self.results.pop(0)
+
+    def stop_looking(self, reason: str) -> bool:
+        self.stopped.append(reason)
+        return self.is_looking
 
 
 class Company:
@@ -173,6 +183,24 @@ def test_the_result_for_parameters_that_were_replaced_is_not_taken(company: Comp
         assert "replaced" in result.reason
         company.rounds.round_state = None
         assert isinstance(company.together.average(2), Success)
+
+
+@pytest.mark.parametrize("is_looking", [True, False])
+def test_a_search_ends_when_the_run_has_gone_on_without_this_peer(company: Company, is_looking: bool) -> None:
+    """Nobody is coming to it any more; a round that has a group goes on."""
+    runs = InProgress(ready_peers=1, target_size=2, reason="it runs")
+    stopped = p2pavg.NoPeers(reason="stopped")
+    company.rounds.results = [runs, runs, stopped] if is_looking else [runs, runs]
+    company.rounds.is_looking = is_looking
+
+    def go_on(calls: int) -> None:
+        if calls == 2:
+            company.says("a", state=b"x" * 32, epoch=9)
+
+    company.rounds.on_step = go_on
+    assert company.together.average(2) == (stopped if is_looking else runs)
+    assert company.rounds.results == []
+    assert company.rounds.stopped == ["1 peer is at epoch 9; 1 with this one at epoch 0"]
 
 
 def test_the_round_of_an_optimizer_before_this_one_is_not_taken() -> None:

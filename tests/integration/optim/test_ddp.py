@@ -109,7 +109,7 @@ def test_ranks_that_hold_shards_average_their_own(tmp_path: Path) -> None:
 
 def test_a_rank_that_did_not_see_its_round_end_holds_up_nobody(tmp_path: Path) -> None:
     """Of two ranks that hold shards one has the average and one has not: none takes it, and both hear of it alike."""
-    plans = [how(2, steps=50, impatient=1), how(2, steps=1)]
+    plans = [how(2, steps=1500, impatient=1), how(2, steps=1)]
     found = results(tmp_path / "shards", start(tmp_path / "shards", plans, ranks=2, work=ddp_work.shards))
     first, second = found[:2], found[2:]
     assert [rank["seen"] for rank in second] == [[{"updated": True, "behind": False}]] * 2

@@ -197,7 +197,7 @@ class PeerGradients:
         self._thread.join(CLOSE_SECONDS)
         if self._thread.is_alive():
             logger.warning("a backward pass is still on its way %g s after it was to end", CLOSE_SECONDS)
-        else:
+        elif dist.is_initialized():
             dist.destroy_process_group(self._beside)
 
     # ------------------------------------------------------------------ in the thread

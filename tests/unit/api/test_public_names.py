@@ -179,6 +179,7 @@ def test_both_averagers_offer_the_same() -> None:
         "round_state": "property",
         "clear": "method",
         "step": "method",
+        "stop_looking": "method",
         "bulletin": "method",
         "sibling": "method",
     }

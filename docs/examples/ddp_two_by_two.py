@@ -41,7 +41,7 @@ BATCH = 32
 
 
 def images(part: int, parts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of the 1500 to learn from, every so-manieth: pixels, float32 (n, 64), of 0 to 1, and what they show."""
+    """One of so many equal parts of the 1500 to learn from: pixels, float32 (n, 64), of 0 to 1, and what they show."""
     pixels, shown = load_digits(return_X_y=True)
     mine = slice(part, 1500, parts)
     return torch.tensor(pixels[mine], dtype=torch.float32) / 16, torch.tensor(shown[mine])
@@ -57,10 +57,12 @@ def accuracy(network: nn.Module, device: torch.device) -> float:
 
 def train(how: argparse.Namespace) -> None:
     """One rank of one peer, started by torchrun."""
-    cuda = torch.cuda.is_available()
+    cuda = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
     dist.init_process_group("nccl" if cuda else "gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
     torch.manual_seed(0)  # all peers begin with the same parameters
     network = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10)).to(device)
     model = DistributedDataParallel(network)

@@ -4,7 +4,6 @@ What any transport must do is in the conformance suite. Here are strangers that 
 them badly, and what becomes of tasks, sockets and memory.
 """
 
-import functools
 import logging
 import os
 import random
@@ -12,8 +11,8 @@ import socket
 import struct
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
 from typing import Any, cast
 
 import psutil
@@ -55,54 +54,22 @@ from p2pavg.net.libp2p_guards import GuardedYamux
 from p2pavg.net.transport import Stream, Transport
 from p2pavg.testing.transport_conformance import ECHO, echo
 from p2pavg_dht import Ed25519Signer
+from tests.integration import hosts
+from tests.integration.hosts import LOOPBACK, TIMEOUT, assert_serves, eventually, port_of, seeds, watched
 
-LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 HELD = "/held/1"
 FLOOD = "/flood/1"
-TIMEOUT = 20.0
 HUGE_WINDOW = 1 << 30
 
-_seeds = iter(number.to_bytes(32, "big") for number in range(1, 100_000))
 
-
-def watched(test: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]]:
-    """A guard that is missing shows as waiting for ever."""
-
-    @functools.wraps(test)
-    async def bounded(*args: Any, **kwargs: Any) -> None:
-        with trio.fail_after(30.0):
-            await test(*args, **kwargs)
-
-    return bounded
-
-
-@asynccontextmanager
-async def open_host(*listen: str) -> AsyncIterator[Libp2pTransport]:
-    async with open_libp2p_transport(seed=next(_seeds), listen=listen or [LOOPBACK]) as host:
-        host.serve(ECHO, echo)
-        yield host
-
-
-async def assert_serves(here: Transport, there: Transport) -> None:
-    stream = await here.open_stream(there.peer_id, ECHO, addresses=there.addresses, timeout=TIMEOUT)
-    await send_message(stream, b"are you there?")
-    assert await receive_message(stream) == b"are you there?"
-    await stream.aclose()
+def open_host(*listen: str) -> AbstractAsyncContextManager[Libp2pTransport]:
+    """Everybody here can be dialled."""
+    return hosts.open_host(*(listen or (LOOPBACK,)))
 
 
 async def assert_serves_strangers(host: Transport) -> None:
     async with open_host() as stranger:
         await assert_serves(stranger, host)
-
-
-async def eventually(condition: Callable[[], bool]) -> None:
-    """For what no event announces; the watchdog bounds it."""
-    while not condition():
-        await trio.sleep(0.005)
-
-
-def port_of(host: Transport) -> int:
-    return int(host.addresses[0].split("/")[4])
 
 
 async def open_tcp(host: Transport) -> trio.SocketStream:
@@ -186,7 +153,7 @@ class RawPeer:
 
 @asynccontextmanager
 async def raw_peer(host: Transport) -> AsyncIterator[RawPeer]:
-    keys = create_new_key_pair(next(_seeds))
+    keys = create_new_key_pair(next(seeds))
     upgrader = TransportUpgrader({NOISE_ID: Noise(keys, noise_privkey=x25519_key_pair().private_key)}, {})
     async with await open_tcp(host) as tcp:
         raw = RawConnection(TrioTCPStream(tcp), True)
@@ -290,7 +257,7 @@ async def test_a_server_that_answers_garbage_is_unreachable() -> None:
     async with open_host() as host, trio.open_nursery() as nursery:
         listeners = await nursery.start(trio.serve_tcp, answer, 0)
         port = listeners[0].socket.getsockname()[1]
-        stranger = Ed25519Signer(next(_seeds)).peer_id
+        stranger = Ed25519Signer(next(seeds)).peer_id
         with pytest.raises(UnreachableError, match="codec"):
             await host.dial(f"/ip4/127.0.0.1/tcp/{port}/p2p/{stranger}", timeout=TIMEOUT)
         nursery.cancel_scope.cancel()
@@ -671,7 +638,7 @@ async def test_a_dial_that_is_given_up_leaves_no_socket_open() -> None:
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
-        stranger = Ed25519Signer(next(_seeds)).peer_id
+        stranger = Ed25519Signer(next(seeds)).peer_id
         address = f"/ip4/127.0.0.1/tcp/{silent.getsockname()[1]}/p2p/{stranger}"
         async with open_host() as host:
             before = tasks(), open_sockets()
@@ -714,7 +681,7 @@ async def test_a_failed_dial_is_not_held_against_a_peer(monkeypatch: pytest.Monk
         raise AssertionError("dial_peer was called")
 
     monkeypatch.setattr(guards.GuardedSwarm, "dial_peer", refuse)
-    seed = next(_seeds)
+    seed = next(seeds)
     async with open_host() as here:
         with socket.socket() as bound:
             bound.bind(("127.0.0.1", 0))

@@ -16,20 +16,15 @@ from p2pavg.net.lane_messages import PROTOCOL, Ask, Back, Offer, Verdict
 from p2pavg.net.libp2p import Libp2pTransport
 from p2pavg.net.transport import Stream, Transport
 from p2pavg.net.wire import pack
+from tests.integration.hosts import LOOPBACK, TIMEOUT, eventually, open_host, port_of, watched
 from tests.integration.lanes.company import (
-    LOOPBACK,
-    TIMEOUT,
     Inbox,
     assert_goes_on,
     descriptors,
-    eventually,
     in_thread,
     keeper,
     lane_to,
-    open_host,
     pair,
-    port_of,
-    watched,
 )
 
 

@@ -10,16 +10,8 @@ import trio.testing
 from p2pavg.errors import ClosedError, RemoteProtocolError, StreamBrokenError
 from p2pavg.net.tls_lane import TlsLane
 from p2pavg.net.transport import DirectLane
-from tests.integration.lanes.company import (
-    assert_goes_on,
-    eventually,
-    in_thread,
-    keeper,
-    lane_to,
-    pair,
-    until_still,
-    watched,
-)
+from tests.integration.hosts import eventually, watched
+from tests.integration.lanes.company import assert_goes_on, in_thread, keeper, lane_to, pair, until_still
 
 
 @watched

@@ -11,18 +11,8 @@ from p2pavg.errors import ClosedError, StreamBrokenError, UnreachableError
 from p2pavg.net import direct
 from p2pavg.net.lane_messages import PROTOCOL
 from p2pavg.net.transport import DirectLane, Stream
-from tests.integration.lanes.company import (
-    LOOPBACK,
-    assert_serves,
-    descriptors,
-    eventually,
-    in_thread,
-    keeper,
-    lane_to,
-    open_host,
-    pair,
-    watched,
-)
+from tests.integration.hosts import LOOPBACK, assert_serves, eventually, open_host, watched
+from tests.integration.lanes.company import descriptors, in_thread, keeper, lane_to, pair
 
 
 @watched

@@ -13,7 +13,8 @@ import trio.testing
 from p2pavg.errors import StreamBrokenError
 from p2pavg.net.tls_lane import TlsLane
 from p2pavg.net.transport import DirectLane
-from tests.integration.lanes.company import eventually, in_thread, lane_to, pair, until_still, watched
+from tests.integration.hosts import eventually, watched
+from tests.integration.lanes.company import in_thread, lane_to, pair, until_still
 
 
 class Flood:

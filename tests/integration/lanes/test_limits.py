@@ -10,19 +10,8 @@ from p2pavg.errors import UnreachableError
 from p2pavg.net import direct, lane_limits
 from p2pavg.testing import MemoryNetwork
 from p2pavg_dht import Ed25519Signer
-from tests.integration.lanes.company import (
-    LOOPBACK,
-    Inbox,
-    _seeds,
-    assert_goes_on,
-    eventually,
-    in_thread,
-    keeper,
-    lane_to,
-    open_host,
-    pair,
-    watched,
-)
+from tests.integration.hosts import LOOPBACK, eventually, open_host, seeds, watched
+from tests.integration.lanes.company import Inbox, assert_goes_on, in_thread, keeper, lane_to, pair
 
 
 @watched
@@ -102,7 +91,7 @@ def is_socket(number: int) -> bool:
 
 
 async def test_a_network_may_have_no_lanes() -> None:
-    async with MemoryNetwork().transport(Ed25519Signer(next(_seeds))) as here:
+    async with MemoryNetwork().transport(Ed25519Signer(next(seeds))) as here:
         here.serve_lanes(Inbox())
         with pytest.raises(UnreachableError, match="this network has no direct lanes"):
             await here.open_lane("somebody else", timeout=1.0)

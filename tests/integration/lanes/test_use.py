@@ -9,7 +9,8 @@ import trio.testing
 from p2pavg.net import direct, lane_inbound
 from p2pavg.net.direct import LaneKeeper
 from p2pavg.net.libp2p import Libp2pTransport
-from tests.integration.lanes.company import Inbox, eventually, in_thread, keeper, lane_to, pair, post, watched
+from tests.integration.hosts import eventually, watched
+from tests.integration.lanes.company import Inbox, in_thread, keeper, lane_to, pair, post
 
 
 @watched

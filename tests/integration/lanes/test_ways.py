@@ -14,17 +14,8 @@ from p2pavg.net.framing import receive_message, send_message
 from p2pavg.net.lane_messages import PROTOCOL, Ask, Offer
 from p2pavg.net.libp2p import Libp2pTransport
 from p2pavg.net.transport import Stream
-from tests.integration.lanes.company import (
-    LOOPBACK,
-    TIMEOUT,
-    Inbox,
-    keeper,
-    lane_to,
-    open_host,
-    pair,
-    post,
-    watched,
-)
+from tests.integration.hosts import LOOPBACK, TIMEOUT, open_host, watched
+from tests.integration.lanes.company import Inbox, keeper, lane_to, pair, post
 
 
 @watched

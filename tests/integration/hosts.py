@@ -1,0 +1,54 @@
+"""Hosts on loopback over real libp2p, and what their tests ask of them."""
+
+import functools
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import trio
+
+from p2pavg.net.framing import receive_message, send_message
+from p2pavg.net.libp2p import Libp2pTransport, open_libp2p_transport
+from p2pavg.net.transport import Transport
+from p2pavg.testing.transport_conformance import ECHO, echo
+
+LOOPBACK = "/ip4/127.0.0.1/tcp/0"
+TIMEOUT = 20.0
+
+seeds = iter(number.to_bytes(32, "big") for number in range(1, 100_000))
+
+
+def watched(test: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]]:
+    """What is missing shows as waiting for ever."""
+
+    @functools.wraps(test)
+    async def bounded(*args: Any, **kwargs: Any) -> None:
+        with trio.fail_after(30.0):
+            await test(*args, **kwargs)
+
+    return bounded
+
+
+@asynccontextmanager
+async def open_host(*listen: str) -> AsyncIterator[Libp2pTransport]:
+    """One that echoes; without an address it only dials."""
+    async with open_libp2p_transport(seed=next(seeds), listen=listen) as host:
+        host.serve(ECHO, echo)
+        yield host
+
+
+async def eventually(condition: Callable[[], bool]) -> None:
+    """For what no event announces; the watchdog bounds it."""
+    while not condition():
+        await trio.sleep(0.005)
+
+
+def port_of(host: Transport) -> int:
+    return int(host.addresses[0].split("/")[4])
+
+
+async def assert_serves(here: Transport, there: Transport) -> None:
+    stream = await here.open_stream(there.peer_id, ECHO, addresses=there.addresses, timeout=TIMEOUT)
+    await send_message(stream, b"are you there?")
+    assert await receive_message(stream) == b"are you there?"
+    await stream.aclose()

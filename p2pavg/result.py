@@ -87,9 +87,10 @@ class Failed:
     peer: str | None = None
     """Id of the member that was lost or excluded, if it was one."""
     used: bool | None = False
-    """``True``: the others' ``Success`` contains this peer's contribution, which is therefore used up. ``None``: this
-    peer was cut off and does not know whether it does. It goes on asking; what was accumulated for this round counts
-    as accumulated again when it hears that it was not used, or when it has heard nothing for ten minutes."""
+    """``True``: the others' ``Success`` contains this peer's contribution, which is therefore used up; or all members
+    that could tell are dead, and had heard of this peer that it holds the result. ``None``: this peer was cut off and
+    does not know whether it does. It goes on asking, for ten minutes. What was accumulated for this round counts as
+    accumulated again when it hears that it was not used."""
 
 
 RoundResult: TypeAlias = Success | InProgress | NoPeers | Failed

@@ -11,7 +11,8 @@ from tests.unit.agreement.world import Faults, Group
 
 # Size, faults, auxiliaries; and whether a contribution may never count twice, see docs/round.md.
 CASES = [
-    (2, Faults(crashes=1, suspicions=1, timeouts=2), 0, False),
+    (2, Faults(crashes=1, suspicions=2, timeouts=2), 0, True),
+    (3, Faults(crashes=1, timeouts=1), 1, True),
     (3, Faults(crashes=2), 1, True),
     (3, Faults(suspicions=1, timeouts=1), 0, True),
     (3, Faults(timeouts=2), 0, True),

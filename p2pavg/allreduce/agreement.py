@@ -209,6 +209,23 @@ class Member:
         return is_quorum(others, self.size, self.gone)
 
     @property
+    def presumed_used(self) -> bool:
+        """Of a failure that is decided: a result that counts this member's contribution may stand all the same.
+
+        This member held the result and told the ballot's leader so. The leader may have committed before it died, and
+        its program may have used or saved what it got. A contribution counts at most once, so it is not used again,
+        unless a member of the ballot's view says that it never held the result: then the leader cannot have committed.
+        """
+        if self.phase is not Phase.FAILED or self.outcome is not None or self.accepted is None:
+            return False
+        accepted, left = self.accepted, dict(self.left)
+        held_by_all = all(
+            left.get(position, accepted.ballot) >= accepted.ballot for position in accepted.view
+        )
+        leader_died = ballot_leader(accepted.ballot, self.size) in self.dead - left.keys()
+        return self.me in accepted.members and leader_died and held_by_all
+
+    @property
     def leader(self) -> int:
         """Whom this member follows: the first that it has not lost."""
         return next(position for position in range(self.size) if position not in self.lost)
@@ -656,11 +673,13 @@ def _fail_stuck(draft: _Draft) -> None:
     assert isinstance(decision, Stuck)
     draft.m.reason = decision.reason
     _fail(draft)
+    draft.m.accepted = None  # a quorum has answered, and it was not committed
 
 
 def _fail_too_few(draft: _Draft, _event: Heard) -> None:
     draft.m.reason = "fewer members are left than this peer's min_group_size"
     _fail(draft)
+    draft.m.accepted = None  # a quorum has answered, and it was not committed
 
 
 def _fail_at_odds(draft: _Draft) -> None:

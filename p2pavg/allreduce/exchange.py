@@ -185,7 +185,7 @@ class Exchange:
             self._remember()
             self._group.close()
             if self._found_out is not None:
-                self._found_out(bool(self._is_used()))
+                self._found_out(self._is_taken_as_used())
 
     async def _find_out(self) -> None:
         """Ask those that may know how the round ended, until one of them answers or there is nobody left to ask."""
@@ -203,7 +203,7 @@ class Exchange:
                         self._member, _ = advance(self._member, Heard(position, answer))
             self._remember()
             if self._found_out is not None:
-                self._found_out(bool(self._is_used()))
+                self._found_out(self._is_taken_as_used())
                 self._found_out = None
 
     def _is_used(self) -> bool | None:
@@ -211,7 +211,16 @@ class Exchange:
         member = self._member
         if member.outcome is not None:
             return member.me in member.outcome.members
-        return None if member.undecided else False
+        return None if member.undecided else member.presumed_used
+
+    def _is_taken_as_used(self) -> bool:
+        """Whether this member's contribution is used up, when no more will be heard.
+
+        A member that said that it holds the result has most likely been counted in it; one that never said so may be
+        counted only if others went on with a result that it did not hold, which takes two more losses.
+        """
+        used = self._is_used()
+        return self._member.accepted is not None if used is None else used
 
     async def _until_the_end(self) -> None:
         self._begin_attempt(0, frozenset(range(len(self._roster.members))))

@@ -44,6 +44,13 @@ def test_hundreds_of_rounds_in_which_things_go_wrong() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_a_leader_that_commits_and_dies_leaves_no_contribution_that_counts_twice() -> None:
+    """A follower that was stopped when it was told does not use its contribution again."""
+    command = [sys.executable, "-m", "scripts.simulate", "--seed", "501981"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_a_wrong_result_is_found_and_its_seed_named(tmp_path: os.PathLike[str]) -> None:
     """A round that gives back what it has used: the run says so, and how to see it again."""
     broken = (

@@ -33,6 +33,7 @@ from p2pavg.allreduce.votes import (
     Left,
     Promise,
     Trouble,
+    Unknown,
 )
 from scripts.diagram import in_docs, table_and_diagram
 from tests.unit.agreement.world import Faults, FoundError, Group
@@ -49,6 +50,7 @@ def member(me: int, size: int = 3, minimum: int = 2) -> Member:
     ("size", "faults", "auxiliaries", "listeners"),
     [
         (2, Faults(crashes=1, suspicions=1), 0, 0),
+        (2, Faults(crashes=1, suspicions=2, timeouts=2), 0, 0),
         (3, Faults(), 0, 0),
         (3, Faults(crashes=2), 0, 0),
         (3, Faults(crashes=1), 1, 0),
@@ -268,6 +270,39 @@ class TestTheEnd:
         kept, _ = advance(kept, Heard(1, Left(0, "")))
         assert not kept.undecided
         assert kept.outcome is None
+
+    def test_a_contribution_is_not_used_again_when_the_leader_may_have_committed_it_and_is_dead(self) -> None:
+        after, _ = advance(member(1, 2), Completed(0))
+        after, _ = advance(after, GivenUp("too long"))
+        after, _ = advance(after, Heard(0, Unknown()))
+        assert not after.undecided
+        assert after.presumed_used
+
+    def test_a_contribution_is_used_again_when_a_member_of_the_view_never_held_the_result(self) -> None:
+        after, _ = advance(member(1), Completed(0))
+        after, _ = advance(after, GivenUp("too long"))
+        after, _ = advance(after, Heard(0, Unknown()))
+        assert after.presumed_used
+        after, _ = advance(after, Heard(2, Left(-1, "")))
+        assert not after.presumed_used
+
+    def test_a_contribution_is_used_again_when_the_leader_itself_gave_up(self) -> None:
+        after, _ = advance(member(1, 2), Completed(0))
+        after, _ = advance(after, GivenUp("too long"))
+        after, _ = advance(after, Heard(0, Left(0, "")))
+        assert not after.undecided
+        assert not after.presumed_used
+
+    def test_a_contribution_is_used_again_after_the_others_began_without_enough_members(self) -> None:
+        """A quorum has answered, so the older result was not committed, although its leader is dead."""
+        after, _ = advance(member(2, 4, minimum=4), Completed(0))
+        after, _ = advance(after, Lost(0))
+        after, _ = advance(after, Dead(0))
+        after, _ = advance(after, Heard(1, Gather(5)))
+        three = frozenset({1, 2, 3})
+        after, _ = advance(after, Heard(1, Begin(5, 5, three, three, 1, frozenset())))
+        assert after.phase is Phase.FAILED
+        assert not after.presumed_used
 
     def test_a_commit_with_its_contribution_of_which_it_lacks_the_result_is_told(self) -> None:
         after, _ = advance(member(2), Heard(1, Commit(0, EVERYBODY)))

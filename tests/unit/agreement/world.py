@@ -275,14 +275,20 @@ class Group:
             for other in done:
                 assert other.outcome is not None
                 counted = member.me in other.outcome.members & member.holders
-                if counted and member.outcome is None and not self._excused(world, member, other):
+                keeps = member.outcome is None and not member.presumed_used
+                # A member that committed and then crashed has returned its result: its program may have saved it.
+                if counted and keeps and not self._adopted_without(member, other):
                     return f"{member.me} keeps a contribution that {other.me} has committed"
         return None
 
-    def _excused(self, world: World, member: Member, committed: Member) -> bool:
+    def _adopted_without(self, member: Member, committed: Member) -> bool:
         """The one way in which a contribution may count twice: see docs/round.md, "What can still go wrong"."""
-        adopted = committed.must and member.me not in committed.view
-        return not self.strict and (adopted or not world.crashed.isdisjoint({member.me, committed.me}))
+        return not self.strict and committed.must and member.me not in committed.view
+
+    def _excused(self, world: World, member: Member, committed: Member) -> bool:
+        """The two ways in which members may commit different results: see docs/round.md."""
+        died = not world.crashed.isdisjoint({member.me, committed.me})
+        return self._adopted_without(member, committed) or (not self.strict and died)
 
     def what_is_left(self, world: World) -> str | None:
         """Progress, when nothing more has to happen: who lives has a result.

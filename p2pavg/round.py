@@ -16,15 +16,16 @@ from p2pavg.allreduce.attempt import AttemptTools
 from p2pavg.allreduce.exchange import Exchange, Outcome
 from p2pavg.allreduce.lobby import ExpectedGroup, Lobby
 from p2pavg.allreduce.milestones import Observe
-from p2pavg.allreduce.partition import fp32_bytes, share_bounds
+from p2pavg.allreduce.partition import bound_seconds, fp32_bytes, share_bounds
 from p2pavg.allreduce.reduction import Verdict
 from p2pavg.bandwidth import BandwidthMeter
 from p2pavg.config import AveragingConfig
 from p2pavg.matchmaking.matchmaker import Matchmaker
-from p2pavg.matchmaking.roster import Candidate, Roster
+from p2pavg.matchmaking.roster import Candidate, Roster, link_of
 from p2pavg.matchmaking.rules import GaveUp, Report
 from p2pavg.net.transport import Transport
 from p2pavg.result import Failed, InProgress, NoPeers, RoundResult, Success, Tensors
+from p2pavg_compression import Codec
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +66,26 @@ class RoundPlan:
     listens: bool = False
     target: int | None = None
     """Members to aim at; ``None``: what the config says."""
+
+
+def too_slow_for(roster: Roster, codec: Codec, timeout: float) -> str:
+    """Say that a round cannot end in time at the bandwidths that its members announced; empty when it can.
+
+    The round is tried all the same: an announced bandwidth may be wrong, and a member could lie about its own.
+
+    Args:
+        timeout: seconds that the exchange may take.
+    """
+    links = [link_of(member) for member in roster.members]
+    needed = bound_seconds(codec.encoded_nbytes(sum(roster.shares)), links)
+    if needed <= timeout:
+        return ""
+    slowest = min(roster.members, key=lambda member: member.bandwidth)
+    return (
+        f"the round needs at least {needed:.0f} s at the bandwidths that its members announced (the least is"
+        f" {slowest.bandwidth:g} Mbit/s, of {slowest.peer_id}), and exchange_timeout is {timeout:g} s:"
+        " give it more time, or use a codec that takes fewer bytes"
+    )
 
 
 class Round:
@@ -165,6 +186,9 @@ class Round:
             self._contribution = None
         contribution = self._contribution
         began = trio.current_time()
+        too_slow = too_slow_for(roster, self._tools.attempt.codec, self._tools.config.exchange_timeout)
+        if too_slow:
+            logger.warning("%s", too_slow)
         exchange = Exchange(
             transport=self._tools.transport,
             roster=roster,
@@ -188,7 +212,7 @@ class Round:
             if contribution is not None:
                 self._keep_unless_used(contribution, outcome.used)
             return Failed(
-                reason=outcome.verdict.reason,
+                reason=f"{outcome.verdict.reason}; {too_slow}" if too_slow else outcome.verdict.reason,
                 peer=outcome.verdict.peer_id,
                 used=outcome.used if contribution is not None else False,
             )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import enum
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from p2pavg.allreduce.choice import (
@@ -183,6 +183,9 @@ class Member:
     promises: tuple[tuple[int, Promise], ...] = ()
     asked: tuple[tuple[int, int], ...] = ()
     """Ballots of members that this one does not see as the leader yet."""
+    accusations: frozenset[tuple[int, int, bool]] = frozenset()
+    """(accuser, accused, hostile), of all that told this member of trouble while it led. A member that accuses others
+    again and again is soon the one with most troubles; without memory it could begin every attempt anew."""
     trouble: bool = False
     """The ballot cannot commit as it was begun."""
     reason: str = ""
@@ -300,8 +303,55 @@ def _is_due(member: Member, event: Heard) -> bool:
         and vote.ballot == member.promised
         and event.sender == ballot_leader(vote.ballot, member.size)
         and member.me in vote.view
-        and (vote.members == vote.view or vote.attempt != vote.ballot)
     )
+
+
+def _is_impossible(member: Member, event: Heard) -> bool:
+    """Whether a ballot that is due contradicts what this member knows of the attempts that it was in."""
+    vote = event.vote
+    if not _is_due(member, event) or not isinstance(vote, Begin) or vote.attempt == vote.ballot:
+        return False
+    if _contradicts(member, vote.attempt, vote.members) or vote.lacking - member.holders:
+        return True
+    needs = member.me in vote.members & member.holders
+    has = member.complete == Complete(vote.attempt, vote.members)
+    if needs and not has and vote.attempt != member.attempt:
+        return True  # it was never in that attempt, or has given up what it had of it
+    # A member may have completed the attempt since it answered: then it is said to lack what it has by now.
+    lacks, is_served = needs and not has, member.me in vote.lacking
+    passes_on = bool(vote.lacking) and vote.source == member.me
+    return (lacks and not is_served) or (is_served and not needs) or (passes_on and not has)
+
+
+def _contradicts(member: Member, attempt: int, members: Members) -> bool:
+    """Whether an attempt has other members than this member knows. All are in the first."""
+    known = frozenset(range(member.size)) if attempt == 0 else member.members
+    return attempt in (0, member.attempt) and members != known
+
+
+def _is_false_promise(member: Member, event: Heard) -> bool:
+    """Whether an answer contradicts what the leader knows, or itself."""
+    vote = event.vote
+    if not isinstance(vote, Promise) or vote.ballot != member.promised:
+        return False
+    if {member.me, event.sender} & vote.apart:
+        return True  # it answers, so it has lost neither the leader nor itself
+    accepted, complete = vote.accepted, vote.complete
+    if complete is not None and (
+        event.sender not in complete.members or _contradicts(member, complete.attempt, complete.members)
+    ):
+        return True
+    return accepted is not None and (
+        event.sender not in accepted.view
+        or _contradicts(member, accepted.attempt, accepted.members)
+        or (accepted.ballot == 0 and len(accepted.view) != member.size)
+        or (accepted.ballot == member.ballot and accepted.view != member.view)
+    )
+
+
+def _is_false_commit(member: Member, event: Heard) -> bool:
+    vote = event.vote
+    return isinstance(vote, Commit) and _contradicts(member, vote.attempt, vote.members)
 
 
 def _too_few(member: Member, event: Heard) -> bool:
@@ -349,7 +399,17 @@ def _concerns_me(member: Member, event: Heard) -> bool:
         and event.sender in member.view
         and vote.peer in member.view
         and event.sender != vote.peer
+        and not _has_accused(member, event.sender, vote.peer)
     )
+
+
+def _is_of_another(member: Member, event: Heard) -> bool:
+    vote = event.vote
+    return isinstance(vote, Trouble) and vote.peer not in (event.sender, member.me)
+
+
+def _has_accused(member: Member, accuser: int, accused: int) -> bool:
+    return any(entry[:2] == (accuser, accused) for entry in member.accusations)
 
 
 def _is_ahead(member: Member, event: Heard) -> bool:
@@ -366,8 +426,8 @@ def _leaps(member: Member, ballot: int) -> bool:
     return ballot > member.promised + MAX_LEAP * member.size
 
 
-def _is_unknown(member: Member, _event: Heard) -> bool:
-    return member.outcome is None
+def _is_unknown(member: Member, event: Heard) -> bool:
+    return member.outcome is None and not _is_false_commit(member, event)
 
 
 # What follows by itself from the state, without anything happening.
@@ -581,33 +641,43 @@ def _gather_again(draft: _Draft, event: Heard) -> None:
 def _note_promise(draft: _Draft, event: Heard) -> None:
     assert isinstance(event.vote, Promise)
     others = tuple(entry for entry in draft.m.promises if entry[0] != event.sender)
-    draft.m.promises = tuple(sorted((*others, (event.sender, event.vote)), key=lambda entry: entry[0]))
+    promise = _with_accusations(draft.m, event.sender, event.vote)
+    draft.m.promises = tuple(sorted((*others, (event.sender, promise)), key=lambda entry: entry[0]))
 
 
-def _hear_trouble(draft: _Draft, _event: Heard) -> None:
+def _with_accusations(m: Member, sender: int, promise: Promise) -> Promise:
+    """An answer with all that its sender has said of others, before it and after it."""
+    said = {(accused, hostile) for accuser, accused, hostile in m.accusations if accuser == sender}
+    return replace(
+        promise,
+        apart=promise.apart | {accused for accused, _ in said},
+        hostile=promise.hostile | {accused for accused, hostile in said if hostile},
+    )
+
+
+def _accuse(draft: _Draft, event: Heard) -> None:
+    assert isinstance(event.vote, Trouble)
+    draft.m.accusations |= {(event.sender, event.vote.peer, event.vote.hostile)}
+
+
+def _hear_trouble(draft: _Draft, event: Heard) -> None:
+    _accuse(draft, event)
     draft.m.trouble = True
 
 
 def _add_trouble(draft: _Draft, event: Heard) -> None:
     """To an answer that was given before the trouble came."""
-    assert isinstance(event.vote, Trouble)
-    vote = event.vote
+    _accuse(draft, event)
     draft.m.promises = tuple(
-        (
-            position,
-            promise
-            if position != event.sender
-            else Promise(
-                promise.ballot,
-                promise.attempt,
-                promise.accepted,
-                promise.complete,
-                promise.apart | {vote.peer},
-                promise.hostile | ({vote.peer} if vote.hostile else set()),
-            ),
-        )
+        (position, _with_accusations(draft.m, position, promise) if position == event.sender else promise)
         for position, promise in draft.m.promises
     )
+
+
+def _drop_liar(draft: _Draft, event: Heard) -> None:
+    reason = f"it said what cannot be: {type(event.vote).__name__}"
+    _lose_one(draft, event.sender, hostile=True, reason=reason)
+    draft.actions.append(Drop(event.sender, reason))
 
 
 def _begin(draft: _Draft) -> None:
@@ -694,7 +764,9 @@ def _go_astray(draft: _Draft) -> None:
 def _settle_dispute(draft: _Draft) -> None:
     for peer in sorted(_dispute(draft.m)):
         _lose_one(draft, peer, hostile=True)
-        draft.actions.append(Drop(peer, "it sent one result to one member and another to another"))
+        draft.actions.append(
+            Drop(peer, "it sent one result to one member and another to another, say their digests")
+        )
     draft.m.held, draft.m.trouble = (), True
 
 
@@ -760,6 +832,7 @@ TABLE: tuple[Row, ...] = (
     _row(LIVE, GivenUp, None, _fail, Phase.FAILED, "out of time, or given up by the caller"),
     # What it hears.
     _row((_E, _H), Held, _leads_ballot, _note_held, None, "a member holds the result"),
+    _row(LIVE, Commit, _is_false_commit, _drop_liar, None, "a commit that cannot be: gives up who says so"),
     _row(LIVE, Commit, _has_it, _commit, Phase.COMMITTED, "the group has committed"),
     _row(
         LIVE,
@@ -771,13 +844,15 @@ TABLE: tuple[Row, ...] = (
     ),
     _row(LIVE, Commit, None, _left_out, Phase.FAILED, "committed without this member"),
     _row(LIVE, Gather, _is_ahead, _hear_gather, None, "a member asks"),
+    _row(_G, Promise, _is_false_promise, _drop_liar, None, "an answer that cannot be: gives up who says so"),
     _row(_G, Promise, _answers_me, _note_promise, None, "a member answers"),
     _row(_G, Behind, _outpaces, _gather_again, None, "a newer ballot was promised: asks with a newer one"),
+    _row(_P, Begin, _is_impossible, _drop_liar, None, "a ballot that cannot be: gives its leader up"),
     _row(_P, Begin, _too_few, _fail_too_few, Phase.FAILED, "fewer are left than it needs"),
     _row(_P, Begin, _is_new, _hear_begin, _E, "a new attempt"),
     _row(_P, Begin, _is_held, _hear_begin, _H, "an older result, which it holds or need not hold"),
     _row(_P, Begin, _is_due, _hear_begin, _E, "an older result, of which it lacks some"),
-    _row(_G, Trouble, None, _add_trouble, None, "a member has trouble with another"),
+    _row(_G, Trouble, _is_of_another, _add_trouble, None, "a member has trouble with another"),
     _row((_E, _H, _P, _A), Trouble, _concerns_me, _hear_trouble, None, "a member has trouble with another"),
     _row(LIVE, Left, None, _hear_left, None, "a member gave up"),
     _row(LIVE, Unknown, None, _hear_unknown, None, "a member has forgotten the round"),

@@ -37,6 +37,7 @@ from p2pavg.allreduce.partition import MAX_PART_ELEMENTS, Part
 from p2pavg.allreduce.reduction import BadContributionError, Ledger
 from p2pavg.allreduce.turns import Turns
 from p2pavg.allreduce.values import MAX_WAITING_PARTS, Values, check_index
+from p2pavg.blame import guarded
 from p2pavg.buffers import Buffers
 from p2pavg.errors import ClosedError, RemoteProtocolError, StreamBrokenError, UnreachableError
 from p2pavg.matchmaking.roster import Candidate, Roster
@@ -55,6 +56,7 @@ FAST_MBPS = (
 )
 MAX_MEMBERS = 256  # more than a roster has
 _STREAMS = (Lane.CONTRIBUTIONS, Lane.AVERAGES)  # what takes the place of a direct lane
+_BROKEN = (RemoteProtocolError, StreamBrokenError, ClosedError)
 REOPEN_SECONDS = 3.0  # after a direct lane broke, for its sender to begin again on a stream
 
 
@@ -409,23 +411,36 @@ class Attempt:
         taken: dict[tuple[str, Lane, int], _Taken] = {}
         while True:
             lane = await self._lanes.receive()
-            peer_id, kind = lane.remote, lane.header.lane
-            if kind is Lane.PARTS and any((peer_id, stream, 0) in taken for stream in _STREAMS):
-                lane.finished.set()  # it broke so early that what takes its place was faster
-                continue
-            place = (peer_id, kind, lane.header.reducer)
-            # Another ballot may choose that member again as the one that passes a share on.
-            if not self._is_due(lane) or (place in taken and kind is not Lane.PASSED_ON):
-                lane.finished.set()
-                if any(member.peer_id == peer_id for member in self.roster.members):
-                    self._broken(peer_id, RemoteProtocolError("it opened a lane that is not due"))
-                continue
-            replaced = [place, (peer_id, Lane.PARTS, 0)] if kind in _STREAMS else [place]
-            for before in replaced:
-                if before in taken:
-                    await taken[before].end()
-            now = taken[place] = _Taken()
-            nursery.start_soon(self._receive_lane, lane, now)
+            with guarded(lane.remote, partial(self._cannot_take, lane), what="a lane's header"):
+                await self._accept_lane(lane, taken, nursery)
+
+    def _cannot_take(self, lane: InboundLane, peer_id: str, error: Exception) -> None:
+        lane.finished.set()
+        self._cannot_handle(peer_id, error)
+
+    def _cannot_handle(self, peer_id: str, error: Exception) -> None:
+        self._broken(peer_id, RemoteProtocolError(f"what it sent cannot be handled: {error!r}"))
+
+    async def _accept_lane(
+        self, lane: InboundLane, taken: dict[tuple[str, Lane, int], _Taken], nursery: trio.Nursery
+    ) -> None:
+        peer_id, kind = lane.remote, lane.header.lane
+        if kind is Lane.PARTS and any((peer_id, stream, 0) in taken for stream in _STREAMS):
+            lane.finished.set()  # it broke so early that what takes its place was faster
+            return
+        place = (peer_id, kind, lane.header.reducer)
+        # Another ballot may choose that member again as the one that passes a share on.
+        if not self._is_due(lane) or (place in taken and kind is not Lane.PASSED_ON):
+            lane.finished.set()
+            if any(member.peer_id == peer_id for member in self.roster.members):
+                self._broken(peer_id, RemoteProtocolError("it opened a lane that is not due"))
+            return
+        replaced = [place, (peer_id, Lane.PARTS, 0)] if kind in _STREAMS else [place]
+        for before in replaced:
+            if before in taken:
+                await taken[before].end()
+        now = taken[place] = _Taken()
+        nursery.start_soon(self._receive_lane, lane, now)
 
     def _is_due(self, lane: InboundLane) -> bool:
         peer_id, header = lane.remote, lane.header
@@ -439,13 +454,13 @@ class Attempt:
 
     async def _receive_lane(self, lane: InboundLane, taken: _Taken) -> None:
         try:
-            with taken.scope:
+            with taken.scope, guarded(lane.remote, self._cannot_handle, what="parts", expected=_BROKEN):
                 if isinstance(lane.stream, DirectLane):
                     await self._receive_over_direct_lane(lane, lane.stream)
                 else:
                     self.streamed.add(lane.remote)
                     await self._receive_over_stream(lane, _Noted(lane.stream, self._reports))
-        except (RemoteProtocolError, StreamBrokenError, ClosedError) as error:
+        except _BROKEN as error:
             self._broken(lane.remote, error)
         finally:
             lane.finished.set()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -41,7 +42,8 @@ from p2pavg.allreduce.partition import part_size
 from p2pavg.allreduce.reduction import Verdict
 from p2pavg.allreduce.votes import Begin, Commit, Gather, Left, Trouble, Unknown, Vote
 from p2pavg.bandwidth import BandwidthMeter
-from p2pavg.errors import RefusedError
+from p2pavg.blame import guarded
+from p2pavg.errors import RefusedError, RemoteProtocolError
 from p2pavg.matchmaking.roster import Candidate, Roster
 from p2pavg.net.transport import Transport
 
@@ -57,6 +59,16 @@ SILENT_SECONDS = 5.0  # that a silent member costs the others, about
 SETTLE_SECONDS = 0.5  # for the others' last word, when this member has failed
 FIND_OUT_SECONDS = 600.0  # how long who was cut off goes on asking how the round ended, less and less often
 MAX_ASK_AGAIN_SECONDS = 15.0
+
+
+def max_votes(size: int) -> int:
+    """Votes that a member of a group of so many sends in a round, at most.
+
+    Each of the others may be lost once. That costs at most two ballots, of four votes each, and the leader says why
+    each of those that were lost before is left out. A member that goes on voting could keep a round from its end.
+    """
+    return 64 + size * (size + 8)
+
 
 _MILESTONES = {
     Phase.HOLDING: Milestone.HOLDING,
@@ -154,6 +166,7 @@ class Exchange:
         self._heard = trio.Event()  # something, after the end
         self._verdicts: dict[int, Verdict] = {}
         self._told: dict[int, Trouble] = {}  # what others say of members that they have lost
+        self._votes: Counter[int] = Counter()  # that each member has sent
         self._bytes_sent = 0
         self._bytes_received = 0
         self._nursery: trio.Nursery | None = None
@@ -200,7 +213,7 @@ class Exchange:
                     except RefusedError:
                         answer = Unknown()
                     if isinstance(answer, Commit | Left | Unknown):
-                        self._member, _ = advance(self._member, Heard(position, answer))
+                        self._hear(position, answer)
             self._remember()
             if self._found_out is not None:
                 self._found_out(self._is_taken_as_used())
@@ -332,9 +345,21 @@ class Exchange:
 
     def heard(self, position: int, vote: Vote) -> None:
         """A member has voted."""
-        if position not in self._member.lost:
-            self._take_hint(position, vote)
-        self._happen(Heard(position, vote))
+        self._votes[position] += 1
+        if self._votes[position] > max_votes(self._member.size):
+            self.lost(position, "it sends more votes than a round takes", hostile=True)
+            return
+        self._hear(position, vote)
+
+    def _hear(self, position: int, vote: Vote) -> None:
+        """Take a member's word. An exception on the way costs that member, not the averager."""
+        with guarded(self._roster.members[position].peer_id, self._fault, what="a vote"):
+            if position not in self._member.lost:
+                self._take_hint(position, vote)
+            self._happen(Heard(position, vote))
+
+    def _fault(self, peer_id: str, error: Exception) -> None:
+        self.lost(self._positions[peer_id], f"what it sent cannot be handled: {error!r}", hostile=True)
 
     def _take_hint(self, position: int, vote: Vote) -> None:
         """Whom a member has lost: those that go on with it and those that do not must not drift apart."""
@@ -369,7 +394,7 @@ class Exchange:
             return
         if isinstance(answer, Unknown) and position not in self._member.lost:
             self._note(position, "it knows nothing of this round")
-            self._happen(Heard(position, answer))
+            self._hear(position, answer)
 
     def _note(self, position: int, reason: str, *, hostile: bool = False, silent: bool = False) -> None:
         peer_id = self._roster.members[position].peer_id
@@ -391,7 +416,8 @@ class Exchange:
         self._member, actions = advance(before, event)
         for action in actions:
             if isinstance(action, Drop):
-                self._note(action.peer, action.reason, hostile=True)
+                # Not as hostile: a ban of ten minutes must not follow from what other members say.
+                self._note(action.peer, action.reason)
         if self._member.ballot != before.ballot:
             self._look_for_source(event, actions)
         for position in sorted(self._member.lost - before.lost):
@@ -446,7 +472,7 @@ class Exchange:
                 self._happen(Dead(position))
                 return
             if isinstance(answer, Commit | Left | Unknown):
-                self._happen(Heard(position, answer))
+                self._hear(position, answer)
             await trio.sleep(ASK_AGAIN_SECONDS)
 
     # ------------------------------------------------------------------ what is done
@@ -454,7 +480,11 @@ class Exchange:
     def _begin_attempt(self, number: int, members: frozenset[int]) -> None:
         chosen = tuple(self._roster.members[position] for position in sorted(members))
         shares = self._roster.shares if number == 0 else self._cut_shares(chosen)
-        roster = self._roster.only(chosen, shares)
+        try:
+            roster = self._roster.only(chosen, shares)
+        except RemoteProtocolError as error:
+            self._happen(GivenUp(f"the members that are left can form no group: {error}"))
+            return
         if number and roster.shares[roster.position(self._me)] > self._max_share:
             self._happen(GivenUp("its share would be larger than it takes"))
             return
@@ -499,11 +529,21 @@ class Exchange:
     def _overdue(self) -> str:
         assert self._attempt is not None
         if self._attempt.ledger.complete or self._member.phase is not Phase.EXCHANGING:
+            self._note_idle_leader()
             return f"the group agreed on no result within {self._timeout:g} s"
         verdict = self._attempt.ledger.overdue(self._timeout)
         if verdict.peer_id is not None:
             self._verdicts.setdefault(self._positions[verdict.peer_id], verdict)
         return verdict.reason
+
+    def _note_idle_leader(self) -> None:
+        """A leader for which this member waited to the end, and which neither committed nor went on without others."""
+        leader = self._member.leader
+        waits = self._member.phase in (Phase.HOLDING, Phase.PROMISED)
+        if waits and leader != self._member.me and not self._verdicts:
+            peer_id = self._roster.members[leader].peer_id
+            reason = f"{peer_id} led the round to no end within {self._timeout:g} s"
+            self._verdicts[leader] = Verdict(reason, peer_id, seconds=self._timeout)
 
     def _outcome(self) -> Outcome:
         assert self._attempt is not None

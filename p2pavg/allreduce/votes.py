@@ -250,21 +250,36 @@ def _read_begin(
     )
     if attempt > ballot or not begin.members or not begin.view:
         raise RemoteProtocolError("a ballot about nothing, or about the future")
+    if attempt == ballot and (begin.members != begin.view or begin.lacking or must):
+        raise RemoteProtocolError("a new attempt whose members are not its view")
+    if begin.lacking - (begin.members & begin.view) or source not in begin.view or source in begin.lacking:
+        raise RemoteProtocolError("a ballot that lets a member pass on what it cannot have")
     return begin
+
+
+def _read_promise(
+    read: _Fields, ballot: int, attempt: int, accepted: Any, complete: Any, apart: Any, hostile: Any
+) -> Promise:
+    promise = Promise(
+        read.ballot(ballot),
+        read.ballot(attempt),
+        read.accepted(accepted),
+        read.complete(complete),
+        read.members(apart),
+        read.members(hostile),
+    )
+    if attempt >= ballot or (promise.accepted is not None and promise.accepted.ballot >= ballot):
+        raise RemoteProtocolError("a promise that is older than what it speaks of")
+    if promise.hostile - promise.apart:
+        raise RemoteProtocolError("a promise that accuses a member and goes on with it")
+    return promise
 
 
 _READERS: dict[str, tuple[tuple[type, ...], Callable[..., Vote]]] = {
     "gather": ((int,), lambda read, ballot: Gather(read.ballot(ballot))),
     "promise": (
         (int, int, tuple, tuple, tuple, tuple),
-        lambda read, ballot, attempt, accepted, complete, apart, hostile: Promise(
-            read.ballot(ballot),
-            read.ballot(attempt),
-            read.accepted(accepted),
-            read.complete(complete),
-            read.members(apart),
-            read.members(hostile),
-        ),
+        _read_promise,
     ),
     "behind": ((int,), lambda read, promised: Behind(read.ballot(promised))),
     "begin": ((int, int, tuple, tuple, int, tuple, bool), _read_begin),

@@ -74,28 +74,41 @@ def two_ballots(draw: st.DrawFn) -> tuple[int, int]:
     return ballot, draw(st.just(ballot) | st.integers(0, ballot))
 
 
-accepted = st.builds(lambda two, *rest: Accepted(*two, *rest), two_ballots(), members, members, st.booleans())
+@st.composite
+def promises(draw: st.DrawFn) -> Promise:
+    """What it speaks of is older than the promise, and it goes on with no member that it accuses."""
+    ballot, apart = draw(st.integers(1, MAX_BALLOT)), draw(members)
+    older = st.integers(0, ballot - 1)
+    last = draw(older)
+    accepted = st.builds(Accepted, st.just(last), st.integers(0, last), members, members, st.booleans())
+    return Promise(
+        ballot,
+        draw(older),
+        draw(st.none() | accepted),
+        draw(st.none() | st.builds(Complete, older, members)),
+        apart,
+        draw(st.frozensets(st.sampled_from(sorted(apart)))) if apart else frozenset(),
+    )
+
+
+@st.composite
+def begins(draw: st.DrawFn) -> Begin:
+    """A new attempt is among all of its view; of an older one, a member that has the result passes it on."""
+    ballot, attempt = draw(two_ballots())
+    view = draw(somebody)
+    source = draw(st.sampled_from(sorted(view)))
+    if attempt == ballot:
+        return Begin(ballot, attempt, view, view, source, frozenset())
+    everybody = draw(somebody)
+    lacking = draw(members) & view & everybody - {source}
+    return Begin(ballot, attempt, everybody, view, source, lacking, draw(st.booleans()))
+
+
 votes: st.SearchStrategy[Vote] = st.one_of(
     st.builds(Gather, ballots),
-    st.builds(
-        Promise,
-        ballots,
-        ballots,
-        st.none() | accepted,
-        st.none() | st.builds(Complete, ballots, members),
-        members,
-        members,
-    ),
+    promises(),
     st.builds(Behind, ballots),
-    st.builds(
-        lambda two, *rest: Begin(*two, *rest),
-        two_ballots(),
-        somebody,
-        somebody,
-        positions,
-        members,
-        st.booleans(),
-    ),
+    begins(),
     st.builds(Held, ballots, digests),
     st.builds(Commit, ballots, members),
     st.builds(Trouble, positions, st.booleans(), reasons),

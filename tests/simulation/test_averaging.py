@@ -248,3 +248,21 @@ async def test_what_is_accumulated_during_a_round_belongs_to_the_next(autojump_c
             for peer, mine in zip(peers, found, strict=True):
                 nursery.start_soon(twice, peer, mine)
         assert found == [[1.0, 5.0], [1.0, 5.0]]
+
+
+async def test_a_round_that_cannot_end_in_time_says_so_before_it_starts(
+    autojump_clock: MockClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With the seconds that it would need; and again when it has failed."""
+    how = config(group_size=2, bandwidth=0.2, exchange_timeout=4.0)
+    swarm = Swarm()
+    tensors = [torch.ones(50_000)]  # 1.6 Mbit each way
+    network = MemoryNetwork(latency=LAN, bandwidth=25_000.0)
+    async with simulated_peers(network, 2) as peers, trio.open_nursery() as nursery:
+        for index, peer in enumerate(peers):
+            nursery.start_soon(partial(swarm.step_once, peer, index, how, tensors=tensors))
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert any("needs at least 8 s" in text and "exchange_timeout is 4 s" in text for text in warnings)
+    for result in swarm.results.values():
+        assert isinstance(result, p2pavg.Failed)
+        assert "needs at least 8 s" in result.reason

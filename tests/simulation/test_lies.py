@@ -19,9 +19,10 @@ import trio
 from trio.testing import MockClock
 
 import p2pavg
-from p2pavg.allreduce import exchange
+from p2pavg.allreduce import agreement, exchange
 from p2pavg.allreduce.attempt import Attempt
 from p2pavg.allreduce.control import Control
+from p2pavg.allreduce.exchange import max_votes
 from p2pavg.allreduce.messages import PROTOCOL, Lane, LaneHeader, encode_header, part_frame
 from p2pavg.allreduce.milestones import Milestone
 from p2pavg.allreduce.partition import Part
@@ -31,10 +32,12 @@ from p2pavg.allreduce.votes import (
     Behind,
     Gather,
     Held,
+    Trouble,
     Vote,
     encode_vote,
 )
 from p2pavg.errors import ClosedError, RemoteProtocolError, StreamBrokenError, UnreachableError
+from p2pavg.matchmaking.matchmaker import Matchmaker
 from p2pavg.matchmaking.messages import Accept, Commit, Propose, Refuse
 from p2pavg.matchmaking.roster import Candidate, Roster, read_roster
 from p2pavg.matchmaking.rules import Actions, Matchmaking, Send
@@ -466,6 +469,123 @@ async def test_votes_that_are_not_a_members_to_give_change_nothing(
         assert result.lost == {}
 
 
+SMALLER = frozenset({0, 1, 2})
+ATTEMPT_WITH_STRANGERS: list[Vote] = [
+    Gather(SIZE),
+    Begin(SIZE, SIZE, SMALLER, SMALLER, 0, frozenset()),
+    Gather(2 * SIZE),
+    Begin(2 * SIZE, SIZE, frozenset(range(SIZE)), SMALLER, 1, frozenset({0})),
+]
+
+
+async def test_a_leader_that_names_members_of_an_attempt_that_were_not_in_it_is_excluded(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It asks a member to pass on the share of one that was never in that attempt."""
+    votes = b"".join(message(encode_vote(vote)) for vote in ATTEMPT_WITH_STRANGERS)
+    instead(monkeypatch, "Control", 0, saying(votes))
+    swarm = await play()
+    for index in (1, 2):  # both were asked, and go on without it or, being too few, keep what they had
+        result = swarm.results[name(index)]
+        assert isinstance(result, p2pavg.Success | p2pavg.Failed)
+        told = result.lost[name(0)] if isinstance(result, p2pavg.Success) else result.reason
+        assert "it said what cannot be: Begin" in told
+        assert isinstance(result, p2pavg.Success) or result.used is False
+    groups = [result for result in swarm.results.values() if isinstance(result, p2pavg.Success)]
+    for found in groups:
+        members = [index for index in range(SIZE) if name(index) in found.peers]
+        torch.testing.assert_close(
+            tensors_of(found)[0], mean(members, ELEMENTS).float(), rtol=1e-5, atol=1e-6
+        )
+
+
+@EVERYWHERE
+async def test_a_member_that_votes_without_end_is_excluded(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, liar: int
+) -> None:
+    said = message(encode_vote(Behind(1))) * (max_votes(SIZE) + 1)
+    instead(monkeypatch, "Control", liar, saying(said))
+    check_costs_itself(await play(), liar, "it sends more votes than a round takes")
+
+
+@pytest.mark.parametrize("liar", [1, 3])
+async def test_a_member_that_accuses_all_others_is_left_out_itself(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, liar: int
+) -> None:
+    """It says so again and again, and answers the leader that it has trouble with none of them."""
+    accused = [index for index in range(1, SIZE) if index != liar]
+    said = b"".join(message(encode_vote(Trouble(index, False, "so it says"))) for index in accused) * 20
+    instead(monkeypatch, "Control", liar, saying(said))
+    check_exact(await play(), honest(liar))
+
+
+@EVERYWHERE
+async def test_an_exception_over_a_members_vote_costs_that_member(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, liar: int
+) -> None:
+    advance = agreement.advance
+
+    def fault(member: agreement.Member, event: agreement.Event) -> Any:
+        if isinstance(event, agreement.Heard) and event.sender == liar and isinstance(event.vote, Behind):
+            raise KeyError("a rule that is wrong")
+        return advance(member, event)
+
+    monkeypatch.setattr(exchange, "advance", fault)
+    instead(monkeypatch, "Control", liar, saying(message(encode_vote(Behind(1)))))
+    check_costs_itself(await play(), liar, "what it sent cannot be handled: KeyError")
+    errors = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert errors
+    assert all(name(liar) in record.getMessage() and record.exc_info for record in errors)
+
+
+async def test_members_that_can_form_no_group_end_the_round_and_no_program(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A leader may have put an auxiliary in front of the others, and left."""
+    only = Roster.only
+
+    def impossible(self: Roster, members: Sequence[Candidate], shares: Sequence[int]) -> Roster:
+        if len(members) < SIZE:
+            raise RemoteProtocolError("a roster that is led by an auxiliary")
+        return only(self, members, shares)
+
+    monkeypatch.setattr(Roster, "only", impossible)
+    instead(monkeypatch, "Control", 2, saying(message(b"garbage")))
+    swarm = await play()
+    for index in honest(2):
+        result = swarm.results[name(index)]
+        assert isinstance(result, p2pavg.Failed)
+        assert result.used is False
+    assert "can form no group" in str(swarm.results[name(0)])
+
+
+@pytest.mark.parametrize("what", ["_parts_of", "_is_due"])
+async def test_an_exception_over_a_members_lane_costs_that_member(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    real = getattr(Attempt, what)
+
+    def fault(self: Attempt, lane: Any, *rest: Any) -> Any:
+        if (lane if isinstance(lane, str) else lane.remote) == name(2):
+            raise ValueError("a rule that is wrong")
+        return real(self, lane, *rest)
+
+    monkeypatch.setattr(Attempt, what, fault)
+    check_costs_itself(await play(), 2, "what it sent cannot be handled: ValueError")
+
+
+async def test_an_exception_that_no_message_caused_leaves_the_averager(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fault(self: exchange.Exchange) -> None:
+        raise KeyError("a rule that is wrong")
+
+    monkeypatch.setattr(exchange.Exchange, "_measure", fault)
+    with pytest.raises(BaseExceptionGroup) as raised:
+        await play()
+    assert raised.group_contains(KeyError)
+
+
 # ---------------------------------------------------------------------- different things to different members
 
 
@@ -484,6 +604,25 @@ async def test_a_reducer_that_sends_different_averages_is_excluded_by_name(
     if liar == 0:  # its own leader code finds it out
         reason = "was lost: it gave the round up: this peer holds another result"
     check_costs_itself(await play(size=size), liar, reason, size)
+
+
+async def test_a_reducer_is_not_banned_because_one_member_names_another_digest(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The two may both lie. The reducer is left out of this round, and met again in the next."""
+    liar, bans = 3, []
+    completed = exchange.Exchange.completed
+
+    def lie(self: exchange.Exchange, attempt: Attempt, digests: tuple[bytes, ...]) -> None:
+        if self._me == name(liar) and attempt.number == 0:
+            digests = (digests[0], bytes(16), *digests[2:])
+        completed(self, attempt, digests)
+
+    monkeypatch.setattr(exchange.Exchange, "completed", lie)
+    monkeypatch.setattr(Matchmaker, "ban", lambda *banned: bans.append(banned))
+    swarm = await play()
+    assert bans == []
+    check_exact(swarm, [0, 2, 3])
 
 
 # ---------------------------------------------------------------------- what it does not do
@@ -505,6 +644,38 @@ async def test_who_votes_and_never_contributes_is_excluded_by_name(
     swarm = await play(how=config(group_size=SIZE, exchange_timeout=60.0), prepare=prepare)
     check_costs_itself(swarm, liar, "sent nothing of its contribution")
     assert max(swarm.ended[name(index)] - swarm.began[name(index)] for index in honest(liar)) < 6.0
+
+
+async def test_a_leader_that_leads_to_no_end_is_left_alone_for_a_while(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is there and answers, and never says that the round is committed."""
+    bans: list[str] = []
+    advance, until_the_end = agreement.advance, exchange.Exchange._until_the_end
+    leave = exchange.Exchange._leave_the_slowest_behind
+
+    def hear_no_result(member: agreement.Member, event: agreement.Event) -> Any:
+        held = isinstance(event, agreement.Heard) and isinstance(event.vote, Held)
+        return (member, []) if held and member.me == 0 else advance(member, event)
+
+    async def outlast_the_others(self: exchange.Exchange) -> None:
+        self._timeout *= 2 if self._me == name(0) else 1
+        await until_the_end(self)
+
+    async def wait_for_all(self: exchange.Exchange, began: float) -> None:
+        if self._me != name(0):
+            await leave(self, began)
+
+    monkeypatch.setattr(exchange, "advance", hear_no_result)
+    monkeypatch.setattr(exchange.Exchange, "_until_the_end", outlast_the_others)
+    monkeypatch.setattr(exchange.Exchange, "_leave_the_slowest_behind", wait_for_all)
+    monkeypatch.setattr(Matchmaker, "ban", lambda _self, peer_id, *_why: bans.append(peer_id))
+    swarm = await play()
+    for index in honest(0):
+        result = swarm.results[name(index)]
+        assert isinstance(result, p2pavg.Failed)
+        assert "led the round to no end" in result.reason
+    assert set(bans) == {name(0)}
 
 
 async def test_a_member_that_is_not_where_its_record_says_is_lost_and_its_neighbour_is_not(

@@ -259,6 +259,9 @@ class Group:
     def what_is_wrong(self, world: World) -> str | None:
         """Safety, in every state."""
         members = self.members(world)
+        for member in members:
+            if member.hostile:
+                return f"{member.me} takes {set(member.hostile)} for liars, and all are honest"
         done = [member for member in members if member.phase is Phase.COMMITTED]
         for member in done:
             if member.outcome is None or member.me not in member.outcome.members:

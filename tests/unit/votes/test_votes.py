@@ -92,10 +92,11 @@ def test_all_kinds_are_here() -> None:
 
 def test_the_longest_votes_of_the_largest_group_may_be_sent() -> None:
     everybody = frozenset(range(MAX_GROUP_SIZE))
-    accepted = Accepted(MAX_BALLOT, MAX_BALLOT, everybody, everybody, True)
+    last, others = MAX_BALLOT - 1, everybody - {MAX_GROUP_SIZE - 1}
+    accepted = Accepted(last, last, everybody, everybody, True)
     longest: list[Vote] = [
-        Promise(MAX_BALLOT, MAX_BALLOT, accepted, Complete(MAX_BALLOT, everybody), everybody, everybody),
-        Begin(MAX_BALLOT, MAX_BALLOT, everybody, everybody, MAX_GROUP_SIZE - 1, everybody, True),
+        Promise(MAX_BALLOT, last, accepted, Complete(MAX_BALLOT, everybody), everybody, everybody),
+        Begin(MAX_BALLOT, last, everybody, everybody, MAX_GROUP_SIZE - 1, others, True),
         Held(MAX_BALLOT, (b"\xff" * DIGEST_BYTES,) * MAX_GROUP_SIZE),
         Trouble(MAX_GROUP_SIZE - 1, True, "ü" * MAX_REASON_CHARS),
         Left(MAX_BALLOT, "\U0001f980" * MAX_REASON_CHARS),
@@ -167,6 +168,9 @@ MALFORMED: dict[str, tuple[object, ...]] = {
     "a promise that accuses strangers": ("promise", 5, 0, (), (), (), (SIZE,)),
     "a promise that accuses no list": ("promise", 5, 0, (), (), (), 1),
     "a promise by null": ("promise", 5, 0, None, (), (), ()),
+    "a promise in an attempt of the future": ("promise", 5, 5, (), (), (), ()),
+    "a promise that accepted its own ballot": ("promise", 5, 0, (5, 0, (0,), (0,), False), (), (), ()),
+    "a promise that accuses a member that it goes on with": ("promise", 5, 0, (), (), (1,), (2,)),
     "behind a ballot below 0": ("behind", -1),
     "behind a ballot above the limit": ("behind", MAX_BALLOT + 1),
     "beginning below 0": ("begin", -1, -1, (0, 1), (0, 1), 0, (), False),
@@ -185,6 +189,13 @@ MALFORMED: dict[str, tuple[object, ...]] = {
     "beginning with more members than there are": ("begin", 5, 5, (0, 1, 2, 3, 3), (0, 1), 0, (), False),
     "beginning with a member that is a boolean": ("begin", 5, 5, (False, True), (0, 1), 0, (), False),
     "beginning with a member that is a list": ("begin", 5, 5, ((0,), 1), (0, 1), 0, (), False),
+    "beginning anew among others than the view": ("begin", 5, 5, (0, 1), (0, 1, 2), 0, (), False),
+    "beginning anew with what is passed on": ("begin", 5, 5, (0, 1), (0, 1), 0, (1,), False),
+    "beginning anew what may be committed": ("begin", 5, 5, (0, 1), (0, 1), 0, (), True),
+    "beginning for a member outside the view": ("begin", 5, 0, (0, 1, 2), (0, 1), 0, (2,), False),
+    "beginning for a member outside the attempt": ("begin", 5, 0, (0, 1), (0, 1, 2), 0, (2,), False),
+    "beginning from a member outside the view": ("begin", 5, 0, (0, 1, 2), (0, 1), 2, (), False),
+    "beginning from a member that lacks it": ("begin", 5, 0, (0, 1), (0, 1), 1, (1,), False),
     "holding in a ballot below 0": ("held", -1, ()),
     "holding by a short digest": ("held", 5, (b"x" * 15,)),
     "holding by a long digest": ("held", 5, (b"x" * 17,)),

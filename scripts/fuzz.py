@@ -1,0 +1,594 @@
+"""Hostile members that send valid-looking messages in random order, on virtual time, and what honest peers make of it.
+
+scripts/fuzz --messages 100000      so many messages, over as many seeds as that takes
+scripts/fuzz --seed 1234 --log      one seed again, with every line of its log
+
+Each seed is a run of two to four honest peers and one or two hostile ones. A hostile peer runs the real averager, so
+that it is a member of the groups, and beside that sends votes, lanes, matchmaking messages and records that decode,
+with contents drawn at random. What is checked:
+
+* no exception leaves an honest peer's averager, and no handling of a message ends in one;
+* every call of ``step`` returns within its match timeout and its exchange timeout;
+* every ``Success`` of an honest peer is the weighted mean of exactly its ``peers``, and two of the same group and the
+  same ``peers`` hold the same bits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import itertools
+import logging
+import multiprocessing
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import trio
+
+import p2pavg
+from p2pavg.allreduce import agreement, control, exchange, reduction
+from p2pavg.allreduce.choice import next_ballot
+from p2pavg.allreduce.messages import PROTOCOL as EXCHANGE_PROTOCOL
+from p2pavg.allreduce.messages import Lane, LaneHeader, encode_header, part_frame
+from p2pavg.allreduce.votes import (
+    Accepted,
+    Begin,
+    Behind,
+    Commit,
+    Complete,
+    Gather,
+    Held,
+    Left,
+    Promise,
+    Trouble,
+    Unknown,
+    Vote,
+    decode_vote,
+    encode_vote,
+)
+from p2pavg.bulletin import bulletin_key
+from p2pavg.errors import ClosedError, RemoteProtocolError, StreamBrokenError, UnreachableError
+from p2pavg.matchmaking import matchmaker, messages
+from p2pavg.matchmaking.roster import Candidate, Roster, read_candidate, sign_candidate
+from p2pavg.net.framing import send_message
+from p2pavg.net.transport import Stream
+from p2pavg.optim.progress import Progress, encode_progress
+from p2pavg.peer import Peer
+from p2pavg.run import RunEntry, encode_entry, run_key
+from p2pavg.testing import MemoryNetwork, run_peers, simulate
+from p2pavg.testing.simulation import simulated_signer
+from p2pavg_dht import PROTOCOL as RECORDS_PROTOCOL
+from p2pavg_dht import Record, sign_record
+from p2pavg_dht.messages import Find, Locate, Request, Store
+from p2pavg_dht.messages import encode as encode_request
+from scripts.simulate import describe
+
+RUN = "fuzzed"
+ELEMENTS = 600
+PART_ELEMENTS = 64
+MATCH_TIMEOUT = 4.0
+EXCHANGE_TIMEOUT = 10.0
+SLACK = 2.0  # a deadline is a moment, and what ends at it takes a few more
+ROUNDS = 2
+TRIES = 6  # calls of step until a round has a result
+KINDS = ("votes", "lanes", "matches", "records")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a seed stands for."""
+
+    seed: int
+    honest: int
+    hostile: int
+    kinds: frozenset[str]
+
+    @property
+    def peers(self) -> int:
+        """Of both kinds; the hostile ones are drawn among them."""
+        return self.honest + self.hostile
+
+    @property
+    def liars(self) -> frozenset[int]:
+        """Indices of the hostile peers."""
+        return frozenset(random.Random(f"liars/{self.seed}").sample(range(self.peers), self.hostile))
+
+
+def setting(seed: int) -> Setting:
+    """The same in every run."""
+    dice = random.Random(f"fuzz/{seed}")
+    kinds = dice.sample(KINDS, dice.randint(1, len(KINDS)))
+    return Setting(seed, honest=dice.randint(2, 4), hostile=dice.randint(1, 2), kinds=frozenset(kinds))
+
+
+@dataclass
+class Seen:
+    """Everything that is checked after a seed."""
+
+    sent: Counter[str] = field(default_factory=Counter)
+    tally: Counter[str] = field(default_factory=Counter)
+    given: dict[tuple[str, float], torch.Tensor] = field(default_factory=dict)
+    """Contributions, by peer and weight."""
+    successes: list[tuple[str, p2pavg.Success]] = field(default_factory=list)
+    longest: float = 0.0
+
+
+# ---------------------------------------------------------------------- messages that decode
+
+
+def some_members(dice: random.Random, size: int) -> frozenset[int]:
+    """Often all, or all but one."""
+    everybody = list(range(size))
+    left_out = dice.choice([0, 0, 1, 1, dice.randint(0, size - 1)])
+    return frozenset(dice.sample(everybody, size - left_out))
+
+
+def some_vote(dice: random.Random, member: agreement.Member) -> Vote:
+    """A vote that a member may send, at some other time or in some other state."""
+    size, me = member.size, member.me
+    own = next_ballot(me, size, max(member.promised, member.ballot))
+    known = [0, member.ballot, member.promised, member.attempt, own, own - size]
+    ballot = dice.choice([*known, *known, dice.randint(0, 4 * size), dice.randint(0, 2**20)])
+    attempt = dice.choice([0, member.attempt, ballot, dice.randint(0, max(ballot, 0))])
+    members, view, other = some_members(dice, size), some_members(dice, size), dice.randrange(size)
+    members = dice.choice([members, member.members, view])
+    digests = tuple(bytes([dice.randrange(3)]) * 16 for _ in range(dice.choice([0, size, size - 1])))
+    accepted = dice.choice([None, Accepted(ballot, attempt, members, view, dice.random() < 0.3)])
+    complete = dice.choice([None, Complete(attempt, members)])
+    apart = some_members(dice, size) if dice.random() < 0.2 else frozenset({other})
+    hostile = frozenset(dice.sample(sorted(apart), dice.randint(0, len(apart))))
+    lacking = frozenset(dice.sample(sorted(members), dice.randint(0, len(members))))
+    votes: list[Callable[[], Vote]] = [
+        lambda: Gather(ballot),
+        lambda: Promise(
+            dice.choice([ballot, ballot + 1, dice.randint(0, 4) * size]),
+            attempt,
+            accepted,
+            complete,
+            apart,
+            hostile,
+        ),
+        lambda: Behind(ballot),
+        lambda: Begin(
+            ballot, attempt, members, dice.choice([members, view]), other, lacking, dice.random() < 0.3
+        ),
+        lambda: Held(dice.choice([0, ballot]), digests),
+        lambda: Commit(attempt, members),
+        lambda: Trouble(other, dice.random() < 0.3, "so it says"),
+        lambda: Left(dice.choice([-1, 0, ballot]), "so it says"),
+        lambda: Unknown(),
+    ]
+    # What ends the round, or the sender's own part of it, comes seldom, or there would be little to see.
+    weights = [3, 4, 2, 4, 3, 0.05, 1, 0.03, 0.03]
+    while True:
+        vote = dice.choices(votes, weights)[0]()
+        try:
+            decode_vote(encode_vote(vote), size)
+        except RemoteProtocolError:
+            continue
+        return vote
+
+
+def some_candidate(dice: random.Random, index: int, key: bytes, now: float) -> Candidate:
+    """A hostile peer's word of itself."""
+    auxiliary = dice.random() < 0.2
+    return sign_candidate(
+        simulated_signer(index),
+        key=key,
+        deadline=now + dice.choice([-100.0, -1.0, 0.0, 0.5, MATCH_TIMEOUT, 1000.0]) + dice.random(),
+        expiration_time=now + dice.choice([1.0, 60.0, 3600.0]),
+        weight=0.0 if auxiliary else dice.choice([0.0, 1.0, 5.0, 1e6]),
+        bandwidth=dice.choice([1.0, 100.0, 900.0]),
+        codec=dice.choice(["fp32", "fp32", "blockwise8/64"]),
+        auxiliary=auxiliary,
+        addresses=dice.choice([(), (f"/ip4/10.0.0.{dice.randrange(9)}/tcp/4001",)]),
+        state=dice.choice([b"", b"", b"another"]),
+    )
+
+
+def some_roster(dice: random.Random, known: Sequence[Candidate]) -> Roster | None:
+    """Any members in any order, with any shares; ``None`` when that is no roster."""
+    members = tuple(dice.sample(list(known), min(len(known), dice.randint(2, 6))))
+    cuts = sorted([0, ELEMENTS, *(dice.randint(0, ELEMENTS) for _ in members[1:])])
+    shares = tuple(stop - start for start, stop in itertools.pairwise(cuts))
+    listeners = frozenset(member.peer_id for member in members if member.weight == 0 and not member.auxiliary)
+    try:
+        return Roster(members=members, shares=shares, proposal=dice.randrange(3), listeners=listeners)
+    except RemoteProtocolError:
+        return None
+
+
+def some_match_message(dice: random.Random, known: Sequence[Candidate], group_id: bytes) -> messages.Message:
+    """Anything that is said until a group stands."""
+    one = dice.choice(list(known))
+    roster = some_roster(dice, known)
+    group_id = dice.choice([group_id, bytes(32), roster.group_id if roster is not None else bytes(32)])
+    options: list[messages.Message] = [
+        messages.Ask(one),
+        messages.Nudge(one),
+        messages.Joined(one),
+        messages.Declined("so it says", dice.choice([None, one]), (one.peer_id,), dice.random() < 0.5),
+        messages.Status(dice.randint(1, 8), dice.random() < 0.5),
+        messages.Accept(group_id),
+        messages.Refuse(group_id, "so it says"),
+        messages.Commit(group_id),
+        messages.Disband("so it says", dice.choice([None, one])),
+    ]
+    if roster is not None:
+        options += [messages.Propose(roster)] * 3
+    return dice.choice(options)
+
+
+# ---------------------------------------------------------------------- hostile peers
+
+
+class HostileControl(control.Control):
+    """A member's votes, with others drawn at random between them."""
+
+    dice: random.Random
+    sent: Counter[str]
+    begun: list[int]
+    newest = 0
+
+    async def _speak(self, line: Any, stream: Stream) -> None:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._babble, line)
+            await super()._speak(line, stream)
+            nursery.cancel_scope.cancel()
+
+    async def _babble(self, line: Any) -> None:
+        while True:
+            await trio.sleep(self.dice.expovariate(50.0))
+            member = self._hears._member  # type: ignore[attr-defined]  # of the hostile peer's own exchange
+            if self.dice.random() < 0.3:
+                self._mislead(member)
+            for _ in range(self.dice.randint(1, 4)):
+                self._say(line, some_vote(self.dice, member))
+
+    def _mislead(self, member: agreement.Member) -> None:
+        """Lead the others from one ballot to the next, about attempts that there were and others."""
+        dice, size = self.dice, member.size
+        self.newest = next_ballot(self._me, size, max(self.newest, member.promised))
+        attempts = [0, member.attempt, self.newest, *self.begun]
+        members = dice.choice([some_members(dice, size), member.members])
+        attempt, view = dice.choice(attempts[-4:]), dice.choice([members, some_members(dice, size)])
+        if attempt == self.newest:
+            view = members
+            self.begun.append(attempt)
+        source, lacking = dice.choice(sorted(view)), frozenset(dice.sample(sorted(view), dice.randint(0, 1)))
+        begin = Begin(self.newest, attempt, members, view, source, lacking, dice.random() < 0.3)
+        for line in self._lines.values():
+            self._say(line, Gather(self.newest))
+            self._say(line, begin)
+
+    def _say(self, line: Any, vote: Vote) -> None:
+        if len(line.unsent) < 48:
+            line.unsent.append(vote)
+            line.wake()
+            self.sent["votes"] += 1
+
+
+class Hostile:
+    """What a hostile peer sends beside its averager's messages."""
+
+    def __init__(self, peer: Peer, index: int, how: Setting, record: Seen) -> None:
+        self.peer = peer
+        self.index = index
+        self.how = how
+        self.sent = record.sent
+        self.dice = random.Random(f"hostile/{how.seed}/{index}")
+        self.key = bytes(32)
+        self.group_id = bytes(32)
+        self.known: list[Candidate] = []
+
+    async def run(self, averager: p2pavg.DecentralizedAverager) -> None:
+        """Until cancelled."""
+        tasks = {"lanes": self._lane, "matches": self._match, "records": self._record}
+        chosen = [task for kind, task in tasks.items() if kind in self.how.kinds]
+        while True:
+            await trio.sleep(self.dice.expovariate(8.0))
+            self._look(averager)
+            if chosen:
+                try:
+                    with trio.move_on_after(1.0):
+                        await self.dice.choice(chosen)()
+                except (UnreachableError, StreamBrokenError, ClosedError):
+                    continue
+
+    def _look(self, averager: p2pavg.DecentralizedAverager) -> None:
+        self.key = averager._key or self.key
+        now = self.peer.around.wall_clock()
+        found = {}
+        for record in self.peer.records.held(self.key):
+            try:
+                found[record.publisher] = read_candidate(record)
+            except RemoteProtocolError:
+                continue
+        self.known = [*found.values(), some_candidate(self.dice, self.index, self.key, now)]
+        if averager._round is not None and averager._round._roster is not None:
+            self.group_id = averager._round._roster.group_id
+
+    def _other(self) -> str:
+        others = [index for index in range(self.how.peers) if index != self.index]
+        return simulated_signer(self.dice.choice(others)).peer_id
+
+    async def _lane(self) -> None:
+        header = LaneHeader(
+            self.group_id,
+            self.dice.choice(list(Lane)),
+            self.dice.choice([0, 0, 1, self.dice.randrange(20)]),
+            self.dice.choice([0, 0, self.dice.randrange(8)]),
+        )
+        stream = await self.peer.around.transport.open_stream(self._other(), EXCHANGE_PROTOCOL, timeout=1.0)
+        await send_message(stream, encode_header(header))
+        self.sent["lanes"] += 1
+        for index in range(self.dice.randint(0, 6)):
+            values = torch.randn(PART_ELEMENTS, generator=torch.Generator().manual_seed(index))
+            await stream.send_all(part_frame(index) + values.numpy().tobytes())
+            self.sent["parts"] += 1
+        await self._leave(stream)
+
+    async def _match(self) -> None:
+        stream = await self.peer.around.transport.open_stream(self._other(), messages.PROTOCOL, timeout=1.0)
+        opening: list[messages.Message] = [messages.Ask(self.known[-1]), messages.Nudge(self.known[-1])]
+        await send_message(stream, messages.encode(self.dice.choice(opening)))
+        for _ in range(self.dice.randint(0, 5)):
+            await send_message(
+                stream, messages.encode(some_match_message(self.dice, self.known, self.group_id))
+            )
+            self.sent["matches"] += 1
+        await self._leave(stream)
+
+    async def _record(self) -> None:
+        now, dice = self.peer.around.wall_clock(), self.dice
+        records = tuple(self._some_record(now) for _ in range(dice.randint(1, 4)))
+        store = Store((), records)
+        requests: list[Request] = [store, store, Find((), self.key), Locate((), self.key)]
+        request = dice.choice(requests)
+        stream = await self.peer.around.transport.open_stream(self._other(), RECORDS_PROTOCOL, timeout=1.0)
+        await send_message(stream, encode_request(request))
+        self.sent["records"] += len(records) if isinstance(request, Store) else 1
+        await self._leave(stream)
+
+    def _some_record(self, now: float) -> Record:
+        dice, signer = self.dice, simulated_signer(self.index)
+        entry = RunEntry(
+            schema_hash=dice.randbytes(32),
+            tensors=dice.randint(1, 9),
+            elements=dice.randrange(10**6),
+            codec="fp32",
+            group_size=dice.randint(2, 64),
+            rule="",
+        )
+        progress = Progress(
+            epoch=dice.choice([0, 1, 10**6]),
+            state=bytes(32),
+            samples=dice.choice([0.0, 1e15]),
+            samples_per_second=dice.choice([0.0, 1e15]),
+            waiting=dice.random() < 0.5,
+        )
+        key, value = dice.choice(
+            [
+                (self.key, some_candidate(dice, self.index, self.key, now).record.value),
+                (self.key, dice.randbytes(dice.randint(1, 99))),
+                (run_key(RUN), encode_entry(entry)),
+                (bulletin_key(RUN, "progress"), encode_progress(progress)),
+                (dice.randbytes(32), b"anything"),
+            ]
+        )
+        return sign_record(
+            signer,
+            key=key,
+            sequence=int(now * 1e6) + dice.randrange(10**6),
+            expiration_time=now + dice.choice([0.5, 30.0, 600.0]),
+            value=value,
+        )
+
+    async def _leave(self, stream: Stream) -> None:
+        if self.dice.random() < 0.5:
+            await trio.sleep(self.dice.random())
+        if self.dice.random() < 0.5:
+            await stream.aclose()
+        else:
+            await stream.reset()
+
+
+@contextmanager
+def hostile_members(how: Setting, record: Seen) -> Iterator[dict[str, Hostile]]:
+    """Let hostile peers vote at random, and say anything while groups are formed."""
+    hostile: dict[str, Hostile] = {}
+    send = matchmaker._Attempt._send
+
+    def make(**given: Any) -> control.Control:
+        liar = hostile.get(given["transport"].peer_id)
+        if liar is None or "votes" not in how.kinds:
+            return control.Control(**given)
+        made = HostileControl(**given)
+        made.dice, made.sent, made.begun = liar.dice, record.sent, []
+        return made
+
+    def say(self: Any, peer_id: str, message: messages.Message) -> None:
+        liar = hostile.get(self._me.peer_id)
+        if liar is not None and "matches" in how.kinds and liar.known and liar.dice.random() < 0.4:
+            message = some_match_message(liar.dice, liar.known, liar.group_id)
+            record.sent["matches"] += 1
+        send(self, peer_id, message)
+
+    vars(exchange)["Control"] = make
+    matchmaker._Attempt._send = say  # type: ignore[method-assign]
+    try:
+        yield hostile
+    finally:
+        vars(exchange)["Control"] = control.Control
+        matchmaker._Attempt._send = send  # type: ignore[method-assign]
+
+
+# ---------------------------------------------------------------------- one seed
+
+
+async def run(how: Setting) -> Seen:
+    """One seed, from the first peer to the last."""
+    record = Seen()
+    # On slow links a round lasts long enough for many votes.
+    bandwidth = random.Random(f"bandwidth/{how.seed}").choice([None, 3e4, 1e4])
+    network = MemoryNetwork(seed=how.seed, latency=(0.001, 0.02), bandwidth=bandwidth)
+    config = p2pavg.AveragingConfig(
+        run_id=RUN,
+        group_size=how.peers,
+        min_group_size=2,
+        match_timeout=MATCH_TIMEOUT,
+        exchange_timeout=EXCHANGE_TIMEOUT,
+        compression=None,
+    )
+
+    async def work(peer: Peer, index: int) -> None:
+        async with peer.averager(config) as averager, trio.open_nursery() as nursery:
+            if index in how.liars:
+                liar = hostile[peer.id] = Hostile(peer, index, how, record)
+                nursery.start_soon(liar.run, averager)
+            await average(record, averager, index, how)
+            nursery.cancel_scope.cancel()
+
+    with hostile_members(how, record) as hostile:
+        await run_peers(network, how.peers, work)
+    return record
+
+
+async def average(record: Seen, averager: p2pavg.DecentralizedAverager, index: int, how: Setting) -> None:
+    """A few rounds of one peer."""
+    generator = torch.Generator().manual_seed(how.seed * 100 + index)
+    for number in range(ROUNDS):
+        averager.clear()
+        values, weight = torch.randn(ELEMENTS, generator=generator), 1.0 + number
+        averager.accumulate([values], weight=weight)
+        record.given[averager.peer_id, weight] = values
+        for _ in range(TRIES):
+            began = trio.current_time()
+            result = await averager.step(wait=None)
+            if index in how.liars:
+                if not isinstance(result, p2pavg.InProgress):
+                    break
+                continue
+            record.longest = max(record.longest, trio.current_time() - began)
+            record.tally[type(result).__name__] += 1
+            if isinstance(result, p2pavg.Success):
+                record.successes.append((averager.peer_id, result))
+            if not isinstance(result, p2pavg.InProgress):
+                break
+
+
+def check(how: Setting, record: Seen, faults: Sequence[str]) -> None:
+    """Raises AssertionError with what is wrong."""
+    assert not faults, f"handling a message raised: {faults[0]}"
+    bound = MATCH_TIMEOUT + EXCHANGE_TIMEOUT + SLACK
+    assert record.longest <= bound, f"a step took {record.longest:.1f} s"
+    liars = {simulated_signer(index).peer_id for index in how.liars}
+    bits: dict[tuple[str, tuple[str, ...]], str] = {}
+    for peer_id, result in record.successes:
+        assert isinstance(result.averaged, list)
+        averaged = result.averaged[0]
+        assert bool(torch.isfinite(averaged).all()), f"{peer_id} holds numbers that are not finite"
+        digest = hashlib.sha256(averaged.numpy().tobytes()).hexdigest()
+        same = bits.setdefault((result.group_id, result.peers), digest)
+        assert same == digest, f"members of a group with the same peers hold different bits: {peer_id}"
+        assert peer_id in result.peers, f"{peer_id} is not in its own result"
+        if "lanes" in how.kinds and liars & set(result.peers):
+            continue  # what such a member contributed is drawn at random
+        exact = torch.zeros(ELEMENTS, dtype=torch.float64)
+        for member, weight in result.weights.items():
+            exact += weight * record.given[member, weight].double()
+        exact /= result.total_weight
+        error = float((averaged.double() - exact).norm() / exact.norm())
+        assert error <= 1e-5, f"{peer_id} holds an average that is {error:.1e} from the mean of its peers"
+
+
+class Faults(logging.Handler):
+    """Collects what is logged as a bug that a message has reached."""
+
+    def __init__(self) -> None:
+        super().__init__(level=logging.ERROR)
+        self.found: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep an error's first line, and what was raised."""
+        raised = "" if record.exc_info is None else f": {record.exc_info[1]!r}"
+        self.found.append(record.getMessage() + raised)
+
+
+def one(seed: int) -> tuple[int, Counter[str], Counter[str], str]:
+    """Run and check one seed: what was sent, what came of it, and what is wrong with it, or nothing."""
+    torch.set_num_threads(1)
+    how, faults = setting(seed), Faults()
+    vars(reduction)["part_size"] = lambda _elements, _reducers: PART_ELEMENTS
+    logging.getLogger().addHandler(faults)
+    try:
+        record = simulate(partial(run, how), seed=seed)
+        check(how, record, faults.found)
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        return seed, Counter(), Counter(), f"{describe(error)}\n  {how}"
+    finally:
+        logging.getLogger().removeHandler(faults)
+    return seed, record.sent, record.tally, ""
+
+
+def main() -> int:
+    """See the top of this file."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, usage=argparse.SUPPRESS
+    )
+    parser.add_argument("--messages", type=int, default=10_000, help="how many, at least")
+    parser.add_argument("--first", type=int, default=0, help="the first seed")
+    parser.add_argument("--seed", type=int, help="only this one")
+    parser.add_argument("--log", action="store_true", help="with the peers' log")
+    parser.add_argument("--processes", type=int, default=multiprocessing.cpu_count())
+    arguments = parser.parse_args()
+    logging.basicConfig(
+        level=logging.DEBUG if arguments.log else logging.ERROR,
+        format="%(name)s %(message)s",
+        stream=sys.stdout,
+    )
+    if not arguments.log:
+        logging.getLogger().handlers[0].setLevel(
+            logging.CRITICAL
+        )  # what is an error is printed with its seed
+    if arguments.seed is not None:
+        print(setting(arguments.seed))
+        _, sent, tally, wrong = one(arguments.seed)
+        print(dict(sent), dict(tally), wrong or "nothing is wrong")
+        return int(bool(wrong))
+    began = time.monotonic()
+    total, sent_in_all, seeds, failed = Counter[str](), Counter[str](), 0, 0
+    with multiprocessing.Pool(arguments.processes) as pool:
+        first = arguments.first
+        while sum(sent_in_all.values()) < arguments.messages:
+            batch = range(first, first + 2 * arguments.processes)
+            first = batch.stop
+            for seed, sent, tally, wrong in pool.imap_unordered(one, batch):
+                sent_in_all += sent
+                total += tally
+                seeds += 1
+                if wrong:
+                    failed += 1
+                    print(f"seed {seed}: {wrong}\n  again: scripts/fuzz --seed {seed} --log", flush=True)
+            if failed > 20:
+                break
+    seconds = time.monotonic() - began
+    kinds = ", ".join(f"{count} {name}" for name, count in sorted(sent_in_all.items()))
+    results = ", ".join(f"{count} {name}" for name, count in sorted(total.items()))
+    print(f"{seeds} seeds, {sum(sent_in_all.values())} messages ({kinds}) in {seconds:.0f} s: {failed} wrong")
+    print(f"results of the honest peers: {results}")
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

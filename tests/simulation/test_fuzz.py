@@ -1,0 +1,32 @@
+"""Random messages of hostile members: a short form of ``scripts/fuzz``, and that it finds what is wrong."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+
+def test_valid_looking_messages_in_random_order_harm_no_honest_peer() -> None:
+    """Each seed that fails prints the command that repeats it."""
+    command = [sys.executable, "-m", "scripts.fuzz", "--messages", "1500", "--processes", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_rule_that_fails_over_a_vote_is_found_and_its_seed_named() -> None:
+    """Although it costs only the member that sent the vote: it is a bug all the same."""
+    broken = (
+        "import p2pavg.allreduce.exchange as e, scripts.fuzz as f, sys\n"
+        "real = e.advance\n"
+        "def advance(member, event):\n"
+        "    if type(getattr(event, 'vote', None)).__name__ == 'Behind': raise KeyError('wrong')\n"
+        "    return real(member, event)\n"
+        "e.advance = advance\n"
+        "f.KINDS = ('votes',)\n"
+        "sys.argv[1:] = ['--messages', '300', '--processes', '1']\n"
+        "sys.exit(f.main())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", broken], capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "scripts/fuzz --seed" in done.stdout
+    assert "KeyError" in done.stdout

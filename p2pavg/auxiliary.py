@@ -155,6 +155,7 @@ async def _assist_round(
         found = await matchmaker.find_group(weight=0.0, auxiliary=True, on_report=_ignore, on_expect=expect)
         if isinstance(found, GaveUp) or group is None:
             return
+        group.consists_of(member.peer_id for member in found.members)
         exchange = Exchange(
             transport=peer.around.transport,
             roster=found,

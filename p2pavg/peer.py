@@ -30,17 +30,16 @@ from p2pavg.matchmaking.messages import Ask, Declined, Nudge, decode, encode
 from p2pavg.net.addresses import check_is_list, parse_peer_address
 from p2pavg.net.framing import receive_message, send_message
 from p2pavg.net.transport import Stream, Transport
-from p2pavg.record_calls import RECORD_STREAM_SECONDS, RecordCalls
+from p2pavg.record_calls import RecordCalls
+from p2pavg.record_service import RecordService
 from p2pavg.workers import RunInThread, Workers
+from p2pavg_dht import PROTOCOL as RECORDS_PROTOCOL
 from p2pavg_dht import (
-    MAX_MESSAGE_BYTES,
     Contact,
     Ed25519Signer,
-    MessageError,
     RecordNode,
     Signer,
 )
-from p2pavg_dht import PROTOCOL as RECORDS_PROTOCOL
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +47,6 @@ DEFAULT_LISTEN = ("/ip4/0.0.0.0/tcp/0",)
 BOOTSTRAP_SECONDS = 15.0
 _DIAL_SECONDS = 5.0
 _FIRST_MESSAGE_SECONDS = 10.0
-_ANSWER_SECONDS = 10.0
 _WITHDRAW_SECONDS = 1.0
 _TAIL_SECONDS = 2.0
 
@@ -122,10 +120,11 @@ class Peer:
 
     async def start(self, bootstrap: Sequence[str]) -> None:
         """Serve, and get to know the network through the bootstrap addresses."""
-        self._transport.serve(RECORDS_PROTOCOL, self._serve_records)
+        self._transport.serve(RECORDS_PROTOCOL, RecordService(self.records).serve)
         self._transport.serve(MATCH_PROTOCOL, self._serve_match)
         self._transport.serve(EXCHANGE_PROTOCOL, self.lobby.serve)
-        self._transport.serve_lanes(self.lobby.serve_lane)
+        self._transport.serve_lanes(self.lobby.serve_lane, wanted=self.lobby.wants_lane)
+        self.lobby.on_members = self._remember_members
         await self.around.nursery.start(self.records.run)  # type: ignore[arg-type]  # trio-typing's stubs
         if bootstrap:
             await self.join(bootstrap)
@@ -187,21 +186,9 @@ class Peer:
         with trio.CancelScope(shield=True, deadline=trio.current_time() + _WITHDRAW_SECONDS):
             await self.records.withdraw_all()
 
-    async def _serve_records(self, stream: Stream) -> None:
-        """Calls, one after the other, until the caller closes the stream or has asked nothing for a while."""
-        while True:
-            with trio.move_on_after(RECORD_STREAM_SECONDS) as scope:
-                request = await receive_message(stream, max_bytes=MAX_MESSAGE_BYTES)
-            if scope.cancelled_caught or request is None:
-                return
-            with trio.move_on_after(_ANSWER_SECONDS) as scope:
-                try:
-                    answer = await self.records.handle(stream.remote, request)
-                except MessageError as error:
-                    raise RemoteProtocolError(str(error)) from None
-                await send_message(stream, answer)
-            if scope.cancelled_caught:
-                return
+    def _remember_members(self, members: frozenset[str]) -> None:
+        for peer_id in members - {self.id}:
+            self._transport.remember_peer(peer_id, companion=True)
 
     async def _serve_match(self, stream: Stream) -> None:
         with trio.move_on_after(_FIRST_MESSAGE_SECONDS) as scope:

@@ -18,6 +18,13 @@ from p2pavg_dht import MAX_MESSAGE_BYTES, PROTOCOL, RPC_TIMEOUT, Contact, RpcErr
 RECORD_STREAM_SECONDS = 60.0  # that a stream without a call stays open
 MAX_KEPT = 64  # streams; the one that was used longest ago gives way
 
+# Calls to one peer at a time; a fifth waits. Lookups of several keys ask the same nearest peers.
+MAX_CALLS_PER_PEER = 4
+
+# Streams of one peer that are served at a time, over all its connections: those calls, the stream that is kept, and
+# some that it has let go of a moment ago. With 120 streams two connections could hold 240 MB.
+MAX_STREAMS_PER_PEER = 8
+
 
 class RecordCalls:
     """The calls of one peer. Each waits for at most ``RPC_TIMEOUT``, as its caller sees to."""
@@ -25,6 +32,7 @@ class RecordCalls:
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
         self._kept: OrderedDict[PeerId, tuple[Stream, float]] = OrderedDict()
+        self._turns: dict[PeerId, trio.CapacityLimiter] = {}
 
     async def call(self, contact: Contact, request: bytes) -> bytes:
         """The answer.
@@ -32,6 +40,17 @@ class RecordCalls:
         Raises:
             RpcError: there is none, and why.
         """
+        turns = self._turns.setdefault(contact.peer_id, trio.CapacityLimiter(MAX_CALLS_PER_PEER))
+        try:
+            async with turns:
+                answer = await self._call(contact, request)
+        finally:
+            if turns.borrowed_tokens == 0 and turns.statistics().tasks_waiting == 0:
+                self._turns.pop(contact.peer_id, None)
+        self._transport.remember_peer(contact.peer_id)
+        return answer
+
+    async def _call(self, contact: Contact, request: bytes) -> bytes:
         kept = await self._take(contact.peer_id)
         if kept is not None:
             answer = await self._try_kept(kept, request)

@@ -180,6 +180,7 @@ class Round:
 
     async def _exchange(self, roster: Roster) -> RoundResult:
         assert self._group is not None
+        self._group.consists_of(member.peer_id for member in roster.members)
         self._roster = roster
         if self._tools.transport.peer_id in roster.listeners and self._contribution is not None:
             self._tools.accumulation.give_back(self._contribution)  # it is for a later round

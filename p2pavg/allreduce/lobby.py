@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import TracebackType
 
 import trio
@@ -81,6 +81,8 @@ class ExpectedGroup:
 
     def __init__(self, lobby: Lobby, group_id: bytes, on_arrival: Callable[[bytes, str], None]) -> None:
         self.group_id = group_id
+        self.members: frozenset[str] | None = None
+        """Peer ids; ``None`` until they are known."""
         self._on_arrival = on_arrival
         self.controls = Lanes()
         self._lobby = lobby
@@ -96,6 +98,11 @@ class ExpectedGroup:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def consists_of(self, members: Iterable[str]) -> None:
+        """Note the peer ids of the group, once it has committed."""
+        self.members = frozenset(members)
+        self._lobby.on_members(self.members)
 
     def lanes(self, attempt: int) -> Lanes:
         """The lanes of an attempt; those of older ones are let go and refused from now on."""
@@ -146,6 +153,8 @@ class Lobby:
 
     def __init__(self) -> None:
         self.groups: dict[bytes, ExpectedGroup] = {}
+        self.on_members: Callable[[frozenset[str]], None] = lambda _: None
+        """Is told the peer ids of each group that has committed."""
         self._ended: OrderedDict[bytes, HowItEnded] = OrderedDict()
 
     def expect(
@@ -157,6 +166,10 @@ class Lobby:
             on_arrival: is told of each: the group, and who opened it.
         """
         return ExpectedGroup(self, group_id, on_arrival)
+
+    def wants_lane(self, peer_id: str) -> bool:
+        """Whether a direct lane of this peer is expected: it is, or may be, in a group that is."""
+        return any(group.members is None or peer_id in group.members for group in self.groups.values())
 
     def remember(self, group_id: bytes, how_it_ended: HowItEnded) -> None:
         """What to say from now on to those that ask about a group; the oldest of many is forgotten."""

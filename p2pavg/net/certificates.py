@@ -7,10 +7,13 @@ or none.
 
 from __future__ import annotations
 
+import os
 import ssl
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
-from tempfile import NamedTemporaryFile
+from pathlib import Path
+from tempfile import TemporaryDirectory, TemporaryFile
 
 from cryptography import x509
 from cryptography.exceptions import UnsupportedAlgorithm
@@ -53,11 +56,36 @@ class OwnCertificate:
 
     def _between_two(self, context: ssl.SSLContext, trusted: bytes) -> ssl.SSLContext:
         context.load_verify_locations(cadata=trusted)
-        with NamedTemporaryFile(prefix="p2pavg-") as file:  # mode 0600; ssl loads a key from files only
-            file.write(self._pem)
-            file.flush()
-            context.load_cert_chain(file.name)
+        with _readable_as_file(self._pem) as path:  # ssl loads a key from files only
+            context.load_cert_chain(path)
         return context
+
+
+@contextmanager
+def _readable_as_file(secret: bytes) -> Iterator[str]:
+    """A path under which ``secret`` can be read while the block runs. A process that is killed leaves no file behind.
+
+    On Linux it is memory that has no name in any directory. On other systems it is a file that has lost its name before
+    anything is written to it. Where a file needs a name, it is one that only this user may read, in a directory that
+    only this user may open, and that is removed at the end of the block. There alone a killed process leaves it.
+    """
+    if hasattr(os, "memfd_create") and Path("/proc/self/fd").is_dir():
+        with open(os.memfd_create("p2pavg", os.MFD_CLOEXEC), "wb") as file:
+            os.fchmod(file.fileno(), 0o600)
+            file.write(secret)
+            file.flush()
+            yield f"/proc/self/fd/{file.fileno()}"
+    elif Path("/dev/fd").is_dir():
+        with TemporaryFile(prefix="p2pavg-") as file:
+            file.write(secret)
+            file.seek(0)  # there, opening it again shares the position
+            yield f"/dev/fd/{file.fileno()}"
+    else:
+        with TemporaryDirectory(prefix="p2pavg-") as directory:
+            path = Path(directory, "key")
+            with open(path, "xb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+                file.write(secret)
+            yield str(path)
 
 
 def listening_context(choose: ChooseContext) -> ssl.SSLContext:

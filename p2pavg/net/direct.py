@@ -45,6 +45,7 @@ class LaneKeeper:
         nursery: trio.Nursery,
         doorway: Doorway,
         dialled_addresses: DialledAddresses,
+        share: float = 1.0,
     ) -> None:
         self._transport = transport
         self._nursery = nursery
@@ -52,7 +53,7 @@ class LaneKeeper:
         self._dialled_addresses = dialled_addresses
         self._closed = False
         self._outbound: dict[TlsLane, trio.CancelScope] = {}
-        self._inbound = InboundLanes(nursery)
+        self._inbound = InboundLanes(nursery, share)
         self._searches: set[trio.CancelScope] = set()
         self._idle = IdleLanes()
         self._nowhere = Nowhere()
@@ -215,9 +216,9 @@ class LaneKeeper:
 
     # -- the receiver's side
 
-    def serve(self, handler: DirectLaneHandler) -> None:
+    def serve(self, handler: DirectLaneHandler, wanted: Callable[[PeerId], bool] | None = None) -> None:
         """What :meth:`Transport.serve_lanes` says."""
-        self._inbound.serve(handler)
+        self._inbound.serve(handler, wanted)
 
     async def _answer(self, stream: Stream) -> None:
         with trio.move_on_after(ANSWER_SECONDS), bare_exceptions():

@@ -6,7 +6,7 @@ import logging
 import secrets
 import socket
 import ssl
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 
@@ -14,8 +14,8 @@ import trio
 from multiaddr import Multiaddr
 
 from p2pavg.errors import AddressError, UnreachableError
-from p2pavg.net.addresses import parse_address_of
 from p2pavg.net.certificates import OwnCertificate, listening_context
+from p2pavg.net.dial_gate import DialGate
 from p2pavg.net.tls_connection import TlsConnection
 from p2pavg.net.transport import PeerId
 
@@ -24,9 +24,6 @@ logger = logging.getLogger(__name__)
 TICKET_BYTES = 16
 TICKET_SECONDS = 10.0
 _STAGGER_SECONDS = 0.25  # RFC 8305, section 5
-
-Resolve = Callable[[Multiaddr], Awaitable[list[Multiaddr]]]
-"""The IP addresses that an address stands for. Raises UnreachableError."""
 
 
 class Visitor:
@@ -66,9 +63,9 @@ class Visitor:
 class Doorway:
     """What a process needs to make TLS connections with peers whose certificates it has been told."""
 
-    def __init__(self, peer_id: PeerId, resolve: Resolve) -> None:
+    def __init__(self, peer_id: PeerId, gate: DialGate) -> None:
         self._peer_id = peer_id
-        self._resolve = resolve
+        self._gate = gate
         self._expected: dict[str, Visitor] = {}
         self._entering: dict[object, Visitor] = {}
         self._listening = listening_context(self._choose)
@@ -128,7 +125,7 @@ class Doorway:
             UnreachableError: with the reason of each address.
             OSError: OpenSSL does not take the certificate.
         """
-        call = _Call(peer_id, certificate, ticket, self.own.client_context(certificate), self._resolve)
+        call = _Call(peer_id, certificate, ticket, self.own.client_context(certificate), self._gate)
         return await call.first_of(addresses)
 
 
@@ -136,13 +133,13 @@ class _Call:
     """One dial of one peer, at several addresses."""
 
     def __init__(
-        self, peer_id: PeerId, certificate: bytes, ticket: bytes, context: ssl.SSLContext, resolve: Resolve
+        self, peer_id: PeerId, certificate: bytes, ticket: bytes, context: ssl.SSLContext, gate: DialGate
     ) -> None:
         self._peer_id = peer_id
         self._certificate = certificate
         self._name = ticket.hex()
         self._context = context
-        self._resolve = resolve
+        self._gate = gate
         self._reasons: list[str] = []
         self._connection: TlsConnection | None = None
 
@@ -177,10 +174,12 @@ class _Call:
 
     async def _at(self, text: str) -> TlsConnection:
         reasons = []
-        for address in await self._resolve(parse_address_of(self._peer_id, text)):
+        for address in await self._gate.candidates(self._peer_id, text):
             try:
-                connection = TlsConnection(self._context, await _connect(address), server_name=self._name)
-                await connection.shake_hands(lambda: self._certificate)
+                async with self._gate.dialling(self._peer_id, text, address):
+                    plain = await _connect(address)
+                    connection = TlsConnection(self._context, plain, server_name=self._name)
+                    await connection.shake_hands(lambda: self._certificate)
                 return connection
             except OSError as error:
                 reasons.append(error.strerror or str(error))

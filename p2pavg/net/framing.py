@@ -6,6 +6,8 @@ are read straight into the caller's buffer.
 
 from __future__ import annotations
 
+import trio
+
 from p2pavg.errors import RemoteProtocolError, StreamBrokenError
 from p2pavg.net.transport import Buffer, Stream
 
@@ -14,6 +16,10 @@ LENGTH_BYTES = 4
 # Control messages are small: a roster of 16 members with signed records of 4 KiB each is the largest. gRPC allows
 # 4 MiB by default, libp2p's own protocols 64 KiB to 4 MiB.
 MAX_CONTROL_BYTES = 256 * 1024
+
+# For a message, from its first byte to its last. A roster of 64 KiB takes 8 s on the slowest link that is supported
+# without setting a bandwidth, 64 kbit/s; whoever takes longer holds memory for nothing.
+MESSAGE_SECONDS = 10.0
 
 _READ_CHUNK = 256 * 1024  # a stream's first window: more is never there to be read at once
 
@@ -27,23 +33,32 @@ async def receive_message(stream: Stream, *, max_bytes: int = MAX_CONTROL_BYTES)
     """The next message, or ``None`` when the other side closed its half between two messages.
 
     Raises:
-        RemoteProtocolError: the announced length is zero or above ``max_bytes``.
+        RemoteProtocolError: the announced length is zero or above ``max_bytes``, or the message was not complete
+            MESSAGE_SECONDS after its first byte.
         StreamBrokenError: the stream ended within a message, or was reset.
     """
     first = await stream.receive_some(LENGTH_BYTES)
     if not first:
         return None
-    length = int.from_bytes(first + await _receive_exactly(stream, LENGTH_BYTES - len(first)), "big")
-    if not 0 < length <= max_bytes:
-        raise RemoteProtocolError(f"a message of {length} bytes was announced, 1 to {max_bytes} are allowed")
-    return bytes(await _receive_exactly(stream, length))
+    with trio.move_on_after(MESSAGE_SECONDS):
+        length = int.from_bytes(first + await _receive_exactly(stream, LENGTH_BYTES - len(first)), "big")
+        if not 0 < length <= max_bytes:
+            raise RemoteProtocolError(
+                f"a message of {length} bytes was announced, 1 to {max_bytes} are allowed"
+            )
+        return bytes(await _receive_exactly(stream, length))
+    raise RemoteProtocolError(f"a message was not complete {MESSAGE_SECONDS:.0f} s after its first byte")
 
 
 async def _receive_exactly(stream: Stream, count: int) -> bytearray:
-    """Grows with what arrives: four bytes from a stranger reserve no memory."""
+    """Grows with what arrives: four bytes from a stranger reserve no memory. The transport knows how much there is."""
     received = bytearray()
-    while len(received) < count:
-        received += await _receive_some(stream, count - len(received))
+    try:
+        while len(received) < count:
+            received += await _receive_some(stream, count - len(received))
+            stream.hold(len(received))
+    finally:
+        stream.hold(0)
     return received
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 import trio
 
@@ -21,17 +22,21 @@ _INBOUND_IDLE_SECONDS = IDLE_SECONDS + 60.0
 class InboundLanes:
     """The lanes on which others send to this process."""
 
-    def __init__(self, nursery: trio.Nursery) -> None:
+    def __init__(self, nursery: trio.Nursery, share: float = 1.0) -> None:
         self.lanes: set[TlsLane] = set()
-        self.slots = InboundSlots()
+        self.slots = InboundSlots(share)
+        self._idle: dict[TlsLane, None] = {}
+        """Lanes that nothing is read from, those that were used longest ago first."""
         self._nursery = nursery
         self._closed = False
         self._handler: DirectLaneHandler | None = None
         self._handler_set = trio.Event()
 
-    def serve(self, handler: DirectLaneHandler) -> None:
+    def serve(self, handler: DirectLaneHandler, wanted: Callable[[PeerId], bool] | None) -> None:
         """What :meth:`Transport.serve_lanes` says."""
         self._handler = handler
+        if wanted is not None:
+            self.slots.wanted = wanted
         self._handler_set.set()
 
     def close(self) -> None:
@@ -42,7 +47,20 @@ class InboundLanes:
 
     def refusal(self, peer_id: PeerId) -> str:
         """Why the peer may have no lane now; empty if it may."""
-        return "it is closing" if self._closed else self.slots.refusal(peer_id)
+        if self._closed:
+            return "it is closing"
+        if self.slots.is_full() and self.slots.wanted(peer_id):
+            self._drop_an_idle_one()
+        return self.slots.refusal(peer_id)
+
+    def _drop_an_idle_one(self) -> None:
+        """Make room for a member of a group. A sender whose idle lane ends makes another when it needs one."""
+        for lane in self._idle:
+            if not self.slots.wanted(lane.remote):
+                del self._idle[lane]
+                self._give_back(lane)
+                lane.abort()
+                return
 
     def adopt(self, connection: TlsConnection, slot: Slot) -> None:
         """There is one more lane: attend to it for as long as it lives."""
@@ -63,6 +81,11 @@ class InboundLanes:
             logger.exception("a lane of %s is dropped", lane.remote)
         finally:
             lane.abort()
+            self._idle.pop(lane, None)
+            self._give_back(lane)
+
+    def _give_back(self, lane: TlsLane) -> None:
+        if lane in self.lanes:
             self.lanes.remove(lane)
             self.slots.give_back(lane.remote)
 
@@ -78,7 +101,9 @@ class InboundLanes:
         with trio.move_on_after(_INBOUND_IDLE_SECONDS):
             if lane.aborted:
                 return False
+            self._idle[lane] = None
             await lane.wait_readable(ours_to_read=True)
+            self._idle.pop(lane, None)
             if lane.has_ended():
                 return False
             await self._handler_set.wait()

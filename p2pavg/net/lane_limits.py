@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
+from collections.abc import Callable
 
 import trio
 
@@ -14,6 +15,10 @@ MAX_IDLE_PER_PEER = 4
 MAX_IDLE = 128
 MAX_INBOUND_PER_PEER = 16
 MAX_INBOUND = 512
+# Of peers that no expected group has as a member. A lane may be asked for just before its group is known here, or just
+# after; who is in no group at all has no use for one.
+MAX_UNEXPECTED_PER_PEER = 2
+MAX_UNEXPECTED = 16
 IDLE_SECONDS = 600.0
 MAX_NOWHERE = 1024
 NOWHERE_SECONDS = 60.0
@@ -57,18 +62,36 @@ class IdleLanes:
 
 
 class InboundSlots:
-    """How many inbound lanes there are, of each peer and of all."""
+    """How many inbound lanes there are, of each peer and of all.
 
-    def __init__(self) -> None:
+    Args:
+        share: what part of MAX_INBOUND there may be, where the system lets this process open few files.
+    """
+
+    def __init__(self, share: float = 1.0) -> None:
         self._taken: Counter[PeerId] = Counter()
+        self._share = share
+        self.wanted: Callable[[PeerId], bool] = lambda _: True
+        """Whether lanes of a peer are expected now."""
 
     def refusal(self, peer_id: PeerId) -> str:
         """Why the peer may have no more; empty if it may."""
-        if self._taken[peer_id] >= MAX_INBOUND_PER_PEER:
-            return f"it holds {MAX_INBOUND_PER_PEER} lanes already"
-        if self._taken.total() >= MAX_INBOUND:
-            return f"there are {MAX_INBOUND} lanes already"
+        wanted = self.wanted(peer_id)
+        most = MAX_INBOUND_PER_PEER if wanted else MAX_UNEXPECTED_PER_PEER
+        if self._taken[peer_id] >= most:
+            return f"it holds {most} lanes already" + (
+                "" if wanted else ", and is in no group with this peer now"
+            )
+        unwanted = sum(count for other, count in self._taken.items() if not self.wanted(other))
+        if not wanted and unwanted >= MAX_UNEXPECTED:
+            return "it is in no group with this peer now"
+        if self.is_full():
+            return f"there are {self._taken.total()} lanes already"
         return ""
+
+    def is_full(self) -> bool:
+        """Whether there may be no more."""
+        return self._taken.total() >= int(MAX_INBOUND * self._share)
 
     def take(self, peer_id: PeerId) -> None:
         """One more."""

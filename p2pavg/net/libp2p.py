@@ -6,12 +6,13 @@ The only module that touches libp2p's host and network (with :mod:`p2pavg.net.li
 from __future__ import annotations
 
 import logging
+import math
 import os
 import socket
 import weakref
-from collections import OrderedDict
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import cast
 
 import trio
@@ -46,19 +47,31 @@ from p2pavg.errors import (
     UnreachableError,
 )
 from p2pavg.net.addresses import (
-    parse_address_of,
     parse_listen_address,
     parse_peer_address,
     reachable_hosts,
     with_peer_id,
 )
+from p2pavg.net.admission import Acquaintances, Admission, Arrival, ConnectionLimits, Standing
+from p2pavg.net.dial_gate import DialGate
 from p2pavg.net.dialling import Dialler
 from p2pavg.net.direct import LaneKeeper
 from p2pavg.net.doorway import Doorway
-from p2pavg.net.libp2p_guards import GuardedHost, GuardedMuxerMultistream, GuardedSwarm, GuardedYamux, install
+from p2pavg.net.entrance import Entrance
+from p2pavg.net.lane_limits import MAX_IDLE, MAX_INBOUND
+from p2pavg.net.libp2p_guards import (
+    GuardedHost,
+    GuardedMuxerMultistream,
+    GuardedSwarm,
+    GuardedYamux,
+    install,
+    is_of_the_network,
+)
 from p2pavg.net.libp2p_speed import EagerMultiselectClient, OneAnswerMultiselect
 from p2pavg.net.libp2p_speed import install as install_speed
-from p2pavg.net.sniffing import SniffingTCP
+from p2pavg.net.memory_budget import MemoryBudget
+from p2pavg.net.open_files import raise_file_limit, share_of_files
+from p2pavg.net.sniffing import SniffingTCP, accept_more_at_once
 from p2pavg.net.transport import (
     Buffer,
     DirectLane,
@@ -71,8 +84,8 @@ from p2pavg.net.transport import (
 
 logger = logging.getLogger(__name__)
 
-MAX_CONNECTIONS = 512
-MAX_REMEMBERED_PEERS = 1024  # and at which hosts they were met
+# libp2p's own limit, which drops connections by no rule of ours, is never met.
+_LIBP2P_MAX_CONNECTIONS = 1_000_000
 
 # A write is cut into pieces, each of which is finished even when its caller is gone: half a frame would poison the
 # connection for every stream on it. Small pieces keep other streams' turns short.
@@ -94,7 +107,10 @@ class Libp2pStream(Stream):
     """One yamux stream. Its writes run in the transport's nursery, so that cancelling the caller tears no frame."""
 
     def __init__(self, net_stream: NetStream, transport: Libp2pTransport) -> None:
-        self.remote = str(net_stream.muxed_conn.peer_id)
+        self._muxed = cast(GuardedYamux, net_stream.muxed_conn)
+        self.remote = str(self._muxed.peer_id)
+        self.remote_host = self._muxed.remote_host
+        self._stream_id: int = net_stream.muxed_stream.stream_id  # type: ignore[attr-defined]
         self._net_stream = net_stream
         self._transport = transport
         self._closed = False
@@ -132,6 +148,9 @@ class Libp2pStream(Stream):
                 await cast(GuardedYamux, self._net_stream.muxed_conn).abort()
         except (IOException, MuxedStreamError, ValueError) as error:
             self._unwritable = f"the stream to {self.remote} broke: {_text(error)}"
+        except Exception as error:
+            logger.exception("a write to %s failed", self.remote)
+            self._unwritable = f"the stream to {self.remote} broke: {_text(error)}"
         finally:
             done.set()
 
@@ -145,6 +164,12 @@ class Libp2pStream(Stream):
         except (IOException, MuxedStreamError, ValueError, KeyError) as error:
             self._unreadable = f"the stream of {self.remote} broke: {_text(error)}"
             raise StreamBrokenError(self._unreadable) from None
+
+    def hold(self, count: int) -> None:
+        if count and not self._muxed.is_reset(self._stream_id):
+            self._muxed.assembling[self._stream_id] = count
+        else:
+            self._muxed.assembling.pop(self._stream_id, None)
 
     async def aclose(self) -> None:
         if not self._closed:
@@ -176,6 +201,8 @@ class Libp2pStream(Stream):
                 await self._net_stream.reset()
         except (IOException, MuxedStreamError, ValueError) as error:
             logger.debug("closing a stream to %s: %s", self.remote, _text(error))
+        except Exception:
+            logger.exception("closing a stream to %s failed", self.remote)
         finally:
             done.set()
 
@@ -219,7 +246,12 @@ class Libp2pTransport(Transport):
     """Made by :func:`open_libp2p_transport`, which owns the tasks."""
 
     def __init__(
-        self, host: GuardedHost, swarm: GuardedSwarm, tcp: SniffingTCP, nursery: trio.Nursery
+        self,
+        host: GuardedHost,
+        swarm: GuardedSwarm,
+        tcp: SniffingTCP,
+        nursery: trio.Nursery,
+        places: _Places,
     ) -> None:
         self._host = host
         self._swarm = swarm
@@ -228,37 +260,62 @@ class Libp2pTransport(Transport):
         self._addresses: tuple[str, ...] = ()
         self._dialler = Dialler(nursery, self.is_connected, self._dial_one)
         self.peer_id = str(host.get_id())
-        self._met: OrderedDict[PeerId, set[str]] = OrderedDict()
+        self._acquaintances = places.acquaintances
+        self._entrance = places.entrance
+        self._arrivals: dict[GuardedYamux, Arrival] = {}
+        self._memory = MemoryBudget(lambda: self._arrivals, self._is_companion)
+        self._gate = DialGate(places.acquaintances)
+        swarm.admit = self._admit
         swarm.on_connection = self._connected
+        swarm.on_end = self._ended
         self._tcp = tcp
-        doorway = Doorway(self.peer_id, _resolve)
+        doorway = Doorway(self.peer_id, self._gate)
         tcp.on_tls = doorway.accept
-        self._lanes = LaneKeeper(self, nursery, doorway, self._dialled_addresses)
+        self._lanes = LaneKeeper(self, nursery, doorway, self._dialled_addresses, places.lanes)
         _transports.add(self)
 
     @property
     def addresses(self) -> tuple[str, ...]:
         return self._addresses
 
+    def remember_peer(self, peer_id: PeerId, *, companion: bool = False) -> None:
+        self._acquaintances.remember(peer_id, Standing.COMPANION if companion else Standing.ANSWERED)
+
+    def _is_companion(self, peer_id: PeerId) -> bool:
+        return self._acquaintances.standing_of(peer_id) is Standing.COMPANION
+
+    def _admit(self, muxed: GuardedYamux) -> None:
+        """There is to be one more connection. Raises NoPlaceError."""
+        arrival, peer_id = muxed.tcp_stream.arrival, str(muxed.peer_id)
+        if arrival is not None:
+            self._entrance.admit(arrival, peer_id)
+        else:
+            drop = partial(self.nursery.start_soon, muxed.abort)
+            arrival = self._entrance.dialled(muxed.remote_host, peer_id, drop)
+        self._arrivals[muxed] = arrival
+        muxed.arrived = self._memory.arrived
+
     def _connected(self, connection: SwarmConn) -> None:
         """There is one more connection: remember at which host the peer is."""
         muxed = cast(GuardedYamux, connection.muxed_conn)
-        try:
-            host = str(muxed.socket.getpeername()[0])
-        except OSError:  # it is gone already
-            host = ""
-        peer_id = str(muxed.peer_id)
-        self._met.setdefault(peer_id, set()).add(host)
-        self._met.move_to_end(peer_id)
-        while len(self._met) > MAX_REMEMBERED_PEERS:
-            self._met.popitem(last=False)
+        self._acquaintances.met(str(muxed.peer_id), muxed.remote_host)
         self._dialler.something_changed()
+
+    def _ended(self, muxed: GuardedYamux) -> None:
+        if (arrival := self._arrivals.pop(muxed, None)) is not None:
+            self._entrance.left(arrival)
 
     def serve(self, protocol: str, handler: StreamHandler) -> None:
         async def serve_one(net_stream: NetStream) -> None:
             stream = Libp2pStream(net_stream, self)
             try:
                 await handler(stream)
+            except Exception as error:
+                if is_of_the_network(error):
+                    raise
+                logger.exception(
+                    "serving %s to %s failed; only this stream of it is reset", protocol, stream.remote
+                )
             finally:
                 await stream.reset()
 
@@ -269,6 +326,8 @@ class Libp2pTransport(Transport):
         if peer_id == self.peer_id:
             raise AddressError(f"{address} is this peer itself")
         self._check_open()
+        self._gate.told_by_user(address)
+        self.remember_peer(peer_id, companion=True)
         with trio.move_on_after(timeout):
             await self._dialler.connect(peer_id, [address])
             return peer_id
@@ -316,6 +375,9 @@ class Libp2pTransport(Transport):
             attempt.stream = Libp2pStream(cast(NetStream, found), self)
         except (SwarmException, StreamFailure, IOException, MuxedStreamError, ValueError) as error:
             attempt.reason = _text(error)
+        except Exception as error:
+            logger.exception("opening a stream to %s failed", peer_id)
+            attempt.reason = _text(error)
         finally:
             watchdog.cancel()
             attempt.done.set()
@@ -335,9 +397,10 @@ class Libp2pTransport(Transport):
         Its ``dial_addr`` does neither.
         """
         reasons, refused = [], True
-        for address in await _resolve(parse_address_of(peer_id, text)):
+        for address in await self._gate.candidates(peer_id, text):
             try:
-                await self._swarm.dial_addr(address, ID.from_string(peer_id))
+                async with self._gate.dialling(peer_id, text, address):
+                    await self._swarm.dial_addr(address, ID.from_string(peer_id))
                 return
             except SwarmException as error:
                 reasons.append(_text(error))
@@ -347,7 +410,7 @@ class Libp2pTransport(Transport):
     def _has_met(self, peer_id: PeerId, address: Multiaddr) -> bool:
         """Whether the peer was seen at that host: behind a home router it may name addresses that are others' here."""
         hosts = [str(address.value_for_protocol(name)) for name in ("ip4", "ip6") if name in address]
-        return bool(hosts) and hosts[0] in self._met.get(peer_id, ())
+        return bool(hosts) and self._acquaintances.has_met(peer_id, hosts[0])
 
     def is_connected(self, peer_id: PeerId) -> bool:
         return any(
@@ -363,8 +426,10 @@ class Libp2pTransport(Transport):
         for connection in self._swarm.get_connections(ID.from_string(peer_id)):
             await cast(GuardedYamux, connection.muxed_conn).abort()
 
-    def serve_lanes(self, handler: DirectLaneHandler) -> None:
-        self._lanes.serve(handler)
+    def serve_lanes(
+        self, handler: DirectLaneHandler, *, wanted: Callable[[PeerId], bool] | None = None
+    ) -> None:
+        self._lanes.serve(handler, wanted)
 
     async def open_lane(
         self, peer_id: PeerId, *, addresses: Sequence[str] = (), timeout: float
@@ -399,7 +464,7 @@ class Libp2pTransport(Transport):
         bound = [address for listener in self._listeners() for address in listener.get_addrs()]
         found: list[str] = []
         for address in bound:
-            version = "ip4" if "ip4" in address else "ip6"
+            version = _version_of(address)
             port = address.value_for_protocol("tcp")
             hosts = reachable_hosts(str(address.value_for_protocol(version)))
             found += [f"/{version}/{host}/tcp/{port}" for host in hosts]
@@ -419,12 +484,15 @@ class Libp2pTransport(Transport):
 
 
 @asynccontextmanager
-async def open_libp2p_transport(*, seed: bytes, listen: Sequence[str]) -> AsyncIterator[Libp2pTransport]:
+async def open_libp2p_transport(
+    *, seed: bytes, listen: Sequence[str], limits: ConnectionLimits | None = None
+) -> AsyncIterator[Libp2pTransport]:
     """Listen on ``listen`` and speak to others for as long as the block runs.
 
     Args:
         seed: the 32 bytes of an Ed25519 private key.
         listen: addresses such as ``/ip4/0.0.0.0/tcp/0``; none at all makes a peer that only dials.
+        limits: how many connections there may be; fewer, where the system lets this process open few files.
 
     Raises:
         AddressError: a text in ``listen`` is no address to listen on.
@@ -435,16 +503,20 @@ async def open_libp2p_transport(*, seed: bytes, listen: Sequence[str]) -> AsyncI
         _check_free(address)
     install()
     install_speed()
-    tcp = SniffingTCP()
+    places = _Places(limits or ConnectionLimits())
+    tcp = SniffingTCP(places.entrance)
     host, swarm = _new_host(seed, tcp)
     with bare_exceptions():
         async with background_trio_service(swarm), trio.open_nursery() as nursery:
-            transport = Libp2pTransport(host, swarm, tcp, nursery)
+            transport = Libp2pTransport(host, swarm, tcp, nursery, places)
             try:
                 await swarm.listen(*wanted)
                 for address in wanted:
                     if str(address) not in swarm.listeners:
                         raise ListenError(f"cannot listen on {address}: the system refused it")
+                    transport._gate.listens_at(str(address.value_for_protocol(_version_of(address))))
+                for listener in transport._listeners():
+                    accept_more_at_once(listener)
                 transport._take_addresses()
                 yield transport
             finally:
@@ -454,26 +526,32 @@ async def open_libp2p_transport(*, seed: bytes, listen: Sequence[str]) -> AsyncI
                 nursery.cancel_scope.cancel()
 
 
-async def _resolve(address: Multiaddr) -> list[Multiaddr]:
-    """The IP addresses that a DNS name stands for; libp2p's TCP dials none by name.
+class _Places:
+    """How many connections and lanes one transport may have, and who has them."""
 
-    Raises:
-        UnreachableError: the name stands for nothing.
-    """
-    name, *_ = (protocol.name for protocol in address.protocols())
-    families = {"dns": socket.AF_UNSPEC, "dns4": socket.AF_INET, "dns6": socket.AF_INET6}
-    if name not in families:
-        return [address]
-    host, port = str(address.value_for_protocol(name)), int(str(address.value_for_protocol("tcp")))
-    try:
-        found = await trio.socket.getaddrinfo(host, port, families[name], socket.SOCK_STREAM)
-    except OSError as error:
-        raise UnreachableError(f"the name {host} is not known: {error.strerror}") from None
-    peer_id = address.value_for_protocol("p2p")
-    return [
-        Multiaddr(f"/{'ip4' if family == socket.AF_INET else 'ip6'}/{where[0]}/tcp/{port}/p2p/{peer_id}")
-        for family, _, _, _, where in found
-    ]
+    def __init__(self, limits: ConnectionLimits) -> None:
+        wanted = limits.connections + limits.unfinished + MAX_INBOUND + 2 * MAX_IDLE
+        limit = raise_file_limit()
+        share = share_of_files(limit, wanted)
+        if share < 1.0:
+            limits = limits.scaled(share)
+            logger.warning(
+                "this process may open %s files only: it holds at most %d connections and %d lanes of others; "
+                "raise the limit with `ulimit -n` for more",
+                limit,
+                limits.connections,
+                int(MAX_INBOUND * share),
+            )
+        self.lanes = share
+        """The part of the usual number of lanes."""
+        self.acquaintances = Acquaintances()
+        self.entrance = Entrance(
+            Admission(limits, self.acquaintances.standing_of, self.acquaintances.standing_at)
+        )
+
+
+def _version_of(address: Multiaddr) -> str:
+    return "ip4" if "ip4" in address else "ip6"
 
 
 _transports: weakref.WeakSet[Libp2pTransport] = weakref.WeakSet()
@@ -505,15 +583,16 @@ def _new_host(seed: bytes, tcp: SniffingTCP) -> tuple[GuardedHost, GuardedSwarm]
         upgrader,
         transports=[tcp],
         retry_config=RetryConfig(max_retries=0),
-        # min_connections of 0: every connection may be an inbound one.
         connection_config=ConnectionConfig(
-            max_connections=MAX_CONNECTIONS,
+            max_connections=_LIBP2P_MAX_CONNECTIONS,
             max_connections_per_peer=3,
-            high_watermark=MAX_CONNECTIONS,
+            high_watermark=_LIBP2P_MAX_CONNECTIONS,
             min_connections=0,
             low_watermark=0,
         ),
     )
+    # Who is let in is for p2pavg.net.admission to say; this would keep everybody out once it is used up.
+    swarm._inbound_limiter.total_tokens = math.inf
     host = GuardedHost(swarm)
     host.multiselect_client = EagerMultiselectClient()
     # Without libp2p's own protocols: identify writes into our peerstore what a stranger says; ping we do not use.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import struct
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any, cast
 
 import libp2p.io.msgio as _msgio
@@ -17,7 +18,7 @@ import libp2p.network.connection.swarm_connection as _swarm_connection
 import libp2p.protocol_muxer.multiselect_communicator as _multiselect
 import trio
 from libp2p.abc import IMuxedConn, INetStream, ISecureConn
-from libp2p.exceptions import ParseError
+from libp2p.exceptions import BaseLibp2pError, ParseError
 from libp2p.host.basic_host import BasicHost
 from libp2p.io.abc import Reader, ReadWriteCloser
 from libp2p.io.exceptions import IncompleteReadError, IOException
@@ -25,6 +26,7 @@ from libp2p.network.auto_connector import AutoConnector
 from libp2p.network.connection.exceptions import RawConnError
 from libp2p.network.connection.raw_connection import RawConnection
 from libp2p.network.connection.swarm_connection import SwarmConn
+from libp2p.network.exceptions import SwarmException
 from libp2p.network.swarm import Swarm
 from libp2p.peer.id import ID
 from libp2p.stream_muxer.exceptions import MuxedStreamEOF, MuxedStreamError, MuxedStreamReset
@@ -32,6 +34,10 @@ from libp2p.stream_muxer.muxer_multistream import MuxerMultistream
 from libp2p.stream_muxer.yamux import yamux as _yamux
 from libp2p.stream_muxer.yamux.yamux import Yamux, YamuxStream
 from libp2p.utils.varint import read_varint_prefixed_bytes_limited
+
+from p2pavg.errors import ClosedError, RemoteProtocolError, StreamBrokenError, UnreachableError
+from p2pavg.net.entrance import NoPlaceError
+from p2pavg.net.libp2p_speed import ReadAheadStream
 
 logger = logging.getLogger(__name__)
 
@@ -86,6 +92,27 @@ async def read_exactly(reader: Reader, n: int, retry_count: int = 0) -> bytes:  
     return bytes(buffer)
 
 
+# What peers and the ways to them cause. UnicodeDecodeError: a protocol's name that is no text.
+_OF_THE_NETWORK = (
+    StreamBrokenError,
+    RemoteProtocolError,
+    UnreachableError,
+    ClosedError,
+    BaseLibp2pError,
+    UnicodeDecodeError,
+    trio.BrokenResourceError,
+    trio.ClosedResourceError,
+    ConnectionError,
+)
+
+
+def is_of_the_network(error: BaseException) -> bool:
+    """Whether a peer, or the way to it, has caused an error; any other one is a mistake of this process."""
+    if isinstance(error, BaseExceptionGroup):
+        return all(map(is_of_the_network, error.exceptions))
+    return isinstance(error, _OF_THE_NETWORK)
+
+
 class ReceiveBuffer(bytearray):
     """A stream's unread bytes, bounded: a sender that ignores its window loses the stream, not us the memory."""
 
@@ -97,6 +124,11 @@ class ReceiveBuffer(bytearray):
         if len(self) + len(data) > MAX_STREAM_BYTES or total > MAX_CONNECTION_BYTES:
             self.conn.reset_soon(self.stream_id)
             raise MuxedStreamError(f"a peer sent {len(data)} bytes more than it was allowed to")
+        self.conn.arrived(len(data))
+        if self.conn.is_reset(self.stream_id):
+            raise MuxedStreamError(
+                "a stream was given up, since this process holds too many bytes of its peer"
+            )
         super().extend(data)
 
 
@@ -179,6 +211,8 @@ class PatientStream(YamuxStream):
                 self.__dict__["_owed_window"] -= increment
         except (IOException, MuxedStreamError) as error:
             logger.debug("a window of %s was not opened: %r", self.conn.peer_id, error)
+        except Exception:
+            logger.exception("a window of %s was not opened", self.conn.peer_id)
 
     async def reset(self) -> None:
         """Unread bytes go too: libp2p keeps those, and the stream's place, for a minute or more."""
@@ -224,6 +258,10 @@ class GuardedYamux(Yamux):
         self.stream_buffers = _ReceiveBuffers(self)
         self.stream_events = _StreamEvents(self)
         self.inbound_streams = 0
+        self.assembling: dict[int, int] = {}
+        """Bytes of unfinished messages that were read already, by stream."""
+        self.arrived: Callable[[int], None] = lambda _: None
+        """Called with the number of bytes that are about to be held for a stream."""
         self._reader: trio.lowlevel.Task | None = None
         self._replies = 0
 
@@ -250,8 +288,39 @@ class GuardedYamux(Yamux):
             await super()._write_frame(data)
         except (IOException, MuxedStreamError) as error:
             logger.debug("a reply to %s was not sent: %r", self.peer_id, error)
+        except Exception:
+            logger.exception("a reply to %s was not sent", self.peer_id)
         finally:
             self._replies -= 1
+
+    @property
+    def owner(self) -> str:
+        return str(self.peer_id)
+
+    def held(self) -> int:
+        return sum(map(len, self.stream_buffers.values())) + sum(self.assembling.values())
+
+    def shed(self) -> int:
+        sizes = {
+            stream_id: len(self.stream_buffers.get(stream_id, b"")) + self.assembling.get(stream_id, 0)
+            for stream_id, stream in self.streams.items()
+            if not stream.reset_received
+        }
+        largest = max(sizes, key=sizes.__getitem__, default=None)
+        if largest is None or sizes[largest] == 0:
+            return 0
+        logger.warning("a stream of %s is given up: it holds %d bytes", self.peer_id, sizes[largest])
+        self.reset_soon(largest)
+        self.stream_buffers.get(largest, bytearray()).clear()
+        self.assembling.pop(largest, None)
+        if largest in self.stream_events:  # the one who waits to read hears of it
+            self.stream_events[largest].set()
+        return sizes[largest]
+
+    def is_reset(self, stream_id: int) -> bool:
+        """Whether a stream was reset, by either side."""
+        stream = self.streams.get(stream_id)
+        return stream is not None and stream.reset_received
 
     def reset_soon(self, stream_id: int) -> None:
         """Reset a stream from where nothing may be awaited."""
@@ -265,12 +334,27 @@ class GuardedYamux(Yamux):
             await stream.reset()
         except (IOException, MuxedStreamError) as error:
             logger.debug("a stream of %s was not reset: %r", self.peer_id, error)
+        except Exception:
+            logger.exception("a stream of %s was not reset", self.peer_id)
+
+    @property
+    def tcp_stream(self) -> ReadAheadStream:
+        """The stream under Noise and its buffers."""
+        found: Any = self.secured_conn
+        return cast(ReadAheadStream, found.conn.read_writer.read_write_closer.stream)
 
     @property
     def socket(self) -> trio.socket.SocketType:
-        """The TCP socket under Noise and its buffers."""
-        found: Any = self.secured_conn
-        return cast(trio.socket.SocketType, found.conn.read_writer.read_write_closer.stream.stream.socket)
+        """The TCP socket under everything."""
+        return self.tcp_stream.stream.socket
+
+    @cached_property
+    def remote_host(self) -> str:
+        """The address at the other end, as when it was first asked for; empty when it was gone by then."""
+        try:
+            return str(self.socket.getpeername()[0])
+        except OSError:
+            return ""
 
     async def abort(self) -> None:
         """Close the socket under everything. ``close()`` first sends a frame, and waits for a stuck writer."""
@@ -305,15 +389,32 @@ class GuardedSwarm(Swarm):
         super().__init__(*args, **kwargs)
         self.on_connection: Callable[[SwarmConn], None] = lambda _: None
         """Called whenever there is one more connection."""
+        self.admit: Callable[[GuardedYamux], None] = lambda _: None
+        """Called before there is one more connection. Raises NoPlaceError to refuse it."""
+        self.on_end: Callable[[GuardedYamux], None] = lambda _: None
+        """Called when a connection that was admitted has ended."""
 
     def _init_connection_management(self) -> None:
         super()._init_connection_management()
         self.auto_connector = _IdleConnector(self)
 
     async def add_conn(self, muxed_conn: IMuxedConn, direction: str = "unknown") -> SwarmConn:
-        connection = await super().add_conn(muxed_conn, direction)
+        assert isinstance(muxed_conn, GuardedYamux)
+        try:
+            self.admit(muxed_conn)
+        except NoPlaceError as error:
+            raise SwarmException(str(error)) from None
+        try:
+            connection = await super().add_conn(muxed_conn, direction)
+        except BaseException:
+            self.on_end(muxed_conn)
+            raise
         self.on_connection(connection)
         return connection
+
+    def remove_conn(self, swarm_conn: SwarmConn) -> None:
+        super().remove_conn(swarm_conn)
+        self.on_end(cast(GuardedYamux, swarm_conn.muxed_conn))
 
     async def _do_handle_inbound_connection(
         self,
@@ -352,8 +453,11 @@ class GuardedHost(BasicHost):
         muxed.inbound_streams += 1
         try:
             await super()._swarm_stream_handler(net_stream)
-        except Exception as error:  # noqa: BLE001 - see above: whatever it is, it costs this stream alone
-            logger.info("stream of %s dropped: %r", muxed.peer_id, error)
+        except Exception as error:
+            if is_of_the_network(error):
+                logger.info("stream of %s dropped: %r", muxed.peer_id, error)
+            else:
+                logger.exception("stream of %s dropped, by a mistake of this process", muxed.peer_id)
             await net_stream.reset()
         finally:
             muxed.inbound_streams -= 1

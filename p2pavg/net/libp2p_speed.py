@@ -28,6 +28,8 @@ from libp2p.protocol_muxer.multiselect_communicator import MultiselectCommunicat
 from libp2p.stream_muxer.yamux.yamux import YamuxStream
 from libp2p.utils.varint import encode_delim
 
+from p2pavg.net.admission import Arrival
+
 READ_AHEAD_BYTES = 64 * 1024
 
 
@@ -97,6 +99,18 @@ class ReadAheadStream(TrioTCPStream):
 
     _ahead: memoryview
     _ahead_lock: EagerLock
+    arrival: Arrival | None = None
+    """Of an inbound connection, its place among the others."""
+
+    async def look_ahead(self, count: int) -> bytes:
+        """Wait for the first ``count`` bytes and return them; fewer when the stream ends before. They stay unread."""
+        async with self._ahead_lock:
+            while len(self._ahead) < count:
+                found = await super().read(READ_AHEAD_BYTES)
+                if not found:
+                    break
+                self._ahead = memoryview(bytes(self._ahead) + found)
+            return bytes(self._ahead[:count])
 
     async def read(self, n: int | None = None) -> bytes:
         if n == 0:

@@ -41,18 +41,21 @@ class TokenBucket:
         self._level = float(burst_bytes)  # below 0: taken, and not yet earned
         self._last: float | None = None
 
-    def take(self, now: float, count: int) -> float:
+    def take(self, now: float, count: float) -> float:
         """Seconds from now until these bytes may go. They are taken, even when they never go.
 
         Args:
             now: seconds of a clock that does not run backwards; an earlier moment counts as the last one.
-            count: bytes, 0 or more.
+            count: bytes, or what else the rate counts; 0 or more.
         """
-        last = now if self._last is None else self._last
-        earned = self._rate * max(0.0, now - last)
-        self._last = max(now, last)
-        self._level = min(self._burst, self._level + earned) - count
+        self._level = self.level(now) - count
+        self._last = now if self._last is None else max(now, self._last)
         return max(0.0, -self._level / self._rate)
+
+    def level(self, now: float) -> float:
+        """How much may go at once; below 0 what was taken and is not earned yet. Takes nothing."""
+        last = now if self._last is None else self._last
+        return min(self._burst, self._level + self._rate * max(0.0, now - last))
 
 
 class RateLimit:

@@ -13,21 +13,27 @@ import trio
 from libp2p.abc import IRawConnection
 from libp2p.custom_types import THandler
 from libp2p.io.abc import ReadWriteCloser
+from libp2p.io.exceptions import IOException
 from libp2p.io.trio import TrioTCPStream
 from libp2p.network.connection.raw_connection import RawConnection
 from libp2p.transport.tcp.tcp import TCP, TCPListener
 from multiaddr import Multiaddr
 
+from p2pavg.net.entrance import Entrance
 from p2pavg.net.libp2p_speed import ReadAheadStream
 
 logger = logging.getLogger(__name__)
 
-# Connections that have said nothing yet, or have not finished their TLS handshake. Who means it does so within a few
-# round trips: the oldest gives way to one more.
-MAX_UNDECIDED = 128
+# For the first line, or the whole TLS handshake: a few round trips. How many may take so long at once says
+# p2pavg.net.admission.
 UNDECIDED_SECONDS = 10.0
 
+# Connections that the system has accepted and this process has not. Its default of 128 is full in a moment when many
+# come, and one that finds it full tries again a second later.
+BACKLOG = 1024
+
 _TLS_HANDSHAKE = b"\x16"
+_LIBP2P_GREETING = b"\x13/multistream/1.0.0\n"
 
 OnTls = Callable[[socket.socket], Awaitable[None]]
 """Takes over an inbound connection whose first byte, still unread, begins a TLS handshake; and finishes that."""
@@ -38,11 +44,12 @@ async def _refuse(plain: socket.socket) -> None:
 
 
 class SniffingTCP(TCP):
-    """libp2p's TCP, whose listeners pass on what is TLS."""
+    """libp2p's TCP, whose listeners pass on what is TLS, and hold no more connections than there are places."""
 
-    def __init__(self) -> None:
+    def __init__(self, entrance: Entrance) -> None:
         super().__init__()
         self.on_tls: OnTls = _refuse
+        self._entrance = entrance
         self._undecided: dict[trio.socket.SocketType, trio.CancelScope] = {}
 
     @property
@@ -55,8 +62,12 @@ class SniffingTCP(TCP):
 
         async def sort(found: ReadWriteCloser) -> None:
             assert isinstance(found, TrioTCPStream)
-            if await self._is_libp2p(found.stream.socket):
-                await handler_function(ReadAheadStream.of(found))
+            with self._entrance.arriving(_host_of(found.stream.socket)) as arrival:
+                stream = await self._libp2p_stream(found)
+                if stream is not None:
+                    self._entrance.admission.speaks(arrival)
+                    stream.arrival = arrival
+                    await handler_function(stream)
 
         return TCPListener(sort)
 
@@ -68,19 +79,36 @@ class SniffingTCP(TCP):
         ReadAheadStream.of(connection.stream)
         return connection
 
-    async def _is_libp2p(self, opened: trio.socket.SocketType) -> bool:
-        """Otherwise it is done with: passed on, or given up, for the listener to close."""
-        if len(self._undecided) >= MAX_UNDECIDED:
-            self._undecided.pop(next(iter(self._undecided))).cancel()
+    async def _libp2p_stream(self, found: TrioTCPStream) -> ReadAheadStream | None:
+        """The stream, if libp2p's greeting came on it. Otherwise it was passed on, or is for the listener to close."""
+        opened = found.stream.socket
         with trio.move_on_after(UNDECIDED_SECONDS) as scope:
             self._undecided[opened] = scope
             try:
                 first = await opened.recv(1, socket.MSG_PEEK)
-                if first != _TLS_HANDSHAKE:
-                    return bool(first)
-                await self.on_tls(socket.socket(fileno=opened.detach()))
-            except OSError as error:
+                if first == _TLS_HANDSHAKE:
+                    await self.on_tls(socket.socket(fileno=opened.detach()))
+                elif first:
+                    stream = ReadAheadStream.of(found)
+                    greeting = await stream.look_ahead(len(_LIBP2P_GREETING))
+                    return stream if greeting == _LIBP2P_GREETING else None
+            except (OSError, IOException) as error:
                 logger.debug("an inbound connection ended before it began: %s", error)
+            except Exception:
+                logger.exception("an inbound connection of %s is dropped", _host_of(opened))
             finally:
                 self._undecided.pop(opened, None)
-        return False
+        return None
+
+
+def accept_more_at_once(listener: TCPListener) -> None:
+    """Let the system hold BACKLOG connections that this process has not accepted yet."""
+    for opened in listener.listeners:
+        opened.socket.listen(BACKLOG)
+
+
+def _host_of(opened: trio.socket.SocketType) -> str:
+    try:
+        return str(opened.getpeername()[0])
+    except OSError:  # it is gone already
+        return ""

@@ -26,6 +26,11 @@ class Stream(abc.ABC):
 
     remote: PeerId
     """The authenticated id of the peer at the other end."""
+    remote_host: str = ""
+    """The IP address at the other end; empty when it is not known."""
+
+    def hold(self, count: int) -> None:  # noqa: B027 - a network that counts no memory is complete
+        """Note how many bytes of an unfinished message were read from this stream and wait in memory for the rest."""
 
     @abc.abstractmethod
     async def send_all(self, data: Buffer) -> None:
@@ -191,8 +196,22 @@ class Transport(abc.ABC):
     async def disconnect(self, peer_id: PeerId) -> None:
         """Close every connection to the peer. Never raises, bounded in time."""
 
-    def serve_lanes(self, handler: DirectLaneHandler) -> None:  # noqa: B027 - a network without lanes is complete
-        """Call ``handler`` with each idle inbound lane that has bytes to read, from now on; until then they wait."""
+    def remember_peer(self, peer_id: PeerId, *, companion: bool = False) -> None:  # noqa: B027 - for those with limits
+        """Keep a place for a peer: its connections do not give way to those of strangers.
+
+        Args:
+            companion: the peer is in a group with this one, or was named by this process' user; otherwise it has
+                answered a call. Companions come first.
+        """
+
+    def serve_lanes(  # noqa: B027 - a network without lanes is complete
+        self, handler: DirectLaneHandler, *, wanted: Callable[[PeerId], bool] | None = None
+    ) -> None:
+        """Call ``handler`` with each idle inbound lane that has bytes to read, from now on; until then they wait.
+
+        Args:
+            wanted: whether lanes of a peer are expected now. Other peers get a few only. ``None`` expects all.
+        """
 
     async def open_lane(
         self,

@@ -20,7 +20,14 @@ import trio
 
 from p2pavg._exceptions import bare_exceptions
 from p2pavg.allreduce.milestones import Milestone
-from p2pavg.errors import AddressError, ClosedError, RefusedError, StreamBrokenError, UnreachableError
+from p2pavg.errors import (
+    AddressError,
+    ClosedError,
+    P2PAvgError,
+    RefusedError,
+    StreamBrokenError,
+    UnreachableError,
+)
 from p2pavg.net.addresses import parse_address_of, parse_peer_address, with_peer_id
 from p2pavg.net.dialling import Dialler
 from p2pavg.net.transport import Buffer, PeerId, Stream, StreamHandler, Transport
@@ -315,8 +322,10 @@ class _End:
         try:
             with trio.CancelScope() as scope, self.owner.among_served(scope):
                 await handler(stream)
-        except Exception as error:  # noqa: BLE001 - as above
+        except (P2PAvgError, trio.BrokenResourceError, trio.ClosedResourceError) as error:
             logger.info("stream of %s dropped: %r", self.remote, error)
+        except Exception:
+            logger.exception("serving %s failed; only this stream of it is reset", self.remote)
         finally:
             self.inbound_streams -= 1
             await stream.reset()
@@ -327,6 +336,7 @@ class MemoryStream(Stream):
 
     def __init__(self, end: _End, stream_id: int) -> None:
         self.remote = end.remote
+        self.remote_host = end.owner.host_of(end.remote)
         self._end = end
         self._id = stream_id
         self._unread = bytearray()
@@ -583,6 +593,10 @@ class MemoryTransport(Transport):
             end.owner._ends.setdefault(end.remote, []).append(end)
             end.owner.nursery.start_soon(end.incoming.run)
             end.owner._dialler.something_changed()
+
+    def host_of(self, peer_id: PeerId) -> str:
+        """The address from which a peer's connections come."""
+        return self._network._location(peer_id).split("/")[2]
 
     def forget(self, end: _End) -> None:
         """An end has closed."""

@@ -48,6 +48,7 @@ from p2pavg.errors import ListenError, StreamBrokenError, UnreachableError
 from p2pavg.net import libp2p as transport_module
 from p2pavg.net import libp2p_guards as guards
 from p2pavg.net import libp2p_speed
+from p2pavg.net.admission import ConnectionLimits
 from p2pavg.net.framing import receive_message, send_message
 from p2pavg.net.libp2p import Libp2pTransport, open_libp2p_transport
 from p2pavg.net.libp2p_guards import GuardedYamux
@@ -556,10 +557,11 @@ async def until_no_more_than(before: Sequence[int], held: Callable[[], Sequence[
 
 
 @watched
-async def test_inbound_connections_give_back_what_they_took(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_inbound_connections_give_back_what_they_took() -> None:
     """Slots, tasks and sockets, after many more than the host may have at once."""
-    monkeypatch.setattr(transport_module, "MAX_CONNECTIONS", 60)
-    async with open_host() as host:
+    limits = ConnectionLimits(connections=60, inbound=60, per_host=60, per_prefix=60)
+    async with open_libp2p_transport(seed=next(seeds), listen=[LOOPBACK], limits=limits) as host:
+        host.serve(ECHO, echo)
         await assert_serves_strangers(host)
         await eventually(lambda: not host._swarm.get_connections())
         before = tasks(), open_sockets()

@@ -10,13 +10,15 @@ import trio.testing
 
 from p2pavg.errors import RemoteProtocolError, StreamBrokenError, UnreachableError
 from p2pavg.net import doorway, sniffing
+from p2pavg.net.admission import ConnectionLimits
 from p2pavg.net.certificates import OwnCertificate
 from p2pavg.net.framing import receive_message, send_message
 from p2pavg.net.lane_messages import PROTOCOL, Ask, Back, Offer, Verdict
-from p2pavg.net.libp2p import Libp2pTransport
+from p2pavg.net.libp2p import Libp2pTransport, open_libp2p_transport
 from p2pavg.net.transport import Stream, Transport
 from p2pavg.net.wire import pack
-from tests.integration.hosts import LOOPBACK, TIMEOUT, eventually, open_host, port_of, watched
+from p2pavg.testing.transport_conformance import ECHO, echo
+from tests.integration.hosts import LOOPBACK, TIMEOUT, eventually, open_host, port_of, seeds, watched
 from tests.integration.lanes.company import (
     Inbox,
     assert_goes_on,
@@ -256,9 +258,14 @@ async def test_garbage_and_silence_on_the_port_are_harmless(said: bytes) -> None
 
 
 @watched
-async def test_the_silent_give_way_to_those_who_speak(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sniffing, "MAX_UNDECIDED", 3)
-    async with open_host(LOOPBACK) as host, AsyncExitStack() as stack:
+async def test_the_silent_give_way_to_those_who_speak() -> None:
+    limits = ConnectionLimits(unfinished=3)
+    seed = next(seeds)
+    async with (
+        open_libp2p_transport(seed=seed, listen=[LOOPBACK], limits=limits) as host,
+        AsyncExitStack() as stack,
+    ):
+        host.serve(ECHO, echo)
         tcps = []
         for said in (b"", b"\x16", b"", b"\x16", b""):
             tcps.append(

@@ -1,8 +1,11 @@
 """Certificates and contexts on a pair of sockets: who gets through, and who does not."""
 
 import os
+import signal
 import socket
 import ssl
+import subprocess
+import sys
 import tempfile
 import threading
 from datetime import UTC, datetime, timedelta
@@ -185,21 +188,75 @@ def test_a_server_sends_no_session_tickets(alice: OwnCertificate, bob: OwnCertif
     assert door(context).num_tickets == 0
 
 
-def test_the_key_stays_in_no_file(
-    alice: OwnCertificate, bob: OwnCertificate, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[int] = []
+Watched = list[tuple[int, int, list[Any]]]
+
+
+def watch_loading(directory: Any, monkeypatch: pytest.MonkeyPatch) -> Watched:
+    """The mode, the number of names and the directory's content, each time that a key is loaded."""
+    seen: Watched = []
     load = ssl.SSLContext.load_cert_chain
 
     def watch(context: ssl.SSLContext, path: str) -> None:
-        seen.append(os.stat(path).st_mode & 0o777)
+        found = os.stat(path)
+        seen.append((found.st_mode & 0o777, found.st_nlink, list(directory.rglob("*"))))
         load(context, path)
 
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(directory))
     monkeypatch.setattr(ssl.SSLContext, "load_cert_chain", watch)
+    return seen
+
+
+@pytest.mark.parametrize("has_memfd", [True, False])
+def test_the_key_is_in_no_directory_while_it_is_loaded(
+    has_memfd: bool,
+    alice: OwnCertificate,
+    bob: OwnCertificate,
+    tmp_path: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A process that is killed at any moment leaves no key."""
+    if has_memfd and not hasattr(os, "memfd_create"):
+        pytest.skip("this system has no memfd")
+    if not has_memfd:
+        monkeypatch.delattr(os, "memfd_create", raising=False)
+    seen = watch_loading(tmp_path, monkeypatch)
     alice.client_context(bob.der)
-    assert seen == [0o600]
+    assert seen == [(0o600, 0, [])]
     assert not list(tmp_path.iterdir())
+
+
+def test_where_a_key_needs_a_file_its_directory_is_private_and_removed(
+    alice: OwnCertificate, bob: OwnCertificate, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(os, "memfd_create", raising=False)
+    monkeypatch.setattr(certificates.Path, "is_dir", lambda _: False)
+    seen = watch_loading(tmp_path, monkeypatch)
+    alice.client_context(bob.der)
+    ((mode, _, [directory, key]),) = seen
+    assert mode == 0o600
+    assert directory in key.parents
+    assert not list(tmp_path.iterdir())
+
+
+KILLED = """
+import os, signal, ssl, sys
+from p2pavg.net.certificates import OwnCertificate
+
+def die(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+certificate = OwnCertificate("alice")
+ssl.SSLContext.load_cert_chain = die
+certificate.client_context(certificate.der)
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no SIGKILL here")
+def test_a_process_that_is_killed_while_it_loads_its_key_leaves_no_file(tmp_path: Any) -> None:
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    finished = subprocess.run([sys.executable, "-c", KILLED], env=environment, timeout=60, check=False)
+    assert finished.returncode == -signal.SIGKILL
+    assert not list(tmp_path.rglob("*"))
 
 
 def test_what_is_one_certificate_of_our_kind(alice: OwnCertificate) -> None:

@@ -16,8 +16,8 @@ from p2pavg import record_calls
 from p2pavg.errors import StreamBrokenError
 from p2pavg.net.framing import receive_message, send_message
 from p2pavg.net.transport import Stream
-from p2pavg.peer import _ANSWER_SECONDS
 from p2pavg.record_calls import MAX_KEPT, RECORD_STREAM_SECONDS, RecordCalls
+from p2pavg.record_service import ANSWER_SECONDS
 from p2pavg.testing import MemoryNetwork, MemoryTransport
 from p2pavg.testing.simulation import simulated_peer
 from p2pavg_dht import MAX_MESSAGE_BYTES, PROTOCOL, RPC_TIMEOUT, Contact, Ed25519Signer, RpcError
@@ -390,13 +390,13 @@ async def test_who_reads_no_answers_is_let_go(autojump_clock: MockClock) -> None
     async with calling() as (stream, _, _):
 
         async def call_on_and_on() -> None:
-            with trio.fail_after(100 * _ANSWER_SECONDS):
+            with trio.fail_after(100 * ANSWER_SECONDS):
                 while True:
                     await send_message(stream, REQUEST)
 
         with pytest.raises(StreamBrokenError):
             await call_on_and_on()
-        assert trio.current_time() == pytest.approx(_ANSWER_SECONDS)
+        assert trio.current_time() == pytest.approx(ANSWER_SECONDS)
 
 
 async def test_a_request_that_is_none_costs_its_stream_at_once(autojump_clock: MockClock) -> None:

@@ -1,0 +1,32 @@
+"""Where a connection comes from, as limits count it: its address, and the network that the address is in.
+
+Decides; no I/O. One machine owns a whole /64 of IPv6, and a rented one often a /48: addresses alone say little there.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+# The smallest networks that are routed on the internet: who can use one address of a /24 can often use all of it.
+_PREFIX_BITS = {4: 24, 6: 48}
+
+
+def parse_host(host: str) -> Address | None:
+    """Return the IP address that ``host`` is, with IPv4 inside IPv6 taken out; ``None`` for a name or for nothing."""
+    try:
+        address = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return None
+    if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
+        return address.ipv4_mapped
+    return address
+
+
+def prefix_of(host: str) -> str:
+    """Return the /24 (IPv4) or /48 (IPv6) network of an address; other texts stand for themselves."""
+    address = parse_host(host)
+    if address is None:
+        return host
+    return str(ipaddress.ip_network((address, _PREFIX_BITS[address.version]), strict=False))

@@ -7,7 +7,8 @@ Three rules keep the limits from being used against honest peers:
 
 * Nobody is refused for what others on the same address do: within one source the oldest gives way to the newest. A
   household, a university or a test on one machine may have many peers behind one address.
-* A connection that has said nothing gives way before one that is in its handshake.
+* Among the unfinished connections of a source, the fullest stage of the handshake loses its oldest one. So those that
+  stop in one stage on purpose give way to each other, and not to one that goes on.
 * A peer that has answered this one stays when strangers come, and a peer of a common round stays before both.
 """
 
@@ -53,8 +54,9 @@ class ConnectionLimits:
       of 64 processes on one machine has 63 a process, two where both dialled: 128. Three such addresses make a prefix's
       share no larger than half of all.
     - ``per_peer``: of one identity. Two that dial each other at once have two; a restart leaves one or two behind.
-    - ``unfinished``, ``unfinished_per_host``, ``unfinished_per_prefix``: those that have not proved an identity. An
-      honest handshake takes three round trips and some milliseconds of work, so 256 at once are thousands a second.
+    - ``unfinished``, ``unfinished_per_host``, ``unfinished_per_prefix``: those that have not proved an identity. trio
+      accepts one connection each time that all tasks have had their turn, and a handshake takes about 60 turns of its
+      task. So an honest peer is through before 256 others have come, even from its own address.
     """
 
     connections: int = 512
@@ -62,9 +64,9 @@ class ConnectionLimits:
     per_host: int = 128
     per_prefix: int = 192
     per_peer: int = 4
-    unfinished: int = 256
-    unfinished_per_host: int = 128
-    unfinished_per_prefix: int = 192
+    unfinished: int = 512
+    unfinished_per_host: int = 256
+    unfinished_per_prefix: int = 384
 
     def scaled(self, factor: float) -> ConnectionLimits:
         """Return these limits times ``factor``, each at least 4, for a process that may open fewer files."""
@@ -176,16 +178,16 @@ class Admission:
         limits, all_of_them = self.limits, self._unfinished
         at_host = [other for other in all_of_them if other.host == newcomer.host]
         if len(at_host) >= limits.unfinished_per_host:
-            return min(at_host, key=_least_advanced)
+            return _oldest_of_the_fullest_stage(at_host)
         at_prefix = [other for other in all_of_them if other.prefix == newcomer.prefix]
         if len(at_prefix) >= limits.unfinished_per_prefix:
-            return min(_of_the_greediest_host(at_prefix), key=_least_advanced)
+            return _oldest_of_the_fullest_stage(_of_the_greediest_host(at_prefix))
         if len(all_of_them) >= limits.unfinished:
             standings = {host: self._standing_at(host) for host in {other.host for other in all_of_them}}
             lowest = min(standings.values())
             strangers = [other for other in all_of_them if standings[other.host] == lowest]
             greedy = _of_the_greediest_host(_of_the_greediest_prefix(strangers))
-            return min(greedy, key=_least_advanced)
+            return _oldest_of_the_fullest_stage(greedy)
         return None
 
     # -- connected
@@ -302,8 +304,10 @@ def _age(arrival: Arrival) -> int:
     return arrival.number
 
 
-def _least_advanced(arrival: Arrival) -> tuple[Stage, int]:
-    return arrival.stage, arrival.number
+def _oldest_of_the_fullest_stage(arrivals: list[Arrival]) -> Arrival:
+    """Connections that stay in one stage on purpose fill it, and give way to each other."""
+    ((fullest, _),) = Counter(arrival.stage for arrival in arrivals).most_common(1)
+    return min((arrival for arrival in arrivals if arrival.stage == fullest), key=_age)
 
 
 def _of_the_greediest_prefix(arrivals: list[Arrival]) -> list[Arrival]:

@@ -35,9 +35,9 @@ class CallRates:
 # The other side gives a call up after 5 s (RPC_TIMEOUT), dialling included.
 LONGEST_DELAY = 2.0
 
-# Reading the request, encrypting the answer and both streams' frames, measured on loopback: what every call costs,
-# beside what it takes to find its answer. In simulations, where the clock stands still, it is all that is charged.
-CALL_SECONDS = 0.0005
+# What a call costs for each second that it takes to find its answer: tasks, frames and encryption take about twice as
+# long again for a small answer. In simulations, where the clock stands still meanwhile, only bytes are charged.
+OVERHEAD = 3.0
 
 # As many as a process has connections and contacts. Whoever is forgotten has a full bucket again: an attacker that
 # needs 4096 identities for that meets its prefixes' limits first.
@@ -73,7 +73,7 @@ class CallBudget:
             count: bytes of the answer.
         """
         for account in self._accounts_of(peer_id, prefix):
-            account.take(now, seconds + CALL_SECONDS, count)
+            account.take(now, OVERHEAD * seconds, count)
 
     def _accounts_of(self, peer_id: str, prefix: str) -> list[_Account]:
         found = [self._account("peer", peer_id, 1.0)]

@@ -26,6 +26,10 @@ from p2pavg.errors import RemoteProtocolError
 
 MAX_CERTIFICATE_BYTES = 4096
 
+# Where open files have names, by their numbers: on Linux, and on most other systems.
+_PROC_FD = Path("/proc/self/fd")
+_DEV_FD = Path("/dev/fd")
+
 _CLOCK_SKEW = timedelta(days=1)
 _LIFE = timedelta(days=3653)
 
@@ -69,17 +73,17 @@ def _readable_as_file(secret: bytes) -> Iterator[str]:
     anything is written to it. Where a file needs a name, it is one that only this user may read, in a directory that
     only this user may open, and that is removed at the end of the block. There alone a killed process leaves it.
     """
-    if hasattr(os, "memfd_create") and Path("/proc/self/fd").is_dir():
+    if hasattr(os, "memfd_create") and _PROC_FD.is_dir():
         with open(os.memfd_create("p2pavg", os.MFD_CLOEXEC), "wb") as file:
             os.fchmod(file.fileno(), 0o600)
             file.write(secret)
             file.flush()
-            yield f"/proc/self/fd/{file.fileno()}"
-    elif Path("/dev/fd").is_dir():
+            yield f"{_PROC_FD}/{file.fileno()}"
+    elif _DEV_FD.is_dir():
         with TemporaryFile(prefix="p2pavg-") as file:
             file.write(secret)
             file.seek(0)  # there, opening it again shares the position
-            yield f"/dev/fd/{file.fileno()}"
+            yield f"{_DEV_FD}/{file.fileno()}"
     else:
         with TemporaryDirectory(prefix="p2pavg-") as directory:
             path = Path(directory, "key")

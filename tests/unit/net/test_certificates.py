@@ -229,7 +229,7 @@ def test_where_a_key_needs_a_file_its_directory_is_private_and_removed(
     alice: OwnCertificate, bob: OwnCertificate, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delattr(os, "memfd_create", raising=False)
-    monkeypatch.setattr(certificates.Path, "is_dir", lambda _: False)
+    monkeypatch.setattr(certificates, "_DEV_FD", tmp_path / "nothing")
     seen = watch_loading(tmp_path, monkeypatch)
     alice.client_context(bob.der)
     ((mode, _, [directory, key]),) = seen

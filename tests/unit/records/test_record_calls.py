@@ -14,7 +14,7 @@ from trio.testing import MockClock, wait_all_tasks_blocked
 
 from p2pavg import record_calls
 from p2pavg.errors import StreamBrokenError
-from p2pavg.net.framing import receive_message, send_message
+from p2pavg.net.framing import MESSAGE_SECONDS, receive_message, send_message
 from p2pavg.net.transport import Stream
 from p2pavg.record_calls import MAX_KEPT, RECORD_STREAM_SECONDS, RecordCalls
 from p2pavg.record_service import ANSWER_SECONDS
@@ -382,7 +382,7 @@ async def test_a_stream_is_let_go_so_long_after_the_last_call(autojump_clock: Mo
 async def test_a_call_of_which_the_rest_never_comes_is_let_go(autojump_clock: MockClock) -> None:
     async with calling() as (stream, _, _):
         await stream.send_all(len(REQUEST).to_bytes(4, "big") + REQUEST[:5])
-        assert await seconds_until_let_go(stream) == pytest.approx(RECORD_STREAM_SECONDS)
+        assert await seconds_until_let_go(stream) == pytest.approx(MESSAGE_SECONDS)
 
 
 async def test_who_reads_no_answers_is_let_go(autojump_clock: MockClock) -> None:

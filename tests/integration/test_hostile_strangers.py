@@ -1,0 +1,289 @@
+"""Attacks by strangers on real peers over loopback: what they cost, and that honest peers get through meanwhile."""
+
+import itertools
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from hashlib import sha256
+
+import psutil
+import pytest
+import trio
+import trio.lowlevel
+
+from p2pavg.errors import ClosedError, StreamBrokenError, UnreachableError
+from p2pavg.net import memory_budget
+from p2pavg.net.call_budget import CallRates
+from p2pavg.net.dial_policy import HOST_FAILURES, HOST_FAILURES_PER_SECOND
+from p2pavg.net.framing import receive_message, send_message
+from p2pavg.net.libp2p import Libp2pTransport, open_libp2p_transport
+from p2pavg.net.transport import Stream
+from p2pavg.peer import Peer, peer_over
+from p2pavg_dht import MAX_MESSAGE_BYTES, PROTOCOL, Contact, Ed25519Signer, sign_record
+from p2pavg_dht.messages import Find, Found, Locate, Located, Request, Store, Stored, decode_request, encode
+from tests.integration.hosts import (
+    LOOPBACK,
+    TIMEOUT,
+    assert_serves,
+    eventually,
+    open_host,
+    port_of,
+    seeds,
+    watched,
+)
+
+MIB = 1024 * 1024
+
+
+@asynccontextmanager
+async def open_peer(*bootstrap: str) -> AsyncIterator[tuple[Peer, Libp2pTransport]]:
+    seed = next(seeds)
+    async with (
+        open_libp2p_transport(seed=seed, listen=[LOOPBACK]) as transport,
+        peer_over(transport, Ed25519Signer(seed), bootstrap=bootstrap) as peer,
+    ):
+        yield peer, transport
+
+
+# -- connections
+
+
+SAID = {
+    "one byte": b"\x13",
+    "the greeting": b"\x13/multistream/1.0.0\n",
+    "half of a handshake": b"\x13/multistream/1.0.0\n\x07/noise\n\x00\x20" + bytes(range(32)),
+    "half of TLS": b"\x16\x03\x01\x02\x00",
+}
+
+
+@pytest.mark.parametrize("said", SAID)
+@watched
+async def test_unfinished_connections_keep_no_new_peer_out(said: str) -> None:
+    """512 of them from the new peer's own address; each that is closed is renewed."""
+    async with open_host(LOOPBACK) as host, trio.open_nursery() as attackers:
+        opened = itertools.count()
+
+        async def hold_a_place() -> None:
+            while True:
+                async with await trio.open_tcp_stream("127.0.0.1", port_of(host)) as tcp:
+                    await tcp.send_all(SAID[said])
+                    next(opened)
+                    await until_closed(tcp)
+                await trio.sleep(0.2)
+
+        for _ in range(512):
+            attackers.start_soon(hold_a_place)
+        await eventually(lambda: int(repr(opened)[6:-1]) >= 512)
+        for _ in range(3):
+            async with open_host() as newcomer:
+                await assert_serves(newcomer, host)
+        attackers.cancel_scope.cancel()
+
+
+async def until_closed(tcp: trio.SocketStream) -> None:
+    try:
+        while await tcp.receive_some(1000):
+            pass
+    except trio.BrokenResourceError:
+        pass
+
+
+# -- memory
+
+
+async def send_unfinished(stream: Stream) -> None:
+    """All but the last byte of a record message of the largest size."""
+    try:
+        await stream.send_all(MAX_MESSAGE_BYTES.to_bytes(4, "big"))
+        await stream.send_all(bytes(MAX_MESSAGE_BYTES - 1))
+    except (StreamBrokenError, ClosedError):
+        pass
+
+
+async def open_and_send(attacker: Libp2pTransport, host: Libp2pTransport, protocol: str) -> None:
+    try:
+        stream = await attacker.open_stream(host.peer_id, protocol, addresses=host.addresses, timeout=TIMEOUT)
+    except UnreachableError:
+        return
+    await send_unfinished(stream)
+
+
+async def flood_with_unfinished(
+    attackers: list[Libp2pTransport], host: Libp2pTransport, protocol: str
+) -> None:
+    """120 streams of each attacker. Returns when every byte was sent, or its stream was reset."""
+    for attacker in attackers:
+        await attacker.dial(host.addresses[0], timeout=TIMEOUT)
+    async with trio.open_nursery() as nursery:
+        for attacker in attackers:
+            for _ in range(120):
+                nursery.start_soon(open_and_send, attacker, host, protocol)
+
+
+@watched
+async def test_unfinished_record_messages_hold_little_memory() -> None:
+    """Two connections of 120 streams each: 240 MiB, if all were held."""
+    async with open_peer() as (_, host), open_host() as one, open_host() as other:
+        before = psutil.Process().memory_info().rss
+        await flood_with_unfinished([one, other], host, PROTOCOL)
+        assert psutil.Process().memory_info().rss - before < 120 * MIB
+        assert host._memory.held() <= 2 * 8 * MIB + 2 * MIB
+        async with open_peer(host.addresses[0]) as (newcomer, _):
+            assert [contact.peer_id for contact in newcomer.records.contacts] == [host.peer_id]
+
+
+@watched
+async def test_strangers_share_one_memory_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever protocol they use; those that hold most lose streams, an honest message passes."""
+    monkeypatch.setattr(
+        memory_budget.MemoryBudget.__init__,
+        "__kwdefaults__",
+        {"strangers_bytes": 8 * MIB, "total_bytes": 32 * MIB},
+    )
+    most = 0
+
+    async def receive(stream: Stream) -> None:
+        nonlocal most
+        message = await receive_message(stream, max_bytes=MAX_MESSAGE_BYTES)
+        most = max(most, host._memory.held())
+        assert message is not None
+        await send_message(stream, len(message).to_bytes(4, "big"))
+
+    async def watch() -> None:
+        nonlocal most
+        while True:
+            most = max(most, host._memory.held())
+            await trio.lowlevel.checkpoint()
+
+    async with open_host(LOOPBACK) as host, open_host() as one, open_host() as other, open_host() as honest:
+        host.serve("/receives/1", receive)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(watch)
+            await flood_with_unfinished([one, other], host, "/receives/1")
+            stream = await honest.open_stream(
+                host.peer_id, "/receives/1", addresses=host.addresses, timeout=TIMEOUT
+            )
+            await send_message(stream, bytes(MIB // 2))
+            assert await receive_message(stream) == (MIB // 2).to_bytes(4, "big")
+            nursery.cancel_scope.cancel()
+        assert MIB < most <= 8 * MIB + 64 * 1024
+
+
+# -- record calls
+
+
+@watched
+async def test_a_flood_of_finds_is_answered_within_its_budget() -> None:
+    """34 bytes of a question bring 64 KiB of an answer."""
+    key = sha256(b"many").digest()
+    async with open_peer() as (peer, host), open_host() as attacker:
+        signers = [Ed25519Signer(next(seeds)) for _ in range(20)]
+        for signer in signers:
+            record = sign_record(
+                signer, key=key, sequence=1, expiration_time=time.time() + 600.0, value=bytes(3200)
+            )
+            peer.records.answer(signer.peer_id, encode(Store((), (record,))))
+        question, answered = encode(Find((), key)), 0
+        began = trio.current_time()
+
+        async def flood() -> None:
+            nonlocal answered
+            stream = await attacker.open_stream(
+                host.peer_id, PROTOCOL, addresses=host.addresses, timeout=TIMEOUT
+            )
+            try:
+                for _ in range(100):
+                    await send_message(stream, question)
+                    answer = await receive_message(stream, max_bytes=MAX_MESSAGE_BYTES)
+                    if answer is None:
+                        return
+                    answered += len(answer)
+            except (StreamBrokenError, UnreachableError):
+                return
+
+        async with trio.open_nursery() as nursery:
+            for _ in range(8):
+                nursery.start_soon(flood)
+        rates = CallRates()
+        elapsed = trio.current_time() - began
+        # Eight answers may be under way when the budget is used up.
+        assert MIB < answered <= rates.peer_burst_bytes + rates.peer_bytes * elapsed + 8 * 70_000
+        async with open_peer(host.addresses[0]) as (newcomer, _):
+            assert len(await newcomer.records.find(key)) == 20
+
+
+# -- dials
+
+
+class Liar:
+    """Answers each record call with eight invented peers, each with many addresses at a third party."""
+
+    def __init__(self, port: int) -> None:
+        self.answers = 0
+        self._port = port
+
+    def _invented(self) -> tuple[Contact, ...]:
+        ids = [Ed25519Signer(next(seeds)).peer_id for _ in range(8)]
+        return tuple(
+            Contact(peer_id, tuple(f"/ip4/127.0.0.1/tcp/{self._port}/p2p/{peer_id}" for _ in range(6)))
+            for peer_id in ids
+        )
+
+    def _answer(self, request: Request) -> Stored | Found | Located:
+        self.answers += 1
+        match request:
+            case Store(_, records):
+                return Stored(self._invented(), records[:1], ("",) * len(records), 0)
+            case Find():
+                return Found(self._invented(), ())
+            case Locate():
+                return Located(self._invented())
+
+    async def serve(self, stream: Stream) -> None:
+        while (message := await receive_message(stream, max_bytes=MAX_MESSAGE_BYTES)) is not None:
+            await send_message(stream, encode(self._answer(decode_request(message))))
+
+
+@watched
+async def test_invented_contacts_are_not_dialled_for_long() -> None:
+    """Six answers caused 206 connections to the third party."""
+    connections = 0
+
+    async def count(tcp: trio.SocketStream) -> None:
+        nonlocal connections
+        connections += 1
+        await tcp.aclose()
+
+    async with trio.open_nursery() as nursery, open_host(LOOPBACK) as attacker:
+        listeners = await nursery.start(trio.serve_tcp, count, 0, host="127.0.0.1")
+        liar = Liar(listeners[0].socket.getsockname()[1])
+        attacker.serve(PROTOCOL, liar.serve)
+        began = trio.current_time()
+        async with open_peer(attacker.addresses[0]) as (victim, _):
+            while liar.answers < 12:
+                await victim.records.find(sha256(bytes([liar.answers])).digest())
+        elapsed = trio.current_time() - began
+        assert 0 < connections <= HOST_FAILURES + HOST_FAILURES_PER_SECOND * elapsed + 1
+        nursery.cancel_scope.cancel()
+
+
+@watched
+async def test_names_from_strangers_are_not_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked_up: list[object] = []
+
+    def look_up(*arguments: object) -> list[object]:
+        looked_up.append(arguments[0])
+        raise OSError("no name server here")
+
+    async with open_host(LOOPBACK) as host, open_host(LOOPBACK) as other:
+        await host.dial(other.addresses[0], timeout=TIMEOUT)
+        stranger = Ed25519Signer(next(seeds)).peer_id
+        monkeypatch.setattr("socket.getaddrinfo", look_up)
+        for kind in ("dns", "dns4", "dns6"):
+            address = f"/{kind}/slow.example/tcp/4001/p2p/{stranger}"
+            with pytest.raises(UnreachableError, match="not looked up"):
+                await host.open_stream(stranger, PROTOCOL, addresses=[address], timeout=TIMEOUT)
+        assert looked_up == []
+        with pytest.raises(UnreachableError, match=r"slow\.example is not known"):
+            await host.dial(f"/dns4/slow.example/tcp/4001/p2p/{stranger}", timeout=TIMEOUT)
+        assert looked_up == ["slow.example"]

@@ -106,6 +106,37 @@ async def test_a_protocol_name_that_is_no_text_costs_its_stream_only() -> None:
         await assert_serves_strangers(host)
 
 
+@pytest.mark.parametrize("error", [KeyError("part"), AssertionError("never"), OSError("disk")])
+@watched
+async def test_a_mistake_of_ours_costs_its_stream_only_and_is_loud(
+    error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With the peer's name and the traceback; what the network does is no error in the log."""
+
+    async def fail(_: Stream) -> None:
+        raise error
+
+    async def end(_: Stream) -> None:
+        raise StreamBrokenError("the other side went away")
+
+    async with open_host() as host, open_host() as stranger:
+        host.serve("/fails/1", fail)
+        host.serve("/ends/1", end)
+        for protocol, loud in (("/ends/1", False), ("/fails/1", True)):
+            caplog.clear()
+            stream = await stranger.open_stream(
+                host.peer_id, protocol, addresses=host.addresses, timeout=TIMEOUT
+            )
+            with pytest.raises(StreamBrokenError):
+                await stream.receive_some(1)
+            errors = [record for record in caplog.records if record.levelno >= logging.ERROR]
+            assert bool(errors) == loud
+            if loud:
+                assert all(stranger.peer_id in record.getMessage() for record in errors)
+                assert any(record.exc_info and record.exc_info[1] is error for record in errors)
+        await assert_serves(stranger, host)
+
+
 @pytest.mark.parametrize("announced", [5_000, 1 << 62])
 @watched
 async def test_a_long_line_of_negotiation_is_refused_unread(announced: int) -> None:

@@ -47,6 +47,39 @@ async def test_a_peer_holds_so_many_lanes_and_no_more(monkeypatch: pytest.Monkey
 
 
 @watched
+async def test_a_peer_of_no_group_gets_few_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lane_limits, "MAX_UNEXPECTED", 3)
+    expected: set[str] = set()
+    async with pair() as (here, there), open_host() as third, open_host() as member:
+        there.serve_lanes(Inbox(), wanted=expected.__contains__)
+        for _ in range(lane_limits.MAX_UNEXPECTED_PER_PEER):
+            await lane_to(here, there)
+        with pytest.raises(UnreachableError, match="in no group with this peer"):
+            await lane_to(here, there)
+        await lane_to(third, there)
+        with pytest.raises(UnreachableError, match="in no group with this peer"):
+            await lane_to(third, there)
+        expected.add(member.peer_id)
+        for _ in range(lane_limits.MAX_UNEXPECTED_PER_PEER + 1):
+            await lane_to(member, there)
+
+
+@watched
+async def test_idle_lanes_of_others_make_room_for_a_member(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A member of an old group that keeps its lanes keeps no member of a new one out."""
+    monkeypatch.setattr(lane_limits, "MAX_INBOUND", 3)
+    async with pair() as (here, there), open_host() as member:
+        expected = {here.peer_id}
+        there.serve_lanes(Inbox(), wanted=lambda peer_id: peer_id in expected)
+        lanes = [await lane_to(here, there) for _ in range(3)]
+        with pytest.raises(UnreachableError, match="there are 3 lanes already"):
+            await lane_to(member, there)
+        expected = {member.peer_id}
+        await lane_to(member, there)
+        await eventually(lambda: [lane.has_ended() for lane in lanes] == [True, False, False])
+
+
+@watched
 async def test_a_lane_that_has_carried_much_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(direct, "_MAX_LANE_BYTES", 10)
     async with pair() as (here, there):

@@ -47,16 +47,16 @@ class Stage(IntEnum):
 class ConnectionLimits:
     """How many connections of which kind there may be.
 
-    - ``connections``: libp2p connections in both directions. A swarm of 16 needs 15 and record calls a few dozen; 512
-      cost 512 files and about 100 MB.
+    - ``connections``: libp2p connections in both directions. A swarm of 16 needs 15 and record calls a few dozen. 512
+      take 512 files and about 22 MB.
     - ``inbound``: those that others made. The rest is for peers that this one dials.
     - ``per_host``, ``per_prefix``: inbound ones of one address and of one /24 or /48, without companions. A test swarm
       of 64 processes on one machine has 63 a process, two where both dialled: 128. Three such addresses make a prefix's
       share no larger than half of all.
     - ``per_peer``: of one identity. Two that dial each other at once have two; a restart leaves one or two behind.
     - ``unfinished``, ``unfinished_per_host``, ``unfinished_per_prefix``: those that have not proved an identity. trio
-      accepts one connection each time that all tasks have had their turn, and a handshake takes about 60 turns of its
-      task. So an honest peer is through before 256 others have come, even from its own address.
+      accepts one connection each time that all tasks have had their turn, and a handshake takes about 30 such turns. So
+      an honest peer is through before 256 others have come, even from its own address.
     """
 
     connections: int = 512

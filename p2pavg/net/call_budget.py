@@ -17,8 +17,8 @@ class CallRates:
     """What callers may use on average, and at once after a pause.
 
     A peer in a run makes a few dozen calls to one other peer while it joins and a few a second in rounds; a call takes
-    about 1 ms and an answer has a few KiB, 64 KiB under the ready key of a large run. So honest callers use a few
-    percent of what one may, and the burst covers a minute of joining, finding and withdrawing.
+    about 1 ms and an answer has a few KiB, 64 KiB under the ready key of a large run. The burst is 1,000 such calls, or
+    64 of the large answers: enough for joining, and for withdrawing all that a peer says.
 
     - ``peer_seconds``, ``peer_burst_seconds``: processor time of one identity: 5 % of a core.
     - ``peer_bytes``, ``peer_burst_bytes``: answers to one identity: 2 Mbit/s.
@@ -35,9 +35,9 @@ class CallRates:
 # The other side gives a call up after 5 s (RPC_TIMEOUT), dialling included.
 LONGEST_DELAY = 2.0
 
-# What a call costs for each second that it takes to find its answer: tasks, frames and encryption take about twice as
-# long again for a small answer. In simulations, where the clock stands still meanwhile, only bytes are charged.
-OVERHEAD = 3.0
+# What a call costs for each second that it takes to find its answer: tasks, frames and encryption of a small answer took
+# half as long again on loopback. In simulations, where the clock stands still meanwhile, only bytes are charged.
+OVERHEAD = 1.5
 
 # As many as a process has connections and contacts. Whoever is forgotten has a full bucket again: an attacker that
 # needs 4096 identities for that meets its prefixes' limits first.

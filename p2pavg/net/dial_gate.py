@@ -18,7 +18,7 @@ from p2pavg.net.admission import Acquaintances
 from p2pavg.net.dial_policy import DialBudget, DialPolicy, Network
 from p2pavg.net.transport import PeerId
 
-# Interfaces change when a laptop moves or a VPN starts; to list them takes a millisecond.
+# Interfaces change when a laptop moves or a VPN starts; to list them takes 0.3 ms.
 INTERFACES_SECONDS = 30.0
 
 # Threads that look up names. A look-up that hangs takes one for a minute; trio's own 40 are the program's.

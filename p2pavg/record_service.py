@@ -61,8 +61,8 @@ class RecordService:
             raise RemoteProtocolError(str(error)) from None
         finally:
             now = trio.current_time()
-            # This thread's own time: a training loop that holds the interpreter meanwhile is not the caller's fault. The
-            # loop's clock stands still here in simulations, which are the same in every run therefore.
+            # This thread's own time: a training loop that holds the interpreter meanwhile is not the caller's fault.
+            # In simulations the event loop's clock stands still here, so that every run charges the same.
             seconds = min(now - began, time.thread_time() - thread_began)
             self._budget.charge(now, stream.remote, prefix, seconds=seconds, count=count)
         with trio.move_on_after(ANSWER_SECONDS) as scope:

@@ -35,8 +35,8 @@ class CallRates:
 # The other side gives a call up after 5 s (RPC_TIMEOUT), dialling included.
 LONGEST_DELAY = 2.0
 
-# What a call costs for each second that it takes to find its answer: tasks, frames and encryption of a small answer took
-# half as long again on loopback. In simulations, where the clock stands still meanwhile, only bytes are charged.
+# What a call costs for each second that it takes to find its answer: tasks, frames and encryption of a small answer
+# took half as long again on loopback. In simulations, where the clock stands still meanwhile, only bytes are charged.
 OVERHEAD = 1.5
 
 # As many as a process has connections and contacts. Whoever is forgotten has a full bucket again: an attacker that

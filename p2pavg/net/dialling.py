@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Awaitable, Callable, Sequence
 
 import trio
 
 from p2pavg.errors import AddressError, RefusedError, UnreachableError
 from p2pavg.net.transport import PeerId
+
+logger = logging.getLogger(__name__)
 
 MAX_ADDRESSES_DIALLED = 6
 _STAGGER_SECONDS = 0.25  # RFC 8305, section 5
@@ -94,6 +97,11 @@ class Dialler:
         except (AddressError, UnreachableError) as error:
             attempt.reasons.append(f"{address}: {error}")
             attempt.others += not isinstance(error, RefusedError)
+            failed.set()
+        except Exception as error:
+            logger.exception("dialling %s failed", address)
+            attempt.reasons.append(f"{address}: {error!r}")
+            attempt.others += 1
             failed.set()
         else:
             attempt.scope.cancel()

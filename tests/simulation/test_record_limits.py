@@ -1,0 +1,102 @@
+"""Record calls beyond their budget, on the virtual clock: who waits, who is refused, and that others do not notice."""
+
+import trio
+from trio.testing import MockClock
+
+from p2pavg.errors import StreamBrokenError
+from p2pavg.net.call_budget import CallRates
+from p2pavg.net.framing import receive_message, send_message
+from p2pavg.record_calls import MAX_STREAMS_PER_PEER
+from p2pavg.testing import MemoryNetwork, MemoryTransport
+from p2pavg.testing.simulation import simulated_clock, simulated_peer, simulated_signer
+from p2pavg_dht import MAX_MESSAGE_BYTES, PROTOCOL, Ed25519Signer, sign_record
+from p2pavg_dht.messages import Find, Store, encode
+
+SERVER, HONEST = 0, 1
+SERVER_ID = simulated_signer(SERVER).peer_id
+ATTACKER, *PUBLISHERS = [Ed25519Signer(bytes([number + 1] * 32)) for number in range(21)]
+KEY = b"k" * 32
+SECONDS = 20.0
+RATES = CallRates()
+
+
+async def flood(attacker: MemoryTransport, question: bytes) -> int:
+    """The bytes that come for questions on as many streams as one may have, each renewed when it is reset."""
+    received = 0
+
+    async def ask_on_one_stream() -> None:
+        nonlocal received
+        stream = await attacker.open_stream(SERVER_ID, PROTOCOL, timeout=10.0)
+        try:
+            while True:
+                await send_message(stream, question)
+                answer = await receive_message(stream, max_bytes=MAX_MESSAGE_BYTES)
+                if answer is None:
+                    return
+                received += len(answer)
+        except StreamBrokenError:
+            return
+
+    async def ask_on_and_on() -> None:
+        while True:
+            await ask_on_one_stream()
+            await trio.sleep(0.01)
+
+    with trio.move_on_after(SECONDS):
+        async with trio.open_nursery() as nursery:
+            for _ in range(MAX_STREAMS_PER_PEER):
+                nursery.start_soon(ask_on_and_on)
+    return received
+
+
+async def test_a_flood_gets_what_is_granted_and_an_honest_peer_its_answers(autojump_clock: MockClock) -> None:
+    network = MemoryNetwork(seed=1)
+    async with (
+        simulated_peer(network, SERVER) as server,
+        network.transport(ATTACKER) as attacker,
+    ):
+        for publisher in PUBLISHERS:
+            record = sign_record(
+                publisher, key=KEY, sequence=1, expiration_time=simulated_clock() + 600.0, value=bytes(3200)
+            )
+            server.records.answer(publisher.peer_id, encode(Store((), (record,))))
+        await attacker.dial(server.addresses[0], timeout=10.0)
+        totals: list[int] = []
+
+        async def attack() -> None:
+            totals.append(await flood(attacker, encode(Find((), KEY))))
+
+        async with (
+            simulated_peer(network, HONEST, bootstrap=server.addresses) as honest,
+            trio.open_nursery() as nursery,
+        ):
+            nursery.start_soon(attack)
+            while not totals:
+                began = trio.current_time()
+                assert len(await honest.records.find(KEY)) == len(PUBLISHERS)
+                assert trio.current_time() - began < 1.0
+                await trio.sleep(2.0)
+    one_answer = 70_000
+    assert totals[0] > RATES.peer_burst_bytes
+    assert (
+        totals[0] <= RATES.peer_burst_bytes + RATES.peer_bytes * SECONDS + MAX_STREAMS_PER_PEER * one_answer
+    )
+
+
+async def test_a_peer_has_so_many_record_streams_and_no_more(autojump_clock: MockClock) -> None:
+    network = MemoryNetwork(seed=1)
+    async with simulated_peer(network, SERVER) as server, network.transport(ATTACKER) as attacker:
+        await attacker.dial(server.addresses[0], timeout=10.0)
+        streams = [
+            await attacker.open_stream(SERVER_ID, PROTOCOL, timeout=10.0)
+            for _ in range(MAX_STREAMS_PER_PEER + 5)
+        ]
+        await trio.sleep(1.0)
+        question, answered = encode(Find((), KEY)), 0
+        for stream in streams:
+            try:
+                await send_message(stream, question)
+                answered += await receive_message(stream) is not None
+            except StreamBrokenError:
+                continue
+        assert answered == MAX_STREAMS_PER_PEER

@@ -14,9 +14,9 @@ from p2pavg.allreduce.exchange import Exchange, Outcome
 from p2pavg.allreduce.lobby import ExpectedGroup
 from p2pavg.bandwidth import BandwidthMeter
 from p2pavg.config import AveragingConfig
+from p2pavg.matchmaking.actions import GaveUp, Report, Settings
 from p2pavg.matchmaking.matchmaker import Matchmaker
 from p2pavg.matchmaking.roster import ready_key, share_cutter
-from p2pavg.matchmaking.rules import GaveUp, Report, Settings
 from p2pavg.net.limits import RateLimit
 from p2pavg.run import RunEntry, read_entries, run_key
 from p2pavg_compression import resolve_codec

@@ -18,9 +18,9 @@ from p2pavg.bandwidth import BandwidthMeter
 from p2pavg.bulletin import Bulletin, bulletin_key
 from p2pavg.config import MAX_GROUP_SIZE, AveragingConfig
 from p2pavg.errors import BusyError, ClosedError
+from p2pavg.matchmaking.actions import Settings
 from p2pavg.matchmaking.matchmaker import Matchmaker
 from p2pavg.matchmaking.roster import MAX_STATE_BYTES, ready_key, share_cutter
-from p2pavg.matchmaking.rules import Settings
 from p2pavg.participation import listeners
 from p2pavg.result import InProgress, NoPeers, RoundResult, Tensors
 from p2pavg.round import Round, RoundPlan, RoundTools

@@ -12,6 +12,11 @@ from p2pavg_compression import Codec, resolve_codec
 MAX_GROUP_SIZE = 64
 MAX_RUN_ID_CHARS = 128
 MAX_CODEC_CHARS = 64
+# Below it a part of the smallest size takes minutes, and other members would have to wait as long for a peer that sends
+# nothing. Above it there is no link of one machine; larger numbers are lies about one.
+MIN_BANDWIDTH = 0.1  # Mbit/s
+MAX_BANDWIDTH = 100_000.0  # Mbit/s
+MAX_WEIGHT = 1e15  # sums of 64 such weights are exact enough as floats, and no run has as many samples
 MAX_TIMEOUT_SECONDS = 1800.0  # half of what a signed candidate counts for
 
 
@@ -27,13 +32,17 @@ class AveragingConfig:
         exchange_timeout: seconds after which an exchange that is not complete has failed.
         compression: the codec on the wire, by name (``"blockwise8"``, ``"int8:256"``, …) or as an object; ``None`` is
             fp32. Only peers with the same codec and block size form groups.
-        bandwidth: what this peer can send and receive, in Mbit/s; its share of the work follows from it. ``None``:
-            measured in rounds.
+        bandwidth: what this peer can send and receive, 0.1 to 100,000 Mbit/s; its share of the work follows from it.
+            ``None``: measured in rounds.
         max_upload_mbps: Mbit/s that this peer sends at most, headers included; ``None`` is without limit.
         max_download_mbps: Mbit/s that this peer receives at most, likewise.
         participation: who of a group contributes, and who only listens; ``None``: all contribute. The same for all
             peers of a run: those with another rule never meet.
         tags: what this peer can, for others' rules to choose by, e.g. ``("gpu", "fp16")``.
+        max_weight: the most, in samples, that one contribution to a round may count. A peer that announces more is
+            refused by name; this peer's own contribution counts ``max_weight`` when more has been accumulated. Choose a
+            few times what one peer contributes to a round: a peer that lies about its samples counts no more than that.
+            ``None``: 1e15.
 
     Raises:
         ConfigError: an argument is out of range; the message names it.
@@ -50,6 +59,7 @@ class AveragingConfig:
     max_download_mbps: float | None = None
     participation: Participation | None = None
     tags: tuple[str, ...] = ()
+    max_weight: float | None = None
 
     def __post_init__(self) -> None:
         if not _is_text(self.run_id) or not 0 < len(self.run_id) <= MAX_RUN_ID_CHARS:
@@ -60,9 +70,13 @@ class AveragingConfig:
         _check_size("min_group_size", self.min_group_size, 2, self.group_size)
         _check_number("match_timeout", self.match_timeout, MAX_TIMEOUT_SECONDS)
         _check_number("exchange_timeout", self.exchange_timeout, MAX_TIMEOUT_SECONDS)
-        for name in ("bandwidth", "max_upload_mbps", "max_download_mbps"):
+        if self.bandwidth is not None:
+            _check_number("bandwidth", self.bandwidth, MAX_BANDWIDTH, least=MIN_BANDWIDTH)
+        for name in ("max_upload_mbps", "max_download_mbps"):
             if getattr(self, name) is not None:
                 _check_number(name, getattr(self, name), MAX_MBPS)
+        if self.max_weight is not None:
+            _check_number("max_weight", self.max_weight, MAX_WEIGHT)
         if self.participation is not None and not isinstance(self.participation, Participation):
             raise ConfigError(f"participation must be None or a rule, got {self.participation!r}")
         if not is_rule(self.rule):
@@ -85,6 +99,11 @@ class AveragingConfig:
         return "" if self.participation is None else self.participation.text
 
     @property
+    def most_weight(self) -> float:
+        """What one contribution counts at most."""
+        return MAX_WEIGHT if self.max_weight is None else float(self.max_weight)
+
+    @property
     def codec(self) -> Codec:
         """The codec that ``compression`` names."""
         return resolve_codec(self.compression)
@@ -100,6 +119,8 @@ def _check_size(name: str, value: object, least: int, most: int) -> None:
         raise ConfigError(f"{name} must be a whole number from {least} to {most}, got {value!r}")
 
 
-def _check_number(name: str, value: object, most: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= most:
-        raise ConfigError(f"{name} must be a number above 0 and at most {most:g}, got {value!r}")
+def _check_number(name: str, value: object, most: float, *, least: float = 0.0) -> None:
+    number = not isinstance(value, bool) and isinstance(value, int | float)
+    if not number or not 0 < value <= most or value < least:  # type: ignore[operator]
+        range_of = f"from {least:g} to {most:g}" if least else f"above 0 and at most {most:g}"
+        raise ConfigError(f"{name} must be a number {range_of}, got {value!r}")

@@ -20,9 +20,9 @@ from p2pavg.allreduce.partition import bound_seconds, fp32_bytes, share_bounds
 from p2pavg.allreduce.reduction import Verdict
 from p2pavg.bandwidth import BandwidthMeter
 from p2pavg.config import AveragingConfig
+from p2pavg.matchmaking.actions import GaveUp, Report
 from p2pavg.matchmaking.matchmaker import Matchmaker
 from p2pavg.matchmaking.roster import Candidate, Roster, link_of
-from p2pavg.matchmaking.rules import GaveUp, Report
 from p2pavg.net.transport import Transport
 from p2pavg.result import Failed, InProgress, NoPeers, RoundResult, Success, Tensors
 from p2pavg_compression import Codec

@@ -53,8 +53,27 @@ class MemberLink:
     reachable: bool = True
 
 
-def best_fractions(members: Sequence[MemberLink]) -> tuple[Fraction, ...]:
-    """What of the vector each member reduces in the shortest round: exact, 0 or more, 1 in all.
+# A reducer reads what the others contribute to its share, and says what its average is. One that lies about its
+# bandwidth gains at most one more equal share by it. The price: where one of eight has ten times the bandwidth of the
+# others, a round takes up to two thirds longer than with the best shares; among links within a factor of two, little.
+MOST_EQUAL_SHARES = 2
+MOST_OF_VECTOR = Fraction(2, 3)
+"""With two or three reducers, twice an equal share would be the whole vector."""
+
+
+def largest_fraction(members: Sequence[MemberLink]) -> Fraction:
+    """Return the part of the vector that one member reduces at most, whatever bandwidth it has signed.
+
+    Two members see each other's contributions whoever reduces, and one reducer has no choice: there is no limit then.
+    """
+    reducers = sum(member.reachable for member in members) or len(members)
+    if len(members) <= 2 or reducers == 1:
+        return Fraction(1)
+    return min(Fraction(MOST_EQUAL_SHARES, reducers), MOST_OF_VECTOR)
+
+
+def best_fractions(members: Sequence[MemberLink], most: Fraction = Fraction(1)) -> tuple[Fraction, ...]:
+    """Share fractions that minimise the round's duration; exact, each from 0 to ``most``, and summing to 1.
 
     Of a vector of V bytes member i reduces the fraction x. With c contributors, a contributor sends V (1 - x) of
     contributions and V x (c - 1) of averages, and receives as much: V (1 + x (c - 2)) each way. An auxiliary receives
@@ -62,60 +81,65 @@ def best_fractions(members: Sequence[MemberLink]) -> tuple[Fraction, ...]:
     size.) Divided by the member's bandwidth b that is its time, and the round takes as long as the slowest.
 
     In a time of T V, a contributor reduces max(0, (T b - 1) / (c - 2)), which is nothing up to T = 1/b, and an
-    auxiliary T b / c. Both grow with T, so the shortest time is the T at which all of it adds up to 1: *water-filling*.
-    With k contributors above their 1/b, and the sums over these and over all auxiliaries,
-
-        T = (c - 2 + k) / (sum of b + (c - 2) / c * sum of the auxiliaries' b)
-
-    k is found by taking the contributors in, fastest first, as long as 1/b of the next is below T. Then nobody's time
-    can be made shorter without making that of one that needs as long or longer still longer. Whoever is too slow to
-    reduce anything has 1/b of its own to send whatever the others do. That is the objective of hivemind's
-    load_balancing.py, which solves a linear program and rounds; here it is in closed form.
+    auxiliary T b / c; neither reduces more than ``most``. All of it grows with T, so the shortest time is the T at
+    which it adds up to 1: *water-filling*. Then the time of a member that reduces less than ``most`` cannot be made
+    shorter without making another's time, as long or longer, still longer. That is the objective of hivemind's
+    load_balancing.py, which solves a linear program and rounds; here it is exact.
 
     Of two contributors each sends V, whatever it reduces: they share in proportion to bandwidth, and an auxiliary's
     counts half, since it receives two contributions where a contributor receives one. That makes no auxiliary the
-    slowest. Who cannot be dialled reduces nothing, unless nobody can.
+    slowest. A member that cannot be dialled reduces nothing, unless none can be dialled.
+
+    Args:
+        members: their links.
+        most: the largest fraction of one member; with as many reducers as there are it has to suffice for all of it.
     """
     contributors = sum(member.contributes for member in members)
     anybody = any(member.reachable for member in members)
     reduces = [member.reachable or not anybody for member in members]
-    divide = _in_proportion if contributors <= 2 else _water_filling
-    found = iter(divide(list(itertools.compress(members, reduces)), contributors))
+    pipes = [_pipe(member, contributors) for member in itertools.compress(members, reduces)]
+    level = _level(pipes, most) if pipes else Fraction(0)
+    found = iter([pipe.filled(level, most) for pipe in pipes])
     return tuple(next(found) if one_of_them else Fraction(0) for one_of_them in reduces)
 
 
-def _in_proportion(reducers: Sequence[MemberLink], contributors: int) -> list[Fraction]:
-    counts = [
-        Fraction(link.bandwidth) / (1 if link.contributes else max(contributors, 1)) for link in reducers
-    ]
-    total = sum(counts)
-    return [count / total for count in counts]
+@dataclass(frozen=True, slots=True)
+class _Pipe:
+    """The fraction that a member reduces in a time of T V: nothing until T is ``start``, then ``slope`` for each T."""
+
+    start: Fraction
+    slope: Fraction
+
+    def filled(self, level: Fraction, most: Fraction) -> Fraction:
+        return min(most, max(Fraction(0), (level - self.start) * self.slope))
+
+    def full_at(self, most: Fraction) -> Fraction:
+        return self.start + most / self.slope
 
 
-def _water_filling(reducers: Sequence[MemberLink], contributors: int) -> list[Fraction]:
-    level = _level(reducers, contributors)
-    return [
-        max(Fraction(0), (level * Fraction(link.bandwidth) - 1) / (contributors - 2))
-        if link.contributes
-        else level * Fraction(link.bandwidth) / contributors
-        for link in reducers
-    ]
+def _pipe(link: MemberLink, contributors: int) -> _Pipe:
+    bandwidth = Fraction(link.bandwidth)
+    if not link.contributes:
+        return _Pipe(Fraction(0), bandwidth / max(contributors, 1))
+    return (
+        _Pipe(Fraction(0), bandwidth)
+        if contributors <= 2
+        else _Pipe(1 / bandwidth, bandwidth / (contributors - 2))
+    )
 
 
-def _level(reducers: Sequence[MemberLink], contributors: int) -> Fraction:
-    """The least T, in units of V, in which three contributors or more are done."""
-    spare = contributors - 2
-    helped = sum(Fraction(link.bandwidth) for link in reducers if not link.contributes)
-    carried = Fraction(spare * helped, contributors)
-    level = spare / carried if carried else None
-    fastest_first = sorted((link.bandwidth for link in reducers if link.contributes), reverse=True)
-    for taken, bandwidth in enumerate(map(Fraction, fastest_first), start=1):
-        if level is not None and level * bandwidth <= 1:
+def _level(pipes: Sequence[_Pipe], most: Fraction) -> Fraction:
+    """Return the least T, in units of V, in which the whole vector is reduced."""
+    changes = sorted(
+        [(pipe.start, pipe.slope) for pipe in pipes] + [(p.full_at(most), -p.slope) for p in pipes]
+    )
+    level, carried, slope = Fraction(0), Fraction(0), Fraction(0)
+    for moment, change in changes:
+        if carried + slope * (moment - level) >= 1:
             break
-        carried += bandwidth
-        level = (spare + taken) / carried
-    assert level is not None, "somebody reduces"
-    return level
+        carried += slope * (moment - level)
+        level, slope = moment, slope + change
+    return level + (1 - carried) / slope if slope else level
 
 
 def levelled(members: Sequence[MemberLink]) -> list[MemberLink]:
@@ -148,13 +172,16 @@ def _level_of(bandwidth: float, median: Fraction) -> float:
     return bandwidth  # hundreds of times more, or less: then it matters little how much
 
 
-def fastest_shares(elements: int, members: Sequence[MemberLink], granularity: int) -> tuple[int, ...]:
+def fastest_shares(
+    elements: int, members: Sequence[MemberLink], granularity: int, most: Fraction = Fraction(1)
+) -> tuple[int, ...]:
     """Cut ``elements`` into one share a member, for the shortest round, each cut between two blocks.
 
     Args:
         elements: length of the vector, 0 or more.
         members: their links, in the roster's order.
         granularity: the codec's block; a block is never split between reducers.
+        most: the fraction that one member reduces at most; see :func:`largest_fraction`.
 
     Returns:
         The elements of each member's share, in the members' order; they sum to ``elements``.
@@ -162,7 +189,7 @@ def fastest_shares(elements: int, members: Sequence[MemberLink], granularity: in
     # Every member computes this for itself, and all must come to the same integers. Fractions are exact: no rounding
     # that another platform or version of Python may do otherwise (sum() of floats does, from 3.12 on).
     blocks = -(-elements // granularity)
-    cuts = itertools.accumulate(best_fractions(members), initial=Fraction(0))
+    cuts = itertools.accumulate(best_fractions(members, most), initial=Fraction(0))
     # The sums are rounded and not the shares, so that errors do not add up. Half goes up: with round()'s half to even
     # a share of exactly one block could become none or two, depending on where it lies.
     edges = [min(math.floor(blocks * cut + _HALF) * granularity, elements) for cut in cuts]

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import trio
 
+from p2pavg.blame import guarded
 from p2pavg.errors import ClosedError, RemoteProtocolError, StreamBrokenError
 from p2pavg.matchmaking.messages import Message, decode, encode
 from p2pavg.net.framing import receive_message, send_message
@@ -43,14 +44,22 @@ class Link:
         self._closed = True
         self._outbox.close()
 
-    async def run(self, on_message: Callable[[Message], None], on_lost: Callable[[str], None]) -> None:
-        """Carry messages until either side closes; ``on_lost`` is called unless it was this one."""
+    async def run(
+        self,
+        on_message: Callable[[Message], None],
+        on_lost: Callable[[str], None],
+        on_fault: Callable[[str, Exception], None],
+    ) -> None:
+        """Carry messages until either side closes; ``on_lost`` is called unless it was this one.
+
+        ``on_fault`` is told when a message cannot even be decoded without an exception that nobody expected.
+        """
         reason = "it does not read its messages"
         try:
             with self._scope:
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(self._write)
-                    reason = await self._read(on_message)
+                    reason = await self._read(on_message, on_fault)
                     nursery.cancel_scope.cancel()
         finally:
             # Not when this task is cancelled from outside: then nobody is left to be told.
@@ -59,15 +68,21 @@ class Link:
         if lost:
             on_lost(reason)
 
-    async def _read(self, on_message: Callable[[Message], None]) -> str:
+    async def _read(
+        self, on_message: Callable[[Message], None], on_fault: Callable[[str, Exception], None]
+    ) -> str:
         while True:
+            message: Message | None = None
             try:
                 data = await receive_message(self._stream)
-                message = None if data is None else decode(data)
+                if data is None:
+                    return "it closed the stream"
+                with guarded(self._stream.remote, on_fault, expected=(RemoteProtocolError,)):
+                    message = decode(data)
             except (StreamBrokenError, ClosedError, RemoteProtocolError) as error:
                 return str(error)
             if message is None:
-                return "it closed the stream"
+                return "its message could not be read"
             if self._closed:
                 continue  # waits for the writer to have sent the rest
             on_message(message)

@@ -12,22 +12,25 @@ from typing import Protocol
 import trio
 
 from p2pavg.allreduce.milestones import Observe, ignore
+from p2pavg.blame import guarded
 from p2pavg.errors import ClosedError, RemoteProtocolError, StreamBrokenError, UnreachableError
-from p2pavg.matchmaking.link import Link
-from p2pavg.matchmaking.messages import PROTOCOL, Accept, Ask, Declined, Message, Nudge, Refuse, encode
-from p2pavg.matchmaking.roster import Candidate, Roster, read_candidate, sign_candidate
-from p2pavg.matchmaking.rules import (
+from p2pavg.matchmaking.actions import (
     Actions,
     Close,
     Expect,
     Formed,
     GaveUp,
-    Matchmaking,
     Open,
+    Renew,
     Report,
     Send,
     Settings,
 )
+from p2pavg.matchmaking.link import Link
+from p2pavg.matchmaking.memory import Memory
+from p2pavg.matchmaking.messages import PROTOCOL, Accept, Ask, Declined, Message, Nudge, Refuse, encode
+from p2pavg.matchmaking.roster import Candidate, Roster, read_candidate, sign_candidate
+from p2pavg.matchmaking.rules import Matchmaking
 from p2pavg.net.framing import send_message
 from p2pavg.net.transport import Stream, Transport
 from p2pavg.workers import RunInThread
@@ -42,6 +45,9 @@ OPEN_SECONDS = 5.0
 LINGER_SECONDS = 2.0
 _POLL_FIRST_SECONDS = 0.25
 _POLL_MOST_SECONDS = 4.0
+# A peer whose message raised an exception here is not met for so long: it would only send it again.
+FAULT_BAN_SECONDS = 600.0
+MAX_BANNED = 1024  # peers; an identity costs nothing, and a ban is only worth anything until the next one
 
 
 class Records(Protocol):
@@ -86,6 +92,7 @@ class Matchmaker:
         self._linger = trio.CancelScope()
         self._published = False
         self._banned: dict[str, tuple[str, float]] = {}
+        self._memory = Memory()
 
     @property
     def ready_peers(self) -> int:
@@ -94,7 +101,25 @@ class Matchmaker:
 
     def ban(self, peer_id: str, reason: str, seconds: float) -> None:
         """Meet a peer in no attempt that begins within so many seconds."""
+        self._banned.pop(peer_id, None)
         self._banned[peer_id] = (reason, trio.current_time() + seconds)
+        if len(self._banned) > MAX_BANNED:
+            del self._banned[next(iter(self._banned))]
+
+    def finished_with(self, peer_ids: Iterable[str]) -> None:
+        """Note that a round with these peers was finished: they are preferred from now on."""
+        self._memory.finished_with(peer_id for peer_id in peer_ids if peer_id != self._around.signer.peer_id)
+
+    def waits_for(self) -> str:
+        """Say what the attempt that runs waits for; empty without one."""
+        return "" if self._attempt is None else self._attempt.waits_for()
+
+    def _blame(self, peer_id: str, error: Exception) -> None:
+        """Drop a peer whose message or record raised an exception."""
+        reason = f"what it said raised {type(error).__name__} here"
+        self.ban(peer_id, reason, FAULT_BAN_SECONDS)
+        if self._attempt is not None:
+            self._attempt.expel(peer_id, reason)
 
     def exchange_begun(self, group_id: bytes, peer_id: str) -> None:
         """A peer opened a stream of a group's exchange that is expected."""
@@ -126,8 +151,23 @@ class Matchmaker:
         if self._attempt is not None:
             raise RuntimeError("an attempt runs already")
         self._linger.cancel()
+        settings = self._settings if target is None else replace(self._settings, target=target)
+        outcome: Roster | GaveUp | Renew = Renew("the first attempt")
+        try:
+            while isinstance(outcome, Renew):
+                me = self._sign(weight, auxiliary, state, tags, metrics)
+                self._attempt = self._begin(me, settings, on_report, on_expect)
+                outcome = await self._attempt.run()
+            return outcome
+        finally:
+            self._attempt = None
+            self._around.nursery.start_soon(self._withdraw_unless_renewed)
+
+    def _sign(
+        self, weight: float, auxiliary: bool, state: bytes, tags: Sequence[str], metrics: Mapping[str, float]
+    ) -> Candidate:
         now = self._around.wall_clock()
-        me = sign_candidate(
+        return sign_candidate(
             self._around.signer,
             key=self._key,
             deadline=now + (ATTEMPT_SECONDS if auxiliary else self._settings.match_timeout),
@@ -141,19 +181,23 @@ class Matchmaker:
             tags=tags,
             metrics=metrics,
         )
-        settings = self._settings if target is None else replace(self._settings, target=target)
-        self._attempt = _Attempt(self._around, me, settings, now, on_report, on_expect)
-        self._published = True
+
+    def _begin(
+        self,
+        me: Candidate,
+        settings: Settings,
+        on_report: Callable[[Report], None],
+        on_expect: Callable[[bytes | None], None],
+    ) -> _Attempt:
+        now = self._around.wall_clock()
+        rules = Matchmaking(me, settings, now, self._memory)
         for peer_id, (reason, until) in list(self._banned.items()):
             if until > trio.current_time():
-                self._attempt.ban(peer_id, reason)
+                rules.ban(peer_id, reason)
             else:
                 del self._banned[peer_id]
-        try:
-            return await self._attempt.run()
-        finally:
-            self._attempt = None
-            self._around.nursery.start_soon(self._withdraw_unless_renewed)
+        self._published = True
+        return _Attempt(self._around, me, rules, now, on_report, on_expect, self._blame)
 
     async def serve(self, stream: Stream, message: Ask | Nudge) -> None:
         """An inbound stream that begins with ``message``; runs for as long as its conversation."""
@@ -165,7 +209,7 @@ class Matchmaker:
                 await send_message(stream, encode(Declined("not looking for a group", over=True)))
                 await stream.aclose()
         elif isinstance(message, Nudge):
-            attempt.discovered([message.me])
+            attempt.nudged(message.me)
         else:
             await attempt.serve(stream, message.me)
 
@@ -190,14 +234,16 @@ class _Attempt:
         self,
         around: Surroundings,
         me: Candidate,
-        settings: Settings,
+        rules: Matchmaking,
         now: float,
         on_report: Callable[[Report], None],
         on_expect: Callable[[bytes | None], None],
+        on_fault: Callable[[str, Exception], None],
     ) -> None:
         self._around = around
         self._me = me
-        self._rules = Matchmaking(me, settings, now)
+        self._rules = rules
+        self._on_fault = on_fault
         self._on_report = on_report
         self._on_expect = on_expect
         self._started = (now, trio.current_time())
@@ -206,7 +252,7 @@ class _Attempt:
         self._opening: dict[str, trio.CancelScope] = {}
         self._changed = trio.Event()
         self._done = trio.Event()
-        self._outcome: Roster | GaveUp | None = None
+        self._outcome: Roster | GaveUp | Renew | None = None
         self._nursery: trio.Nursery | None = None
 
     @property
@@ -214,17 +260,29 @@ class _Attempt:
         """Contributors known to be ready, this peer included."""
         return self._rules.ready_peers
 
-    def ban(self, peer_id: str, reason: str) -> None:
-        """Neither ask nor admit a peer."""
-        self._rules.ban(peer_id, reason)
+    def waits_for(self) -> str:
+        """Say what it waits for."""
+        return self._rules.waits_for()
+
+    def expel(self, peer_id: str, reason: str) -> None:
+        """Drop a peer whose message raised an exception; the rules may be half-way through it."""
+        left: Actions = []
+        with guarded(peer_id, self._abandon, what="the loss"):
+            left = self._rules.expel(peer_id, reason, self._now())
+        self._do(left)
+
+    def _abandon(self, peer_id: str, error: Exception) -> None:
+        """Even without the peer the rules raise: end this attempt. The next one begins without it, from nothing."""
+        self._outcome = GaveUp(f"what {peer_id} said raised {type(error).__name__} here")
+        self._done.set()
 
     def _now(self) -> float:
         """Wall-clock seconds that neither jump nor run backwards within the attempt."""
         wall, monotonic = self._started
         return wall + trio.current_time() - monotonic
 
-    async def run(self) -> Roster | GaveUp:
-        """Until a group stands or nobody is there."""
+    async def run(self) -> Roster | GaveUp | Renew:
+        """Until a group stands, no other peer is there, or a new attempt is to begin."""
         try:
             async with trio.open_nursery() as nursery:
                 self._nursery = nursery
@@ -242,9 +300,12 @@ class _Attempt:
                 self._on_expect(None)
         return self._outcome or GaveUp(f"no group within {ATTEMPT_SECONDS:.0f} s")
 
-    def discovered(self, candidates: Iterable[Candidate]) -> None:
-        """Somebody is ready, says a record."""
-        self._do(self._rules.discovered(candidates, self._now()))
+    def nudged(self, candidate: Candidate) -> None:
+        """An earlier candidate says that it leads."""
+        actions: Actions = []
+        with guarded(candidate.peer_id, self._on_fault, what="a nudge"):
+            actions = self._rules.nudged(candidate, self._now())
+        self._do(actions)
 
     def exchange_begun(self, group_id: bytes, peer_id: str) -> None:
         """A member may have heard of a commit that this peer has not heard of."""
@@ -257,7 +318,10 @@ class _Attempt:
             old.close()
             self._do(self._rules.lost(candidate.peer_id, "it asked again", self._now()))
         link = self._downward[candidate.peer_id] = Link(stream)
-        self._do(self._rules.asked(candidate, self._now()))
+        actions: Actions = []
+        with guarded(candidate.peer_id, self._on_fault):
+            actions = self._rules.asked(candidate, self._now())
+        self._do(actions)
         await self._run_link(link, candidate.peer_id, upward=False)
 
     async def _run_link(self, link: Link, peer_id: str, *, upward: bool) -> None:
@@ -267,7 +331,10 @@ class _Attempt:
         def told(message: Message) -> None:
             if links.get(peer_id) is link:
                 tell = self._rules.told_by_leader if upward else self._rules.told
-                self._do(tell(peer_id, message, self._now()))
+                actions: Actions = []
+                with guarded(peer_id, self._on_fault):
+                    actions = tell(peer_id, message, self._now())
+                self._do(actions)
 
         def lost(reason: str) -> None:
             if links.get(peer_id) is link:
@@ -275,7 +342,7 @@ class _Attempt:
                 lose = self._rules.lost_leader if upward else self._rules.lost
                 self._do(lose(peer_id, reason, self._now()))
 
-        await link.run(told, lost)
+        await link.run(told, lost, self._on_fault)
 
     async def _announce(self) -> None:
         """Publish; what is said under the same key comes back with it. Then look again, ever less often."""
@@ -289,13 +356,15 @@ class _Attempt:
             pause = min(2 * pause, _POLL_MOST_SECONDS)
 
     def _read(self, records: Iterable[Record]) -> None:
-        found = []
         for record in records:
             try:
-                found.append(read_candidate(record))
+                with guarded(
+                    record.publisher, self._on_fault, what="a record", expected=(RemoteProtocolError,)
+                ):
+                    self._rules.learn(read_candidate(record), self._now())
             except RemoteProtocolError as error:
                 logger.info("%s published nonsense: %s", record.publisher, error)
-        self.discovered(found)
+        self._do(self._rules.discovered((), self._now()))
 
     async def _keep_time(self) -> None:
         while True:
@@ -323,7 +392,7 @@ class _Attempt:
                     self._on_expect(group_id)
                 case Report():
                     self._on_report(action)
-                case GaveUp():
+                case GaveUp() | Renew():
                     self._outcome = action
                     self._done.set()
                 case Formed(roster):

@@ -1,6 +1,6 @@
 """What peers say to each other until a group stands.
 
-A join stream (``/p2pavg/match/1.0.0``) carries one conversation: the asker opens it with :class:`Ask`, the asked peer
+A join stream (``/p2pavg/match/2.0.0``) carries one conversation: the asker opens it with :class:`Ask`, the asked peer
 answers :class:`Joined` or :class:`Declined`, and from then on leads: :class:`Status` every two seconds,
 :class:`Propose`, :class:`Commit` or :class:`Disband`. A stream that begins with :class:`Nudge` says only that.
 """
@@ -17,7 +17,7 @@ from p2pavg.net.wire import pack, unpack
 from p2pavg_dht import PeerIdError, public_key_of
 from p2pavg_dht.record import pack as pack_record
 
-PROTOCOL = "/p2pavg/match/1.0.0"
+PROTOCOL = "/p2pavg/match/2.0.0"
 MAX_REASON_CHARS = 300
 
 
@@ -142,7 +142,7 @@ def decode(data: bytes) -> Message:
         return Declined(_reason(reason), _read_optional(leader), _peer_ids(taken), over)
     if kind is Status:
         ready_peers, decided = unpack(body, int, bool)
-        if not 1 <= ready_peers <= MAX_GROUP_SIZE:
+        if not 1 <= ready_peers <= MAX_GROUP_SIZE + 1:  # a group of listeners takes one contributor more
             raise RemoteProtocolError(f"a group of {ready_peers}")
         return Status(ready_peers, decided)
     if kind is Propose:

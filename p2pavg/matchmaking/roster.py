@@ -10,8 +10,8 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
-from p2pavg.allreduce.partition import MemberLink, fastest_shares, levelled
-from p2pavg.config import MAX_CODEC_CHARS, MAX_GROUP_SIZE
+from p2pavg.allreduce.partition import MemberLink, fastest_shares, largest_fraction, levelled
+from p2pavg.config import MAX_BANDWIDTH, MAX_CODEC_CHARS, MAX_GROUP_SIZE, MAX_WEIGHT, MIN_BANDWIDTH
 from p2pavg.errors import RemoteProtocolError
 from p2pavg.names import MAX_METRIC, MAX_METRICS, MAX_TAGS, is_name
 from p2pavg.net.wire import checked, pack, unpack
@@ -20,11 +20,11 @@ from p2pavg_dht.contact import check_addresses
 from p2pavg_dht.record import pack as pack_record
 from p2pavg_dht.record import unpack as unpack_record
 
-MAX_WEIGHT = 1e15
-MAX_BANDWIDTH = 1e6  # Mbit/s
 MAX_STATE_BYTES = 32
+MAX_MEMBERS = 2 * MAX_GROUP_SIZE
+"""Of a roster: a group's contributors and listeners, and at most as many auxiliaries."""
 
-_KEY_DOMAIN = "p2pavg/ready/2"
+_KEY_DOMAIN = "p2pavg/ready/3"
 _ROSTER_DOMAIN = b"p2pavg-roster/2\0"
 
 
@@ -62,9 +62,13 @@ class Candidate:
     record: Record = field(repr=False)
 
     @property
-    def order(self) -> tuple[bool, float, str]:
-        """A peer asks only candidates of a lower order; auxiliaries come last and so never lead anybody."""
-        return (self.auxiliary, self.deadline, self.peer_id)
+    def order(self) -> tuple[bool, bool, float, str]:
+        """A peer asks only candidates of a lower order.
+
+        Auxiliaries come last and so never lead. Peers that announce no address come after those that do: other peers
+        could not ask them.
+        """
+        return (self.auxiliary, not self.addresses, self.deadline, self.peer_id)
 
     def fits(self, other: Candidate) -> bool:
         """Whether the two may be in one group. An auxiliary helps with any state."""
@@ -120,8 +124,12 @@ def read_candidate(record: Record) -> Candidate:
         raise RemoteProtocolError(f"weight {weight} of {'an auxiliary' if auxiliary else 'a peer'}")
     if len(state) > MAX_STATE_BYTES:
         raise RemoteProtocolError(f"a state of {len(state)} bytes")
-    if not 0 < bandwidth <= MAX_BANDWIDTH or not is_codec_name(codec) or deadline < 0:
-        raise RemoteProtocolError("bandwidth, codec or deadline out of range")
+    if not MIN_BANDWIDTH <= bandwidth <= MAX_BANDWIDTH:
+        raise RemoteProtocolError(
+            f"a bandwidth of {bandwidth:g} Mbit/s; {MIN_BANDWIDTH:g} to {MAX_BANDWIDTH:g} can be announced"
+        )
+    if not is_codec_name(codec) or deadline < 0:
+        raise RemoteProtocolError("codec or deadline out of range")
     try:
         check_addresses(addresses)
     except ContactError as error:
@@ -178,10 +186,11 @@ def link_of(member: Candidate) -> MemberLink:
 
 
 def share_cutter(elements: int, granularity: int) -> Callable[[Sequence[Candidate]], tuple[int, ...]]:
-    """How a vector is cut among members, from what they signed alone: everybody computes the same."""
+    """Return how a vector is cut among members, from what they signed alone: every member computes the same."""
 
     def cut(members: Sequence[Candidate]) -> tuple[int, ...]:
-        return fastest_shares(elements, levelled([link_of(member) for member in members]), granularity)
+        links = levelled([link_of(member) for member in members])
+        return fastest_shares(elements, links, granularity, largest_fraction(links))
 
     return cut
 
@@ -207,7 +216,7 @@ class Roster:
 
     def __post_init__(self) -> None:
         ids = [member.peer_id for member in self.members]
-        if not 2 <= len(ids) <= 2 * MAX_GROUP_SIZE:
+        if not 2 <= len(ids) <= MAX_MEMBERS:
             raise RemoteProtocolError(f"a roster of {len(ids)} members")
         if len(set(ids)) != len(ids):
             raise RemoteProtocolError("a roster names a peer twice")
@@ -285,7 +294,7 @@ def read_roster(packed: bytes) -> Roster:
         RemoteProtocolError: malformed, forged or impossible.
     """
     records, shares, proposal, listening = unpack(packed, tuple, tuple, int, tuple)
-    if len(records) > 2 * MAX_GROUP_SIZE:
+    if len(records) > MAX_MEMBERS:
         raise RemoteProtocolError(f"a roster of {len(records)} members")
     checked(shares, (int,) * len(shares))
     if listening != tuple(

@@ -1,13 +1,19 @@
 """The rules by which peers that are ready become a group. No I/O, no clock, no random source.
 
-* Candidates are ordered by (auxiliary, deadline, peer id), as each signed it. A peer asks only candidates before it,
-  and one that is asked checks that the asker comes after it: waiting has no cycles, so nothing can deadlock.
+* Candidates are ordered by (auxiliary, without an address, deadline, peer id), as each signed it. A peer asks only
+  candidates before it, and one that is asked checks that the asker comes after it: waiting has no cycles, so nothing
+  can deadlock. Which of the candidates before it a peer asks first is its own affair.
 * A peer that follows nobody leads. The first to announce therefore leads, and whoever comes later joins it. A leader
   that learns of an earlier one asks it, and takes its followers along.
 * A group is complete at ``target`` members that want the result (auxiliaries do not count), or at the leader's deadline
   with at least ``minimum``; one of them at least has something to contribute. The leader then proposes a roster; when
   every member has accepted, it commits.
 * A follower is in one group at most: it accepts from the leader it follows only, and follows one leader at a time.
+* A leader is *due* when it could propose, as far as a follower sees: as many as ``target`` are ready, or its deadline
+  is over and as many as ``minimum`` are. A follower leaves a leader that has been due for a few seconds, and does not
+  ask it for a while (:mod:`p2pavg.matchmaking.memory`). So a leader that never proposes costs seconds. Before its
+  deadline a leader is left once in an attempt, and not at all by a peer that has finished a round with it: the two may
+  aim at groups of different sizes.
 
 A :class:`Matchmaking` takes what happened and returns what is to be done, each with its reason;
 :mod:`p2pavg.matchmaking.matchmaker` does it. Times are wall-clock seconds.
@@ -16,11 +22,22 @@ A :class:`Matchmaking` takes what happened and returns what is to be done, each 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import TypeAlias
+from collections.abc import Iterable, Sequence
 
-from p2pavg.config import MAX_TIMEOUT_SECONDS
+from p2pavg.config import MAX_GROUP_SIZE, MAX_TIMEOUT_SECONDS
+from p2pavg.matchmaking.actions import (
+    Actions,
+    Close,
+    Expect,
+    Formed,
+    GaveUp,
+    Open,
+    Renew,
+    Report,
+    Send,
+    Settings,
+)
+from p2pavg.matchmaking.memory import Memory
 from p2pavg.matchmaking.messages import (
     Accept,
     Ask,
@@ -34,7 +51,14 @@ from p2pavg.matchmaking.messages import (
     Refuse,
     Status,
 )
-from p2pavg.matchmaking.roster import Candidate, Roster
+from p2pavg.matchmaking.reasons import (
+    leader_wait,
+    peers_of_other_states,
+    refused_peers,
+    refusing_peers,
+    unreached_peers,
+)
+from p2pavg.matchmaking.roster import MAX_MEMBERS, Candidate, Roster
 from p2pavg.participation import silent_members
 
 HEARTBEAT_SECONDS = 2.0
@@ -50,6 +74,21 @@ UNREACHABLE_SECONDS = 10.0  # and one that could not be reached after this
 HOLD_OFF_SECONDS = 10.0  # one that spoiled a proposal is kept out for this, twice as long each time
 MAX_HOLD_OFF_SECONDS = 600.0
 MAX_DEADLINE_SECONDS = 2 * MAX_TIMEOUT_SECONDS  # of a deadline from now, either way
+DUE_SECONDS = 5.0
+"""A follower leaves a leader that has been due for so long: others need a poll of the records, 4 s, to find it."""
+MAX_PROPOSALS = (
+    2  # a leader that proposes again and again is due all the same: it drops all silent members at once
+)
+RECENT_SECONDS = 6.0  # a candidate counts as there when a record named it within one poll and a look-up
+SETTLE_SECONDS = 2.0
+"""After its deadline a leader proposes to as many as ``minimum`` when they have been together for so long: peers that
+leave another leader come within seconds of each other."""
+RENEW_SECONDS = 60.0  # a leader whose deadline is over for so long begins a new attempt
+PAST_SECONDS = 90.0  # so an older deadline is no honest leader's, even if its clock is half a minute slow
+PROVEN_SECONDS = 1.0
+"""Peers that have finished a round with each other, and are enough for a group, have so long to form it before they ask
+one with which they have not. A group takes a few round trips."""
+STRIKES = 3  # conversations with a leader that broke off in one attempt, until it is held off as well
 AUXILIARY_SECONDS = 0.25  # a complete group waits this long for auxiliaries that were nudged
 
 
@@ -65,96 +104,27 @@ class Phase(enum.Enum):
     OVER = "over"
 
 
-@dataclass(frozen=True, slots=True)
-class Send:
-    """Send a message to a peer with whom a join stream is open."""
-
-    peer_id: str
-    message: Message
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Open:
-    """Open a stream to a candidate and begin it with ``message`` (``Ask`` or ``Nudge``)."""
-
-    candidate: Candidate
-    message: Ask | Nudge
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Close:
-    """Let go of the join stream with a peer, after what was sent on it.
-
-    ``upward``: the stream on which this peer asked, not one on which it was asked.
-    """
-
-    peer_id: str
-    reason: str
-    upward: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    """The attempt goes on, and its caller may be told how far it is."""
-
-    ready_peers: int
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class GaveUp:
-    """Nobody was there at the deadline; the attempt is over."""
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Formed:
-    """The group stands."""
-
-    roster: Roster
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Expect:
-    """Streams of this group may arrive from now on; any other group that was expected is off."""
-
-    group_id: bytes | None
-    reason: str
-
-
-Action: TypeAlias = Send | Open | Close | Report | GaveUp | Formed | Expect
-Actions: TypeAlias = list[Action]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """What a peer wants of a group."""
-
-    target: int
-    minimum: int
-    match_timeout: float  # seconds
-    cut_shares: Callable[[Sequence[Candidate]], tuple[int, ...]]
-    """From what the members signed: every member computes the same, so no leader can load one of them."""
-    max_share: int | None = None  # elements that this peer reduces at most
-    choose_listeners: Callable[[Sequence[Candidate]], frozenset[str]] | None = silent_members
-    """Who of some members only listens, from what they signed alone; ``None`` takes what the leader says."""
-
-
 def _plausible(candidate: Candidate, now: float) -> bool:
     """Whether a record still counts, and its deadline is one that an honest peer with a working clock signs."""
     return candidate.record.expiration_time > now and abs(candidate.deadline - now) <= MAX_DEADLINE_SECONDS
 
 
-class Matchmaking:
-    """One peer's attempt to be in one group."""
+def _may_lead(candidate: Candidate, now: float) -> bool:
+    return _plausible(candidate, now) and candidate.deadline >= now - PAST_SECONDS
 
-    def __init__(self, me: Candidate, settings: Settings, now: float) -> None:
+
+class Matchmaking:
+    """One peer's attempt to be in one group.
+
+    Args:
+        memory: what earlier attempts have taught; this one adds to it.
+    """
+
+    def __init__(self, me: Candidate, settings: Settings, now: float, memory: Memory | None = None) -> None:
         self.me = me
         self.settings = settings
+        self._memory = Memory() if memory is None else memory
+        self._begun = now
         self.phase = Phase.LEADING
         self.candidates: dict[str, Candidate] = {}
         self.followers: dict[str, Candidate] = {}
@@ -179,6 +149,19 @@ class Matchmaking:
         self._joined = now  # when this peer began to follow
         self._spoken = now  # last word to the followers
         self._status = Status(1, False)  # the leader's last
+        self._due_since: float | None = None  # since when the leader could have proposed
+        self._looked = now  # when this peer last looked whether its leader is due
+        self._heard_proposals = 0  # of this leader
+        self._doubted: set[str] = set()  # leaders that were left before their deadline
+        self._enough_since: float | None = (
+            None  # since when this peer's own group could go ahead after the deadline
+        )
+        self._came_back: dict[
+            str, float
+        ] = {}  # peer -> the deadline of its attempt that was asked again for its nudge
+        self._unreached: dict[str, tuple[Candidate, str]] = {}
+        self._declined_by: dict[str, str] = {}
+        self._refused: dict[str, str] = {}  # peers that this one does not meet, and why
 
     # ------------------------------------------------------------------ what is known
 
@@ -226,14 +209,17 @@ class Matchmaking:
         if self.phase in (Phase.COMMITTED, Phase.OVER):
             return float("inf")
         times = [until for _, until in self._avoided.values()] + list(self._awaited_auxiliaries.values())
-        if self.phase in (Phase.LEADING, Phase.ASKING) and not self.me.auxiliary:
-            times.append(self._window_end)
+        if self.phase in (Phase.LEADING, Phase.ASKING):
+            times += self._own_times()
         if self.phase is Phase.ASKING:
             times.append(self._heard + SILENCE_SECONDS)
         if self._orphaned is not None:
             return min([self._orphaned, *times])
         if self.phase in (Phase.FOLLOWING, Phase.ACCEPTED):
             times += [self._heard + SILENCE_SECONDS, self._patience_end()]
+            assert self.leader is not None
+            if self._looked < self.leader.deadline:
+                times.append(self.leader.deadline)
             if not self.me.auxiliary:
                 times.append(self._window_end + (0.0 if self._status.decided else GRACE_SECONDS))
         elif self.phase is Phase.PROPOSING:
@@ -241,6 +227,49 @@ class Matchmaking:
         elif self.followers:
             times.append(self._spoken + HEARTBEAT_SECONDS)
         return min(times, default=float("inf"))
+
+    def _own_times(self) -> list[float]:
+        """When a peer that follows no leader has something to do."""
+        times = []
+        if not self.me.auxiliary:
+            times += [self._window_end, self.me.deadline + RENEW_SECONDS]
+            if self._enough_since is not None:
+                times.append(max(self.me.deadline, self._enough_since + SETTLE_SECONDS))
+        if self.phase is Phase.LEADING:
+            if self._looked < self._begun + PROVEN_SECONDS:
+                times.append(self._begun + PROVEN_SECONDS)
+            held = (self._memory.held_until(peer_id, self._looked) for peer_id in self.candidates)
+            times += [until for until in held if until > self._looked]
+        return times
+
+    def waits_for(self) -> str:
+        """Say what this attempt waits for, and why it has no group."""
+        if self.phase in (Phase.FOLLOWING, Phase.ACCEPTED) and self.leader is not None:
+            waiting = leader_wait(self.leader, self._status.ready_peers, self.settings.target)
+        elif self.holders > 1:
+            waiting = f"{self.holders} of {self.settings.target} members have joined this peer"
+        else:
+            waiting = "no other peer has joined this one"
+        return "; ".join([waiting, *self._why_apart()])
+
+    def _why_apart(self) -> list[str]:
+        """Say why peers that were seen are not in this peer's group."""
+        reached = self.followers.keys() | ({self.leader.peer_id} if self.leader is not None else set())
+        unreached = [entry for peer_id, entry in self._unreached.items() if peer_id not in reached]
+        declined = {
+            p: why for p, why in self._declined_by.items() if p not in reached and p not in self._unreached
+        }
+        others = sum(
+            candidate.codec == self.me.codec and not candidate.fits(self.me)
+            for candidate in self.candidates.values()
+        )
+        found = [
+            unreached_peers(unreached),
+            refusing_peers(declined),
+            refused_peers(self._refused | self._banned),
+            peers_of_other_states(others),
+        ]
+        return [sentence for sentence in found if sentence]
 
     # ------------------------------------------------------------------ what happens
 
@@ -250,6 +279,7 @@ class Matchmaking:
         for peer_id in [p for p in self.candidates if self._seen.get(p, now) + FORGET_SECONDS <= now]:
             del self.candidates[peer_id]
         self._awaited_auxiliaries = {p: t for p, t in self._awaited_auxiliaries.items() if t > now}
+        self._look_whether_due(now)
         if self._orphaned is not None:
             return (
                 self._free("its leader was lost, and nobody knows of a commit", now)
@@ -258,9 +288,11 @@ class Matchmaking:
             )
         if self.leader is not None and now >= self._heard + SILENCE_SECONDS:
             self._unreachable(self.leader.peer_id)
+            if self.phase is not Phase.ASKING:
+                self._memory.wasted(self.leader.peer_id, now)
             return self._leave(f"silent for {SILENCE_SECONDS:.0f} s", now, avoid=UNREACHABLE_SECONDS)
         if self.phase in (Phase.FOLLOWING, Phase.ACCEPTED) and now >= self._patience_end():
-            return self._leave("it has formed no group in its time and another match timeout", now)
+            return self._leave_late(now)
         if self.phase is Phase.PROPOSING and now >= self._answers_due:
             return self._drop_silent(now)
         return self._advance(now)
@@ -268,28 +300,91 @@ class Matchmaking:
     def _patience_end(self) -> float:
         """Until when this peer follows a leader that forms no group; it may be asked again, behind the others."""
         assert self.leader is not None
+        if self._due_since is not None:
+            return self._due_since + DUE_SECONDS
         joined = self._joined if self.me.auxiliary else max(self._joined, self.me.deadline)
         return max(joined, self.leader.deadline) + self.settings.match_timeout + GRACE_SECONDS
+
+    def _look_whether_due(self, now: float) -> None:
+        self._looked = now
+        if self.phase not in (Phase.FOLLOWING, Phase.ACCEPTED):
+            return
+        if not self._is_due(now):
+            self._due_since = None
+        elif self._due_since is None:
+            self._due_since = now
+
+    def _is_due(self, now: float) -> bool:
+        """Whether the leader could propose, as far as this peer sees."""
+        leader = self.leader
+        assert leader is not None
+        there = [leader] if self.me.auxiliary else [leader, self.me]
+        there += [
+            candidate
+            for candidate in self.candidates.values()
+            if candidate.peer_id != leader.peer_id
+            and not candidate.auxiliary
+            and candidate.fits(leader)
+            and self._silent.get(candidate.peer_id) != candidate.deadline
+            and self._seen.get(candidate.peer_id, now) + RECENT_SECONDS >= now
+        ]
+        if len(self._listeners_among(there)) == len(there):
+            return False
+        if now >= leader.deadline:
+            return len(there) >= self.settings.minimum
+        excused = leader.peer_id in self._doubted or self._memory.is_proven(leader.peer_id)
+        return len(there) >= self.settings.target and not excused
+
+    def _leave_late(self, now: float) -> Actions:
+        assert self.leader is not None
+        self._doubted.add(self.leader.peer_id)
+        self._memory.wasted(self.leader.peer_id, now)
+        return self._leave("it has formed no group in its time", now)
 
     def discovered(self, candidates: Iterable[Candidate], now: float) -> Actions:
         """These are ready, say their records."""
         if self.phase in (Phase.COMMITTED, Phase.OVER):
             return []
         for candidate in candidates:
-            if candidate.peer_id == self.me.peer_id or not _plausible(candidate, now):
-                continue
-            if (
-                candidate.deadline <= self._ended.get(candidate.peer_id, -1.0)
-                or candidate.peer_id in self._banned
-            ):
-                continue
-            self._seen[candidate.peer_id] = now
-            known = self.candidates.get(candidate.peer_id)
-            if known is None or known.deadline <= candidate.deadline:
-                self.candidates[candidate.peer_id] = candidate
-                if self._avoided.get(candidate.peer_id, (candidate.deadline, 0))[0] != candidate.deadline:
-                    del self._avoided[candidate.peer_id]  # a new attempt of that peer
+            self.learn(candidate, now)
+        self._look_whether_due(now)
         return self._advance(now)
+
+    def learn(self, candidate: Candidate, now: float) -> None:
+        """Take in what one record says; :meth:`discovered` decides what follows from it."""
+        peer_id = candidate.peer_id
+        if peer_id == self.me.peer_id or peer_id in self._banned or not _plausible(candidate, now):
+            return
+        if candidate.deadline <= self._ended.get(peer_id, -1.0):
+            return
+        if (wrong := self._too_heavy(candidate)) is not None:
+            self._refused[peer_id] = wrong
+            self.candidates.pop(peer_id, None)
+            return
+        self._seen[peer_id] = now
+        known = self.candidates.get(peer_id)
+        if known is None or known.deadline <= candidate.deadline:
+            self.candidates[peer_id] = candidate
+            if self._avoided.get(peer_id, (candidate.deadline, 0))[0] != candidate.deadline:
+                del self._avoided[peer_id]  # a new attempt of that peer
+
+    def _too_heavy(self, candidate: Candidate) -> str | None:
+        if candidate.weight <= self.settings.max_weight:
+            return None
+        return f"its weight of {candidate.weight:g} is above max_weight {self.settings.max_weight:g}"
+
+    def nudged(self, candidate: Candidate, now: float) -> Actions:
+        """An earlier candidate has reached this peer.
+
+        So there is a connection: one that this peer could not dial, since it is behind a router, can be asked now. Once
+        for each of its attempts, or it could have itself asked without end.
+        """
+        peer_id = candidate.peer_id
+        if peer_id in self._unreached and self._came_back.get(peer_id) != candidate.deadline:
+            self._came_back[peer_id] = candidate.deadline
+            self._avoided.pop(peer_id, None)
+            self._silent.pop(peer_id, None)
+        return self.discovered([candidate], now)
 
     def asked(self, candidate: Candidate, now: float) -> Actions:
         """A peer has opened a join stream to this one."""
@@ -309,6 +404,8 @@ class Matchmaking:
 
     def _refusal(self, candidate: Candidate, now: float) -> Declined | None:
         """Why this candidate cannot join, or ``None``."""
+        if candidate.peer_id == self.me.peer_id:
+            return Declined("it has the id of the peer that it asked", over=True)
         if not _plausible(candidate, now):
             return Declined("its record has expired, or its clock is wrong")
         if self.phase in (Phase.COMMITTED, Phase.OVER):
@@ -326,13 +423,18 @@ class Matchmaking:
             return Declined("its vector belongs to another state")
         if candidate.peer_id in self._banned:
             return Declined(self._banned[candidate.peer_id])
+        if (wrong := self._too_heavy(candidate)) is not None:
+            self._refused[candidate.peer_id] = wrong
+            return Declined(wrong)
         why, until, _ = self._held_off.get(candidate.peer_id, ("", now, 0))
         if now < until:
             return Declined(f"{why}; held off for {until - now:.0f} s more")
         if self.phase is Phase.PROPOSING:
             return Declined("a roster is being agreed", taken=tuple(self.followers))
         auxiliaries = len(self.followers) + 1 - self.holders
-        has_no_use = auxiliaries >= self.settings.target if candidate.auxiliary else self._full
+        # A group of listeners takes one contributor more than its target: a roster has to hold that one as well.
+        most = min(self.settings.target, MAX_MEMBERS - self.settings.target - 1)
+        has_no_use = auxiliaries >= most if candidate.auxiliary else self._full
         if has_no_use and not self._is_missing(candidate):
             return Declined("the group is full", taken=tuple(self.followers))
         return None
@@ -348,11 +450,13 @@ class Matchmaking:
     def lost_leader(self, peer_id: str, reason: str, now: float, *, reachable: bool = True) -> Actions:
         """The join stream to the peer that was asked or followed ended, or could not be opened."""
         if not reachable:
+            if peer_id in self.candidates:
+                self._unreached[peer_id] = (self.candidates[peer_id], reason)
             self._unreachable(peer_id)
         if self.phase is Phase.COMMITTED or self.leader is None or self.leader.peer_id != peer_id:
             return []
         self._avoid(peer_id, now + (RETRY_SECONDS if reachable else UNREACHABLE_SECONDS))
-        self._fruitless[peer_id] = self._fruitless.get(peer_id, 0) + 1
+        self._came_to_nothing(peer_id, now)
         if self.phase is Phase.ACCEPTED:
             # It may have committed, and have told others: a stream of theirs says so.
             if self._begun_by is not None:
@@ -377,6 +481,12 @@ class Matchmaking:
             return self._advance(now)
         return []
 
+    def _came_to_nothing(self, peer_id: str, now: float) -> None:
+        """Put a peer behind the others; one that takes this peer in again and again only to drop it is held off."""
+        self._fruitless[peer_id] = self._fruitless.get(peer_id, 0) + 1
+        if self.phase in (Phase.FOLLOWING, Phase.ACCEPTED) and self._fruitless[peer_id] >= STRIKES:
+            self._memory.wasted(peer_id, now)
+
     def _unreachable(self, peer_id: str) -> None:
         if peer_id in self.candidates:
             self._silent[peer_id] = self.candidates[peer_id].deadline
@@ -395,6 +505,8 @@ class Matchmaking:
         if self.phase is Phase.COMMITTED or self.leader is None or self.leader.peer_id != peer_id:
             return []
         self._heard, self._orphaned = now, None
+        self._unreached.pop(peer_id, None)
+        self._look_whether_due(now)
         match message, self.phase:
             case Joined(leader), Phase.ASKING if self._leads(leader, now):
                 return self._follow(leader)
@@ -423,6 +535,17 @@ class Matchmaking:
         self._banned[peer_id] = reason
         self.candidates.pop(peer_id, None)
 
+    def expel(self, peer_id: str, reason: str, now: float) -> Actions:
+        """Have nothing more to do with a peer in this attempt, whatever it is to this one."""
+        self.ban(peer_id, reason)
+        actions: Actions = []
+        if self.leader is not None and self.leader.peer_id == peer_id:
+            self._orphaned = None
+            actions += self._leave(reason, now)
+        if peer_id in self.followers:
+            actions += [Close(peer_id, reason), *self.lost(peer_id, reason, now)]
+        return actions
+
     def _hold_off(self, peer_id: str, reason: str, now: float) -> float:
         """Do without a peer that spoiled a proposal, and return for how many seconds.
 
@@ -444,11 +567,14 @@ class Matchmaking:
             and candidate.order < self.me.order
             and candidate.record.key == self.me.record.key
             and candidate.fits(self.me)
-            and _plausible(candidate, now)
+            and _may_lead(candidate, now)
+            and self._too_heavy(candidate) is None
         )
 
     def _follow(self, leader: Candidate) -> Actions:
         self.phase, self.leader, self._joined = Phase.FOLLOWING, leader, self._heard
+        self._due_since, self._heard_proposals, self._enough_since = None, 0, None
+        self._look_whether_due(self._heard)
         self.candidates[leader.peer_id] = leader
         self._status = Status(2, False)
         along = [
@@ -471,6 +597,8 @@ class Matchmaking:
             self._ended[asked] = self.leader.deadline
             self.candidates.pop(asked, None)
         self._fruitless[asked] = self._fruitless.get(asked, 0) + (not answer.over)
+        if not answer.over:
+            self._declined_by[asked] = answer.reason
         for peer_id in {asked, *answer.taken}:
             self._avoid(peer_id, now + RETRY_SECONDS)
         self._learn_leader(answer.leader, now)
@@ -478,7 +606,9 @@ class Matchmaking:
         return [Close(self.leader.peer_id, reason, upward=True), *self._free(reason, now)]
 
     def _learn_leader(self, leader: Candidate | None, now: float) -> None:
-        if leader is not None and leader.order < self.me.order and leader.record.key == self.me.record.key:
+        if leader is None or not _may_lead(leader, now) or self._too_heavy(leader) is not None:
+            return
+        if leader.order < self.me.order and leader.record.key == self.me.record.key:
             known = self.candidates.get(leader.peer_id)
             if (known is None or known.deadline <= leader.deadline) and leader.peer_id not in self._banned:
                 self.candidates[leader.peer_id] = leader
@@ -493,6 +623,9 @@ class Matchmaking:
             avoid = self._hold_off(self.leader.peer_id, wrong, now)
             return [refusal, *self._leave(f"its roster was refused: {wrong}", now, avoid=avoid)]
         self.phase, self.roster, self._begun_by = Phase.ACCEPTED, roster, None
+        self._heard_proposals += 1
+        if self._due_since is not None and self._heard_proposals <= MAX_PROPOSALS:
+            self._due_since = max(self._due_since, now + ANSWER_SECONDS + 1.0 - DUE_SECONDS)
         return [
             Expect(roster.group_id, "others may hear of the commit first"),
             Send(self.leader.peer_id, Accept(roster.group_id), "the roster is what was agreed"),
@@ -520,19 +653,33 @@ class Matchmaking:
         if expired:
             return f"a roster with the expired record of {expired[0]}"
         banned = [member.peer_id for member in roster.members if member.peer_id in self._banned]
-        return f"a roster with {banned[0]}: {self._banned[banned[0]]}" if banned else None
+        if banned:
+            return f"a roster with {banned[0]}: {self._banned[banned[0]]}"
+        return self._beyond_limits(roster)
+
+    def _beyond_limits(self, roster: Roster) -> str | None:
+        """Why a roster breaks what every roster keeps to, or this peer's own limits; ``None`` when it does not."""
+        # The leader first, auxiliaries last: who leads an exchange after the first one follows from the order.
+        if list(roster.members) != sorted(roster.members, key=lambda member: member.order):
+            return "a roster whose members are out of order"
+        if not self.settings.minimum <= len(roster.holders) <= MAX_GROUP_SIZE + 1:
+            return (
+                f"a roster of {len(roster.holders)}; this peer takes part in {self.settings.minimum} or more"
+            )
+        heavy = [(member.peer_id, wrong) for member in roster.members if (wrong := self._too_heavy(member))]
+        return f"a roster with {heavy[0][0]}: {heavy[0][1]}" if heavy else None
 
     def _leave(self, reason: str, now: float, *, avoid: float = RETRY_SECONDS) -> Actions:
         assert self.leader is not None
         peer_id = self.leader.peer_id
         self._avoid(peer_id, now + avoid)
-        self._fruitless[peer_id] = self._fruitless.get(peer_id, 0) + 1
+        self._came_to_nothing(peer_id, now)
         return [Close(peer_id, reason, upward=True), *self._free(reason, now)]
 
     def _free(self, reason: str, now: float) -> Actions:
         """Follow nobody any more."""
         accepted = self.phase is Phase.ACCEPTED
-        self.phase, self.leader, self._orphaned = Phase.LEADING, None, None
+        self.phase, self.leader, self._orphaned, self._due_since = Phase.LEADING, None, None, None
         off: Actions = []
         if accepted:
             self.roster = None
@@ -550,10 +697,16 @@ class Matchmaking:
         if not self.me.auxiliary:
             if self._full and not self._awaited_auxiliaries and self._somebody_contributes:
                 return self._propose("the group is complete", now)
+            if self._goes_ahead(now):
+                return self._propose(
+                    f"the deadline is over with {self.holders} of {self.settings.target}", now
+                )
+            if now >= self.me.deadline + RENEW_SECONDS:
+                return self._renew()
             if now >= self._window_end:
                 return self._window_over(now)
         actions: Actions = []
-        if self.phase is Phase.LEADING and (earlier := self._first_earlier()) is not None:
+        if self.phase is Phase.LEADING and (earlier := self._first_earlier(now)) is not None:
             self.phase, self.leader, self._heard = Phase.ASKING, earlier, now
             actions.append(Open(earlier, Ask(self.me), "the first of those before this peer"))
         if not self.me.auxiliary:
@@ -562,7 +715,29 @@ class Matchmaking:
             actions += self._tell_followers(now)
         return actions
 
-    def _first_earlier(self) -> Candidate | None:
+    def _goes_ahead(self, now: float) -> bool:
+        """Whether a group that is not complete goes ahead: enough at the deadline, or enough that met after it."""
+        if self.holders < self.settings.minimum or not self._somebody_contributes:
+            self._enough_since = None
+            return False
+        if self._enough_since is None:
+            self._enough_since = now
+        in_time = self._enough_since <= self.me.deadline
+        return now >= (self.me.deadline if in_time else self._enough_since + SETTLE_SECONDS)
+
+    def _waits_for_proven(self, now: float) -> bool:
+        """Whether enough for a group are peers with which a round was finished; they have a moment to form it."""
+        if now >= self._begun + PROVEN_SECONDS:
+            return False
+        proven = (
+            self._memory.is_proven(candidate.peer_id) and candidate.fits(self.me)
+            for candidate in self.candidates.values()
+            if not candidate.auxiliary
+        )
+        return 1 + sum(proven) >= self.settings.target
+
+    def _first_earlier(self, now: float) -> Candidate | None:
+        proven_only = self._waits_for_proven(now)
         possible = [
             candidate
             for peer_id, candidate in self.candidates.items()
@@ -570,9 +745,17 @@ class Matchmaking:
             and peer_id not in self._avoided
             and peer_id not in self.followers
             and candidate.fits(self.me)
+            and _may_lead(candidate, now)
+            and self._memory.held_until(peer_id, now) <= now
+            and (self._memory.is_proven(peer_id) or not proven_only)
         ]
-        # Those that came to nothing go behind: neither the silent nor liars can stand in the way of the others.
-        return min(possible, key=lambda c: (self._fruitless.get(c.peer_id, 0), c.order), default=None)
+        # Those that came to nothing go behind: neither the silent nor liars can stand in the way of the others. Among
+        # the rest those first with which a round was finished.
+        return min(possible, key=self._preference, default=None)
+
+    def _preference(self, candidate: Candidate) -> tuple[int, bool, tuple[bool, bool, float, str]]:
+        peer_id = candidate.peer_id
+        return (self._fruitless.get(peer_id, 0), not self._memory.is_proven(peer_id), candidate.order)
 
     def _nudge(self, now: float) -> Actions:
         """Tell later candidates that this peer leads; two that announced at once may not see each other."""
@@ -592,16 +775,20 @@ class Matchmaking:
         return actions
 
     def _window_over(self, now: float) -> Actions:
-        if self.holders >= self.settings.minimum and self._somebody_contributes:
-            return self._propose(f"the deadline is over with {self.holders} of {self.settings.target}", now)
         if self.ready_peers == 1:
-            return self._give_up("no other peer was ready by the deadline")
+            apart = self._why_apart()
+            return self._give_up("; ".join(apart) if apart else "no other peer was ready by the deadline")
         self._window_end = now + self.settings.match_timeout
         reason = f"{self.holders} joined, at least {self.settings.minimum} are needed"
         if self.holders >= self.settings.minimum:
             reason = f"{self.holders} joined, and none of them has anything to contribute"
-        report = Report(self.ready_peers, reason)
+        report = Report(self.ready_peers, "; ".join([reason, *self._why_apart()]))
         return [report, *self._tell_followers(now, decided=True), *self._advance(now)]
+
+    def _renew(self) -> Actions:
+        """End an attempt whose deadline is so long over that others may doubt it; the peer begins another one."""
+        reason = "its deadline is long over"
+        return [*self._give_up(reason)[:-1], Renew(reason)]
 
     def _report_as_follower(self, now: float) -> Actions:
         if self.me.auxiliary or now < self._window_end:
@@ -683,7 +870,7 @@ class Matchmaking:
             self.phase, self.roster = Phase.LEADING, None
             off: Actions = [Expect(None, reason)]
             enough = self.holders >= self.settings.minimum and self._somebody_contributes
-            if enough and now >= self._window_end:
+            if enough and now >= self.me.deadline:
                 return off + self._propose(reason, now)
             return off + self._tell_followers(now) + self._advance(now)
         if self.phase in (Phase.LEADING, Phase.ASKING):

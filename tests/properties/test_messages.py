@@ -50,7 +50,7 @@ candidates = st.builds(
     st.integers(0, 7),
     deadline=st.floats(0, 2e9),
     weight=st.floats(1e-9, 1e15),
-    bandwidth=st.floats(1e-3, 1e6),
+    bandwidth=st.floats(0.1, 1e5),
     codec=st.sampled_from(["fp32", "int8:64"]),
 )
 reasons = st.text(st.characters(codec="utf-8", exclude_categories=["C", "Z"]), max_size=300)

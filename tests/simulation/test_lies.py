@@ -37,10 +37,11 @@ from p2pavg.allreduce.votes import (
     encode_vote,
 )
 from p2pavg.errors import ClosedError, RemoteProtocolError, StreamBrokenError, UnreachableError
+from p2pavg.matchmaking.actions import Actions, Send
 from p2pavg.matchmaking.matchmaker import Matchmaker
 from p2pavg.matchmaking.messages import Accept, Commit, Propose, Refuse
 from p2pavg.matchmaking.roster import Candidate, Roster, read_roster
-from p2pavg.matchmaking.rules import Actions, Matchmaking, Send
+from p2pavg.matchmaking.rules import Matchmaking
 from p2pavg.net.addresses import with_peer_id
 from p2pavg.net.framing import send_message
 from p2pavg.net.transport import Buffer, Stream, Transport

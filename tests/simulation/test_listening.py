@@ -448,7 +448,7 @@ class TestLosses:
         network = MemoryNetwork(latency=LAN, bandwidth=1e6)
 
         async def average(peer: Peer, index: int) -> p2pavg.RoundResult:
-            how = config(group_size=3, bandwidth=1e-3 if index == 2 else 100.0)
+            how = config(group_size=3, bandwidth=0.1 if index == 2 else 100.0)
             return await step_once(peer, index, how, listens=index > 0, elements=50_000, after=0.1 * index)
 
         plan = FaultPlan(

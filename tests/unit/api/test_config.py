@@ -52,6 +52,9 @@ REFUSED: list[tuple[str, object]] = [
     ("match_timeout", 1800.1),
     ("exchange_timeout", 1800.1),
     *[(name, 1e6 + 1) for name in MBPS],
+    ("bandwidth", 0.099),
+    ("bandwidth", 100_001),
+    *[("max_weight", value) for value in (0, -1.0, math.nan, math.inf, 1.1e15, "30", True)],
     *[("participation", value) for value in ("half", 0.5, RandomFraction, Rule("x" * 513), Rule("\x1b"))],
     *[("tags", value) for value in ("gpu", ["gpu"], ("",), ("x" * 33,), ("a\nb",), (b"gpu",), (5,), None)],
     *[
@@ -100,7 +103,10 @@ def test_a_group_cannot_be_smaller_than_its_least() -> None:
         ("match_timeout", 1800),
         ("match_timeout", 1e-3),
         ("exchange_timeout", 1800.0),
-        *[(name, value) for name in MBPS for value in (1e6, 5e-324, 1, None)],
+        *[(name, value) for name in MBPS for value in (1, None)],
+        *[(name, value) for name in ("max_upload_mbps", "max_download_mbps") for value in (1e6, 5e-324)],
+        *[("bandwidth", value) for value in (0.1, 1e5)],
+        *[("max_weight", value) for value in (5e-324, 1, 1e15, None)],
     ],
 )
 def test_the_ends_of_the_ranges_are_allowed(name: str, value: object) -> None:

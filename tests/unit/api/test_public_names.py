@@ -96,6 +96,7 @@ FIELDS: list[tuple[type, list[tuple[str, str, object]]]] = [
             ("max_download_mbps", "float | None", None),
             ("participation", "Participation | None", None),
             ("tags", "tuple[str, ...]", ()),
+            ("max_weight", "float | None", None),
         ],
     ),
     (

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from p2pavg.matchmaking.messages import Accept, Ask, Message, Nudge, Refuse, decode, encode
-from p2pavg.matchmaking.roster import Candidate, Roster, ready_key, share_cutter, sign_candidate
-from p2pavg.matchmaking.rules import (
+from p2pavg.matchmaking.actions import (
     Actions,
     Close,
     Expect,
     Formed,
     GaveUp,
-    Matchmaking,
     Open,
+    Renew,
     Report,
     Send,
     Settings,
 )
+from p2pavg.matchmaking.memory import Memory
+from p2pavg.matchmaking.messages import Accept, Ask, Message, Nudge, Refuse, decode, encode
+from p2pavg.matchmaking.roster import Candidate, Roster, ready_key, share_cutter, sign_candidate
+from p2pavg.matchmaking.rules import Matchmaking
 from p2pavg.participation import Participation, listeners
 from p2pavg_dht import Ed25519Signer
 
@@ -49,6 +52,7 @@ def candidate(
     weight: float = 1.0,
     state: bytes = b"",
     tags: tuple[str, ...] = (),
+    addresses: tuple[str, ...] | None = None,
 ) -> Candidate:
     return sign_candidate(
         SIGNERS[index],
@@ -59,7 +63,7 @@ def candidate(
         bandwidth=100.0,
         codec=codec,
         auxiliary=auxiliary,
-        addresses=(f"/ip4/10.0.0.{index}/tcp/1",),
+        addresses=(f"/ip4/10.0.0.{index}/tcp/1",) if addresses is None else addresses,
         state=state,
         tags=tags,
     )
@@ -75,6 +79,8 @@ class Attempt:
     gave_up: str | None = None
     reports: list[tuple[float, Report]] = field(default_factory=list)
     expected: bytes | None = None
+    again: Callable[[], object] | None = None
+    """Announces the same peer anew, as its matchmaker does when an attempt is to be renewed."""
 
     @property
     def active(self) -> bool:
@@ -103,6 +109,7 @@ class Bus:
         self.links: list[Link] = []
         self.nudges: deque[tuple[Attempt, Candidate, Nudge]] = deque()
         self.history: list[Attempt] = []
+        self.memories: dict[str, Memory] = {}
 
     def announce(
         self,
@@ -115,13 +122,35 @@ class Bus:
         state: bytes = b"",
         tags: tuple[str, ...] = (),
         rule: Participation | None = None,
+        addresses: tuple[str, ...] | None = None,
     ) -> Attempt:
         deadline = self.now + (3000.0 if auxiliary else MATCH_TIMEOUT)
-        me = candidate(index, deadline, auxiliary=auxiliary, weight=weight, state=state, tags=tags)
+        me = candidate(
+            index,
+            deadline,
+            auxiliary=auxiliary,
+            weight=weight,
+            state=state,
+            tags=tags,
+            addresses=addresses,
+        )
         how = settings(target, minimum, rule)
         if auxiliary:
             how = replace(how, choose_listeners=None)
-        attempt = Attempt(me, Matchmaking(me, how, self.now))
+        memory = self.memories.setdefault(me.peer_id, Memory())
+        attempt = Attempt(me, Matchmaking(me, how, self.now, memory))
+        attempt.again = partial(
+            self.announce,
+            index,
+            auxiliary=auxiliary,
+            target=target,
+            minimum=minimum,
+            weight=weight,
+            state=state,
+            tags=tags,
+            rule=rule,
+            addresses=addresses,
+        )
         self.attempts[me.peer_id] = attempt
         self.history.append(attempt)
         self.published[me.peer_id] = me
@@ -186,7 +215,7 @@ class Bus:
         sender, target, nudge = self.nudges.popleft()
         receiver = self.attempts.get(target.peer_id)
         if receiver is not None:
-            self._do(receiver, receiver.rules.discovered([nudge.me], self.now))
+            self._do(receiver, receiver.rules.nudged(nudge.me, self.now))
         elif self._alive(sender):
             self._do(sender, sender.rules.not_nudged(target.peer_id, self.now))
 
@@ -245,6 +274,11 @@ class Bus:
                 case GaveUp(reason):
                     assert attempt.active, "gave up after the end"
                     attempt.gave_up = reason
+                case Renew(reason):
+                    assert attempt.active, "renewed after the end"
+                    attempt.gave_up = reason
+                    assert attempt.again is not None
+                    attempt.again()
                 case Formed(roster):
                     assert attempt.active, "in two groups"
                     attempt.formed = roster

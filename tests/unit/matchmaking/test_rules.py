@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 
+from p2pavg.matchmaking.actions import Actions, Close, Expect, Send
 from p2pavg.matchmaking.messages import Accept, Ask, Commit, Declined, Joined, Propose, Refuse, Status
 from p2pavg.matchmaking.roster import Candidate, Roster
 from p2pavg.matchmaking.rules import (
@@ -18,12 +19,8 @@ from p2pavg.matchmaking.rules import (
     RETRY_SECONDS,
     SILENCE_SECONDS,
     UNREACHABLE_SECONDS,
-    Actions,
-    Close,
-    Expect,
     Matchmaking,
     Phase,
-    Send,
 )
 from tests.unit.matchmaking.bus import EPOCH, MATCH_TIMEOUT, Attempt, Bus, candidate, settings
 
@@ -293,7 +290,7 @@ class TestStandingInTheWay:
         assert rules.leader == honest
 
     def test_a_leader_that_forms_no_group_is_left(self) -> None:
-        leader, me = candidate(0, EPOCH - 3000), candidate(1, EPOCH + MATCH_TIMEOUT)
+        leader, me = candidate(0, EPOCH - 60), candidate(1, EPOCH + MATCH_TIMEOUT)
         rules = follower_of(leader, me)
         now = EPOCH
         while rules.leader == leader and now < EPOCH + 1000:

@@ -66,7 +66,7 @@ members = st.lists(
         st.integers(0, len(SIGNERS) - 1),
         weight=st.sampled_from([0.0, 0.5, 8.0]),
         auxiliary=st.booleans(),
-        bandwidth=st.sampled_from([5.0, 50.0, 1e6]),
+        bandwidth=st.sampled_from([5.0, 50.0, 1e5]),
         tags=st.sampled_from([(), ("gpu",), ("fp16", "gpu")]),
     ),
     max_size=len(SIGNERS),
@@ -158,7 +158,7 @@ class TestCapable:
         assert Capable(tags=("fp16", "gpu")).contributors(group) == {SIGNERS[0].peer_id, SIGNERS[3].peer_id}
 
     def test_those_with_the_bandwidth(self) -> None:
-        group = [candidate(index, bandwidth=bandwidth) for index, bandwidth in enumerate([49.9, 50.0, 1e6])]
+        group = [candidate(index, bandwidth=bandwidth) for index, bandwidth in enumerate([49.9, 50.0, 1e5])]
         assert Capable(least_bandwidth=50).contributors(group) == {SIGNERS[1].peer_id, SIGNERS[2].peer_id}
 
     def test_both_count(self) -> None:

@@ -11,6 +11,7 @@ from p2pavg.errors import RemoteProtocolError
 from p2pavg.matchmaking.roster import (
     MAX_BANDWIDTH,
     MAX_WEIGHT,
+    MIN_BANDWIDTH,
     read_candidate,
     read_signed_candidate,
     ready_key,
@@ -25,7 +26,7 @@ ADDRESSES = ("/ip4/192.0.2.0/tcp/4001",)
 def test_the_key_never_changes() -> None:
     assert (
         ready_key("albert-base", bytes(32)).hex()
-        == "ccc7218e134cc0b936efbb2a8a29e4dabc96a61d171b372461345347bc274a63"
+        == "fc19b1dc276bc84cd136b86fb25dd2837056cb84db9ca726e49c6bc40e44f51c"
     )
 
 
@@ -106,6 +107,7 @@ def test_auxiliaries_come_last_then_counts_the_deadline_then_the_id() -> None:
         ((2, 1.0, 1, 1.0, "fp32", False, ADDRESSES), "field 2 is int"),
         ((2, 1.0, 1.0, 0.0, "fp32", False, ADDRESSES), "bandwidth"),
         ((2, 1.0, 1.0, -5.0, "fp32", False, ADDRESSES), "bandwidth"),
+        ((2, 1.0, 1.0, MIN_BANDWIDTH * 0.99, "fp32", False, ADDRESSES), "a bandwidth of 0.099 Mbit/s"),
         ((2, 1.0, 1.0, MAX_BANDWIDTH * 1.01, "fp32", False, ADDRESSES), "bandwidth"),
         ((2, 1.0, 1.0, 1.0, "", False, ADDRESSES), "codec"),
         ((2, 1.0, 1.0, 1.0, "x" * (MAX_CODEC_CHARS + 1), False, ADDRESSES), "codec"),
@@ -168,8 +170,8 @@ def test_the_ends_of_the_ranges_are_allowed() -> None:
         0.0,
         (),
     )
-    least = read_candidate(record_of(0, 2, 0.0, 5e-324, 5e-324, "x", False, (), b"", (), ()))
-    assert (least.weight, least.bandwidth) == (5e-324, 5e-324)
+    least = read_candidate(record_of(0, 2, 0.0, 5e-324, MIN_BANDWIDTH, "x", False, (), b"", (), ()))
+    assert (least.weight, least.bandwidth) == (5e-324, MIN_BANDWIDTH)
 
 
 def test_shares_follow_the_signed_bandwidths() -> None:

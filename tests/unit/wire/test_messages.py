@@ -119,7 +119,7 @@ def test_a_record_under_another_name_is_refused() -> None:
         (b"\x03" + pack("full", (1,), (), False), "6 fields"),
         (b"\x03" + pack("full", (), ()), "4 fields"),
         (b"\x04" + pack(0, False), "a group of 0"),
-        (b"\x04" + pack(65, False), "a group of 65"),
+        (b"\x04" + pack(66, False), "a group of 66"),
         (b"\x04" + pack(-1, False), "a group of -1"),
         (b"\x04" + pack(True, False), "field 0 is bool"),
         (b"\x04" + pack(2, 0), "field 1 is int"),

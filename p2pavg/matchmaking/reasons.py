@@ -1,0 +1,89 @@
+"""Sentences that say why peers do not meet. No I/O, no clock, no random source.
+
+They end in logs and results: what a stranger wrote is bounded here, and printable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from p2pavg.matchmaking.roster import Candidate
+
+MAX_NAMED = 3  # peers that a sentence names; the rest is counted
+_MAX_ADDRESSES = 2
+_MAX_WHY_CHARS = 100
+
+
+def short(peer_id: str) -> str:
+    """Return a peer id as people compare it: its beginning is the same for all."""
+    return f"{peer_id[:4]}..{peer_id[-6:]}"
+
+
+def unreached_peers(unreached: Sequence[tuple[Candidate, str]]) -> str:
+    """Say that peers were seen and could not be reached, with their number and addresses."""
+    if not unreached:
+        return ""
+    them = "them" if len(unreached) > 1 else "it"
+    found = [f"{_where(candidate)} ({_why(candidate, why)})" for candidate, why in unreached]
+    return f"saw {_peers(len(unreached))} and could not reach {them}: {_named(found)}"
+
+
+def refusing_peers(declined: Mapping[str, str]) -> str:
+    """Say which peers did not let this one join, and their reasons."""
+    if not declined:
+        return ""
+    found = [f"{short(peer_id)} ({_clean(why)})" for peer_id, why in declined.items()]
+    return f"{_peers(len(declined))} declined: {_named(found)}"
+
+
+def refused_peers(refused: Mapping[str, str]) -> str:
+    """Say which peers this one does not meet, and why."""
+    if not refused:
+        return ""
+    found = [f"{short(peer_id)} ({_clean(why)})" for peer_id, why in refused.items()]
+    return f"this peer does not meet {_peers(len(refused))}: {_named(found)}"
+
+
+def peers_of_other_states(count: int) -> str:
+    """Say how many peers average vectors that belong to another state."""
+    if not count:
+        return ""
+    do = "averages" if count == 1 else "average"
+    return (
+        f"{count} peer{'s' if count > 1 else ''} of this run {do} with other parameters (state): "
+        "another seed, other first weights or another number of updates"
+    )
+
+
+def leader_wait(leader: Candidate, ready: int, target: int) -> str:
+    """Say what a follower waits for."""
+    return f"waiting for {short(leader.peer_id)}, which leads {ready} of {target} members, to form a group"
+
+
+def _peers(count: int) -> str:
+    return f"{count} other peer{'s' if count > 1 else ''}"
+
+
+def _named(found: Sequence[str]) -> str:
+    more = len(found) - MAX_NAMED
+    return ", ".join(found[:MAX_NAMED]) + (f" and {more} more" if more > 0 else "")
+
+
+def _where(candidate: Candidate) -> str:
+    hosts = [address.partition("/p2p/")[0] for address in candidate.addresses[:_MAX_ADDRESSES]]
+    return f"{short(candidate.peer_id)} at {', '.join(hosts)}" if hosts else short(candidate.peer_id)
+
+
+def _why(candidate: Candidate, why: str) -> str:
+    if not candidate.addresses:
+        return "it announces no address"
+    # The transport names the peer and its addresses again.
+    text = why.replace(f"no connection to {candidate.peer_id}: ", "").replace(f" to {candidate.peer_id}", "")
+    for address in candidate.addresses:
+        text = text.replace(f"{address}: ", "")
+    return _clean("timed out" if text.startswith("no stream within") else text)
+
+
+def _clean(text: str) -> str:
+    printable = "".join(character if character.isprintable() else "?" for character in text)
+    return printable if len(printable) <= _MAX_WHY_CHARS else printable[: _MAX_WHY_CHARS - 1] + "…"

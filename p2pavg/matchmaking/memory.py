@@ -5,6 +5,7 @@ Nothing in here comes from what a peer says of another one: a lie could shut out
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ class _Late:
     until: float
     times: int
     last: float
+    most: float  # it is not held off for longer than until then, whatever the others do
 
 
 class Memory:
@@ -36,18 +38,18 @@ class Memory:
         self._late: OrderedDict[str, _Late] = OrderedDict()
         self._proven: OrderedDict[str, None] = OrderedDict()
 
-    def wasted(self, peer_id: str, now: float) -> float:
-        """Note that following a peer came to nothing; return until when it is not asked."""
+    def wasted(self, peer_id: str, now: float, *, most: float = math.inf) -> float:
+        """Note that following a peer came to nothing; return until when it is not asked: ``most`` at the latest."""
         self._proven.pop(peer_id, None)
         known = self._late.pop(peer_id, None)
         times = 0 if known is None else known.times >> int(max(0.0, now - known.last) / FORGIVE_SECONDS)
-        until = now + min(HOLD_SECONDS * 2.0 ** min(times, 10), MAX_HOLD_SECONDS)
+        until = min(now + min(HOLD_SECONDS * 2.0 ** min(times, 10), MAX_HOLD_SECONDS), most)
         # Those that are held off already stay so: otherwise three of them, one after the other, would leave no moment
         # in which this peer is free for the others.
         for late in self._late.values():
             if now < late.until <= now + MAX_HOLD_SECONDS:
-                late.until = max(late.until, now + HOLD_SECONDS)
-        self._late[peer_id] = _Late(until, times + 1, now)
+                late.until = max(late.until, min(now + HOLD_SECONDS, late.most))
+        self._late[peer_id] = _Late(until, times + 1, now, most)
         if len(self._late) > MAX_LATE:
             self._late.popitem(last=False)
         return until

@@ -76,9 +76,11 @@ MAX_HOLD_OFF_SECONDS = 600.0
 MAX_DEADLINE_SECONDS = 2 * MAX_TIMEOUT_SECONDS  # of a deadline from now, either way
 DUE_SECONDS = 5.0
 """A follower leaves a leader that has been due for so long: others need a poll of the records, 4 s, to find it."""
-MAX_PROPOSALS = (
-    2  # a leader that proposes again and again is due all the same: it drops all silent members at once
-)
+BACK_SECONDS = 2.0
+"""A leader that was left before its deadline is asked again so long before it: an honest one, whose missing member has
+died, goes ahead with the others then. So it is left only when it can be held off for as long at least."""
+MAX_PROPOSALS = 2
+"""A leader that proposes again and again is due all the same: it drops all silent members at once."""
 RECENT_SECONDS = 6.0  # a candidate counts as there when a record named it within one poll and a look-up
 SETTLE_SECONDS = 2.0
 """After its deadline a leader proposes to as many as ``minimum`` when they have been together for so long: peers that
@@ -132,6 +134,9 @@ class Matchmaking:
         self.roster: Roster | None = None  # proposed or accepted
         self._window_end = me.deadline
         self._avoided: dict[str, tuple[float, float]] = {}  # peer -> (its deadline, until)
+        self._broken: dict[
+            str, float
+        ] = {}  # peer -> the deadline of its attempt with which a conversation broke off
         self._silent: dict[str, float] = {}  # peer -> the deadline of its attempt that answers nobody
         self._ended: dict[str, float] = {}  # peer -> the deadline of its attempt that is over
         self._banned: dict[str, str] = {}
@@ -325,20 +330,26 @@ class Matchmaking:
             if candidate.peer_id != leader.peer_id
             and not candidate.auxiliary
             and candidate.fits(leader)
-            and self._silent.get(candidate.peer_id) != candidate.deadline
+            and candidate.deadline
+            not in (self._silent.get(candidate.peer_id), self._broken.get(candidate.peer_id))
             and self._seen.get(candidate.peer_id, now) + RECENT_SECONDS >= now
         ]
         if len(self._listeners_among(there)) == len(there):
             return False
         if now >= leader.deadline:
             return len(there) >= self.settings.minimum
-        excused = leader.peer_id in self._doubted or self._memory.is_proven(leader.peer_id)
+        # One that is already due stays so while this peer's patience runs out.
+        begins = now if self._due_since is None else self._due_since
+        soon = leader.deadline < begins + DUE_SECONDS + 2 * BACK_SECONDS
+        excused = soon or leader.peer_id in self._doubted or self._memory.is_proven(leader.peer_id)
         return len(there) >= self.settings.target and not excused
 
     def _leave_late(self, now: float) -> Actions:
         assert self.leader is not None
+        early = now < self.leader.deadline - BACK_SECONDS
+        most = self.leader.deadline - BACK_SECONDS if early else float("inf")
         self._doubted.add(self.leader.peer_id)
-        self._memory.wasted(self.leader.peer_id, now)
+        self._memory.wasted(self.leader.peer_id, now, most=most)
         return self._leave("it has formed no group in its time", now)
 
     def discovered(self, candidates: Iterable[Candidate], now: float) -> Actions:
@@ -443,7 +454,7 @@ class Matchmaking:
         """The join stream of a follower ended."""
         if self.phase is Phase.COMMITTED or peer_id not in self.followers:
             return []
-        del self.followers[peer_id]
+        self._broken[peer_id] = self.followers.pop(peer_id).deadline
         self.candidates.pop(peer_id, None)
         return self._member_lost(f"{peer_id} was lost: {reason}", now)
 
@@ -455,6 +466,7 @@ class Matchmaking:
             self._unreachable(peer_id)
         if self.phase is Phase.COMMITTED or self.leader is None or self.leader.peer_id != peer_id:
             return []
+        self._broken[peer_id] = self.leader.deadline
         self._avoid(peer_id, now + (RETRY_SECONDS if reachable else UNREACHABLE_SECONDS))
         self._came_to_nothing(peer_id, now)
         if self.phase is Phase.ACCEPTED:

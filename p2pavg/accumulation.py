@@ -153,7 +153,8 @@ class Accumulation:
     Two buffers take turns: one belongs to the round that runs, the other takes what is accumulated meanwhile.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, max_weight: float | None = None) -> None:
+        self._max_weight = max_weight
         self._lock = threading.Lock()
         self._schema: Schema | None = None
         self._sum: torch.Tensor | None = None
@@ -197,6 +198,11 @@ class Accumulation:
             AccumulateError: see :meth:`p2pavg.DecentralizedAverager.accumulate`.
         """
         weight = _checked_weight(weight)
+        if self._max_weight is not None and weight > self._max_weight:
+            raise AccumulateError(
+                f"weight is {weight:g}, and the config's max_weight is {self._max_weight:g}: other peers would refuse "
+                "the contribution; pass a smaller weight, or give all peers of the run a larger max_weight"
+            )
         measured = checked_metrics(metrics)
         schema, tensors = schema_of(given)
         with self._lock:

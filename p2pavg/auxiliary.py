@@ -173,6 +173,8 @@ async def _assist_round(
         group = None
         began = trio.current_time()
         outcome: Outcome = await tails.start(exchange.run)
+        if outcome.verdict is None:
+            matchmaker.finished_with(member.peer_id for member in outcome.roster.members)
         _log(peer, outcome, trio.current_time() - began)
     finally:
         if group is not None:

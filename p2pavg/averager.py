@@ -46,7 +46,7 @@ class DecentralizedAverager:
         self._peer = peer
         self._nursery = nursery
         self._tails = tails
-        self._accumulation = Accumulation()
+        self._accumulation = Accumulation(config.max_weight)
         self._meter = BandwidthMeter(
             max_upload_mbps=config.max_upload_mbps, max_download_mbps=config.max_download_mbps
         )
@@ -93,7 +93,8 @@ class DecentralizedAverager:
             tensors: a sequence, or a mapping from names, of dense tensors of float32, float16 or bfloat16, on CPU or
                 CUDA; always the same number, names, shapes, dtypes and devices as in the first call. They are read,
                 not kept.
-            weight: how much they count, in samples; finite and above 0.
+            weight: how much they count, in samples; finite and above 0, and at most ``config.max_weight``. Of what adds
+                up to more, the mean goes into the round and counts ``max_weight``.
             metrics: what was measured on these samples, e.g. ``{"loss": 2.3}``: finite numbers, 16 names at most. Their
                 means by weight, over calls and then over peers, are in the round's :attr:`p2pavg.Success.metrics`.
 
@@ -247,6 +248,7 @@ class DecentralizedAverager:
             match_timeout=self.config.match_timeout,
             cut_shares=share_cutter(schema.elements, codec.granularity),
             choose_listeners=partial(listeners, self.config.participation),
+            max_weight=self.config.most_weight,
         )
         matchmaker = Matchmaker(
             self._peer.around, key=key, settings=settings, codec=codec.name, bandwidth=self._bandwidth

@@ -167,9 +167,25 @@ class Round:
             self._changed.set()  # also for those who wait for a round that was cancelled
         self.result = result
 
+    def _weight(self, contribution: Contribution) -> float:
+        """Return what a contribution counts.
+
+        What failed rounds gave back may have added up to more than other peers accept. Its mean is as good as ever, so
+        it counts the most that is allowed, and the round is not lost.
+        """
+        most = self._tools.config.most_weight
+        if contribution.weight > most:
+            logger.warning(
+                "%g samples were accumulated, and max_weight is %g: the contribution counts as %g",
+                contribution.weight,
+                most,
+                most,
+            )
+        return min(contribution.weight, most)
+
     async def _find_group(self) -> Roster | GaveUp:
         return await self._tools.matchmaker.find_group(
-            weight=0.0 if self._contribution is None else self._contribution.weight,
+            weight=0.0 if self._contribution is None else self._weight(self._contribution),
             state=self._plan.state,
             tags=self._tools.config.tags,
             metrics={} if self._contribution is None else self._contribution.metrics.means,
@@ -221,6 +237,7 @@ class Round:
         for member in roster.members:
             if member.peer_id not in {verdict.peer_id for verdict in outcome.lost}:
                 self._tools.stalled.pop(member.peer_id, None)
+        self._tools.matchmaker.finished_with(member.peer_id for member in roster.members)
         averaged = await self._unflatten(self._schema, outcome.averaged)
         if contribution is not None:
             self._tools.accumulation.release(contribution)

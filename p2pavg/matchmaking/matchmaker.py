@@ -449,4 +449,4 @@ class _Attempt:
             await stream.aclose()
         except (UnreachableError, StreamBrokenError, ClosedError) as error:
             logger.debug("%s was not nudged: %s", candidate.peer_id, error)
-            self._do(self._rules.not_nudged(candidate.peer_id, self._now()))
+            self._do(self._rules.not_nudged(candidate.peer_id, str(error), self._now()))

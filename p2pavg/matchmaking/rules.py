@@ -461,9 +461,7 @@ class Matchmaking:
     def lost_leader(self, peer_id: str, reason: str, now: float, *, reachable: bool = True) -> Actions:
         """The join stream to the peer that was asked or followed ended, or could not be opened."""
         if not reachable:
-            if peer_id in self.candidates:
-                self._unreached[peer_id] = (self.candidates[peer_id], reason)
-            self._unreachable(peer_id)
+            self._not_reached(peer_id, reason)
         if self.phase is Phase.COMMITTED or self.leader is None or self.leader.peer_id != peer_id:
             return []
         self._broken[peer_id] = self.leader.deadline
@@ -486,9 +484,9 @@ class Matchmaking:
         self._begun_by = peer_id  # the leader's own word is worth more, as long as it may still come
         return [] if self._orphaned is None else self._commit(f"{peer_id} has heard of the commit")
 
-    def not_nudged(self, peer_id: str, now: float) -> Actions:
+    def not_nudged(self, peer_id: str, reason: str, now: float) -> Actions:
         """A nudge could not be delivered."""
-        self._unreachable(peer_id)
+        self._not_reached(peer_id, reason)
         if self._awaited_auxiliaries.pop(peer_id, None) is not None:
             return self._advance(now)
         return []
@@ -498,6 +496,11 @@ class Matchmaking:
         self._fruitless[peer_id] = self._fruitless.get(peer_id, 0) + 1
         if self.phase in (Phase.FOLLOWING, Phase.ACCEPTED) and self._fruitless[peer_id] >= STRIKES:
             self._memory.wasted(peer_id, now)
+
+    def _not_reached(self, peer_id: str, reason: str) -> None:
+        if peer_id in self.candidates:
+            self._unreached[peer_id] = (self.candidates[peer_id], reason)
+        self._unreachable(peer_id)
 
     def _unreachable(self, peer_id: str) -> None:
         if peer_id in self.candidates:

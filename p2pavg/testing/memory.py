@@ -218,6 +218,8 @@ class MemoryNetwork:
         found = self._listener_at(location)
         if found is None:
             raise RefusedError("connection refused")
+        if not found.listens:
+            raise RefusedError("connection refused")
         if found.inbound != "accepted":
             raise UnreachableError("connection refused by a router")
         return found
@@ -491,6 +493,8 @@ class MemoryTransport(Transport):
     ) -> None:
         self.peer_id = peer_id
         self.inbound: Inbound = "accepted"
+        self.listens = True
+        """Whether it announces an address; like a peer with ``listen=[]``, one that does not cannot be dialled."""
         self.nursery = nursery
         self.handlers: dict[str, StreamHandler] = {}
         self._network = network
@@ -506,7 +510,7 @@ class MemoryTransport(Transport):
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        return with_peer_id([self._network._location(self.peer_id)], self.peer_id)
+        return with_peer_id([self._network._location(self.peer_id)] if self.listens else [], self.peer_id)
 
     def serve(self, protocol: str, handler: StreamHandler) -> None:
         self.handlers[protocol] = handler

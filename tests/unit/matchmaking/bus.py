@@ -217,7 +217,7 @@ class Bus:
         if receiver is not None:
             self._do(receiver, receiver.rules.nudged(nudge.me, self.now))
         elif self._alive(sender):
-            self._do(sender, sender.rules.not_nudged(target.peer_id, self.now))
+            self._do(sender, sender.rules.not_nudged(target.peer_id, "nobody answers", self.now))
 
     def advance(self, seconds: float) -> None:
         """Let time pass, and every timer that is due ring at its moment."""

@@ -1,0 +1,94 @@
+"""Peers that cannot be dialled, or not by all: who leads, who meets, and what the others hear."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import pytest
+import torch
+import trio
+from trio.testing import MockClock
+
+import p2pavg
+from p2pavg.peer import Peer
+from p2pavg.testing import MemoryNetwork, MemoryTransport, simulated_peers
+
+LAN = (0.0005, 0.002)
+ONES = [torch.ones(1_000)]
+
+
+def config(**changes: object) -> p2pavg.AveragingConfig:
+    chosen = {"run_id": "sim", "group_size": 2, "match_timeout": 20.0, "exchange_timeout": 8.0, **changes}
+    return p2pavg.AveragingConfig(**chosen)  # type: ignore[arg-type]
+
+
+def transport_of(peer: Peer) -> MemoryTransport:
+    transport = peer.around.transport
+    assert isinstance(transport, MemoryTransport)
+    return transport
+
+
+async def average(
+    peers: Sequence[Peer], how: p2pavg.AveragingConfig, delays: Sequence[float]
+) -> list[tuple[float, p2pavg.RoundResult]]:
+    """When each peer had its result, and which, where each begins after its delay."""
+    results: dict[int, tuple[float, p2pavg.RoundResult]] = {}
+    began = trio.current_time()
+
+    async def live(index: int, peer: Peer) -> None:
+        await trio.sleep(delays[index])
+        async with peer.averager(how) as averager:
+            averager.accumulate(ONES)
+            results[index] = (0.0, await averager.step(wait=None))
+            results[index] = (trio.current_time() - began, results[index][1])
+
+    async with trio.open_nursery() as nursery:
+        for index, peer in enumerate(peers):
+            nursery.start_soon(live, index, peer)
+    return [results[index] for index in range(len(peers))]
+
+
+async def test_a_peer_that_no_one_can_dial_does_not_lead_those_that_can_be_dialled(
+    autojump_clock: MockClock,
+) -> None:
+    """It announces first. On version 0.1 it led, and the other peer without an address could not reach it."""
+    async with simulated_peers(MemoryNetwork(latency=LAN), 3) as peers:
+        for peer in peers[1:]:
+            transport_of(peer).listens = False
+        found = await average([peers[1], peers[0], peers[2]], config(group_size=3), [0.0, 0.5, 1.0])
+    for took, result in found:
+        assert isinstance(result, p2pavg.Success), result
+        assert len(result.peers) == 3
+        assert took < 3.0
+
+
+async def test_a_peer_behind_a_router_leads_one_that_it_has_dialled(autojump_clock: MockClock) -> None:
+    """The later one cannot dial it and is nudged by it: over that connection it asks, at once."""
+    async with simulated_peers(MemoryNetwork(latency=LAN), 2, first=1) as peers:
+        for peer in peers:  # the bootstrap connection is not to count
+            await peer.around.transport.disconnect(peers[0].id)
+            await peer.around.transport.disconnect(peers[1].id)
+        transport_of(peers[1]).inbound = "refused"
+        found = await average([peers[1], peers[0]], config(), [0.0, 2.0])
+    for took, result in found:
+        assert isinstance(result, p2pavg.Success), result
+        assert took < 6.5
+
+
+async def test_peers_that_cannot_reach_each_other_hear_exactly_that(
+    autojump_clock: MockClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two home routers, and a bootstrap peer that both can dial. Version 0.1 said that no other peer was ready."""
+    async with simulated_peers(MemoryNetwork(latency=LAN), 3) as peers:
+        for peer in peers[1:]:
+            transport_of(peer).inbound = "dropped"
+        await peers[1].around.transport.disconnect(peers[2].id)
+        await peers[2].around.transport.disconnect(peers[1].id)
+        with caplog.at_level(logging.WARNING):
+            (_, first), (_, second) = await average(peers[1:], config(), [0.0, 0.1])
+    for result, other in ((first, peers[2]), (second, peers[1])):
+        assert isinstance(result, p2pavg.NoPeers)
+        address = other.addresses[0].partition("/p2p/")[0]
+        assert "saw 1 other peer and could not reach it: 12D3.." in result.reason
+        assert f"{other.id[-6:]} at {address} (timed out)" in result.reason

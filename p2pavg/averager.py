@@ -18,6 +18,7 @@ from p2pavg.bandwidth import BandwidthMeter
 from p2pavg.bulletin import Bulletin, bulletin_key
 from p2pavg.config import MAX_GROUP_SIZE, AveragingConfig
 from p2pavg.errors import BusyError, ClosedError
+from p2pavg.hello import nobody_of_the_run
 from p2pavg.matchmaking.actions import Settings
 from p2pavg.matchmaking.matchmaker import Matchmaker
 from p2pavg.matchmaking.roster import MAX_STATE_BYTES, ready_key, share_cutter
@@ -299,7 +300,18 @@ class DecentralizedAverager:
         assert self._entry is not None
         entries = read_entries(await self._peer.records.find(run_key(self.config.run_id)))
         entries.pop(self._peer.id, None)
-        return why_apart(self._entry, entries.values())
+        heard = await self._peer.greeter.look()
+        found = [why_apart(self._entry, entries.values())]
+        if not entries:
+            found.append(
+                nobody_of_the_run(
+                    self.config.run_id,
+                    known=len(self._peer.records.contacts),
+                    heard=heard,
+                    addresses=self.addresses,
+                )
+            )
+        return "; ".join(filter(None, [*found, *self._peer.greeter.differences(heard)]))
 
     async def bulletin(self, topic: str) -> Bulletin:
         """What the peers of the run say of themselves under a topic; the same object for the same topic.

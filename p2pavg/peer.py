@@ -23,6 +23,8 @@ from p2pavg.errors import (
     RemoteProtocolError,
     UnreachableError,
 )
+from p2pavg.greeting import Greeter
+from p2pavg.hello import PROTOCOL as HELLO_PROTOCOL
 from p2pavg.identity import load_or_make_seed
 from p2pavg.matchmaking.matchmaker import Matchmaker, Surroundings
 from p2pavg.matchmaking.messages import PROTOCOL as MATCH_PROTOCOL
@@ -78,6 +80,14 @@ class Peer:
         self.runs: Counter[str] = Counter()
         """How many averagers of this peer are in each run."""
         self._closed = False
+        self.greeter = Greeter(
+            transport,
+            wall_clock=wall_clock,
+            protocols=(RECORDS_PROTOCOL, MATCH_PROTOCOL, EXCHANGE_PROTOCOL),
+            runs=lambda: sum(count > 0 for count in self.runs.values()),
+            contacts=lambda: self.records.contacts,
+        )
+        """Compares clocks and versions with other peers."""
         self.around = Surroundings(
             transport=transport,
             records=self.records,
@@ -122,12 +132,14 @@ class Peer:
         """Serve, and get to know the network through the bootstrap addresses."""
         self._transport.serve(RECORDS_PROTOCOL, RecordService(self.records).serve)
         self._transport.serve(MATCH_PROTOCOL, self._serve_match)
+        self._transport.serve(HELLO_PROTOCOL, self.greeter.serve)
         self._transport.serve(EXCHANGE_PROTOCOL, self.lobby.serve)
         self._transport.serve_lanes(self.lobby.serve_lane, wanted=self.lobby.wants_lane)
         self.lobby.on_members = self._remember_members
         await self.around.nursery.start(self.records.run)  # type: ignore[arg-type]  # trio-typing's stubs
         if bootstrap:
             await self.join(bootstrap)
+        self.around.nursery.start_soon(self.greeter.run)
 
     async def join(self, bootstrap: Sequence[str]) -> None:
         """Get to know the network through addresses of peers in it.

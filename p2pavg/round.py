@@ -29,6 +29,8 @@ from p2pavg_compression import Codec
 
 logger = logging.getLogger(__name__)
 
+WARN_SECONDS = 10.0  # longer than peers that are there need to find each other
+MAX_WARN_SECONDS = 600.0  # between two warnings, each pause twice as long as the one before
 MAX_TELLING = 8  # rounds that have ended, and whose members are still being told so
 BAN_SECONDS = 600.0  # a peer that broke the protocol is not met again for this long
 
@@ -151,7 +153,10 @@ class Round:
         try:
             found: Roster | GaveUp = GaveUp("")
             with self._looking:
-                found = await self._find_group()
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(self._warn_while_alone)
+                    found = await self._find_group()
+                    nursery.cancel_scope.cancel()
             if self._looking.cancelled_caught:
                 result: RoundResult = NoPeers(reason=self._why_stopped)
             elif isinstance(found, GaveUp):
@@ -166,6 +171,20 @@ class Round:
                 self._tools.accumulation.give_back(self._contribution)
             self._changed.set()  # also for those who wait for a round that was cancelled
         self.result = result
+
+    async def _warn_while_alone(self) -> None:
+        """Say what is waited for after 10 s and then ever more rarely, at a level that is seen without any setup."""
+        pause = WARN_SECONDS
+        while True:
+            await trio.sleep(pause)
+            reasons = [self._tools.matchmaker.waits_for(), await self._tools.why_alone()]
+            logger.warning(
+                "no group in run %r for %.0f s: %s",
+                self._tools.config.run_id,
+                trio.current_time() - self._started,
+                "; ".join(filter(None, reasons)),
+            )
+            pause = min(2 * pause, MAX_WARN_SECONDS)
 
     def _weight(self, contribution: Contribution) -> float:
         """Return what a contribution counts.

@@ -259,7 +259,8 @@ class Matchmaking:
 
     def _why_apart(self) -> list[str]:
         """Say why peers that were seen are not in this peer's group."""
-        reached = self.followers.keys() | ({self.leader.peer_id} if self.leader is not None else set())
+        following = self.leader is not None and self.phase is not Phase.ASKING
+        reached = self.followers.keys() | ({self.leader.peer_id} if self.leader and following else set())
         unreached = [entry for peer_id, entry in self._unreached.items() if peer_id not in reached]
         declined = {
             p: why for p, why in self._declined_by.items() if p not in reached and p not in self._unreached

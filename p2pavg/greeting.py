@@ -27,9 +27,7 @@ from p2pavg_dht import Contact
 
 logger = logging.getLogger(__name__)
 
-ASKED_AT_ONCE = (
-    8  # enough for a median that three liars do not move; the nearest would be an attacker's choice as well
-)
+ASKED_AT_ONCE = 8  # the median of eight clocks holds against three liars
 HELLO_SECONDS = 3.0
 FIRST_SECONDS = 1.0  # joining the network comes first
 AGAIN_SECONDS = 300.0  # clocks drift slowly

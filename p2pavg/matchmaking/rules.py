@@ -90,7 +90,6 @@ PAST_SECONDS = 90.0  # so an older deadline is no honest leader's, even if its c
 PROVEN_SECONDS = 1.0
 """Peers that have finished a round with each other, and are enough for a group, have so long to form it before they ask
 one with which they have not. A group takes a few round trips."""
-STRIKES = 3  # conversations with a leader that broke off in one attempt, until it is held off as well
 AUXILIARY_SECONDS = 0.25  # a complete group waits this long for auxiliaries that were nudged
 
 
@@ -347,6 +346,8 @@ class Matchmaking:
 
     def _leave_late(self, now: float) -> Actions:
         assert self.leader is not None
+        if self._due_since is None:  # it waits for more, as this peer would: no waste of time
+            return self._leave("it has formed no group in its time and another match timeout", now)
         early = now < self.leader.deadline - BACK_SECONDS
         most = self.leader.deadline - BACK_SECONDS if early else float("inf")
         self._doubted.add(self.leader.peer_id)
@@ -467,7 +468,7 @@ class Matchmaking:
             return []
         self._broken[peer_id] = self.leader.deadline
         self._avoid(peer_id, now + (RETRY_SECONDS if reachable else UNREACHABLE_SECONDS))
-        self._came_to_nothing(peer_id, now)
+        self._fruitless[peer_id] = self._fruitless.get(peer_id, 0) + 1
         if self.phase is Phase.ACCEPTED:
             # It may have committed, and have told others: a stream of theirs says so.
             if self._begun_by is not None:
@@ -491,12 +492,6 @@ class Matchmaking:
         if self._awaited_auxiliaries.pop(peer_id, None) is not None:
             return self._advance(now)
         return []
-
-    def _came_to_nothing(self, peer_id: str, now: float) -> None:
-        """Put a peer behind the others; one that takes this peer in again and again only to drop it is held off."""
-        self._fruitless[peer_id] = self._fruitless.get(peer_id, 0) + 1
-        if self.phase in (Phase.FOLLOWING, Phase.ACCEPTED) and self._fruitless[peer_id] >= STRIKES:
-            self._memory.wasted(peer_id, now)
 
     def _not_reached(self, peer_id: str, reason: str) -> None:
         if peer_id in self.candidates:
@@ -689,7 +684,7 @@ class Matchmaking:
         assert self.leader is not None
         peer_id = self.leader.peer_id
         self._avoid(peer_id, now + avoid)
-        self._came_to_nothing(peer_id, now)
+        self._fruitless[peer_id] = self._fruitless.get(peer_id, 0) + 1
         return [Close(peer_id, reason, upward=True), *self._free(reason, now)]
 
     def _free(self, reason: str, now: float) -> Actions:

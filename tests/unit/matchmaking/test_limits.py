@@ -1,0 +1,335 @@
+"""What a roster, a candidate and a leader may not be, whoever says so; and what a fault in a message costs."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from p2pavg.matchmaking.actions import Open, Renew, Send
+from p2pavg.matchmaking.memory import (
+    FORGIVE_SECONDS,
+    HOLD_SECONDS,
+    MAX_HOLD_SECONDS,
+    MAX_LATE,
+    MAX_PROVEN,
+    Memory,
+)
+from p2pavg.matchmaking.messages import Accept, Ask, Declined, Joined, Propose, Refuse, Status, decode, encode
+from p2pavg.matchmaking.roster import MAX_MEMBERS, Candidate, Roster, sign_candidate
+from p2pavg.matchmaking.rules import (
+    DUE_SECONDS,
+    PAST_SECONDS,
+    PROVEN_SECONDS,
+    RENEW_SECONDS,
+    SETTLE_SECONDS,
+    UNREACHABLE_SECONDS,
+    Matchmaking,
+    Phase,
+)
+from p2pavg_dht import Ed25519Signer
+from tests.unit.matchmaking.bus import EPOCH, KEY, MATCH_TIMEOUT, Bus, candidate, settings
+
+MANY = [Ed25519Signer(bytes([index // 256, index % 256]) * 16) for index in range(200)]
+
+
+def one_of_many(index: int, *, weight: float = 1.0, auxiliary: bool = False) -> Candidate:
+    return sign_candidate(
+        MANY[index],
+        key=KEY,
+        deadline=EPOCH + 10.0 + 0.01 * index,
+        expiration_time=EPOCH + 3600.0,
+        weight=0.0 if auxiliary else weight,
+        bandwidth=100.0,
+        codec="fp32",
+        auxiliary=auxiliary,
+        addresses=("/ip4/192.0.2.1/tcp/1",),
+    )
+
+
+def following(
+    leader: Candidate, me: Candidate, *known: Candidate, memory: Memory | None = None
+) -> Matchmaking:
+    rules = Matchmaking(me, settings(), EPOCH, memory)
+    rules.discovered([leader, *known], EPOCH)
+    assert rules.leader == leader
+    rules.told_by_leader(leader.peer_id, Joined(leader), EPOCH)
+    assert rules.phase is Phase.FOLLOWING
+    return rules
+
+
+def proposed(rules: Matchmaking, *members: Candidate, proposal: int = 1) -> str:
+    """The reason for which a roster is refused, empty when it is accepted."""
+    roster = Roster(members=members, shares=rules.settings.cut_shares(members), proposal=proposal)
+    for action in rules.told_by_leader(members[0].peer_id, Propose(roster), EPOCH):
+        if isinstance(action, Send) and isinstance(action.message, Refuse):
+            return action.message.reason
+        if isinstance(action, Send):
+            assert isinstance(action.message, Accept)
+    return ""
+
+
+class TestRosters:
+    def test_members_out_of_order_are_refused(self) -> None:
+        """An auxiliary in the second place came to lead, and its process ended."""
+        leader, me, third = (candidate(index, EPOCH + 1 + index) for index in range(3))
+        helper = candidate(9, EPOCH + 3000, auxiliary=True)
+        assert proposed(following(leader, me), leader, me, third, helper) == ""
+        for members in ((leader, helper, me, third), (leader, third, me), (leader, me, helper, third)):
+            assert "out of order" in proposed(following(leader, me), *members)
+
+    def test_a_member_that_comes_before_the_leader_is_refused(self) -> None:
+        early, leader, me = (candidate(index, EPOCH + 1 + index) for index in range(3))
+        assert "out of order" in proposed(following(leader, me), leader, early, me)
+
+    def test_fewer_members_than_this_peer_takes_part_in_are_refused(self) -> None:
+        leader, me = (candidate(index, EPOCH + 1 + index) for index in range(2))
+        rules = following(leader, me)
+        rules.settings = dataclasses.replace(rules.settings, minimum=3)
+        assert "a roster of 2; this peer takes part in 3" in proposed(rules, leader, me)
+
+    def test_a_member_above_max_weight_is_refused_by_name(self) -> None:
+        leader, me = candidate(0, EPOCH + 1), candidate(1, EPOCH + 2)
+        heavy = candidate(2, EPOCH + 3, weight=1e15)
+        rules = following(leader, me)
+        rules.settings = dataclasses.replace(rules.settings, max_weight=100.0)
+        assert heavy.peer_id in proposed(rules, leader, me, heavy)
+
+    def test_64_members_65_with_a_contributor_and_all_the_auxiliaries_that_ask_are_a_roster(self) -> None:
+        """On version 0.1 the 129th made the leader raise."""
+        leader = one_of_many(0, weight=0.0)
+        rules = Matchmaking(leader, settings(64), EPOCH)
+        for index in range(100, 170):
+            rules.asked(one_of_many(index, auxiliary=True), EPOCH)
+        for index in range(1, 64):
+            rules.asked(one_of_many(index, weight=0.0), EPOCH)
+        assert rules.holders == 64
+        assert rules.phase is not Phase.PROPOSING, "nobody contributes"
+        rules.asked(one_of_many(64), EPOCH)
+        assert rules.phase is Phase.PROPOSING
+        assert rules.roster is not None
+        assert len(rules.roster.holders) == 65
+        assert len(rules.roster.members) == MAX_MEMBERS
+        assert decode(encode(Status(65, False))) == Status(65, False), "its followers understand it"
+
+    def test_a_peer_with_the_same_id_is_declined(self) -> None:
+        me, again = candidate(0, EPOCH + 1), candidate(0, EPOCH + 2)
+        rules = Matchmaking(me, settings(2), EPOCH)
+        rules.asked(again, EPOCH)
+        assert not rules.followers
+
+
+class TestWeights:
+    def test_a_heavy_peer_is_neither_asked_nor_admitted_nor_followed_by_hearsay(self) -> None:
+        heavy, me = candidate(0, EPOCH + 1, weight=101.0), candidate(1, EPOCH + 2)
+        late = candidate(2, EPOCH + 3, weight=101.0)
+        rules = Matchmaking(me, dataclasses.replace(settings(), max_weight=100.0), EPOCH)
+        rules.discovered([heavy], EPOCH)
+        assert rules.phase is Phase.LEADING
+        [answer] = [
+            action.message
+            for action in rules.asked(late, EPOCH)
+            if isinstance(action, Send) and isinstance(action.message, Declined)
+        ]
+        assert answer.reason == "its weight of 101 is above max_weight 100"
+        other = candidate(3, EPOCH + 1.5)
+        rules.discovered([other], EPOCH)
+        rules.told_by_leader(other.peer_id, Declined("follows another leader", heavy), EPOCH)
+        assert heavy.peer_id not in rules.candidates
+        assert "does not meet 2 other peers" in rules.waits_for()
+
+
+class TestLateLeaders:
+    def test_a_leader_of_enough_that_does_not_propose_is_left_within_seconds(self) -> None:
+        leader, me = candidate(0, EPOCH + 25), candidate(1, EPOCH + 30)
+        others = [candidate(index, EPOCH + 30 + index) for index in (2, 3)]
+        rules = following(leader, me, *others)
+        for seconds in range(1, int(DUE_SECONDS) + 1):
+            rules.discovered(others, EPOCH + seconds)
+            rules.told_by_leader(leader.peer_id, Status(2, False), EPOCH + seconds)
+            rules.tick(EPOCH + seconds)
+        assert rules.leader is None
+        rules.discovered([leader], EPOCH + DUE_SECONDS + HOLD_SECONDS - 0.1)
+        assert rules.phase is Phase.LEADING, "the others find it free"
+        rules.tick(EPOCH + DUE_SECONDS + HOLD_SECONDS)
+        assert rules.leader == leader, "an honest one is asked again before its deadline"
+
+    def test_a_leader_that_waits_for_more_is_followed_until_its_deadline(self) -> None:
+        leader, me, other = candidate(0, EPOCH + 25), candidate(1, EPOCH + 30), candidate(2, EPOCH + 31)
+        rules = following(leader, me, other)
+        for seconds in range(1, 30):
+            rules.discovered([other], EPOCH + seconds)
+            rules.told_by_leader(leader.peer_id, Status(3, False), EPOCH + seconds)
+            rules.tick(EPOCH + seconds)
+            assert rules.leader == leader
+        rules.tick(EPOCH + 25 + DUE_SECONDS)
+        assert rules.leader is None, "it had enough at its deadline"
+
+    def test_members_that_are_gone_make_no_leader_late(self) -> None:
+        leader, me = candidate(0, EPOCH + 25), candidate(1, EPOCH + 30)
+        others = [candidate(index, EPOCH + 30 + index) for index in (2, 3)]
+        rules = following(leader, me, *others)  # no record names them any more
+        for seconds in range(1, 20):
+            rules.told_by_leader(leader.peer_id, Status(2, False), EPOCH + seconds)
+            rules.tick(EPOCH + seconds)
+        assert rules.leader == leader
+
+    def test_a_leader_that_proposes_again_and_again_is_left(self) -> None:
+        leader, me = candidate(0, EPOCH - 1), candidate(1, EPOCH + 30)
+        rules = following(leader, me)
+        now = EPOCH
+        for number in range(60):
+            members = (leader, me)
+            roster = Roster(members=members, shares=rules.settings.cut_shares(members), proposal=number)
+            said = Propose(roster) if number % 2 else Status(2, False)
+            rules.told_by_leader(leader.peer_id, said, now)
+            now += 0.5
+            rules.tick(now)
+            if rules.leader is None:
+                break
+        assert now <= EPOCH + 15.0
+
+    def test_one_with_which_a_round_was_finished_has_until_its_deadline(self) -> None:
+        memory = Memory()
+        leader, me = candidate(0, EPOCH + 25), candidate(1, EPOCH + 30)
+        others = [candidate(index, EPOCH + 30 + index) for index in (2, 3)]
+        memory.finished_with([leader.peer_id])
+        rules = following(leader, me, *others, memory=memory)
+        for seconds in range(1, 25):
+            rules.discovered(others, EPOCH + seconds)
+            rules.told_by_leader(leader.peer_id, Status(2, False), EPOCH + seconds)
+            rules.tick(EPOCH + seconds)
+        assert rules.leader == leader
+        rules.told_by_leader(leader.peer_id, Status(2, False), EPOCH + 25)
+        rules.tick(EPOCH + 25)
+        rules.tick(EPOCH + 25 + DUE_SECONDS)
+        assert rules.leader is None
+        assert not memory.is_proven(leader.peer_id)
+
+    def test_what_was_learned_counts_in_the_next_attempt_and_hearsay_does_not_undo_it(self) -> None:
+        memory = Memory()
+        leader, other, me = (candidate(index, EPOCH + 20 + index) for index in range(3))
+        memory.wasted(leader.peer_id, EPOCH)
+        rules = Matchmaking(me, settings(), EPOCH, memory)
+        rules.discovered([leader], EPOCH)
+        assert rules.leader is None
+        rules.discovered([other], EPOCH)
+        rules.told_by_leader(other.peer_id, Declined("follows another leader", leader), EPOCH)
+        assert rules.leader is None
+
+    def test_a_deadline_long_over_leads_nobody_and_its_peer_begins_anew(self) -> None:
+        me = candidate(1, EPOCH + MATCH_TIMEOUT)
+        old = candidate(0, EPOCH - PAST_SECONDS - 1)
+        rules = Matchmaking(me, settings(minimum=4), EPOCH)
+        rules.discovered([old], EPOCH)
+        assert rules.leader is None
+        rules.asked(candidate(2, EPOCH + 50), EPOCH)
+        rules.tick(me.deadline)
+        assert any(isinstance(a, Renew) for a in rules.tick(me.deadline + RENEW_SECONDS))
+        assert rules.phase is Phase.OVER
+        assert RENEW_SECONDS + 10.0 < PAST_SECONDS
+
+    def test_a_group_that_waits_for_long_still_forms(self) -> None:
+        """Each is asked, left and renewed meanwhile, and none of that is held against it."""
+        bus = Bus()
+
+        def live(seconds: float, peers: int) -> None:
+            """As in a training loop, a peer that has heard that it is alone begins again."""
+            end = bus.now + seconds
+            while bus.now < end and not all(attempt.formed for attempt in bus.attempts.values()):
+                for index in range(peers):
+                    attempt = bus.attempts.get(candidate(index, EPOCH).peer_id)
+                    if attempt is None or not (attempt.active or attempt.formed):
+                        bus.announce(index, minimum=4)
+                        bus.advance(0.01)
+                for attempt in list(bus.attempts.values()):
+                    bus.discover(attempt)
+                bus.run(1.0)
+
+        live(240.0, peers=3)
+        assert not any(attempt.formed for attempt in bus.attempts.values())
+        bus.announce(3, minimum=4)
+        live(15.0, peers=4)
+        assert all(attempt.formed for attempt in bus.attempts.values())
+
+    def test_enough_that_meet_after_the_deadline_wait_no_other_match_timeout(self) -> None:
+        leader, late = candidate(0, EPOCH + 1), candidate(1, EPOCH + 20)
+        rules = Matchmaking(leader, settings(), EPOCH)
+        rules.discovered([late], EPOCH)
+        rules.tick(EPOCH + 1)
+        rules.asked(late, EPOCH + 3)
+        assert rules.phase is Phase.LEADING
+        rules.tick(EPOCH + 3 + SETTLE_SECONDS)
+        assert rules.phase is Phase.PROPOSING
+
+
+class TestPreference:
+    def test_a_proven_leader_is_asked_before_an_earlier_one(self) -> None:
+        memory = Memory()
+        stranger, proven, me = (candidate(index, EPOCH + 20 + index) for index in range(3))
+        memory.finished_with([proven.peer_id])
+        rules = Matchmaking(me, settings(), EPOCH, memory)
+        rules.discovered([stranger, proven], EPOCH)
+        assert rules.leader == proven
+
+    def test_enough_proven_peers_have_a_moment_before_a_stranger_is_asked(self) -> None:
+        memory = Memory()
+        stranger, me, proven = (candidate(index, EPOCH + 20 + index) for index in range(3))
+        memory.finished_with([proven.peer_id])
+        rules = Matchmaking(me, settings(2), EPOCH, memory)
+        rules.discovered([stranger, proven], EPOCH)
+        assert rules.leader is None
+        assert rules.wake_at() <= EPOCH + PROVEN_SECONDS
+        rules.tick(EPOCH + PROVEN_SECONDS)
+        assert rules.leader == stranger
+
+    def test_a_peer_without_an_address_leads_only_others_without_one(self) -> None:
+        early, me = candidate(0, EPOCH + 1, addresses=()), candidate(1, EPOCH + 20)
+        late = candidate(2, EPOCH + 30, addresses=())
+        assert me.order < early.order < late.order < candidate(9, EPOCH, auxiliary=True).order
+        rules = Matchmaking(me, settings(), EPOCH)
+        rules.discovered([early, late], EPOCH)
+        assert rules.leader is None
+
+    def test_a_nudge_has_an_unreached_peer_asked_once(self) -> None:
+        early, me = candidate(0, EPOCH + 10), candidate(1, EPOCH + 20)
+        rules = Matchmaking(me, settings(), EPOCH)
+        rules.discovered([early], EPOCH)
+        asked = []
+        for _ in range(3):
+            rules.lost_leader(early.peer_id, "refused", EPOCH, reachable=False)
+            asked.append(
+                any(isinstance(a, Open) and isinstance(a.message, Ask) for a in rules.nudged(early, EPOCH))
+            )
+        assert asked == [True, False, False]
+        rules.tick(EPOCH + UNREACHABLE_SECONDS)
+        assert rules.leader == early
+
+
+class TestMemory:
+    def test_it_is_twice_as_long_each_time_bounded_and_forgiven(self) -> None:
+        memory = Memory()
+        assert [memory.wasted("a", EPOCH) - EPOCH for _ in range(8)] == [10, 20, 40, 80, 160, 320, 600, 600]
+        assert memory.held_until("a", EPOCH - 1e6) == EPOCH - 1e6, "the clock was set back"
+        later = EPOCH + 10 * FORGIVE_SECONDS
+        assert memory.wasted("a", later) - later == HOLD_SECONDS
+        memory.finished_with(["a"])
+        assert memory.held_until("a", later) == later
+        assert memory.is_proven("a")
+        memory.wasted("a", later)
+        assert not memory.is_proven("a")
+
+    def test_its_size_is_bounded(self) -> None:
+        memory = Memory()
+        for index in range(MAX_LATE + MAX_PROVEN + 10):
+            memory.wasted(f"late {index}", EPOCH)
+            memory.finished_with([f"good {index}"])
+        assert len(memory._late) == MAX_LATE
+        assert len(memory._proven) == MAX_PROVEN
+
+    def test_those_that_are_held_off_stay_so_together(self) -> None:
+        memory = Memory()
+        memory.wasted("a", EPOCH)
+        memory.wasted("early", EPOCH, most=EPOCH + 12)
+        memory.wasted("b", EPOCH + 9)
+        assert memory.held_until("a", EPOCH + 9) == EPOCH + 9 + HOLD_SECONDS
+        assert memory.held_until("early", EPOCH + 9) == EPOCH + 12
+        assert MAX_HOLD_SECONDS == 600

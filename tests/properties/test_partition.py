@@ -18,6 +18,7 @@ from p2pavg.allreduce.partition import (
     cut_into_parts,
     fastest_shares,
     fp32_bytes,
+    largest_fraction,
     share_bounds,
 )
 
@@ -56,8 +57,8 @@ def times(members: list[MemberLink], shares: list[Fraction]) -> list[Fraction]:
     return took
 
 
-def least_time(members: list[MemberLink]) -> float:
-    """The linear program: minimise T, with each member's time at most T and all shares 1 in all."""
+def least_time(members: list[MemberLink], most: float = 1.0) -> float:
+    """The linear program: minimise T, with each member's time at most T, and shares of at most ``most``, 1 in all."""
     contributors = sum(member.contributes for member in members)
     anybody = any(member.reachable for member in members)
     size = len(members)
@@ -68,7 +69,8 @@ def least_time(members: list[MemberLink]) -> float:
         b_ub=[-1.0 if member.contributes else 0.0 for member in members],
         A_eq=[[1.0] * size + [0.0]],
         b_eq=[1.0],
-        bounds=[(0.0, 1.0 if member.reachable or not anybody else 0.0) for member in members] + [(0.0, None)],
+        bounds=[(0.0, most if member.reachable or not anybody else 0.0) for member in members]
+        + [(0.0, None)],
     )
     assert result.status == 0
     return float(result.fun)
@@ -118,6 +120,17 @@ def test_no_shares_are_faster(members: list[MemberLink], rounded: bool) -> None:
     assert bound_seconds(125_000, members) == pytest.approx(best, rel=1e-6)
     integers = [Fraction(share, elements) for share in shares]
     assert float(max(times(members, integers))) == pytest.approx(best, rel=1e-5)
+
+
+@given(groups(usual))
+def test_no_shares_are_faster_of_those_that_keep_to_the_most(members: list[MemberLink]) -> None:
+    most = largest_fraction(members)
+    fractions = best_fractions(members, most)
+    assert sum(fractions) == 1
+    assert min(fractions) >= 0
+    assert max(fractions) <= most
+    best = least_time(members, float(most))
+    assert float(max(times(members, list(fractions)))) == pytest.approx(best, rel=1e-6)
 
 
 @given(groups(least=3))

@@ -194,3 +194,25 @@ async def test_a_peer_that_asks_again_and_again_gets_one_answer(autojump_clock: 
     assert [answer is not None for answer in answers] == [True, False, False, True]
     assert answers[0] is not None
     assert read_hello(answers[0]).runs == 0
+
+
+async def test_what_adds_up_to_more_than_max_weight_counts_max_weight(
+    autojump_clock: MockClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    results: dict[str, p2pavg.RoundResult] = {}
+
+    async def average(peer: Peer, times: int) -> None:
+        async with peer.averager(config(max_weight=10)) as averager:
+            for _ in range(times):
+                averager.accumulate([torch.full((1_000,), float(times))], weight=10)
+            results[peer.id] = await averager.step(wait=None)
+
+    async with simulated_peers(MemoryNetwork(latency=LAN), 2) as peers, trio.open_nursery() as nursery:
+        for peer, times in zip(peers, (1, 3), strict=True):
+            nursery.start_soon(average, peer, times)
+    for result in results.values():
+        assert isinstance(result, p2pavg.Success)
+        assert set(result.weights.values()) == {10.0}
+        assert isinstance(result.averaged, list)
+        assert torch.allclose(result.averaged[0], torch.tensor(2.0), atol=0.05)
+    assert "30 samples were accumulated, and max_weight is 10" in caplog.text

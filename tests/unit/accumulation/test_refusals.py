@@ -185,3 +185,14 @@ def test_the_largest_value_is_taken() -> None:
     taken = accumulation.take()
     assert taken is not None
     assert bool((taken.mean.abs() <= 2.0**99).all())
+
+
+def test_a_weight_above_max_weight_is_refused_and_sums_are_not() -> None:
+    """What failed rounds give back adds up, which is no mistake of the caller's."""
+    accumulation = Accumulation(max_weight=10.0)
+    with pytest.raises(AccumulateError, match=r"weight is 10.5, and the config's max_weight is 10"):
+        accumulation.add([torch.ones(3)], 10.5)
+    assert accumulation.weight == 0.0
+    accumulation.add([torch.ones(3)], 10.0)
+    accumulation.add([torch.ones(3)], 10.0)
+    assert accumulation.weight == 20.0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+
 import pytest
 
 from p2pavg.allreduce.partition import (
@@ -14,6 +16,7 @@ from p2pavg.allreduce.partition import (
     cut_into_parts,
     fastest_shares,
     fp32_bytes,
+    largest_fraction,
     levelled,
     part_size,
 )
@@ -161,3 +164,38 @@ def test_bandwidths_that_are_nearly_equal_count_as_equal(bandwidths: list[float]
 def test_levels_leave_everything_else_as_it_is() -> None:
     members = [MemberLink(10.0, contributes=False), MemberLink(10.0, reachable=False)]
     assert levelled(members) == members
+
+
+@pytest.mark.parametrize(
+    ("members", "most"),
+    [
+        (contributors(1.0, 1e5), Fraction(1)),
+        ([undialled(1.0), undialled(1.0), auxiliary(1.0)], Fraction(1)),
+        ([*contributors(1.0), undialled(1.0), auxiliary(1.0)], Fraction(2, 3)),
+        ([*contributors(1.0, 1.0), auxiliary(1.0)], Fraction(2, 3)),
+        (contributors(*[1.0] * 4), Fraction(1, 2)),
+        ([undialled(1.0)] * 4, Fraction(1, 2)),
+        (contributors(*[1.0] * 64), Fraction(1, 32)),
+    ],
+)
+def test_the_most_of_the_vector_that_one_member_reduces(members: list[MemberLink], most: Fraction) -> None:
+    assert largest_fraction(members) == most
+
+
+@pytest.mark.parametrize(
+    ("members", "shares"),
+    [
+        # A bandwidth of 1e5 signed by an auxiliary gave it everything.
+        ([*contributors(100.0, 100.0, 100.0, 100.0), auxiliary(1e5)], (150, 150, 150, 150, 400)),
+        ([*contributors(100.0, 100.0), auxiliary(1e5)], (167, 166, 667)),
+        (contributors(100.0, 100.0, 100.0, 1e5), (167, 166, 167, 500)),
+        # Equal links, and links within a factor of two, share as before.
+        (contributors(*[100.0] * 4), (250, 250, 250, 250)),
+        (
+            contributors(100.0, 100.0, 100.0, 150.0),
+            fastest_shares(1000, contributors(100.0, 100.0, 100.0, 150.0), 1),
+        ),
+    ],
+)
+def test_no_bandwidth_buys_the_whole_vector(members: list[MemberLink], shares: tuple[int, ...]) -> None:
+    assert fastest_shares(1000, members, 1, largest_fraction(members)) == shares

@@ -1,0 +1,123 @@
+"""A message that the rules do not survive costs its sender; an exception that no message caused stays loud."""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import trio
+from trio.testing import MockClock
+
+import p2pavg
+from p2pavg.matchmaking import link
+from p2pavg.matchmaking.rules import Matchmaking
+from p2pavg.peer import Peer
+from p2pavg.testing import MemoryNetwork, simulated_peers
+from p2pavg.testing.simulation import simulated_signer
+
+LAN = (0.0005, 0.002)
+ONES = [torch.ones(1_000)]
+HOSTILE = simulated_signer(0).peer_id  # the first to announce, or the last
+
+
+def raises_for_the_hostile(method: Callable[..., Any], whose: Callable[..., str]) -> Callable[..., Any]:
+    def replaced(self: Any, *given: Any, **named: Any) -> Any:
+        if whose(self, *given) == HOSTILE:
+            raise KeyError("a rule that a message broke")
+        return method(self, *given, **named)
+
+    return replaced
+
+
+async def average(peers: Sequence[Peer], delays: Sequence[float]) -> dict[str, p2pavg.RoundResult]:
+    results: dict[str, p2pavg.RoundResult] = {}
+    how = p2pavg.AveragingConfig(run_id="sim", group_size=3, match_timeout=5.0, exchange_timeout=8.0)
+
+    async def live(peer: Peer, delay: float) -> None:
+        await trio.sleep(delay)
+        async with peer.averager(how) as averager:
+            averager.accumulate(ONES)
+            results[peer.id] = await averager.step(wait=None)
+            await trio.sleep(10.0)
+
+    async with trio.open_nursery() as nursery:
+        for peer, delay in zip(peers, delays, strict=True):
+            nursery.start_soon(live, peer, delay)
+    return results
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["leads", "follows"])
+@pytest.mark.parametrize(
+    ("rule", "whose"),
+    [
+        ("asked", lambda _self, candidate, _now: candidate.peer_id),
+        ("nudged", lambda _self, candidate, _now: candidate.peer_id),
+        ("learn", lambda _self, candidate, _now: candidate.peer_id),
+        ("told", lambda _self, peer_id, *_: peer_id),
+        ("told_by_leader", lambda _self, peer_id, *_: peer_id),
+    ],
+)
+async def test_a_message_that_raises_costs_its_sender(
+    autojump_clock: MockClock,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    rule: str,
+    whose: Callable[..., str],
+    first: bool,
+) -> None:
+    """On version 0.1 it left the averager and ended the training program."""
+    monkeypatch.setattr(Matchmaking, rule, raises_for_the_hostile(getattr(Matchmaking, rule), whose))
+    async with simulated_peers(MemoryNetwork(latency=LAN), 3) as peers:
+        results = await average(peers, [0.0 if first else 0.3, 0.1, 0.2])
+    errors = [record for record in caplog.records if record.levelno == logging.ERROR]
+    for record in errors:
+        assert HOSTILE in record.getMessage()
+        assert record.exc_info is not None
+    for peer_id in results.keys() - {HOSTILE}:
+        result = results[peer_id]
+        assert isinstance(result, p2pavg.Success), result
+        assert not errors or HOSTILE not in result.peers
+
+
+async def test_a_message_that_cannot_be_read_without_an_exception_costs_its_sender(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def decode(_data: bytes) -> None:
+        raise OverflowError("a decoder's bug")
+
+    monkeypatch.setattr(link, "decode", decode)
+    async with simulated_peers(MemoryNetwork(latency=LAN), 3) as peers:
+        results = await average(peers, [0.0, 0.1, 0.2])
+    assert len(results) == 3, "no averager ended by an exception"
+    assert "OverflowError" in caplog.text
+
+
+async def test_when_even_the_loss_raises_the_attempt_ends_and_says_so(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whose = lambda _self, peer_id, *_: peer_id  # noqa: E731 - as above
+    for rule in ("told_by_leader", "expel"):
+        monkeypatch.setattr(Matchmaking, rule, raises_for_the_hostile(getattr(Matchmaking, rule), whose))
+    async with simulated_peers(MemoryNetwork(latency=LAN), 3) as peers:
+        results = await average(peers, [0.0, 0.1, 0.2])
+    for peer_id in results.keys() - {HOSTILE}:
+        result = results[peer_id]
+        assert isinstance(result, p2pavg.NoPeers)
+        assert "raised KeyError here" in result.reason
+
+
+async def test_an_exception_that_no_message_caused_is_loud(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def tick(_self: Matchmaking, _now: float) -> None:
+        raise KeyError("a bug of ours")
+
+    monkeypatch.setattr(Matchmaking, "tick", tick)
+    with pytest.raises((KeyError, ExceptionGroup)) as caught:
+        async with simulated_peers(MemoryNetwork(latency=LAN), 1) as peers:
+            await average(peers, [0.0])
+    assert "a bug of ours" in "".join(traceback.format_exception(caught.value))

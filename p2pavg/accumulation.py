@@ -18,8 +18,8 @@ from typing import cast
 
 import torch
 
+from p2pavg.config import MAX_WEIGHT
 from p2pavg.errors import AccumulateError
-from p2pavg.matchmaking.roster import MAX_WEIGHT
 from p2pavg.metrics import MetricMeans, checked_metrics
 from p2pavg.net.wire import pack
 from p2pavg.result import Tensors

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from p2pavg.accumulation import MAX_TENSORS, Accumulation
+from p2pavg.config import MAX_WEIGHT
 from p2pavg.errors import AccumulateError
-from p2pavg.matchmaking.roster import MAX_WEIGHT
 
 GOOD: dict[str, torch.Tensor] = {"weight": torch.tensor([[1.0, 2.0], [3.0, 4.0]]), "bias": torch.tensor(5.0)}
 Make = Callable[[], Any]

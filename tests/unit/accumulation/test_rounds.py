@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from p2pavg.accumulation import Accumulation, Contribution
+from p2pavg.config import MAX_WEIGHT
 from p2pavg.errors import AccumulateError
-from p2pavg.matchmaking.roster import MAX_WEIGHT
 
 
 def add(accumulation: Accumulation, value: float, weight: float = 1.0) -> None:

@@ -6,12 +6,9 @@ import math
 
 import pytest
 
-from p2pavg.config import MAX_CODEC_CHARS
+from p2pavg.config import MAX_BANDWIDTH, MAX_CODEC_CHARS, MAX_WEIGHT, MIN_BANDWIDTH
 from p2pavg.errors import RemoteProtocolError
 from p2pavg.matchmaking.roster import (
-    MAX_BANDWIDTH,
-    MAX_WEIGHT,
-    MIN_BANDWIDTH,
     read_candidate,
     read_signed_candidate,
     ready_key,

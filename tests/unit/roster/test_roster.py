@@ -6,8 +6,9 @@ import dataclasses
 
 import pytest
 
+from p2pavg.config import MAX_WEIGHT
 from p2pavg.errors import RemoteProtocolError
-from p2pavg.matchmaking.roster import MAX_WEIGHT, Candidate, Roster, read_roster
+from p2pavg.matchmaking.roster import Candidate, Roster, read_roster
 from p2pavg.names import MAX_METRIC
 from p2pavg.net.wire import pack
 from p2pavg_dht.record import pack as pack_record

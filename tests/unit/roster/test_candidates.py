@@ -182,3 +182,8 @@ def test_shares_follow_who_contributes_and_who_can_be_dialled() -> None:
     assert share_cutter(1000, 1)(members) == (200, 200, 200, 400)
     members = [candidate(0, addresses=()), candidate(1), candidate(2)]
     assert share_cutter(1000, 1)(members) == (0, 500, 500)
+
+
+def test_a_signed_bandwidth_buys_no_more_than_two_equal_shares() -> None:
+    members = [candidate(0), candidate(1), candidate(2), candidate(3, auxiliary=True, bandwidth=1e5)]
+    assert share_cutter(1200, 1)(members) == (200, 200, 200, 600)

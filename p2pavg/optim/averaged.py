@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Collection, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
@@ -14,12 +13,12 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from p2pavg.blocking import Averager
 from p2pavg.errors import P2PAvgError
-from p2pavg.optim.lineage import Lineage
+from p2pavg.optim.digest import digest_of
 from p2pavg.optim.progress import Average
+from p2pavg.optim.recipe import hyperparameters
 from p2pavg.optim.report import StepReport, report_of
-from p2pavg.optim.shards import Ranks, local_of, spread_like, whole_of
-from p2pavg.optim.state import check_both, check_holds, checked_amount, lineage_of
-from p2pavg.optim.together import Together
+from p2pavg.optim.shards import local_of, spread_like, whole_of
+from p2pavg.optim.state import check_both, check_holds, checked_amount, lineage_of, origin_of
 from p2pavg.optim.wrapper import PeerOptimizer
 from p2pavg.result import Failed, InProgress, RoundResult, Success
 
@@ -35,10 +34,12 @@ class AveragedOptimizer(PeerOptimizer):
     same step: the parameters of all peers stay identical to the last bit (on machines of one kind, see
     :mod:`p2pavg.optim.lineage`). A round that fails costs nothing: what was accumulated still is, and counts.
 
-    All peers of a run begin with the same parameters, optimizer and schedule. One whose parameters differ from most
-    peers', because it began with others or missed a round, cannot follow: :attr:`StepReport.behind` says so, until it
-    loads a state that another peer saved. The algorithm is synchronous data parallel training with a batch of a fixed
-    size, whoever computes it, as in Ryabinin et al. 2021 ("Distributed Deep Learning in Open Collaborations").
+    All peers of a run begin with the same parameters, optimizer and schedule, and take each update with the same
+    hyperparameters, to the last bit: a learning rate that is set by hand has to be a function of :attr:`epoch`. One
+    that differs from most peers, because it began otherwise, stepped otherwise or missed a round, cannot follow:
+    :attr:`StepReport.behind` says so, until it loads a state that another peer saved. The algorithm is synchronous data
+    parallel training with a batch of a fixed size, whoever computes it, as in Ryabinin et al. 2021 ("Distributed Deep
+    Learning in Open Collaborations").
 
     Args:
         inner: any torch optimizer that needs no closure; the gradients of its parameters that require one are what is
@@ -59,6 +60,12 @@ class AveragedOptimizer(PeerOptimizer):
         process_group: of ``torch.distributed``, where this peer is several ranks that hold shards of the parameters
             (FSDP): each rank has an averager with its :func:`shard_config`, and all of them update, or none.
         on_update: called after every update, with its report.
+        model: of which ``inner`` trains parameters. With it, peers also compare the frozen parameters that ``inner``
+            does not have, the running statistics of normalisation layers are averaged with the gradients (the mean
+            over the batches of an update), and a buffer that changes and is not averaged is an error. Without it this
+            peer knows nothing of frozen parameters outside ``inner``, nor of any buffer.
+        buffers: names of ``model``'s buffers to average, instead of the running statistics.
+        check_every: updates after which peers compare digests of their parameters; ``None`` or 0 for never.
 
     Raises:
         ValueError: an argument is out of range; the message names it.
@@ -78,8 +85,20 @@ class AveragedOptimizer(PeerOptimizer):
         patience: float = 600.0,
         process_group: dist.ProcessGroup | None = None,
         on_update: Callable[[StepReport], None] | None = None,
+        model: torch.nn.Module | None = None,
+        buffers: Collection[str] | None = None,
+        check_every: int | None = 10,
     ) -> None:
-        super().__init__(inner, averager, scheduler=scheduler, on_update=on_update)
+        super().__init__(
+            inner,
+            averager,
+            scheduler=scheduler,
+            on_update=on_update,
+            model=model,
+            buffers=buffers,
+            check_every=check_every,
+            process_group=process_group,
+        )
         self._max_grad_norm = (
             None if max_grad_norm is None else checked_amount("max_grad_norm", max_grad_norm)
         )
@@ -94,18 +113,19 @@ class AveragedOptimizer(PeerOptimizer):
             # Drawn for every rank by itself: of one batch some shards would count, and some would not.
             raise ValueError("a config with participation cannot be used with a process_group")
         self._overlap = overlap
-        self._ranks = Ranks(process_group)
-        self._together = Together(
-            averager,
-            [local_of(parameter) for parameter in self._parameters],
-            target=checked_amount("target_batch_size", target_batch_size),
+        target = checked_amount("target_batch_size", target_batch_size)
+        self._join(
+            rules=(
+                ("target_batch_size", target),
+                ("max_grad_norm", self._max_grad_norm),
+                ("overlap", bool(overlap)),
+            ),
+            outer=None,
+            target=target,
             peers_to_start=peers_to_start,
             patience=patience,
         )
-        first = self._ranks.as_one(self.lineage.state.hex())
-        if first != self.lineage.state.hex():
-            self._together.is_at(Lineage(0, bytes.fromhex(first)))
-        averager.declare(self._gradients())
+        averager.declare(self._contribution())
 
     @property
     def _running(self) -> bool:
@@ -127,11 +147,14 @@ class AveragedOptimizer(PeerOptimizer):
             p2pavg.AccumulateError: a gradient or a metric is not finite, or ``samples`` no number above 0; nothing is
                 accumulated. With a ``process_group``, on all of its ranks; where it is not a gradient or ``samples``
                 that is wrong, what they had accumulated is forgotten too.
-            ValueError: ``inner`` has come to train other parameters.
+            ValueError: ``inner`` has come to train other parameters, a buffer changes that is not averaged, or the
+                parameters are not those of the state that was loaded.
             p2pavg.ClosedError: the averager is closed.
         """
+        self._begin()
         self._check_parameters()
-        measured, gradients = self._with_speed(metrics), self._gradients()
+        self._parts.mend()
+        measured, gradients = self._with_speed(metrics), self._contribution()
         self._ranks.check_batch(gradients, samples)
         try:
             self._ranks.on_all(lambda: self._averager.accumulate(gradients, weight=samples, metrics=measured))
@@ -139,6 +162,8 @@ class AveragedOptimizer(PeerOptimizer):
             if self._ranks.are_several:
                 self._averager.clear()  # what some have accumulated and others have not
             raise
+        if self._zeroing is not None:
+            self._zeroing.stepped()
         self._together.computed(samples)
         before = self._collect() if self._any_running() else None
         if before is not None and self._any_running():
@@ -148,8 +173,10 @@ class AveragedOptimizer(PeerOptimizer):
         report = self._average(decision.peers) if isinstance(decision, Average) else self._report()
         return report if before is None or report.updated else before
 
-    def _gradients(self) -> list[torch.Tensor]:
-        return [local_of(torch.zeros_like(p) if p.grad is None else p.grad) for p in self._parameters]
+    def _contribution(self) -> list[torch.Tensor]:
+        """The gradients, then the averaged buffers."""
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._parameters]
+        return [local_of(tensor) for tensor in (*gradients, *self._parts.averaged)]
 
     def _any_running(self) -> bool:
         """On any rank of this peer: its ranks take part in each other's collectives, or wait for ever."""
@@ -179,16 +206,19 @@ class AveragedOptimizer(PeerOptimizer):
             return self._report(
                 goes_on=goes_on, result=Failed(reason="another rank of this peer has no result", used=True)
             )
-        norm = self._update(result)
-        self._together.took(replace(result, group_id=self._ranks.as_one(result.group_id)))
+        assert isinstance(result.averaged, list)
+        averaged, numbers = digest_of(result.averaged), hyperparameters(self.inner)
+        norm = self._update(result.averaged)
+        self._took(result, numbers, averaged, self._parameters)
         self._together.say(self._averager.weight, waiting=False)
         self._step_scheduler()
         return self._updated(self._report(result, norm))
 
-    def _update(self, success: Success) -> float:
-        """Take the averaged gradient; its L2 norm."""
-        assert isinstance(success.averaged, list)
-        for parameter, gradient in zip(self._parameters, success.averaged, strict=True):
+    def _update(self, averaged: list[torch.Tensor]) -> float:
+        """Take the averaged gradient and buffers; return the gradient's L2 norm."""
+        count = len(self._parameters)
+        self._parts.take(averaged[count:])
+        for parameter, gradient in zip(self._parameters, averaged[:count], strict=True):
             parameter.grad = spread_like(parameter, gradient)
         norm = _norm_of([cast(torch.Tensor, parameter.grad) for parameter in self._parameters])
         if self._max_grad_norm is not None:
@@ -202,29 +232,30 @@ class AveragedOptimizer(PeerOptimizer):
     ) -> StepReport:
         # While its round goes on, this peer may only be the last to hear of its end.
         behind = None if goes_on else self._ranks.as_the_first(self._together.left_behind)
-        return report_of(self._together, result, norm, behind)
+        return self._checked(report_of(self._together, result, norm, behind))
 
     def state_dict(self) -> dict[str, Any]:
         """All that another peer needs beside the model's state to go on from here: of ``inner``, the schedule, the run.
 
         Not while a round of ``overlap`` runs that this peer may still take: what is saved then is from before it.
         """
-        return self._saved()
+        return self._saved() | {"parameters": digest_of(self._locals()).hex()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state that this peer or another one saved; load the model's beside it.
+        """Go on from a state that this peer or another one saved; load the model's beside it, before or after.
 
-        What was accumulated is forgotten: it is of other parameters.
+        What was accumulated is forgotten: it is of other parameters. The next :meth:`step` checks that the model's
+        parameters are those that belong to the state.
 
         Raises:
             ValueError: not such a state.
         """
         lineage = lineage_of(state)
-        check_holds(state, "inner")
+        origin_of(state)
+        check_holds(state, "inner", "parameters")
         check_both("scheduler", state, self.scheduler)
         self._load_inner(state)
-        self._averager.clear()
-        self._together.is_at(lineage)
+        self._goes_on_from(state, lineage)
 
 
 def _norm_of(gradients: list[torch.Tensor]) -> torch.Tensor:

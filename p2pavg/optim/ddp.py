@@ -22,6 +22,7 @@ from torch._C._distributed_c10d import GradBucket
 from p2pavg.blocking import Averager
 from p2pavg.errors import AccumulateError, ClosedError, P2PAvgError
 from p2pavg.net.wire import pack
+from p2pavg.optim.digest import digest_of
 from p2pavg.optim.lineage import Lineage
 from p2pavg.optim.progress import Average
 from p2pavg.optim.state import checked_amount
@@ -82,7 +83,7 @@ class _Speaker:
             return
         assert isinstance(result.averaged, list)
         values.copy_(result.averaged[0])
-        self._groups.append(result.group_id)
+        self._groups.append(f"{result.group_id} {digest_of(result.averaged).hex()}")
         self._last = result
 
     def end(self) -> bool:

@@ -1,8 +1,9 @@
-"""Which parameters a peer has, as a name: where it began, and every update since. No I/O, no clock.
+"""Which parameters a peer has, as a name: where it began, by which recipe, and every update since. No I/O, no clock.
 
-Two peers of one lineage took the same updates, bit for bit, in the same order, from the same parameters. On machines
-of one kind their parameters are then identical; kinds of processors and versions of torch may round an optimizer's
-arithmetic differently, and a lineage does not see that.
+Two peers of one lineage began with the same parameters and the same recipe, and took the same averages, bit for bit, in
+the same order, with the same hyperparameters. On machines of one kind their parameters are then identical. Kinds of
+processors and versions of torch may round an optimizer's arithmetic differently; a lineage does not see that, and the
+digests that peers compare every few updates do (:mod:`p2pavg.optim.drift`).
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ from dataclasses import dataclass
 import torch
 
 from p2pavg.net.wire import pack
+from p2pavg.optim.digest import digest_of
 
-_FIRST = "p2pavg/lineage/first/1"
-_NEXT = "p2pavg/lineage/next/1"
+_FIRST = "p2pavg/lineage/first/2"
+_NEXT = "p2pavg/lineage/next/2"
+_OTHER_RULES = "p2pavg/lineage/rules/1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,24 +29,39 @@ class Lineage:
     epoch: int
     """Updates since the run began."""
     state: bytes
-    """32 bytes: the same for two peers only if they began alike and took the same updates."""
+    """32 bytes: the same for two peers only if they began alike and took the same updates alike."""
 
-    def after(self, group_id: str) -> Lineage:
-        """Once the average of a group has been taken as an update.
+    def after(self, group_id: str, result: bytes = b"", numbers: bytes = b"") -> Lineage:
+        """Return the lineage once the average of a group has been taken as an update.
 
         Args:
-            group_id: :attr:`p2pavg.Success.group_id`; all of a group that succeeded hold the same bits.
+            group_id: :attr:`p2pavg.Success.group_id`.
+            result: digest of the averaged tensors; all of a group that succeeded hold the same bits.
+            numbers: digest of the hyperparameters that the update was taken with.
         """
         epoch = self.epoch + 1
-        return Lineage(epoch, hashlib.sha256(pack(_NEXT, self.state, epoch, group_id)).digest())
+        packed = pack(_NEXT, self.state, epoch, group_id, result, numbers)
+        return Lineage(epoch, hashlib.sha256(packed).digest())
+
+    def with_rules(self, rules: bytes) -> Lineage:
+        """Return the lineage of a peer that goes on from here with other rules than those of the run so far.
+
+        Args:
+            rules: digest of the rules; peers that go on with the same ones stay together.
+        """
+        return Lineage(self.epoch, hashlib.sha256(pack(_OTHER_RULES, self.state, rules)).digest())
 
 
-@torch.no_grad()
-def first_lineage(parameters: Iterable[torch.Tensor]) -> Lineage:
-    """Of a peer that begins: a digest of the parameters' shapes, dtypes and bytes, in their order."""
-    digest = hashlib.sha256(_FIRST.encode())
-    for parameter in parameters:
-        values = parameter.detach().contiguous().cpu()
-        digest.update(f"{tuple(values.shape)}:{values.dtype};".encode())
-        digest.update(values.reshape(-1).view(torch.uint8).numpy().data)
-    return Lineage(0, digest.digest())
+def first_lineage(parameters: Iterable[torch.Tensor], recipe: bytes = b"") -> Lineage:
+    """Return the lineage of a peer that begins.
+
+    Args:
+        parameters: their shapes, dtypes and bytes count, in their order.
+        recipe: digest of how it trains.
+    """
+    return lineage_from(digest_of(parameters), recipe)
+
+
+def lineage_from(parameters: bytes, recipe: bytes = b"") -> Lineage:
+    """As :func:`first_lineage`, of the parameters' digest."""
+    return Lineage(0, hashlib.sha256(pack(_FIRST, parameters, recipe)).digest())

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -13,13 +15,27 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from p2pavg.blocking import Averager
 from p2pavg.metrics import MetricMeans, checked_metrics
+from p2pavg.optim.digest import digest_of
 from p2pavg.optim.feedback import ErrorFeedback
 from p2pavg.optim.progress import Average
+from p2pavg.optim.recipe import hyperparameters
 from p2pavg.optim.report import StepReport, report_of
-from p2pavg.optim.state import check_both, check_holds, checked_amount, checked_count, lineage_of
-from p2pavg.optim.together import Together
+from p2pavg.optim.state import (
+    check_both,
+    check_holds,
+    checked_amount,
+    checked_count,
+    lineage_of,
+    origin_of,
+)
 from p2pavg.optim.wrapper import PeerOptimizer
 from p2pavg.result import InProgress, RoundResult, Success
+
+logger = logging.getLogger(__name__)
+
+MAX_RESTORED = (
+    3  # steps one after the other that came to nothing; then the others do not wait for this peer any more
+)
 
 Outer = Callable[[list[torch.Tensor]], Optimizer]
 """Makes the outer optimizer of the anchor's tensors, e.g. ``functools.partial(torch.optim.SGD, lr=1.0)``."""
@@ -37,6 +53,13 @@ class LocalUpdates(PeerOptimizer):
     A round that fails costs nothing: the peer trains on, and its next pseudo-gradient counts all since the anchor. A
     peer whose anchor differs from most peers' cannot follow: :attr:`StepReport.behind` says so, until it loads a state.
 
+    An inner step after which a parameter is NaN or infinite sends this peer back to the anchor, with an inner optimizer
+    that begins anew; :attr:`StepReport.restored` says so, and what it had come to counts for nothing.
+
+    Beside the parameters it keeps two float32 vectors on their device, the anchor and what the outer optimizer keeps
+    (one of momentum, for DiLoCo), and the averager keeps one of what is contributed. Another one is there while a
+    round is late and the peer trains on.
+
     Args:
         inner: any torch optimizer of this peer's parameters that needs no closure.
         outer: makes the outer optimizer of the anchor: float32 copies of the parameters, on their devices.
@@ -50,6 +73,8 @@ class LocalUpdates(PeerOptimizer):
         peers_to_start: peers without which this peer takes no first outer step; ``config.min_group_size`` if not given.
         patience: seconds that a call waits at most for the other peers, and then as long again for a round.
         on_update: called after every outer step, with its report.
+        model, buffers, check_every: see :class:`AveragedOptimizer`; the running statistics are averaged at the outer
+            steps. What is compared are the anchors. Not with ``feedback`` where buffers are averaged.
 
     Raises:
         ValueError: an argument is out of range; the message names it.
@@ -68,8 +93,19 @@ class LocalUpdates(PeerOptimizer):
         peers_to_start: int | None = None,
         patience: float = 600.0,
         on_update: Callable[[StepReport], None] | None = None,
+        model: torch.nn.Module | None = None,
+        buffers: Collection[str] | None = None,
+        check_every: int | None = 10,
     ) -> None:
-        super().__init__(inner, averager, scheduler=scheduler, on_update=on_update)
+        super().__init__(
+            inner,
+            averager,
+            scheduler=scheduler,
+            on_update=on_update,
+            model=model,
+            buffers=buffers,
+            check_every=check_every,
+        )
         if (
             isinstance(proximal, bool)
             or not isinstance(proximal, int | float)
@@ -84,9 +120,15 @@ class LocalUpdates(PeerOptimizer):
         self._sync_every = checked_count("sync_every", sync_every)
         self._proximal = float(proximal)
         self._feedback = feedback
-        self._together = Together(
-            averager,
-            self._parameters,
+        if feedback is not None and self._parts.averaged:
+            raise ValueError("feedback cannot be used where a model's buffers are averaged; give buffers=[]")
+        self._join(
+            rules=(
+                ("sync_every", self._sync_every),
+                ("proximal", self._proximal),
+                ("outer", _name_of(self.outer)),
+            ),
+            outer=self.outer,
             target=math.inf,
             peers_to_start=peers_to_start,
             patience=patience,
@@ -96,10 +138,14 @@ class LocalUpdates(PeerOptimizer):
         self._samples = 0.0
         self._contributed = 0.0
         """Samples of the pseudo-gradients that were given last."""
-        self._given: list[torch.Tensor] = []
-        """Those, before what a codec had left out was added."""
+        self._given: list[torch.Tensor] | None = None
+        """Of those, before what a codec had left out was added, what the parameters still hold beside later steps;
+        kept only while a round is late, and empty if they hold nothing of it any more."""
+        self._restored = 0
+        """Inner steps since the last one that came to something."""
+        self._fills_at_first_step = not inner.state
         self._metrics = MetricMeans()
-        averager.declare(self._anchor)
+        averager.declare([*self._anchor, *self._parts.averaged])
 
     @property
     def anchor(self) -> list[torch.Tensor]:
@@ -117,15 +163,24 @@ class LocalUpdates(PeerOptimizer):
             How far peer and run are. With ``updated`` an outer step was taken.
 
         Raises:
-            ValueError: ``samples`` is no number above 0, or a metric no finite number, and nothing has changed; or a
-                parameter is not finite any more.
+            ValueError: ``samples`` is no number above 0, a metric no finite number, or a buffer changes that is not
+                averaged, and nothing has changed.
             p2pavg.ClosedError: the averager is closed.
         """
         weight, measured = checked_amount("samples", samples), checked_metrics(metrics)
         self._metrics.check_room(self._with_speed(measured))
+        if self._begin():
+            self._set_anchor()
         self._check_parameters()
+        if self._averager.round_state is not None and self._given is None:
+            self._given = self._pseudo_gradients()  # nothing has changed since it began
         self._pull_to_anchor()
         self.inner.step()
+        if self._zeroing is not None:
+            self._zeroing.stepped()
+        if not self._is_finite():
+            return self._restore()
+        self._restored = 0
         self._steps += 1
         self._samples += weight
         self._metrics.add(measured, weight)
@@ -144,6 +199,50 @@ class LocalUpdates(PeerOptimizer):
         return self._take(self._together.average(decision.peers))
 
     @torch.no_grad()
+    def _set_anchor(self) -> None:
+        for anchor, parameter in zip(self._anchor, self._parameters, strict=True):
+            anchor.copy_(parameter)
+
+    @torch.no_grad()
+    def _is_finite(self) -> bool:
+        # One pass and one synchronisation; a NaN comes through a maximum.
+        filled = [parameter for parameter in self._parameters if parameter.numel()]
+        largest = torch.nn.utils.get_total_norm(filled, norm_type=math.inf)
+        return bool(torch.isfinite(largest))
+
+    @torch.no_grad()
+    def _restore(self) -> StepReport:
+        """Go back to the anchor after an inner step that destroyed the parameters."""
+        for parameter, anchor in zip(self._parameters, self._anchor, strict=True):
+            parameter.copy_(anchor)
+        self._parts.restore()
+        self._mend_inner()
+        lost, self._samples, self._metrics = self._samples, 0.0, MetricMeans()
+        self._contributed, self._given = 0.0, None if self._given is None else []
+        self._restored += 1
+        reason = (
+            "a parameter was NaN or infinite after an inner step: this peer is back at the anchor, and"
+            f" {lost:g} samples since the last outer step are lost"
+        )
+        logger.warning("%s", reason)
+        if self._restored < MAX_RESTORED:
+            self._together.say(0.0, waiting=False)
+        else:
+            self._together.leave()  # until a step comes to something: nobody is to wait for it
+        self._step_scheduler()
+        return replace(self._report(), restored=reason)
+
+    @torch.no_grad()
+    def _mend_inner(self) -> None:
+        """Take NaN and infinity out of the inner optimizer's state."""
+        wrong = [tensor for tensor in _tensors_of(self.inner) if not bool(tensor.isfinite().all())]
+        if wrong and self._fills_at_first_step:
+            self.inner.state.clear()  # as before its first step
+            return
+        for tensor in wrong:  # one that was filled before, e.g. Adagrad's, is not filled again
+            tensor.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+
+    @torch.no_grad()
     def _pull_to_anchor(self) -> None:
         if not self._proximal:
             return
@@ -156,24 +255,27 @@ class LocalUpdates(PeerOptimizer):
         if self._steps >= self._sync_every or not isinstance(result, InProgress):
             self._steps = 0  # if it came to nothing there is another try after as many steps
         if not isinstance(result, Success):
+            if not isinstance(result, InProgress):
+                self._given = None
             return self._report(result)
-        norm = self._update(result)
-        self._together.took(result)
+        assert isinstance(result.averaged, list)
+        averaged, numbers = digest_of(result.averaged), hyperparameters(self.outer)
+        norm = self._update(result, result.averaged)
+        self._took(result, numbers, averaged, self._anchor)
         self._together.say(self._samples, waiting=False)
         return self._updated(self._report(result, norm))
 
     def _contribute(self) -> None:
-        self._given = self._pseudo_gradients()
-        pseudo: Sequence[torch.Tensor] = self._given
+        pseudo: Sequence[torch.Tensor] = self._pseudo_gradients()
         if self._feedback is not None:
             pseudo = self._feedback.compensate(pseudo)
         self._averager.clear()  # what a round that failed gave back: it is in these once more
         self._averager.accumulate(
-            pseudo,
+            [*pseudo, *self._parts.averaged],
             weight=self._samples,
             metrics=self._with_speed(self._metrics.means),
         )
-        self._contributed = self._samples
+        self._contributed, self._given = self._samples, None
 
     @torch.no_grad()
     def _pseudo_gradients(self) -> list[torch.Tensor]:
@@ -189,19 +291,21 @@ class LocalUpdates(PeerOptimizer):
         if contributed and self._samples == self._contributed:
             return []  # as almost always
         now = self._pseudo_gradients()
-        if not contributed:
+        if not contributed or not self._given:
             return now
         return [pseudo - before for pseudo, before in zip(now, self._given, strict=True)]
 
     @torch.no_grad()
-    def _update(self, success: Success) -> float:
-        """Take the outer step; the L2 norm of the averaged pseudo-gradient."""
-        assert isinstance(success.averaged, list)
+    def _update(self, success: Success, averaged: list[torch.Tensor]) -> float:
+        """Take the outer step; return the L2 norm of the averaged pseudo-gradient."""
         contributed = self._averager.peer_id in success.peers
         later = self._later(contributed=contributed)
-        for anchor, average in zip(self._anchor, success.averaged, strict=True):
+        self._given = None
+        count = len(self._anchor)
+        self._parts.take(averaged[count:])
+        for anchor, average in zip(self._anchor, averaged[:count], strict=True):
             anchor.grad = average
-        norm = torch.nn.utils.get_total_norm(success.averaged)
+        norm = torch.nn.utils.get_total_norm(averaged[:count])
         self.outer.step()
         self.outer.zero_grad()
         for position, (parameter, anchor) in enumerate(zip(self._parameters, self._anchor, strict=True)):
@@ -216,7 +320,8 @@ class LocalUpdates(PeerOptimizer):
     def _report(self, result: RoundResult | None = None, norm: float | None = None) -> StepReport:
         # While its round goes on, this peer may only be the last to hear of its end.
         goes_on = self._averager.round_state is not None
-        return report_of(self._together, result, norm, None if goes_on else self._together.left_behind())
+        behind = None if goes_on else self._together.left_behind()
+        return self._checked(report_of(self._together, result, norm, behind))
 
     def state_dict(self) -> dict[str, Any]:
         """All that a peer needs beside the model's state to go on from here.
@@ -243,6 +348,7 @@ class LocalUpdates(PeerOptimizer):
             ValueError: not such a state.
         """
         lineage = lineage_of(state)
+        origin_of(state)
         check_holds(state, "inner", "outer", "anchor", "steps", "samples", "peer_id")
         check_both("scheduler", state, self.scheduler)
         check_both("feedback", state, self._feedback)
@@ -261,5 +367,14 @@ class LocalUpdates(PeerOptimizer):
         if not is_mine:
             for parameter, kept in zip(self._parameters, self._anchor, strict=True):
                 parameter.copy_(kept)
-        self._averager.clear()
-        self._together.is_at(lineage)
+        self._given = None
+        self._goes_on_from(state, lineage)
+
+
+def _name_of(optimizer: Optimizer) -> str:
+    return type(optimizer).__qualname__
+
+
+def _tensors_of(optimizer: Optimizer) -> list[torch.Tensor]:
+    kept = (value for state in optimizer.state.values() for value in state.values())
+    return [value for value in kept if isinstance(value, torch.Tensor) and value.is_floating_point()]

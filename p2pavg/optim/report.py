@@ -36,6 +36,13 @@ class StepReport:
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Of an update: the means over its peers of what they measured, with ``samples_per_second`` of a peer; the same
     for all peers."""
+    drifted: str | None = None
+    """Which peers say that they hold other parameters after the same updates, and where those differ; ``None`` if all
+    that told theirs agree. As of the last check, every ``check_every`` updates."""
+    differs: tuple[str, ...] = ()
+    """How peers of the run train otherwise than this one, a sentence each; they never average with it."""
+    restored: str | None = None
+    """Why this peer threw away what it had come to since the last outer step, if this call did so."""
 
     @property
     def updated(self) -> bool:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
+from p2pavg.optim.digest import DIGEST_BYTES
 from p2pavg.optim.lineage import Lineage
 from p2pavg.optim.progress import MAX_EPOCH, STATE_BYTES
 
@@ -22,6 +24,15 @@ def checked_count(name: str, value: object) -> int:
     """A whole number above 0; ValueError that names it for anything else."""
     if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
         raise ValueError(f"{name} must be a whole number above 0, got {value!r}")
+    return value
+
+
+def checked_period(name: str, value: object) -> int:
+    """Every so many updates, 0 for never and so for ``None``; ValueError that names it for anything else."""
+    if value is None:
+        return 0
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError(f"{name} must be a whole number, 0 or more, or None, got {value!r}")
     return value
 
 
@@ -52,3 +63,42 @@ def lineage_of(saved: Mapping[str, Any]) -> Lineage:
     if type(epoch) is not int or not 0 <= epoch <= MAX_EPOCH or len(state) != STATE_BYTES:
         raise ValueError("state: its lineage is out of range")
     return Lineage(epoch, state)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """Where a saved state comes from; its digests have 32 bytes."""
+
+    parameters: bytes
+    """Of the parameters with which its run began."""
+    recipe: bytes
+    """Of the recipe with which it began."""
+    rules: bytes
+    """Of the part of that which never changes."""
+    fields: tuple[tuple[str, str], ...]
+    """The recipe for people."""
+
+
+def pack_origin(origin: Origin) -> dict[str, Any]:
+    """Return plain values, for a state that is saved."""
+    digests = {name: getattr(origin, name).hex() for name in ("parameters", "recipe", "rules")}
+    return {**digests, "fields": [list(field) for field in origin.fields]}
+
+
+def origin_of(saved: Mapping[str, Any]) -> Origin:
+    """Return where a saved state comes from. ValueError when it does not say."""
+    try:
+        kept = saved["origin"]
+        fields = tuple((str(name), str(text)) for name, text in kept["fields"])
+        digests = {name: digest_in(kept, name) for name in ("parameters", "recipe", "rules")}
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise ValueError(f"state: it does not say where it comes from: {error!r}") from None
+    return Origin(**digests, fields=fields)
+
+
+def digest_in(saved: Mapping[str, Any], name: str) -> bytes:
+    """Return a digest that is saved as text. ValueError or TypeError when there is none of 32 bytes."""
+    digest = bytes.fromhex(saved[name])
+    if len(digest) != DIGEST_BYTES:
+        raise ValueError(f"state: {name} is a digest of {len(digest)} bytes")
+    return digest

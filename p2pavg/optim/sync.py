@@ -10,18 +10,26 @@ from dataclasses import replace
 import torch
 
 from p2pavg.blocking import Averager
-from p2pavg.errors import P2PAvgError
+from p2pavg.bulletin import Bulletin
+from p2pavg.config import MAX_TIMEOUT_SECONDS
+from p2pavg.errors import P2PAvgError, RemoteProtocolError
+from p2pavg.net.wire import pack, unpack
+from p2pavg.optim.digest import DIGEST_BYTES, digest_of
 from p2pavg.optim.state import checked_amount
 from p2pavg.result import Failed, InProgress, NoPeers, Success
 
 logger = logging.getLogger(__name__)
 
 RUN_SUFFIX = "/sync"
+TOPIC = "sync"
 AGAIN_SECONDS = 0.2  # after a round that came to nothing
+LOOK_SECONDS = 1.0  # between two looks at what the others received
+
+_VERSION = 1
 
 
 class SyncError(P2PAvgError):
-    """The parameters did not come within the time, or of several peers; they are as they were."""
+    """The parameters did not come within the time, of several peers, or not the same for all; they are as they were."""
 
 
 @torch.no_grad()
@@ -32,24 +40,37 @@ def sync_parameters(
     source: bool,
     peers: int,
     timeout: float = 120.0,
+    source_id: str | None = None,
 ) -> None:
     """Give all peers of a run the tensors of one of them, to the last bit, before they begin to train.
 
-    A round in which the source alone contributes, uncompressed, and everybody else listens. All call it, before they
-    make an optimizer. Buffers of a model, such as a batch norm's means, may be among the tensors.
+    A round in which the source alone contributes, uncompressed, and all others listen. After it every peer tells the
+    others of the round the digest of what it received, and no peer takes tensors that another one did not receive
+    alike. All call it, before they make an optimizer. Buffers of a model, such as a batch norm's means, may be among
+    the tensors.
+
+    Any peer that knows the run's id can say that it is the source. Give ``source_id`` on every peer: then a peer takes
+    the tensors of the peer with that id alone, whose connection proves that it is the one, and goes on looking for it
+    when another one comes in its place. The source prints :attr:`Averager.peer_id`; with an identity file it stays.
 
     Args:
         averager: of the run; the round is one of its peer's own, beside it.
         tensors: float32, float16 or bfloat16, in the same order on all peers; overwritten where this is not the source.
         source: whether the tensors of this peer are the ones; of exactly one peer.
         peers: that take part, the source included, 2 to 64.
-        timeout: seconds until it is given up.
+        timeout: seconds until it is given up; the exchange may take all of them, whatever the run's
+            ``exchange_timeout``.
+        source_id: the id of the source.
 
     Raises:
-        SyncError: it did not come about in time, or more than one peer is the source.
+        SyncError: it did not come about in time, more than one peer is the source, or another peer received other
+            tensors. ``tensors`` are as they were.
+        ValueError: an argument is out of range; the message names it.
         p2pavg.AccumulateError: a tensor that cannot be averaged, such as one that is not finite.
     """
     kept, until = list(tensors), time.monotonic() + checked_amount("timeout", timeout)
+    _check_source(averager, source, source_id)
+    longest = min(timeout, MAX_TIMEOUT_SECONDS)
     config = replace(
         averager.config,
         run_id=averager.config.run_id + RUN_SUFFIX,
@@ -57,30 +78,99 @@ def sync_parameters(
         participation=None,
         group_size=peers,
         min_group_size=peers,
+        match_timeout=min(averager.config.match_timeout, longest),
+        exchange_timeout=longest,
     )
+    board = averager.bulletin(
+        TOPIC
+    )  # of the run: what is said there stays when the round's averager is closed
     with averager.sibling(config) as sibling:
-        result = _until_all_came(sibling, kept, source=source, until=until)
+        result = _until_all_came(sibling, kept, source=source, source_id=source_id, until=until)
     if not isinstance(result, Success):
         raise SyncError(f"the parameters did not come within {timeout:g} s: {result.reason}")
     if len(result.peers) != 1:
         raise SyncError(f"{len(result.peers)} peers say that they are the source")
+    if not _is_of(result, source_id):
+        raise SyncError(
+            f"the parameters did not come within {timeout:g} s: peer {result.peers[0]} says that it is the source,"
+            f" and not {source_id}"
+        )
     assert isinstance(result.averaged, list)
+    _compare(board, averager.peer_id, result, digest_of(result.averaged), until)
     # The source too: a sum makes 0.0 of -0.0, and all are to have the same bits.
     for tensor, came in zip(kept, result.averaged, strict=True):
         tensor.copy_(came)
 
 
+def _check_source(averager: Averager, source: bool, source_id: str | None) -> None:
+    if source_id is not None and not (isinstance(source_id, str) and source_id):
+        raise ValueError(f"source_id must be a peer's id or None, got {source_id!r}")
+    if source_id is not None and source != (source_id == averager.peer_id):
+        raise ValueError(
+            f"source must be whether this peer is source_id: this one is {averager.peer_id},"
+            f" source_id is {source_id} and source is {source!r}"
+        )
+
+
+def _is_of(result: Success, source_id: str | None) -> bool:
+    """Whether the tensors are those of the peer that was named; any one's if none was."""
+    return source_id is None or result.peers == (source_id,)
+
+
 def _until_all_came(
-    averager: Averager, tensors: list[torch.Tensor], *, source: bool, until: float
+    averager: Averager, tensors: list[torch.Tensor], *, source: bool, source_id: str | None, until: float
 ) -> Success | InProgress | NoPeers | Failed:
     averager.declare(tensors)
     while True:
         if source and not averager.weight and averager.round_state is None:
             averager.accumulate(tensors)
         result = averager.step(wait=max(until - time.monotonic(), 0.0), listen=not source)
-        if isinstance(result, Success) or time.monotonic() >= until:
+        if (isinstance(result, Success) and _is_of(result, source_id)) or time.monotonic() >= until:
             return result
-        logger.info("not everybody is there yet: %s", result.reason)
+        if isinstance(result, Success):
+            others = ", ".join(peer for peer in result.peers if peer != source_id)
+            logger.warning("not the source that was named: %s; its parameters are not taken", others)
+        else:
+            logger.info("not all peers are there yet: %s", result.reason)
         if not isinstance(result, InProgress):
             averager.clear()  # what became of it does not matter: it is the same again
             time.sleep(AGAIN_SECONDS)
+
+
+def _compare(board: Bulletin, me: str, result: Success, digest: bytes, until: float) -> None:
+    """Tell what this peer received, and wait until all others of the round have told the same.
+
+    Raises:
+        SyncError: one of them received something else, or has not told in time.
+    """
+    group = bytes.fromhex(result.group_id)
+    board.say(pack(_VERSION, group, digest), now=True)
+    members = {*result.peers, *result.listeners} - {me} - result.lost.keys()
+    while True:
+        version = board.version
+        told = _told_of(board, group)
+        others = sorted(peer for peer in members & told.keys() if told[peer] != digest)
+        if others:
+            raise SyncError(
+                f"{len(others)} peers received other parameters than this one: {', '.join(others)}"
+            )
+        missing = sorted(members - told.keys())
+        if not missing:
+            return
+        left = until - time.monotonic()
+        if left <= 0:
+            raise SyncError(f"{len(missing)} peers did not say what they received: {', '.join(missing)}")
+        board.wait(version, min(left, LOOK_SECONDS))
+
+
+def _told_of(board: Bulletin, group: bytes) -> dict[str, bytes]:
+    """Return the digests that peers tell of one round; nonsense is left out."""
+    found = {}
+    for peer_id, said in board.said.items():
+        try:
+            version, of_group, digest = unpack(said.value, int, bytes, bytes)
+        except RemoteProtocolError:
+            continue
+        if (version, of_group, len(digest)) == (_VERSION, group, DIGEST_BYTES):
+            found[peer_id] = digest
+    return found

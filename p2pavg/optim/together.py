@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -62,6 +62,7 @@ class Together:
             before it goes on alone.
         alone: a round of this peer alone is due like any other; else none is before ``config.min_group_size`` peers
             are there for it.
+        recipe: digest of how this peer trains.
 
     Raises:
         ValueError: one of the last two is out of range.
@@ -76,9 +77,12 @@ class Together:
         peers_to_start: int | None,
         patience: float,
         alone: bool = False,
+        recipe: bytes = b"",
     ) -> None:
         self.averager = averager
-        self.lineage = first_lineage(parameters)
+        self.on_look: Callable[[], None] = lambda: None
+        """Called at least once a second while this peer waits."""
+        self.lineage = first_lineage(parameters, recipe)
         self._target = target
         self._peers_to_start = (
             averager.config.min_group_size
@@ -167,6 +171,7 @@ class Together:
         until = time.monotonic() + self._patience
         while True:
             version = self._bulletin.version
+            self.on_look()
             decision = self.decide()
             self._say_what_is_waited_for(decision)
             left = until - time.monotonic()
@@ -211,6 +216,7 @@ class Together:
             result = self._step(wait, peers, averager, self.lineage.state if state is None else state)
             if not isinstance(result, InProgress) or time.monotonic() >= until:
                 return result
+            self.on_look()
             behind = self.left_behind()
             # Nobody is coming any more to a group of parameters that the run has left behind.
             if behind is not None and not averager.stop_looking(behind.reason):
@@ -241,9 +247,10 @@ class Together:
             )
         return decision
 
-    def took(self, success: Success) -> None:
-        """The average was taken as an update."""
-        self._before, self.lineage = self.lineage.state, self.lineage.after(success.group_id)
+    def took(self, success: Success, result: bytes = b"", numbers: bytes = b"") -> None:
+        """The average was taken as an update; the last two as for :meth:`Lineage.after`."""
+        after = self.lineage.after(success.group_id, result, numbers)
+        self._before, self.lineage = self.lineage.state, after
         self._peers_to_start = 1
         self._companions = frozenset((*success.peers, *success.listeners)) - success.lost.keys()
         said = self._bulletin.said

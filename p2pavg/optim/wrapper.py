@@ -2,35 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from p2pavg.blocking import Averager
-from p2pavg.optim.lineage import Lineage
+from p2pavg.optim.digest import digest_of, tensor_digest
+from p2pavg.optim.lineage import Lineage, lineage_from
+from p2pavg.optim.model import ModelParts
+from p2pavg.optim.recipe import Recipe, Settings, hyperparameters, named, numbers_digest
 from p2pavg.optim.report import SPEED, StepReport
-from p2pavg.optim.state import pack_lineage
+from p2pavg.optim.shards import Ranks, local_of
+from p2pavg.optim.state import Origin, checked_period, digest_in, origin_of, pack_lineage, pack_origin
 from p2pavg.optim.together import Together
+from p2pavg.optim.watch import Watch
+from p2pavg.optim.word import Word
+from p2pavg.optim.zeroing import ZeroingCheck
+from p2pavg.result import Success
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+logger = logging.getLogger(__name__)
 
 
 class PeerOptimizer:
     """Wraps a torch optimizer; the base of :class:`AveragedOptimizer` and :class:`LocalUpdates`.
 
-    Args:
-        inner: the optimizer.
-        averager: of the run.
-        scheduler: of ``inner``.
-        on_update: called after every update, with its report.
+    A run begins at the first :meth:`step`, with the parameters that are there then. See
+    :class:`~p2pavg.optim.AveragedOptimizer` for the arguments.
 
     Raises:
-        TypeError: ``inner`` needs a closure, or ``scheduler`` a metric.
-        ValueError: ``inner`` has nothing to train.
+        TypeError: ``inner`` needs a closure, ``scheduler`` a metric, or ``model`` is no module.
+        ValueError: ``inner`` has nothing to train, or an argument is out of range; the message names it.
     """
 
     _together: Together
+    _watch: Watch
 
     def __init__(
         self,
@@ -39,6 +52,10 @@ class PeerOptimizer:
         *,
         scheduler: LRScheduler | None,
         on_update: Callable[[StepReport], None] | None,
+        model: torch.nn.Module | None,
+        buffers: Collection[str] | None,
+        check_every: int | None,
+        process_group: dist.ProcessGroup | None = None,
     ) -> None:
         self.inner = inner
         self.scheduler = scheduler
@@ -49,9 +66,46 @@ class PeerOptimizer:
         self._parameters = _trained_by(inner)
         if not self._parameters:
             raise ValueError("inner has no parameters that require a gradient")
+        self._check_every = checked_period("check_every", check_every)
+        self._parts = ModelParts(model, self._parameters, buffers=buffers, codec=averager.config.codec)
+        self._ranks = Ranks(process_group)
         self._averager = averager
         self._on_update = on_update
+        self._zeroing = None if self._ranks.are_several else ZeroingCheck(self._parameters)
+        self._has_begun = False
+        self._loaded: Mapping[str, Any] | None = None
+        """The state that was loaded since the last step."""
         averager.clear()  # what an optimizer before this one accumulated
+
+    def _join(
+        self,
+        *,
+        rules: Settings,
+        outer: Optimizer | None,
+        target: float,
+        peers_to_start: int | None,
+        patience: float,
+    ) -> None:
+        """Take this peer's place in the run, once the arguments are checked."""
+        self._rules = rules
+        self._stepped = self.inner if outer is None else outer
+        """The optimizer that takes the updates."""
+        numbers = hyperparameters(self.inner)
+        # As they are now: a rate that is set by hand before the first step is told with the first update.
+        self._numbers = numbers if outer is None else (*numbers, *named("outer", hyperparameters(outer)))
+        recipe = self._recipe()
+        self._together = Together(
+            self._averager,
+            self._locals(),
+            target=target,
+            peers_to_start=peers_to_start,
+            patience=patience,
+            recipe=recipe.digest,
+        )
+        if self._ranks.are_several:
+            self._together.is_at(self._as_one(self.lineage))
+        self._watch = Watch(self._averager, every=self._check_every, labels=self._parts.labels)
+        self._together.on_look = self._look
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -79,6 +133,94 @@ class PeerOptimizer:
         """
         self._together.leave()
 
+    # ------------------------------------------------------------------ the beginning
+
+    def _begin(self) -> bool:
+        """Begin at the first step, with the parameters that are there now; whether they are others than before.
+
+        Raises:
+            ValueError: a state was loaded, and the parameters are not those that were saved with it.
+        """
+        if self._has_begun:
+            return False
+        recipe, parameters = self._recipe(), digest_of(self._locals())
+        changed = False
+        if self._loaded is None:
+            changed = self._begin_anew(parameters, recipe)
+            self._origin = _origin(parameters, recipe)
+        else:
+            self._origin = self._go_on(self._loaded, parameters, recipe)
+        self._parts.begin()
+        self._has_begun, self._loaded = True, None
+        self._watch.begins(self._word(), self.lineage)
+        return changed
+
+    def _begin_anew(self, parameters: bytes, recipe: Recipe) -> bool:
+        first = self._as_one(lineage_from(parameters, recipe.digest))
+        changed = first != self.lineage
+        if changed:
+            logger.info(
+                "the parameters were changed after this optimizer was made: the run begins with them as they are now"
+            )
+            self._together.is_at(first)
+        return changed
+
+    def _go_on(self, loaded: Mapping[str, Any], parameters: bytes, recipe: Recipe) -> Origin:
+        """Go on from a loaded state; return where its run comes from."""
+        saved = origin_of(loaded)
+        is_right = loaded.get("parameters") is None or digest_in(loaded, "parameters") == parameters
+        if not self._ranks.all_agree(is_right):
+            raise ValueError(
+                "the parameters are not those that the state was saved with: load the model's state that was saved"
+                " beside the optimizer's"
+            )
+        if self._ranks.all_agree(saved.rules == recipe.rules_digest):
+            return saved
+        logger.warning(
+            "the state was saved by a peer that trains otherwise; this peer goes on with its own settings, and only"
+            " with peers that do the same"
+        )
+        rules = bytes.fromhex(self._ranks.as_one(recipe.rules_digest.hex()))
+        self._together.is_at(self.lineage.with_rules(rules))
+        return _origin(saved.parameters, recipe)
+
+    def _goes_on_from(self, state: Mapping[str, Any], lineage: Lineage) -> None:
+        """A state was loaded; what is to be compared with it may be loaded after it."""
+        self._averager.clear()
+        self._together.is_at(lineage)
+        self._loaded, self._has_begun = state, False
+
+    def _recipe(self) -> Recipe:
+        frozen = [p for group in self.inner.param_groups for p in group["params"] if not p.requires_grad]
+        layout = [[p.requires_grad for p in group["params"]] for group in self.inner.param_groups]
+        rules = (
+            ("optimizer", type(self).__name__),
+            ("inner", type(self.inner).__qualname__),
+            *self._rules,
+            ("scheduler", None if self.scheduler is None else type(self.scheduler).__qualname__),
+            ("layout", layout),
+            *self._parts.rules(frozen),
+        )
+        return Recipe(rules=rules, numbers=self._numbers)
+
+    def _word(self) -> Word:
+        return Word(
+            recipe=self._origin.recipe,
+            origin=self._origin.parameters,
+            tensors=len(self._parameters),
+            elements=sum(tensor.numel() for tensor in self._locals()),
+            fields=self._origin.fields,
+        )
+
+    def _locals(self) -> list[torch.Tensor]:
+        return [local_of(parameter) for parameter in self._parameters]
+
+    def _as_one(self, lineage: Lineage) -> Lineage:
+        """One lineage for all ranks of this peer."""
+        return replace(lineage, state=bytes.fromhex(self._ranks.as_one(lineage.state.hex())))
+
+    # ------------------------------------------------------------------ steps
+
     def _check_parameters(self) -> None:
         """The inner optimizer would step others with this peer's gradients alone, and no two peers be alike."""
         now = _trained_by(self.inner)
@@ -89,6 +231,7 @@ class PeerOptimizer:
                 "inner has other parameters that require a gradient than when this optimizer was made;"
                 " make a new one on all peers"
             )
+        self._parts.check_constants()
 
     def _step_scheduler(self) -> None:
         if self.scheduler is not None:
@@ -99,11 +242,39 @@ class PeerOptimizer:
             raise ValueError(f"metrics: {SPEED!r} is measured by the optimizer itself")
         return {**metrics, SPEED: self._together.samples_per_second}
 
+    def _took(
+        self, success: Success, numbers: Settings, result: bytes, parameters: Sequence[torch.Tensor]
+    ) -> None:
+        """Note an update.
+
+        Args:
+            numbers: hyperparameters with which it was taken.
+            result: digest of the averaged tensors.
+            parameters: after it.
+        """
+        group_id = self._ranks.as_one(success.group_id)
+        joint = bytes.fromhex(self._ranks.as_one(result.hex()))
+        self._together.took(replace(success, group_id=group_id), joint, numbers_digest(numbers))
+        self._watch.updated(self.lineage, numbers, lambda: self._digests(parameters))
+
+    def _digests(self, parameters: Sequence[torch.Tensor]) -> list[bytes]:
+        return [tensor_digest(local_of(tensor)) for tensor in (*parameters, *self._parts.averaged)]
+
+    def _look(self) -> None:
+        self._watch.look(forked=self._together.survey().others > 0)
+
+    def _checked(self, report: StepReport) -> StepReport:
+        """With what the other peers say of their recipes and parameters."""
+        self._watch.look(forked=report.others > 0)
+        return replace(report, drifted=self._watch.drifted, differs=self._watch.differs)
+
     def _updated(self, report: StepReport) -> StepReport:
         """Tell who wants to know of an update."""
         if self._on_update is not None:
             self._on_update(report)
         return report
+
+    # ------------------------------------------------------------------ states
 
     def _load_inner(self, saved: Mapping[str, Any]) -> None:
         self.inner.load_state_dict(saved["inner"])
@@ -111,11 +282,29 @@ class PeerOptimizer:
             self.scheduler.load_state_dict(saved["scheduler"])
 
     def _saved(self) -> dict[str, Any]:
+        """What both kinds of states hold."""
+        lineage, origin = self.lineage, self._origin_now()
+        if not self._has_begun and self._loaded is None:
+            lineage = self._as_one(lineage_from(origin.parameters, origin.recipe))
         return {
             "inner": self.inner.state_dict(),
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
-            "lineage": pack_lineage(self.lineage),
+            "lineage": pack_lineage(lineage),
+            "origin": pack_origin(origin),
         }
+
+    def _origin_now(self) -> Origin:
+        if self._has_begun:
+            return self._origin
+        if self._loaded is not None:
+            return origin_of(self._loaded)
+        return _origin(digest_of(self._locals()), self._recipe())
+
+
+def _origin(parameters: bytes, recipe: Recipe) -> Origin:
+    return Origin(
+        parameters=parameters, recipe=recipe.digest, rules=recipe.rules_digest, fields=recipe.fields
+    )
 
 
 def _trained_by(inner: Optimizer) -> list[torch.Tensor]:

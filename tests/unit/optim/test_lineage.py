@@ -34,7 +34,6 @@ class TestFirst:
         first = first_lineage(parameters())
         assert first.epoch == 0
         assert first.state.hex() == "04b55c5ce471dd0c9e2b3dcee8ab1970ea8d72e06ab6b488c679dac510184d01"
-        assert state_of() == hashlib.sha256(b"p2pavg/lineage/first/1").digest()
 
     @given(position=st.sampled_from([0, 1, 2]), bit=st.integers(0, 10**6))
     def test_every_bit_counts(self, position: int, bit: int) -> None:

@@ -14,8 +14,9 @@ from p2pavg.accumulation import Accumulation
 from p2pavg.blocking import Averager
 from p2pavg.bulletin import Said
 from p2pavg.optim import AveragedOptimizer, LocalUpdates, fedavg
-from p2pavg.optim.lineage import Lineage
+from p2pavg.optim.digest import digest_of
 from p2pavg.optim.progress import Progress, encode_progress
+from p2pavg.optim.recipe import hyperparameters, numbers_digest
 from p2pavg.result import InProgress, RoundResult, Success
 
 GROUP = "00" * 32
@@ -54,6 +55,7 @@ class Alone:
     def __init__(self, **changes: Any) -> None:
         self.config = p2pavg.AveragingConfig(**({"run_id": "run"} | changes))
         self.board = Board()
+        self.boards: dict[str, Board] = {"progress": self.board}
         self.round_state: bytes | None = None
         self.runs_for = 0
         """Calls in which a round is not over."""
@@ -65,7 +67,7 @@ class Alone:
         return getattr(self._accumulation, {"accumulate": "add"}.get(name, name))
 
     def bulletin(self, topic: str) -> Board:
-        return self.board
+        return self.boards.setdefault(topic, Board())
 
     def step(self, *, state: bytes, **_: Any) -> RoundResult:
         if self.round_state is None:
@@ -75,7 +77,7 @@ class Alone:
             self._left -= 1
             return RUNS
         self.round_state = None
-        averaged = self._taken.schema.unflatten(self._taken.mean.clone())
+        averaged = self.taken()
         self._accumulation.release(self._taken)
         return Success(
             averaged=averaged,
@@ -90,6 +92,12 @@ class Alone:
             group_id=GROUP,
             share=(0, 0),
         )
+
+    def taken(self) -> list[torch.Tensor]:
+        """The average of the round that runs."""
+        averaged = self._taken.schema.unflatten(self._taken.mean.clone())
+        assert isinstance(averaged, list)
+        return averaged
 
 
 def large_batch(averager: Alone, inner: torch.optim.Optimizer, **options: Any) -> AveragedOptimizer:
@@ -218,7 +226,7 @@ class TestLateRounds:
             weights.grad = torch.ones(1)
             reports.append(optimizer.step(samples=1))
             if reports[-1].result is not None:
-                averager.board.other = averager.board.other or after(optimizer.lineage)
+                averager.board.other = averager.board.other or after(optimizer, averager)
         assert [type(report.result) for report in reports] == [type(None), InProgress, InProgress, Success]
         assert not any(report.behind for report in reports)
         assert optimizer.epoch == 1
@@ -289,9 +297,10 @@ class TestLeaving:
             assert averager.board.taken_back
 
 
-def after(lineage: Lineage) -> bytes:
-    """What a peer says that has taken the update of :class:`Alone`'s rounds."""
-    taken = lineage.after(GROUP)
+def after(optimizer: LocalUpdates, averager: Alone) -> bytes:
+    """What a peer says that has taken the update of the round that runs."""
+    result = digest_of(averager.taken())
+    taken = optimizer.lineage.after(GROUP, result, numbers_digest(hyperparameters(optimizer.outer)))
     return encode_progress(
         Progress(epoch=taken.epoch, state=taken.state, samples=0.0, samples_per_second=1.0, waiting=False)
     )

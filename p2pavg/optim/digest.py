@@ -1,0 +1,47 @@
+"""Digests of tensors: their shapes, dtypes and bytes, wherever they are. No I/O, no clock."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from blake3 import blake3
+
+DIGEST_BYTES = 32
+SHORT_BYTES = 8  # of a digest that peers compare to find out where they differ; a chance match is 1 in 2^64
+MAX_CHUNKS = 64  # 512 bytes of a record's 4096
+
+
+@torch.no_grad()
+def tensor_digest(tensor: torch.Tensor) -> bytes:
+    """Return 32 bytes that depend on the shape, the dtype and every bit.
+
+    How the values lie in memory, and on which device, does not count. A tensor on a GPU is copied to the CPU.
+    """
+    values = tensor.detach().contiguous().cpu()
+    digest = blake3(f"{tuple(values.shape)}:{values.dtype};".encode(), max_threads=blake3.AUTO)
+    digest.update(values.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.digest()
+
+
+def joint_digest(digests: Iterable[bytes]) -> bytes:
+    """Return one digest of several, each of 32 bytes; their order and number count."""
+    return blake3(b"".join(digests)).digest()
+
+
+def digest_of(tensors: Iterable[torch.Tensor]) -> bytes:
+    """Return one digest of several tensors; their order and number count."""
+    return joint_digest(tensor_digest(tensor) for tensor in tensors)
+
+
+def chunk_bounds(tensors: int) -> list[tuple[int, int]]:
+    """Return which tensors each chunk holds, as (first, end): at most 64 chunks, none empty."""
+    chunks = min(tensors, MAX_CHUNKS)
+    return [(tensors * i // chunks, tensors * (i + 1) // chunks) for i in range(chunks)]
+
+
+def short_digests(digests: Sequence[bytes]) -> bytes:
+    """Return 8 bytes for each chunk of some tensors' digests, one after the other."""
+    return b"".join(
+        joint_digest(digests[first:end])[:SHORT_BYTES] for first, end in chunk_bounds(len(digests))
+    )

@@ -1,0 +1,68 @@
+"""Which peers hold other parameters than this one, though all took the same updates. No I/O, no clock.
+
+Every few updates each peer tells short digests of its parameters, chunk by chunk. Peers of one lineage should tell the
+same: that they do not is a bug in a program, a computer that fails, or kinds of machines that round differently.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from p2pavg.optim.digest import SHORT_BYTES, chunk_bounds
+
+MAX_NAMED = 3  # peers, parameters and kinds of peers that one sentence names
+MAX_ID_CHARS = 16  # of a peer's id in a sentence; enough to find it, and its end is what differs
+
+
+def drifted(epoch: int, mine: bytes, others: Mapping[str, bytes], labels: Sequence[str]) -> str | None:
+    """Return a sentence that says which peers hold other parameters, and where they differ; ``None`` if none does.
+
+    Args:
+        epoch: update after which the digests were taken.
+        mine: 8 bytes for each chunk.
+        others: what the peers of the same lineage tell of theirs, by peer id.
+        labels: a name for each of this peer's tensors.
+    """
+    same = sum(digests == mine for digests in others.values())
+    kinds: dict[bytes, list[str]] = {}
+    for peer_id in sorted(others):
+        if others[peer_id] != mine:
+            kinds.setdefault(others[peer_id], []).append(peer_id)
+    if not kinds:
+        return None
+    largest = sorted(kinds.items(), key=lambda kind: -len(kind[1]))
+    told = [
+        f"{_peers(ids)} hold other parameters after update {epoch} than this one{_and(same)}:"
+        f" {_where(mine, digests, labels)}"
+        for digests, ids in largest[:MAX_NAMED]
+    ]
+    more = f"; and {len(largest) - MAX_NAMED} more kinds" if len(largest) > MAX_NAMED else ""
+    return "; ".join(told) + more
+
+
+def _peers(ids: Sequence[str]) -> str:
+    named = ", ".join(f"..{peer_id[-MAX_ID_CHARS:]}" for peer_id in ids[:MAX_NAMED])
+    more = f" and {len(ids) - MAX_NAMED} more" if len(ids) > MAX_NAMED else ""
+    return (
+        f"{len(ids)} peer{'s' if len(ids) > 1 else ''} ({named}{more}) say{'s' if len(ids) == 1 else ''} to"
+    )
+
+
+def _and(same: int) -> str:
+    return f" and {same} other{'s' if same > 1 else ''}" if same else ""
+
+
+def _where(mine: bytes, theirs: bytes, labels: Sequence[str]) -> str:
+    if len(mine) != len(theirs):
+        return "of another number of tensors"
+    differing = [
+        f"{labels[first]}" if end - first == 1 else f"{labels[first]} to {labels[end - 1]}"
+        for index, (first, end) in enumerate(chunk_bounds(len(labels)))
+        if _chunk(mine, index) != _chunk(theirs, index)
+    ]
+    more = f" and {len(differing) - MAX_NAMED} more" if len(differing) > MAX_NAMED else ""
+    return f"{', '.join(differing[:MAX_NAMED])}{more} differ{'s' if len(differing) == 1 else ''}"
+
+
+def _chunk(digests: bytes, index: int) -> bytes:
+    return digests[index * SHORT_BYTES : (index + 1) * SHORT_BYTES]

@@ -1,0 +1,132 @@
+"""Tells the other peers by which recipe this one trains and which parameters it holds, and reads what they tell."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from p2pavg.blocking import Averager
+from p2pavg.optim.digest import SHORT_BYTES, short_digests
+from p2pavg.optim.drift import drifted
+from p2pavg.optim.lineage import Lineage
+from p2pavg.optim.recipe import Rate, Settings, rate_of
+from p2pavg.optim.word import MAX_RATES, TOPIC, Word, differences, encode_word, read_words
+
+logger = logging.getLogger(__name__)
+
+LOOK_SECONDS = 5.0  # between two looks at words of which none is new: one may have faded
+ERROR_SECONDS = 60.0  # between two lines about drift: a peer that lies costs a line a minute
+MAX_WARNINGS = (
+    16  # different sentences that are logged: a peer that says something else each time fills no disk
+)
+MAX_CHECKS = 4  # of this peer's own digests that are kept, for peers that are an update or two away
+
+
+class Watch:
+    """Used by the optimizers; in one thread.
+
+    Args:
+        averager: of the run.
+        every: updates between two digests of the parameters; 0 for none.
+        labels: a name for each of the tensors whose digests are compared.
+    """
+
+    def __init__(self, averager: Averager, *, every: int, labels: Sequence[str]) -> None:
+        self._board = averager.bulletin(TOPIC)
+        self._every = every
+        self._labels = tuple(labels)
+        self._word: Word | None = None
+        self._rates: deque[Rate] = deque(maxlen=MAX_RATES)
+        self._checks: dict[tuple[int, bytes], bytes] = {}
+        self._update = 0
+        self._seen = -1
+        self._looked_at = 0.0
+        self._logged_at = -ERROR_SECONDS
+        self._warned: set[str] = set()
+        self.drifted: str | None = None
+        """Which peers hold other parameters after the same updates, and where they differ."""
+        self.differs: tuple[str, ...] = ()
+        """How peers of the run train otherwise than this one."""
+
+    def begins(self, word: Word, lineage: Lineage) -> None:
+        """Tell by which recipe this peer goes on from a lineage; what it told of another one is over."""
+        self._rates.clear()
+        self._checks.clear()
+        self._word, self._update, self.drifted = word, lineage.epoch, None
+        self._say()
+
+    def updated(self, lineage: Lineage, numbers: Settings, digests: Callable[[], list[bytes]]) -> None:
+        """Note an update.
+
+        Args:
+            lineage: after it.
+            numbers: the hyperparameters with which it was taken.
+            digests: of the parameters after it, one a tensor; called every few updates.
+        """
+        self._update = lineage.epoch
+        rate = rate_of(lineage.epoch, numbers)
+        is_new = not self._rates or self._rates[-1].digest != rate.digest
+        if is_new:
+            self._rates.append(rate)
+        is_due = self._every > 0 and lineage.epoch % self._every == 0
+        if is_due:
+            found = short_digests(digests())
+            self._checks[lineage.epoch, lineage.state] = found
+            for old in list(self._checks)[:-MAX_CHECKS]:
+                del self._checks[old]
+            if self._word is not None:
+                self._word = replace(self._word, epoch=lineage.epoch, state=lineage.state, digests=found)
+        if is_due or (is_new and len(self._rates) > 1):
+            self._say(now=is_due)
+
+    def look(self, *, forked: bool) -> None:
+        """Read what the others say, if any of it may be new.
+
+        Args:
+            forked: peers of the run are of other lineages; then this one tells its hyperparameters up to now.
+        """
+        if self._word is None:
+            return
+        if forked and self._word.until < self._update:
+            self._say(now=True)
+        version, now = self._board.version, time.monotonic()
+        if version == self._seen and now < self._looked_at + LOOK_SECONDS:
+            return
+        self._seen, self._looked_at = version, now
+        words = read_words({peer_id: said.value for peer_id, said in self._board.said.items()})
+        mine = replace(self._word, rates=tuple(self._rates), until=self._update)
+        self.differs = differences(mine, words.values())
+        self._warn()
+        self._compare(words)
+
+    def _warn(self) -> None:
+        for sentence in self.differs:
+            if sentence not in self._warned and len(self._warned) < MAX_WARNINGS:
+                self._warned.add(sentence)
+                logger.warning("%s", sentence)
+
+    def _compare(self, words: dict[str, Word]) -> None:
+        """Compare the parameters of the last update at which others of this lineage told theirs."""
+        for (epoch, state), mine in sorted(self._checks.items(), reverse=True):
+            theirs = {
+                peer_id: word.digests
+                for peer_id, word in words.items()
+                if (word.epoch, word.state) == (epoch, state) and len(word.digests) >= SHORT_BYTES
+            }
+            if not theirs:
+                continue
+            self.drifted = drifted(epoch, mine, theirs, self._labels)
+            if self.drifted is not None and time.monotonic() >= self._logged_at + ERROR_SECONDS:
+                self._logged_at = time.monotonic()
+                logger.error("%s", self.drifted)
+            return
+
+    def _say(self, *, now: bool = False) -> None:
+        if self._word is None:
+            return
+        self._word = replace(self._word, rates=tuple(self._rates), until=self._update)
+        self._seen = -1  # what the others said may be compared with more now
+        self._board.say(encode_word(self._word), now=now)

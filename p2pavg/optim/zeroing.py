@@ -1,0 +1,80 @@
+"""Finds out that a loop does not zero its gradients between two steps, so that each batch counts again and again."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Sequence
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+STEPS = 10  # that are looked at: a loop that forgets does so from the second on
+
+
+class ZeroingCheck:
+    """Warns once if a gradient that a step has used is still there, unchanged, when the next backward pass adds to it.
+
+    A gradient that was set to ``None`` is another tensor afterwards, and one that was zeroed in place has another
+    version or holds zeros: neither is a false alarm. It looks at the first and the last parameter, for ten steps.
+    What it misses: loops in which neither of the two gets a gradient, or in which something else changes the
+    gradients in place after the step; gradients that are not accumulated by autograd (FSDP).
+
+    Args:
+        parameters: that are trained.
+    """
+
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+        watched = {id(p): p for p in (parameters[0], parameters[-1]) if p.is_leaf}
+        self._watched = list(watched.values())
+        self._used: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
+        self._steps = 0
+        self._forgotten = False
+        # It knows the check by a weak reference: a hook lives as long as its parameter.
+        this = weakref.ref(self)
+        self._hooks = [
+            p.register_hook(_Hook(this, weakref.ref(p)))  # type: ignore[no-untyped-call]
+            for p in self._watched
+        ]
+
+    def stepped(self) -> None:
+        """Note which gradients a step has used."""
+        if self._forgotten:
+            logger.warning(
+                "the gradients of the last step were not zeroed before this one's backward pass, so that its batch"
+                " counts twice: call zero_grad() before each backward pass"
+            )
+        if self._forgotten or self._steps >= STEPS:
+            self._end()
+        self._used = {
+            id(p): (weakref.ref(p.grad), p.grad._version) for p in self._watched if p.grad is not None
+        }
+        self._steps += bool(self._used)  # a step that left no gradient tells nothing
+
+    def before_accumulation(self, parameter: torch.Tensor) -> None:
+        """Autograd is about to add to a parameter's gradient."""
+        used, version = self._used.pop(id(parameter), (None, 0))
+        gradient = parameter.grad
+        if used is None or gradient is None or used() is not gradient or gradient._version != version:
+            return
+        # One that was zeroed through `.data` keeps its version.
+        self._forgotten = self._forgotten or bool(gradient.detach().count_nonzero())
+
+    def _end(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks, self._watched, self._used, self._forgotten = [], [], {}, False
+
+
+class _Hook:
+    """Called with a gradient that is about to be added to a parameter's."""
+
+    def __init__(self, check: weakref.ref[ZeroingCheck], parameter: weakref.ref[torch.Tensor]) -> None:
+        self._check = check
+        self._parameter = parameter
+
+    def __call__(self, gradient: torch.Tensor) -> None:  # noqa: ARG002 - autograd gives it
+        check, parameter = self._check(), self._parameter()
+        if check is not None and parameter is not None:
+            check.before_accumulation(parameter)

@@ -32,7 +32,7 @@ def drifted(epoch: int, mine: bytes, others: Mapping[str, bytes], labels: Sequen
         return None
     largest = sorted(kinds.items(), key=lambda kind: -len(kind[1]))
     told = [
-        f"{_peers(ids)} hold other parameters after update {epoch} than this one{_and(same)}:"
+        f"{_peers(ids)} other parameters after update {epoch} than this one{_and(same)}:"
         f" {_where(mine, digests, labels)}"
         for digests, ids in largest[:MAX_NAMED]
     ]
@@ -43,9 +43,9 @@ def drifted(epoch: int, mine: bytes, others: Mapping[str, bytes], labels: Sequen
 def _peers(ids: Sequence[str]) -> str:
     named = ", ".join(f"..{peer_id[-MAX_ID_CHARS:]}" for peer_id in ids[:MAX_NAMED])
     more = f" and {len(ids) - MAX_NAMED} more" if len(ids) > MAX_NAMED else ""
-    return (
-        f"{len(ids)} peer{'s' if len(ids) > 1 else ''} ({named}{more}) say{'s' if len(ids) == 1 else ''} to"
-    )
+    if len(ids) == 1:
+        return f"1 peer ({named}) says that it holds"
+    return f"{len(ids)} peers ({named}{more}) say that they hold"
 
 
 def _and(same: int) -> str:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-
 import pytest
 import torch
 from hypothesis import given
@@ -33,7 +31,13 @@ class TestFirst:
     def test_the_bytes_never_change(self) -> None:
         first = first_lineage(parameters())
         assert first.epoch == 0
-        assert first.state.hex() == "04b55c5ce471dd0c9e2b3dcee8ab1970ea8d72e06ab6b488c679dac510184d01"
+        assert first.state.hex() == "57523e1563ba65c21da2ef6763317fb5d4e16adae081c63004bb2e2e596624ba"
+
+    def test_the_recipe_counts(self) -> None:
+        recipes = [b"", bytes(32), b"r" * 32]
+        assert len({first_lineage(parameters(), recipe).state for recipe in recipes}) == 3
+        expected = "01e71dfa452e1671843a6a03697df1db012906f6aa928497649297a65aa024f1"
+        assert first_lineage(parameters(), bytes(32)).state.hex() == expected
 
     @given(position=st.sampled_from([0, 1, 2]), bit=st.integers(0, 10**6))
     def test_every_bit_counts(self, position: int, bit: int) -> None:
@@ -82,11 +86,11 @@ class TestFirst:
 
 class TestAfter:
     def test_the_bytes_never_change(self) -> None:
-        first = first_lineage(parameters()).after("group-1")
-        second = first.after("group-2")
+        first = first_lineage(parameters()).after("group-1", b"r" * 32, b"n" * 32)
+        second = first.after("group-2", b"r" * 32, b"n" * 32)
         assert (first.epoch, second.epoch) == (1, 2)
-        assert first.state.hex() == "5b4677c6e7ca692b6470df52bed4468cc905bcff656e1799107f738ca28fbb8d"
-        assert second.state.hex() == "04f70be0a5a04e71da4b0e6e5de50c44ad4e76128482c3b4b65da327728e58fb"
+        assert first.state.hex() == "05beca4a8da0cbda1a017424194416c5bb4e4d5f1928227e04f6e36846ccea94"
+        assert second.state.hex() == "0f61118a104f536485814248b87ba85eb4218f5c0e895fa29497c038da5d1a0f"
 
     def test_group_epoch_and_state_count(self) -> None:
         start = Lineage(0, bytes(32))
@@ -96,8 +100,11 @@ class TestAfter:
             start.after("b").state,
             Lineage(1, bytes(32)).after("a").state,
             Lineage(0, bytes(31) + b"\1").after("a").state,
+            start.after("a", b"result").state,
+            start.after("a", b"", b"numbers").state,
+            start.after("a", b"result", b"numbers").state,
         }
-        assert len(following) == 4
+        assert len(following) == 7
 
     @given(st.lists(st.text(max_size=3), max_size=4), st.lists(st.text(max_size=3), max_size=4))
     def test_only_the_same_updates_in_the_same_order_lead_to_the_same_state(
@@ -111,3 +118,12 @@ class TestAfter:
         assert (one == other) == (ones == others)
         assert one.epoch == len(ones)
         assert len(one.state) == 32
+
+
+class TestOtherRules:
+    def test_peers_that_go_on_with_the_same_rules_stay_together(self) -> None:
+        start = Lineage(7, bytes(32))
+        assert start.with_rules(b"x" * 32) == start.with_rules(b"x" * 32)
+        states = {start.state, start.with_rules(b"x" * 32).state, start.with_rules(b"y" * 32).state}
+        assert len(states) == 3
+        assert start.with_rules(b"x" * 32).epoch == 7

@@ -104,7 +104,8 @@ class TestRecipe:
             return diloco(SGD([parameter(1.0)], lr=0.1), cast(Averager, Alone()), **options)
 
         assert made().lineage == made().lineage
-        assert len({made(**o).lineage for o in ({}, {"lr": 0.5}, {"momentum": 0.8}, {"momentum": 0.0})}) == 4
+        several: list[dict[str, float]] = [{}, {"lr": 0.5}, {"momentum": 0.8}, {"momentum": 0.0}]
+        assert len({made(**options).lineage for options in several}) == 4
 
     def test_what_each_peer_may_choose_does_not_count(self) -> None:
         def made(**options: Any) -> AveragedOptimizer:
@@ -258,7 +259,8 @@ class TestBeginning:
         optimizer = make(Alone(), SGD(model.parameters(), lr=0.1))
         batch(model, optimizer)
         found = []
-        for options in ({}, change, change):
+        several: list[dict[str, Any]] = [{}, change, change]
+        for options in several:
             other = copy.deepcopy(model)
             second = make(Alone(), SGD(other.parameters(), lr=0.1), **options)
             second.load_state_dict(copy.deepcopy(optimizer.state_dict()))
@@ -306,7 +308,12 @@ class TestOthersRecipes:
 
 class TestDrift:
     @both
-    def test_peers_that_hold_others_are_reported(self, make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    def test_peers_that_hold_others_are_reported(
+        self, make: Make, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def same() -> list[torch.Tensor]:
+            return [torch.full(p.shape, 0.1) for p in plain().parameters()]
+
         averagers, talks, models, optimizers = [], [], [], []
         for _ in range(2):
             averager, talk = with_talk()
@@ -326,11 +333,9 @@ class TestDrift:
             for model in models:
                 for weights in model.parameters():
                     weights.grad = torch.full_like(weights, 0.1)
-            if make is local:
-                for optimizer in optimizers:
-                    optimizer._pseudo_gradients = lambda: [
-                        torch.full(p.shape, 0.1) for p in plain().parameters()
-                    ]  # type: ignore[method-assign, union-attr]
+            for optimizer in optimizers:
+                if isinstance(optimizer, LocalUpdates):
+                    monkeypatch.setattr(optimizer, "_pseudo_gradients", same)
             for index, optimizer in enumerate(optimizers):
                 assert optimizer.step(samples=4).updated
                 talks[1 - index].others["peer"] = talks[index].mine

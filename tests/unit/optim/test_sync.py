@@ -1,0 +1,176 @@
+"""A common start: of the peer that was named, within the caller's own time, and the same for all that took part."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, cast
+
+import pytest
+import torch
+
+import p2pavg
+from p2pavg.blocking import Averager
+from p2pavg.bulletin import Said
+from p2pavg.config import MAX_TIMEOUT_SECONDS
+from p2pavg.net.wire import pack
+from p2pavg.optim import SyncError, sync_parameters
+from p2pavg.optim.digest import digest_of
+from p2pavg.result import RoundResult, Success
+
+GROUP = "07" * 32
+
+
+class Board:
+    """What the other peers of the round say that they received."""
+
+    version = 0
+
+    def __init__(self) -> None:
+        self.mine: list[bytes] = []
+        self.others: dict[str, bytes] = {}
+
+    def say(self, value: bytes, *, now: bool) -> None:
+        assert now
+        self.mine.append(value)
+
+    @property
+    def said(self) -> Mapping[str, Said]:
+        return {peer: Said(value, 1, 1e12) for peer, value in self.others.items()}
+
+    def wait(self, version: int, timeout: float) -> None:
+        time.sleep(min(timeout, 0.01))
+
+
+class Rounds:
+    """An averager whose rounds come to what the test says."""
+
+    peer_id = "me"
+    weight = 0.0
+    round_state = None
+
+    def __init__(self, *results: RoundResult) -> None:
+        self.config = p2pavg.AveragingConfig(run_id="run", match_timeout=30.0, exchange_timeout=60.0)
+        self.board = Board()
+        self.results = list(results)
+        self.opened: list[p2pavg.AveragingConfig] = []
+
+    @contextmanager
+    def sibling(self, config: p2pavg.AveragingConfig) -> Iterator[Rounds]:
+        self.opened.append(config)
+        yield self
+
+    def bulletin(self, topic: str) -> Board:
+        assert topic == "sync"
+        return self.board
+
+    def declare(self, tensors: object) -> None: ...
+
+    def accumulate(self, tensors: object) -> None: ...
+
+    def clear(self) -> None: ...
+
+    def step(self, **_: Any) -> RoundResult:
+        return self.results.pop(0) if len(self.results) > 1 else self.results[0]
+
+
+def came(value: float, *sources: str, listeners: tuple[str, ...] = ("me",)) -> Success:
+    return Success(
+        averaged=[torch.full((3,), value)],
+        peers=sources,
+        weights={},
+        total_weight=1.0,
+        compression_ratio=1.0,
+        bytes_sent=0,
+        bytes_received=0,
+        duration=0.0,
+        exchange_duration=0.0,
+        group_id=GROUP,
+        share=(0, 0),
+        listeners=listeners,
+    )
+
+
+def received(value: float) -> bytes:
+    return pack(1, bytes.fromhex(GROUP), digest_of([torch.full((3,), value)]))
+
+
+def sync(rounds: Rounds, tensors: list[torch.Tensor], **options: Any) -> None:
+    given: dict[str, Any] = {"source": False, "peers": 2, "timeout": 5.0}
+    sync_parameters(cast(Averager, rounds), tensors, **(given | options))
+
+
+class TestSource:
+    def test_another_source_is_passed_over(self, caplog: pytest.LogCaptureFixture) -> None:
+        tensors = [torch.zeros(3)]
+        rounds = Rounds(came(6.0, "stranger"), came(7.0, "source", "stranger"), came(2.0, "source"))
+        rounds.board.others["source"] = received(2.0)
+        sync(rounds, tensors, source_id="source")
+        assert torch.equal(tensors[0], torch.full((3,), 2.0))
+        assert caplog.text.count("not the source that was named: stranger") == 2
+
+    def test_if_none_but_another_comes_it_is_an_error(self) -> None:
+        tensors = [torch.zeros(3)]
+        with pytest.raises(SyncError, match="peer stranger says that it is the source, and not source"):
+            sync(Rounds(came(6.0, "stranger")), tensors, source_id="source", timeout=0.3)
+        assert torch.equal(tensors[0], torch.zeros(3))
+
+    @pytest.mark.parametrize(
+        ("options", "named"),
+        [
+            ({"source_id": "me", "source": False}, "source must be whether"),
+            ({"source_id": "other", "source": True}, "source must be whether"),
+            ({"source_id": ""}, "source_id"),
+            ({"source_id": 7}, "source_id"),
+            ({"timeout": 0}, "timeout"),
+        ],
+    )
+    def test_arguments_that_are_wrong_are_named(self, options: dict[str, Any], named: str) -> None:
+        with pytest.raises(ValueError, match=named):
+            sync(Rounds(came(1.0, "source")), [torch.zeros(3)], **options)
+
+
+class TestComparison:
+    def test_tensors_that_another_received_otherwise_are_not_taken(self) -> None:
+        tensors, rounds = [torch.zeros(3)], Rounds(came(2.0, "source", listeners=("me", "third")))
+        rounds.board.others = {"source": received(2.0), "third": received(9.0)}
+        with pytest.raises(SyncError, match="1 peers received other parameters than this one: third"):
+            sync(rounds, tensors)
+        assert torch.equal(tensors[0], torch.zeros(3))
+
+    @pytest.mark.parametrize(
+        "word", [b"", b"nonsense", pack(2, b"", b""), pack(1, bytes(32), bytes(32)), None]
+    )
+    def test_a_peer_that_does_not_say_what_it_received_is_named(self, word: bytes | None) -> None:
+        tensors, rounds = [torch.zeros(3)], Rounds(came(2.0, "source"))
+        rounds.board.others = {} if word is None else {"source": word}
+        with pytest.raises(SyncError, match="1 peers did not say what they received: source"):
+            sync(rounds, tensors, timeout=0.2)
+        assert torch.equal(tensors[0], torch.zeros(3))
+
+    def test_what_strangers_say_does_not_matter(self) -> None:
+        tensors, rounds = [torch.zeros(3)], Rounds(came(2.0, "source"))
+        rounds.board.others = {"source": received(2.0), "stranger": received(9.0)}
+        sync(rounds, tensors)
+        assert torch.equal(tensors[0], torch.full((3,), 2.0))
+        assert rounds.board.mine == [received(2.0)]
+
+    def test_a_member_that_was_lost_is_not_waited_for(self) -> None:
+        tensors, result = [torch.zeros(3)], came(2.0, "source", listeners=("me", "gone"))
+        rounds = Rounds(replace(result, lost={"gone": "cut off"}))
+        rounds.board.others = {"source": received(2.0)}
+        sync(rounds, tensors)
+        assert torch.equal(tensors[0], torch.full((3,), 2.0))
+
+
+@pytest.mark.parametrize(("timeout", "exchange"), [(900.0, 900.0), (5.0, 5.0), (1e6, MAX_TIMEOUT_SECONDS)])
+def test_the_exchange_may_take_the_time_that_the_caller_gives(timeout: float, exchange: float) -> None:
+    """Whole parameters, uncompressed, take longer than the rounds for which `exchange_timeout` was chosen."""
+    rounds = Rounds(came(2.0, "source"))
+    rounds.board.others["source"] = received(2.0)
+    sync(rounds, [torch.zeros(3)], timeout=timeout)
+    [config] = rounds.opened
+    assert config.exchange_timeout == exchange
+    assert config.match_timeout == min(30.0, timeout)

@@ -266,6 +266,7 @@ class LocalUpdates(PeerOptimizer):
         return self._updated(self._report(result, norm))
 
     def _contribute(self) -> None:
+        self._parts.mend()
         pseudo: Sequence[torch.Tensor] = self._pseudo_gradients()
         if self._feedback is not None:
             pseudo = self._feedback.compensate(pseudo)

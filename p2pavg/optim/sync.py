@@ -151,16 +151,18 @@ def _compare(board: Bulletin, me: str, result: Success, digest: bytes, until: fl
         told = _told_of(board, group)
         others = sorted(peer for peer in members & told.keys() if told[peer] != digest)
         if others:
-            raise SyncError(
-                f"{len(others)} peers received other parameters than this one: {', '.join(others)}"
-            )
+            raise SyncError(f"{_peers(others)} received other parameters than this one")
         missing = sorted(members - told.keys())
         if not missing:
             return
         left = until - time.monotonic()
         if left <= 0:
-            raise SyncError(f"{len(missing)} peers did not say what they received: {', '.join(missing)}")
+            raise SyncError(f"{_peers(missing)} did not say what they received")
         board.wait(version, min(left, LOOK_SECONDS))
+
+
+def _peers(ids: list[str]) -> str:
+    return f"{len(ids)} peer{'s' if len(ids) > 1 else ''} ({', '.join(ids)})"
 
 
 def _told_of(board: Bulletin, group: bytes) -> dict[str, bytes]:

@@ -91,7 +91,7 @@ class Watch:
         if self._word is None:
             return
         if forked and self._word.until < self._update:
-            self._say(now=True)
+            self._say()
         version, now = self._board.version, time.monotonic()
         if version == self._seen and now < self._looked_at + LOOK_SECONDS:
             return

@@ -20,6 +20,7 @@ from p2pavg.blocking import Averager
 from p2pavg.bulletin import Said
 from p2pavg.optim import AveragedOptimizer, ErrorFeedback, LocalUpdates, StepReport, diloco
 from p2pavg.optim.word import TOPIC, encode_word, read_word
+from p2pavg.result import RoundResult
 from tests.unit.optim.test_optimizers import Alone, Board, both, large_batch, local, parameter
 
 Either = AveragedOptimizer | LocalUpdates
@@ -111,7 +112,7 @@ class TestRecipe:
         def made(**options: Any) -> AveragedOptimizer:
             return large_batch(Alone(), SGD([parameter(1.0)], lr=0.1), **options)
 
-        same = [
+        same: list[dict[str, Any]] = [
             {},
             {"max_samples_per_peer": 2},
             {"patience": 5.0},
@@ -612,22 +613,27 @@ class TestMemory:
     ELEMENTS = 30_011
 
     def test_diloco_holds_two_vectors_beside_the_parameters_and_the_averagers(self) -> None:
-        """The anchor and the momentum; what was given is not kept until the next round."""
+        """The anchor and the momentum; what was given is kept neither during a round nor until the next one."""
         weights = parameter(*[0.0] * self.ELEMENTS)
         averager = Alone(compression=None)
         optimizer = diloco(SGD([weights], lr=0.1), cast(Averager, averager), sync_every=1, peers_to_start=2)
-        before = self._vectors()
+        during, after = [], []
+        inner_step = averager.step
+
+        def step(**arguments: Any) -> RoundResult:
+            during.append(self._vectors())
+            return inner_step(**arguments)
+
+        averager.step = step  # type: ignore[method-assign]
         for _ in range(3):
             weights.grad = torch.ones_like(weights)
-            report = optimizer.step(samples=1)
-            assert report.updated
+            assert optimizer.step(samples=1).updated
             optimizer.zero_grad()
-            del report
-        averager._taken = None
-        # The parameters; the anchor; the momentum; the averager's one.
-        assert self._vectors() - before <= 4 - 2, (
-            "beside the parameters and the anchor, which were there before"
-        )
+            averager._taken = None
+            after.append(self._vectors())
+        # The parameters, the anchor, the momentum, and the averager's one; during the round the gradient too.
+        assert after == [4, 4, 4]
+        assert during == [4, 5, 5], "there is no momentum before the first outer step"
 
     def _vectors(self) -> int:
         gc.collect()

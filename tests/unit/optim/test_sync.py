@@ -136,7 +136,7 @@ class TestComparison:
     def test_tensors_that_another_received_otherwise_are_not_taken(self) -> None:
         tensors, rounds = [torch.zeros(3)], Rounds(came(2.0, "source", listeners=("me", "third")))
         rounds.board.others = {"source": received(2.0), "third": received(9.0)}
-        with pytest.raises(SyncError, match="1 peers received other parameters than this one: third"):
+        with pytest.raises(SyncError, match=r"1 peer \(third\) received other parameters"):
             sync(rounds, tensors)
         assert torch.equal(tensors[0], torch.zeros(3))
 
@@ -146,7 +146,7 @@ class TestComparison:
     def test_a_peer_that_does_not_say_what_it_received_is_named(self, word: bytes | None) -> None:
         tensors, rounds = [torch.zeros(3)], Rounds(came(2.0, "source"))
         rounds.board.others = {} if word is None else {"source": word}
-        with pytest.raises(SyncError, match="1 peers did not say what they received: source"):
+        with pytest.raises(SyncError, match=r"1 peer \(source\) did not say what"):
             sync(rounds, tensors, timeout=0.2)
         assert torch.equal(tensors[0], torch.zeros(3))
 

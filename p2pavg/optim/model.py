@@ -63,7 +63,7 @@ class ModelParts:
     @property
     def averaged(self) -> list[torch.Tensor]:
         """The buffers that are averaged; asked anew each time, since a module may exchange them."""
-        found = self._buffers()
+        found = self._buffers() if self._averaged_names else {}
         return [found[name] for name in self._averaged_names]
 
     @property
@@ -101,8 +101,9 @@ class ModelParts:
 
     def check_constants(self) -> None:
         """Raise ValueError if a buffer changes that is not averaged."""
+        buffers = self._buffers() if self._constants else {}
         for name, (kept, version, digest) in self._constants.items():
-            now = self._buffers().get(name)
+            now = buffers.get(name)
             if now is kept and now._version == version:
                 continue
             if now is None or tensor_digest(now) != digest:

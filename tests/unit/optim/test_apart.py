@@ -1,0 +1,328 @@
+"""Peers that train otherwise have other lineages, and hear why; parameters that come apart are reported."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, AdamW
+
+from p2pavg.blocking import Averager
+from p2pavg.optim import AveragedOptimizer, LocalUpdates, diloco
+from p2pavg.optim.word import encode_word, read_word
+from tests.unit.optim.loops import Either, Make, batch, plain, with_talk
+from tests.unit.optim.test_optimizers import Alone, both, large_batch, local, parameter
+
+
+class TestRecipe:
+    """Peers that train otherwise have another lineage from the first update on."""
+
+    @both
+    @pytest.mark.parametrize(
+        "change",
+        [
+            lambda ps: SGD(ps, lr=0.01),
+            lambda ps: SGD(ps, lr=0.1, momentum=0.9),
+            lambda ps: SGD(ps, lr=0.1, nesterov=True, momentum=0.5),
+            lambda ps: AdamW(ps, lr=0.1),
+            lambda ps: SGD([{"params": ps[:1]}, {"params": ps[1:]}], lr=0.1),
+        ],
+    )
+    def test_another_optimizer(self, make: Make, change: Callable[[list[nn.Parameter]], SGD]) -> None:
+        one, other = list(plain().parameters()), list(plain().parameters())
+        assert make(Alone(), SGD(one, lr=0.1)).lineage == make(Alone(), SGD(other, lr=0.1)).lineage
+        assert make(Alone(), SGD(one, lr=0.1)).lineage != make(Alone(), change(other)).lineage
+
+    @pytest.mark.parametrize(
+        ("make", "change"),
+        [
+            (large_batch, {"max_grad_norm": 1.0}),
+            (large_batch, {"target_batch_size": 5}),
+            (large_batch, {"overlap": True}),
+            (local, {"sync_every": 2}),
+            (local, {"proximal": 0.1}),
+        ],
+    )
+    def test_another_setting(self, make: Make, change: dict[str, Any]) -> None:
+        one, other = make(Alone(), SGD([parameter(1.0)], lr=0.1)), SGD([parameter(1.0)], lr=0.1)
+        assert one.lineage != make(Alone(), other, **change).lineage
+
+    def test_another_outer_optimizer(self) -> None:
+        def made(**options: Any) -> LocalUpdates:
+            return diloco(SGD([parameter(1.0)], lr=0.1), cast(Averager, Alone()), **options)
+
+        assert made().lineage == made().lineage
+        several: list[dict[str, float]] = [{}, {"lr": 0.5}, {"momentum": 0.8}, {"momentum": 0.0}]
+        assert len({made(**options).lineage for options in several}) == 4
+
+    def test_what_each_peer_may_choose_does_not_count(self) -> None:
+        def made(**options: Any) -> AveragedOptimizer:
+            return large_batch(Alone(), SGD([parameter(1.0)], lr=0.1), **options)
+
+        same: list[dict[str, Any]] = [
+            {},
+            {"max_samples_per_peer": 2},
+            {"patience": 5.0},
+            {"peers_to_start": 1},
+            {"check_every": None},
+        ]
+        assert len({made(**options).lineage for options in same}) == 1
+
+    @both
+    def test_frozen_parameters_of_the_optimizer(self, make: Make) -> None:
+        def made(frozen: float) -> Either:
+            still = parameter(frozen).requires_grad_(False)
+            return make(Alone(), SGD([parameter(1.0), still], lr=0.1))
+
+        assert made(1.0).lineage == made(1.0).lineage
+        assert made(1.0).lineage != made(2.0).lineage
+
+    @both
+    def test_frozen_parameters_of_the_model_alone(self, make: Make) -> None:
+        """As LoRA has them: the optimizer never sees the weights that it adapts."""
+
+        def made(seed: int) -> Either:
+            model = plain(seed)
+            model[0].requires_grad_(False)  # type: ignore[index]
+            with torch.no_grad():
+                for weights in model[1].parameters():  # type: ignore[index]
+                    weights.fill_(0.5)
+            trained = [p for p in model.parameters() if p.requires_grad]
+            return make(Alone(), SGD(trained, lr=0.1), model=model)
+
+        assert made(1).lineage == made(1).lineage
+        assert made(1).lineage != made(2).lineage
+
+
+class TestRatesSetByHand:
+    def test_an_update_with_another_rate_is_another_lineage(self) -> None:
+        lineages = []
+        for rate in (0.1, 0.1, 0.2):
+            weights = parameter(1.0)
+            optimizer = large_batch(Alone(), SGD([weights], lr=0.1))
+            for update in range(2):
+                optimizer.param_groups[0]["lr"] = rate if update else 0.1
+                weights.grad = torch.ones(1)
+                assert optimizer.step(samples=4).updated
+            lineages.append(optimizer.lineage)
+        assert lineages[0] == lineages[1] != lineages[2]
+
+    def test_a_rate_set_before_the_first_step_splits_nobody_at_the_start(self) -> None:
+        """A loop that sets it for each batch may be some batches further on one peer, and they have yet to meet."""
+        first, second = (large_batch(Alone(), SGD([parameter(1.0)], lr=0.1)) for _ in range(2))
+        second.param_groups[0]["lr"] = 0.7
+        assert first.lineage == second.lineage
+
+    def test_other_peers_hear_the_sentence(self) -> None:
+        averager, talk = with_talk()
+        weights = parameter(1.0)
+        optimizer = large_batch(averager, SGD([weights], lr=0.1))
+        reports = []
+        for update in range(4):
+            optimizer.param_groups[0]["lr"] = 1.0 / 2**update
+            weights.grad = torch.ones(1)
+            reports.append(optimizer.step(samples=4))
+            said = read_word(talk.mine)
+            others = [
+                replace(rate, digest=b"x" * 8, text="lr 3") if rate.update == 3 else rate
+                for rate in said.rates
+            ]
+            talk.others["a"] = encode_word(replace(said, rates=tuple(others)))
+            talk.version += 1
+        assert [rate.text for rate in said.rates] == ["lr 1", "lr 0.5", "lr 0.25", "lr 0.125"]
+        assert [report.differs for report in reports[:3]] == [()] * 3
+        assert reports[3].differs == ("1 peer of this run took update 3 with lr 3, this one with lr 0.25",)
+
+
+class TestResult:
+    def test_another_average_is_another_lineage(self) -> None:
+        """Though the group was the same: a lineage names bits."""
+        lineages = []
+        for gradient in (1.0, 1.0, 2.0):
+            weights = parameter(1.0)
+            optimizer = large_batch(Alone(), SGD([weights], lr=0.1))
+            weights.grad = torch.full((1,), gradient)
+            assert optimizer.step(samples=4).updated
+            lineages.append(optimizer.lineage)
+        assert lineages[0] == lineages[1] != lineages[2]
+
+
+class TestBeginning:
+    @both
+    def test_a_model_loaded_after_the_optimizer_was_made_is_the_beginning(self, make: Make) -> None:
+        """Else two peers with other parameters would have one lineage."""
+        late, early = plain(1), plain(2)
+        optimizer = make(Alone(), SGD(late.parameters(), lr=0.1))
+        late.load_state_dict(early.state_dict())
+        reference = make(Alone(), SGD(early.parameters(), lr=0.1))
+        assert optimizer.lineage != reference.lineage, "nothing has been seen yet"
+        before = [p.detach().clone() for p in late.parameters()]
+        reports = [batch(late, optimizer), batch(early, reference)]
+        assert all(report.updated for report in reports)
+        assert optimizer.lineage == reference.lineage
+        assert all(torch.equal(*pair) for pair in zip(late.parameters(), early.parameters(), strict=True))
+        assert not all(torch.equal(*pair) for pair in zip(late.parameters(), before, strict=True))
+
+    def test_local_updates_begin_at_the_parameters_of_the_first_step(self) -> None:
+        weights = parameter(1.0)
+        optimizer = local(Alone(), SGD([weights], lr=0.1))
+        with torch.no_grad():
+            weights.fill_(5.0)
+        weights.grad = torch.ones(1)
+        report = optimizer.step(samples=4)
+        assert report.grad_norm == pytest.approx(0.1)
+        assert optimizer.anchor[0].item() == pytest.approx(4.9)
+
+    def test_what_comes_later_is_not_the_beginning(self) -> None:
+        model = plain()
+        optimizer = large_batch(Alone(), SGD(model.parameters(), lr=0.1))
+        batch(model, optimizer)
+        lineage = optimizer.lineage
+        with torch.no_grad():
+            next(model.parameters()).add_(1.0)
+        batch(model, optimizer)
+        assert optimizer.epoch == lineage.epoch + 1
+
+    def test_a_state_whose_model_was_not_loaded_is_refused(self) -> None:
+        model, fresh = plain(), plain()
+        optimizer = large_batch(Alone(), SGD(model.parameters(), lr=0.1))
+        batch(model, optimizer)
+        saved = copy.deepcopy({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+        second = large_batch(Alone(), SGD(fresh.parameters(), lr=0.1))
+        second.load_state_dict(saved["optimizer"])
+        before = [p.detach().clone() for p in fresh.parameters()]
+        with pytest.raises(ValueError, match="load the model's state"):
+            batch(fresh, second)
+        assert all(torch.equal(*pair) for pair in zip(fresh.parameters(), before, strict=True))
+        fresh.load_state_dict(saved["model"])
+        assert batch(fresh, second).updated
+        assert second.epoch == 2
+
+    @both
+    def test_a_state_loaded_with_other_settings_is_another_lineage(
+        self, make: Make, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        change = {"target_batch_size": 2} if make is large_batch else {"proximal": 0.5}
+        model = plain()
+        optimizer = make(Alone(), SGD(model.parameters(), lr=0.1))
+        batch(model, optimizer)
+        found = []
+        several: list[dict[str, Any]] = [{}, change, change]
+        for options in several:
+            other = copy.deepcopy(model)
+            second = make(Alone(), SGD(other.parameters(), lr=0.1), **options)
+            second.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            second._begin()
+            found.append(second.lineage)
+        assert found[0] == optimizer.lineage
+        assert found[1] == found[2] != found[0]
+        assert "with its own settings" in caplog.text
+
+    @pytest.mark.parametrize("origin", [None, {}, {"parameters": "00"}, "x", {"parameters": 7}])
+    @both
+    def test_a_state_that_does_not_say_where_it_comes_from_is_refused(
+        self, make: Make, origin: object
+    ) -> None:
+        optimizer = make(Alone(), SGD([parameter(1.0)], lr=0.1))
+        with pytest.raises(ValueError, match="where it comes from"):
+            optimizer.load_state_dict(optimizer.state_dict() | {"origin": origin})
+
+
+class TestOthersRecipes:
+    def test_a_peer_with_another_target_is_told_of(self, caplog: pytest.LogCaptureFixture) -> None:
+        theirs, talk = with_talk()
+        other = large_batch(theirs, SGD(plain().parameters(), lr=0.1), target_batch_size=4096)
+        other._begin()
+        averager, mine = with_talk()
+        mine.others = {"a": talk.mine, "b": talk.mine, "nonsense": b"\x00" * 99}
+        model = plain()
+        optimizer = large_batch(averager, SGD(model.parameters(), lr=0.1))
+        expected = "2 peers of this run train with target_batch_size 4096, this one with 4"
+        assert [batch(model, optimizer).differs for _ in range(3)] == [(expected,)] * 3
+        assert [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING].count(expected) == 1
+
+    def test_a_peer_that_waits_is_told_too(self, caplog: pytest.LogCaptureFixture) -> None:
+        """Two peers with other targets stand still at the first update, and `step` does not return for minutes."""
+        theirs, talk = with_talk()
+        large_batch(theirs, SGD([parameter(1.0)], lr=0.1), target_batch_size=4096)._begin()
+        averager, mine = with_talk()
+        weights = parameter(1.0)
+        optimizer = large_batch(averager, SGD([weights], lr=0.1))
+        optimizer._begin()
+        mine.others = {"a": talk.mine}
+        optimizer._together.on_look()
+        assert "target_batch_size 4096, this one with 4" in caplog.text
+
+
+class TestDrift:
+    @both
+    def test_peers_that_hold_others_are_reported(
+        self, make: Make, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def same() -> list[torch.Tensor]:
+            return [torch.full(p.shape, 0.1) for p in plain().parameters()]
+
+        averagers, talks, models, optimizers = [], [], [], []
+        for _ in range(2):
+            averager, talk = with_talk()
+            models.append(plain())
+            optimizers.append(
+                make(averager, SGD(models[-1].parameters(), lr=0.1), model=models[-1], check_every=2)
+            )
+            averagers.append(averager)
+            talks.append(talk)
+        drifted: list[list[str | None]] = [[], []]
+        for update in range(1, 7):
+            if update == 4:
+                with torch.no_grad():
+                    changed = models[0][1].bias if make is large_batch else optimizers[0]._anchor[3]  # type: ignore[union-attr, index]
+                    changed.add_(1e-3)
+            # The same average for both, as of one round: both contribute the same gradients.
+            for model in models:
+                for weights in model.parameters():
+                    weights.grad = torch.full_like(weights, 0.1)
+            for optimizer in optimizers:
+                if isinstance(optimizer, LocalUpdates):
+                    monkeypatch.setattr(optimizer, "_pseudo_gradients", same)
+            for index, optimizer in enumerate(optimizers):
+                assert optimizer.step(samples=4).updated
+                talks[1 - index].others["peer"] = talks[index].mine
+                talks[1 - index].version += 1
+            for index, optimizer in enumerate(optimizers):
+                optimizer._look()
+                drifted[index].append(optimizer._watch.drifted)
+        for told in drifted:
+            assert told[:3] == [None] * 3
+            assert told[3] == (
+                "1 peer (..peer) says that it holds other parameters after update 4 than this one: 1.bias differs"
+            )
+            assert told[5] is not None
+            assert "after update 6" in told[5]
+        errors = [record for record in caplog.records if record.levelno == logging.ERROR]
+        assert len(errors) == 2, "one line a minute"
+
+    def test_what_strangers_say_of_another_lineage_is_not_compared(self) -> None:
+        averager, talk = with_talk()
+        weights = parameter(1.0)
+        optimizer = large_batch(averager, SGD([weights], lr=0.1), check_every=1)
+        for _ in range(2):
+            weights.grad = torch.ones(1)
+            optimizer.step(samples=4)
+        word = read_word(talk.mine)
+        talk.others = {
+            "a": encode_word(replace(word, state=b"x" * 32)),
+            "b": encode_word(replace(word, epoch=99)),
+        }
+        talk.version += 1
+        optimizer._look()
+        assert optimizer._watch.drifted is None
+        talk.others["c"] = encode_word(replace(word, digests=b"x" * 8))
+        talk.version += 1
+        optimizer._look()
+        assert optimizer._watch.drifted is not None

@@ -88,8 +88,6 @@ class PeerOptimizer:
     ) -> None:
         """Take this peer's place in the run, once the arguments are checked."""
         self._rules = rules
-        self._stepped = self.inner if outer is None else outer
-        """The optimizer that takes the updates."""
         numbers = hyperparameters(self.inner)
         # As they are now: a rate that is set by hand before the first step is told with the first update.
         self._numbers = numbers if outer is None else (*numbers, *named("outer", hyperparameters(outer)))

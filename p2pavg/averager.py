@@ -15,7 +15,7 @@ import trio
 from p2pavg.accumulation import Accumulation, Given, Schema
 from p2pavg.allreduce.attempt import attempt_tools
 from p2pavg.bandwidth import BandwidthMeter
-from p2pavg.bulletin import Bulletin, bulletin_key
+from p2pavg.bulletin import LOOK_SECONDS, Bulletin, bulletin_key
 from p2pavg.config import MAX_GROUP_SIZE, AveragingConfig
 from p2pavg.errors import BusyError, ClosedError
 from p2pavg.hello import nobody_of_the_run
@@ -313,8 +313,11 @@ class DecentralizedAverager:
             )
         return "; ".join(filter(None, [*found, *self._peer.greeter.differences(heard)]))
 
-    async def bulletin(self, topic: str) -> Bulletin:
+    async def bulletin(self, topic: str, look_seconds: float = LOOK_SECONDS) -> Bulletin:
         """What the peers of the run say of themselves under a topic; the same object for the same topic.
+
+        Args:
+            look_seconds: between two looks for what does not come by itself; of the first call for a topic.
 
         Raises:
             ClosedError: the averager is closed.
@@ -326,6 +329,7 @@ class DecentralizedAverager:
                 key=bulletin_key(self.config.run_id, topic),
                 peer_id=self.peer_id,
                 wall_clock=self._peer.around.wall_clock,
+                look_seconds=look_seconds,
             )
             self._nursery.start_soon(self._bulletins[topic].run)
         await trio.lowlevel.checkpoint()

@@ -16,7 +16,7 @@ import trio
 
 from p2pavg.accumulation import Given
 from p2pavg.averager import DecentralizedAverager
-from p2pavg.bulletin import Bulletin
+from p2pavg.bulletin import LOOK_SECONDS, Bulletin
 from p2pavg.config import AveragingConfig
 from p2pavg.peer import DEFAULT_LISTEN, open_peer
 from p2pavg.result import RoundResult, Tensors
@@ -115,9 +115,9 @@ class Averager:
         finally:
             close()
 
-    def bulletin(self, topic: str) -> Bulletin:
+    def bulletin(self, topic: str, look_seconds: float = LOOK_SECONDS) -> Bulletin:
         """See :meth:`p2pavg.DecentralizedAverager.bulletin`."""
-        return self._thread.call(partial(self._averager.bulletin, topic))
+        return self._thread.call(partial(self._averager.bulletin, topic, look_seconds))
 
 
 @contextmanager

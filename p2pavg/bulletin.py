@@ -61,12 +61,19 @@ class Bulletin:
     """One topic. :meth:`run` belongs to trio; the rest may be called from any thread."""
 
     def __init__(
-        self, records: BulletinRecords, *, key: bytes, peer_id: str, wall_clock: Callable[[], float]
+        self,
+        records: BulletinRecords,
+        *,
+        key: bytes,
+        peer_id: str,
+        wall_clock: Callable[[], float],
+        look_seconds: float = LOOK_SECONDS,
     ) -> None:
         self._records = records
         self._key = key
         self._peer_id = peer_id
         self._wall_clock = wall_clock
+        self._look_seconds = look_seconds
         self._changed = threading.Condition()
         self._said: dict[str, Said] = {}
         self._version = 0
@@ -159,7 +166,7 @@ class Bulletin:
         while True:
             woken = self._woken = trio.Event()  # before the look at what may have woken it
             with self._changed:
-                most = SAY_SECONDS if self._to_say is not None else LOOK_SECONDS
+                most = SAY_SECONDS if self._to_say is not None else self._look_seconds
                 until = began if self._urgent else began + most
             if trio.current_time() >= until:
                 return

@@ -9,6 +9,7 @@ from blake3 import blake3
 
 DIGEST_BYTES = 32
 SHORT_BYTES = 8  # of a digest that peers compare to find out where they differ; a chance match is 1 in 2^64
+MANY_BYTES = 2**22  # that several threads hash; below, waking them takes longer than a millisecond of one
 MAX_CHUNKS = 64  # 512 bytes of a record's 4096
 
 
@@ -19,7 +20,8 @@ def tensor_digest(tensor: torch.Tensor) -> bytes:
     How the values lie in memory, and on which device, does not count. A tensor on a GPU is copied to the CPU.
     """
     values = tensor.detach().contiguous().cpu()
-    digest = blake3(f"{tuple(values.shape)}:{values.dtype};".encode(), max_threads=blake3.AUTO)
+    threads = blake3.AUTO if values.nbytes >= MANY_BYTES else 1
+    digest = blake3(f"{tuple(values.shape)}:{values.dtype};".encode(), max_threads=threads)
     digest.update(values.reshape(-1).view(torch.uint8).numpy().data)
     return digest.digest()
 

@@ -17,7 +17,7 @@ from p2pavg.optim.word import MAX_RATES, TOPIC, Word, differences, encode_word, 
 
 logger = logging.getLogger(__name__)
 
-LOOK_SECONDS = 5.0  # between two looks at words of which none is new: one may have faded
+LOOK_SECONDS = 5.0  # between two looks where no word comes by itself: no decision waits for one
 ERROR_SECONDS = 60.0  # between two lines about drift: a peer that lies costs a line a minute
 MAX_WARNINGS = (
     16  # different sentences that are logged: a peer that says something else each time fills no disk
@@ -35,7 +35,7 @@ class Watch:
     """
 
     def __init__(self, averager: Averager, *, every: int, labels: Sequence[str]) -> None:
-        self._board = averager.bulletin(TOPIC)
+        self._board = averager.bulletin(TOPIC, LOOK_SECONDS)
         self._every = every
         self._labels = tuple(labels)
         self._word: Word | None = None

@@ -66,7 +66,7 @@ class Alone:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._accumulation, {"accumulate": "add"}.get(name, name))
 
-    def bulletin(self, topic: str) -> Board:
+    def bulletin(self, topic: str, look_seconds: float = 1.0) -> Board:
         return self.boards.setdefault(topic, Board())
 
     def step(self, *, state: bytes, **_: Any) -> RoundResult:

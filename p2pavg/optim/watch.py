@@ -68,8 +68,7 @@ class Watch:
         """
         self._update = lineage.epoch
         rate = rate_of(lineage.epoch, numbers)
-        is_new = not self._rates or self._rates[-1].digest != rate.digest
-        if is_new:
+        if not self._rates or self._rates[-1].digest != rate.digest:
             self._rates.append(rate)
         is_due = self._every > 0 and lineage.epoch % self._every == 0
         if is_due:
@@ -79,8 +78,7 @@ class Watch:
                 del self._checks[old]
             if self._word is not None:
                 self._word = replace(self._word, epoch=lineage.epoch, state=lineage.state, digests=found)
-        if is_due or (is_new and len(self._rates) > 1):
-            self._say(now=is_due)
+            self._say(now=True)
 
     def look(self, *, forked: bool) -> None:
         """Read what the others say, if any of it may be new.

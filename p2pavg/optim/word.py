@@ -19,7 +19,9 @@ from p2pavg.optim.recipe import MAX_FIELD_CHARS, MAX_FIELDS, Rate, first_differe
 from p2pavg.run import MAX_ELEMENTS
 
 TOPIC = "recipes"
-MAX_RATES = 8  # changes of the hyperparameters that a peer tells of; a fork is found within a second or two
+MAX_RATES = (
+    24  # changes of the hyperparameters that a peer tells of: more updates than a fork takes to be noticed
+)
 MAX_WORD_BYTES = 3500  # of a record's 4096: the rest is for what signs and names it
 MAX_TOLD = 3  # differences that are told of one kind of peers, and kinds of peers
 

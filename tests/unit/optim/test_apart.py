@@ -122,22 +122,36 @@ class TestRatesSetByHand:
     def test_other_peers_hear_the_sentence(self) -> None:
         averager, talk = with_talk()
         weights = parameter(1.0)
-        optimizer = large_batch(averager, SGD([weights], lr=0.1))
-        reports = []
+        optimizer = large_batch(averager, SGD([weights], lr=0.1), check_every=4)
         for update in range(4):
             optimizer.param_groups[0]["lr"] = 1.0 / 2**update
             weights.grad = torch.ones(1)
-            reports.append(optimizer.step(samples=4))
-            said = read_word(talk.mine)
-            others = [
-                replace(rate, digest=b"x" * 8, text="lr 3") if rate.update == 3 else rate
-                for rate in said.rates
-            ]
-            talk.others["a"] = encode_word(replace(said, rates=tuple(others)))
-            talk.version += 1
+            assert optimizer.step(samples=4).differs == ()
+        said = read_word(talk.mine)
         assert [rate.text for rate in said.rates] == ["lr 1", "lr 0.5", "lr 0.25", "lr 0.125"]
-        assert [report.differs for report in reports[:3]] == [()] * 3
-        assert reports[3].differs == ("1 peer of this run took update 3 with lr 3, this one with lr 0.25",)
+        talk.others["a"] = talk.mine
+        weights.grad = torch.ones(1)
+        assert optimizer.step(samples=4).differs == ()
+        others = [
+            replace(rate, digest=b"x" * 8, text="lr 3") if rate.update == 3 else rate for rate in said.rates
+        ]
+        talk.others["a"] = encode_word(replace(said, rates=tuple(others)))
+        talk.version += 1
+        weights.grad = torch.ones(1)
+        expected = "1 peer of this run took update 3 with lr 3, this one with lr 0.25"
+        assert optimizer.step(samples=4).differs == (expected,)
+
+    def test_what_is_told_reaches_up_to_the_update_at_which_peers_part(self) -> None:
+        """The others of the run are at another lineage: only then are the rates told before the next check."""
+        averager, talk = with_talk()
+        weights = parameter(1.0)
+        optimizer = large_batch(averager, SGD([weights], lr=0.1))
+        weights.grad = torch.ones(1)
+        optimizer.step(samples=4)
+        assert read_word(talk.mine).until == 0
+        optimizer._watch.look(forked=True)
+        assert read_word(talk.mine).until == 1
+        assert [rate.text for rate in read_word(talk.mine).rates] == ["lr 0.1"]
 
 
 class TestResult:

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import deque
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
@@ -100,7 +101,7 @@ class Attendance:
         """This peer has other parameters now: with those that have the same it has taken no update yet."""
         self._known: dict[str, int] = {}  # and the epoch of the last update that they took too
         self._companions: frozenset[str] = frozenset()  # who took the last one
-        self._before = b""  # the state before it
+        self._earlier: deque[bytes] = deque(maxlen=KNOWN_UPDATES)  # the states before it, the newest last
         self._took_at = -math.inf
         self.started = False
         self._due: set[str] = set()  # who was expected to the next round
@@ -145,7 +146,7 @@ class Attendance:
         before, self._peers = self._peers, {}
         for peer, word in words.items():
             if peer in self._companions and now < self._took_at + FOLLOW_SECONDS:
-                word = following(word, self._before, mine)
+                word = following(word, self._earlier, mine)
             last = before.get(peer)
             if last is None or last.progress.state != word.state:
                 if word.state == mine.state and not self.started:
@@ -268,7 +269,8 @@ class Attendance:
             now: as always.
         """
         self.hear(mine, words, now)
-        self._companions, self._before = frozenset(companions), mine.state
+        self._companions = frozenset(companions)
+        self._earlier.append(mine.state)
         epoch = mine.epoch + 1
         self._judge_newcomers(epoch)
         self._known |= dict.fromkeys(self._companions, epoch)
@@ -277,7 +279,7 @@ class Attendance:
             self._missed.pop(peer, None)
         for peer in self._due - self._companions:
             word = words.get(peer)
-            if word is not None and word.state == self._before:  # others were not due
+            if word is not None and word.state == mine.state:  # others were not due
                 self._note_missed(peer, word, epoch, -math.inf)
         self.started, self._took_at = True, now
         self._due.clear()

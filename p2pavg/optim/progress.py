@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -149,14 +149,15 @@ def survey(mine: Progress, others: Iterable[Seen]) -> Survey:
         claimed=math.fsum([mine.samples, *(other.progress.samples for other in expected)]),
         others_wait=bool(expected) and all(other.progress.waiting for other in expected),
         computing=tuple(sorted(other.peer_id for other in expected if not other.progress.waiting)),
-        apart=_apart(mine, elsewhere) if seen else "no other peer of this run was seen yet",
+        apart=_apart(mine, elsewhere) if seen else "no other peer of this run is seen",
     )
 
 
 def _apart(mine: Progress, elsewhere: Iterable[Progress]) -> str:
     """Say of the peers with other states what keeps them from this one."""
     kinds = Counter(_difference(mine, other) for other in elsewhere)
-    return "; ".join(f"{_peers(count)} {what}" for what, count in kinds.most_common(3))
+    largest = sorted(kinds.items(), key=lambda kind: (-kind[1], kind[0]))[:3]
+    return "; ".join(f"{_peers(count)} {what}" for what, count in largest)
 
 
 def _difference(mine: Progress, other: Progress) -> str:
@@ -267,9 +268,15 @@ def _peers(number: int) -> str:
     return "1 peer is" if number == 1 else f"{number} peers are"
 
 
-def following(progress: Progress, before: bytes, mine: Progress) -> Progress:
-    """What a peer that took the same update is about to say, while it still says what it was ``before``."""
-    if progress.state != before:
+def following(progress: Progress, earlier: Collection[bytes], mine: Progress) -> Progress:
+    """What a peer that took this peer's last update is about to say, while it still says what it was before it.
+
+    Args:
+        progress: its word.
+        earlier: this peer's states before the last update; words may be slower than updates.
+        mine: how far this peer is.
+    """
+    if progress.state not in earlier:
         return progress
     return replace(progress, epoch=mine.epoch, state=mine.state, samples=0.0, waiting=False, started=True)
 

@@ -41,8 +41,9 @@ PAUSE_SECONDS = 10.0
 a word that is late takes seconds."""
 NEWCOMER_BATCHES = 2
 """A newcomer joins the round after its batch when it sees that the others wait; a second one for the words' delay."""
-NEWCOMER_SECONDS = 60.0
-"""At most so long, however long a newcomer says that its batches take."""
+NEWCOMER_SECONDS = 30.0
+"""At most so long, however long a newcomer says that its batches take: the default ``match_timeout``, which it can cost
+by not coming as well."""
 NEWCOMERS = 4
 """In a round beside so many known peers or fewer; else as many as there are known ones."""
 KNOWN_UPDATES = 8

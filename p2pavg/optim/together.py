@@ -256,11 +256,19 @@ class Together:
                 if not self._stopped:
                     return result
             elif result.reason != EXCHANGES:
-                seen = self.survey()
-                self._waits(f"the round is to be among {peers} peers: {result.reason}", seen.computing)
-                if is_mine and seen.peers > peers and not self._attendance.started:
-                    # Else a group of those that were there before is formed, and the new ones are behind for good.
-                    self._regroups = self._stopped = averager.stop_looking("more peers have come to start")
+                self._look_again(peers, averager, result.reason, is_mine)
+
+    def _look_again(self, peers: int, averager: Averager, reason: str, is_mine: bool) -> None:
+        """While a group is being formed: end that when it is to be another one than this peer has begun with."""
+        seen = self.survey()
+        self._waits(f"the round is to be among {peers} peers: {reason}", seen.computing)
+        # Who comes to the start late, but in time, would be left out of a group of those that were there before.
+        came = seen.peers > peers and not self._attendance.started
+        went = self._target_of(seen.peers) < self._target_of(peers)
+        if is_mine and (came or went):
+            self._regroups = self._stopped = averager.stop_looking(
+                "more peers have come to start" if came else "a peer is not waited for any longer"
+            )
 
     def _step(self, wait: float, peers: int, averager: Averager, state: bytes) -> RoundResult:
         result = averager.step(wait=wait, state=state, group_size=self._target_of(peers))

@@ -61,7 +61,8 @@ class Waiting:
         """
         if self._since is None:
             self._since = now - self.seconds  # goes on where an earlier wait of this call ended
-        self.seconds, self.reason, self.peers = now - self._since, reason, tuple(peers)
+        self.seconds, self.reason = now - self._since, reason
+        self.peers = tuple(peers) or self.peers
         if self.seconds < WARN_SECONDS or not self._warnings.is_due(now):
             return None
         who = f" (for {named(peers)})" if peers else ""

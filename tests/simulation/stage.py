@@ -70,7 +70,7 @@ class Stage:
                 actor.came_to = work(player)
             except Ended:
                 pass
-            except BaseException as error:
+            except BaseException as error:  # noqa: BLE001 - raised again by play()
                 actor.error = error
             finally:
                 actor.there = False
@@ -231,12 +231,14 @@ class Player:
                 return InProgress(ready_peers=1, target_size=self.target, reason=reason)
             wake = self.since + self.stage.match_timeout if self._result is None else self._result_at
             soon = max(min(until, wake), self.stage.now + 1e-6)
-            known = self._result is not None
-            self.stage.park(self.actor, soon, lambda: not known and self._result is not None)
+            self.stage.park(self.actor, soon, self._has_result if self._result is None else lambda: False)
         result, self._result, self.round_state = self._result, None, None
         if not isinstance(result, Success):
             self.accumulate(self.given, weight=self.given_weight)
         return result
+
+    def _has_result(self) -> bool:
+        return self._result is not None
 
     def end(self, result: RoundResult) -> None:
         self._result = result

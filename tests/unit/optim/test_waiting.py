@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from p2pavg.optim.waiting import MAX_NAMED, MAX_PAUSE_SECONDS, GrowingPauses, Waiting, named
 
 
@@ -9,7 +11,7 @@ def test_a_long_wait_is_said_with_growing_pauses() -> None:
     waiting = Waiting()
     said = [now for now in range(4000) if waiting.waits("nobody came", (), float(now)) is not None]
     assert said[:5] == [10, 20, 40, 80, 160]
-    pauses = [later - now for now, later in zip(said, said[1:], strict=False)]
+    pauses = [later - now for now, later in itertools.pairwise(said)]
     assert max(pauses) == MAX_PAUSE_SECONDS
 
 

@@ -82,6 +82,40 @@ def test_the_order_in_which_peers_start_does_not_matter(
 
 
 @both
+def test_a_peer_whose_first_batch_takes_long_is_waited_for(stages: Callable[..., Stage], make: Make) -> None:
+    """It compiles its model; the others know of it since its optimizer was made."""
+    stage = stages()
+
+    def compiles(player: Player) -> tuple[bytes, str | None]:
+        def make_and_compile(player: Player, weights: torch.nn.Parameter) -> LocalUpdates | AveragedOptimizer:
+            optimizer = make(player, weights)
+            player.sleep(20.0)
+            return optimizer
+
+        return trains(make_and_compile, 0.1)(player)
+
+    for name in "ab":
+        stage.enter(name, 0.0, trains(make, 0.1))
+    stage.enter("c", 0.0, compiles)
+    found = stage.play()
+    assert len({state for state, _ in found}) == 1
+    assert {len(group) for group in stage.groups} == {3}
+
+
+def test_a_group_that_is_formed_without_a_peer_that_comes_in_time_is_formed_anew(
+    stages: Callable[..., Stage],
+) -> None:
+    """One peer hears of the third only when it looks for a group of two; the second has heard of it and waits."""
+    stage = stages()
+    stage.delays |= {("c", "a"): 3.0, ("c", "b"): 0.1, ("a", "b"): 0.1, ("b", "a"): 0.1}
+    for name, at in (("a", 0.0), ("b", 0.0), ("c", 4.5)):
+        stage.enter(name, at, trains(local, 0.05))
+    found = stage.play()
+    assert len({state for state, _ in found}) == 1
+    assert {len(group) for group in stage.groups} == {3}
+
+
+@both
 @pytest.mark.parametrize("seed", range(5))
 def test_a_peer_that_is_too_late_hears_so_at_once_and_its_loop_ends(
     stages: Callable[..., Stage],

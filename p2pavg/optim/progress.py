@@ -113,6 +113,8 @@ class Survey:
     ahead: tuple[int, int] | None
     """Epoch and number of the peers of the other state that the run goes on with, if it does not with this one: of
     those that are no less far the most, of as many the furthest, and of these the one of the greatest name."""
+    unmet_ahead: tuple[int, int] | None = None
+    """The same if every word counted, where it does not: a part of the run that has split off, or invented peers."""
     claimed: float = 0.0
     """The samples that they say they have, believed or not."""
     others_wait: bool = False
@@ -129,14 +131,7 @@ def survey(mine: Progress, others: Iterable[Seen]) -> Survey:
     with_me = [other for other in seen if other.progress.state == mine.state]
     expected = [other for other in with_me if other.expected]
     elsewhere = [other.progress for other in seen if other.progress.state != mine.state]
-    votes = Counter((o.progress.state, o.progress.epoch) for o in seen if o.votes)
-    further = {
-        (count, epoch, state)
-        for (state, epoch), count in votes.items()
-        if epoch >= mine.epoch and state != mine.state
-    }
-    most, epoch, state = max(further, default=(0, 0, b""))
-    supported = 1 + sum(other.votes for other in with_me)
+    ahead = _ahead(mine, [other.progress for other in seen if other.votes])
     return Survey(
         peers=1 + len(expected),
         samples=math.fsum([mine.samples, *(other.samples for other in expected)]),
@@ -145,12 +140,25 @@ def survey(mine: Progress, others: Iterable[Seen]) -> Survey:
         ),
         waiting=mine.waiting and all(other.progress.waiting for other in expected),
         others=len(elsewhere),
-        ahead=(epoch, most) if (most, epoch, state) > (supported, mine.epoch, mine.state) else None,
+        ahead=ahead,
+        unmet_ahead=None if ahead else _ahead(mine, [other.progress for other in seen]),
         claimed=math.fsum([mine.samples, *(other.progress.samples for other in expected)]),
         others_wait=bool(expected) and all(other.progress.waiting for other in expected),
         computing=tuple(sorted(other.peer_id for other in expected if not other.progress.waiting)),
         apart=_apart(mine, elsewhere) if seen else "no other peer of this run is seen",
     )
+
+
+def _ahead(mine: Progress, others: Iterable[Progress]) -> tuple[int, int] | None:
+    counts = Counter((other.state, other.epoch) for other in others)
+    with_me = 1 + sum(count for (state, _), count in counts.items() if state == mine.state)
+    further = {
+        (count, epoch, state)
+        for (state, epoch), count in counts.items()
+        if epoch >= mine.epoch and state != mine.state
+    }
+    most, epoch, state = max(further, default=(0, 0, b""))
+    return (epoch, most) if (most, epoch, state) > (with_me, mine.epoch, mine.state) else None
 
 
 def _apart(mine: Progress, elsewhere: Iterable[Progress]) -> str:

@@ -83,7 +83,7 @@ class Together:
         self._bulletin = averager.bulletin(TOPIC)
         self.why: Callable[[], str] = lambda: ""
         """More reasons why this peer waits, in words, or an empty text; an optimizer may set another one."""
-        self._behind = GrowingPauses()
+        self._behind, self._split = GrowingPauses(), GrowingPauses()
         self._speed = 0.0
         self._batches: deque[float] = deque(maxlen=BATCHES)
         self._last = time.monotonic()
@@ -288,8 +288,10 @@ class Together:
 
     def left_behind(self) -> Behind | None:
         """Whether the others have gone on without this peer while it waited."""
-        decision = self.decide()
+        seen = self.survey()
+        decision = self._decide(seen)
         if not isinstance(decision, Behind):
+            self._warn_of_a_split(seen)
             return None
         if self._behind.is_due(time.monotonic()):
             logger.warning(
@@ -297,6 +299,20 @@ class Together:
                 decision.reason,
             )
         return decision
+
+    def _warn_of_a_split(self, seen: Survey) -> None:
+        """Two parts of a run that have lost each other may each have enough peers to go on."""
+        if seen.unmet_ahead is None or not self._attendance.started:
+            return
+        if self._split.is_due(time.monotonic()):
+            epoch, peers = seen.unmet_ahead
+            logger.warning(
+                "%d peers that took none of the last updates with this one say that they are at epoch %d, with other"
+                " parameters; this peer goes on with those that did. If they are yours, the run has split: let one"
+                " part load the other's state",
+                peers,
+                epoch,
+            )
 
     def took(self, success: Success) -> None:
         """The average was taken as an update."""

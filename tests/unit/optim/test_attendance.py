@@ -307,6 +307,14 @@ class TestBehind:
         running.says("a", "b", state=state_at(2), epoch=2, started=True)
         assert running.seen().ahead == (2, 2)
 
+    def test_a_part_that_may_have_split_off_is_noted(self, running: World) -> None:
+        running.says("a", "b", started=True)
+        assert running.seen().unmet_ahead is None
+        running.says("x", "y", state=ELSEWHERE, epoch=7)
+        assert running.seen().unmet_ahead is None
+        running.says("z", state=ELSEWHERE, epoch=7)
+        assert (running.seen().ahead, running.seen().unmet_ahead) == (None, (7, 3))
+
     def test_nor_do_they_hide_that_this_peer_is_behind(self, running: World) -> None:
         running.says(*(f"x{number}" for number in range(64)))
         running.says("a", "b", state=state_at(2), epoch=2, started=True)

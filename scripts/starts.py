@@ -78,6 +78,14 @@ class Program:
         self._reader.join(5.0)
         return True
 
+    def close(self) -> None:
+        """End it, and what reads from it."""
+        self.process.kill()
+        self.process.wait()
+        self._reader.join(5.0)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
     def first(self, part: str) -> tuple[float, str] | None:
         """Return the first line that contains this, and the seconds from the process's start until it came."""
         return next(((seconds, line) for seconds, line in self.lines if part in line), None)
@@ -115,8 +123,7 @@ def running(arguments: list[str]) -> Iterator[Program]:
     try:
         yield started
     finally:
-        started.process.kill()
-        started.process.wait()
+        started.close()
 
 
 def start(late: float, path: Path) -> Start:

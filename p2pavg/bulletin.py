@@ -26,6 +26,9 @@ SAY_SECONDS = 0.2  # between two words that nobody waits for
 MAX_SKEW_SECONDS = 60.0  # of peers' clocks
 MAX_CALLS = 4  # at once
 LOOK_SECONDS = 1.0  # between two looks, where nothing comes by itself
+MAX_PUBLISHERS = 1024
+"""Words of more peers are not kept: those that keep records can invent publishers, of 4 KB a word. Publishers that are
+known already keep their places, so that invented ones cannot push them out."""
 
 _KEY_DOMAIN = "p2pavg/bulletin/1"
 
@@ -209,6 +212,8 @@ class Bulletin:
                 if record.expiration_time > now + SAID_TTL_SECONDS + MAX_SKEW_SECONDS:
                     continue  # who says so means to be waited for when it is gone
                 known = self._said.get(record.publisher)
+                if known is None and len(self._said) >= MAX_PUBLISHERS:
+                    continue
                 if record.publisher != self._peer_id and (known is None or known.sequence < record.sequence):
                     self._said[record.publisher] = Said(record.value, record.sequence, record.expiration_time)
             self._said = {peer: said for peer, said in self._said.items() if said.expiration_time > now}

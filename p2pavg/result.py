@@ -59,6 +59,10 @@ class Success:
         return len(self.peers)
 
 
+EXCHANGES = "the group exchanges"
+"""The reason of :class:`InProgress` for a round that has its group."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InProgress:
     """A round runs. A later ``step`` collects its result; nothing has to be repeated."""

@@ -24,7 +24,7 @@ from p2pavg.matchmaking.actions import GaveUp, Report
 from p2pavg.matchmaking.matchmaker import Matchmaker
 from p2pavg.matchmaking.roster import Candidate, Roster, link_of
 from p2pavg.net.transport import Transport
-from p2pavg.result import Failed, InProgress, NoPeers, RoundResult, Success, Tensors
+from p2pavg.result import EXCHANGES, Failed, InProgress, NoPeers, RoundResult, Success, Tensors
 from p2pavg_compression import Codec
 
 logger = logging.getLogger(__name__)
@@ -130,7 +130,7 @@ class Round:
     def progress(self, reason: str = "") -> InProgress:
         """How far the round is."""
         if self._roster is not None:
-            ready, reason = len(self._roster.holders), reason or "the group exchanges"
+            ready, reason = len(self._roster.holders), reason or EXCHANGES
         else:
             ready, reason = self._tools.matchmaker.ready_peers, reason or "a group is being formed"
         target = self._plan.target or self._tools.config.group_size

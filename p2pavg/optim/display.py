@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from p2pavg.optim.report import StepReport
+from p2pavg.optim.waiting import WARN_SECONDS
 from p2pavg.result import Success
 
 if TYPE_CHECKING:
@@ -67,6 +68,8 @@ class RunProgress:
         if report.others:
             peers += f" and {report.others} with other parameters"
         rest = f"{samples} samples  {peers}  {report.samples_per_second:,.0f} samples/s"
+        if report.waited_seconds >= WARN_SECONDS:
+            rest += f"  waited {report.waited_seconds:,.0f} s"
         if report.behind is not None:
             rest = f"behind: {report.behind}"
         value = "" if self._value is None else f"  {self._metric} {self._value:.4g}"

@@ -185,7 +185,7 @@ class LocalUpdates(PeerOptimizer):
         self._samples += weight
         self._metrics.add(measured, weight)
         self._together.computed(weight)
-        due = self._steps >= self._sync_every
+        due = self._steps >= self._sync_every or self._together.is_called
         self._together.say(self._samples, waiting=due)
         self._step_scheduler()
         if self._averager.round_state is not None:  # its call was ended by its patience, or by Ctrl-C

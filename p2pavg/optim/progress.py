@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -17,6 +17,7 @@ from p2pavg.net.wire import pack, unpack
 
 MAX_SAMPLES = 1e15
 MAX_EPOCH = 2**53
+MAX_BATCH_SECONDS = 600.0  # as the default patience: no peer is waited for longer, whatever its batches take
 STATE_BYTES = 32
 
 
@@ -36,32 +37,64 @@ class Progress:
     samples_per_second: float
     waiting: bool
     """Whether it computes no more until the next update."""
+    batch_seconds: float = 0.0
+    """Seconds that a batch of this peer takes, the median of the last few; 0 before the first one."""
+    started: bool = False
+    """Whether it has taken an update with others since it began, or since it loaded a state."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.epoch <= MAX_EPOCH or len(self.state) != STATE_BYTES:
             raise RemoteProtocolError("progress with an epoch or a state out of range")
         if not (0 <= self.samples <= MAX_SAMPLES and 0 <= self.samples_per_second <= MAX_SAMPLES):
             raise RemoteProtocolError("progress with samples out of range")
+        if not 0 <= self.batch_seconds <= MAX_BATCH_SECONDS:
+            raise RemoteProtocolError("progress with batches of a duration out of range")
 
 
 def encode_progress(progress: Progress) -> bytes:
     """A word for the bulletin."""
     return pack(
-        1,
+        2,
         progress.epoch,
         progress.state,
         float(progress.samples),
         float(progress.samples_per_second),
         progress.waiting,
+        float(progress.batch_seconds),
+        progress.started,
     )
 
 
 def read_progress(value: bytes) -> Progress:
     """Raises RemoteProtocolError for anything that :func:`encode_progress` does not make."""
-    version, epoch, state, samples, speed, waiting = unpack(value, int, int, bytes, float, float, bool)
-    if version != 1:
+    version, epoch, state, samples, speed, waiting, batch, started = unpack(
+        value, int, int, bytes, float, float, bool, float, bool
+    )
+    if version != 2:
         raise RemoteProtocolError(f"progress of version {version}")
-    return Progress(epoch=epoch, state=state, samples=samples, samples_per_second=speed, waiting=waiting)
+    return Progress(
+        epoch=epoch,
+        state=state,
+        samples=samples,
+        samples_per_second=speed,
+        waiting=waiting,
+        batch_seconds=batch,
+        started=started,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """The word of another peer, and how far it is believed (:mod:`p2pavg.optim.attendance`)."""
+
+    peer_id: str
+    progress: Progress
+    samples: float
+    """Those of its samples that are believed."""
+    votes: bool = True
+    """Whether it counts among the peers that decide with which state the run goes on."""
+    expected: bool = True
+    """Whether the next round is with this peer, where it has this peer's state."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,9 +102,9 @@ class Survey:
     """The run as one peer sees it."""
 
     peers: int
-    """That have this peer's state, itself included."""
+    """That the next round of this peer's state is among, itself included."""
     samples: float
-    """That they have accumulated together since the last update."""
+    """That they have accumulated together since the last update, as far as they are believed."""
     samples_per_second: float
     waiting: bool
     """Whether all of them compute no more."""
@@ -80,25 +113,67 @@ class Survey:
     ahead: tuple[int, int] | None
     """Epoch and number of the peers of the other state that the run goes on with, if it does not with this one: of
     those that are no less far the most, of as many the furthest, and of these the one of the greatest name."""
+    unmet_ahead: tuple[int, int] | None = None
+    """The same if every word counted, where it does not: a part of the run that has split off, or invented peers."""
+    claimed: float = 0.0
+    """The samples that they say they have, believed or not."""
+    others_wait: bool = False
+    """Whether there are others among them, and all of those compute no more."""
+    computing: tuple[str, ...] = ()
+    """Ids of the others among them that still compute."""
+    apart: str = ""
+    """The reason why no more peers are with this one, as far as it is known."""
 
 
-def survey(mine: Progress, others: Iterable[Progress]) -> Survey:
+def survey(mine: Progress, others: Iterable[Seen]) -> Survey:
     """What ``others`` say, as seen from ``mine``."""
-    everybody = [mine, *others]
-    same = [progress for progress in everybody if progress.state == mine.state]
-    elsewhere = Counter(
-        (progress.state, progress.epoch) for progress in everybody if progress.state != mine.state
-    )
-    further = {(count, epoch, state) for (state, epoch), count in elsewhere.items() if epoch >= mine.epoch}
-    most, epoch, state = max(further, default=(0, 0, b""))
+    seen = list(others)
+    with_me = [other for other in seen if other.progress.state == mine.state]
+    expected = [other for other in with_me if other.expected]
+    elsewhere = [other.progress for other in seen if other.progress.state != mine.state]
+    ahead = _ahead(mine, [other.progress for other in seen if other.votes])
     return Survey(
-        peers=len(same),
-        samples=math.fsum(progress.samples for progress in same),
-        samples_per_second=math.fsum(progress.samples_per_second for progress in same),
-        waiting=all(progress.waiting for progress in same),
-        others=len(everybody) - len(same),
-        ahead=(epoch, most) if (most, epoch, state) > (len(same), mine.epoch, mine.state) else None,
+        peers=1 + len(expected),
+        samples=math.fsum([mine.samples, *(other.samples for other in expected)]),
+        samples_per_second=math.fsum(
+            [mine.samples_per_second, *(other.progress.samples_per_second for other in expected)]
+        ),
+        waiting=mine.waiting and all(other.progress.waiting for other in expected),
+        others=len(elsewhere),
+        ahead=ahead,
+        unmet_ahead=None if ahead else _ahead(mine, [other.progress for other in seen]),
+        claimed=math.fsum([mine.samples, *(other.progress.samples for other in expected)]),
+        others_wait=bool(expected) and all(other.progress.waiting for other in expected),
+        computing=tuple(sorted(other.peer_id for other in expected if not other.progress.waiting)),
+        apart=_apart(mine, elsewhere) if seen else "no other peer of this run is seen",
     )
+
+
+def _ahead(mine: Progress, others: Iterable[Progress]) -> tuple[int, int] | None:
+    counts = Counter((other.state, other.epoch) for other in others)
+    with_me = 1 + sum(count for (state, _), count in counts.items() if state == mine.state)
+    further = {
+        (count, epoch, state)
+        for (state, epoch), count in counts.items()
+        if epoch >= mine.epoch and state != mine.state
+    }
+    most, epoch, state = max(further, default=(0, 0, b""))
+    return (epoch, most) if (most, epoch, state) > (with_me, mine.epoch, mine.state) else None
+
+
+def _apart(mine: Progress, elsewhere: Iterable[Progress]) -> str:
+    """Say of the peers with other states what keeps them from this one."""
+    kinds = Counter(_difference(mine, other) for other in elsewhere)
+    largest = sorted(kinds.items(), key=lambda kind: (-kind[1], kind[0]))[:3]
+    return "; ".join(f"{_peers(count)} {what}" for what, count in largest)
+
+
+def _difference(mine: Progress, other: Progress) -> str:
+    if other.epoch != mine.epoch:
+        return f"{'ahead' if other.epoch > mine.epoch else 'behind'}, at epoch {other.epoch}"
+    if mine.epoch == 0:
+        return "at other first parameters: another seed or other first weights?"
+    return f"at epoch {mine.epoch} too, from other updates"
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +211,13 @@ Decision: TypeAlias = Compute | Wait | Average | Behind
 
 
 def decide(
-    mine: Progress, seen: Survey, *, target: float, peers_to_start: int = 1, least: int = 1
+    mine: Progress,
+    seen: Survey,
+    *,
+    target: float,
+    peers_to_start: int = 1,
+    least: int = 1,
+    settled: bool = True,
 ) -> Decision:
     """What a peer does next.
 
@@ -145,47 +226,67 @@ def decide(
             its own steps, and all wait for each other.
         peers_to_start: peers without which no round begins; 1 once the peer has been in one.
         least: peers without which a round comes to nothing: until they are there, each goes on by itself.
+        settled: the first round may begin: no new peer has come for a while.
     """
     starting = seen.peers < peers_to_start
     if seen.ahead is not None:
         epoch, peers = seen.ahead
         # Of as many at the beginning this peer may only not have heard of those that are with it.
-        if not (starting and epoch == mine.epoch and peers <= seen.peers):
-            where = f"epoch {epoch}" if epoch > mine.epoch else f"epoch {epoch} too, from other updates"
+        if not ((starting or not settled) and epoch == mine.epoch and peers <= seen.peers):
             return Behind(
-                epoch,
-                f"{_are(peers)} at {where}; {seen.peers} with this one at epoch {mine.epoch}",
+                epoch, f"{_where(mine, epoch, peers)}; {seen.peers} with this one at epoch {mine.epoch}"
             )
     if mine.samples <= 0:
         return Compute("nothing is accumulated")
-    apart = f"; {_are(seen.others)} at other parameters" if seen.others else ""
-    far = f"{seen.peers} peers have {seen.samples:g} of {target:g} samples together{apart}"
-    if starting:
-        reason = f"{seen.peers} of {peers_to_start} peers are there to start{apart}"
-        enough = (
-            mine.waiting or seen.samples >= target
-        )  # more would only be more of this peer's in the first update
-        return Wait(reason) if enough else Compute(reason)
+    apart = f"; {seen.apart}" if seen.apart else ""
+    if starting or not settled:
+        there = f"{seen.peers} of {peers_to_start} peers are there to start"
+        reason = f"{there if starting else 'more peers may be about to start'}{apart}"
+        # More samples would only be more of this peer's in the first update.
+        return Wait(reason) if mine.waiting or seen.samples >= target else Compute(reason)
     if seen.peers < least:
         return Compute(f"{seen.peers} of the {least} peers of a group are there{apart}")
+    return _when_there(mine, seen, target, apart)
+
+
+def _when_there(mine: Progress, seen: Survey, target: float, apart: str) -> Decision:
+    """What a peer does next when all that a round needs is enough samples, or that all of them wait."""
+    far = f"{seen.peers} peers have {seen.samples:g} of {target:g} samples together{apart}"
     if seen.samples >= target:
         return Average(seen.peers, far)
     if seen.waiting and math.isinf(target):
         return Average(seen.peers, f"all {seen.peers} peers wait")
+    # Claims beyond belief count when all the others have stopped for them: the honest among them believe them too.
+    if seen.others_wait and seen.claimed >= target:
+        return Average(seen.peers, f"the other {seen.peers - 1} say that {seen.claimed:g} samples are there")
     if seen.waiting:
         return Compute(f"{far}, and all wait")  # for a peer that is gone: the others do its part
     return Wait(far) if mine.waiting else Compute(far)
 
 
-def _are(peers: int) -> str:
-    return "1 peer is" if peers == 1 else f"{peers} peers are"
+def _where(mine: Progress, epoch: int, peers: int) -> str:
+    if epoch > mine.epoch:
+        return f"{_peers(peers)} at epoch {epoch}"
+    if epoch == 0:
+        return f"{_peers(peers)} at epoch 0 with other first parameters: another seed or other first weights?"
+    return f"{_peers(peers)} at epoch {epoch} too, from other updates"
 
 
-def following(progress: Progress, before: bytes, mine: Progress) -> Progress:
-    """What a peer that took the same update is about to say, while it still says what it was ``before``."""
-    if progress.state != before:
+def _peers(number: int) -> str:
+    return "1 peer is" if number == 1 else f"{number} peers are"
+
+
+def following(progress: Progress, earlier: Collection[bytes], mine: Progress) -> Progress:
+    """What a peer that took this peer's last update is about to say, while it still says what it was before it.
+
+    Args:
+        progress: its word.
+        earlier: this peer's states before the last update; words may be slower than updates.
+        mine: how far this peer is.
+    """
+    if progress.state not in earlier:
         return progress
-    return replace(progress, epoch=mine.epoch, state=mine.state, samples=0.0, waiting=False)
+    return replace(progress, epoch=mine.epoch, state=mine.state, samples=0.0, waiting=False, started=True)
 
 
 def read_all(said: Mapping[str, bytes]) -> dict[str, Progress]:

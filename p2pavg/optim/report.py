@@ -33,6 +33,11 @@ class StepReport:
     """L2 norm of the averaged gradient, or pseudo-gradient, before it was clipped; of an update only."""
     behind: str | None = None
     """Why this peer cannot follow the run any more, if so: most peers have other parameters. Load a newer state."""
+    waiting: str | None = None
+    """Why this call waited for other peers, if it did."""
+    waited_for: tuple[str, ...] = ()
+    """Ids of the peers that it waited for, as far as they are known."""
+    waited_seconds: float = 0.0
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Of an update: the means over its peers of what they measured, with ``samples_per_second`` of a peer; the same
     for all peers."""
@@ -64,5 +69,8 @@ def report_of(
         result=result,
         grad_norm=grad_norm,
         behind=None if behind is None else behind.reason,
+        waiting=together.waiting.reason,
+        waited_for=together.waiting.peers,
+        waited_seconds=together.waiting.seconds,
         metrics=result.metrics if isinstance(result, Success) else {},
     )

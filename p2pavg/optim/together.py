@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import logging
-import math
+import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
 import torch
 
 from p2pavg.blocking import Averager
-from p2pavg.bulletin import Said
 from p2pavg.config import MAX_GROUP_SIZE
+from p2pavg.optim.attendance import PAUSE_SECONDS, Attendance
 from p2pavg.optim.lineage import Lineage, first_lineage
 from p2pavg.optim.progress import (
+    MAX_BATCH_SECONDS,
     MAX_SAMPLES,
     Average,
     Behind,
@@ -24,29 +26,19 @@ from p2pavg.optim.progress import (
     Wait,
     decide,
     encode_progress,
-    following,
     read_all,
     survey,
 )
 from p2pavg.optim.state import checked_amount, checked_count
-from p2pavg.result import Failed, InProgress, RoundResult, Success
+from p2pavg.optim.waiting import GrowingPauses, Waiting
+from p2pavg.result import EXCHANGES, Failed, InProgress, NoPeers, RoundResult, Success
 
 logger = logging.getLogger(__name__)
 
 TOPIC = "progress"
 SPEED_WEIGHT = 0.2  # of the newest batch in the mean of samples per second
-FOLLOW_SECONDS = 10.0  # that a peer of the last round may take to say so
+BATCHES = 8  # of which the median is what a batch takes: one that came after an evaluation does not count
 LOOK_SECONDS = 1.0  # a waiting peer looks again at least as often, also while its group is being formed
-
-
-@dataclass(frozen=True, slots=True)
-class _Missed:
-    """A peer that did not come to a round in which it was due."""
-
-    times: int
-    sequence: int
-    """Of its word at that time."""
-    until_epoch: int
 
 
 class Together:
@@ -93,22 +85,29 @@ class Together:
         self._least = 1 if alone else averager.config.min_group_size
         self._not_ours = averager.round_state is not None  # a round that an optimizer before this one began
         self._bulletin = averager.bulletin(TOPIC)
-        self._companions: frozenset[str] = frozenset()  # who took the last update too
-        self._before = b""  # the state before it
-        self._missed: dict[str, _Missed] = {}
-        self._warned_at = -1
-        self._waited_for = ""
+        self.why: Callable[[], str] = lambda: ""
+        """More reasons why this peer waits, in words, or an empty text; an optimizer may set another one."""
+        self._behind, self._split = GrowingPauses(), GrowingPauses()
         self._speed = 0.0
+        self._batches: deque[float] = deque(maxlen=BATCHES)
         self._last = time.monotonic()
-        self._took_at = -math.inf
+        # A peer that goes on alone has no way back, so it is not made to by a pause of the others.
+        self._attendance = Attendance(self._last, pause_seconds=patience if alone else PAUSE_SECONDS)
+        self.waiting = Waiting()
+        self._regroups = False
+        self._stopped = False
         self._mine = self._progress(0.0, waiting=False)
+        # The others are to know of this peer before its first batch: the first round is with all that are there.
+        self._bulletin.say(encode_progress(self._mine), now=True)
 
     # ------------------------------------------------------------------ what is said
 
     def computed(self, batch: float) -> None:
         """A batch was computed, of so many samples."""
         now = time.monotonic()
+        self.waiting.begin()
         if now > self._last:
+            self._batches.append(min(now - self._last, MAX_BATCH_SECONDS))
             speed = batch / (now - self._last)
             share = SPEED_WEIGHT if self._speed else 1.0
             self._speed = min((1 - share) * self._speed + share * speed, MAX_SAMPLES)
@@ -131,7 +130,15 @@ class Together:
             samples=samples,
             samples_per_second=self._speed,
             waiting=waiting,
+            batch_seconds=statistics.median(self._batches) if self._batches else 0.0,
+            started=self._attendance.started,
         )
+
+    def _stand_by(self) -> None:
+        """Say that this peer computes no more for now: it is in a call that waits for the others."""
+        if not self._mine.waiting:
+            self._mine = replace(self._mine, waiting=True)
+            self._bulletin.say(encode_progress(self._mine))
 
     # ------------------------------------------------------------------ what is seen
 
@@ -142,52 +149,65 @@ class Together:
 
     def survey(self) -> Survey:
         """The run as this peer sees it."""
-        said = self._bulletin.said
-        progress = read_all({p: word.value for p, word in said.items() if not self._is_absent(p, word)})
-        if time.monotonic() < self._took_at + FOLLOW_SECONDS:
-            for peer_id in progress.keys() & self._companions:
-                progress[peer_id] = following(progress[peer_id], self._before, self._mine)
-        return survey(self._mine, progress.values())
+        seen = self._attendance.hear(self._mine, self._words(), time.monotonic())
+        return survey(self._mine, seen)
 
-    def _is_absent(self, peer_id: str, word: Said) -> bool:
-        """Whether it says that it is there, and did not come to a round."""
-        missed = self._missed.get(peer_id)
-        return missed is not None and (
-            word.sequence <= missed.sequence or self.lineage.epoch < missed.until_epoch
-        )
+    def _words(self) -> dict[str, Progress]:
+        return read_all({peer_id: word.value for peer_id, word in self._bulletin.said.items()})
+
+    @property
+    def is_called(self) -> bool:
+        """Whether this peer has come into a run whose other peers wait for nothing but its batch."""
+        seen = self.survey()  # first: it is what the next line asks about
+        return self._attendance.joins(self._mine) and seen.others_wait
 
     def decide(self) -> Decision:
         """What is to be done now."""
+        return self._decide(self.survey())
+
+    def _decide(self, seen: Survey) -> Decision:
         return decide(
             self._mine,
-            self.survey(),
+            seen,
             target=self._target,
             peers_to_start=self._peers_to_start,
             least=self._least,
+            settled=self._attendance.is_settled(
+                self._mine, seen.peers, self._peers_to_start, time.monotonic()
+            ),
         )
 
     def decide_when_all_are_ready(self) -> Decision:
         """As :meth:`decide`, but for as long as there is nothing to do but wait, wait: for ``patience`` at most."""
         until = time.monotonic() + self._patience
-        while True:
-            version = self._bulletin.version
-            self.on_look()
-            decision = self.decide()
-            self._say_what_is_waited_for(decision)
-            left = until - time.monotonic()
-            if not isinstance(decision, Wait):
-                return decision
-            if left <= 0 and self.survey().peers < self._peers_to_start:
-                return decision
-            if left <= 0:
-                return Average(self.survey().peers, f"waited {self._patience:g} s: {decision.reason}")
-            self._bulletin.wait(version, min(left, LOOK_SECONDS))
+        try:
+            while True:
+                version = self._bulletin.version
+                self.on_look()
+                seen = self.survey()
+                decision, left = self._decide(seen), until - time.monotonic()
+                if not isinstance(decision, Wait):
+                    return decision
+                if left <= 0 and seen.peers < self._peers_to_start:
+                    return decision
+                if left <= 0:
+                    return Average(seen.peers, f"waited {self._patience:g} s: {decision.reason}")
+                self._stand_by()
+                self._waits(decision.reason, seen.computing)
+                self._bulletin.wait(version, min(left, LOOK_SECONDS))
+        finally:
+            self._waits_no_more()
 
-    def _say_what_is_waited_for(self, decision: Decision) -> None:
-        """Of peers that never meet, somebody should know why."""
-        if isinstance(decision, Wait) and self._peers_to_start > 1 and decision.reason != self._waited_for:
-            self._waited_for = decision.reason
-            logger.info("waiting: %s", decision.reason)
+    def _waits(self, reason: str, peers: Sequence[str]) -> None:
+        """Of peers that never meet, the user has to know why."""
+        reason = "; ".join(part for part in (reason, self.why()) if part)
+        warning = self.waiting.waits(reason, peers, time.monotonic())
+        if warning is not None:
+            logger.warning("this peer %s", warning)
+
+    def _waits_no_more(self) -> None:
+        self._last = time.monotonic()  # waiting is no part of the next batch's time
+        self.waiting.ends(self._last)
 
     # ------------------------------------------------------------------ rounds
 
@@ -209,21 +229,59 @@ class Together:
             averager: another one than the optimizer's, which averages some of the tensors.
             state: of the tensors, where it is not the lineage's.
         """
-        averager = averager or self.averager
+        is_mine = averager is None
+        try:
+            while True:
+                result = self._round(
+                    peers, averager or self.averager, self.lineage.state if state is None else state, is_mine
+                )
+                if not self._regroups:
+                    return result
+                self._regroups = False
+                decision = self.decide_when_all_are_ready()
+                if not isinstance(decision, Average):
+                    return result
+                peers = decision.peers
+        finally:
+            self._waits_no_more()
+
+    def _round(self, peers: int, averager: Averager, state: bytes, is_mine: bool) -> RoundResult:
         until = time.monotonic() + self._patience
+        if is_mine:
+            self._stand_by()
         while True:
             wait = min(max(until - time.monotonic(), 0.0), LOOK_SECONDS)
-            result = self._step(wait, peers, averager, self.lineage.state if state is None else state)
+            result = self._step(wait, peers, averager, state)
             if not isinstance(result, InProgress) or time.monotonic() >= until:
                 return result
             self.on_look()
             behind = self.left_behind()
-            # Nobody is coming any more to a group of parameters that the run has left behind.
-            if behind is not None and not averager.stop_looking(behind.reason):
-                return result
+            # No peer is coming any more to a group of parameters that the run has left behind.
+            if behind is not None:
+                self._stopped = averager.stop_looking(behind.reason)
+                if not self._stopped:
+                    return result
+            elif result.reason != EXCHANGES:
+                self._look_again(peers, averager, result.reason, is_mine)
+
+    def _look_again(self, peers: int, averager: Averager, reason: str, is_mine: bool) -> None:
+        """While a group is being formed: end that when it is to be another one than this peer has begun with."""
+        seen = self.survey()
+        self._waits(f"the round is to be among {peers} peers: {reason}", seen.computing)
+        # Who comes to the start late, but in time, would be left out of a group of those that were there before.
+        came = seen.peers > peers and not self._attendance.started
+        went = self._target_of(seen.peers) < self._target_of(peers)
+        if is_mine and (came or went):
+            self._regroups = self._stopped = averager.stop_looking(
+                "more peers have come to start" if came else "a peer is not waited for any longer"
+            )
 
     def _step(self, wait: float, peers: int, averager: Averager, state: bytes) -> RoundResult:
         result = averager.step(wait=wait, state=state, group_size=self._target_of(peers))
+        if isinstance(result, NoPeers) and not self._stopped:
+            self._attendance.came_to_nothing(self._mine, self._words(), time.monotonic())
+        if not isinstance(result, InProgress):
+            self._stopped = False
         if not self._not_ours or averager is not self.averager or isinstance(result, InProgress):
             return result
         self._not_ours = False
@@ -236,47 +294,52 @@ class Together:
 
     def left_behind(self) -> Behind | None:
         """Whether the others have gone on without this peer while it waited."""
-        decision = self.decide()
+        seen = self.survey()
+        decision = self._decide(seen)
         if not isinstance(decision, Behind):
+            self._warn_of_a_split(seen)
             return None
-        if self._warned_at != self.lineage.epoch:
-            self._warned_at = self.lineage.epoch
+        if self._behind.is_due(time.monotonic()):
             logger.warning(
                 "this peer is left behind, and takes no part until it loads a newer state: %s",
                 decision.reason,
             )
         return decision
 
+    def _warn_of_a_split(self, seen: Survey) -> None:
+        """Two parts of a run that have lost each other may each have enough peers to go on."""
+        if seen.unmet_ahead is None or not self._attendance.started:
+            return
+        if self._split.is_due(time.monotonic()):
+            epoch, peers = seen.unmet_ahead
+            logger.warning(
+                "%d peers that took none of the last updates with this one say that they are at epoch %d, with other"
+                " parameters; this peer goes on with those that did. If they are yours, the run has split: let one"
+                " part load the other's state",
+                peers,
+                epoch,
+            )
+
     def took(self, success: Success, result: bytes = b"", numbers: bytes = b"") -> None:
         """The average was taken as an update; the last two as for :meth:`Lineage.after`."""
-        after = self.lineage.after(success.group_id, result, numbers)
-        self._before, self.lineage = self.lineage.state, after
+        companions = {*success.peers, *success.listeners} - success.lost.keys() - {self.averager.peer_id}
+        self._take(companions, self.lineage.after(success.group_id, result, numbers))
         self._peers_to_start = 1
-        self._companions = frozenset((*success.peers, *success.listeners)) - success.lost.keys()
-        said = self._bulletin.said
-        progress = read_all({peer_id: word.value for peer_id, word in said.items()})
-        for peer_id in progress:
-            if peer_id in self._companions:
-                self._missed.pop(peer_id, None)
-            elif progress[peer_id].state == self._before:  # others were not due
-                self._note_missed(peer_id, said[peer_id])
-        self._took_at = self._last = time.monotonic()
 
-    def _note_missed(self, peer_id: str, word: Said) -> None:
-        """Not counted on until it says something new; who is absent again and again, for ever more updates."""
-        times = self._missed[peer_id].times + 1 if peer_id in self._missed else 1
-        updates = 2 ** min(times - 2, 8) if times > 2 else 0
-        self._missed[peer_id] = _Missed(times, word.sequence, self.lineage.epoch + updates)
+    def _take(self, companions: set[str], after: Lineage) -> None:
+        self._last = time.monotonic()
+        self._attendance.took(companions, self._mine, self._words(), self._last)
+        self.lineage = after
+        self.waiting.updated()
 
     def took_alone(self) -> None:
         """An update of this peer alone was taken, since nobody else is there."""
-        self._before, self.lineage = self.lineage.state, self.lineage.after(self.averager.peer_id)
-        self._companions = frozenset()
-        self._last = time.monotonic()
+        self._take(set(), self.lineage.after(self.averager.peer_id))
 
     def is_at(self, lineage: Lineage) -> None:
         """The parameters were replaced by those of another lineage, or by earlier ones of the same."""
-        self._before, self.lineage, self._companions = b"", lineage, frozenset()
-        self._missed.clear()
+        self.lineage = lineage
+        self._attendance.begin(time.monotonic())
+        self._behind.reset()
         self._not_ours = self.averager.round_state is not None
         self.say(0.0, waiting=False)

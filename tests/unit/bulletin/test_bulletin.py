@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from trio.testing import MockClock, wait_all_tasks_blocked
 
+import p2pavg.bulletin as bulletin_module
 from p2pavg.bulletin import (
     LOOK_SECONDS,
     MAX_CALLS,
@@ -251,6 +252,23 @@ class TestWhatIsHeard:
             assert heard(bulletin) == {BOB.peer_id: b"b"}
             await trio.sleep_until(4.5 + LOOK_SECONDS)
             assert bulletin.version > version
+
+    async def test_the_number_of_publishers_is_bounded_and_known_ones_keep_their_places(
+        self, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(bulletin_module, "MAX_PUBLISHERS", 3)
+        invented = [Ed25519Signer(bytes([number]) * 32) for number in range(10, 20)]
+        records = Records()
+        async with open_bulletin(records) as bulletin:
+            records.store(record(until=60.0))
+            records.store(*(record(signer, b"x") for signer in invented))
+            assert len(heard(bulletin)) == 3
+            records.store(record(value=b"new", sequence=2, until=60.0), record(BOB, b"b", until=60.0))
+            assert heard(bulletin)[ALICE.peer_id] == b"new"
+            assert BOB.peer_id not in heard(bulletin)
+            await trio.sleep_until(16.0 + LOOK_SECONDS)
+            records.store(record(BOB, b"b", until=60.0))
+            assert heard(bulletin) == {ALICE.peer_id: b"new", BOB.peer_id: b"b"}
 
     async def test_what_has_faded_before_it_came_is_not_heard(self, autojump_clock: MockClock) -> None:
         records = Records()

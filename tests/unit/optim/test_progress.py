@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from p2pavg.errors import RemoteProtocolError
 from p2pavg.net.wire import pack
 from p2pavg.optim.progress import (
+    MAX_BATCH_SECONDS,
     MAX_EPOCH,
     MAX_SAMPLES,
     Average,
@@ -20,6 +22,7 @@ from p2pavg.optim.progress import (
     Compute,
     Decision,
     Progress,
+    Seen,
     Survey,
     Wait,
     decide,
@@ -27,14 +30,22 @@ from p2pavg.optim.progress import (
     following,
     read_all,
     read_progress,
-    survey,
 )
+from p2pavg.optim.progress import survey as survey_of
 
 HERE, THERE, ELSEWHERE = (bytes([number]) * 32 for number in range(3))
-PROGRESS = Progress(epoch=300, state=bytes(range(32)), samples=96.0, samples_per_second=12.5, waiting=True)
+PROGRESS = Progress(
+    epoch=300,
+    state=bytes(range(32)),
+    samples=96.0,
+    samples_per_second=12.5,
+    waiting=True,
+    batch_seconds=2.5,
+    started=True,
+)
 ENCODED = bytes.fromhex(
-    "9601cd012cc420000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f"
-    "cb4058000000000000cb4029000000000000c3"
+    "9802cd012cc420000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f"
+    "cb4058000000000000cb4029000000000000c3cb4004000000000000c3"
 )
 
 amounts = st.floats(0.0, MAX_SAMPLES)
@@ -45,6 +56,8 @@ anything = st.builds(
     samples=amounts,
     samples_per_second=amounts,
     waiting=st.booleans(),
+    batch_seconds=st.floats(0.0, MAX_BATCH_SECONDS),
+    started=st.booleans(),
 )
 # Few states and few numbers, so that peers meet.
 peers = st.builds(
@@ -62,6 +75,12 @@ def at(
     state: bytes = HERE, epoch: int = 3, samples: float = 1.0, *, speed: float = 2.0, waiting: bool = False
 ) -> Progress:
     return Progress(epoch=epoch, state=state, samples=samples, samples_per_second=speed, waiting=waiting)
+
+
+def survey(mine: Progress, others: Iterable[Progress]) -> Survey:
+    """As one that believes every word."""
+    seen = [Seen(peer_id="peer", progress=other, samples=other.samples) for other in others]
+    return survey_of(mine, seen)
 
 
 class TestWords:
@@ -84,26 +103,33 @@ class TestWords:
     @pytest.mark.parametrize(
         ("position", "value"),
         [
-            *[(0, version) for version in (0, 2, -1, True, 1.0, None)],
+            *[(0, version) for version in (0, 1, 3, -1, True, 2.0, None)],
             *[(1, epoch) for epoch in (-1, MAX_EPOCH + 1, 2**64 - 1, True, 3.0, "3", None)],
             *[(2, state) for state in (b"", bytes(31), bytes(33), "a" * 32, 32, None)],
             *[
                 (field, amount)
-                for field in (3, 4)
+                for field in (3, 4, 6)
                 for amount in (-1.0, -5e-324, 1.1e15, math.nan, math.inf, -math.inf, 1, True, "1", None)
             ],
-            *[(5, waiting) for waiting in (0, 1, 1.0, "", None)],
+            (6, MAX_BATCH_SECONDS + 1.0),
+            *[(field, flag) for field in (5, 7) for flag in (0, 1, 1.0, "", None)],
         ],
     )
     def test_a_field_that_is_none_of_a_word_is_refused(self, position: int, value: object) -> None:
-        fields: list[Any] = [1, 300, bytes(range(32)), 96.0, 12.5, True]
+        fields: list[Any] = [2, 300, bytes(range(32)), 96.0, 12.5, True, 2.5, True]
         fields[position] = value
         with pytest.raises(RemoteProtocolError):
             read_progress(pack(*fields))
 
     @pytest.mark.parametrize(
         "fields",
-        [(), (1,), (1, 300, HERE, 96.0, 12.5), (1, 300, HERE, 96.0, 12.5, True, True)],
+        [
+            (),
+            (2,),
+            (2, 300, HERE, 96.0, 12.5, True),
+            (2, 300, HERE, 96.0, 12.5, True, 2.5),
+            (2, 300, HERE, 96.0, 12.5, True, 2.5, True, True),
+        ],
         ids=len,
     )
     def test_another_number_of_fields_is_refused(self, fields: tuple[object, ...]) -> None:
@@ -111,8 +137,8 @@ class TestWords:
             read_progress(pack(*fields))
 
     def test_another_version_is_named(self) -> None:
-        with pytest.raises(RemoteProtocolError, match=r"^progress of version 2$"):
-            read_progress(b"\x96\x02" + ENCODED[2:])
+        with pytest.raises(RemoteProtocolError, match=r"^progress of version 3$"):
+            read_progress(b"\x98\x03" + ENCODED[2:])
 
     @given(st.binary(max_size=120))
     @example(b"")
@@ -147,6 +173,8 @@ class TestWords:
             {"samples": math.inf},
             {"samples_per_second": 2e15},
             {"samples_per_second": math.nan},
+            {"batch_seconds": MAX_BATCH_SECONDS + 1.0},
+            {"batch_seconds": math.nan},
         ],
     )
     def test_what_nobody_would_believe_is_not_made_either(self, wrong: dict[str, Any]) -> None:
@@ -154,7 +182,7 @@ class TestWords:
             replace(PROGRESS, **wrong)
 
     def test_nonsense_is_left_out(self) -> None:
-        said = {"a": ENCODED, "b": b"", "c": b"nonsense", "d": ENCODED[:-1], "e": b"\x96\x02" + ENCODED[2:]}
+        said = {"a": ENCODED, "b": b"", "c": b"nonsense", "d": ENCODED[:-1], "e": b"\x98\x03" + ENCODED[2:]}
         assert read_all(said) == {"a": PROGRESS}
         assert read_all({}) == {}
 
@@ -162,7 +190,14 @@ class TestWords:
 class TestSurvey:
     def test_alone(self) -> None:
         assert survey(at(samples=7.0), []) == Survey(
-            peers=1, samples=7.0, samples_per_second=2.0, waiting=False, others=0, ahead=None
+            peers=1,
+            samples=7.0,
+            samples_per_second=2.0,
+            waiting=False,
+            others=0,
+            ahead=None,
+            claimed=7.0,
+            apart="no other peer of this run is seen",
         )
 
     def test_those_of_the_same_state_count_together(self) -> None:
@@ -233,6 +268,8 @@ def seen_as(**changes: Any) -> Survey:
 
 AHEAD = {"ahead": (5, 4), "others": 4}
 ALL = {"waiting": True}
+APART = {"others": 2, "apart": "2 peers are at other first parameters"}
+OTHERS_WAIT = {"others_wait": True, "claimed": 100.0}
 ENOUGH = {"samples": 100.0}
 FEW = {"peers": 2}
 
@@ -268,20 +305,24 @@ DECISIONS: list[tuple[float, bool, dict[str, Any], float, Decision]] = [
     (
         1.0,
         True,
-        FEW | {"others": 2},
+        FEW | APART,
         100.0,
-        Wait("2 of 3 peers are there to start; 2 peers are at other parameters"),
+        Wait("2 of 3 peers are there to start; 2 peers are at other first parameters"),
     ),
     (1.0, False, ENOUGH, 100.0, Average(3, "3 peers have 100 of 100 samples together")),
     (1.0, True, ENOUGH | ALL, 100.0, Average(3, "3 peers have 100 of 100 samples together")),
     (
         1.0,
         False,
-        ENOUGH | {"others": 2},
+        ENOUGH | APART,
         100.0,
-        Average(3, "3 peers have 100 of 100 samples together; 2 peers are at other parameters"),
+        Average(3, "3 peers have 100 of 100 samples together; 2 peers are at other first parameters"),
     ),
     (1.0, True, ALL, math.inf, Average(3, "all 3 peers wait")),
+    (1.0, False, OTHERS_WAIT, 100.0, Average(3, "the other 2 say that 100 samples are there")),
+    (1.0, False, OTHERS_WAIT, 101.0, Compute("3 peers have 10 of 101 samples together")),
+    (1.0, False, {"claimed": 100.0}, 100.0, Compute("3 peers have 10 of 100 samples together")),
+    (1.0, False, OTHERS_WAIT, math.inf, Compute("3 peers have 10 of inf samples together")),
     (1.0, True, ALL, 100.0, Compute("3 peers have 10 of 100 samples together, and all wait")),
     (1.0, True, {}, 100.0, Wait("3 peers have 10 of 100 samples together")),
     (1.0, False, {}, 100.0, Compute("3 peers have 10 of 100 samples together")),
@@ -399,10 +440,10 @@ class TestFollowing:
     def test_who_took_the_same_update_is_where_this_peer_is(self) -> None:
         mine = at(THERE, 4, 0.5)
         said = at(HERE, 3, 50.0, speed=7.0, waiting=True)
-        assert following(said, HERE, mine) == at(THERE, 4, 0.0, speed=7.0)
+        assert following(said, [HERE], mine) == replace(at(THERE, 4, 0.0, speed=7.0), started=True)
 
     def test_what_says_something_else_is_believed(self) -> None:
         mine = at(THERE, 4)
         for said in (at(THERE, 4, 8.0, waiting=True), at(ELSEWHERE, 3, 8.0, waiting=True)):
-            assert following(said, HERE, mine) == said
-        assert following(at(HERE), b"", mine) == at(HERE)
+            assert following(said, [HERE], mine) == said
+        assert following(at(HERE), [], mine) == at(HERE)

@@ -12,9 +12,10 @@ import torch
 import p2pavg
 from p2pavg.blocking import Averager
 from p2pavg.bulletin import Said
+from p2pavg.optim.attendance import FOLLOW_SECONDS
 from p2pavg.optim.lineage import Lineage
 from p2pavg.optim.progress import Compute, Progress, Wait, encode_progress
-from p2pavg.optim.together import FOLLOW_SECONDS, Together
+from p2pavg.optim.together import Together
 from p2pavg.result import Failed, InProgress, RoundResult, Success
 
 PARAMETERS = [torch.ones(3)]
@@ -222,7 +223,7 @@ def test_who_was_not_due_has_not_missed_anything(company: Company) -> None:
 
 
 def test_who_loads_a_state_counts_on_everybody_again(company: Company) -> None:
-    for _ in range(5):
+    for _ in range(4):
         company.says("a")
         company.took()
     company.says("a")
@@ -244,3 +245,19 @@ def test_the_time_of_a_round_is_not_the_time_of_a_batch(
         else:
             company.took()
     assert company.together.samples_per_second == pytest.approx(4.0, rel=0.01)
+
+
+def test_a_split_of_the_run_is_a_warning_and_not_an_order(
+    company: Company, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The peers of the last update go on together, whatever number of others is elsewhere."""
+    company.says("a")
+    company.took("a")
+    company.says("a")
+    for name in "xyz":
+        company.says(name, state=b"x" * 32, epoch=9)
+    for _ in range(3):
+        assert company.together.left_behind() is None
+    (warning,) = [record.getMessage() for record in caplog.records]
+    assert warning.startswith("3 peers that took none of the last updates with this one")
+    assert "the run has split" in warning

@@ -1,0 +1,317 @@
+"""Which words of other peers count, for how much, and for how long. No I/O, no clock: calls are given ``now``.
+
+Each word is signed, and no word is proven: a stranger can make any number of identities, and each can say anything.
+So a peer believes first of all those with which it has taken one of its last updates, its *known* peers:
+
+* While a known peer is there, only known peers decide whether this peer is behind.
+* Samples of known peers count as they are said. Those of *newcomers* count as far as they could have been computed
+  since their first word, and together for no more than those of this peer and the known ones.
+* Newcomers are waited for only briefly; no more than a few are in a round at once, and none for a while after some
+  did not come.
+
+A peer without known peers, because it has just begun or because all are gone, believes everything but samples. This is
+what remains open until peers are admitted: most of the words that it sees may be invented.
+
+Who is waited for: at the start every peer that is there. After that a peer counts once it has computed a batch, until
+it has computed nothing for a few of its own batch times.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+
+from p2pavg.optim.progress import Progress, Seen, following
+
+SETTLE_SECONDS = 5.0
+"""The first round begins when no new peer has come for so long. Programs that a user starts at once differ by this
+much: importing torch takes 2 to 4 s, more on a busy machine, and a word takes up to a second."""
+MAX_SETTLE_SECONDS = 30.0
+"""The first round begins after this, however many new peers come: inventing one every 5 s would hold up the start."""
+START_SECONDS = 60.0
+"""A peer that is there at the start may take so long for its first batch: ``torch.compile`` takes as long."""
+FOLLOW_SECONDS = 10.0  # that a peer of the last round may take to say so
+PAUSE_BATCHES = 4
+"""A peer that computes nothing for so many of its batch times is not waited for."""
+PAUSE_SECONDS = 10.0
+"""At least so long, however short its batches: dropping a peer leaves it behind, and a busy machine, a checkpoint or
+a word that is late takes seconds."""
+NEWCOMER_BATCHES = 2
+"""A newcomer joins the round after its batch when it sees that the others wait; a second one for the words' delay."""
+NEWCOMER_SECONDS = 30.0
+"""At most so long, however long a newcomer says that its batches take: the default ``match_timeout``, which it can cost
+by not coming as well."""
+NEWCOMERS = 4
+"""In a round beside so many known peers or fewer; else as many as there are known ones."""
+KNOWN_UPDATES = 8
+"""A peer that took none of this peer's last updates is a newcomer again."""
+CLAIM_MARGIN = 10.0
+"""A newcomer may be so much faster than this peer and the usual known one: a GPU beside a CPU."""
+FIRST_BATCHES = 4.0
+"""Batches of this peer that a newcomer may have computed before its first word."""
+MAX_UPDATES_PER_SECOND = 50.0
+"""No run is faster: a round between processes of one machine takes 0.1 s."""
+MAX_REMEMBERED = 1024
+"""Peers that did not come; the oldest is forgotten. An attacker that goes through as many names gains one missed round
+for each, which it would with new names anyway."""
+RETRY_SECONDS = (
+    10.0  # and twice as long each time: until a peer is counted on that let a round come to nothing
+)
+MAX_RETRY_SECONDS = 120.0
+
+
+@dataclass(slots=True)
+class _Peer:
+    """One peer's word at its present state."""
+
+    progress: Progress
+    since: float
+    computed_at: float
+    """When its words last showed that it goes on."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Missed:
+    """A peer that did not come to a round in which it was due."""
+
+    times: int
+    said: Progress
+    """Its word at that time."""
+    until_epoch: int
+    until: float
+
+
+class Attendance:
+    """The other peers of a run as one peer counts them.
+
+    Args:
+        now: seconds of any clock that all calls are given.
+        pause_seconds: see :data:`PAUSE_SECONDS`.
+    """
+
+    def __init__(self, now: float, *, pause_seconds: float = PAUSE_SECONDS) -> None:
+        self._pause_seconds = pause_seconds
+        self._peers: dict[str, _Peer] = {}
+        self._missed: dict[str, _Missed] = {}
+        self.begin(now)
+
+    def begin(self, now: float) -> None:
+        """This peer has other parameters now: with those that have the same it has taken no update yet."""
+        self._known: dict[str, int] = {}  # and the epoch of the last update that they took too
+        self._companions: frozenset[str] = frozenset()  # who took the last one
+        self._earlier: deque[bytes] = deque(maxlen=KNOWN_UPDATES)  # the states before it, the newest last
+        self._took_at = -math.inf
+        self.started = False
+        self._due: set[str] = set()  # who was expected to the next round
+        self._news_at = now
+        self._enough_at: float | None = None
+        self._waits_since: float | None = None
+        self._fruitless = 0  # updates in a row to which newcomers were expected, and none came
+        self._newcomers_from = 0  # the epoch
+        self._missed.clear()
+
+    # ------------------------------------------------------------------ what is heard
+
+    def hear(self, mine: Progress, words: Mapping[str, Progress], now: float) -> tuple[Seen, ...]:
+        """Take what the peers say now, and return how far each is believed."""
+        if not mine.waiting:
+            self._waits_since = None
+        elif self._waits_since is None:
+            self._waits_since = now
+        words = {
+            peer: word for peer, word in words.items() if not self._is_absent(peer, word, mine.epoch, now)
+        }
+        self._note(mine, words, now)
+        known = self._known.keys() & words.keys()
+        seen = self._believed(mine, known, now)
+        if self._is_start(mine):
+            expected = {peer for peer in seen if self._is_awake(peer, START_SECONDS, now)}
+        else:
+            expected = self._expected(mine, known, now)
+        self._due |= expected
+        return tuple(
+            Seen(
+                peer_id=peer,
+                progress=self._peers[peer].progress,
+                samples=samples,
+                votes=self._votes(peer, mine, known, now),
+                expected=peer in expected,
+            )
+            for peer, samples in seen.items()
+        )
+
+    def _note(self, mine: Progress, words: Mapping[str, Progress], now: float) -> None:
+        before, self._peers = self._peers, {}
+        for peer, word in words.items():
+            if peer in self._companions and now < self._took_at + FOLLOW_SECONDS:
+                word = following(word, self._earlier, mine)
+            last = before.get(peer)
+            if last is None or last.progress.state != word.state:
+                if word.state == mine.state and not self.started:
+                    self._news_at = now
+                self._peers[peer] = _Peer(word, now, now)
+                continue
+            went_on = word.samples != last.progress.samples or word.waiting
+            self._peers[peer] = _Peer(word, last.since, now if went_on else last.computed_at)
+
+    def _is_absent(self, peer: str, word: Progress, epoch: int, now: float) -> bool:
+        """Return whether it says that it is there, and did not come to a round."""
+        missed = self._missed.get(peer)
+        return missed is not None and (
+            word == missed.said or epoch < missed.until_epoch or now < missed.until
+        )
+
+    # ------------------------------------------------------------------ how far it is believed
+
+    def _believed(self, mine: Progress, known: Collection[str], now: float) -> dict[str, float]:
+        """Return each peer's samples as far as they are believed."""
+        speeds = [self._peers[peer].progress.samples_per_second for peer in known]
+        fastest = CLAIM_MARGIN * max(mine.samples_per_second, statistics.median(speeds) if speeds else 0.0)
+        first = FIRST_BATCHES * mine.samples_per_second * mine.batch_seconds
+        found = {}
+        for peer, word in self._peers.items():
+            samples = word.progress.samples
+            found[peer] = samples if peer in known else min(samples, first + fastest * (now - word.since))
+        here = {peer for peer in found if self._peers[peer].progress.state == mine.state}
+        if here & set(known):
+            most = math.fsum([mine.samples, *(found[peer] for peer in here if peer in known)])
+            newcomers = math.fsum(found[peer] for peer in here if peer not in known)
+            if newcomers > most:
+                found |= {peer: found[peer] * (most / newcomers) for peer in here if peer not in known}
+        return found
+
+    def _votes(self, peer: str, mine: Progress, known: Collection[str], now: float) -> bool:
+        if known and peer not in known:
+            return False
+        if not self.started:
+            return True
+        possible = mine.epoch + 1 + (now - self._took_at) * MAX_UPDATES_PER_SECOND
+        return self._peers[peer].progress.epoch <= possible
+
+    # ------------------------------------------------------------------ who is waited for
+
+    def _is_start(self, mine: Progress) -> bool:
+        """Return whether all peers of this state are about to take their first update."""
+        others = (peer.progress for peer in self._peers.values() if peer.progress.state == mine.state)
+        return not self.started and not (mine.epoch > 0 and any(other.started for other in others))
+
+    def joins(self, mine: Progress) -> bool:
+        """Return whether this peer has come into a run that goes on, and has taken no update with it yet."""
+        return not self.started and not self._is_start(mine)
+
+    def is_settled(self, mine: Progress, peers: int, peers_to_start: int, now: float) -> bool:
+        """Return whether the first round may begin: no new peer has come for a while, of those that are to start.
+
+        Args:
+            mine: how far this peer is.
+            peers: that are there.
+            peers_to_start: without which the round does not begin.
+            now: as always.
+        """
+        if not self._is_start(mine):
+            return True
+        if peers < peers_to_start:
+            self._enough_at = None
+        elif self._enough_at is None:
+            self._enough_at = now
+        if self._enough_at is not None and now >= self._enough_at + MAX_SETTLE_SECONDS:
+            return True
+        return now >= self._news_at + SETTLE_SECONDS
+
+    def _is_awake(self, peer: str, at_least: float, now: float) -> bool:
+        """Return whether it has computed something lately, measured by what its batches take."""
+        word = self._peers[peer]
+        return word.progress.waiting or now < word.computed_at + max(
+            PAUSE_BATCHES * word.progress.batch_seconds, at_least
+        )
+
+    def _expected(self, mine: Progress, known: Collection[str], now: float) -> set[str]:
+        here = [peer for peer, word in self._peers.items() if word.progress.state == mine.state]
+        here = [peer for peer in here if self._is_awake(peer, self._pause_seconds, now)]
+        old = {
+            peer for peer in here if peer in known and (peer in self._companions or self._has_computed(peer))
+        }
+        new = [peer for peer in here if peer not in known and self._has_computed(peer)]
+        if not known:
+            running = [peer for peer in here if self._peers[peer].progress.started]
+            return {*old, *new, *running}
+        if mine.epoch < self._newcomers_from:
+            return old
+        new = [peer for peer in new if not self._is_given_up(peer, now)]
+        new.sort(key=lambda peer: (self._peers[peer].since, peer))
+        return {*old, *new[: max(NEWCOMERS, len(known))]}
+
+    def _has_computed(self, peer: str) -> bool:
+        progress = self._peers[peer].progress
+        return progress.samples > 0 or progress.waiting
+
+    def _is_given_up(self, newcomer: str, now: float) -> bool:
+        """Return whether this peer has waited for a newcomer for as long as it does."""
+        progress = self._peers[newcomer].progress
+        if progress.waiting or self._waits_since is None:
+            return False
+        patience = max(NEWCOMER_BATCHES * progress.batch_seconds, self._pause_seconds)
+        return now >= self._waits_since + min(patience, NEWCOMER_SECONDS)
+
+    # ------------------------------------------------------------------ rounds
+
+    def took(
+        self, companions: Iterable[str], mine: Progress, words: Mapping[str, Progress], now: float
+    ) -> None:
+        """An update was taken, with these others.
+
+        Args:
+            companions: their ids.
+            mine: how far this peer was before it.
+            words: what all say now.
+            now: as always.
+        """
+        self.hear(mine, words, now)
+        self._companions = frozenset(companions)
+        self._earlier.append(mine.state)
+        epoch = mine.epoch + 1
+        self._judge_newcomers(epoch)
+        self._known |= dict.fromkeys(self._companions, epoch)
+        self._known = {peer: last for peer, last in self._known.items() if last > epoch - KNOWN_UPDATES}
+        for peer in self._companions:
+            self._missed.pop(peer, None)
+        for peer in self._due - self._companions:
+            word = words.get(peer)
+            if word is not None and word.state == mine.state:  # others were not due
+                self._note_missed(peer, word, epoch, -math.inf)
+        self.started, self._took_at = True, now
+        self._due.clear()
+        self._waits_since = None
+
+    def came_to_nothing(self, mine: Progress, words: Mapping[str, Progress], now: float) -> None:
+        """No other peer has come to a round, within the match timeout."""
+        self.hear(mine, words, now)
+        for peer in tuple(self._due):
+            word = words.get(peer)
+            if word is not None and word.state == mine.state:
+                times = self._missed[peer].times if peer in self._missed else 0
+                # No number of updates: without these peers there may be none.
+                pause = min(RETRY_SECONDS * 2.0 ** min(times - 1, 8), MAX_RETRY_SECONDS) if times > 1 else 0.0
+                self._note_missed(peer, word, 0, now + pause)
+        self._due.clear()
+        self._waits_since = None
+
+    def _judge_newcomers(self, epoch: int) -> None:
+        expected = self._due - self._known.keys()
+        if not self._known or not expected:
+            return
+        self._fruitless = 0 if expected & self._companions else self._fruitless + 1
+        if self._fruitless > 2:
+            self._newcomers_from = epoch + 2 ** min(self._fruitless - 2, 8)
+
+    def _note_missed(self, peer: str, word: Progress, epoch: int, until: float) -> None:
+        """Not counted on until it says something new; absent again and again, for ever more updates."""
+        times = self._missed[peer].times + 1 if peer in self._missed else 1
+        updates = 2 ** min(times - 2, 8) if times > 2 and epoch else 0
+        self._missed.pop(peer, None)
+        self._missed[peer] = _Missed(times, word, epoch + updates, until)
+        if len(self._missed) > MAX_REMEMBERED:
+            del self._missed[next(iter(self._missed))]

@@ -1,0 +1,31 @@
+"""The documented program, started as a user starts it: three DiLoCo peers at once, and one that is too late."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from scripts import starts
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    path = tmp_path / "train.py"
+    path.write_text(starts.program(), encoding="utf-8")
+    return path
+
+
+def test_three_peers_that_start_at_once_end_in_one_lineage(path: Path) -> None:
+    """``scripts/starts`` does it twenty times."""
+    ended = starts.start(0.0, path)
+    assert ended.together, "\n---\n".join(ended.logs)
+
+
+def test_a_peer_that_is_too_late_says_so_and_ends(path: Path) -> None:
+    """The others are in the midst of their updates when it comes; on a slow machine they may still wait for it."""
+    ended = starts.start(7.0, path)
+    assert ended.told or ended.together, "\n---\n".join(ended.logs)
+    assert ended.stuck == 0
+    if ended.told:
+        assert "peers are at epoch" in ended.said

@@ -1,0 +1,23 @@
+"""What the simulations share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+
+from p2pavg.optim import together
+from tests.simulation.stage import Stage
+
+
+@pytest.fixture
+def stages(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Stage]:
+    """Makes a stage whose clock is the optimizers'."""
+
+    def make(seed: int = 0, **changes: float) -> Stage:
+        stage = Stage(seed, **changes)
+        monkeypatch.setattr(together, "time", SimpleNamespace(monotonic=lambda: stage.now))
+        return stage
+
+    return make

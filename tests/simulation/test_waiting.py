@@ -1,0 +1,275 @@
+"""Peers that pause, come late, die, differ or lie, and what that costs the others; on virtual time."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from p2pavg.bulletin import Said
+from p2pavg.optim import AveragedOptimizer, LocalUpdates, StepReport, diloco
+from p2pavg.optim.progress import Progress, encode_progress
+from p2pavg.result import Success
+from tests.simulation.stage import Player, Stage
+
+BATCH_SECONDS = 0.5
+STEPS = 10
+Stages = Callable[..., Stage]
+
+
+def model(value: float = 1.0) -> torch.nn.Parameter:
+    return torch.nn.Parameter(torch.full((2,), value))
+
+
+def local(player: Player, weights: torch.nn.Parameter) -> LocalUpdates:
+    return diloco(torch.optim.SGD([weights], lr=0.1), player.averager, sync_every=STEPS)
+
+
+def large_batch(player: Player, weights: torch.nn.Parameter) -> AveragedOptimizer:
+    return AveragedOptimizer(torch.optim.SGD([weights], lr=0.1), player.averager, target_batch_size=160)
+
+
+Optimizer = LocalUpdates | AveragedOptimizer
+Make = Callable[[Player, torch.nn.Parameter], Optimizer]
+both = pytest.mark.parametrize("make", [local, large_batch])
+
+
+class Trainer:
+    """One peer's loop, and what it noted of it."""
+
+    def __init__(self, player: Player, make: Make, *, weights: float = 1.0) -> None:
+        self.player = player
+        self.weights = model(weights)
+        self.optimizer = make(player, self.weights)
+        self.reports: list[StepReport] = []
+        self.took: list[tuple[float, float]] = []
+        """When each call of ``step`` began, and its seconds."""
+
+    def batch(self) -> StepReport:
+        self.player.sleep(BATCH_SECONDS)
+        self.weights.grad = torch.ones(2)
+        began = self.player.stage.now
+        report = self.optimizer.step(samples=8)
+        self.took.append((began, self.player.stage.now - began))
+        self.reports.append(report)
+        return report
+
+    def train(self, updates: int) -> Trainer:
+        while self.optimizer.epoch < updates and not self.batch().behind:
+            pass
+        return self
+
+    @property
+    def longest(self) -> float:
+        """The longest call after the first update, in seconds: the start takes its time."""
+        first = next(i for i, report in enumerate(self.reports) if report.updated)
+        return max(seconds for _, seconds in self.took[first + 1 :])
+
+    def saved(self) -> dict[str, Any]:
+        return copy.deepcopy({"model": self.weights.detach(), "optimizer": self.optimizer.state_dict()})
+
+
+@both
+def test_a_peer_that_pauses_costs_the_others_seconds_once(stages: Stages, make: Make) -> None:
+    """It evaluates for a minute without ``leave()``. The wait is in the report, with its name."""
+    stage = stages()
+
+    def pauses(player: Player) -> Trainer:
+        trainer = Trainer(player, make).train(2)
+        player.sleep(60.0)
+        return trainer.train(30)
+
+    for name in "ab":
+        stage.enter(name, 0.0, lambda player: Trainer(player, make).train(30))
+    stage.enter("c", 0.0, pauses)
+    a, b, c = stage.play()
+    for trainer in (a, b):
+        assert trainer.optimizer.epoch == 30
+        assert trainer.longest < 15.0
+        assert sum(seconds > 3.0 for _, seconds in trainer.took[1:]) <= 2, "the start, and once for the pause"
+        waits = [report for report in trainer.reports if report.waited_seconds > 3.0 and report.epoch > 1]
+        assert [report.waited_for for report in waits] == [("c",)]
+    assert a.optimizer.lineage == b.optimizer.lineage
+    assert c.reports[-1].behind is not None
+
+
+def test_a_joiner_holds_up_no_outer_step(stages: Stages) -> None:
+    """It loads the state when the others have computed most of their steps; it takes part with what it has."""
+    stage = stages()
+    state: dict[str, Any] = {}
+
+    def saves(player: Player) -> Trainer:
+        trainer = Trainer(player, local).train(2)
+        state.update(trainer.saved())
+        return trainer.train(6)
+
+    def joins(player: Player) -> Trainer:
+        while not state:
+            player.sleep(0.1)
+        player.sleep(0.85 * STEPS * BATCH_SECONDS)
+        trainer = Trainer(player, local)
+        with torch.no_grad():
+            trainer.weights.copy_(state["model"])
+        trainer.optimizer.load_state_dict(state["optimizer"])
+        return trainer.train(6)
+
+    stage.enter("a", 0.0, saves)
+    stage.enter("b", 0.0, lambda player: Trainer(player, local).train(6))
+    stage.enter("c", 0.0, joins)
+    a, b, c = stage.play()
+    assert len({trainer.optimizer.lineage for trainer in (a, b, c)}) == 1
+    assert [len(group) for group in stage.groups] == [2, 2, 3, 3, 3, 3]
+    assert max(a.longest, b.longest) < 4 * BATCH_SECONDS + 2.0, "a batch of the joiner, and the words' delays"
+
+
+def test_peers_that_load_one_state_together_compute_all_their_steps(stages: Stages) -> None:
+    """None of them joins the others: they begin again, and do what they would have done."""
+    stage = stages(round_seconds=0.0)
+    state = {}
+
+    def saves(player: Player) -> Trainer:
+        return Trainer(player, local).train(2)
+
+    stage.enter("a", 0.0, saves)
+    stage.enter("b", 0.0, saves)
+    a, _ = stage.play()
+    state.update(a.saved())
+    again = stages(round_seconds=0.0)
+
+    def goes_on(player: Player) -> Trainer:
+        trainer = Trainer(player, local)
+        with torch.no_grad():
+            trainer.weights.copy_(state["model"])
+        trainer.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
+        return trainer.train(4)
+
+    for name, at in (("d", 0.0), ("e", 1.5), ("f", 3.0)):
+        again.enter(name, at, goes_on)
+    found = again.play()
+    assert len({trainer.optimizer.lineage for trainer in found}) == 1
+    for trainer in found:
+        updates = [report.result for report in trainer.reports if isinstance(report.result, Success)]
+        assert [result.weights for result in updates] == [dict.fromkeys(updates[0].weights, 8.0 * STEPS)] * 2
+
+
+class TestReasons:
+    """Why peers do not meet is said within seconds, without any logging setup: as a warning, and in the report."""
+
+    @both
+    def test_other_first_weights(self, stages: Stages, make: Make, caplog: pytest.LogCaptureFixture) -> None:
+        stage = stages()
+
+        def works(player: Player) -> StepReport:
+            trainer = Trainer(player, make, weights=float(ord(player.peer_id)))
+            trainer.optimizer._together._patience = 15.0
+            while not trainer.batch().waited_seconds:
+                pass
+            return trainer.reports[-1]
+
+        for name in "ab":
+            stage.enter(name, 0.0, works)
+        for report in stage.play():
+            assert (
+                "1 peer is at other first parameters: another seed or other first weights?" in report.waiting
+            )
+            assert report.waited_seconds >= 10.0
+        warnings = [record for record in caplog.records if record.levelno == logging.WARNING]
+        assert len(warnings) == 2
+        assert all("another seed" in record.getMessage() for record in warnings)
+
+    @both
+    def test_no_other_peer(self, stages: Stages, make: Make, caplog: pytest.LogCaptureFixture) -> None:
+        stage = stages()
+
+        def works(player: Player) -> float:
+            trainer = Trainer(player, make)
+            trainer.optimizer._together.why = lambda: "2 peers average something else"
+            while not trainer.batch().waited_seconds:
+                pass
+            return trainer.took[-1][1]
+
+        stage.enter("a", 0.0, works)
+        (seconds,) = stage.play()
+        assert seconds == pytest.approx(600.0)
+        warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+        assert "no other peer of this run is seen; 2 peers average something else" in warnings[0]
+        assert 3 <= len(warnings) <= 8, "with growing pauses"
+
+
+def invented(state: bytes, epoch: int, *, samples: float, waiting: bool, started: bool) -> bytes:
+    return encode_progress(
+        Progress(
+            epoch=epoch,
+            state=state,
+            samples=samples,
+            samples_per_second=1e9,
+            waiting=waiting,
+            batch_seconds=600.0,
+            started=started,
+        )
+    )
+
+
+class TestInventedWords:
+    """One identity that keeps the run's records can store 64 words of publishers that it made up."""
+
+    @pytest.mark.parametrize("names", [3, 64])
+    @both
+    def test_of_a_state_far_ahead_stop_no_run(self, stages: Stages, make: Make, names: int) -> None:
+        stage = stages()
+
+        def lies(player: Player) -> None:
+            word = invented(b"x" * 32, 10**6, samples=1e9, waiting=True, started=True)
+            for number in range(names):
+                for other in stage.players:
+                    other.hears(stage.now, f"x{number}", Said(word, number, 1e12))
+
+        for name in "abc":
+            stage.enter(name, 0.0, lambda player: Trainer(player, make).train(10))
+        stage.enter("liar", 15.0, lies)
+        *honest, _ = stage.play()
+        for trainer in honest:
+            assert trainer.optimizer.epoch == 10
+            assert not any(report.behind for report in trainer.reports)
+            assert trainer.longest < 3.0
+
+    @pytest.mark.parametrize("waiting", [False, True])
+    @both
+    def test_of_the_runs_state_neither_start_a_round_nor_hold_it_up_for_long(
+        self, stages: Stages, make: Make, waiting: bool
+    ) -> None:
+        """They follow the run's state for as long as it goes on."""
+        stage = stages()
+        trainers: list[Trainer] = []
+
+        def works(player: Player) -> Trainer:
+            trainers.append(Trainer(player, make))
+            return trainers[-1].train(30)
+
+        def lies(player: Player) -> None:
+            sequence = 0
+            while stage.now < 400.0:
+                lineage = trainers[0].optimizer.lineage
+                word = invented(lineage.state, lineage.epoch, samples=1e9, waiting=waiting, started=True)
+                for number in range(64):
+                    sequence += 1
+                    for other in stage.players:
+                        other.hears(stage.now, f"x{number}", Said(word, sequence, 1e12))
+                player.sleep(1.0)
+
+        for name in "abc":
+            stage.enter(name, 0.0, works)
+        stage.enter("liar", 20.0, lies)
+        *honest, _ = stage.play()
+        for trainer in honest:
+            assert trainer.optimizer.epoch == 30
+            assert not any(report.behind for report in trainer.reports)
+            assert trainer.longest < 35.0, "a match timeout"
+            assert sum(seconds > 5.0 for _, seconds in trainer.took[1:]) <= 8
+            weights = [r.result.total_weight for r in trainer.reports if isinstance(r.result, Success)]
+            assert min(weights) >= 80.0, "at least half of the target was computed"
+        assert len({trainer.optimizer.lineage for trainer in honest}) == 1

@@ -18,6 +18,7 @@ import torch
 import p2pavg
 from p2pavg.blocking import Averager
 from p2pavg.bulletin import Said
+from p2pavg.optim.together import TOPIC
 from p2pavg.result import InProgress, NoPeers, RoundResult, Success
 
 END = 900.0  # of virtual time, when a test has failed
@@ -170,7 +171,7 @@ class Stage:
 
 
 class Player:
-    """An averager and its bulletin, as far as the optimizers use them."""
+    """An averager and its boards, as far as the optimizers use them."""
 
     weight: float
 
@@ -187,10 +188,7 @@ class Player:
         self.state, self.target, self.since = b"", 2, 0.0
         self._result: RoundResult | None = None
         self._result_at = 0.0
-        self._sequence = 0
-        self._coming: list[tuple[float, int, str, Said]] = []
-        self._words: dict[str, Said] = {}
-        self._version = 0
+        self.boards: dict[str, Board] = {}
 
     @property
     def averager(self) -> Averager:
@@ -251,21 +249,35 @@ class Player:
         self.end(NoPeers(reason=reason))
         return True
 
-    # ------------------------------------------------------------------ the bulletin
+    # ------------------------------------------------------------------ the boards
 
-    def bulletin(self, topic: str) -> Player:
-        return self
+    def bulletin(self, topic: str, look_seconds: float = 1.0) -> Board:
+        return self.boards.setdefault(topic, Board(self, topic))
+
+    def hears(self, at: float, name: str, word: Said, topic: str = TOPIC) -> None:
+        """A word is on its way; those of one peer come in order."""
+        heapq.heappush(self.bulletin(topic).coming, (at, word.sequence, name, word))
+
+
+class Board:
+    """What the others say under one topic, as one peer hears it."""
+
+    def __init__(self, player: Player, topic: str) -> None:
+        self._player = player
+        self._stage = player.stage
+        self._topic = topic
+        self._sequence = 0
+        self.coming: list[tuple[float, int, str, Said]] = []
+        self._words: dict[str, Said] = {}
+        self._version = 0
 
     def say(self, value: bytes, *, now: bool = False) -> None:
         self._sequence += 1
-        for player in self.stage.players:
-            if player is not self:
-                heard_at = self.stage.now + self.stage.delay(self.peer_id, player.peer_id)
-                player.hears(heard_at, self.peer_id, Said(value, self._sequence, 1e12))
-
-    def hears(self, at: float, name: str, word: Said) -> None:
-        """A word is on its way; those of one peer come in order."""
-        heapq.heappush(self._coming, (at, word.sequence, name, word))
+        me = self._player.peer_id
+        for player in self._stage.players:
+            if player is not self._player:
+                heard_at = self._stage.now + self._stage.delay(me, player.peer_id)
+                player.hears(heard_at, me, Said(value, self._sequence, 1e12), self._topic)
 
     def take_back(self) -> None:
         self.say(b"")
@@ -278,15 +290,15 @@ class Player:
     @property
     def said(self) -> Mapping[str, Said]:
         self._listen()
-        gone = {actor.name for actor in self.stage.actors if not actor.there}
+        gone = {actor.name for actor in self._stage.actors if not actor.there}
         return {name: word for name, word in self._words.items() if word.value and name not in gone}
 
     def _listen(self) -> None:
-        while self._coming and self._coming[0][0] <= self.stage.now:
-            _, _, name, word = heapq.heappop(self._coming)
+        while self.coming and self.coming[0][0] <= self._stage.now:
+            _, _, name, word = heapq.heappop(self.coming)
             self._words[name] = word
             self._version += 1
 
     def wait(self, version: int, timeout: float) -> None:
-        until = self.stage.now + timeout
-        self.stage.park(self.actor, min([until, *(at for at, *_ in self._coming[:1])]))
+        until = self._stage.now + timeout
+        self._stage.park(self._player.actor, min([until, *(at for at, *_ in self.coming[:1])]))

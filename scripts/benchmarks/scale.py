@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import random
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -48,8 +48,8 @@ class Swarm:
 
     async def live(self, peer: Peer, index: int) -> None:
         """The rounds of one peer."""
-        handle: Callable[[str, bytes], Awaitable[bytes]] = peer.records.handle
-        vars(peer.records)["handle"] = partial(self.counted, handle)
+        answer: Callable[[str, bytes], bytes] = peer.records.answer
+        vars(peer.records)["answer"] = partial(self.counted, answer)
         values = torch.full((ELEMENTS,), float(index))
         async with peer.averager(self.config) as averager:
             for _ in range(self.rounds):
@@ -66,12 +66,10 @@ class Swarm:
             # While the others' records are there still: what one peer keeps in the midst of a run.
             self.held.append(records_held(peer))
 
-    async def counted(
-        self, handle: Callable[[str, bytes], Awaitable[bytes]], sender: str, request: bytes
-    ) -> bytes:
+    def counted(self, answer: Callable[[str, bytes], bytes], sender: str, request: bytes) -> bytes:
         """A call that one peer's record node answers to another's."""
         self.calls += 1
-        return await handle(sender, request)
+        return answer(sender, request)
 
 
 def records_held(peer: Peer) -> int:

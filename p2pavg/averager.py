@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from p2pavg.peer import Peer
 
 _CLOSE_SECONDS = 2.0
+_WHY_SECONDS = 3.0  # to look up why a round found no group; a lookup among peers that are there takes 0.1 s
 
 
 class DecentralizedAverager:
@@ -298,11 +299,13 @@ class DecentralizedAverager:
 
     async def _why_alone(self) -> str:
         assert self._entry is not None
-        entries = read_entries(await self._peer.records.find(run_key(self.config.run_id)))
-        entries.pop(self._peer.id, None)
+        entries: dict[str, RunEntry] | None = None
+        with trio.move_on_after(_WHY_SECONDS):  # keepers that do not answer must not hold up the result
+            entries = read_entries(await self._peer.records.find(run_key(self.config.run_id)))
+            entries.pop(self._peer.id, None)
         heard = await self._peer.greeter.look()
-        found = [why_apart(self._entry, entries.values())]
-        if not entries:
+        found = [why_apart(self._entry, entries.values())] if entries else []
+        if entries == {}:
             found.append(
                 nobody_of_the_run(
                     self.config.run_id,

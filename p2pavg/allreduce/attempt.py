@@ -29,6 +29,7 @@ from p2pavg.allreduce.messages import (
     Lane,
     LaneHeader,
     encode_header,
+    members_digest,
     part_frame,
     receive_index,
 )
@@ -57,6 +58,7 @@ FAST_MBPS = (
 MAX_MEMBERS = 256  # more than a roster has
 _STREAMS = (Lane.CONTRIBUTIONS, Lane.AVERAGES)  # what takes the place of a direct lane
 _BROKEN = (RemoteProtocolError, StreamBrokenError, ClosedError)
+_OURS = (MemoryError, torch.OutOfMemoryError)  # no member's message takes memory that was not agreed
 REOPEN_SECONDS = 3.0  # after a direct lane broke, for its sender to begin again on a stream
 
 
@@ -146,6 +148,7 @@ class Attempt:
         """Members to or from which parts have gone over streams instead of direct lanes."""
         self._transport = transport
         self._group_id = group_id
+        self._members = members_digest(number, (member.peer_id for member in roster.members))
         self._lanes = lanes
         self._tools = tools
         self._contributes = vector is not None
@@ -298,9 +301,7 @@ class Attempt:
         def send(use: DirectUse, header: LaneHeader) -> None:
             use.send_parts(header, self._me, contributions, averages)
 
-        if await self._send_over_direct_lane(
-            member, LaneHeader(self._group_id, Lane.PARTS, self.number), send
-        ):
+        if await self._send_over_direct_lane(member, self._header(Lane.PARTS), send):
             return
         async with trio.open_nursery() as nursery:
             for lane, parts, send_on in (
@@ -308,8 +309,11 @@ class Attempt:
                 (Lane.AVERAGES, averages, self._send_averages),
             ):
                 if parts:
-                    header = LaneHeader(self._group_id, lane, self.number)
+                    header = self._header(lane)
                     nursery.start_soon(self._send_over_stream, member, header, send_on)
+
+    def _header(self, lane: Lane, reducer: int = 0) -> LaneHeader:
+        return LaneHeader(self._group_id, lane, self.number, reducer, self._members)
 
     def pass_on(self, reducers: Iterable[str], to: Iterable[str]) -> None:
         """Send members the whole shares of reducers, as the same bytes. This member has the whole result."""
@@ -332,7 +336,7 @@ class Attempt:
             for part in parts:
                 await self._send_part(stream, part, self.values.encoded(reducer, part.index))
 
-        header = LaneHeader(self._group_id, Lane.PASSED_ON, self.number, self._position(reducer))
+        header = self._header(Lane.PASSED_ON, self._position(reducer))
         if not await self._send_over_direct_lane(
             member, header, lambda use, header: use.send_share(header, reducer, parts)
         ):
@@ -428,6 +432,10 @@ class Attempt:
         if kind is Lane.PARTS and any((peer_id, stream, 0) in taken for stream in _STREAMS):
             lane.finished.set()  # it broke so early that what takes its place was faster
             return
+        if lane.header.members != self._members:
+            lane.finished.set()
+            self._broken(peer_id, "it exchanges among other members: a leader told them different ones")
+            return
         place = (peer_id, kind, lane.header.reducer)
         # Another ballot may choose that member again as the one that passes a share on.
         if not self._is_due(lane) or (place in taken and kind is not Lane.PASSED_ON):
@@ -454,7 +462,10 @@ class Attempt:
 
     async def _receive_lane(self, lane: InboundLane, taken: _Taken) -> None:
         try:
-            with taken.scope, guarded(lane.remote, self._cannot_handle, what="parts", expected=_BROKEN):
+            with (
+                taken.scope,
+                guarded(lane.remote, self._cannot_handle, what="parts", expected=(*_BROKEN, *_OURS)),
+            ):
                 if isinstance(lane.stream, DirectLane):
                     await self._receive_over_direct_lane(lane, lane.stream)
                 else:

@@ -56,6 +56,9 @@ logger = logging.getLogger(__name__)
 SAMPLE_SECONDS = 0.25  # between two looks at what has been moved
 ASK_AGAIN_SECONDS = 1.0
 SILENT_SECONDS = 5.0  # that a silent member costs the others, about
+LAST_ATTEMPT_SECONDS = (
+    5.0  # left for another attempt, however short the first was: finding out takes round trips
+)
 SETTLE_SECONDS = 0.5  # for the others' last word, when this member has failed
 FIND_OUT_SECONDS = 600.0  # how long who was cut off goes on asking how the round ended, less and less often
 MAX_ASK_AGAIN_SECONDS = 15.0
@@ -284,11 +287,14 @@ class Exchange:
                 self.lost(self._positions[slowest], late)
             return
         if self._leads(Phase.HOLDING):
-            await trio.sleep_until(began + self._timeout - 1.5 * (self._held_at - began))
+            spare = max(1.5 * (self._held_at - began), min(LAST_ATTEMPT_SECONDS, self._timeout / 4))
+            await trio.sleep_until(began + self._timeout - spare)
         if self._leads(Phase.HOLDING) and self._held_at - began < self._timeout / 2:
             held = {position for position, _ in self._member.held}
             for position in sorted(self._member.view - held):
-                self.lost(position, late)
+                self.lost(
+                    position, late, silent=True
+                )  # a member that never says so costs each round its time
 
     def _leads(self, phase: Phase) -> bool:
         return (
@@ -325,8 +331,13 @@ class Exchange:
         current = attempt is self._attempt and self._member.promised == self._member.ballot
         # Nor where this one waits for a newer attempt itself.
         current = current and not self._member.trouble
+        position = self._positions[peer_id]
+        if hostile and attempt.number and position not in self._member.lost:
+            # Noted first, and not as hostile: the members of a later attempt are one leader's word, and a ban of ten
+            # minutes must not follow from what a leader told the two.
+            self._note(position, reason)
         if hostile or (current and self._member.phase is Phase.EXCHANGING):
-            self.lost(self._positions[peer_id], reason, hostile=hostile)
+            self.lost(position, reason, hostile=hostile)
 
     def lane_broke(self, attempt: Attempt, peer_id: str) -> None:
         """A member that has died before its votes' stream was open is heard of nowhere else."""
@@ -543,7 +554,8 @@ class Exchange:
         if waits and leader != self._member.me and not self._verdicts:
             peer_id = self._roster.members[leader].peer_id
             reason = f"{peer_id} led the round to no end within {self._timeout:g} s"
-            self._verdicts[leader] = Verdict(reason, peer_id, seconds=self._timeout)
+            # Once may be another member's doing, which held the leader up; a second time is a strike.
+            self._verdicts[leader] = Verdict(reason, peer_id, seconds=SILENT_SECONDS)
 
     def _outcome(self) -> Outcome:
         assert self._attempt is not None

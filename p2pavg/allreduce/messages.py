@@ -1,4 +1,4 @@
-"""What travels in an exchange, on streams of ``/p2pavg/exchange/1.0.0``.
+"""What travels in an exchange, on streams of ``/p2pavg/exchange/2.0.0``.
 
 A stream begins with a header message that says what it is:
 
@@ -13,6 +13,8 @@ A stream begins with a header message that says what it is:
 from __future__ import annotations
 
 import enum
+import hashlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from p2pavg.allreduce.votes import MAX_BALLOT
@@ -21,9 +23,12 @@ from p2pavg.net.framing import receive_exactly_into
 from p2pavg.net.transport import Stream
 from p2pavg.net.wire import pack, unpack
 
-PROTOCOL = "/p2pavg/exchange/1.0.0"
+PROTOCOL = "/p2pavg/exchange/2.0.0"
 MAX_HEADER_BYTES = 64
 FRAME_BYTES = 4
+MEMBERS_BYTES = 16
+
+_MEMBERS_DOMAIN = "p2pavg/attempt/1"
 
 
 class Lane(enum.IntEnum):
@@ -47,21 +52,31 @@ class LaneHeader:
     attempt: int = 0
     reducer: int = 0
     """Of a share that is passed on: its reducer's position in the roster."""
+    members: bytes = b""
+    """:func:`members_digest` of a later attempt. Its members are one leader's word, which may differ from member to
+    member: without this, two members could mix parts of two attempts. The group id names those of the first attempt."""
 
 
 def encode_header(header: LaneHeader) -> bytes:
     """The header's bytes."""
-    return pack(header.group_id, int(header.lane), header.attempt, header.reducer)
+    return pack(header.group_id, int(header.lane), header.attempt, header.reducer, header.members)
+
+
+def members_digest(attempt: int, peer_ids: Iterable[str]) -> bytes:
+    """Return what a lane's header says of an attempt's members: 16 bytes, or none for the first attempt."""
+    return hashlib.sha256(pack(_MEMBERS_DOMAIN, *peer_ids)).digest()[:MEMBERS_BYTES] if attempt else b""
 
 
 def decode_header(message: bytes) -> LaneHeader:
     """Raises RemoteProtocolError for anything that :func:`encode_header` does not make."""
-    group_id, lane, attempt, reducer = unpack(message, bytes, int, int, int)
+    group_id, lane, attempt, reducer, members = unpack(message, bytes, int, int, int, bytes)
     if len(group_id) != 32 or lane not in list(Lane):
         raise RemoteProtocolError("a lane header with no group id or of an unknown lane")
     if not 0 <= attempt <= MAX_BALLOT or not 0 <= reducer < 256:
         raise RemoteProtocolError("a lane header of an impossible attempt or reducer")
-    return LaneHeader(group_id, Lane(lane), attempt, reducer)
+    if len(members) not in (0, MEMBERS_BYTES):
+        raise RemoteProtocolError("a lane header with a digest of another length")
+    return LaneHeader(group_id, Lane(lane), attempt, reducer, members)
 
 
 def part_frame(index: int) -> bytes:

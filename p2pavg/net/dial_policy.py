@@ -159,7 +159,7 @@ class DialBudget:
         Args:
             met_peer: the peer that is dialled, if it was met at this host.
         """
-        accounts = self._accounts_of(host, met_peer)
+        accounts = self._accounts_of(host, met_peer, keep=False)
         if any(account.left(now) < 1.0 for account in accounts):
             return False
         return all(account.left(now) - account.under_way >= 1.0 for account in accounts) or None
@@ -176,26 +176,37 @@ class DialBudget:
             if failed:
                 account.failed(now)
 
-    def _accounts_of(self, host: str, met_peer: str) -> list[_Account]:
+    def _accounts_of(self, host: str, met_peer: str, *, keep: bool = True) -> list[_Account]:
+        def account(kind: str, name: str, failures: float, per_second: float) -> _Account:
+            return self._account((kind, name), failures, per_second, keep=keep)
+
         if met_peer:
-            return [self._account("peer", met_peer, PEER_FAILURES, PEER_FAILURES_PER_SECOND)]
+            return [account("peer", met_peer, PEER_FAILURES, PEER_FAILURES_PER_SECOND)]
+        everywhere = account("all", "", ALL_FAILURES, ALL_FAILURES_PER_SECOND)
+        if ipaddress.ip_address(host).is_loopback:
+            # No third party: a swarm on this machine whose processes were killed must not keep the living apart.
+            return [everywhere]
+        factor = PREFIX_FACTOR
         return [
-            self._account("host", host, HOST_FAILURES, HOST_FAILURES_PER_SECOND),
-            self._account(
-                "prefix",
-                prefix_of(host),
-                PREFIX_FACTOR * HOST_FAILURES,
-                PREFIX_FACTOR * HOST_FAILURES_PER_SECOND,
-            ),
-            self._account("all", "", ALL_FAILURES, ALL_FAILURES_PER_SECOND),
+            account("host", host, HOST_FAILURES, HOST_FAILURES_PER_SECOND),
+            account("prefix", prefix_of(host), factor * HOST_FAILURES, factor * HOST_FAILURES_PER_SECOND),
+            everywhere,
         ]
 
-    def _account(self, kind: str, name: str, failures: float, per_second: float) -> _Account:
-        key = (kind, name)
-        if key not in self._accounts:
-            self._accounts[key] = _Account(failures, per_second)
-        self._accounts.move_to_end(key)
-        for old in list(self._accounts)[: len(self._accounts) - MAX_ACCOUNTS]:
+    def _account(self, key: tuple[str, str], failures: float, per_second: float, *, keep: bool) -> _Account:
+        """Return an account; one that is only looked at takes no place, or questions could push others out."""
+        found = self._accounts.get(key)
+        if found is None:
+            found = _Account(failures, per_second)
+            if not keep:
+                return found
+            self._accounts[key] = found
+            self._forget()
+        if keep:
+            self._accounts.move_to_end(key)
+        return found
+
+    def _forget(self) -> None:
+        for old in list(self._accounts)[: max(0, len(self._accounts) - MAX_ACCOUNTS)]:
             if not self._accounts[old].under_way:
                 del self._accounts[old]
-        return self._accounts[key]

@@ -96,7 +96,10 @@ def sync_parameters(
             f" and not {source_id}"
         )
     assert isinstance(result.averaged, list)
-    _compare(board, averager.peer_id, result, digest_of(result.averaged), until)
+    # Every listener averages a share, and could give all others the same false one: the source tells what is true. As
+    # below, a sum makes 0.0 of -0.0.
+    true = [tensor + 0.0 for tensor in kept] if source else result.averaged
+    _compare(board, averager.peer_id, result, digest_of(true), until)
     # The source too: a sum makes 0.0 of -0.0, and all are to have the same bits.
     for tensor, came in zip(kept, result.averaged, strict=True):
         tensor.copy_(came)
@@ -145,7 +148,8 @@ def _compare(board: Bulletin, me: str, result: Success, digest: bytes, until: fl
     """
     group = bytes.fromhex(result.group_id)
     board.say(pack(_VERSION, group, digest), now=True)
-    members = {*result.peers, *result.listeners} - {me} - result.lost.keys()
+    # Without the source's word nothing is taken, also if it was lost after it had sent everything.
+    members = {*result.peers, *(set(result.listeners) - result.lost.keys())} - {me}
     while True:
         version = board.version
         told = _told_of(board, group)

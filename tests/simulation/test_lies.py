@@ -47,6 +47,7 @@ from p2pavg.net.framing import send_message
 from p2pavg.net.transport import Buffer, Stream, Transport
 from p2pavg.net.wire import pack
 from p2pavg.peer import Peer
+from p2pavg.round import Round
 from p2pavg.testing import MemoryNetwork, simulated_peers
 from p2pavg.testing.memory import MemoryTransport
 from p2pavg.testing.simulation import simulated_signer
@@ -500,6 +501,41 @@ async def test_a_leader_that_names_members_of_an_attempt_that_were_not_in_it_is_
         )
 
 
+@pytest.mark.parametrize("others", [(0, 1, 2), (0, 1)], ids=["fewer", "only two"])
+async def test_a_leader_that_names_other_members_to_each_member_makes_no_two_ban_each_other(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, others: tuple[int, ...]
+) -> None:
+    """Their cuts of the vector differ, so that the parts of one are wrong for the other."""
+    # As for vectors of millions of elements, a part's size depends on the number of members.
+    monkeypatch.setattr("p2pavg.allreduce.reduction.part_size", lambda _elements, count: 32 * count)
+
+    class TwoFaced(LyingControl):
+        async def _speak(self, line: Any, stream: Stream) -> None:
+            position = self._positions[stream.remote]
+            members = frozenset(others) if position in others else frozenset(range(SIZE))
+            for vote in (Gather(SIZE), Begin(SIZE, SIZE, members, members, 0, frozenset())):
+                await stream.send_all(message(encode_vote(vote)))
+            await Control._speak(self, line, stream)
+
+    bans: list[tuple[str, str]] = []
+
+    def ban(self: Matchmaker, peer_id: str, reason: str, seconds: float) -> None:
+        bans.append((self._around.transport.peer_id, peer_id))
+
+    monkeypatch.setattr(Matchmaker, "ban", ban)
+    instead(monkeypatch, "Control", 0, TwoFaced)
+    swarm = await play()
+    assert not [pair for pair in bans if name(0) not in pair]
+    for index in honest(0):
+        result = swarm.results[name(index)]
+        assert isinstance(result, p2pavg.Success | p2pavg.Failed)
+        if isinstance(result, p2pavg.Success):
+            members = [index for index in range(SIZE) if name(index) in result.peers]
+            torch.testing.assert_close(
+                tensors_of(result)[0], mean(members, ELEMENTS).float(), rtol=1e-5, atol=1e-6
+            )
+
+
 @EVERYWHERE
 async def test_a_member_that_votes_without_end_is_excluded(
     autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, liar: int
@@ -647,11 +683,26 @@ async def test_who_votes_and_never_contributes_is_excluded_by_name(
     assert max(swarm.ended[name(index)] - swarm.began[name(index)] for index in honest(liar)) < 6.0
 
 
-async def test_a_leader_that_leads_to_no_end_is_left_alone_for_a_while(
+@pytest.mark.parametrize("liar", [1, 3])
+async def test_a_member_that_never_says_that_it_holds_the_result_is_left_behind(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, liar: int
+) -> None:
+    """It does everything else. The leader leaves enough time for another attempt, however short the first one was."""
+    tell = Control.tell
+
+    def say_nothing_of_it(self: Control, position: int, vote: Vote) -> None:
+        if self._roster.members[self._me].peer_id != name(liar) or not isinstance(vote, Held):
+            tell(self, position, vote)
+
+    monkeypatch.setattr(Control, "tell", say_nothing_of_it)
+    check_costs_itself(await play(), liar, "it is too slow for the others to end in time")
+
+
+async def test_a_leader_that_leads_to_no_end_has_a_strike_and_no_ban(
     autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is there and answers, and never says that the round is committed."""
-    bans: list[str] = []
+    strikes: list[tuple[str | None, bool, bool]] = []
     advance, until_the_end = agreement.advance, exchange.Exchange._until_the_end
     leave = exchange.Exchange._leave_the_slowest_behind
 
@@ -670,13 +721,15 @@ async def test_a_leader_that_leads_to_no_end_is_left_alone_for_a_while(
     monkeypatch.setattr(exchange, "advance", hear_no_result)
     monkeypatch.setattr(exchange.Exchange, "_until_the_end", outlast_the_others)
     monkeypatch.setattr(exchange.Exchange, "_leave_the_slowest_behind", wait_for_all)
-    monkeypatch.setattr(Matchmaker, "ban", lambda _self, peer_id, *_why: bans.append(peer_id))
+    monkeypatch.setattr(
+        Round, "_avoid", lambda _self, v: strikes.append((v.peer_id, v.hostile, v.seconds > 0))
+    )
     swarm = await play()
     for index in honest(0):
         result = swarm.results[name(index)]
         assert isinstance(result, p2pavg.Failed)
         assert "led the round to no end" in result.reason
-    assert set(bans) == {name(0)}
+    assert {strike for strike in strikes if strike[1] or strike[2]} == {(name(0), False, True)}
 
 
 async def test_a_member_that_is_not_where_its_record_says_is_lost_and_its_neighbour_is_not(

@@ -14,7 +14,14 @@ from trio.testing import wait_all_tasks_blocked
 
 from p2pavg.allreduce.attempt import Attempt, attempt_tools
 from p2pavg.allreduce.lobby import InboundLane, Lanes
-from p2pavg.allreduce.messages import FRAME_BYTES, Lane, LaneHeader, encode_header, part_frame
+from p2pavg.allreduce.messages import (
+    FRAME_BYTES,
+    Lane,
+    LaneHeader,
+    encode_header,
+    members_digest,
+    part_frame,
+)
 from p2pavg.allreduce.milestones import Milestone
 from p2pavg.allreduce.votes import DIGEST_BYTES
 from p2pavg.errors import StreamBrokenError, UnreachableError
@@ -78,6 +85,7 @@ class Reaches(Transport):
 
     def __init__(self, peer_id: str, unreachable: Sequence[str] = ()) -> None:
         self.peer_id = peer_id
+        self.members = b""
         self.opened: list[SaidBefore] = []
         self._unreachable = unreachable
 
@@ -114,7 +122,7 @@ class Reaches(Transport):
 
     def sent(self, peer_id: str, lane: Lane, reducer: int = 0) -> bytes | None:
         """What went to a member on a lane, after its header."""
-        header = encode_header(LaneHeader(GROUP, lane, NUMBER, reducer))
+        header = encode_header(LaneHeader(GROUP, lane, NUMBER, reducer, self.members))
         head = len(header).to_bytes(4, "big") + header
         found = [s for s in self.opened if s.remote == peer_id and s.sent.startswith(head)]
         assert len(found) <= 1
@@ -159,7 +167,9 @@ class Side:
         self, me: str = A, group: Roster | None = None, *, unreachable: Sequence[str] = (), value: float = 1.0
     ) -> None:
         group = three() if group is None else group
+        self.members = members_digest(NUMBER, (member.peer_id for member in group.members))
         self.transport = Reaches(me, unreachable)
+        self.transport.members = self.members
         self.reports = Reports()
         self.lanes = Lanes()
         positions = {member.peer_id: index for index, member in enumerate(group.members)}
@@ -193,7 +203,7 @@ class Side:
         stream: Callable[[bytes, str], Stream | DirectLane] = Silent,
     ) -> InboundLane:
         """A member opens a lane and says something on it."""
-        inbound = InboundLane(stream(said, peer_id), LaneHeader(GROUP, lane, NUMBER, reducer))
+        inbound = InboundLane(stream(said, peer_id), LaneHeader(GROUP, lane, NUMBER, reducer, self.members))
         self.lanes.arrived(inbound)
         await wait_all_tasks_blocked()
         return inbound
@@ -492,7 +502,7 @@ class TestPassingOn:
             await everything_but(side, (C, Lane.AVERAGES))
             side.attempt.take_from(B, [C])
             slow = Slow(words, C)
-            lane = InboundLane(slow, LaneHeader(GROUP, Lane.AVERAGES, NUMBER))
+            lane = InboundLane(slow, LaneHeader(GROUP, Lane.AVERAGES, NUMBER, 0, side.members))
             side.lanes.arrived(lane)
             slow.allow(before)
             await wait_all_tasks_blocked()
@@ -581,7 +591,7 @@ class TestTakingDirectLanes:
         side, words = Side(), part(30.0)
         async with side.running():
             slow = Slow(words, C)
-            stream = InboundLane(slow, LaneHeader(GROUP, kind, NUMBER))
+            stream = InboundLane(slow, LaneHeader(GROUP, kind, NUMBER, 0, side.members))
             side.lanes.arrived(stream)
             await wait_all_tasks_blocked()
             late = await side.comes(C, Lane.PARTS, b"", stream=SaysNothing)

@@ -14,6 +14,7 @@ from p2pavg.net.dial_policy import (
     ALL_FAILURES,
     HOST_FAILURES,
     HOST_FAILURES_PER_SECOND,
+    MAX_ACCOUNTS,
     PEER_FAILURES,
     PREFIX_FACTOR,
     DialBudget,
@@ -217,3 +218,30 @@ class TestGate:
 def test_own_networks_are_without_loopback() -> None:
     assert not [network for network in own_networks() if network.is_loopback]
     assert socket.has_ipv6 or all(network.version == 4 for network in own_networks())
+
+
+def test_questions_push_no_account_out() -> None:
+    budget = DialBudget()
+    for _ in range(HOST_FAILURES):
+        budget.begin("203.0.113.9")
+        budget.end(0.0, "203.0.113.9", failed=True)
+    for number in range(2 * MAX_ACCOUNTS):
+        budget.may_begin(0.0, f"198.{18 + number // 65536}.{number // 256 % 256}.{number % 256}")
+    assert budget.may_begin(0.0, "203.0.113.9") is False
+
+
+def test_the_latest_accounts_stay_when_there_are_too_many() -> None:
+    budget = DialBudget()
+    for number in range(MAX_ACCOUNTS // 2):
+        host = f"198.18.{number // 256}.{number % 256}"
+        budget.begin(host)
+        budget.end(1000.0 * number, host, failed=True)
+    assert len(budget._accounts) > MAX_ACCOUNTS // 2
+
+
+def test_processes_of_this_machine_that_are_gone_do_not_keep_the_others_apart() -> None:
+    budget = DialBudget()
+    for _ in range(4 * HOST_FAILURES):
+        budget.begin("127.0.0.1")
+        budget.end(0.0, "127.0.0.1", failed=True)
+    assert budget.may_begin(0.0, "127.0.0.1")

@@ -111,6 +111,22 @@ class TestSource:
         assert torch.equal(tensors[0], torch.full((3,), 2.0))
         assert caplog.text.count("not the source that was named: stranger") == 2
 
+    def test_a_false_share_that_all_others_received_alike_is_found_out_by_the_source(self) -> None:
+        """A listener that averages a share can give all others, and the source, the same false one."""
+        tensors = [torch.full((3,), 1.0)]
+        rounds = Rounds(came(6.0, "me", listeners=("other",)))
+        rounds.board.others["other"] = received(6.0)
+        with pytest.raises(SyncError, match="received other parameters"):
+            sync(rounds, tensors, source=True, source_id="me")
+        assert torch.equal(tensors[0], torch.full((3,), 1.0))
+
+    def test_nothing_is_taken_without_the_word_of_the_source(self) -> None:
+        tensors = [torch.zeros(3)]
+        rounds = Rounds(replace(came(2.0, "source"), lost={"source": "it closed its stream"}))
+        with pytest.raises(SyncError, match="did not say what they received"):
+            sync(rounds, tensors, source_id="source", timeout=0.3)
+        assert torch.equal(tensors[0], torch.zeros(3))
+
     def test_if_none_but_another_comes_it_is_an_error(self) -> None:
         tensors = [torch.zeros(3)]
         with pytest.raises(SyncError, match="peer stranger says that it is the source, and not source"):

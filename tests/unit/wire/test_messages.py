@@ -150,16 +150,17 @@ def test_a_strangers_words_cannot_move_the_cursor() -> None:
 @pytest.mark.parametrize(
     ("header", "fields"),
     [
-        (LaneHeader(b"\x07" * 32, Lane.AVERAGES), "010000"),
-        (LaneHeader(b"\x07" * 32, Lane.CONTRIBUTIONS, attempt=200), "00ccc800"),
-        (LaneHeader(b"\x07" * 32, Lane.PASSED_ON, attempt=3, reducer=5), "020305"),
-        (LaneHeader(b"\x07" * 32, Lane.CONTROL), "030000"),
-        (LaneHeader(b"\x07" * 32, Lane.ASK), "040000"),
-        (LaneHeader(b"\x07" * 32, Lane.PASSED_ON, MAX_BALLOT, 255), "02ce80000000ccff"),
+        (LaneHeader(b"\x07" * 32, Lane.AVERAGES), "010000c400"),
+        (LaneHeader(b"\x07" * 32, Lane.CONTRIBUTIONS, attempt=200), "00ccc800c400"),
+        (LaneHeader(b"\x07" * 32, Lane.PASSED_ON, attempt=3, reducer=5), "020305c400"),
+        (LaneHeader(b"\x07" * 32, Lane.CONTROL), "030000c400"),
+        (LaneHeader(b"\x07" * 32, Lane.PARTS, 9, members=b"\x08" * 16), "050900c410" + "08" * 16),
+        (LaneHeader(b"\x07" * 32, Lane.ASK), "040000c400"),
+        (LaneHeader(b"\x07" * 32, Lane.PASSED_ON, MAX_BALLOT, 255), "02ce80000000ccffc400"),
     ],
 )
 def test_the_header_of_a_lane(header: LaneHeader, fields: str) -> None:
-    assert encode_header(header).hex() == "94c420" + "07" * 32 + fields
+    assert encode_header(header).hex() == "95c420" + "07" * 32 + fields
     assert decode_header(encode_header(header)) == header
     assert len(encode_header(header)) <= MAX_HEADER_BYTES
 
@@ -167,21 +168,24 @@ def test_the_header_of_a_lane(header: LaneHeader, fields: str) -> None:
 @pytest.mark.parametrize(
     "fields",
     [
-        (b"\x07" * 31, 0, 0, 0),
-        (b"\x07" * 33, 0, 0, 0),
-        ("7" * 32, 0, 0, 0),
-        (b"\x07" * 32, len(Lane), 0, 0),
-        (b"\x07" * 32, -1, 0, 0),
-        (b"\x07" * 32, True, 0, 0),
-        (b"\x07" * 32, 0, -1, 0),
-        (b"\x07" * 32, 0, MAX_BALLOT + 1, 0),
-        (b"\x07" * 32, 0, 1.0, 0),
-        (b"\x07" * 32, 0, 0, -1),
-        (b"\x07" * 32, 0, 0, 256),
-        (b"\x07" * 32, 0, 0, None),
-        (b"\x07" * 32, 0),
-        (b"\x07" * 32, 0, 0),
-        (b"\x07" * 32, 0, 0, 0, 0),
+        (b"\x07" * 31, 0, 0, 0, b""),
+        (b"\x07" * 33, 0, 0, 0, b""),
+        ("7" * 32, 0, 0, 0, b""),
+        (b"\x07" * 32, len(Lane), 0, 0, b""),
+        (b"\x07" * 32, -1, 0, 0, b""),
+        (b"\x07" * 32, True, 0, 0, b""),
+        (b"\x07" * 32, 0, -1, 0, b""),
+        (b"\x07" * 32, 0, MAX_BALLOT + 1, 0, b""),
+        (b"\x07" * 32, 0, 1.0, 0, b""),
+        (b"\x07" * 32, 0, 0, -1, b""),
+        (b"\x07" * 32, 0, 0, 256, b""),
+        (b"\x07" * 32, 0, 0, None, b""),
+        (b"\x07" * 32, 0, b""),
+        (b"\x07" * 32, 0, 0, b""),
+        (b"\x07" * 32, 0, 0, 0),
+        (b"\x07" * 32, 0, 0, 0, 0, b""),
+        (b"\x07" * 32, 0, 0, 0, b"\x08" * 15),
+        (b"\x07" * 32, 0, 0, 0, "8" * 16),
     ],
     ids=str,
 )

@@ -184,8 +184,8 @@ class Member:
     asked: tuple[tuple[int, int], ...] = ()
     """Ballots of members that this one does not see as the leader yet."""
     accusations: frozenset[tuple[int, int, bool]] = frozenset()
-    """(accuser, accused, hostile), of all that told this member of trouble while it led. A member that accuses others
-    again and again is soon the one with most troubles; without memory it could begin every attempt anew."""
+    """(accuser, accused, hostile), of all that told this member of trouble in this ballot, while it led. They count
+    with the accusers' answers: else a member could say it has trouble, answer that it has none, and so on for ever."""
     trouble: bool = False
     """The ballot cannot commit as it was begun."""
     reason: str = ""
@@ -695,6 +695,7 @@ def _take_up(draft: _Draft, begin: Begin) -> None:
     m.ballot, m.attempt, m.members = begin.ballot, begin.attempt, begin.members
     m.view, m.must, m.source = begin.view, begin.must, begin.source
     m.held, m.promises, m.trouble = (), (), bool(begin.view & m.lost)
+    m.accusations = frozenset()  # of two that cannot exchange, one is in the view no more
     if m.accepted is not None and m.accepted.attempt != begin.attempt:
         m.accepted = None  # a quorum has answered, and it was not committed
     if begin.attempt == begin.ballot:

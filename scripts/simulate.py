@@ -257,8 +257,10 @@ def main() -> int:
     failed = 0
     seeds = range(arguments.first, arguments.first + arguments.rounds)
     with multiprocessing.Pool(arguments.processes) as pool:
-        for seed, tally, wrong in pool.imap_unordered(one, seeds, chunksize=4):
+        for done, (seed, tally, wrong) in enumerate(pool.imap_unordered(one, seeds, chunksize=4), start=1):
             total += tally
+            if done % 500 == 0:
+                print(f"{done} seeds so far, {failed} wrong", file=sys.stderr, flush=True)
             if wrong:
                 failed += 1
                 print(f"seed {seed}: {wrong}\n  again: scripts/simulate --seed {seed} --log", flush=True)

@@ -183,9 +183,6 @@ class DialBudget:
         if met_peer:
             return [account("peer", met_peer, PEER_FAILURES, PEER_FAILURES_PER_SECOND)]
         everywhere = account("all", "", ALL_FAILURES, ALL_FAILURES_PER_SECOND)
-        if ipaddress.ip_address(host).is_loopback:
-            # No third party: a swarm on this machine whose processes were killed must not keep the living apart.
-            return [everywhere]
         factor = PREFIX_FACTOR
         return [
             account("host", host, HOST_FAILURES, HOST_FAILURES_PER_SECOND),

@@ -237,11 +237,3 @@ def test_the_latest_accounts_stay_when_there_are_too_many() -> None:
         budget.begin(host)
         budget.end(1000.0 * number, host, failed=True)
     assert len(budget._accounts) > MAX_ACCOUNTS // 2
-
-
-def test_processes_of_this_machine_that_are_gone_do_not_keep_the_others_apart() -> None:
-    budget = DialBudget()
-    for _ in range(4 * HOST_FAILURES):
-        budget.begin("127.0.0.1")
-        budget.end(0.0, "127.0.0.1", failed=True)
-    assert budget.may_begin(0.0, "127.0.0.1")

@@ -3,7 +3,7 @@
 Messages are checked when they are decoded and again by the rules, so no message should cause an exception. Should one
 do so all the same, it is a bug of this project that the peer's message reached. The peer is dropped and the bug is
 logged with its traceback; the caller's training loop goes on. Use it around the handling of messages only: an exception
-in a timer or in an own action is nobody's message and must stay loud.
+in a timer or in an own action was caused by no message and must stay loud.
 """
 
 from __future__ import annotations

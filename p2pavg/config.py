@@ -100,7 +100,7 @@ class AveragingConfig:
 
     @property
     def most_weight(self) -> float:
-        """What one contribution counts at most."""
+        """Return what one contribution counts at most."""
         return MAX_WEIGHT if self.max_weight is None else float(self.max_weight)
 
     @property

@@ -107,12 +107,12 @@ class Start:
 
     @property
     def together(self) -> bool:
-        """Whether all three are in one lineage."""
+        """Return whether all three are in one lineage."""
         return len(self.lineages) == 3 and len(set(self.lineages)) == 1
 
     @property
     def told(self) -> bool:
-        """Whether two are in one lineage, and the third one ended with the reason."""
+        """Return whether two are in one lineage, and the third one ended with the reason."""
         return len(self.lineages) == 2 and len(set(self.lineages)) == 1 and self.heard is not None
 
 

@@ -307,7 +307,7 @@ def _is_due(member: Member, event: Heard) -> bool:
 
 
 def _is_impossible(member: Member, event: Heard) -> bool:
-    """Whether a ballot that is due contradicts what this member knows of the attempts that it was in."""
+    """Return whether a ballot that is due contradicts what this member knows of the attempts that it was in."""
     vote = event.vote
     if not _is_due(member, event) or not isinstance(vote, Begin) or vote.attempt == vote.ballot:
         return False
@@ -324,13 +324,13 @@ def _is_impossible(member: Member, event: Heard) -> bool:
 
 
 def _contradicts(member: Member, attempt: int, members: Members) -> bool:
-    """Whether an attempt has other members than this member knows. All are in the first."""
+    """Return whether an attempt has other members than this member knows. All are in the first."""
     known = frozenset(range(member.size)) if attempt == 0 else member.members
     return attempt in (0, member.attempt) and members != known
 
 
 def _is_false_promise(member: Member, event: Heard) -> bool:
-    """Whether an answer contradicts what the leader knows, or itself."""
+    """Return whether an answer contradicts what the leader knows, or itself."""
     vote = event.vote
     if not isinstance(vote, Promise) or vote.ballot != member.promised:
         return False

@@ -230,7 +230,7 @@ class Exchange:
         return None if member.undecided else member.presumed_used
 
     def _is_taken_as_used(self) -> bool:
-        """Whether this member's contribution is used up, when no more will be heard.
+        """Return whether this member's contribution is used up, when no more will be heard.
 
         A member that said that it holds the result has most likely been counted in it; one that never said so may be
         counted only if others went on with a result that it did not hold, which takes two more losses.

@@ -168,7 +168,7 @@ class Lobby:
         return ExpectedGroup(self, group_id, on_arrival)
 
     def wants_lane(self, peer_id: str) -> bool:
-        """Whether a direct lane of this peer is expected: it is, or may be, in a group that is."""
+        """Return whether a direct lane of this peer is expected: it is, or may be, in a group that is."""
         return any(group.members is None or peer_id in group.members for group in self.groups.values())
 
     def remember(self, group_id: bytes, how_it_ended: HowItEnded) -> None:

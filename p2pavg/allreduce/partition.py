@@ -64,7 +64,7 @@ MOST_OF_VECTOR = Fraction(2, 3)
 def largest_fraction(members: Sequence[MemberLink]) -> Fraction:
     """Return the part of the vector that one member reduces at most, whatever bandwidth it has signed.
 
-    Two members see each other's contributions whoever reduces, and one reducer has no choice: there is no limit then.
+    Two members see each other's contributions in any case, and one reducer has no choice: there is no limit then.
     """
     reducers = sum(member.reachable for member in members) or len(members)
     if len(members) <= 2 or reducers == 1:

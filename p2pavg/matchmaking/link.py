@@ -52,7 +52,7 @@ class Link:
     ) -> None:
         """Carry messages until either side closes; ``on_lost`` is called unless it was this one.
 
-        ``on_fault`` is told when a message cannot even be decoded without an exception that nobody expected.
+        ``on_fault`` is told when a message cannot even be decoded without an unexpected exception.
         """
         reason = "it does not read its messages"
         try:

@@ -70,5 +70,5 @@ class Memory:
                 self._proven.popitem(last=False)
 
     def is_proven(self, peer_id: str) -> bool:
-        """Whether a round with this peer was finished, and it wasted no time since."""
+        """Return whether a round with this peer was finished, and it wasted no time since."""
         return peer_id in self._proven

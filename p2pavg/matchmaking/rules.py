@@ -320,7 +320,7 @@ class Matchmaking:
             self._due_since = now
 
     def _is_due(self, now: float) -> bool:
-        """Whether the leader could propose, as far as this peer sees."""
+        """Return whether the leader could propose, as far as this peer sees."""
         leader = self.leader
         assert leader is not None
         there = [leader] if self.me.auxiliary else [leader, self.me]

@@ -61,7 +61,7 @@ class DialGate:
         """
         address = parse_address_of(peer_id, text)
         if not self._acquaintances.has_met_anyone():
-            self.told_by_user(text)  # who else: nobody has spoken to this process yet
+            self.told_by_user(text)  # no other source: no peer has spoken to this process yet
         if text in self._from_user:
             return await self._look_up(address)
         host = _host_of(address)

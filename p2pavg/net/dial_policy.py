@@ -119,7 +119,7 @@ PREFIX_FACTOR = 4
 ALL_FAILURES = 256
 ALL_FAILURES_PER_SECOND = 8.0
 
-# Of one peer at hosts at which it was met: nobody else's limits keep this process from a peer that it knows.
+# Of one peer at hosts at which it was met: the limits of others do not keep this process from a peer that it knows.
 PEER_FAILURES = 16
 PEER_FAILURES_PER_SECOND = 1.0
 
@@ -135,7 +135,7 @@ class _Account:
         self.under_way = 0
 
     def left(self, now: float) -> float:
-        """How many dials may fail now."""
+        """Return how many dials may fail now."""
         return self._bucket.level(now)
 
     def failed(self, now: float) -> None:

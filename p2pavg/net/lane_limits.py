@@ -72,7 +72,7 @@ class InboundSlots:
         self._taken: Counter[PeerId] = Counter()
         self._share = share
         self.wanted: Callable[[PeerId], bool] = lambda _: True
-        """Whether lanes of a peer are expected now."""
+        """True if lanes of a peer are expected now."""
 
     def refusal(self, peer_id: PeerId) -> str:
         """Why the peer may have no more; empty if it may."""
@@ -90,7 +90,7 @@ class InboundSlots:
         return ""
 
     def is_full(self) -> bool:
-        """Whether there may be no more."""
+        """Return whether there may be no more."""
         return self._taken.total() >= int(MAX_INBOUND * self._share)
 
     def take(self, peer_id: PeerId) -> None:

@@ -107,7 +107,7 @@ _OF_THE_NETWORK = (
 
 
 def is_of_the_network(error: BaseException) -> bool:
-    """Whether a peer, or the way to it, has caused an error; any other one is a mistake of this process."""
+    """Return whether a peer, or the way to it, has caused an error; any other one is a mistake of this process."""
     if isinstance(error, BaseExceptionGroup):
         return all(map(is_of_the_network, error.exceptions))
     return isinstance(error, _OF_THE_NETWORK)
@@ -318,7 +318,7 @@ class GuardedYamux(Yamux):
         return sizes[largest]
 
     def is_reset(self, stream_id: int) -> bool:
-        """Whether a stream was reset, by either side."""
+        """Return whether a stream was reset, by either side."""
         stream = self.streams.get(stream_id)
         return stream is not None and stream.reset_received
 

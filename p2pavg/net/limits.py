@@ -53,7 +53,7 @@ class TokenBucket:
         return max(0.0, -self._level / self._rate)
 
     def level(self, now: float) -> float:
-        """How much may go at once; below 0 what was taken and is not earned yet. Takes nothing."""
+        """Return how much may go at once; below 0 what was taken and is not earned yet. Takes nothing."""
         last = now if self._last is None else self._last
         return min(self._burst, self._level + self._rate * max(0.0, now - last))
 

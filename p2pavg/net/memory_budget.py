@@ -27,7 +27,7 @@ class Holder(Protocol):
         """The peer that sent them."""
 
     def held(self) -> int:
-        """How many there are."""
+        """Return how many there are."""
 
     def shed(self) -> int:
         """Give up the stream that holds most; how many bytes that makes free, 0 when there is nothing to give up."""
@@ -63,11 +63,11 @@ class MemoryBudget:
             self._room = min(self._shed(companions=False), self._shed(companions=True))
 
     def held(self) -> int:
-        """How many bytes there are."""
+        """Return how many bytes there are."""
         return sum(holder.held() for holder in self._holders())
 
     def _shed(self, *, companions: bool) -> int:
-        """How much room is left, once the greediest have given up what is too much."""
+        """Return how much room is left, once the greediest have given up what is too much."""
         by_peer: defaultdict[str, list[Holder]] = defaultdict(list)
         sizes: defaultdict[str, int] = defaultdict(int)
         for holder in self._holders():

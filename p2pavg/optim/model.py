@@ -175,7 +175,7 @@ def _running_statistics(model: nn.Module) -> set[str]:
 
 
 def _keeps_small_values(codec: Codec) -> bool:
-    """Whether a small value beside large ones comes through about as it was."""
+    """Return whether a small value beside large ones comes through about as it was."""
     large, small = _SMALL_AMONG_LARGE
     probe = torch.full((max(codec.granularity, 2),), large)
     probe[0] = small

@@ -40,7 +40,7 @@ class Progress:
     batch_seconds: float = 0.0
     """Seconds that a batch of this peer takes, the median of the last few; 0 before the first one."""
     started: bool = False
-    """Whether it has taken an update with others since it began, or since it loaded a state."""
+    """True if it has taken an update with others since it began, or since it loaded a state."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.epoch <= MAX_EPOCH or len(self.state) != STATE_BYTES:
@@ -92,9 +92,9 @@ class Seen:
     samples: float
     """Those of its samples that are believed."""
     votes: bool = True
-    """Whether it counts among the peers that decide with which state the run goes on."""
+    """True if it counts among the peers that decide with which state the run goes on."""
     expected: bool = True
-    """Whether the next round is with this peer, where it has this peer's state."""
+    """True if the next round is with this peer, where it has this peer's state."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +118,7 @@ class Survey:
     claimed: float = 0.0
     """The samples that they say they have, believed or not."""
     others_wait: bool = False
-    """Whether there are others among them, and all of those compute no more."""
+    """True if there are others among them, and all of those compute no more."""
     computing: tuple[str, ...] = ()
     """Ids of the others among them that still compute."""
     apart: str = ""
@@ -250,7 +250,7 @@ def decide(
 
 
 def _when_there(mine: Progress, seen: Survey, target: float, apart: str) -> Decision:
-    """What a peer does next when all that a round needs is enough samples, or that all of them wait."""
+    """Return what a peer does next when all that a round needs is enough samples, or that all of them wait."""
     far = f"{seen.peers} peers have {seen.samples:g} of {target:g} samples together{apart}"
     if seen.samples >= target:
         return Average(seen.peers, far)
@@ -277,7 +277,7 @@ def _peers(number: int) -> str:
 
 
 def following(progress: Progress, earlier: Collection[bytes], mine: Progress) -> Progress:
-    """What a peer that took this peer's last update is about to say, while it still says what it was before it.
+    """Return what a peer that took this peer's last update is about to say, while it still says what it was before it.
 
     Args:
         progress: its word.

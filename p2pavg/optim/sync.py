@@ -116,7 +116,7 @@ def _check_source(averager: Averager, source: bool, source_id: str | None) -> No
 
 
 def _is_of(result: Success, source_id: str | None) -> bool:
-    """Whether the tensors are those of the peer that was named; any one's if none was."""
+    """Return whether the tensors are those of the peer that was named; any one's if none was."""
     return source_id is None or result.peers == (source_id,)
 
 

@@ -157,7 +157,7 @@ class Together:
 
     @property
     def is_called(self) -> bool:
-        """Whether this peer has come into a run whose other peers wait for nothing but its batch."""
+        """Return whether this peer has come into a run whose other peers wait for nothing but its batch."""
         seen = self.survey()  # first: it is what the next line asks about
         return self._attendance.joins(self._mine) and seen.others_wait
 

@@ -280,7 +280,7 @@ class PeerOptimizer:
             self.scheduler.load_state_dict(saved["scheduler"])
 
     def _saved(self) -> dict[str, Any]:
-        """What both kinds of states hold."""
+        """Return what both kinds of states hold."""
         lineage, origin = self.lineage, self._origin_now()
         if not self._has_begun and self._loaded is None:
             lineage = self._as_one(lineage_from(origin.parameters, origin.recipe))

@@ -494,7 +494,7 @@ class MemoryTransport(Transport):
         self.peer_id = peer_id
         self.inbound: Inbound = "accepted"
         self.listens = True
-        """Whether it announces an address; like a peer with ``listen=[]``, one that does not cannot be dialled."""
+        """True if it announces an address; like a peer with ``listen=[]``, one that does not cannot be dialled."""
         self.nursery = nursery
         self.handlers: dict[str, StreamHandler] = {}
         self._network = network

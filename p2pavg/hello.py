@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,11 +111,16 @@ def other_versions(mine: Sequence[str], heard: Sequence[Heard]) -> str:
         theirs = _versions(answer.hello.protocols)
         for name in sorted(own.keys() & theirs.keys()):
             if not own[name] & theirs[name]:
-                found[name, max(theirs[name])] += 1
+                found[name, _newest(theirs[name])] += 1
     return "; ".join(
-        f"{count} peer{'s speak' if count > 1 else ' speaks'} {name}/{version}, this one {name}/{max(own[name])}"
+        f"{count} peer{'s speak' if count > 1 else ' speaks'} {name}/{version}, this one {name}/{_newest(own[name])}"
         for (name, version), count in found.most_common(3)
     )
+
+
+def _newest(versions: Iterable[str]) -> str:
+    """Return the greatest version; 10 is greater than 9."""
+    return max(versions, key=lambda version: tuple(map(int, version.split("."))))
 
 
 def _versions(protocols: Sequence[str]) -> dict[str, set[str]]:

@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 WARN_SECONDS = 10.0  # longer than peers that are there need to find each other
 MAX_WARN_SECONDS = 600.0  # between two warnings, each pause twice as long as the one before
 MAX_TELLING = 8  # rounds that have ended, and whose members are still being told so
+MAX_STALLED = 1024  # peers whose stalls are remembered; the one whose last stall is oldest is forgotten
 BAN_SECONDS = 600.0  # a peer that broke the protocol is not met again for this long
 
 
@@ -311,7 +312,10 @@ class Round:
             self._tools.matchmaker.ban(verdict.peer_id, verdict.reason, BAN_SECONDS)
         elif verdict.seconds:
             # Silence, once, is a hiccup: a laptop that was closed for a moment. A whole round's time is not.
-            strikes = self._tools.stalled[verdict.peer_id] = self._tools.stalled.get(verdict.peer_id, 0) + 1
+            strikes = self._tools.stalled.pop(verdict.peer_id, 0) + 1
+            self._tools.stalled[verdict.peer_id] = strikes
+            if len(self._tools.stalled) > MAX_STALLED:
+                del self._tools.stalled[next(iter(self._tools.stalled))]
             if strikes > 1 or verdict.seconds >= self._tools.config.exchange_timeout:
                 seconds = min(verdict.seconds * 2.0 ** min(strikes, 10), BAN_SECONDS)
                 self._tools.matchmaker.ban(verdict.peer_id, verdict.reason, seconds)

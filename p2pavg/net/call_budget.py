@@ -39,8 +39,8 @@ LONGEST_DELAY = 2.0
 # took half as long again on loopback. In simulations, where the clock stands still meanwhile, only bytes are charged.
 OVERHEAD = 1.5
 
-# As many as a process has connections and contacts. Whoever is forgotten has a full bucket again: an attacker that
-# needs 4096 identities for that meets its prefixes' limits first.
+# Of peers, and as many of prefixes: more than a process has connections and contacts. A caller that is forgotten has a
+# full bucket again: an attacker that needs thousands of identities for that meets its prefixes' limits first.
 MAX_ACCOUNTS = 4096
 
 

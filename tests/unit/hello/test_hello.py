@@ -103,6 +103,8 @@ def test_another_version_is_named() -> None:
     assert other_versions(mine, [old, new]) == "1 peer speaks match/2.0.0, this one match/1.0.0"
     assert other_versions(mine, [new, new]) == "2 peers speak match/2.0.0, this one match/1.0.0"
     assert other_versions(mine, [old]) == ""
+    newest = Heard(hello(NOW, "/p2pavg/match/9.0.0", "/p2pavg/match/10.0.0"), 0.0)
+    assert other_versions(mine, [newest]) == "1 peer speaks match/10.0.0, this one match/1.0.0"
 
 
 @pytest.mark.parametrize(

@@ -12,20 +12,20 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from p2pavg.accumulation import Accumulation, Given, Schema
 from p2pavg.allreduce.attempt import attempt_tools
-from p2pavg.bandwidth import BandwidthMeter
-from p2pavg.bulletin import LOOK_SECONDS, Bulletin, bulletin_key
 from p2pavg.config import MAX_GROUP_SIZE, AveragingConfig
 from p2pavg.errors import BusyError, ClosedError
-from p2pavg.hello import nobody_of_the_run
+from p2pavg.group.bandwidth import BandwidthMeter
+from p2pavg.group.participation import listeners
+from p2pavg.group.roster import MAX_STATE_BYTES, ready_key, share_cutter
 from p2pavg.matchmaking.actions import Settings
 from p2pavg.matchmaking.matchmaker import Matchmaker
-from p2pavg.matchmaking.roster import MAX_STATE_BYTES, ready_key, share_cutter
-from p2pavg.participation import listeners
+from p2pavg.records.board import LOOK_SECONDS, Bulletin, bulletin_key
+from p2pavg.records.hello import nobody_of_the_run
+from p2pavg.records.run_entry import RUN_TTL_SECONDS, RunEntry, encode_entry, read_entries, run_key, why_apart
 from p2pavg.result import InProgress, NoPeers, RoundResult, Tensors
-from p2pavg.round import Round, RoundPlan, RoundTools
-from p2pavg.run import RUN_TTL_SECONDS, RunEntry, encode_entry, read_entries, run_key, why_apart
+from p2pavg.round.round import Round, RoundPlan, RoundTools
+from p2pavg.vector.accumulation import Accumulation, Given, Schema
 
 if TYPE_CHECKING:
     from p2pavg.peer import Peer

@@ -14,13 +14,13 @@ from types import MappingProxyType
 
 import trio
 
-from p2pavg.accumulation import Given
 from p2pavg.averager import DecentralizedAverager
-from p2pavg.bulletin import LOOK_SECONDS, Bulletin
 from p2pavg.config import AveragingConfig
 from p2pavg.peer import DEFAULT_LISTEN, open_peer
+from p2pavg.records.board import LOOK_SECONDS, Bulletin
 from p2pavg.result import RoundResult, Tensors
-from p2pavg.trio_thread import TrioThread
+from p2pavg.threads.trio_thread import TrioThread
+from p2pavg.vector.accumulation import Given
 
 
 class Averager:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from p2pavg.errors import ConfigError
-from p2pavg.names import MAX_RULE_CHARS, is_rule
-from p2pavg.participation import MAX_MBPS, Participation, check_tags
+from p2pavg.group.names import MAX_RULE_CHARS, is_rule
+from p2pavg.group.participation import MAX_MBPS, Participation, check_tags
 from p2pavg_compression import Codec, resolve_codec
 
 MAX_GROUP_SIZE = 64

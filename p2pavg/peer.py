@@ -11,10 +11,8 @@ from contextlib import asynccontextmanager, closing
 
 import trio
 
-from p2pavg._exceptions import bare_exceptions
 from p2pavg.allreduce.lobby import Lobby
 from p2pavg.allreduce.messages import PROTOCOL as EXCHANGE_PROTOCOL
-from p2pavg.allreduce.milestones import Observe, ignore
 from p2pavg.averager import DecentralizedAverager
 from p2pavg.config import AveragingConfig
 from p2pavg.errors import (
@@ -23,18 +21,20 @@ from p2pavg.errors import (
     RemoteProtocolError,
     UnreachableError,
 )
-from p2pavg.greeting import Greeter
-from p2pavg.hello import PROTOCOL as HELLO_PROTOCOL
-from p2pavg.identity import load_or_make_seed
+from p2pavg.group.milestones import Observe, ignore
 from p2pavg.matchmaking.matchmaker import Matchmaker, Surroundings
 from p2pavg.matchmaking.messages import PROTOCOL as MATCH_PROTOCOL
 from p2pavg.matchmaking.messages import Ask, Declined, Nudge, decode, encode
 from p2pavg.net.addresses import check_is_list, parse_peer_address
 from p2pavg.net.framing import receive_message, send_message
 from p2pavg.net.transport import Stream, Transport
-from p2pavg.record_calls import RecordCalls
-from p2pavg.record_service import RecordService
-from p2pavg.workers import RunInThread, Workers
+from p2pavg.records.calls import RecordCalls
+from p2pavg.records.greeting import Greeter
+from p2pavg.records.hello import PROTOCOL as HELLO_PROTOCOL
+from p2pavg.records.identity import load_or_make_seed
+from p2pavg.records.service import RecordService
+from p2pavg.threads.exceptions import bare_exceptions
+from p2pavg.threads.workers import RunInThread, Workers
 from p2pavg_dht import PROTOCOL as RECORDS_PROTOCOL
 from p2pavg_dht import (
     Contact,
@@ -275,7 +275,7 @@ async def open_peer(
         BootstrapError: no bootstrap peer answered within 15 s.
     """
     # Here and not above: libp2p takes 0.4 s to import, and the simulation does without it.
-    from p2pavg.net.libp2p import open_libp2p_transport
+    from p2pavg.net.libp2p.transport import open_libp2p_transport
 
     check_is_list("listen", listen)
     check_is_list("bootstrap", bootstrap)

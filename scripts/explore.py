@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 
-from tests.unit.agreement.world import Faults, Group
+from tests.unit.consensus.world import Faults, Group
 
 # Size, faults, auxiliaries; and whether a contribution may never count twice, see docs/round.md.
 CASES = [

@@ -34,11 +34,12 @@ import torch
 import trio
 
 import p2pavg
-from p2pavg.allreduce import agreement, control, exchange, reduction
-from p2pavg.allreduce.choice import next_ballot
+from p2pavg.allreduce import reduction
 from p2pavg.allreduce.messages import PROTOCOL as EXCHANGE_PROTOCOL
 from p2pavg.allreduce.messages import Lane, LaneHeader, encode_header, part_frame
-from p2pavg.allreduce.votes import (
+from p2pavg.consensus import agreement
+from p2pavg.consensus.choice import next_ballot
+from p2pavg.consensus.votes import (
     Accepted,
     Begin,
     Behind,
@@ -54,15 +55,16 @@ from p2pavg.allreduce.votes import (
     decode_vote,
     encode_vote,
 )
-from p2pavg.bulletin import bulletin_key
 from p2pavg.errors import ClosedError, RemoteProtocolError, StreamBrokenError, UnreachableError
+from p2pavg.group.roster import Candidate, Roster, read_candidate, sign_candidate
 from p2pavg.matchmaking import matchmaker, messages
-from p2pavg.matchmaking.roster import Candidate, Roster, read_candidate, sign_candidate
 from p2pavg.net.framing import send_message
 from p2pavg.net.transport import Stream
 from p2pavg.optim.progress import Progress, encode_progress
 from p2pavg.peer import Peer
-from p2pavg.run import RunEntry, encode_entry, run_key
+from p2pavg.records.board import bulletin_key
+from p2pavg.records.run_entry import RunEntry, encode_entry, run_key
+from p2pavg.round import control, exchange
 from p2pavg.testing import MemoryNetwork, run_peers, simulate
 from p2pavg.testing.simulation import simulated_signer
 from p2pavg_dht import PROTOCOL as RECORDS_PROTOCOL

@@ -2,12 +2,12 @@
 
 Butterfly: every contributor sends each reducer the parts of its share; the reducer averages a part as soon as its last
 contribution is in, encodes the average once, and sends those bytes to every contributor. What goes wrong is reported;
-what it means is decided elsewhere (:mod:`p2pavg.allreduce.agreement`), and the lanes of the others go on meanwhile.
+what it means is decided elsewhere (:mod:`p2pavg.consensus.agreement`), and the lanes of the others go on meanwhile.
 
-Where a direct lane comes about, it carries all that one member sends another (:mod:`p2pavg.allreduce.direct` moves its
-parts, in a thread); else contributions and averages go over a stream of the transport each, which are moved here. A
-direct lane that breaks is no loss of a member: its sender begins again on streams, and only when one of these breaks as
-well something is wrong.
+Where a direct lane comes about, it carries all that one member sends another (:mod:`p2pavg.allreduce.lane_driver`
+moves its parts, in a thread); else contributions and averages go over a stream of the transport each, which are moved
+here. A direct lane that breaks is no loss of a member: its sender begins again on streams, and only when one of these
+breaks as well something is wrong.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Protocol
 import torch
 import trio
 
-from p2pavg.allreduce.direct import DirectUse
+from p2pavg.allreduce.lane_driver import DirectUse
 from p2pavg.allreduce.lobby import InboundLane, Lanes
 from p2pavg.allreduce.messages import (
     FRAME_BYTES,
@@ -33,19 +33,19 @@ from p2pavg.allreduce.messages import (
     part_frame,
     receive_index,
 )
-from p2pavg.allreduce.milestones import Milestone, ignore
-from p2pavg.allreduce.partition import MAX_PART_ELEMENTS, Part
 from p2pavg.allreduce.reduction import BadContributionError, Ledger
 from p2pavg.allreduce.turns import Turns
 from p2pavg.allreduce.values import MAX_WAITING_PARTS, Values, check_index
-from p2pavg.blame import guarded
-from p2pavg.buffers import Buffers
 from p2pavg.errors import ClosedError, RemoteProtocolError, StreamBrokenError, UnreachableError
-from p2pavg.matchmaking.roster import Candidate, Roster
+from p2pavg.group.milestones import Milestone, ignore
+from p2pavg.group.roster import Candidate, Roster
+from p2pavg.group.shares import MAX_PART_ELEMENTS, Part
+from p2pavg.net.blame import guarded
 from p2pavg.net.framing import receive_exactly_into, send_message
-from p2pavg.net.limits import RateLimit
+from p2pavg.net.limits.rate import RateLimit
 from p2pavg.net.transport import Buffer, DirectLane, Stream, Transport
-from p2pavg.workers import RunInThread, ToLoop, in_own_thread
+from p2pavg.threads.workers import RunInThread, ToLoop, in_own_thread
+from p2pavg.vector.buffers import Buffers
 from p2pavg_compression import Codec
 
 logger = logging.getLogger(__name__)

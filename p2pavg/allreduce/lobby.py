@@ -16,7 +16,7 @@ from types import TracebackType
 import trio
 
 from p2pavg.allreduce.messages import MAX_HEADER_BYTES, Lane, LaneHeader, decode_header
-from p2pavg.allreduce.votes import Ping, Unknown, Vote, encode_vote
+from p2pavg.consensus.votes import Ping, Unknown, Vote, encode_vote
 from p2pavg.errors import RemoteProtocolError, StreamBrokenError
 from p2pavg.net.framing import LENGTH_BYTES, receive_message, send_message
 from p2pavg.net.transport import DirectLane, Stream

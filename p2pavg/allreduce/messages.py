@@ -6,7 +6,7 @@ A stream begins with a header message that says what it is:
   reducer (all-gather), or a share that its reducer did not live to send, passed on by a member that has it. Each part
   is its index in its share (four bytes, big-endian), then the encoded values, whose number both sides know. A direct
   lane carries a member's contributions and then its averages; a stream carries one of the two;
-* ``CONTROL`` carries votes (:mod:`p2pavg.allreduce.votes`) both ways, for as long as the round lasts;
+* ``CONTROL`` carries votes (:mod:`p2pavg.consensus.votes`) both ways, for as long as the round lasts;
 * ``ASK`` carries one vote back: how a round ended.
 """
 
@@ -17,11 +17,11 @@ import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from p2pavg.allreduce.votes import MAX_BALLOT
+from p2pavg.consensus.votes import MAX_BALLOT
+from p2pavg.encoding import pack, unpack
 from p2pavg.errors import RemoteProtocolError
 from p2pavg.net.framing import receive_exactly_into
 from p2pavg.net.transport import Stream
-from p2pavg.net.wire import pack, unpack
 
 PROTOCOL = "/p2pavg/exchange/2.0.0"
 MAX_HEADER_BYTES = 64

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 
 from p2pavg.allreduce.messages import Lane
-from p2pavg.allreduce.partition import Part, cut_into_parts, part_size, share_bounds
 from p2pavg.errors import RemoteProtocolError
-from p2pavg.matchmaking.roster import Roster
+from p2pavg.group.roster import Roster
+from p2pavg.group.shares import Part, cut_into_parts, part_size, share_bounds
 from p2pavg.net.transport import Buffer
 from p2pavg_compression import MAX_MAGNITUDE, Codec, CodecError
 

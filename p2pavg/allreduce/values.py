@@ -13,12 +13,12 @@ import torch
 from blake3 import blake3
 
 from p2pavg.allreduce.messages import Lane
-from p2pavg.allreduce.partition import Part
 from p2pavg.allreduce.reduction import Contribution, Ledger, average_part, bytes_of
-from p2pavg.allreduce.votes import DIGEST_BYTES
-from p2pavg.buffers import Buffers
+from p2pavg.consensus.votes import DIGEST_BYTES
 from p2pavg.errors import RemoteProtocolError
+from p2pavg.group.shares import Part
 from p2pavg.net.transport import Buffer
+from p2pavg.vector.buffers import Buffers
 from p2pavg_compression import Codec, CodecError
 
 # Parts of each contributor that may wait for the slowest one: 8 MiB of fp32 at most. With the part that is being read,

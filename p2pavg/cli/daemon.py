@@ -9,10 +9,10 @@ from collections.abc import Sequence
 
 import trio
 
-from p2pavg._exceptions import bare_exceptions
-from p2pavg.auxiliary import assist
 from p2pavg.config import AveragingConfig
 from p2pavg.peer import open_peer
+from p2pavg.round.auxiliary import assist
+from p2pavg.threads.exceptions import bare_exceptions
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ def run_peer(
 
     Args:
         run_id: of the run whose rounds are helped, if any.
-        bandwidth: and the limits, in Mbit/s: what :func:`p2pavg.auxiliary.assist` says.
+        bandwidth: and the limits, in Mbit/s: what :func:`p2pavg.round.auxiliary.assist` says.
 
     Raises:
         ConfigError: no averager could have this ``run_id``, ``bandwidth`` or limit.

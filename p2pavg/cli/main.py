@@ -105,7 +105,7 @@ def identity(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="Key file, made when missing.")],
 ) -> None:
     """Show the peer id of a key file; make the file, readable by its owner only, when it is missing."""
-    from p2pavg.identity import load_or_make_seed
+    from p2pavg.records.identity import load_or_make_seed
     from p2pavg_dht import Ed25519Signer
 
     typer.echo(Ed25519Signer(load_or_make_seed(file)).peer_id)

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from p2pavg.config import MAX_WEIGHT
+from p2pavg.group.participation import silent_members
+from p2pavg.group.roster import Candidate, Roster
 from p2pavg.matchmaking.messages import Ask, Message, Nudge
-from p2pavg.matchmaking.roster import Candidate, Roster
-from p2pavg.participation import silent_members
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,9 +11,9 @@ from typing import Protocol
 
 import trio
 
-from p2pavg.allreduce.milestones import Observe, ignore
-from p2pavg.blame import guarded
 from p2pavg.errors import ClosedError, RemoteProtocolError, StreamBrokenError, UnreachableError
+from p2pavg.group.milestones import Observe, ignore
+from p2pavg.group.roster import Candidate, Roster, read_candidate, sign_candidate
 from p2pavg.matchmaking.actions import (
     Actions,
     Close,
@@ -29,11 +29,11 @@ from p2pavg.matchmaking.actions import (
 from p2pavg.matchmaking.link import Link
 from p2pavg.matchmaking.memory import Memory
 from p2pavg.matchmaking.messages import PROTOCOL, Accept, Ask, Declined, Message, Nudge, Refuse, encode
-from p2pavg.matchmaking.roster import Candidate, Roster, read_candidate, sign_candidate
 from p2pavg.matchmaking.rules import Matchmaking
+from p2pavg.net.blame import guarded
 from p2pavg.net.framing import send_message
 from p2pavg.net.transport import Stream, Transport
-from p2pavg.workers import RunInThread
+from p2pavg.threads.workers import RunInThread
 from p2pavg_dht import Published, Record, Signer
 
 logger = logging.getLogger(__name__)
@@ -143,7 +143,7 @@ class Matchmaker:
         Args:
             weight: of this peer's contribution, in samples; 0 listens, or takes part as an auxiliary.
             auxiliary: only reduce a share.
-            state, tags, metrics: what :class:`~p2pavg.matchmaking.roster.Candidate` says of them.
+            state, tags, metrics: what :class:`~p2pavg.group.roster.Candidate` says of them.
             target: members that this group aims at; ``None`` is what the settings say.
             on_report: told at the end of each match timeout that passes without a group.
             on_expect: told which group's streams may arrive from now on.

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from p2pavg.config import MAX_GROUP_SIZE
+from p2pavg.encoding import pack, unpack
 from p2pavg.errors import RemoteProtocolError
-from p2pavg.matchmaking.roster import Candidate, Roster, read_roster, read_signed_candidate
-from p2pavg.net.wire import pack, unpack
+from p2pavg.group.roster import Candidate, Roster, read_roster, read_signed_candidate
 from p2pavg_dht import PeerIdError, public_key_of
 from p2pavg_dht.record import pack as pack_record
 

@@ -25,6 +25,8 @@ import enum
 from collections.abc import Iterable, Sequence
 
 from p2pavg.config import MAX_GROUP_SIZE, MAX_TIMEOUT_SECONDS
+from p2pavg.group.participation import silent_members
+from p2pavg.group.roster import MAX_MEMBERS, Candidate, Roster
 from p2pavg.matchmaking.actions import (
     Actions,
     Close,
@@ -58,8 +60,6 @@ from p2pavg.matchmaking.reasons import (
     refusing_peers,
     unreached_peers,
 )
-from p2pavg.matchmaking.roster import MAX_MEMBERS, Candidate, Roster
-from p2pavg.participation import silent_members
 
 HEARTBEAT_SECONDS = 2.0
 SILENCE_SECONDS = 3 * HEARTBEAT_SECONDS  # a leader that was silent for this long is given up

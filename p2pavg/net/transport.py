@@ -1,6 +1,6 @@
 """The network as everything above sees it: streams to peers that are known by their id.
 
-Two implementations, :mod:`p2pavg.net.libp2p` and :class:`p2pavg.testing.MemoryNetwork`; both pass
+Two implementations, :mod:`p2pavg.net.libp2p.transport` and :class:`p2pavg.testing.MemoryNetwork`; both pass
 :mod:`p2pavg.testing.transport_conformance`.
 """
 

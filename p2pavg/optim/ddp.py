@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 
 from p2pavg.blocking import Averager
+from p2pavg.encoding import pack
 from p2pavg.errors import AccumulateError, ClosedError, P2PAvgError
-from p2pavg.net.wire import pack
 from p2pavg.optim.digest import digest_of
 from p2pavg.optim.lineage import Lineage
 from p2pavg.optim.progress import Average

@@ -15,7 +15,7 @@ from typing import TypedDict
 
 import torch
 
-from p2pavg.accumulation import LIMIT, schema_of
+from p2pavg.vector.accumulation import LIMIT, schema_of
 from p2pavg_compression import Codec, resolve_codec
 
 Shapes = tuple[tuple[int, ...], ...]

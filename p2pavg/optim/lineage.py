@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from p2pavg.net.wire import pack
+from p2pavg.encoding import pack
 from p2pavg.optim.digest import digest_of
 
 _FIRST = "p2pavg/lineage/first/2"

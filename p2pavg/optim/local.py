@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from p2pavg.blocking import Averager
-from p2pavg.metrics import MetricMeans, checked_metrics
 from p2pavg.optim.digest import digest_of
 from p2pavg.optim.feedback import ErrorFeedback
 from p2pavg.optim.progress import Average
@@ -30,6 +29,7 @@ from p2pavg.optim.state import (
 )
 from p2pavg.optim.wrapper import PeerOptimizer
 from p2pavg.result import InProgress, RoundResult, Success
+from p2pavg.vector.metrics import MetricMeans, checked_metrics
 
 logger = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
+from p2pavg.encoding import pack, unpack
 from p2pavg.errors import RemoteProtocolError
-from p2pavg.net.wire import pack, unpack
 
 MAX_SAMPLES = 1e15
 MAX_EPOCH = 2**53

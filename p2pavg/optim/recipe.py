@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import torch
 from blake3 import blake3
 
-from p2pavg.net.wire import pack
+from p2pavg.encoding import pack
 from p2pavg.optim.digest import SHORT_BYTES, tensor_digest
 
 MAX_FIELDS = 40  # with a name and a text of up to 96 bytes each, they fit into a record beside the rest

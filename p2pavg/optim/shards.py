@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 
 from p2pavg.config import AveragingConfig
+from p2pavg.encoding import pack
 from p2pavg.errors import AccumulateError, P2PAvgError
-from p2pavg.net.wire import pack
 
 if TYPE_CHECKING:
     import torch.distributed as dist

@@ -10,12 +10,12 @@ from dataclasses import replace
 import torch
 
 from p2pavg.blocking import Averager
-from p2pavg.bulletin import Bulletin
 from p2pavg.config import MAX_TIMEOUT_SECONDS
+from p2pavg.encoding import pack, unpack
 from p2pavg.errors import P2PAvgError, RemoteProtocolError
-from p2pavg.net.wire import pack, unpack
 from p2pavg.optim.digest import DIGEST_BYTES, digest_of
 from p2pavg.optim.state import checked_amount
+from p2pavg.records.board import Bulletin
 from p2pavg.result import Failed, InProgress, NoPeers, Success
 
 logger = logging.getLogger(__name__)

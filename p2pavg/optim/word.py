@@ -9,14 +9,14 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from p2pavg.accumulation import MAX_TENSORS
+from p2pavg.encoding import checked, pack, unpack
 from p2pavg.errors import RemoteProtocolError
-from p2pavg.names import is_name
-from p2pavg.net.wire import checked, pack, unpack
+from p2pavg.group.names import is_name
 from p2pavg.optim.digest import DIGEST_BYTES, MAX_CHUNKS, SHORT_BYTES
 from p2pavg.optim.progress import MAX_EPOCH
 from p2pavg.optim.recipe import MAX_FIELD_CHARS, MAX_FIELDS, Rate, first_difference
-from p2pavg.run import MAX_ELEMENTS
+from p2pavg.records.run_entry import MAX_ELEMENTS
+from p2pavg.vector.accumulation import MAX_TENSORS
 
 TOPIC = "recipes"
 MAX_RATES = (

@@ -1,6 +1,6 @@
 """For tests, ours and yours: a network in memory that behaves as badly as the real one, from a seed."""
 
-from p2pavg.allreduce.milestones import Milestone
+from p2pavg.group.milestones import Milestone
 from p2pavg.testing.faults import (
     After,
     At,

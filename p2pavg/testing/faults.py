@@ -23,7 +23,7 @@ from typing import TypeAlias
 
 import trio
 
-from p2pavg.allreduce.milestones import Milestone
+from p2pavg.group.milestones import Milestone
 from p2pavg.net.transport import PeerId
 from p2pavg.testing.memory import MemoryNetwork
 

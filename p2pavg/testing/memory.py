@@ -18,8 +18,6 @@ from typing import Literal
 
 import trio
 
-from p2pavg._exceptions import bare_exceptions
-from p2pavg.allreduce.milestones import Milestone
 from p2pavg.errors import (
     AddressError,
     ClosedError,
@@ -28,14 +26,16 @@ from p2pavg.errors import (
     StreamBrokenError,
     UnreachableError,
 )
+from p2pavg.group.milestones import Milestone
 from p2pavg.net.addresses import parse_address_of, parse_peer_address, with_peer_id
 from p2pavg.net.dialling import Dialler
 from p2pavg.net.transport import Buffer, PeerId, Stream, StreamHandler, Transport
+from p2pavg.threads.exceptions import bare_exceptions
 from p2pavg_dht import Signer, public_key_of
 
 logger = logging.getLogger(__name__)
 
-# As libp2p's yamux has them, with what p2pavg.net.libp2p sets.
+# As libp2p's yamux has them, with what p2pavg.net.libp2p.transport sets.
 WINDOW_BYTES = 256 * 1024
 FRAME_BYTES = 32 * 1024
 HEADER_BYTES = 12

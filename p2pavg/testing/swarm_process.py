@@ -40,7 +40,7 @@ def _main() -> None:
     module, _, name = sys.argv[1].rpartition(":")
     function: Callable[[Member], None] = getattr(_module(module), name)
     # What a peer imports when it is opened; meanwhile the first process finds out its address.
-    importlib.import_module("p2pavg.net.libp2p")
+    importlib.import_module("p2pavg.net.libp2p.transport")
     line = sys.stdin.readline()
     if not line:  # the parent has left before it said who this is
         return

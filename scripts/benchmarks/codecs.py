@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import torch
 
-from p2pavg.allreduce.partition import MAX_PART_ELEMENTS
+from p2pavg.group.shares import MAX_PART_ELEMENTS
 from p2pavg_compression import Codec, resolve_codec
 from scripts.benchmarks.figures import Report
 

@@ -43,7 +43,7 @@ class Member:
 
 def main() -> None:
     """See the top of this file."""
-    import p2pavg.net.libp2p  # what opening needs, while the first process finds out its address
+    import p2pavg.net.libp2p.transport  # what opening needs, while the first process finds out its address
 
     torch.set_num_threads(1)  # several processes share this machine
     line = Line()

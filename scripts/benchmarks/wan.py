@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from p2pavg.allreduce.partition import MemberLink, bound_seconds
+from p2pavg.group.shares import MemberLink, bound_seconds
 from scripts.benchmarks.crew import Crew, CrewError, Measured, Place, System
 from scripts.benchmarks.figures import Report
 from scripts.benchmarks.netns import NoNamespacesError, check, switched

@@ -8,7 +8,7 @@ from typing import Any
 import trio
 
 from p2pavg.net.framing import receive_message, send_message
-from p2pavg.net.libp2p import Libp2pTransport, open_libp2p_transport
+from p2pavg.net.libp2p.transport import Libp2pTransport, open_libp2p_transport
 from p2pavg.net.transport import Transport
 from p2pavg.testing.transport_conformance import ECHO, echo
 

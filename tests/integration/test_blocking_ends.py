@@ -119,7 +119,7 @@ class TestLeaving:
 
 def when_waiting_for_a_round(monkeypatch: pytest.MonkeyPatch, function: Callable[[], object]) -> None:
     """Called in the background thread, each time when a step begins to wait there."""
-    from p2pavg.round import Round
+    from p2pavg.round.round import Round
 
     changed = Round.changed
 
@@ -301,7 +301,7 @@ import threading
 import torch
 from p2pavg import AveragingConfig
 from p2pavg.blocking import open_averager
-from p2pavg.round import Round
+from p2pavg.round.round import Round
 
 changed = Round.changed
 

@@ -30,13 +30,13 @@ from multiaddr import Multiaddr
 from trio.testing import wait_all_tasks_blocked
 
 from p2pavg.errors import ListenError, StreamBrokenError, UnreachableError
-from p2pavg.net import libp2p as transport_module
-from p2pavg.net import libp2p_guards as guards
-from p2pavg.net import libp2p_speed
-from p2pavg.net.admission import ConnectionLimits
 from p2pavg.net.framing import receive_message, send_message
-from p2pavg.net.libp2p import Libp2pTransport, open_libp2p_transport
-from p2pavg.net.libp2p_guards import GuardedYamux
+from p2pavg.net.libp2p import guards as guards
+from p2pavg.net.libp2p import speed
+from p2pavg.net.libp2p import transport as transport_module
+from p2pavg.net.libp2p.guards import GuardedYamux
+from p2pavg.net.libp2p.transport import Libp2pTransport, open_libp2p_transport
+from p2pavg.net.limits.admission import ConnectionLimits
 from p2pavg.net.transport import Stream, Transport
 from p2pavg.testing.transport_conformance import ECHO, echo
 from p2pavg_dht import Ed25519Signer
@@ -677,7 +677,7 @@ async def test_an_address_of_another_machine_is_named(monkeypatch: pytest.Monkey
 
 PREAMBLE = """
 import logging, os, sys, trio
-from p2pavg.net.libp2p import open_libp2p_transport
+from p2pavg.net.libp2p.transport import open_libp2p_transport
 from p2pavg.testing.transport_conformance import ECHO, echo
 from p2pavg.net.framing import receive_message, send_message
 LISTEN = ["/ip4/127.0.0.1/tcp/0"]
@@ -760,13 +760,13 @@ def test_nothing_is_written_and_no_handler_installed() -> None:
 async def test_a_stream_is_answered_in_one_frame(monkeypatch: pytest.MonkeyPatch) -> None:
     """libp2p sends its greeting and its answer in one each."""
     answers: list[bytes] = []
-    send = libp2p_speed._GreetsLater._send
+    send = speed._GreetsLater._send
 
-    async def note(communicator: libp2p_speed._GreetsLater, line: bytes) -> None:
+    async def note(communicator: speed._GreetsLater, line: bytes) -> None:
         answers.append(line)
         await send(communicator, line)
 
-    monkeypatch.setattr(libp2p_speed._GreetsLater, "_send", note)
+    monkeypatch.setattr(speed._GreetsLater, "_send", note)
     async with open_host() as here, open_host() as there:
         there.serve(HELD, Stream.reset)
         await here.open_stream(there.peer_id, HELD, addresses=there.addresses, timeout=TIMEOUT)

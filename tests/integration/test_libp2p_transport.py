@@ -6,7 +6,7 @@ from itertools import count
 
 import pytest
 
-from p2pavg.net.libp2p import open_libp2p_transport
+from p2pavg.net.libp2p.transport import open_libp2p_transport
 from p2pavg.net.transport import Transport
 from p2pavg.testing.transport_conformance import CHECKS, Check
 from p2pavg_dht import Ed25519Signer

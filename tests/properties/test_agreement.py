@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.unit.agreement.world import Faults, Group
+from tests.unit.consensus.world import Faults, Group
 
 GROUPS = {size: Group(size, Faults(crashes=2, suspicions=1), strict=False) for size in (5, 6)}
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from p2pavg.allreduce.choice import Answers, Stuck, choose, choose_view, disputed, is_quorum
-from p2pavg.allreduce.votes import Accepted, Complete, Members, Promise
+from p2pavg.consensus.choice import Answers, Stuck, choose, choose_view, disputed, is_quorum
+from p2pavg.consensus.votes import Accepted, Complete, Members, Promise
 
 SIZE = 8
 positions = st.integers(0, SIZE - 1)

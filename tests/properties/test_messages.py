@@ -9,6 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from p2pavg.errors import RemoteProtocolError
+from p2pavg.group.roster import Candidate, Roster, read_roster
 from p2pavg.matchmaking.messages import (
     Accept,
     Ask,
@@ -24,10 +25,9 @@ from p2pavg.matchmaking.messages import (
     decode,
     encode,
 )
-from p2pavg.matchmaking.roster import Candidate, Roster, read_roster
 from p2pavg_dht import verify
 from p2pavg_dht.record import pack as pack_record
-from tests.unit.roster.samples import SIGNERS, candidate, roster, signed
+from tests.unit.group.samples import SIGNERS, candidate, roster, signed
 
 ME, OTHER, AUXILIARY = candidate(0), candidate(1), candidate(2, auxiliary=True)
 VALUE = msgpack.unpackb(ME.record.value)

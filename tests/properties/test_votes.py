@@ -8,7 +8,7 @@ import msgpack
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from p2pavg.allreduce.votes import (
+from p2pavg.consensus.votes import (
     DIGEST_BYTES,
     MAX_BALLOT,
     MAX_REASON_CHARS,

@@ -17,8 +17,8 @@ import torch
 
 import p2pavg
 from p2pavg.blocking import Averager
-from p2pavg.bulletin import Said
 from p2pavg.optim.together import TOPIC
+from p2pavg.records.board import Said
 from p2pavg.result import InProgress, NoPeers, RoundResult, Success
 
 END = 900.0  # of virtual time, when a test has failed

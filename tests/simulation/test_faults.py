@@ -54,7 +54,7 @@ def test_a_leader_that_commits_and_dies_leaves_no_contribution_that_counts_twice
 def test_a_wrong_result_is_found_and_its_seed_named(tmp_path: os.PathLike[str]) -> None:
     """A round that gives back what it has used: the run says so, and how to see it again."""
     broken = (
-        "import p2pavg.accumulation as a, scripts.simulate as s, sys\n"
+        "import p2pavg.vector.accumulation as a, scripts.simulate as s, sys\n"
         "a.Accumulation.release = a.Accumulation.give_back\n"
         "sys.argv[1:] = ['--rounds', '1', '--first', '3', '--processes', '1']\n"
         "sys.exit(s.main())\n"

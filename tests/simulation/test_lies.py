@@ -19,14 +19,10 @@ import trio
 from trio.testing import MockClock
 
 import p2pavg
-from p2pavg.allreduce import agreement, exchange
 from p2pavg.allreduce.attempt import Attempt
-from p2pavg.allreduce.control import Control
-from p2pavg.allreduce.exchange import max_votes
 from p2pavg.allreduce.messages import PROTOCOL, Lane, LaneHeader, encode_header, part_frame
-from p2pavg.allreduce.milestones import Milestone
-from p2pavg.allreduce.partition import Part
-from p2pavg.allreduce.votes import (
+from p2pavg.consensus import agreement
+from p2pavg.consensus.votes import (
     MAX_VOTE_BYTES,
     Begin,
     Behind,
@@ -36,24 +32,29 @@ from p2pavg.allreduce.votes import (
     Vote,
     encode_vote,
 )
+from p2pavg.encoding import pack
 from p2pavg.errors import ClosedError, RemoteProtocolError, StreamBrokenError, UnreachableError
+from p2pavg.group.milestones import Milestone
+from p2pavg.group.roster import Candidate, Roster, read_roster
+from p2pavg.group.shares import Part
 from p2pavg.matchmaking.actions import Actions, Send
 from p2pavg.matchmaking.matchmaker import Matchmaker
 from p2pavg.matchmaking.messages import Accept, Commit, Propose, Refuse
-from p2pavg.matchmaking.roster import Candidate, Roster, read_roster
 from p2pavg.matchmaking.rules import Matchmaking
 from p2pavg.net.addresses import with_peer_id
 from p2pavg.net.framing import send_message
 from p2pavg.net.transport import Buffer, Stream, Transport
-from p2pavg.net.wire import pack
 from p2pavg.peer import Peer
-from p2pavg.round import Round
+from p2pavg.round import exchange
+from p2pavg.round.control import Control
+from p2pavg.round.exchange import max_votes
+from p2pavg.round.round import Round
 from p2pavg.testing import MemoryNetwork, simulated_peers
 from p2pavg.testing.memory import MemoryTransport
 from p2pavg.testing.simulation import simulated_signer
 from p2pavg_dht.record import pack as pack_record
 from tests.simulation.test_averaging import Swarm, config, mean, same_bits, tensors_of, values
-from tests.unit.roster.samples import candidate
+from tests.unit.group.samples import candidate
 
 LAN = (0.0005, 0.002)
 ELEMENTS = 2_000

@@ -10,9 +10,9 @@ import trio
 from trio.testing import MockClock
 
 import p2pavg
-from p2pavg.auxiliary import assist
-from p2pavg.participation import Capable, RandomFraction
+from p2pavg.group.participation import Capable, RandomFraction
 from p2pavg.peer import Peer
+from p2pavg.round.auxiliary import assist
 from p2pavg.testing import (
     After,
     Crash,

@@ -13,10 +13,10 @@ import trio
 from trio.testing import MockClock
 
 import p2pavg
-from p2pavg.hello import PROTOCOL, QUESTION, Hello, encode_hello, read_hello
 from p2pavg.net.framing import receive_message, send_message
 from p2pavg.net.transport import Stream
 from p2pavg.peer import Peer, peer_over
+from p2pavg.records.hello import PROTOCOL, QUESTION, Hello, encode_hello, read_hello
 from p2pavg.testing import MemoryNetwork, simulated_clock, simulated_peers
 from p2pavg.testing.simulation import run_on_loop, simulated_signer
 

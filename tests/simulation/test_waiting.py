@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from p2pavg.bulletin import Said
 from p2pavg.optim import AveragedOptimizer, LocalUpdates, StepReport, diloco
 from p2pavg.optim.progress import Progress, encode_progress
+from p2pavg.records.board import Said
 from p2pavg.result import Success
 from tests.simulation.stage import Player, Stage
 

@@ -7,9 +7,9 @@ import psutil
 import trio
 
 from p2pavg.errors import StreamBrokenError
-from p2pavg.net.direct import LaneKeeper
-from p2pavg.net.libp2p import Libp2pTransport
-from p2pavg.net.tls_lane import TlsLane
+from p2pavg.net.lanes.pool import LaneKeeper
+from p2pavg.net.lanes.tls_lane import TlsLane
+from p2pavg.net.libp2p.transport import Libp2pTransport
 from p2pavg.net.transport import DirectLane, Transport
 from tests.integration.hosts import LOOPBACK, TIMEOUT, assert_serves, open_host
 

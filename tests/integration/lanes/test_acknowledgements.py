@@ -5,7 +5,7 @@ import trio
 import trio.testing
 
 from p2pavg.errors import StreamBrokenError
-from p2pavg.net.tls_lane import TlsLane
+from p2pavg.net.lanes.tls_lane import TlsLane
 from p2pavg.net.transport import DirectLane
 from tests.integration.hosts import LOOPBACK, TIMEOUT, eventually, open_host, watched
 from tests.integration.lanes.company import in_thread, keeper, lane_to, pair, post, read_message

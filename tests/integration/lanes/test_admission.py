@@ -8,15 +8,16 @@ import pytest
 import trio
 import trio.testing
 
+from p2pavg.encoding import pack
 from p2pavg.errors import RemoteProtocolError, StreamBrokenError, UnreachableError
-from p2pavg.net import doorway, sniffing
-from p2pavg.net.admission import ConnectionLimits
-from p2pavg.net.certificates import OwnCertificate
 from p2pavg.net.framing import receive_message, send_message
-from p2pavg.net.lane_messages import PROTOCOL, Ask, Back, Offer, Verdict
-from p2pavg.net.libp2p import Libp2pTransport, open_libp2p_transport
+from p2pavg.net.lanes import acceptor
+from p2pavg.net.lanes.certificates import OwnCertificate
+from p2pavg.net.lanes.messages import PROTOCOL, Ask, Back, Offer, Verdict
+from p2pavg.net.libp2p import sniffing
+from p2pavg.net.libp2p.transport import Libp2pTransport, open_libp2p_transport
+from p2pavg.net.limits.admission import ConnectionLimits
 from p2pavg.net.transport import Stream, Transport
-from p2pavg.net.wire import pack
 from p2pavg.testing.transport_conformance import ECHO, echo
 from tests.integration.hosts import LOOPBACK, TIMEOUT, eventually, open_host, port_of, seeds, watched
 from tests.integration.lanes.company import (
@@ -124,7 +125,7 @@ async def test_a_ticket_is_good_for_one_lane() -> None:
 @watched
 async def test_an_old_ticket_is_refused(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if how == "expired":
-        monkeypatch.setattr(doorway, "TICKET_SECONDS", 0.0)
+        monkeypatch.setattr(acceptor, "TICKET_SECONDS", 0.0)
     async with pair() as (here, there):
         own = OwnCertificate("me")
         stream, offer = await ask(here, there, own)

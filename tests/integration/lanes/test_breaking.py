@@ -8,7 +8,7 @@ import trio
 import trio.testing
 
 from p2pavg.errors import ClosedError, RemoteProtocolError, StreamBrokenError
-from p2pavg.net.tls_lane import TlsLane
+from p2pavg.net.lanes.tls_lane import TlsLane
 from p2pavg.net.transport import DirectLane
 from tests.integration.hosts import eventually, watched
 from tests.integration.lanes.company import assert_goes_on, in_thread, keeper, lane_to, pair, until_still
@@ -120,14 +120,14 @@ async def test_what_a_handler_raises_costs_its_lane(
     async def fail(lane: DirectLane) -> None:
         raise error
 
-    caplog.set_level(logging.INFO, "p2pavg.net.lane_inbound")
+    caplog.set_level(logging.INFO, "p2pavg.net.lanes.inbound")
     async with pair() as (here, there):
         there.serve_lanes(fail)
         lane = await lane_to(here, there)
         await in_thread(lane.send, b"x")
         await eventually(lambda: lane.aborted)
         assert not keeper(there).lanes
-        (record,) = [found for found in caplog.records if found.name == "p2pavg.net.lane_inbound"]
+        (record,) = [found for found in caplog.records if found.name == "p2pavg.net.lanes.inbound"]
         assert record.levelno == (logging.ERROR if type(error) is RuntimeError else logging.INFO)
         assert here.peer_id in record.getMessage()
         await assert_goes_on(there)

@@ -8,8 +8,8 @@ import trio
 import trio.testing
 
 from p2pavg.errors import ClosedError, StreamBrokenError, UnreachableError
-from p2pavg.net import direct
-from p2pavg.net.lane_messages import PROTOCOL
+from p2pavg.net.lanes import pool
+from p2pavg.net.lanes.messages import PROTOCOL
 from p2pavg.net.transport import DirectLane, Stream
 from tests.integration.hosts import LOOPBACK, assert_serves, eventually, open_host, watched
 from tests.integration.lanes.company import descriptors, in_thread, keeper, lane_to, pair
@@ -104,7 +104,7 @@ async def test_closing_aborts_before_it_waits_for_anybody() -> None:
 
 @watched
 async def test_closing_ends_a_search_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(direct, "DIAL_SECONDS", 1e6)
+    monkeypatch.setattr(pool, "DIAL_SECONDS", 1e6)
 
     async def hold(plain: socket.socket) -> None:
         with plain:

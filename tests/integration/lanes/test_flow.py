@@ -11,7 +11,7 @@ import trio
 import trio.testing
 
 from p2pavg.errors import StreamBrokenError
-from p2pavg.net.tls_lane import TlsLane
+from p2pavg.net.lanes.tls_lane import TlsLane
 from p2pavg.net.transport import DirectLane
 from tests.integration.hosts import eventually, watched
 from tests.integration.lanes.company import in_thread, lane_to, pair, until_still

@@ -7,7 +7,7 @@ import trio
 import trio.testing
 
 from p2pavg.errors import UnreachableError
-from p2pavg.net import direct, lane_limits
+from p2pavg.net.lanes import limits, pool
 from p2pavg.testing import MemoryNetwork
 from p2pavg_dht import Ed25519Signer
 from tests.integration.hosts import LOOPBACK, eventually, open_host, seeds, watched
@@ -16,7 +16,7 @@ from tests.integration.lanes.company import Inbox, assert_goes_on, in_thread, ke
 
 @watched
 async def test_few_idle_lanes_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lane_limits, "MAX_IDLE", 5)
+    monkeypatch.setattr(limits, "MAX_IDLE", 5)
     async with pair() as (here, there), open_host(LOOPBACK) as third:
         lanes = [await lane_to(here, there) for _ in range(6)]
         for lane in lanes:
@@ -32,8 +32,8 @@ async def test_few_idle_lanes_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @watched
 async def test_a_peer_holds_so_many_lanes_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lane_limits, "MAX_INBOUND_PER_PEER", 2)
-    monkeypatch.setattr(lane_limits, "MAX_INBOUND", 3)
+    monkeypatch.setattr(limits, "MAX_INBOUND_PER_PEER", 2)
+    monkeypatch.setattr(limits, "MAX_INBOUND", 3)
     async with pair() as (here, there), open_host() as third:
         mine = [await lane_to(here, there) for _ in range(2)]
         with pytest.raises(UnreachableError, match="holds 2 lanes already"):
@@ -48,11 +48,11 @@ async def test_a_peer_holds_so_many_lanes_and_no_more(monkeypatch: pytest.Monkey
 
 @watched
 async def test_a_peer_of_no_group_gets_few_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lane_limits, "MAX_UNEXPECTED", 3)
+    monkeypatch.setattr(limits, "MAX_UNEXPECTED", 3)
     expected: set[str] = set()
     async with pair() as (here, there), open_host() as third, open_host() as member:
         there.serve_lanes(Inbox(), wanted=expected.__contains__)
-        for _ in range(lane_limits.MAX_UNEXPECTED_PER_PEER):
+        for _ in range(limits.MAX_UNEXPECTED_PER_PEER):
             await lane_to(here, there)
         with pytest.raises(UnreachableError, match="in no group with this peer"):
             await lane_to(here, there)
@@ -60,14 +60,14 @@ async def test_a_peer_of_no_group_gets_few_lanes(monkeypatch: pytest.MonkeyPatch
         with pytest.raises(UnreachableError, match="in no group with this peer"):
             await lane_to(third, there)
         expected.add(member.peer_id)
-        for _ in range(lane_limits.MAX_UNEXPECTED_PER_PEER + 1):
+        for _ in range(limits.MAX_UNEXPECTED_PER_PEER + 1):
             await lane_to(member, there)
 
 
 @watched
 async def test_idle_lanes_of_others_make_room_for_a_member(monkeypatch: pytest.MonkeyPatch) -> None:
     """A member of an old group that keeps its lanes keeps no member of a new one out."""
-    monkeypatch.setattr(lane_limits, "MAX_INBOUND", 3)
+    monkeypatch.setattr(limits, "MAX_INBOUND", 3)
     async with pair() as (here, there), open_host() as member:
         expected = {here.peer_id}
         there.serve_lanes(Inbox(), wanted=lambda peer_id: peer_id in expected)
@@ -81,7 +81,7 @@ async def test_idle_lanes_of_others_make_room_for_a_member(monkeypatch: pytest.M
 
 @watched
 async def test_a_lane_that_has_carried_much_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(direct, "_MAX_LANE_BYTES", 10)
+    monkeypatch.setattr(pool, "_MAX_LANE_BYTES", 10)
     async with pair() as (here, there):
         lane = await lane_to(here, there)
         await in_thread(lane.send, bytes(11))
@@ -91,8 +91,8 @@ async def test_a_lane_that_has_carried_much_is_not_kept(monkeypatch: pytest.Monk
 
 def test_whom_not_to_try_is_a_short_list(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trio, "current_time", lambda: 100.0)
-    monkeypatch.setattr(lane_limits, "MAX_NOWHERE", 2)
-    nowhere = lane_limits.Nowhere()
+    monkeypatch.setattr(limits, "MAX_NOWHERE", 2)
+    nowhere = limits.Nowhere()
     for peer in ("a", "b", "c"):
         nowhere.add(peer, "why")
     nowhere.check("a")

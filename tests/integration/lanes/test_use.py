@@ -6,9 +6,9 @@ import pytest
 import trio
 import trio.testing
 
-from p2pavg.net import direct, lane_inbound
-from p2pavg.net.direct import LaneKeeper
-from p2pavg.net.libp2p import Libp2pTransport
+from p2pavg.net.lanes import inbound, pool
+from p2pavg.net.lanes.pool import LaneKeeper
+from p2pavg.net.libp2p.transport import Libp2pTransport
 from tests.integration.hosts import eventually, watched
 from tests.integration.lanes.company import Inbox, in_thread, keeper, lane_to, pair, post
 
@@ -118,9 +118,9 @@ async def test_an_idle_lane_whose_sender_has_closed_is_dropped() -> None:
 @watched
 async def test_lanes_that_stay_idle_are_dropped(side: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if side == "sender":
-        monkeypatch.setattr(direct, "IDLE_SECONDS", 0.0)
+        monkeypatch.setattr(pool, "IDLE_SECONDS", 0.0)
     else:
-        monkeypatch.setattr(lane_inbound, "_INBOUND_IDLE_SECONDS", 0.0)
+        monkeypatch.setattr(inbound, "_INBOUND_IDLE_SECONDS", 0.0)
     async with pair() as (here, there):
         lane = await lane_to(here, there)
         here.keep_lane(lane)

@@ -8,11 +8,11 @@ import trio
 import trio.testing
 
 from p2pavg.errors import StreamBrokenError, UnreachableError
-from p2pavg.net import direct
-from p2pavg.net.certificates import OwnCertificate
 from p2pavg.net.framing import receive_message, send_message
-from p2pavg.net.lane_messages import PROTOCOL, Ask, Offer
-from p2pavg.net.libp2p import Libp2pTransport
+from p2pavg.net.lanes import pool
+from p2pavg.net.lanes.certificates import OwnCertificate
+from p2pavg.net.lanes.messages import PROTOCOL, Ask, Offer
+from p2pavg.net.libp2p.transport import Libp2pTransport
 from p2pavg.net.transport import Stream
 from tests.integration.hosts import LOOPBACK, TIMEOUT, open_host, watched
 from tests.integration.lanes.company import Inbox, keeper, lane_to, pair, post
@@ -101,7 +101,7 @@ async def test_a_silent_answer_ends_with_the_timeout_and_says_so() -> None:
 
 @watched
 async def test_whoever_asks_and_then_says_nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(direct, "ANSWER_SECONDS", 0.1)
+    monkeypatch.setattr(pool, "ANSWER_SECONDS", 0.1)
     async with pair() as (here, there):
         for first in (b"", Ask(OwnCertificate("me").der).encode()):
             stream = await here.open_stream(

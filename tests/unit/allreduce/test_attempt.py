@@ -22,16 +22,16 @@ from p2pavg.allreduce.messages import (
     members_digest,
     part_frame,
 )
-from p2pavg.allreduce.milestones import Milestone
-from p2pavg.allreduce.votes import DIGEST_BYTES
+from p2pavg.consensus.votes import DIGEST_BYTES
 from p2pavg.errors import StreamBrokenError, UnreachableError
-from p2pavg.matchmaking.roster import Roster
+from p2pavg.group.milestones import Milestone
+from p2pavg.group.roster import Roster
 from p2pavg.net.transport import DirectLane, Stream, StreamHandler, Transport
 from p2pavg.testing.simulation import run_on_loop
 from p2pavg_compression import Fp32
+from tests.unit.allreduce.laid import Takes
 from tests.unit.allreduce.streams import SaidBefore, Silent
-from tests.unit.direct.laid import Takes
-from tests.unit.roster.samples import SIGNERS, candidate, roster
+from tests.unit.group.samples import SIGNERS, candidate, roster
 
 A, B, C, AUX = (signer.peer_id for signer in SIGNERS[:4])
 STRANGER = SIGNERS[5].peer_id

@@ -11,12 +11,12 @@ import typer
 from trio.testing import MockClock
 
 import p2pavg
-from p2pavg import auxiliary
 from p2pavg.allreduce.attempt import AttemptTools
-from p2pavg.auxiliary import assist
-from p2pavg.bandwidth import DEFAULT_MBPS, BandwidthMeter
 from p2pavg.cli import daemon
 from p2pavg.cli.main import app
+from p2pavg.group.bandwidth import DEFAULT_MBPS, BandwidthMeter
+from p2pavg.round import auxiliary
+from p2pavg.round.auxiliary import assist
 from p2pavg.testing import MemoryNetwork, simulated_peers
 
 # (spellings, may be given several times, default)

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+from p2pavg.group.participation import Participation, listeners
+from p2pavg.group.roster import Candidate, Roster, ready_key, share_cutter, sign_candidate
 from p2pavg.matchmaking.actions import (
     Actions,
     Close,
@@ -21,9 +23,7 @@ from p2pavg.matchmaking.actions import (
 )
 from p2pavg.matchmaking.memory import Memory
 from p2pavg.matchmaking.messages import Accept, Ask, Message, Nudge, Refuse, decode, encode
-from p2pavg.matchmaking.roster import Candidate, Roster, ready_key, share_cutter, sign_candidate
 from p2pavg.matchmaking.rules import Matchmaking
-from p2pavg.participation import Participation, listeners
 from p2pavg_dht import Ed25519Signer
 
 KEY = ready_key("run", b"\1" * 32)

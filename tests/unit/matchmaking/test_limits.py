@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from p2pavg.group.roster import MAX_MEMBERS, Candidate, Roster, sign_candidate
 from p2pavg.matchmaking.actions import Open, Renew, Send
 from p2pavg.matchmaking.memory import (
     FORGIVE_SECONDS,
@@ -14,7 +15,6 @@ from p2pavg.matchmaking.memory import (
     Memory,
 )
 from p2pavg.matchmaking.messages import Accept, Ask, Declined, Joined, Propose, Refuse, Status, decode, encode
-from p2pavg.matchmaking.roster import MAX_MEMBERS, Candidate, Roster, sign_candidate
 from p2pavg.matchmaking.rules import (
     DUE_SECONDS,
     PAST_SECONDS,

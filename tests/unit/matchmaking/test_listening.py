@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
+from p2pavg.group.participation import Capable, Participation, RandomFraction
+from p2pavg.group.roster import Candidate, Roster
 from p2pavg.matchmaking.actions import Actions, Open, Send
 from p2pavg.matchmaking.messages import Accept, Ask, Declined, Joined, Message, Nudge, Propose, Refuse
-from p2pavg.matchmaking.roster import Candidate, Roster
 from p2pavg.matchmaking.rules import Matchmaking, Phase
-from p2pavg.participation import Capable, Participation, RandomFraction
 from tests.unit.matchmaking.bus import EPOCH, MATCH_TIMEOUT, Attempt, Bus, candidate, settings
 
 

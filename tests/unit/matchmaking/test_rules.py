@@ -6,9 +6,9 @@ import dataclasses
 
 import pytest
 
+from p2pavg.group.roster import Candidate, Roster
 from p2pavg.matchmaking.actions import Actions, Close, Expect, Send
 from p2pavg.matchmaking.messages import Accept, Ask, Commit, Declined, Joined, Propose, Refuse, Status
-from p2pavg.matchmaking.roster import Candidate, Roster
 from p2pavg.matchmaking.rules import (
     ANSWER_SECONDS,
     AUXILIARY_SECONDS,

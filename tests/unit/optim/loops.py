@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import nn
 
-from p2pavg.bulletin import Said
 from p2pavg.optim import AveragedOptimizer, LocalUpdates, StepReport
 from p2pavg.optim.word import TOPIC
+from p2pavg.records.board import Said
 from tests.unit.optim.test_optimizers import Alone, Board
 
 Either = AveragedOptimizer | LocalUpdates

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from p2pavg.allreduce.partition import MemberLink, cut_into_parts, fastest_shares, share_bounds
+from p2pavg.group.shares import MemberLink, cut_into_parts, fastest_shares, share_bounds
 from p2pavg.optim import ErrorFeedback
 from p2pavg_compression import Bf16, Blockwise8, Codec, Fp16, Fp32, Int8
 from tests.unit.optim.samples import (

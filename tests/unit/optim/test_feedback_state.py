@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from p2pavg.accumulation import LIMIT
 from p2pavg.optim import ErrorFeedback
+from p2pavg.vector.accumulation import LIMIT
 from tests.unit.optim.samples import ELEMENTS, SHAPES, contribute, flat, residual_of, tensors
 
 

@@ -10,14 +10,14 @@ import torch
 from torch.optim import SGD, lr_scheduler
 
 import p2pavg
-from p2pavg.accumulation import Accumulation
 from p2pavg.blocking import Averager
-from p2pavg.bulletin import Said
 from p2pavg.optim import AveragedOptimizer, LocalUpdates, fedavg
 from p2pavg.optim.digest import digest_of
 from p2pavg.optim.progress import Progress, encode_progress
 from p2pavg.optim.recipe import hyperparameters, numbers_digest
+from p2pavg.records.board import Said
 from p2pavg.result import InProgress, RoundResult, Success
+from p2pavg.vector.accumulation import Accumulation
 
 GROUP = "00" * 32
 RUNS = InProgress(ready_peers=2, target_size=2, reason="it runs")

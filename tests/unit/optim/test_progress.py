@@ -11,8 +11,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from p2pavg.encoding import pack
 from p2pavg.errors import RemoteProtocolError
-from p2pavg.net.wire import pack
 from p2pavg.optim.progress import (
     MAX_BATCH_SECONDS,
     MAX_EPOCH,

@@ -11,11 +11,11 @@ import torch
 
 import p2pavg
 from p2pavg.blocking import Averager
-from p2pavg.bulletin import Said
 from p2pavg.optim.attendance import FOLLOW_SECONDS
 from p2pavg.optim.lineage import Lineage
 from p2pavg.optim.progress import Compute, Progress, Wait, encode_progress
 from p2pavg.optim.together import Together
+from p2pavg.records.board import Said
 from p2pavg.result import Failed, InProgress, RoundResult, Success
 
 PARAMETERS = [torch.ones(3)]

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from p2pavg.encoding import pack
 from p2pavg.errors import RemoteProtocolError
-from p2pavg.net.wire import pack
 from p2pavg.optim.progress import MAX_EPOCH
 from p2pavg.optim.recipe import MAX_FIELD_CHARS, MAX_FIELDS, Rate
 from p2pavg.optim.word import (

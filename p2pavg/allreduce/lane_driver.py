@@ -1,0 +1,241 @@
+"""The parts of an attempt over direct lanes: blocking code, one thread a lane.
+
+What :mod:`p2pavg.allreduce.attempt` does with a stream on the event loop is done here with a :class:`DirectLane`: the
+same parts in the same order, encoded, decoded and averaged in the thread that moves them. So nothing waits for the
+event loop, and each thread works on what its core's cache still holds.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Protocol
+
+from p2pavg.allreduce.messages import FRAME_BYTES, LaneHeader, encode_header, part_frame
+from p2pavg.allreduce.reduction import BadContributionError
+from p2pavg.allreduce.turns import Turns
+from p2pavg.allreduce.values import MAX_WAITING_PARTS, Values, check_index
+from p2pavg.errors import StreamBrokenError
+from p2pavg.group.milestones import Milestone
+from p2pavg.group.shares import Part
+from p2pavg.net.framing import LENGTH_BYTES
+from p2pavg.net.limits.rate import RateLimit
+from p2pavg.net.transport import Buffer, DirectLane
+
+# Under a limit, bytes go in pieces: a whole part at once would be a burst.
+LIMITED_PIECE_BYTES = 64 * 1024
+# That a lane sends in its turn, 3 ms of a link of 100 Mbit/s, and that the system may hold of it afterwards. With more
+# the lanes compete in the system instead, and at the end some links carry little while others are still full.
+TURN_BYTES = 32 * 1024
+UNSENT_IN_TURNS_BYTES = 16 * 1024
+UNSENT_BYTES = 128 * 1024
+SOON_SECONDS = 0.2
+
+
+class Hears(Protocol):
+    """Who is told, in the lane's thread, how it goes."""
+
+    def owes(self, peer_id: str, yes: bool) -> None:
+        """A member's contribution is waited for, or no longer."""
+
+    def reached(self, milestone: Milestone) -> None:
+        """A part has been sent."""
+
+    def progressed(self) -> None:
+        """A part has come."""
+
+    def blame(self, peer_id: str, error: Exception) -> None:
+        """A part that a member sent does not decode."""
+
+
+class DirectUse:
+    """What one attempt does with one direct lane. Its methods block; each runs in a thread of its own."""
+
+    def __init__(
+        self,
+        lane: DirectLane,
+        values: Values,
+        limit: RateLimit,
+        hears: Hears,
+        turns: Turns | None = None,
+        place: int = 0,
+    ) -> None:
+        self.lane = lane
+        self.moved = 0
+        """Bytes of parts that have gone over the lane."""
+        self._before = (lane.bytes_sent, lane.bytes_received)  # of former uses
+        self.noted = lane.bytes_received
+        """Of the bytes that the lane has received, those that were reported."""
+        self._values = values
+        self._limit = limit
+        self._hears = hears
+        self._turns = turns
+        self._place = place
+        self._phase = 0
+        self._given = 0
+        self._stopped = threading.Event()
+        self.finished = False
+        """Whether all was sent, or all has come: the lane may be used again."""
+
+    @property
+    def sent(self) -> int:
+        """Bytes that have left over the lane, without what the system still holds."""
+        return max(0, self.lane.bytes_sent - self._before[0] - self.lane.unsent())
+
+    @property
+    def received(self) -> int:
+        """Bytes that have come over the lane."""
+        return self.lane.bytes_received - self._before[1]
+
+    def stop(self) -> None:
+        """Make it end soon, in the midst of a part too, and then the lane with it. From any thread."""
+        self._stopped.set()
+        if not self.finished:
+            self.lane.abort()
+        with self._values.changed:
+            self._values.changed.notify_all()
+
+    # ------------------------------------------------------------------ out
+
+    def send_parts(
+        self, header: LaneHeader, me: str, contributions: Sequence[Part], averages: Sequence[Part]
+    ) -> None:
+        """This member's values of a reducer's share, then the averages of its own, each as soon as it is there.
+
+        Contributions wait for nobody, so that all of them arrive; averages wait for nothing but these. Were an average
+        to go before a contribution, two members could wait for each other.
+
+        Raises:
+            StreamBrokenError: the lane broke.
+        """
+        self._begin(header)
+        room = self._values.room(contributions[0]) if contributions else None
+        for part in contributions:
+            self._send_part(part, self._values.contribution(part, room))
+            self._hears.reached(Milestone.CONTRIBUTION_SENT)
+        self._phase = 1
+        for part in averages:
+            self._wait_ready(part.index)
+            self._send_part(part, self._values.encoded(me, part.index))
+            self._hears.reached(Milestone.AVERAGE_SENT)
+        self.finished = True
+
+    def send_share(self, header: LaneHeader, reducer: str, parts: Sequence[Part]) -> None:
+        """Another reducer's share, as it came. Raises StreamBrokenError."""
+        self._phase = 1
+        self._begin(header)
+        for part in parts:
+            self._send_part(part, self._values.encoded(reducer, part.index))
+        self.finished = True
+
+    def _begin(self, header: LaneHeader) -> None:
+        self.lane.keep_unsent_below(UNSENT_BYTES if self._turns is None else UNSENT_IN_TURNS_BYTES)
+        message = encode_header(header)
+        self.lane.send(len(message).to_bytes(LENGTH_BYTES, "big") + message)
+
+    def _send_part(self, part: Part, payload: Buffer) -> None:
+        self.lane.send(part_frame(part.index))
+        for piece in self._pieces(memoryview(payload), TURN_BYTES if self._turns else None):
+            self._pause(len(piece))
+            self._send_piece(piece)
+        self.moved += FRAME_BYTES + len(payload)
+
+    def _send_piece(self, piece: memoryview) -> None:
+        if self._turns is None:
+            self.lane.send(piece)
+        else:
+            self.lane.wait_for_room()  # whoever is slow to take it does not keep others from their turns
+            with self._turns.turn((self._phase, self._given, self._place)):
+                self.lane.send(piece)
+        self._given += len(piece)
+
+    # ------------------------------------------------------------------ in
+
+    def receive_parts(self, contributions: Sequence[Part], averages: Sequence[Part]) -> None:
+        """What :meth:`send_parts` sends.
+
+        Raises:
+            StreamBrokenError: the lane broke.
+            RemoteProtocolError: the member sent what none sends.
+        """
+        for part in contributions:
+            check_index(self._receive_index(), part)
+            last = part is contributions[-1]
+            self._receive_contribution(part, last=last, ends=last and not averages)
+            self._hears.progressed()
+        for part in averages:
+            check_index(self._receive_index(), part)
+            payload = self._receive_payload(part, ends=part is averages[-1])
+            self._values.receive_average(self.lane.remote, part, payload)
+            self._hears.progressed()
+
+    def receive_share(self, reducer: str, parts: Sequence[Part]) -> None:
+        """The share of a reducer that is gone; raises what :meth:`receive_parts` raises."""
+        payloads: list[Buffer] = []
+        for part in parts:
+            check_index(self._receive_index(), part)
+            payloads.append(self._receive_payload(part, ends=part is parts[-1]))
+        self._values.receive_share(reducer, payloads)
+        self._hears.progressed()
+
+    def _receive_contribution(self, part: Part, *, last: bool, ends: bool) -> None:
+        remote, values = self.lane.remote, self._values
+        behind = part.index - MAX_WAITING_PARTS
+        if behind >= 0 and not self._is_soon_ready(behind):
+            # What is ahead of the slowest contributor waits with its sender, not in this process.
+            self._hears.owes(remote, False)
+            self._wait_ready(behind)
+            self._hears.owes(remote, True)
+        complete = values.contributed(remote, part.index, self._receive_payload(part, ends=ends))
+        if last:
+            self._hears.owes(remote, False)
+        if complete:
+            try:
+                values.average(part.index)
+            except BadContributionError as error:
+                self._hears.blame(error.peer_id, error)
+
+    def _receive_index(self) -> int:
+        index = bytearray(FRAME_BYTES)
+        self.lane.receive_into(memoryview(index))
+        return int.from_bytes(index, "big")
+
+    def _receive_payload(self, part: Part, *, ends: bool) -> Buffer:
+        payload = self._values.buffer(part)
+        for piece in self._pieces(payload, None):
+            self._pause(len(piece))
+            self.lane.receive_into(piece)
+        if ends:
+            self.finished = True
+            self.lane.acknowledge()
+        self.moved += FRAME_BYTES + len(payload)
+        return payload
+
+    # ------------------------------------------------------------------ both
+
+    def _pieces(self, data: memoryview, size: int | None) -> list[memoryview]:
+        if not self._limit.unlimited:
+            size = LIMITED_PIECE_BYTES
+        if size is None or len(data) <= size:
+            return [data]
+        return [data[start : start + size] for start in range(0, len(data), size)]
+
+    def _pause(self, count: int) -> None:
+        seconds = self._limit.delay(count)
+        if seconds and self._stopped.wait(seconds):
+            raise StreamBrokenError("the attempt is over")
+
+    def _is_soon_ready(self, index: int) -> bool:
+        """Silence is counted in seconds: the event loop need not hear of every moment in which nothing is owed."""
+        return self._await_ready(index, SOON_SECONDS)
+
+    def _wait_ready(self, index: int) -> None:
+        self._await_ready(index, None)
+
+    def _await_ready(self, index: int, seconds: float | None) -> bool:
+        values = self._values
+        with values.changed:
+            values.changed.wait_for(lambda: values.is_ready(index) or self._stopped.is_set(), seconds)
+            if self._stopped.is_set():
+                raise StreamBrokenError("the attempt is over")
+            return values.is_ready(index)

@@ -1,0 +1,298 @@
+"""What the members of a group say to each other about how their round ends.
+
+Members are named by their position in the roster. A *ballot* is one leader's try at ending the round: it has a number,
+which also names its leader, and a *view*, the members that it counts on. An *attempt* is one exchange of parts among
+some members; it is named by the ballot that began it. See ``docs/round.md``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from p2pavg.encoding import checked, pack, unpack
+from p2pavg.errors import RemoteProtocolError
+
+Members: TypeAlias = frozenset[int]
+
+MAX_VOTE_BYTES = 8192
+MAX_BALLOT = 2**31
+MAX_REASON_CHARS = 300
+DIGEST_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """The last ballot in which a member held the attempt's whole result, and said so to the ballot's leader."""
+
+    ballot: int
+    attempt: int
+    members: Members
+    """Whose contributions the attempt averages, and who exchanges it."""
+    view: Members
+    """Who has to hold it for the ballot to commit."""
+    must: bool = False
+    """An older ballot may have committed it, so that nothing else may be committed any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Complete:
+    """The last attempt of which a member has the whole result."""
+
+    attempt: int
+    members: Members
+
+
+@dataclass(frozen=True, slots=True)
+class Gather:
+    """A leader asks: who is there, what do you hold? It follows from the answer that older ballots are off."""
+
+    ballot: int
+
+
+@dataclass(frozen=True, slots=True)
+class Promise:
+    """The answer: no older ballot counts for this member any more."""
+
+    ballot: int
+    attempt: int
+    """Which the member is in: of older ones it has nothing any more."""
+    accepted: Accepted | None
+    complete: Complete | None
+    apart: Members
+    """Members with which this one cannot exchange anything any more."""
+    hostile: Members
+    """Those of them that broke the protocol."""
+
+
+@dataclass(frozen=True, slots=True)
+class Behind:
+    """The ballot asked about is not newer than one that was promised."""
+
+    promised: int
+
+
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """What a ballot is about: a new attempt (``attempt == ballot``), or the result of an older one."""
+
+    ballot: int
+    attempt: int
+    members: Members
+    view: Members
+    source: int
+    """Who passes on what others lack of an older attempt's result; its own position when nobody lacks anything."""
+    lacking: Members
+    must: bool = False
+    """An older ballot may have committed it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """The member holds the whole result, one digest of each reducer's share; a member that has none sends none."""
+
+    ballot: int
+    digests: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """The round has ended with this attempt's result."""
+
+    attempt: int
+    members: Members
+
+
+@dataclass(frozen=True, slots=True)
+class Trouble:
+    """The member cannot exchange anything with another one any more."""
+
+    peer: int
+    hostile: bool
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """The member has given the round up, and accepts nothing any more."""
+
+    accepted: int
+    """The last ballot that it accepted, -1 for none."""
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Unknown:
+    """This peer knows of no such group: it never was in it, has forgotten it, or was started anew."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ping:
+    """The member is there; it has nothing to say."""
+
+
+Vote: TypeAlias = Gather | Promise | Behind | Begin | Held | Commit | Trouble | Left | Unknown | Ping
+
+
+def encode_vote(vote: Vote) -> bytes:
+    """One message."""
+    match vote:
+        case Gather(ballot):
+            return pack("gather", ballot)
+        case Promise(ballot, attempt, accepted, complete, apart, hostile):
+            first = accepted and (
+                accepted.ballot,
+                accepted.attempt,
+                _list(accepted.members),
+                _list(accepted.view),
+                accepted.must,
+            )
+            second = complete and (complete.attempt, _list(complete.members))
+            return pack("promise", ballot, attempt, first or (), second or (), _list(apart), _list(hostile))
+        case Behind(promised):
+            return pack("behind", promised)
+        case Begin(ballot, attempt, members, view, source, lacking, must):
+            return pack("begin", ballot, attempt, _list(members), _list(view), source, _list(lacking), must)
+        case Held(ballot, digests):
+            return pack("held", ballot, digests)
+        case Commit(attempt, members):
+            return pack("commit", attempt, _list(members))
+        case Trouble(peer, hostile, reason):
+            return pack("trouble", peer, hostile, reason[:MAX_REASON_CHARS])
+        case Left(ballot, reason):
+            return pack("left", ballot, reason[:MAX_REASON_CHARS])
+        case Unknown():
+            return pack("unknown")
+        case Ping():
+            return pack("ping")
+
+
+def decode_vote(message: bytes, size: int) -> Vote:
+    """What :func:`encode_vote` made of a vote in a group of ``size`` members.
+
+    Raises:
+        RemoteProtocolError: anything else.
+    """
+    # The kind alone first: each has its own fields.
+    for kind, (types, read) in _READERS.items():
+        if message[1 : 2 + len(kind)] == pack(kind)[1:]:
+            return read(_Fields(size), *unpack(message, str, *types)[1:])
+    raise RemoteProtocolError("a vote of unknown kind")
+
+
+def _list(members: Members) -> tuple[int, ...]:
+    return tuple(sorted(members))
+
+
+@dataclass(frozen=True, slots=True)
+class _Fields:
+    """Checks of one message's fields."""
+
+    size: int
+
+    def ballot(self, value: int, least: int = 0) -> int:
+        if not least <= value <= MAX_BALLOT:
+            raise RemoteProtocolError(f"a ballot of {value}")
+        return value
+
+    def member(self, value: int) -> int:
+        if not 0 <= value < self.size:
+            raise RemoteProtocolError(f"member {value} of {self.size}")
+        return value
+
+    def members(self, values: tuple[Any, ...]) -> Members:
+        if len(values) > self.size:
+            raise RemoteProtocolError("more members than the group has")
+        checked(values, (int,) * len(values))
+        found = frozenset(map(self.member, values))
+        if values != _list(found):
+            raise RemoteProtocolError("members out of order, or twice")
+        return found
+
+    def accepted(self, fields: tuple[Any, ...]) -> Accepted | None:
+        if not fields:
+            return None
+        ballot, attempt, members, view, must = checked(fields, (int, int, tuple, tuple, bool))
+        if attempt > self.ballot(ballot):
+            raise RemoteProtocolError("an attempt that is newer than its ballot")
+        return Accepted(ballot, self.ballot(attempt), self.members(members), self.members(view), must)
+
+    def complete(self, fields: tuple[Any, ...]) -> Complete | None:
+        if not fields:
+            return None
+        attempt, members = checked(fields, (int, tuple))
+        return Complete(self.ballot(attempt), self.members(members))
+
+    def reason(self, text: str) -> str:
+        return "".join(c if c.isprintable() else "?" for c in text[:MAX_REASON_CHARS])
+
+    def digests(self, values: tuple[Any, ...]) -> tuple[bytes, ...]:
+        if len(values) > self.size:
+            raise RemoteProtocolError("more digests than reducers")
+        checked(values, (bytes,) * len(values))
+        if any(len(value) != DIGEST_BYTES for value in values):
+            raise RemoteProtocolError("a digest of another length")
+        return values
+
+
+def _read_begin(
+    read: _Fields, ballot: int, attempt: int, members: Any, view: Any, source: int, lacking: Any, must: bool
+) -> Begin:
+    begin = Begin(
+        read.ballot(ballot),
+        read.ballot(attempt),
+        read.members(members),
+        read.members(view),
+        read.member(source),
+        read.members(lacking),
+        must,
+    )
+    if attempt > ballot or not begin.members or not begin.view:
+        raise RemoteProtocolError("a ballot about nothing, or about the future")
+    if attempt == ballot and (begin.members != begin.view or begin.lacking or must):
+        raise RemoteProtocolError("a new attempt whose members are not its view")
+    if begin.lacking - (begin.members & begin.view) or source not in begin.view or source in begin.lacking:
+        raise RemoteProtocolError("a ballot that lets a member pass on what it cannot have")
+    return begin
+
+
+def _read_promise(
+    read: _Fields, ballot: int, attempt: int, accepted: Any, complete: Any, apart: Any, hostile: Any
+) -> Promise:
+    promise = Promise(
+        read.ballot(ballot),
+        read.ballot(attempt),
+        read.accepted(accepted),
+        read.complete(complete),
+        read.members(apart),
+        read.members(hostile),
+    )
+    if attempt >= ballot or (promise.accepted is not None and promise.accepted.ballot >= ballot):
+        raise RemoteProtocolError("a promise that is older than what it speaks of")
+    if promise.hostile - promise.apart:
+        raise RemoteProtocolError("a promise that accuses a member and goes on with it")
+    return promise
+
+
+_READERS: dict[str, tuple[tuple[type, ...], Callable[..., Vote]]] = {
+    "gather": ((int,), lambda read, ballot: Gather(read.ballot(ballot))),
+    "promise": (
+        (int, int, tuple, tuple, tuple, tuple),
+        _read_promise,
+    ),
+    "behind": ((int,), lambda read, promised: Behind(read.ballot(promised))),
+    "begin": ((int, int, tuple, tuple, int, tuple, bool), _read_begin),
+    "held": ((int, tuple), lambda read, ballot, digests: Held(read.ballot(ballot), read.digests(digests))),
+    "commit": (
+        (int, tuple),
+        lambda read, attempt, members: Commit(read.ballot(attempt), read.members(members)),
+    ),
+    "trouble": (
+        (int, bool, str),
+        lambda read, peer, hostile, reason: Trouble(read.member(peer), hostile, read.reason(reason)),
+    ),
+    "left": ((int, str), lambda read, ballot, reason: Left(read.ballot(ballot, -1), read.reason(reason))),
+    "unknown": ((), lambda _read: Unknown()),
+    "ping": ((), lambda _read: Ping()),
+}

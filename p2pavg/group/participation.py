@@ -1,0 +1,146 @@
+"""Who contributes to a round, and who only listens: rules that every member applies to what all have signed.
+
+No I/O, no clock, no random source. Who listens holds the result like everybody else, and keeps what it accumulated.
+"""
+
+from __future__ import annotations
+
+import abc
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import TYPE_CHECKING
+
+from p2pavg.encoding import pack
+from p2pavg.errors import ConfigError
+from p2pavg.group.names import MAX_NAME_CHARS, MAX_TAGS, is_name
+
+if TYPE_CHECKING:
+    from p2pavg.group.roster import Candidate
+
+MAX_SEED = 2**63
+MAX_MBPS = 1e6
+
+_DRAW_DOMAIN = "p2pavg/draw/1"
+
+
+class Participation(abc.ABC):
+    """A rule by which members of a group contribute or listen; all peers of a run need the same."""
+
+    @property
+    @abc.abstractmethod
+    def text(self) -> str:
+        """The rule as text: peers with other rules never meet."""
+
+    @abc.abstractmethod
+    def contributors(self, members: Sequence[Candidate]) -> frozenset[str]:
+        """Ids of those of some members, all with something to contribute, that do."""
+
+
+@dataclass(frozen=True, slots=True)
+class RandomFraction(Participation):
+    """A part of each group, drawn anew for every state: those of the lowest SHA-256 of seed, state and peer id.
+
+    The state is what ``step(state=...)`` says, as :mod:`p2pavg.optim` does: without one the same peers are drawn each
+    time.
+
+    Args:
+        fraction: of the members that have something to contribute, above 0 and at most 1; rounded up, so that one at
+            least does. The fraction C of McMahan et al. 2017 ("Communication-Efficient Learning of Deep Networks from
+            Decentralized Data"), algorithm 1.
+        seed: any whole number; the same for all peers.
+
+    Raises:
+        ConfigError: an argument is out of range.
+    """
+
+    fraction: float
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if isinstance(self.fraction, bool) or not isinstance(self.fraction, int | float):
+            raise ConfigError(f"fraction must be a number, got {self.fraction!r}")
+        if not 0 < self.fraction <= 1:
+            raise ConfigError(f"fraction must be above 0 and at most 1, got {self.fraction!r}")
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or abs(self.seed) >= MAX_SEED:
+            raise ConfigError(
+                f"seed must be a whole number below 2^63 in magnitude, got {type(self.seed).__name__}"
+            )
+
+    @property
+    def text(self) -> str:
+        """See :class:`Participation`."""
+        return f"fraction {float(self.fraction).hex()} seed {self.seed}"
+
+    def contributors(self, members: Sequence[Candidate]) -> frozenset[str]:
+        """See :class:`Participation`."""
+        drawn = sorted(members, key=self._draw)
+        return frozenset(member.peer_id for member in drawn[: self._count(len(drawn))])
+
+    def _count(self, members: int) -> int:
+        # Exactly: 0.28 * 25 is a little more than 7 as a float.
+        return max(1, math.ceil(Fraction(self.fraction).limit_denominator(10**6) * members))
+
+    def _draw(self, member: Candidate) -> bytes:
+        return hashlib.sha256(pack(_DRAW_DOMAIN, str(self.seed), member.state, member.peer_id)).digest()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capable(Participation):
+    """Those that say of themselves that they can.
+
+    Args:
+        tags: what a contributor has among its tags (:attr:`p2pavg.AveragingConfig.tags`), e.g. ``("gpu", "fp16")``.
+        least_bandwidth: Mbit/s that it announces at least.
+
+    Raises:
+        ConfigError: an argument is out of range.
+    """
+
+    tags: tuple[str, ...] = ()
+    least_bandwidth: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_tags(self.tags)
+        number = not isinstance(self.least_bandwidth, bool) and isinstance(self.least_bandwidth, int | float)
+        if not number or not 0 <= self.least_bandwidth <= MAX_MBPS:
+            raise ConfigError(f"least_bandwidth must be a number of Mbit/s from 0 to {MAX_MBPS:g}")
+
+    @property
+    def text(self) -> str:
+        """See :class:`Participation`."""
+        return f"tags {sorted(self.tags)} bandwidth {float(self.least_bandwidth).hex()}"
+
+    def contributors(self, members: Sequence[Candidate]) -> frozenset[str]:
+        """See :class:`Participation`."""
+        return frozenset(
+            member.peer_id
+            for member in members
+            if set(self.tags) <= set(member.tags) and member.bandwidth >= self.least_bandwidth
+        )
+
+
+def check_tags(tags: object) -> None:
+    """Raise ConfigError unless these are tags that a peer can announce."""
+    if not isinstance(tags, tuple) or not all(isinstance(tag, str) and is_name(tag) for tag in tags):
+        raise ConfigError(
+            f"tags must be a tuple of texts of 1 to {MAX_NAME_CHARS} printable characters, got {tags!r}"
+        )
+    if len(tags) > MAX_TAGS:
+        raise ConfigError(f"tags can be {MAX_TAGS} at most, got {len(tags)}")
+
+
+def silent_members(members: Sequence[Candidate]) -> frozenset[str]:
+    """Ids of those that have nothing to contribute, and wait for the result."""
+    return frozenset(member.peer_id for member in members if member.weight == 0 and not member.auxiliary)
+
+
+def listeners(rule: Participation | None, members: Sequence[Candidate]) -> frozenset[str]:
+    """Ids of those of some members that only listen."""
+    silent = silent_members(members)
+    if rule is None:
+        return silent
+    able = [member for member in members if not member.auxiliary and member.peer_id not in silent]
+    return silent | {member.peer_id for member in able} - rule.contributors(able)

@@ -1,0 +1,198 @@
+"""Both ends of a TLS connection between two peers: who is let in, with a ticket, and who is dialled, with theirs."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import socket
+import ssl
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+
+import trio
+from multiaddr import Multiaddr
+
+from p2pavg.errors import AddressError, UnreachableError
+from p2pavg.net.lanes.certificates import OwnCertificate, listening_context
+from p2pavg.net.lanes.tls_connection import TlsConnection
+from p2pavg.net.limits.dial_gate import DialGate
+from p2pavg.net.transport import PeerId
+
+logger = logging.getLogger(__name__)
+
+TICKET_BYTES = 16
+TICKET_SECONDS = 10.0
+_STAGGER_SECONDS = 0.25  # RFC 8305, section 5
+
+
+class Visitor:
+    """A peer that may come in once."""
+
+    def __init__(self, peer_id: PeerId, certificate: bytes, context: ssl.SSLContext) -> None:
+        self.peer_id = peer_id
+        self.certificate = certificate
+        self.context = context
+        self.ticket = secrets.token_bytes(TICKET_BYTES)
+        self.deadline = trio.current_time() + TICKET_SECONDS
+        self.decided = trio.Event()
+        self.reason = ""
+        """Why it did not come in."""
+        self._connection: TlsConnection | None = None
+
+    def come_in(self, connection: TlsConnection) -> None:
+        """It is here, and is who it says; nobody may be waiting for it any more."""
+        if self.decided.is_set():
+            connection.close()
+            return
+        self._connection = connection
+        self.decided.set()
+
+    def stay_out(self, reason: str) -> None:
+        """It does not come, or not any more."""
+        if not self.decided.is_set():
+            self.reason = reason
+            self.decided.set()
+
+    def take(self) -> TlsConnection | None:
+        """The connection, for the caller to own."""
+        connection, self._connection = self._connection, None
+        return connection
+
+
+class Doorway:
+    """What a process needs to make TLS connections with peers whose certificates it has been told."""
+
+    def __init__(self, peer_id: PeerId, gate: DialGate) -> None:
+        self._peer_id = peer_id
+        self._gate = gate
+        self._expected: dict[str, Visitor] = {}
+        self._entering: dict[object, Visitor] = {}
+        self._listening = listening_context(self._choose)
+
+    @cached_property
+    def own(self) -> OwnCertificate:
+        """This process' certificate, made when it is first needed."""
+        return OwnCertificate(self._peer_id)
+
+    @contextmanager
+    def expecting(self, peer_id: PeerId, certificate: bytes) -> Iterator[Visitor]:
+        """Let the peer in once, for as long as the block runs and the ticket is valid.
+
+        Raises:
+            OSError: OpenSSL does not take the certificate.
+        """
+        visitor = Visitor(peer_id, certificate, self.own.server_context(certificate))
+        self._expected[visitor.ticket.hex()] = visitor
+        try:
+            yield visitor
+        finally:
+            self._expected.pop(visitor.ticket.hex(), None)
+            visitor.stay_out("it is too late")
+            if (unclaimed := visitor.take()) is not None:
+                unclaimed.close()
+
+    def _choose(self, tls: object, name: str | None) -> ssl.SSLContext | None:
+        visitor = self._expected.pop(name or "", None)
+        if visitor is None or visitor.deadline <= trio.current_time():
+            return None
+        self._entering[tls] = visitor
+        return visitor.context
+
+    async def accept(self, plain: socket.socket) -> None:
+        """Finish an inbound handshake and tell who expects it; whatever is wrong costs the stranger only."""
+        try:
+            connection = TlsConnection(self._listening, plain)
+        except OSError as error:
+            logger.debug("a TLS connection ended before it began: %s", error)
+            return
+        try:
+            await connection.shake_hands(lambda: self._entering[connection.tls].certificate)
+            self._entering[connection.tls].come_in(connection)
+        except OSError as error:
+            logger.debug("a TLS connection was refused: %s", error)
+            if connection.tls in self._entering:
+                self._entering[connection.tls].stay_out(f"the handshake failed: {error}")
+        finally:
+            self._entering.pop(connection.tls, None)
+
+    async def dial(
+        self, peer_id: PeerId, certificate: bytes, ticket: bytes, addresses: Sequence[str]
+    ) -> TlsConnection:
+        """Connect to the first address at which the peer answers, the next one 0.25 s after the one before.
+
+        Raises:
+            UnreachableError: with the reason of each address.
+            OSError: OpenSSL does not take the certificate.
+        """
+        call = _Call(peer_id, certificate, ticket, self.own.client_context(certificate), self._gate)
+        return await call.first_of(addresses)
+
+
+class _Call:
+    """One dial of one peer, at several addresses."""
+
+    def __init__(
+        self, peer_id: PeerId, certificate: bytes, ticket: bytes, context: ssl.SSLContext, gate: DialGate
+    ) -> None:
+        self._peer_id = peer_id
+        self._certificate = certificate
+        self._name = ticket.hex()
+        self._context = context
+        self._gate = gate
+        self._reasons: list[str] = []
+        self._connection: TlsConnection | None = None
+
+    async def first_of(self, addresses: Sequence[str]) -> TlsConnection:
+        try:
+            async with trio.open_nursery() as nursery:
+                for address in addresses:
+                    failed = trio.Event()
+                    nursery.start_soon(self._try, address, failed, nursery.cancel_scope)
+                    with trio.move_on_after(_STAGGER_SECONDS):
+                        await failed.wait()
+        except BaseException:
+            if self._connection is not None:
+                self._connection.close()
+            raise
+        if self._connection is None:
+            raise UnreachableError("; ".join(self._reasons) or "no address is known")
+        return self._connection
+
+    async def _try(self, address: str, failed: trio.Event, all_of_it: trio.CancelScope) -> None:
+        try:
+            connection = await self._at(address)
+        except (AddressError, UnreachableError, OSError) as error:
+            self._reasons.append(f"{address}: {error}")
+            failed.set()
+            return
+        if self._connection is not None:
+            connection.close()
+            return
+        self._connection = connection
+        all_of_it.cancel()
+
+    async def _at(self, text: str) -> TlsConnection:
+        reasons = []
+        for address in await self._gate.candidates(self._peer_id, text):
+            try:
+                async with self._gate.dialling(self._peer_id, text, address):
+                    plain = await _connect(address)
+                    connection = TlsConnection(self._context, plain, server_name=self._name)
+                    await connection.shake_hands(lambda: self._certificate)
+                return connection
+            except OSError as error:
+                reasons.append(error.strerror or str(error))
+        raise UnreachableError("; ".join(reasons))
+
+
+async def _connect(address: Multiaddr) -> socket.socket:
+    family, version = (socket.AF_INET, "ip4") if "ip4" in address else (socket.AF_INET6, "ip6")
+    host, port = str(address.value_for_protocol(version)), int(str(address.value_for_protocol("tcp")))
+    opened = trio.socket.socket(family, socket.SOCK_STREAM)
+    try:
+        await opened.connect((host, port))
+    except BaseException:
+        opened.close()
+        raise
+    return socket.socket(fileno=opened.detach())

@@ -1,0 +1,126 @@
+"""Inbound lanes: how many there may be, and who reads them when there is something to read."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import trio
+
+from p2pavg.errors import ClosedError, RemoteProtocolError, StreamBrokenError
+from p2pavg.net.lanes.limits import IDLE_SECONDS, InboundSlots
+from p2pavg.net.lanes.tls_connection import TlsConnection
+from p2pavg.net.lanes.tls_lane import TlsLane
+from p2pavg.net.transport import DirectLaneHandler, PeerId
+
+logger = logging.getLogger(__name__)
+
+# The sender lets go first: a receiver that did might do so when the next message is on its way.
+_INBOUND_IDLE_SECONDS = IDLE_SECONDS + 60.0
+
+
+class InboundLanes:
+    """The lanes on which others send to this process."""
+
+    def __init__(self, nursery: trio.Nursery, share: float = 1.0) -> None:
+        self.lanes: set[TlsLane] = set()
+        self.slots = InboundSlots(share)
+        self._idle: dict[TlsLane, None] = {}
+        """Lanes that nothing is read from, those that were used longest ago first."""
+        self._nursery = nursery
+        self._closed = False
+        self._handler: DirectLaneHandler | None = None
+        self._handler_set = trio.Event()
+
+    def serve(self, handler: DirectLaneHandler, wanted: Callable[[PeerId], bool] | None) -> None:
+        """What :meth:`Transport.serve_lanes` says."""
+        self._handler = handler
+        if wanted is not None:
+            self.slots.wanted = wanted
+        self._handler_set.set()
+
+    def close(self) -> None:
+        """Abort every lane, and take no more."""
+        self._closed = True
+        for lane in self.lanes:
+            lane.abort()
+
+    def refusal(self, peer_id: PeerId) -> str:
+        """Why the peer may have no lane now; empty if it may."""
+        if self._closed:
+            return "it is closing"
+        if self.slots.is_full() and self.slots.wanted(peer_id):
+            self._drop_an_idle_one()
+        return self.slots.refusal(peer_id)
+
+    def _drop_an_idle_one(self) -> None:
+        """Make room for a member of a group. A sender whose idle lane ends makes another when it needs one."""
+        for lane in self._idle:
+            if not self.slots.wanted(lane.remote):
+                del self._idle[lane]
+                self._give_back(lane)
+                lane.abort()
+                return
+
+    def adopt(self, connection: TlsConnection, slot: Slot) -> None:
+        """There is one more lane: attend to it for as long as it lives."""
+        lane = TlsLane(connection, slot.peer_id)
+        slot.used = True
+        self.lanes.add(lane)
+        self._nursery.start_soon(self._attend, lane)
+        if self._closed:
+            lane.abort()
+
+    async def _attend(self, lane: TlsLane) -> None:
+        try:
+            while await self._has_something(lane):
+                await self._handle(lane)
+        except (StreamBrokenError, RemoteProtocolError, ClosedError) as error:
+            logger.info("a lane of %s ended: %s", lane.remote, error)
+        except Exception:
+            logger.exception("a lane of %s is dropped", lane.remote)
+        finally:
+            lane.abort()
+            self._idle.pop(lane, None)
+            self._give_back(lane)
+
+    def _give_back(self, lane: TlsLane) -> None:
+        if lane in self.lanes:
+            self.lanes.remove(lane)
+            self.slots.give_back(lane.remote)
+
+    async def _handle(self, lane: TlsLane) -> None:
+        assert self._handler is not None
+        before = lane.bytes_received
+        await self._handler(lane)
+        if lane.bytes_received == before and not lane.aborted:
+            raise ClosedError("its handler read nothing")  # and would be called for ever
+
+    async def _has_something(self, lane: TlsLane) -> bool:
+        """Wait for bytes and for somebody to read them; false when there will be none."""
+        with trio.move_on_after(_INBOUND_IDLE_SECONDS):
+            if lane.aborted:
+                return False
+            self._idle[lane] = None
+            await lane.wait_readable(ours_to_read=True)
+            self._idle.pop(lane, None)
+            if lane.has_ended():
+                return False
+            await self._handler_set.wait()
+            return True
+        return False
+
+
+class Slot:
+    """A place for one inbound lane, which goes back unless a lane uses it."""
+
+    def __init__(self, slots: InboundSlots, peer_id: PeerId) -> None:
+        self.peer_id = peer_id
+        self.used = False
+        self._slots = slots
+        slots.take(peer_id)
+
+    def release(self) -> None:
+        """Nobody waits for a lane any more."""
+        if not self.used:
+            self._slots.give_back(self.peer_id)

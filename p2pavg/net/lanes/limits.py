@@ -1,0 +1,124 @@
+"""What lanes there may be: which idle ones are kept, how many strangers may have, and whom to try no more."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+
+import trio
+
+from p2pavg.errors import UnreachableError
+from p2pavg.net.lanes.tls_lane import TlsLane
+from p2pavg.net.transport import PeerId
+
+MAX_IDLE_PER_PEER = 4
+MAX_IDLE = 128
+MAX_INBOUND_PER_PEER = 16
+MAX_INBOUND = 512
+# Of peers that no expected group has as a member. A lane may be asked for just before its group is known here, or just
+# after; who is in no group at all has no use for one.
+MAX_UNEXPECTED_PER_PEER = 2
+MAX_UNEXPECTED = 16
+IDLE_SECONDS = 600.0
+MAX_NOWHERE = 1024
+NOWHERE_SECONDS = 60.0
+
+
+class IdleLanes:
+    """Outbound lanes that nobody uses, the oldest first."""
+
+    def __init__(self) -> None:
+        self._lanes: dict[TlsLane, None] = {}
+
+    def put(self, lane: TlsLane) -> None:
+        """Keep one more, and abort what is too many then."""
+        self._lanes[lane] = None
+        if len(self._of(lane.remote)) > MAX_IDLE_PER_PEER:
+            self._drop(self._of(lane.remote)[0])
+        if len(self._lanes) > MAX_IDLE:
+            self._drop(next(iter(self._lanes)))
+
+    def take(self, peer_id: PeerId) -> TlsLane | None:
+        """The one that was used last: the others may grow old. One that is not acknowledged yet stays."""
+        for lane in reversed(self._of(peer_id)):
+            if lane.owed:
+                continue
+            del self._lanes[lane]
+            if not lane.is_readable():  # nothing is owed: what can be read is the end
+                return lane
+            lane.abort()
+        return None
+
+    def forget(self, lane: TlsLane) -> None:
+        """It has ended."""
+        self._lanes.pop(lane, None)
+
+    def _of(self, peer_id: PeerId) -> list[TlsLane]:
+        return [lane for lane in self._lanes if lane.remote == peer_id]
+
+    def _drop(self, lane: TlsLane) -> None:
+        del self._lanes[lane]
+        lane.abort()
+
+
+class InboundSlots:
+    """How many inbound lanes there are, of each peer and of all.
+
+    Args:
+        share: what part of MAX_INBOUND there may be, where the system lets this process open few files.
+    """
+
+    def __init__(self, share: float = 1.0) -> None:
+        self._taken: Counter[PeerId] = Counter()
+        self._share = share
+        self.wanted: Callable[[PeerId], bool] = lambda _: True
+        """True if lanes of a peer are expected now."""
+
+    def refusal(self, peer_id: PeerId) -> str:
+        """Why the peer may have no more; empty if it may."""
+        wanted = self.wanted(peer_id)
+        most = MAX_INBOUND_PER_PEER if wanted else MAX_UNEXPECTED_PER_PEER
+        if self._taken[peer_id] >= most:
+            return f"it holds {most} lanes already" + (
+                "" if wanted else ", and is in no group with this peer now"
+            )
+        unwanted = sum(count for other, count in self._taken.items() if not self.wanted(other))
+        if not wanted and unwanted >= MAX_UNEXPECTED:
+            return "it is in no group with this peer now"
+        if self.is_full():
+            return f"there are {self._taken.total()} lanes already"
+        return ""
+
+    def is_full(self) -> bool:
+        """Return whether there may be no more."""
+        return self._taken.total() >= int(MAX_INBOUND * self._share)
+
+    def take(self, peer_id: PeerId) -> None:
+        """One more."""
+        self._taken[peer_id] += 1
+
+    def give_back(self, peer_id: PeerId) -> None:
+        """One less."""
+        self._taken[peer_id] -= 1
+        self._taken += Counter()  # peers that have none take no room
+
+
+class Nowhere:
+    """Peers to which no direct way was found a short while ago, and why."""
+
+    def __init__(self) -> None:
+        self._found: OrderedDict[PeerId, tuple[float, str]] = OrderedDict()
+
+    def add(self, peer_id: PeerId, reason: str) -> None:
+        """Do not try this peer again for a minute."""
+        self._found[peer_id] = (trio.current_time() + NOWHERE_SECONDS, reason)
+        self._found.move_to_end(peer_id)
+        while len(self._found) > MAX_NOWHERE:
+            self._found.popitem(last=False)
+
+    def check(self, peer_id: PeerId) -> None:
+        """Raises UnreachableError when trying would only take time."""
+        until, reason = self._found.get(peer_id, (0.0, ""))
+        if trio.current_time() < until:
+            raise UnreachableError(f"no direct way to {peer_id} was found a moment ago: {reason}")
+        self._found.pop(peer_id, None)

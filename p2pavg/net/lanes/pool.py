@@ -1,0 +1,300 @@
+"""Direct lanes: how they come about, who serves them, and which are kept.
+
+libp2p's Noise and yamux, in Python, take seven times the processor that a TLS connection takes, whose bytes OpenSSL
+moves in a worker thread. So tensors travel over lanes where one can be had, and libp2p's streams are for everything
+else. A lane has the peer's identity from a libp2p stream: there the two tell each other their certificates.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+
+import trio
+
+from p2pavg.errors import ClosedError, RemoteProtocolError, StreamBrokenError, UnreachableError
+from p2pavg.net.framing import receive_message, send_message
+from p2pavg.net.lanes.acceptor import Doorway, Visitor
+from p2pavg.net.lanes.inbound import InboundLanes, Slot
+from p2pavg.net.lanes.limits import IDLE_SECONDS, IdleLanes, Nowhere
+from p2pavg.net.lanes.messages import MAX_ADDRESSES, MAX_MESSAGE_BYTES, PROTOCOL, Ask, Back, Offer, Verdict
+from p2pavg.net.lanes.tls_connection import TlsConnection
+from p2pavg.net.lanes.tls_lane import TlsLane
+from p2pavg.net.transport import DirectLane, DirectLaneHandler, PeerId, Stream, Transport
+from p2pavg.threads.exceptions import bare_exceptions
+
+logger = logging.getLogger(__name__)
+
+ANSWER_SECONDS = 10.0
+DIAL_SECONDS = 2.0  # each way, one after the other
+
+# AES-GCM stays safe for 2^24.5 records of 16 KiB under one key (RFC 8446, section 5.5), and Python cannot renew it.
+_MAX_LANE_BYTES = 1 << 37
+
+DialledAddresses = Callable[[PeerId], Sequence[str]]
+"""Where the open connections lead that this process made to a peer."""
+
+
+class LaneKeeper:
+    """The lanes of one transport."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        nursery: trio.Nursery,
+        doorway: Doorway,
+        dialled_addresses: DialledAddresses,
+        share: float = 1.0,
+    ) -> None:
+        self._transport = transport
+        self._nursery = nursery
+        self._doorway = doorway
+        self._dialled_addresses = dialled_addresses
+        self._closed = False
+        self._outbound: dict[TlsLane, trio.CancelScope] = {}
+        self._inbound = InboundLanes(nursery, share)
+        self._searches: set[trio.CancelScope] = set()
+        self._idle = IdleLanes()
+        self._nowhere = Nowhere()
+        transport.serve(PROTOCOL, self._answer)
+
+    @property
+    def lanes(self) -> list[TlsLane]:
+        """Every lane that has not ended, both ways."""
+        return [*self._outbound, *self._inbound.lanes]
+
+    def close(self) -> None:
+        """Abort every lane, end every search, and make no more."""
+        self._closed = True
+        for scope in self._searches:
+            scope.cancel()
+        self._inbound.close()
+        for lane in self._outbound:
+            lane.abort()
+
+    # -- the sender's side
+
+    async def open(self, peer_id: PeerId, addresses: Sequence[str], timeout: float) -> TlsLane:
+        """What :meth:`Transport.open_lane` says."""
+        if self._closed:
+            raise ClosedError("the transport is closed")
+        if (kept := self._take(peer_id)) is not None:
+            return kept
+        self._nowhere.check(peer_id)
+        search = _Search(peer_id, addresses)
+        with trio.move_on_after(timeout) as scope:
+            self._searches.add(scope)
+            try:
+                return await self._find(search, timeout)
+            except UnreachableError as error:
+                self._remember(search, str(error))
+                raise
+            finally:
+                self._searches.remove(scope)
+        if self._closed:
+            raise ClosedError("the transport is closed")
+        reason = "; ".join([*search.reasons, f"no direct lane within {timeout:.1f} s"])
+        self._remember(search, reason)
+        raise UnreachableError(f"no direct lane to {peer_id}: {reason}")
+
+    def _take(self, peer_id: PeerId) -> TlsLane | None:
+        while (lane := self._idle.take(peer_id)) is not None:
+            scope = self._outbound[lane]
+            if not scope.cancel_called:
+                scope.deadline = math.inf
+                return lane
+        return None
+
+    def keep(self, lane: DirectLane) -> None:
+        """What :meth:`Transport.keep_lane` says."""
+        if (
+            not isinstance(lane, TlsLane)
+            or lane not in self._outbound
+            or lane.aborted
+            or lane.bytes_sent > _MAX_LANE_BYTES
+        ):
+            lane.abort()
+            return
+        if lane.owed:  # whoever used it did not wait for it
+            lane.finish()
+        self._outbound[lane].deadline = trio.current_time() + IDLE_SECONDS
+        self._idle.put(lane)
+
+    def _remember(self, search: _Search, reason: str) -> None:
+        if search.futile:
+            self._nowhere.add(search.peer_id, reason)
+
+    async def _find(self, search: _Search, timeout: float) -> TlsLane:
+        try:
+            stream = await self._transport.open_stream(
+                search.peer_id, PROTOCOL, addresses=search.addresses, timeout=timeout, wait_inbound=True
+            )
+        except UnreachableError:
+            search.futile = self._transport.is_connected(search.peer_id)  # it has no lanes
+            raise
+        try:
+            lane = self._adopt_outbound(await self._ask(stream, search), search.peer_id)
+            await stream.aclose()  # which is never cancelled
+        except (StreamBrokenError, RemoteProtocolError) as error:
+            search.futile = isinstance(error, RemoteProtocolError)
+            raise UnreachableError(f"{search.peer_id} gave no direct lane: {error}") from None
+        finally:
+            await stream.reset()
+        return lane
+
+    async def _ask(self, stream: Stream, search: _Search) -> TlsConnection:
+        await send_message(stream, Ask(self._doorway.own.der).encode())
+        offer = Offer.decode(await _next(stream))
+        if offer.refusal:
+            raise UnreachableError(f"{search.peer_id} gives no direct lane: {offer.refusal}")
+        search.futile = True  # unless one of the two ways leads somewhere
+        for way in (self._go_there, self._let_come):
+            try:
+                return await way(stream, search, offer)
+            except UnreachableError as error:
+                search.reasons.append(str(error))
+        raise UnreachableError(f"no direct lane to {search.peer_id}: {'; '.join(search.reasons)}")
+
+    async def _go_there(self, stream: Stream, search: _Search, offer: Offer) -> TlsConnection:
+        addresses = self._candidates(search.peer_id, search.addresses, offer.addresses)
+        connection = await self._dial(search.peer_id, offer.certificate, offer.ticket, addresses)
+        try:
+            await _expect_verdict(stream, 1)
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    async def _let_come(self, stream: Stream, search: _Search, offer: Offer) -> TlsConnection:
+        if not self._transport.addresses:
+            raise UnreachableError("and this peer listens nowhere, so that the other one cannot dial either")
+        with self._doorway.expecting(search.peer_id, offer.certificate) as visitor:
+            await send_message(stream, Back(visitor.ticket, self._transport.addresses).encode())
+            await _expect_verdict(stream, 2)
+            await visitor.decided.wait()
+            if (connection := visitor.take()) is None:
+                raise UnreachableError(f"it dialled back, and {visitor.reason}")
+            return connection
+
+    def _adopt_outbound(self, connection: TlsConnection, peer_id: PeerId) -> TlsLane:
+        lane = TlsLane(connection, peer_id)
+        self._outbound[lane] = trio.CancelScope()
+        self._nursery.start_soon(self._watch, lane)
+        if self._closed:
+            lane.abort()
+        return lane
+
+    async def _watch(self, lane: TlsLane) -> None:
+        """For as long as the lane lives."""
+        try:
+            with self._outbound[lane]:
+                await lane.watch()
+        except StreamBrokenError as error:
+            logger.debug("a lane to %s ended: %s", lane.remote, error)
+        finally:
+            self._idle.forget(lane)
+            lane.abort()
+            del self._outbound[lane]
+
+    # -- both sides
+
+    def _candidates(self, peer_id: PeerId, known: Sequence[str], named: Sequence[str]) -> list[str]:
+        """What has worked before comes first."""
+        known = self._dialled_addresses(peer_id) or known
+        return list(dict.fromkeys([*known, *named]))[:MAX_ADDRESSES]
+
+    async def _dial(
+        self, peer_id: PeerId, certificate: bytes, ticket: bytes, addresses: Sequence[str]
+    ) -> TlsConnection:
+        with trio.move_on_after(DIAL_SECONDS):
+            try:
+                return await self._doorway.dial(peer_id, certificate, ticket, addresses)
+            except OSError as error:
+                raise RemoteProtocolError(f"no TLS with its certificate: {error}") from None
+        raise UnreachableError(f"nobody answered within {DIAL_SECONDS:.0f} s at {', '.join(addresses)}")
+
+    # -- the receiver's side
+
+    def serve(self, handler: DirectLaneHandler, wanted: Callable[[PeerId], bool] | None = None) -> None:
+        """What :meth:`Transport.serve_lanes` says."""
+        self._inbound.serve(handler, wanted)
+
+    async def _answer(self, stream: Stream) -> None:
+        with trio.move_on_after(ANSWER_SECONDS), bare_exceptions():
+            ask = Ask.decode(await _next(stream))
+            refusal = self._inbound.refusal(stream.remote)
+            if refusal:
+                await send_message(stream, Offer(refusal).encode())
+                await stream.aclose()
+                return
+            slot = Slot(self._inbound.slots, stream.remote)
+            try:
+                await self._answer_with_offer(stream, ask, slot)
+            finally:
+                slot.release()
+
+    async def _answer_with_offer(self, stream: Stream, ask: Ask, slot: Slot) -> None:
+        """Until the sender closes the stream, as it does when it has what it wants, or wants no more."""
+        own = self._doorway.own.der
+        with self._doorway.expecting(stream.remote, ask.certificate) as visitor:
+            await send_message(stream, Offer("", own, visitor.ticket, self._transport.addresses).encode())
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._admit, stream, visitor, slot)
+                back = await receive_message(stream, max_bytes=MAX_MESSAGE_BYTES)
+                if back is None:
+                    nursery.cancel_scope.cancel()
+                # Its verdict is sent all the same: one that is cancelled half-way would spoil the stream.
+                visitor.stay_out("the sender wants to be dialled")
+        if back is not None:
+            await self._dial_back(stream, ask, Back.decode(back), slot)
+            await receive_message(stream, max_bytes=MAX_MESSAGE_BYTES)
+        await stream.aclose()
+
+    async def _admit(self, stream: Stream, visitor: Visitor, slot: Slot) -> None:
+        await visitor.decided.wait()
+        if (connection := visitor.take()) is not None:
+            self._inbound.adopt(connection, slot)
+        try:
+            await send_message(stream, Verdict(1, visitor.reason).encode())
+        except StreamBrokenError as error:
+            logger.info("%s asked for a lane and went away: %s", stream.remote, error)
+
+    async def _dial_back(self, stream: Stream, ask: Ask, back: Back, slot: Slot) -> None:
+        reason = ""
+        try:
+            if slot.used:
+                raise UnreachableError("it is in already")  # noqa: TRY301 - as any other reason
+            addresses = self._candidates(stream.remote, (), back.addresses)
+            connection = await self._dial(stream.remote, ask.certificate, back.ticket, addresses)
+        except UnreachableError as error:
+            reason = f"dialled back: {error}"
+        else:
+            self._inbound.adopt(connection, slot)
+        await send_message(stream, Verdict(2, reason).encode())
+
+
+class _Search:
+    """One attempt at a lane, and what is learned on the way."""
+
+    def __init__(self, peer_id: PeerId, addresses: Sequence[str]) -> None:
+        self.peer_id = peer_id
+        self.addresses = addresses
+        self.reasons: list[str] = []
+        self.futile = False
+
+
+async def _next(stream: Stream) -> bytes:
+    message = await receive_message(stream, max_bytes=MAX_MESSAGE_BYTES)
+    if message is None:
+        raise StreamBrokenError(f"{stream.remote} closed the stream early")
+    return message
+
+
+async def _expect_verdict(stream: Stream, attempt: int) -> None:
+    """Raises UnreachableError with the receiver's reason. Verdicts of an attempt that was given up are passed over."""
+    while (verdict := Verdict.decode(await _next(stream))).attempt != attempt:
+        if verdict.attempt > attempt:
+            raise RemoteProtocolError(f"a verdict of attempt {verdict.attempt} instead of {attempt}")
+    if verdict.reason:
+        raise UnreachableError(f"it said: {verdict.reason}")

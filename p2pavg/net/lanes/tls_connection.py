@@ -1,0 +1,206 @@
+"""A TLS connection whose bytes pass through memory: what OpenSSL makes of them, and a socket that carries the result.
+
+Where OpenSSL uses the socket itself, it asks the system twice for each record of 16 KiB that it reads and once for
+each that it writes. Here many records go at once, which takes a quarter of the processor's time away.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import ssl
+from collections.abc import Callable
+from contextlib import suppress
+from functools import cached_property
+
+import trio
+
+from p2pavg.net.lanes.certificates import check_connection
+from p2pavg.net.transport import Buffer
+
+# What is encrypted, and then handed to the system, at once; a lane's thread gives up the GIL as often.
+PIECE_BYTES = 256 * 1024
+
+_READ_BYTES = 256 * 1024
+_HANDSHAKE_READ_BYTES = 16 * 1024
+
+# A silent peer that has gone is noticed after 60 s, and a router on the way does not forget the connection.
+_KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
+
+
+class TlsConnection:
+    """One end, a client's when there is a ``server_name``. Takes over ``plain``. Not to be used by two threads at once.
+
+    Raises:
+        OSError: the other side has gone already.
+    """
+
+    def __init__(
+        self, context: ssl.SSLContext, plain: socket.socket, *, server_name: str | None = None
+    ) -> None:
+        self._socket = plain
+        self._received, self._to_send = ssl.MemoryBIO(), ssl.MemoryBIO()
+        try:
+            _tune(plain)
+            plain.setblocking(False)
+            self.tls = context.wrap_bio(
+                self._received, self._to_send, server_side=server_name is None, server_hostname=server_name
+            )
+        except BaseException:
+            plain.close()
+            raise
+
+    async def shake_hands(self, trusted: Callable[[], bytes]) -> None:
+        """Finish the handshake, and leave the connection in blocking mode; closed, if that fails or is cancelled.
+
+        It waits in trio, not in a thread: strangers that begin and then say nothing would occupy one each. What is
+        computed between two waits takes a millisecond.
+
+        Args:
+            trusted: the certificate that the other side must have shown, asked for at the end.
+
+        Raises:
+            OSError: the other side is gone, or is not the one that the context trusts.
+        """
+        try:
+            while not self._has_shaken_hands():
+                await self._send_what_waits()
+                await trio.lowlevel.wait_readable(self._socket.fileno())
+                if not self._receive_without_waiting():
+                    raise OSError("the other side ended the connection")  # noqa: TRY301 - as any other end
+            await self._send_what_waits()
+            check_connection(self.tls, trusted())
+            self._socket.setblocking(True)  # with a timeout instead, Python would poll before each read
+        except BaseException as error:
+            if isinstance(error, ssl.SSLError):
+                with suppress(OSError):  # the alert that tells the other side why; it may be gone
+                    self._socket.send(self._to_send.read())
+            self._socket.close()
+            raise
+
+    def _has_shaken_hands(self) -> bool:
+        try:
+            self.tls.do_handshake()
+        except ssl.SSLWantReadError:
+            return False
+        return True
+
+    async def _send_what_waits(self) -> None:
+        left = memoryview(self._to_send.read())
+        while left:
+            try:
+                left = left[self._socket.send(left) :]
+            except BlockingIOError:
+                await trio.lowlevel.wait_writable(self._socket.fileno())
+
+    def _receive_without_waiting(self) -> bool:
+        """Take what the system has. False when the other side has ended the connection."""
+        try:
+            found = self._socket.recv(_HANDSHAKE_READ_BYTES, _DONT_WAIT)
+        except BlockingIOError:
+            return True
+        self._received.write(found)
+        return bool(found)
+
+    # -- blocking, once the handshake is done
+
+    def keep_unsent_below(self, count: int) -> None:
+        """Let :meth:`send` block while the system holds so many bytes that the link has not taken, where it can."""
+        if hasattr(trio.socket, "TCP_NOTSENT_LOWAT"):
+            self._socket.setsockopt(socket.IPPROTO_TCP, trio.socket.TCP_NOTSENT_LOWAT, count)
+
+    def wait_for_room(self) -> None:
+        """Until the system takes more, or the connection has ended."""
+        if hasattr(select, "poll"):
+            poll = select.poll()
+            poll.register(self._socket, select.POLLOUT)
+            poll.poll()
+        else:
+            select.select([], [self._socket], [])
+
+    def send(self, data: Buffer) -> None:
+        """All of it, at most PIECE_BYTES. Raises OSError."""
+        left = memoryview(data)
+        while left:
+            left = left[self.tls.write(left) :]
+        self._socket.sendall(self._to_send.read())
+
+    def receive_into(self, view: memoryview) -> int:
+        """At least one byte, at most a record's; 0 at the end. Raises OSError."""
+        while True:
+            try:
+                return int(self.tls.read(len(view), view))
+            except ssl.SSLWantReadError:
+                count = self._socket.recv_into(self._room)
+                if count == 0:
+                    return 0
+                self._received.write(self._room[:count])
+
+    @cached_property
+    def _room(self) -> memoryview:
+        return memoryview(bytearray(_READ_BYTES))
+
+    # -- without waiting
+
+    def receive_nowait(self, count: int) -> bytes | None:
+        """Up to so many bytes, or ``None`` when no record is complete; empty at the end. Raises OSError."""
+        found = self._read_what_is_here(count)
+        if found is None:
+            found = self._read_what_is_here(count) if self._receive_without_waiting() else b""
+        return found
+
+    def _read_what_is_here(self, count: int) -> bytes | None:
+        try:
+            return self.tls.read(count)
+        except ssl.SSLWantReadError:
+            return None
+
+    def holds_bytes(self) -> bool:
+        """Whether anything has been taken from the system that was not read yet."""
+        return bool(self.tls.pending() or self._received.pending)
+
+    def is_readable(self) -> bool:
+        """Whether anything has arrived, be it the end. Raises OSError or ValueError once it is closed."""
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        return self.holds_bytes() or bool(poll.poll(0))
+
+    def has_ended(self) -> bool:
+        """Whether the other side has closed and nothing is left to read. Raises OSError."""
+        if self.holds_bytes():
+            return False
+        try:
+            return not self._socket.recv(1, socket.MSG_PEEK | _DONT_WAIT)
+        except BlockingIOError:
+            return False
+
+    # -- from any thread
+
+    def fileno(self) -> int:
+        """The socket's descriptor; -1 once it is closed."""
+        return self._socket.fileno()
+
+    def shut_down(self) -> None:
+        """End both directions: whoever waits, here or there, hears of it."""
+        with suppress(OSError):  # the other side was faster
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Let go of the descriptor; nobody may be using it."""
+        self._socket.close()
+
+    def detach(self) -> int:
+        """The descriptor, which this connection forgets."""
+        return self._socket.detach()
+
+
+# Windows has no such flag; there, readiness is always asked for before.
+_DONT_WAIT = getattr(socket, "MSG_DONTWAIT", 0)
+
+
+def _tune(plain: socket.socket) -> None:
+    plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    plain.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _KEEPALIVE.items():
+        if hasattr(socket, name):
+            plain.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

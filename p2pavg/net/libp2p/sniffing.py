@@ -1,0 +1,114 @@
+"""One listening port for two protocols: the first byte of a connection says which.
+
+A TLS handshake begins with 0x16. libp2p's negotiation begins with the length of a line, 0x13 in every implementation.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Awaitable, Callable
+
+import trio
+from libp2p.abc import IRawConnection
+from libp2p.custom_types import THandler
+from libp2p.io.abc import ReadWriteCloser
+from libp2p.io.exceptions import IOException
+from libp2p.io.trio import TrioTCPStream
+from libp2p.network.connection.raw_connection import RawConnection
+from libp2p.transport.tcp.tcp import TCP, TCPListener
+from multiaddr import Multiaddr
+
+from p2pavg.net.libp2p.speed import ReadAheadStream
+from p2pavg.net.limits.entrance import Entrance
+
+logger = logging.getLogger(__name__)
+
+# For the first line, or the whole TLS handshake: a few round trips. How many may take so long at once says
+# p2pavg.net.limits.admission.
+UNDECIDED_SECONDS = 10.0
+
+# Connections that the system has accepted and this process has not. Its default of 128 is full in a moment when many
+# come, and one that finds it full tries again a second later.
+BACKLOG = 1024
+
+_TLS_HANDSHAKE = b"\x16"
+_LIBP2P_GREETING = b"\x13/multistream/1.0.0\n"
+
+OnTls = Callable[[socket.socket], Awaitable[None]]
+"""Takes over an inbound connection whose first byte, still unread, begins a TLS handshake; and finishes that."""
+
+
+async def _refuse(plain: socket.socket) -> None:
+    plain.close()
+
+
+class SniffingTCP(TCP):
+    """libp2p's TCP, whose listeners pass on what is TLS, and hold no more connections than there are places."""
+
+    def __init__(self, entrance: Entrance) -> None:
+        super().__init__()
+        self.on_tls: OnTls = _refuse
+        self._entrance = entrance
+        self._undecided: dict[trio.socket.SocketType, trio.CancelScope] = {}
+
+    @property
+    def undecided(self) -> list[trio.socket.SocketType]:
+        """Connections that neither protocol has taken yet, the oldest first."""
+        return list(self._undecided)
+
+    def create_listener(self, handler_function: THandler) -> TCPListener:
+        """A listener whose handler gets what is not TLS."""
+
+        async def sort(found: ReadWriteCloser) -> None:
+            assert isinstance(found, TrioTCPStream)
+            with self._entrance.arriving(_host_of(found.stream.socket)) as arrival:
+                stream = await self._libp2p_stream(found)
+                if stream is not None:
+                    self._entrance.admission.speaks(arrival)
+                    stream.arrival = arrival
+                    await handler_function(stream)
+
+        return TCPListener(sort)
+
+    async def dial(self, maddr: Multiaddr) -> IRawConnection:
+        """libp2p's, with a stream that reads ahead."""
+        connection = await super().dial(maddr)
+        assert isinstance(connection, RawConnection)
+        assert isinstance(connection.stream, TrioTCPStream)
+        ReadAheadStream.of(connection.stream)
+        return connection
+
+    async def _libp2p_stream(self, found: TrioTCPStream) -> ReadAheadStream | None:
+        """The stream, if libp2p's greeting came on it. Otherwise it was passed on, or is for the listener to close."""
+        opened = found.stream.socket
+        with trio.move_on_after(UNDECIDED_SECONDS) as scope:
+            self._undecided[opened] = scope
+            try:
+                first = await opened.recv(1, socket.MSG_PEEK)
+                if first == _TLS_HANDSHAKE:
+                    await self.on_tls(socket.socket(fileno=opened.detach()))
+                elif first:
+                    stream = ReadAheadStream.of(found)
+                    greeting = await stream.look_ahead(len(_LIBP2P_GREETING))
+                    return stream if greeting == _LIBP2P_GREETING else None
+            except (OSError, IOException) as error:
+                logger.debug("an inbound connection ended before it began: %s", error)
+            except Exception:
+                logger.exception("an inbound connection of %s is dropped", _host_of(opened))
+            finally:
+                self._undecided.pop(opened, None)
+        return None
+
+
+def accept_more_at_once(listener: TCPListener) -> None:
+    """Let the system hold BACKLOG connections that this process has not accepted yet."""
+    for opened in listener.listeners:
+        opened.socket.listen(BACKLOG)
+
+
+def _host_of(opened: trio.socket.SocketType) -> str:
+    try:
+        return str(opened.getpeername()[0])
+    except OSError:  # it is gone already
+        return ""

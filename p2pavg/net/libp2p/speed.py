@@ -1,0 +1,208 @@
+"""What py-libp2p 0.8.1 does more often than it must, and how to do it less often.
+
+A round of a small vector is a few dozen messages a peer. libp2p lets the event loop go round some twenty times for
+each: whenever a lock is taken, and twice for every frame that is read. Nothing outside :mod:`p2pavg.net.libp2p`
+imports this module; ``tests/unit/net/libp2p/test_speed.py`` holds that what it replaces still does the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import ModuleType, TracebackType
+from typing import Any
+
+import libp2p.io.trio as _io_trio
+import libp2p.network.stream.net_stream as _net_stream
+import libp2p.stream_muxer.rw_lock as _rw_lock
+import libp2p.stream_muxer.yamux.yamux as _yamux
+import trio
+from libp2p.abc import IMultiselectCommunicator
+from libp2p.custom_types import StreamHandlerFn, TProtocol
+from libp2p.io.abc import ReadWriteCloser
+from libp2p.io.exceptions import IOException
+from libp2p.io.trio import TrioTCPStream
+from libp2p.protocol_muxer.exceptions import MultiselectClientError, MultiselectCommunicatorError
+from libp2p.protocol_muxer.multiselect import DEFAULT_NEGOTIATE_TIMEOUT, Multiselect
+from libp2p.protocol_muxer.multiselect_client import MULTISELECT_PROTOCOL_ID, MultiselectClient
+from libp2p.protocol_muxer.multiselect_communicator import MultiselectCommunicator
+from libp2p.stream_muxer.yamux.yamux import YamuxStream
+from libp2p.utils.varint import encode_delim
+
+from p2pavg.net.limits.admission import Arrival
+
+READ_AHEAD_BYTES = 64 * 1024
+
+
+class EagerLock:
+    """A lock that is taken at once when it is free.
+
+    trio's lets all other tasks run first. libp2p takes a dozen locks for every frame, with nobody else at most of them,
+    and reads from a socket or writes to one in between, where all others have their turn.
+    """
+
+    def __init__(self) -> None:
+        self._lock = trio.Lock()
+
+    async def acquire(self) -> None:
+        """Wait only when somebody holds it; then it is fair as trio's is."""
+        try:
+            self._lock.acquire_nowait()
+        except trio.WouldBlock:
+            await self._lock.acquire()
+
+    def release(self) -> None:
+        """Only by the task that holds it."""
+        self._lock.release()
+
+    def locked(self) -> bool:
+        """Whether somebody holds it."""
+        return self._lock.locked()
+
+    async def __aenter__(self) -> None:
+        await self.acquire()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._lock.release()
+
+
+class _TrioWithEagerLocks(ModuleType):
+    """trio as some of libp2p's modules see it."""
+
+    Lock = EagerLock
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(trio, name)
+
+
+def install() -> None:
+    """Let libp2p's modules make eager locks from now on; calling it twice does nothing more."""
+    for module in (_yamux, _net_stream, _rw_lock, _io_trio):
+        module.trio = _TrioWithEagerLocks("trio")  # type: ignore[attr-defined]
+
+
+class ReadAheadStream(TrioTCPStream):
+    """A TCP stream that takes what is there, and hands it out piece by piece.
+
+    A frame of Noise is read as two bytes of length and the rest: two system calls, and two turns of the event loop.
+    """
+
+    @classmethod
+    def of(cls, stream: TrioTCPStream) -> ReadAheadStream:
+        """The same stream, which nobody has read from yet."""
+        stream.__class__ = cls
+        assert isinstance(stream, cls)
+        stream._ahead = memoryview(b"")
+        stream._ahead_lock = EagerLock()
+        return stream
+
+    _ahead: memoryview
+    _ahead_lock: EagerLock
+    arrival: Arrival | None = None
+    """Of an inbound connection, its place among the others."""
+
+    async def look_ahead(self, count: int) -> bytes:
+        """Wait for the first ``count`` bytes and return them; fewer when the stream ends before. They stay unread."""
+        async with self._ahead_lock:
+            while len(self._ahead) < count:
+                found = await super().read(READ_AHEAD_BYTES)
+                if not found:
+                    break
+                self._ahead = memoryview(bytes(self._ahead) + found)
+            return bytes(self._ahead[:count])
+
+    async def read(self, n: int | None = None) -> bytes:
+        if n == 0:
+            return b""
+        async with self._ahead_lock:
+            if not self._ahead:
+                self._ahead = memoryview(await super().read(READ_AHEAD_BYTES))
+            taken = bytes(self._ahead[:n])
+            self._ahead = self._ahead[len(taken) :]
+            return taken
+
+
+class EagerMultiselectClient(MultiselectClient):
+    """Says what it speaks and what it wants in one write, where it wants one protocol."""
+
+    async def select_one_of(
+        self,
+        protocols: Sequence[TProtocol],
+        communicator: IMultiselectCommunicator,
+        negotiate_timeout: int = 30,
+    ) -> TProtocol:
+        if len(protocols) != 1 or not isinstance(communicator, MultiselectCommunicator):
+            return await super().select_one_of(protocols, communicator, negotiate_timeout)
+        wanted = protocols[0]
+        lines = [MULTISELECT_PROTOCOL_ID, wanted]
+        with trio.move_on_after(negotiate_timeout):
+            try:
+                await communicator.read_writer.write(b"".join(encode_delim(line.encode()) for line in lines))
+                for line in lines:
+                    if (answer := await communicator.read()) != line:
+                        raise MultiselectClientError(f"{wanted} is not supported: {answer[:64]!r}")
+            except (IOException, MultiselectCommunicatorError, ValueError, AssertionError) as error:
+                raise MultiselectClientError(f"{wanted} was not negotiated: {error}") from error
+            return wanted
+        raise MultiselectClientError(f"no answer to {wanted} within {negotiate_timeout} s")
+
+
+def holds_more(stream: ReadWriteCloser) -> bool:
+    """Whether bytes of a stream have come that nobody has read."""
+    muxed = getattr(stream, "muxed_stream", None)
+    return isinstance(muxed, YamuxStream) and bool(muxed.conn.stream_buffers.get(muxed.stream_id))
+
+
+class OneAnswerMultiselect(Multiselect):
+    """Says what it speaks together with its answer, in one write, to a client that has said all it wants at once.
+
+    Args:
+        holds_more: of a stream, whether bytes have come that nobody has read.
+    """
+
+    def __init__(
+        self,
+        handlers: dict[TProtocol | None, StreamHandlerFn | None] | None = None,
+        holds_more: Callable[[ReadWriteCloser], bool] = holds_more,
+    ) -> None:
+        super().__init__(handlers)
+        self._holds_more = holds_more
+
+    async def negotiate(
+        self, communicator: IMultiselectCommunicator, negotiate_timeout: int = DEFAULT_NEGOTIATE_TIMEOUT
+    ) -> tuple[TProtocol | None, StreamHandlerFn | None]:
+        if isinstance(communicator, MultiselectCommunicator):
+            communicator = _GreetsLater(communicator.read_writer, self._holds_more)
+        return await super().negotiate(communicator, negotiate_timeout)
+
+
+class _GreetsLater(MultiselectCommunicator):
+    """Keeps its first line until there is a second, or until the other side waits for it."""
+
+    def __init__(self, stream: ReadWriteCloser, holds_more: Callable[[ReadWriteCloser], bool]) -> None:
+        super().__init__(stream)
+        self._holds_more = holds_more
+        self._greeting: bytes | None = None
+        self._was_greeted = False
+
+    async def read(self) -> str:
+        if self._was_greeted and self._greeting and not self._holds_more(self.read_writer):
+            await self._send(b"")
+        line = await super().read()
+        self._was_greeted = True
+        return line
+
+    async def write(self, msg_str: str) -> None:
+        line = encode_delim(msg_str.encode())
+        if self._greeting is None:
+            self._greeting = line
+        else:
+            await self._send(line)
+
+    async def _send(self, line: bytes) -> None:
+        lines, self._greeting = (self._greeting or b"") + line, b""
+        try:
+            await self.read_writer.write(lines)
+        except (IOException, AssertionError, ValueError) as error:
+            raise MultiselectCommunicatorError(f"the answer was not sent: {error}") from error

@@ -1,0 +1,320 @@
+"""Which connections a process holds, and which give way when there are too many.
+
+Decides; no I/O, no clock. Limits count a source, which is an address and its prefix, before they count the whole. When
+there are too many, the *greediest* source loses one. So an attacker with a few addresses competes with itself only.
+
+Three rules keep the limits from being used against honest peers:
+
+* Nobody is refused for what others on the same address do: within one source the oldest gives way to the newest. A
+  household, a university or a test on one machine may have many peers behind one address.
+* Among the unfinished connections of a source, the fullest stage of the handshake loses its oldest one. So those that
+  stop in one stage on purpose give way to each other, and not to one that goes on.
+* A peer that has answered this one stays when strangers come, and a peer of a common round stays before both.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from enum import IntEnum
+
+from p2pavg.net.limits.sources import prefix_of
+
+
+class Standing(IntEnum):
+    """How well a peer is known here. A higher one never gives way to a lower one."""
+
+    STRANGER = 0
+    ANSWERED = 1
+    """It has answered a call of this peer."""
+    COMPANION = 2
+    """It was named by this peer's user, or was in a group with this peer."""
+
+
+class Stage(IntEnum):
+    """How far an inbound connection is."""
+
+    SILENT = 0
+    """It has not sent the first line of the protocol."""
+    SPEAKING = 1
+    """It is in its handshake."""
+    CONNECTED = 2
+    """It has proved an identity."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectionLimits:
+    """How many connections of which kind there may be.
+
+    - ``connections``: libp2p connections in both directions. A swarm of 16 needs 15 and record calls a few dozen. 512
+      take 512 files and about 22 MB.
+    - ``inbound``: those that others made. The rest is for peers that this one dials.
+    - ``per_host``, ``per_prefix``: inbound ones of one address and of one /24 or /48, without companions. A test swarm
+      of 64 processes on one machine has 63 a process, two where both dialled: 128. Three such addresses make a prefix's
+      share no larger than half of all.
+    - ``per_peer``: of one identity. Two that dial each other at once have two; a restart leaves one or two behind.
+    - ``unfinished``, ``unfinished_per_host``, ``unfinished_per_prefix``: those that have not proved an identity. trio
+      accepts one connection each time that all tasks have had their turn, and a handshake takes about 30 such turns. So
+      an honest peer is through before 256 others have come, even from its own address.
+    """
+
+    connections: int = 512
+    inbound: int = 384
+    per_host: int = 128
+    per_prefix: int = 192
+    per_peer: int = 4
+    unfinished: int = 512
+    unfinished_per_host: int = 256
+    unfinished_per_prefix: int = 384
+
+    def scaled(self, factor: float) -> ConnectionLimits:
+        """Return these limits times ``factor``, each at least 4, for a process that may open fewer files."""
+        names = [name for name in self.__slots__ if name != "per_peer"]
+        return replace(self, **{name: max(4, int(getattr(self, name) * factor)) for name in names})
+
+
+@dataclass(eq=False, slots=True)
+class Arrival:
+    """One connection, from the moment at which it is accepted or made."""
+
+    host: str
+    inbound: bool
+    number: int
+    prefix: str = field(init=False)
+    stage: Stage = Stage.SILENT
+    peer_id: str = ""
+
+    def __post_init__(self) -> None:
+        self.prefix = prefix_of(self.host)
+
+
+class Admission:
+    """The connections that there are.
+
+    Args:
+        limits: how many there may be.
+        standing_of: of a peer id.
+        standing_at: of a host: the highest one among the peers that were met there.
+    """
+
+    def __init__(
+        self,
+        limits: ConnectionLimits,
+        standing_of: Callable[[str], Standing],
+        standing_at: Callable[[str], Standing],
+    ) -> None:
+        self.limits = limits
+        self._standing_of = standing_of
+        self._standing_at = standing_at
+        self._unfinished: dict[Arrival, None] = {}
+        self._connected: dict[Arrival, None] = {}
+        self._numbers = 0
+
+    def __len__(self) -> int:
+        return len(self._unfinished) + len(self._connected)
+
+    @property
+    def unfinished(self) -> list[Arrival]:
+        """Those that have proved no identity, the oldest first."""
+        return list(self._unfinished)
+
+    def arrive(self, host: str) -> tuple[Arrival, list[Arrival]]:
+        """Count an inbound connection that was just accepted. Returns it, and those to drop for it."""
+        arrival = self._new(host, inbound=True)
+        victims = []
+        while (victim := self._too_many_unfinished(arrival)) is not None:
+            del self._unfinished[victim]
+            victims.append(victim)
+        self._unfinished[arrival] = None
+        return arrival, victims
+
+    def speaks(self, arrival: Arrival) -> None:
+        """Note that a connection has sent the first line of its protocol."""
+        arrival.stage = max(arrival.stage, Stage.SPEAKING)
+
+    def connect(self, arrival: Arrival, peer_id: str) -> list[Arrival] | None:
+        """Count a connection that has proved ``peer_id``. Returns those to drop for it; ``None`` refuses it.
+
+        A connection that was dropped meanwhile is refused.
+        """
+        if arrival not in self._unfinished:
+            return None
+        del self._unfinished[arrival]
+        arrival.stage, arrival.peer_id = Stage.CONNECTED, peer_id
+        victims: list[Arrival] = []
+        for crowd, limit in self._crowds(arrival):
+            if len(crowd := [other for other in crowd if other not in victims]) < limit:
+                continue
+            victim = self._who_gives_way(arrival, crowd)
+            if victim is None:
+                return None
+            victims.append(victim)
+        for victim in victims:
+            del self._connected[victim]
+        self._connected[arrival] = None
+        return victims
+
+    def dialled(self, host: str, peer_id: str) -> tuple[Arrival, list[Arrival]]:
+        """Count a connection that this process made. Returns it, and those to drop for it."""
+        arrival = self._new(host, inbound=False)
+        self._unfinished[arrival] = None
+        victims = self.connect(arrival, peer_id)
+        assert victims is not None  # what this process wants itself is never refused
+        return arrival, victims
+
+    def leave(self, arrival: Arrival) -> None:
+        """Forget a connection that has ended; nothing happens when it was dropped before."""
+        self._unfinished.pop(arrival, None)
+        self._connected.pop(arrival, None)
+
+    def _new(self, host: str, *, inbound: bool) -> Arrival:
+        self._numbers += 1
+        return Arrival(host, inbound, self._numbers)
+
+    # -- unfinished
+
+    def _too_many_unfinished(self, newcomer: Arrival) -> Arrival | None:
+        limits, all_of_them = self.limits, self._unfinished
+        at_host = [other for other in all_of_them if other.host == newcomer.host]
+        if len(at_host) >= limits.unfinished_per_host:
+            return _oldest_of_the_fullest_stage(at_host)
+        at_prefix = [other for other in all_of_them if other.prefix == newcomer.prefix]
+        if len(at_prefix) >= limits.unfinished_per_prefix:
+            return _oldest_of_the_fullest_stage(_of_the_greediest_host(at_prefix))
+        if len(all_of_them) >= limits.unfinished:
+            standings = {host: self._standing_at(host) for host in {other.host for other in all_of_them}}
+            lowest = min(standings.values())
+            strangers = [other for other in all_of_them if standings[other.host] == lowest]
+            greedy = _of_the_greediest_host(_of_the_greediest_prefix(strangers))
+            return _oldest_of_the_fullest_stage(greedy)
+        return None
+
+    # -- connected
+
+    def _crowds(self, newcomer: Arrival) -> Iterable[tuple[list[Arrival], int]]:
+        """Yield those among which the newcomer must find a place, and how many there may be, it included."""
+        limits, connected = self.limits, list(self._connected)
+        yield [other for other in connected if other.peer_id == newcomer.peer_id], limits.per_peer
+        if newcomer.inbound:
+            strangers = [
+                other
+                for other in connected
+                if other.inbound and self._standing(other) is not Standing.COMPANION
+            ]
+            if self._standing(newcomer) is not Standing.COMPANION:
+                yield [other for other in strangers if other.host == newcomer.host], limits.per_host
+                yield [other for other in strangers if other.prefix == newcomer.prefix], limits.per_prefix
+            yield [other for other in connected if other.inbound], limits.inbound
+        yield connected, limits.connections
+
+    def _who_gives_way(self, newcomer: Arrival, crowd: list[Arrival]) -> Arrival | None:
+        """``None`` when everyone else in the crowd has a better claim than the newcomer."""
+        if all(other.peer_id == newcomer.peer_id for other in crowd):
+            return min(crowd, key=_age)
+        lowest = min(self._standing(other) for other in crowd)
+        low = [other for other in crowd if self._standing(other) == lowest]
+        greediest = _of_the_greediest_prefix(low)
+        victim = min(_of_the_greediest_host(greediest), key=_age)
+        mine = self._standing(newcomer)
+        if mine > lowest or not newcomer.inbound:
+            return victim
+        if mine < lowest:
+            return None
+        # Among equals, who has many gives way to who has few. Where everyone has one, those that are in stay in.
+        own_prefix = sum(other.prefix == newcomer.prefix for other in low)
+        if own_prefix + 1 < len(greediest):
+            return victim
+        own = [other for other in low if other.prefix == newcomer.prefix]
+        return min(_of_the_greediest_host(own), key=_age) if own else None
+
+    def _standing(self, arrival: Arrival) -> Standing:
+        return self._standing_of(arrival.peer_id)
+
+
+class Acquaintances:
+    """Peers that are no strangers, and the hosts at which peers were met. Bounded: the oldest are forgotten.
+
+    Args:
+        most: peers of each standing, and peers with hosts. A group has at most 128 members, and the record table holds
+            at most 1024 contacts.
+        most_hosts: of one peer, which a laptop on its way may change.
+    """
+
+    def __init__(self, most: int = 1024, most_hosts: int = 8) -> None:
+        self._most = most
+        self._most_hosts = most_hosts
+        self._known: dict[Standing, OrderedDict[str, None]] = {
+            Standing.ANSWERED: OrderedDict(),
+            Standing.COMPANION: OrderedDict(),
+        }
+        self._hosts: OrderedDict[str, OrderedDict[str, None]] = OrderedDict()
+        self._peers_at: dict[str, set[str]] = {}
+
+    def remember(self, peer_id: str, standing: Standing) -> None:
+        """Note that a peer has this standing, or a higher one."""
+        if standing is not Standing.STRANGER:
+            _put_last(self._known[standing], peer_id, self._most)
+
+    def met(self, peer_id: str, host: str) -> None:
+        """Note that a peer has proved its identity on a connection from or to this host."""
+        hosts = self._hosts.setdefault(peer_id, OrderedDict())
+        self._hosts.move_to_end(peer_id)
+        self._peers_at.setdefault(host, set()).add(peer_id)
+        for forgotten in _put_last(hosts, host, self._most_hosts):
+            self._has_left(peer_id, forgotten)
+        while len(self._hosts) > self._most:
+            oldest, its_hosts = self._hosts.popitem(last=False)
+            for forgotten in its_hosts:
+                self._has_left(oldest, forgotten)
+
+    def _has_left(self, peer_id: str, host: str) -> None:
+        self._peers_at[host].discard(peer_id)
+        if not self._peers_at[host]:
+            del self._peers_at[host]
+
+    def has_met(self, peer_id: str, host: str) -> bool:
+        """Return whether the peer was met at that host."""
+        return host in self._hosts.get(peer_id, ())
+
+    def has_met_anyone(self) -> bool:
+        """Return whether any peer was met."""
+        return bool(self._hosts)
+
+    def standing_of(self, peer_id: str) -> Standing:
+        """Return the standing of a peer."""
+        for standing in (Standing.COMPANION, Standing.ANSWERED):
+            if peer_id in self._known[standing]:
+                return standing
+        return Standing.STRANGER
+
+    def standing_at(self, host: str) -> Standing:
+        """Return the highest standing among the peers that were met at a host."""
+        return max(map(self.standing_of, self._peers_at.get(host, ())), default=Standing.STRANGER)
+
+
+def _put_last(kept: OrderedDict[str, None], name: str, most: int) -> list[str]:
+    """Add a name, as the newest. Returns the oldest ones that were forgotten for it."""
+    kept[name] = None
+    kept.move_to_end(name)
+    return [kept.popitem(last=False)[0] for _ in range(len(kept) - most)]
+
+
+def _age(arrival: Arrival) -> int:
+    return arrival.number
+
+
+def _oldest_of_the_fullest_stage(arrivals: list[Arrival]) -> Arrival:
+    """Connections that stay in one stage on purpose fill it, and give way to each other."""
+    ((fullest, _),) = Counter(arrival.stage for arrival in arrivals).most_common(1)
+    return min((arrival for arrival in arrivals if arrival.stage == fullest), key=_age)
+
+
+def _of_the_greediest_prefix(arrivals: list[Arrival]) -> list[Arrival]:
+    ((prefix, _),) = Counter(arrival.prefix for arrival in arrivals).most_common(1)
+    return [arrival for arrival in arrivals if arrival.prefix == prefix]
+
+
+def _of_the_greediest_host(arrivals: list[Arrival]) -> list[Arrival]:
+    ((host, _),) = Counter(arrival.host for arrival in arrivals).most_common(1)
+    return [arrival for arrival in arrivals if arrival.host == host]

@@ -1,0 +1,67 @@
+"""Carries out what :mod:`p2pavg.net.limits.admission` decides: drops connections, and refuses them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import trio
+
+from p2pavg.errors import P2PAvgError
+from p2pavg.net.limits.admission import Admission, Arrival
+
+logger = logging.getLogger(__name__)
+
+
+class NoPlaceError(P2PAvgError):
+    """A connection is not taken: there are too many, and all others have a better claim."""
+
+
+class Entrance:
+    """The connections of one transport, and how each is dropped."""
+
+    def __init__(self, admission: Admission) -> None:
+        self.admission = admission
+        self._drops: dict[Arrival, Callable[[], None]] = {}
+
+    @contextmanager
+    def arriving(self, host: str) -> Iterator[Arrival]:
+        """Count an inbound connection for as long as the block runs, which is cancelled when it is to give way."""
+        arrival, victims = self.admission.arrive(host)
+        with trio.CancelScope() as scope:
+            self._drops[arrival] = scope.cancel
+            self._drop(victims)
+            try:
+                yield arrival
+            finally:
+                self.left(arrival)
+
+    def admit(self, arrival: Arrival, peer_id: str) -> None:
+        """Count an inbound connection that has proved ``peer_id``.
+
+        Raises:
+            NoPlaceError: it is not taken.
+        """
+        victims = self.admission.connect(arrival, peer_id)
+        if victims is None:
+            raise NoPlaceError(f"no place for a connection of {peer_id} from {arrival.host}")
+        self._drop(victims)
+
+    def dialled(self, host: str, peer_id: str, drop: Callable[[], None]) -> Arrival:
+        """Count a connection that this process made; ``drop`` ends it without waiting."""
+        arrival, victims = self.admission.dialled(host, peer_id)
+        self._drops[arrival] = drop
+        self._drop(victims)
+        return arrival
+
+    def left(self, arrival: Arrival) -> None:
+        """Forget a connection that has ended."""
+        self._drops.pop(arrival, None)
+        self.admission.leave(arrival)
+
+    def _drop(self, victims: list[Arrival]) -> None:
+        for victim in victims:
+            logger.debug("a connection of %s from %s gives way", victim.peer_id or "a stranger", victim.host)
+            if (drop := self._drops.pop(victim, None)) is not None:
+                drop()

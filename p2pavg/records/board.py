@@ -1,0 +1,222 @@
+"""What the peers of a run say of themselves: short texts, signed, that everybody reads and that fade unless renewed.
+
+Under one topic each peer has one live word; a new one takes its place. It reaches the peers that hold it at once (in a
+run of up to eight everybody does), and the others when they look next. What is taken back is gone at once where it is
+held, and fades elsewhere.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Protocol
+
+import trio
+
+from p2pavg.encoding import pack
+from p2pavg.errors import ClosedError
+from p2pavg_dht import Published, Record
+from p2pavg_dht.record import MAX_VALUE_BYTES
+
+SAID_TTL_SECONDS = 15.0  # what a peer that died has said is gone after this
+SAY_SECONDS = 0.2  # between two words that nobody waits for
+MAX_SKEW_SECONDS = 60.0  # of peers' clocks
+MAX_CALLS = 4  # at once
+LOOK_SECONDS = 1.0  # between two looks, where nothing comes by itself
+MAX_PUBLISHERS = 1024
+"""Words of more peers are not kept: those that keep records can invent publishers, of 4 KB a word. Publishers that are
+known already keep their places, so that invented ones cannot push them out."""
+
+_KEY_DOMAIN = "p2pavg/bulletin/1"
+
+
+def bulletin_key(run_id: str, topic: str) -> bytes:
+    """The key under which the peers of a run speak of one topic."""
+    return hashlib.sha256(pack(_KEY_DOMAIN, run_id, topic)).digest()
+
+
+class BulletinRecords(Protocol):
+    """The part of a record node that a bulletin uses."""
+
+    async def publish(self, key: bytes, value: bytes, *, ttl: float) -> Published: ...
+    async def withdraw(self, key: bytes) -> None: ...
+    async def find(self, key: bytes) -> tuple[Record, ...]: ...
+    def held(self, key: bytes) -> tuple[Record, ...]: ...
+    def watch(self, key: bytes, changed: Callable[[], None]) -> None: ...
+    def unwatch(self, key: bytes) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """One peer's word."""
+
+    value: bytes
+    sequence: int
+    """Grows with every word of that peer, also when it says the same again."""
+    expiration_time: float
+    """Wall clock, seconds."""
+
+
+class Bulletin:
+    """One topic. :meth:`run` belongs to trio; the rest may be called from any thread."""
+
+    def __init__(
+        self,
+        records: BulletinRecords,
+        *,
+        key: bytes,
+        peer_id: str,
+        wall_clock: Callable[[], float],
+        look_seconds: float = LOOK_SECONDS,
+    ) -> None:
+        self._records = records
+        self._key = key
+        self._peer_id = peer_id
+        self._wall_clock = wall_clock
+        self._look_seconds = look_seconds
+        self._changed = threading.Condition()
+        self._said: dict[str, Said] = {}
+        self._version = 0
+        self._to_say: bytes | None = None  # nothing new; or empty: what was said is taken back
+        self._urgent = False
+        self._ended = False
+        self._token = trio.lowlevel.current_trio_token()
+        self._woken = trio.Event()
+        self._calling = trio.Semaphore(MAX_CALLS)
+        self._scope = trio.CancelScope()
+
+    def say(self, value: bytes, *, now: bool = False) -> None:
+        """Take back what was said before, and say this: soon, or at once when somebody waits for it.
+
+        Args:
+            value: 1 to 4096 bytes.
+
+        Raises:
+            ValueError: more or none.
+        """
+        if not 0 < len(value) <= MAX_VALUE_BYTES:
+            raise ValueError(f"value must have 1 to {MAX_VALUE_BYTES} bytes, got {len(value)}")
+        with self._changed:
+            self._to_say, self._urgent = value, self._urgent or now
+        self._wake()
+
+    def take_back(self) -> None:
+        """Say nothing any more, until :meth:`say` is called again."""
+        with self._changed:
+            self._to_say, self._urgent = b"", True
+        self._wake()
+
+    def look(self) -> None:
+        """See what is new now, rather than soon."""
+        with self._changed:
+            self._urgent = True
+        self._wake()
+
+    @property
+    def version(self) -> int:
+        """Grows whenever somebody's word has changed."""
+        return self._version
+
+    @property
+    def said(self) -> Mapping[str, Said]:
+        """What the other peers say, as far as it is known here and has not faded."""
+        now = self._wall_clock()
+        with self._changed:
+            live = {p: said for p, said in self._said.items() if said.value and said.expiration_time > now}
+        return MappingProxyType(live)
+
+    def wait(self, version: int, timeout: float) -> None:
+        """Block until :attr:`version` is above ``version``, for at most ``timeout`` seconds.
+
+        Raises:
+            ClosedError: the averager is closed.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._version > version or self._ended, timeout)
+            if self._ended:
+                raise ClosedError("the averager is closed")
+
+    # ------------------------------------------------------------------ in trio
+
+    async def run(self) -> None:
+        """Say and look, until cancelled; what was said is taken back by :meth:`withdraw`."""
+        self._records.watch(self._key, self._take_held)
+        try:
+            with self._scope:
+                async with trio.open_nursery() as nursery:
+                    await self._speak_and_look(nursery)
+        finally:
+            self._records.unwatch(self._key)
+            with self._changed:
+                self._ended = True
+                self._changed.notify_all()
+
+    async def _speak_and_look(self, nursery: trio.Nursery) -> None:
+        while True:
+            # A call to a peer that is gone may take seconds; what is said meanwhile does not wait for it.
+            await self._calling.acquire()
+            with self._changed:
+                value, self._to_say, self._urgent = self._to_say, None, False
+            nursery.start_soon(self._call, value)
+            await self._pause()
+
+    async def _pause(self) -> None:
+        """Until there is something to say or to see."""
+        began = trio.current_time()
+        while True:
+            woken = self._woken = trio.Event()  # before the look at what may have woken it
+            with self._changed:
+                most = SAY_SECONDS if self._to_say is not None else self._look_seconds
+                until = began if self._urgent else began + most
+            if trio.current_time() >= until:
+                return
+            with trio.move_on_at(until):
+                await woken.wait()
+
+    async def _call(self, value: bytes | None) -> None:
+        try:
+            # Else what is said at the last moment is signed and stored before this is cancelled, and renewed for ever.
+            await trio.lowlevel.checkpoint_if_cancelled()
+            if value is None:
+                self._take(await self._records.find(self._key))
+            elif not value:
+                await self._records.withdraw(self._key)
+            else:
+                published = await self._records.publish(self._key, value, ttl=SAID_TTL_SECONDS)
+                self._take(published.records)
+        finally:
+            self._calling.release()
+
+    async def withdraw(self) -> None:
+        """End :meth:`run`, and take back what was said."""
+        self._scope.cancel()
+        await self._records.withdraw(self._key)
+
+    def _wake(self) -> None:
+        try:
+            self._token.run_sync_soon(lambda: self._woken.set())
+        except trio.RunFinishedError:
+            return  # the averager is closed, as its next call says
+
+    def _take_held(self) -> None:
+        self._take(self._records.held(self._key))
+
+    def _take(self, records: tuple[Record, ...]) -> None:
+        with self._changed:
+            before = dict(self._said)
+            now = self._wall_clock()
+            for record in records:
+                if record.expiration_time > now + SAID_TTL_SECONDS + MAX_SKEW_SECONDS:
+                    continue  # who says so means to be waited for when it is gone
+                known = self._said.get(record.publisher)
+                if known is None and len(self._said) >= MAX_PUBLISHERS:
+                    continue
+                if record.publisher != self._peer_id and (known is None or known.sequence < record.sequence):
+                    self._said[record.publisher] = Said(record.value, record.sequence, record.expiration_time)
+            self._said = {peer: said for peer, said in self._said.items() if said.expiration_time > now}
+            if self._said != before:
+                self._version += 1
+                self._changed.notify_all()

@@ -1,0 +1,103 @@
+"""What peers of a run say about what they average, so that others see why they do not meet."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from p2pavg.config import MAX_GROUP_SIZE
+from p2pavg.encoding import pack, unpack
+from p2pavg.errors import RemoteProtocolError
+from p2pavg.group.names import is_rule
+from p2pavg.group.roster import is_codec_name
+from p2pavg_dht import Record
+
+RUN_TTL_SECONDS = 600.0
+MAX_ELEMENTS = 2**34
+
+_KEY_DOMAIN = "p2pavg/run/2"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunEntry:
+    """What one peer of a run averages."""
+
+    schema_hash: bytes
+    tensors: int
+    elements: int
+    codec: str
+    group_size: int
+    rule: str
+    """Of who contributes; empty for everybody."""
+
+
+def run_key(run_id: str) -> bytes:
+    """The key under which every peer of a run, ready or not, says what it averages."""
+    return hashlib.sha256(pack(_KEY_DOMAIN, run_id)).digest()
+
+
+def encode_entry(entry: RunEntry) -> bytes:
+    """A record's value."""
+    return pack(
+        2, entry.schema_hash, entry.tensors, entry.elements, entry.codec, entry.group_size, entry.rule
+    )
+
+
+def read_entry(value: bytes) -> RunEntry:
+    """Raises RemoteProtocolError for anything that :func:`encode_entry` does not make."""
+    version, schema_hash, tensors, elements, codec, group_size, rule = unpack(
+        value, int, bytes, int, int, str, int, str
+    )
+    if version != 2 or len(schema_hash) != 32 or not is_codec_name(codec):
+        raise RemoteProtocolError("a run entry of another version, or without a schema or codec")
+    if not is_rule(rule):
+        raise RemoteProtocolError("a run entry whose rule is too long, or not printable")
+    if tensors < 1 or not 0 <= elements <= MAX_ELEMENTS or not 2 <= group_size <= MAX_GROUP_SIZE:
+        raise RemoteProtocolError("a run entry with numbers out of range")
+    return RunEntry(
+        schema_hash=schema_hash,
+        tensors=tensors,
+        elements=elements,
+        codec=codec,
+        group_size=group_size,
+        rule=rule,
+    )
+
+
+def read_entries(records: Iterable[Record]) -> dict[str, RunEntry]:
+    """What each publisher averages; nonsense is left out."""
+    entries = {}
+    for record in records:
+        try:
+            entries[record.publisher] = read_entry(record.value)
+        except RemoteProtocolError:
+            continue
+    return entries
+
+
+def why_apart(mine: RunEntry, others: Iterable[RunEntry]) -> str:
+    """A sentence for each kind of peer of this run that cannot meet this one; empty when there is none."""
+    apart = (entry for entry in others if _meets(entry) != _meets(mine))
+    kinds = Counter(_difference(mine, entry) for entry in apart)
+    return "; ".join(
+        f"{count} peer{'s' if count > 1 else ''} of this run average{'' if count > 1 else 's'} {what}"
+        for what, count in kinds.most_common(3)
+    )
+
+
+def _meets(entry: RunEntry) -> tuple[bytes, str, str]:
+    return (entry.schema_hash, entry.codec, entry.rule)
+
+
+def _difference(mine: RunEntry, other: RunEntry) -> str:
+    if other.tensors != mine.tensors:
+        return f"{other.tensors} tensors, you have {mine.tensors}"
+    if other.elements != mine.elements:
+        return f"{other.elements} elements, you have {mine.elements}"
+    if other.schema_hash != mine.schema_hash:
+        return "tensors of other names, shapes or dtypes than yours"
+    if other.rule != mine.rule:
+        return "with another rule of who contributes than yours"
+    return f"with the codec {other.codec}, you with {mine.codec}"

@@ -1,0 +1,75 @@
+"""What a peer measures while it accumulates: means by weight, that travel with its contribution. No I/O, no clock."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Mapping
+from typing import SupportsFloat
+
+from p2pavg.errors import AccumulateError
+from p2pavg.group.names import MAX_METRIC, MAX_METRICS, MAX_NAME_CHARS, is_name
+
+
+def checked_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
+    """The metrics as floats.
+
+    Raises:
+        AccumulateError: a name that is no text of 1 to 32 printable characters, or a value that is no finite number.
+    """
+    if not isinstance(metrics, Mapping):
+        raise AccumulateError(f"metrics must be a mapping of names to numbers, got {type(metrics).__name__}")
+    for name, value in metrics.items():
+        if not isinstance(name, str) or not is_name(name):
+            raise AccumulateError(
+                f"a metric's name has 1 to {MAX_NAME_CHARS} printable characters, got {name!r}"
+            )
+        if isinstance(value, bool) or not isinstance(value, numbers.Real):
+            hint = "; use .item()" if hasattr(value, "item") else ""
+            raise AccumulateError(f"metric {name!r} must be a number, got {type(value).__name__}{hint}")
+        if not abs(_float_of(value)) <= MAX_METRIC:
+            raise AccumulateError(
+                f"metric {name!r} must be a finite number, {MAX_METRIC:g} at most in magnitude"
+            )
+    return {name: float(value) for name, value in metrics.items()}
+
+
+def _float_of(value: SupportsFloat) -> float:
+    try:
+        return float(value)
+    except OverflowError:  # a whole number of hundreds of digits
+        return math.inf
+
+
+class MetricMeans:
+    """Of each metric, the mean by weight over those who gave it."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, tuple[float, float]] = {}  # name -> mean, weight
+
+    @property
+    def means(self) -> dict[str, float]:
+        """As they are now."""
+        return {name: mean for name, (mean, _) in self._found.items()}
+
+    def check_room(self, metrics: Mapping[str, float]) -> None:
+        """Raise AccumulateError if these would be more names than a contribution carries."""
+        if len(self._found.keys() | metrics.keys()) > MAX_METRICS:
+            raise AccumulateError(f"at most {MAX_METRICS} metrics travel with a contribution")
+
+    def add(self, metrics: Mapping[str, float], weight: float) -> None:
+        """Once more, with a weight above 0."""
+        for name, value in metrics.items():
+            self._take(name, value, weight)
+
+    def merge(self, other: MetricMeans) -> None:
+        """All that another one holds; names for which there is no room are left out."""
+        for name, (mean, weight) in other._found.items():
+            if name in self._found or len(self._found) < MAX_METRICS:
+                self._take(name, mean, weight)
+
+    def _take(self, name: str, value: float, weight: float) -> None:
+        mean, before = self._found.get(name, (value, 0.0))
+        share = weight / (before + weight)
+        # Convex, so that it stays between the two: their difference may be more than a float holds.
+        self._found[name] = (mean * (1 - share) + value * share, before + weight)

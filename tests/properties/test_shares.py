@@ -1,0 +1,252 @@
+"""How the vector is cut: for any group and any length, every element has one owner and one part."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from random import Random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.optimize import linprog
+
+from p2pavg.group.shares import (
+    MemberLink,
+    best_fractions,
+    bound_seconds,
+    cut_into_parts,
+    fastest_shares,
+    fp32_bytes,
+    largest_fraction,
+    share_bounds,
+)
+
+lengths = st.integers(0, 200) | st.integers(0, 2**34)
+granularities = st.sampled_from([1, 3, 64, 256, 4096])
+signed = st.floats(0.0, 1e6, exclude_min=True)
+usual = st.sampled_from([10.0, 20.0, 50.0, 100.0, 1000.0]) | st.floats(1.0, 1000.0)
+
+
+@st.composite
+def groups(
+    draw: st.DrawFn, bandwidths: st.SearchStrategy[float] = signed, least: int = 2
+) -> list[MemberLink]:
+    """Any group that a roster may have, and attempts of fewer."""
+    contributors = draw(st.integers(least, 12))
+    auxiliaries = draw(st.sampled_from([0, 0, 1, 3]))
+    reached = draw(st.sampled_from([st.just(True), st.booleans()]))
+    members = [
+        MemberLink(draw(bandwidths), contributes=index < contributors, reachable=draw(reached))
+        for index in range(contributors + auxiliaries)
+    ]
+    return draw(st.permutations(members))
+
+
+def times(members: list[MemberLink], shares: list[Fraction]) -> list[Fraction]:
+    """Each member's time for a vector of 1 Mbit, counted lane by lane: what it sends and what it receives."""
+    took = []
+    for me, (member, own) in enumerate(zip(members, shares, strict=True)):
+        sent = received = Fraction(0)
+        for other, (peer, theirs) in enumerate(zip(members, shares, strict=True)):
+            if other != me:
+                sent += member.contributes * theirs + peer.contributes * own
+                received += peer.contributes * own + member.contributes * theirs
+        assert sent == received
+        took.append(sent / Fraction(member.bandwidth))
+    return took
+
+
+def least_time(members: list[MemberLink], most: float = 1.0) -> float:
+    """The linear program: minimise T, with each member's time at most T, and shares of at most ``most``, 1 in all."""
+    contributors = sum(member.contributes for member in members)
+    anybody = any(member.reachable for member in members)
+    size = len(members)
+    by_share = [contributors - 2 if member.contributes else contributors for member in members]
+    result = linprog(
+        c=[0.0] * size + [1.0],
+        A_ub=np.column_stack([np.diag(by_share), [-member.bandwidth for member in members]]),
+        b_ub=[-1.0 if member.contributes else 0.0 for member in members],
+        A_eq=[[1.0] * size + [0.0]],
+        b_eq=[1.0],
+        bounds=[(0.0, most if member.reachable or not anybody else 0.0) for member in members]
+        + [(0.0, None)],
+    )
+    assert result.status == 0
+    return float(result.fun)
+
+
+@given(
+    lengths,
+    groups(least=1) | st.lists(st.builds(MemberLink, signed, st.booleans()), min_size=1),
+    granularities,
+)
+def test_shares_sum_and_no_block_is_split(elements: int, members: list[MemberLink], granularity: int) -> None:
+    shares = fastest_shares(elements, members, granularity)
+    assert sum(shares) == elements
+    assert len(shares) == len(members)
+    assert min(shares) >= 0
+    for position in range(len(shares)):
+        start, stop = share_bounds(shares, position)
+        assert stop - start == shares[position]
+        if stop > start:
+            assert start % granularity == 0
+            assert stop % granularity == 0 or stop == elements
+
+
+@given(lengths, groups(least=1), granularities)
+def test_shares_are_the_fractions_within_a_block(
+    elements: int, members: list[MemberLink], granularity: int
+) -> None:
+    fractions = best_fractions(members)
+    assert sum(fractions) == 1
+    assert min(fractions) >= 0
+    shares = fastest_shares(elements, members, granularity)
+    for share, fraction in zip(shares, fractions, strict=True):
+        # A block, and what the last one lacks of a full one.
+        assert abs(share - fraction * elements) < 2 * granularity
+        assert fraction > 0 or share == 0
+        if elements % granularity == 0:
+            assert abs(share - fraction * elements) < granularity
+
+
+@given(groups(usual), st.booleans())
+def test_no_shares_are_faster(members: list[MemberLink], rounded: bool) -> None:
+    elements, granularity = 2**34, 64
+    fractions = list(best_fractions(members))
+    shares = fastest_shares(elements, members, granularity)
+    best = least_time(members)
+    assert float(max(times(members, fractions))) == pytest.approx(best, rel=1e-6)
+    assert bound_seconds(125_000, members) == pytest.approx(best, rel=1e-6)
+    integers = [Fraction(share, elements) for share in shares]
+    assert float(max(times(members, integers))) == pytest.approx(best, rel=1e-5)
+
+
+@given(groups(usual))
+def test_no_shares_are_faster_of_those_that_keep_to_the_most(members: list[MemberLink]) -> None:
+    most = largest_fraction(members)
+    fractions = best_fractions(members, most)
+    assert sum(fractions) == 1
+    assert min(fractions) >= 0
+    assert max(fractions) <= most
+    best = least_time(members, float(most))
+    assert float(max(times(members, list(fractions)))) == pytest.approx(best, rel=1e-6)
+
+
+@given(groups(least=3))
+def test_the_others_are_done_as_early_as_they_can_be(members: list[MemberLink]) -> None:
+    """All that reduce need equally long, and who reduces nothing and could needs longer as it is."""
+    fractions = best_fractions(members)
+    took = times(members, list(fractions))
+    [level] = {seconds for seconds, fraction in zip(took, fractions, strict=True) if fraction}
+    anybody = any(member.reachable for member in members)
+    for member, seconds, fraction in zip(members, took, fractions, strict=True):
+        if member.reachable or not anybody:
+            assert fraction or seconds >= level
+        else:
+            assert fraction == 0
+            assert seconds == 1 / Fraction(member.bandwidth) * member.contributes
+
+
+@given(st.lists(usual, min_size=2, max_size=2), st.lists(usual, max_size=4))
+def test_an_auxiliary_of_two_is_never_the_slowest(pair: list[float], helping: list[float]) -> None:
+    members = [MemberLink(bandwidth, index < 2) for index, bandwidth in enumerate(pair + helping)]
+    fractions = best_fractions(members)
+    assert fractions[0] / Fraction(pair[0]) == fractions[1] / Fraction(pair[1])
+    assert max(times(members, list(fractions))) == 1 / Fraction(min(pair))
+
+
+@given(groups(), st.randoms(use_true_random=False), lengths, granularities)
+def test_the_order_of_members_changes_no_share(
+    members: list[MemberLink], random: Random, elements: int, granularity: int
+) -> None:
+    order = list(range(len(members)))
+    random.shuffle(order)
+    shuffled = [members[position] for position in order]
+    fractions, again = best_fractions(members), best_fractions(shuffled)
+    assert again == tuple(fractions[position] for position in order)
+    whole = elements - elements % granularity
+    shares, moved = (fastest_shares(whole, each, granularity) for each in (members, shuffled))
+    assert all(abs(moved[here] - shares[there]) <= granularity for here, there in enumerate(order))
+
+
+@given(st.integers(1, 64), signed, st.booleans(), lengths, granularities)
+def test_equals_share_equally(
+    members: int, bandwidth: float, reachable: bool, elements: int, granularity: int
+) -> None:
+    links = [MemberLink(bandwidth, reachable=reachable)] * members
+    assert set(best_fractions(links)) == {Fraction(1, members)}
+    shares = fastest_shares(elements, links, granularity)
+    assert max(shares) - min(shares) <= 2 * granularity
+
+
+@given(st.integers(3, 40), usual)
+def test_a_member_at_a_fifth_only_sends_its_own(others: int, bandwidth: float) -> None:
+    members = [MemberLink(bandwidth)] * others + [MemberLink(bandwidth / 5)]
+    fractions = best_fractions(members)
+    assert fractions[-1] == 0
+    assert set(fractions[:-1]) == {Fraction(1, others)}
+
+
+@given(groups(), st.integers(0, 14), st.floats(1.0, 8.0))
+def test_whoever_gets_faster_slows_nobody_down(
+    members: list[MemberLink], position: int, factor: float
+) -> None:
+    position %= len(members)
+    faster = list(members)
+    link = members[position]
+    faster[position] = MemberLink(link.bandwidth * factor, link.contributes, link.reachable)
+    before, after = (max(times(each, list(best_fractions(each)))) for each in (members, faster))
+    assert after <= before
+
+
+@given(st.lists(signed, min_size=1, max_size=64))
+def test_a_vector_of_one_element_has_one_owner(bandwidths: list[float]) -> None:
+    shares = fastest_shares(1, [MemberLink(bandwidth) for bandwidth in bandwidths], 64)
+    assert sorted(shares) == [0] * (len(bandwidths) - 1) + [1]
+
+
+@settings(deadline=None)
+@given(st.integers(0, 2**40), st.integers(0, 3000), granularities, st.integers(1, 300))
+def test_parts_cover_a_share_in_order(
+    start: int, elements: int, granularity: int, part_elements: int
+) -> None:
+    parts = cut_into_parts(start, start + elements, granularity, part_elements)
+    assert [part.index for part in parts] == list(range(len(parts)))
+    assert [part.start for part in parts] == [start, *(part.stop for part in parts)][: len(parts)]
+    assert (parts[-1].stop if parts else start) == start + elements
+    assert all(0 < part.elements <= max(part_elements, granularity) for part in parts)
+    assert all(part.elements % granularity == 0 for part in parts[:-1])
+
+
+@settings(deadline=None)
+@given(st.integers(0, 5_000_000), granularities, st.integers(4_096, 1_000_000))
+def test_parts_are_as_large_as_they_may_be(elements: int, granularity: int, most: int) -> None:
+    parts = cut_into_parts(0, elements, granularity, most)
+    assert all(most - granularity < part.elements <= most for part in parts[:-1])
+
+
+def counted_one_by_one(shares: list[int], position: int, members: list[tuple[bool, bool]]) -> int:
+    """Who sends what to whom, element by element."""
+    floats = 0
+    for reducer, share in enumerate(shares):
+        for member, (contributes, holds) in enumerate(members):
+            if member != reducer and position in (member, reducer):
+                floats += share * contributes  # its contribution there
+                floats += share * holds  # and the average back
+    return 4 * floats
+
+
+@settings(deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 1000), st.sampled_from([(True, True), (False, True), (False, False)])),
+        min_size=2,
+        max_size=10,
+    ),
+    st.integers(0, 9),
+)
+def test_bytes_without_a_codec(members: list[tuple[int, tuple[bool, bool]]], position: int) -> None:
+    shares, kinds = [share for share, _ in members], [kind for _, kind in members]
+    position %= len(members)
+    assert fp32_bytes(shares, position, kinds) == counted_one_by_one(shares, position, kinds)

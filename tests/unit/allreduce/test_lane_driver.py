@@ -1,0 +1,263 @@
+"""Rounds over direct lanes, in one process: what their threads do, and what becomes of a lane that breaks."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from typing import Any
+
+import pytest
+import torch
+import trio
+
+import p2pavg
+from p2pavg.consensus.votes import Vote
+from p2pavg.net.limits.rate import RateLimit
+from p2pavg.peer import Peer
+from p2pavg.round.control import Control
+from p2pavg.testing import MemoryNetwork, simulated_peers
+from p2pavg.testing.simulation import simulated_signer
+from tests.unit.allreduce.laid import Laid, PairLane, lanes_among
+
+ELEMENTS = 40_000
+SIZE = 3
+PARTS_OF = 1_024
+
+
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("p2pavg.allreduce.reduction.part_size", lambda _elements, _reducers: PARTS_OF)
+
+
+def values(index: int) -> torch.Tensor:
+    return torch.randn(ELEMENTS, generator=torch.Generator().manual_seed(index))
+
+
+def mean(members: Sequence[int]) -> torch.Tensor:
+    return torch.stack([values(index) for index in members]).double().mean(0).float()
+
+
+def lane_threads() -> list[str]:
+    names = [thread.name for thread in threading.enumerate()]
+    return [name for name in names if name in ("p2pavg-send", "p2pavg-receive")]
+
+
+class Rounds:
+    """Some peers with their averagers, and lanes among them."""
+
+    def __init__(self, peers: list[Peer], averagers: list[p2pavg.DecentralizedAverager], laid: Laid) -> None:
+        self.peers = peers
+        self.averagers = averagers
+        self.laid = laid
+
+    async def play(self) -> list[p2pavg.RoundResult]:
+        """One step of each."""
+        results: list[Any] = [None] * len(self.averagers)
+
+        async def step(index: int) -> None:
+            averager = self.averagers[index]
+            averager.accumulate([values(index)])
+            results[index] = await averager.step(wait=None)
+
+        with trio.fail_after(30.0):
+            async with trio.open_nursery() as nursery:
+                for index in range(len(self.averagers)):
+                    nursery.start_soon(step, index)
+        return results
+
+    def id(self, index: int) -> str:
+        return self.peers[index].id
+
+
+async def over_lanes(
+    test: Callable[[Rounds], Any],
+    *,
+    size: int = SIZE,
+    prepare: Callable[[PairLane, str], Any] = lambda _lane, _sender: None,
+    **settings: Any,
+) -> None:
+    given: dict[str, Any] = {"run_id": "lanes", "group_size": size, "min_group_size": size}
+    how = p2pavg.AveragingConfig(**given | {"exchange_timeout": 15.0} | settings)
+    async with (
+        simulated_peers(MemoryNetwork(), size) as peers,
+        lanes_among(peers, prepare) as laid,
+        AsyncExitStack() as stack,
+    ):
+        averagers = [await stack.enter_async_context(peer.averager(how)) for peer in peers]
+        await test(Rounds(peers, averagers, laid))
+
+
+def check(results: Sequence[p2pavg.RoundResult], members: Sequence[int]) -> list[p2pavg.Success]:
+    found = [result for result in results if isinstance(result, p2pavg.Success)]
+    assert len(found) == len(members), results
+    first = found[0].averaged
+    assert isinstance(first, list)
+    for result in found:
+        assert isinstance(result.averaged, list)
+        assert torch.equal(result.averaged[0], first[0]), "they differ"
+    error = (first[0] - mean(members)).norm() / mean(members).norm()
+    assert error < 0.015
+    return found
+
+
+@pytest.mark.parametrize("compression", ["blockwise8", None])
+async def test_everybody_ends_with_the_same_mean_and_no_thread_is_left(compression: str | None) -> None:
+    async def test(rounds: Rounds) -> None:
+        for result in check(await rounds.play(), range(SIZE)):
+            assert result.streamed == ()
+            assert result.lost == {}
+            assert result.bytes_sent == result.bytes_received > ELEMENTS
+        assert lane_threads() == []
+
+    await over_lanes(test, compression=compression)
+
+
+async def test_lanes_stay_for_the_next_rounds() -> None:
+    async def test(rounds: Rounds) -> None:
+        check(await rounds.play(), range(SIZE))
+        opened = len(rounds.laid.opened)
+        for _ in range(3):
+            check(await rounds.play(), range(SIZE))
+        assert len(rounds.laid.opened) == opened == SIZE * (SIZE - 1), "one for each direction of each pair"
+
+    await over_lanes(test)
+
+
+@pytest.mark.parametrize("sender", [0, 2])
+@pytest.mark.parametrize("at", [0, 3_000, 30_000])
+async def test_a_lane_that_breaks_costs_nobody_its_round(sender: int, at: int) -> None:
+    """Its sender begins again on a stream, and what had come is not counted twice."""
+    broken: list[str] = []
+
+    def prepare(lane: PairLane, who: str) -> None:
+        if who == simulated_signer(sender).peer_id and not broken:
+            broken.append(who)
+            lane.breaks_at = at
+
+    async def test(rounds: Rounds) -> None:
+        for result in check(await rounds.play(), range(SIZE)):
+            assert result.lost == {}
+            if result.streamed:
+                seen.append(result.streamed)
+        for result in check(await rounds.play(), range(SIZE)):
+            assert result.streamed == (), "the next round has direct lanes again"
+
+    seen: list[tuple[str, ...]] = []
+    await over_lanes(test, prepare=prepare, compression=None)
+    assert broken
+    assert len(seen) == 2, "both ends say that parts went over a stream"
+
+
+async def test_who_cannot_be_reached_directly_gets_its_parts_over_streams() -> None:
+    async def test(rounds: Rounds) -> None:
+        rounds.laid.cannot |= {(rounds.id(0), rounds.id(2)), (rounds.id(2), rounds.id(0))}
+        found = {
+            result.peers.index(result.peers[0]): result for result in check(await rounds.play(), range(SIZE))
+        }
+        assert found
+        results = await rounds.play()
+        streamed = {
+            rounds.id(index): result.streamed
+            for index, result in enumerate(results)
+            if isinstance(result, p2pavg.Success)
+        }
+        assert streamed == {
+            rounds.id(0): (rounds.id(2),),
+            rounds.id(1): (),
+            rounds.id(2): (rounds.id(0),),
+        }
+
+    await over_lanes(test)
+
+
+async def test_who_lies_on_a_lane_is_excluded_by_name() -> None:
+    async def test(rounds: Rounds) -> None:
+        results = await rounds.play()
+        liar = rounds.id(1)
+        honest = [result for index, result in enumerate(results) if index != 1]
+        for result in check(honest, [0, 2]):
+            assert set(result.lost) == {liar}
+            assert "came where part" in result.lost[liar]
+
+    def prepare(lane: PairLane, who: str) -> None:
+        if who == simulated_signer(1).peer_id:
+            lane.change = lambda data: (99).to_bytes(4, "big") if len(data) == 4 else data
+
+    await over_lanes(test, prepare=prepare, min_group_size=2)
+
+
+async def test_a_step_that_is_abandoned_leaves_no_thread_behind() -> None:
+    """Its lanes are in the midst of a part that never comes."""
+
+    async def test(rounds: Rounds) -> None:
+        with trio.move_on_after(1.0):
+            await rounds.play()
+        for averager in rounds.averagers:
+            await averager.aclose()
+        with trio.fail_after(5.0):
+            while lane_threads():
+                await trio.sleep(0.01)
+
+    class Stuck(RateLimit):
+        @property
+        def unlimited(self) -> bool:
+            return False
+
+        def delay(self, count: int) -> float:
+            return 3600.0
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("p2pavg.allreduce.attempt.RateLimit", Stuck)
+        await over_lanes(test)
+
+
+async def test_every_byte_of_a_part_asks_the_limit_in_small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[int, list[int]] = {}
+
+    class Counting(RateLimit):
+        @property
+        def unlimited(self) -> bool:
+            return False
+
+        def delay(self, count: int) -> float:
+            asked.setdefault(id(self), []).append(count)
+            return 0.0
+
+    monkeypatch.setattr("p2pavg.allreduce.attempt.RateLimit", Counting)
+    monkeypatch.setattr("p2pavg.allreduce.lane_driver.LIMITED_PIECE_BYTES", 256)
+
+    async def test(rounds: Rounds) -> None:
+        found = check(await rounds.play(), range(SIZE))
+        payload = sum(result.bytes_sent + result.bytes_received for result in found)
+        counted = sum(map(sum, asked.values()))
+        assert payload * 0.99 < counted <= payload
+        assert max(map(max, asked.values())) <= 256
+
+    await over_lanes(test)
+
+
+async def test_both_ends_of_a_lane_that_broke_ask_whether_the_other_is_still_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A member that dies before its votes' stream is open is heard of nowhere else."""
+    asked: set[tuple[str, str]] = set()
+    broken: list[tuple[str, str]] = []
+    ask = Control.ask
+
+    async def note(control: Control, position: int) -> Vote | None:
+        asked.add((control._transport.peer_id, control._roster.members[position].peer_id))
+        return await ask(control, position)
+
+    def prepare(lane: PairLane, who: str) -> None:
+        if not broken:
+            broken.append((who, lane.remote))
+            lane.breaks_at = 3_000
+
+    async def test(rounds: Rounds) -> None:
+        check(await rounds.play(), range(SIZE))
+        ((sender, receiver),) = broken
+        assert asked == {(sender, receiver), (receiver, sender)}
+
+    monkeypatch.setattr(Control, "ask", note)
+    await over_lanes(test, prepare=prepare)

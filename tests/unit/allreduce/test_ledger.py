@@ -1,0 +1,327 @@
+"""What is owed in an attempt, part by part, and who is waited for."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from p2pavg.allreduce.messages import Lane
+from p2pavg.allreduce.reduction import Ledger
+from p2pavg.errors import RemoteProtocolError
+from p2pavg.group.roster import Roster
+from p2pavg.group.shares import MIN_PART_ELEMENTS as PART_ELEMENTS
+from tests.unit.group.samples import SIGNERS, candidate, roster
+
+A, B, C, AUX, LISTENER = (signer.peer_id for signer in SIGNERS[:5])
+TWO_PARTS = 2 * PART_ELEMENTS
+SHARES = [TWO_PARTS, PART_ELEMENTS, 5]  # 2, 1 and 1 parts
+CONTRIBUTIONS, AVERAGES = Lane.CONTRIBUTIONS, Lane.AVERAGES
+
+
+def three(shares: list[int] | None = None) -> Roster:
+    return roster([candidate(index) for index in range(3)], SHARES if shares is None else shares)
+
+
+def with_auxiliary() -> Roster:
+    return roster([candidate(0), candidate(1), candidate(3, auxiliary=True)], SHARES)
+
+
+def with_listeners() -> Roster:
+    """B and the fifth listen, of which one has something to contribute."""
+    found = [candidate(0), candidate(1), candidate(3, auxiliary=True), candidate(4, weight=0.0)]
+    return roster(found, [*SHARES, 5], listeners=[found[1], found[3]])
+
+
+def deliver(ledger: Ledger, peer_id: str) -> None:
+    """Everything that a member owes."""
+    for lane in Lane:
+        while ledger.expects(peer_id, lane) and ledger.owed_by(peer_id):
+            try:
+                ledger.received(peer_id, lane)
+            except RemoteProtocolError:
+                break
+
+
+def average_everything(ledger: Ledger) -> None:
+    for _ in ledger.parts[ledger.me]:
+        ledger.averaged_own()
+
+
+class TestExpectations:
+    def test_the_parts_of_every_share(self) -> None:
+        parts = Ledger(three(), A, 64).parts
+        assert [(part.start, part.stop) for part in parts[A]] == [
+            (0, PART_ELEMENTS),
+            (PART_ELEMENTS, TWO_PARTS),
+        ]
+        assert [(part.start, part.stop) for part in parts[B]] == [(TWO_PARTS, TWO_PARTS + PART_ELEMENTS)]
+        assert [(part.index, part.elements) for part in parts[C]] == [(0, 5)]
+
+    def test_contributions_to_the_own_share_and_averages_of_the_others(self) -> None:
+        ledger = Ledger(three(), A, 64)
+        assert [ledger.expects(peer, CONTRIBUTIONS) for peer in (A, B, C, "stranger")] == [0, 2, 2, 0]
+        assert [ledger.expects(peer, AVERAGES) for peer in (A, B, C, "stranger")] == [0, 1, 1, 0]
+        assert [ledger.owed_by(peer) for peer in (A, B, C, "stranger")] == [0, 3, 3, 0]
+        assert ledger.inbound_lanes == 4
+        assert ledger.contributors == [B, C]
+        assert ledger.holding
+
+    def test_an_auxiliary_contributes_nothing_and_is_told_no_averages(self) -> None:
+        ledger = Ledger(with_auxiliary(), A, 64)
+        assert ledger.contributors == [B]
+        assert (ledger.expects(AUX, CONTRIBUTIONS), ledger.expects(AUX, AVERAGES)) == (0, 1)
+        its = Ledger(with_auxiliary(), AUX, 64)
+        assert not its.holding
+        assert its.contributors == [A, B]
+        assert [its.expects(peer, CONTRIBUTIONS) for peer in (A, B)] == [1, 1]
+        assert [its.expects(peer, AVERAGES) for peer in (A, B)] == [0, 0]
+        assert its.inbound_lanes == 2
+
+    def test_a_listener_sends_no_contributions_and_is_told_all_averages(self) -> None:
+        ledger = Ledger(with_listeners(), A, 64)
+        assert [ledger.expects(peer, CONTRIBUTIONS) for peer in (B, AUX, LISTENER)] == [0, 0, 0]
+        assert [ledger.expects(peer, AVERAGES) for peer in (B, AUX, LISTENER)] == [1, 1, 1]
+        its = Ledger(with_listeners(), B, 64)
+        assert its.holding
+        assert its.contributors == [A]
+        assert its.holders == [A, LISTENER]
+        assert [its.expects(peer, CONTRIBUTIONS) for peer in (A, AUX, LISTENER)] == [1, 0, 0]
+        assert [its.expects(peer, AVERAGES) for peer in (A, AUX, LISTENER)] == [2, 1, 1]
+
+    def test_a_sole_contributor_averages_its_share_alone(self) -> None:
+        ledger = Ledger(with_listeners(), A, 64)
+        assert ledger.contributors == []
+        assert ledger.holders == [B, LISTENER]
+        for peer in (B, AUX, LISTENER):
+            deliver(ledger, peer)
+        assert not ledger.complete
+        average_everything(ledger)
+        assert ledger.complete
+
+    def test_a_listener_is_whole_with_its_own_share_and_those_of_the_others(self) -> None:
+        ledger = Ledger(with_listeners(), LISTENER, 64)
+        for peer in (A, B, AUX):
+            deliver(ledger, peer)
+        assert not ledger.complete
+        average_everything(ledger)
+        assert ledger.complete
+
+    def test_an_empty_share_needs_no_lane(self) -> None:
+        shares = [0, PART_ELEMENTS, 0]
+        nothing_to_reduce = Ledger(three(shares), A, 64)
+        assert nothing_to_reduce.parts[A] == ()
+        assert [nothing_to_reduce.expects(peer, CONTRIBUTIONS) for peer in (B, C)] == [0, 0]
+        assert [nothing_to_reduce.expects(peer, AVERAGES) for peer in (B, C)] == [1, 0]
+        assert nothing_to_reduce.inbound_lanes == 1
+        everything = Ledger(three(shares), B, 64)
+        assert [everything.expects(peer, AVERAGES) for peer in (A, C)] == [0, 0]
+        assert everything.inbound_lanes == 2
+
+    def test_a_vector_without_elements_is_complete_at_once(self) -> None:
+        ledger = Ledger(three([0, 0, 0]), B, 64)
+        assert ledger.complete
+        assert ledger.inbound_lanes == 0
+
+    def test_what_one_expects_another_sends(self) -> None:
+        for group in (three(), with_auxiliary(), with_listeners(), three([0, 1, 0])):
+            contributors = {member.peer_id for member in group.contributors}
+            ledgers = {member.peer_id: Ledger(group, member.peer_id, 64) for member in group.members}
+            for receiver, ledger in ledgers.items():
+                for sender, other in ledgers.items():
+                    if sender == receiver:
+                        continue
+                    contributes, takes = sender in contributors, ledger.holding
+                    assert ledger.expects(sender, CONTRIBUTIONS) == len(other.parts[receiver]) * contributes
+                    assert ledger.expects(sender, AVERAGES) == len(other.parts[sender]) * takes
+
+
+class TestProgress:
+    def test_parts_of_a_lane_are_due_in_order(self) -> None:
+        ledger = Ledger(three(), A, 64)
+        assert ledger.due(B, CONTRIBUTIONS) == ledger.parts[A][0]
+        assert ledger.due(B, CONTRIBUTIONS) == ledger.parts[A][0], "asking changed it"
+        ledger.received(B, CONTRIBUTIONS)
+        assert ledger.due(B, CONTRIBUTIONS) == ledger.parts[A][1]
+        assert ledger.due(C, CONTRIBUTIONS) == ledger.parts[A][0], "lanes are independent"
+        assert ledger.due(B, AVERAGES) == ledger.parts[B][0]
+
+    def test_the_last_contribution_to_a_part_says_so(self) -> None:
+        ledger = Ledger(three(), A, 64)
+        assert [
+            ledger.received(B, CONTRIBUTIONS),  # part 0
+            ledger.received(B, CONTRIBUTIONS),  # part 1
+            ledger.received(B, AVERAGES),
+            ledger.received(C, CONTRIBUTIONS),  # part 0: all are there
+            ledger.received(C, AVERAGES),
+            ledger.received(C, CONTRIBUTIONS),  # part 1: all are there
+        ] == [False, False, False, True, False, True]
+
+    @pytest.mark.parametrize("seed", range(20))
+    def test_whatever_the_order_of_arrival_each_part_is_averaged_once(self, seed: int) -> None:
+        ledger = Ledger(three(), A, 64)
+        arrivals = [
+            (peer, lane) for peer in (B, C) for lane in Lane for _ in range(ledger.expects(peer, lane))
+        ]
+        random.Random(seed).shuffle(arrivals)
+        averaged = []
+        for peer, lane in arrivals:
+            assert not ledger.complete
+            index = ledger.due(peer, lane).index
+            if ledger.received(peer, lane):
+                averaged.append(index)
+                ledger.averaged_own()
+        assert sorted(averaged) == [0, 1]
+        assert ledger.complete
+
+    @pytest.mark.parametrize("lane", Lane)
+    def test_no_part_after_the_last(self, lane: Lane) -> None:
+        ledger = Ledger(three(), A, 64)
+        for _ in range(ledger.expects(B, lane)):
+            ledger.received(B, lane)
+        for refused in (ledger.due, ledger.received):
+            with pytest.raises(
+                RemoteProtocolError, match=f"a part of {lane.name.lower()} came where none was due"
+            ):
+                refused(B, lane)
+
+    @pytest.mark.parametrize(
+        ("group", "me", "sender", "lane"),
+        [
+            (three(), A, "stranger", CONTRIBUTIONS),
+            (three(), A, A, AVERAGES),
+            (with_auxiliary(), A, AUX, CONTRIBUTIONS),
+            (with_auxiliary(), AUX, A, AVERAGES),
+            (three([0, 10, 10]), A, B, CONTRIBUTIONS),
+            (three([10, 0, 10]), A, B, AVERAGES),
+        ],
+    )
+    def test_a_part_from_who_owes_none(self, group: Roster, me: str, sender: str, lane: Lane) -> None:
+        ledger = Ledger(group, me, 64)
+        with pytest.raises(RemoteProtocolError, match="came where none was due"):
+            ledger.received(sender, lane)
+        assert ledger.owed_by(sender) == Ledger(group, me, 64).owed_by(sender)
+
+    def test_complete_needs_the_own_share_too(self) -> None:
+        ledger = Ledger(three(), A, 64)
+        deliver(ledger, B)
+        deliver(ledger, C)
+        assert not ledger.complete
+        ledger.averaged_own()
+        assert not ledger.complete
+        ledger.averaged_own()
+        assert ledger.complete
+
+    def test_complete_needs_every_average(self) -> None:
+        ledger = Ledger(three(), C, 64)
+        ledger.received(A, CONTRIBUTIONS)
+        ledger.received(B, CONTRIBUTIONS)
+        ledger.averaged_own()
+        ledger.received(A, AVERAGES)
+        ledger.received(B, AVERAGES)
+        assert not ledger.complete
+        ledger.received(A, AVERAGES)
+        assert ledger.complete
+
+    def test_an_auxiliary_is_complete_with_its_own_share(self) -> None:
+        ledger = Ledger(with_auxiliary(), AUX, 64)
+        ledger.received(A, CONTRIBUTIONS)
+        assert not ledger.complete
+        assert ledger.received(B, CONTRIBUTIONS)
+        assert not ledger.complete
+        ledger.averaged_own()
+        assert ledger.complete
+
+
+class TestAShareFromAnother:
+    """The reducer is gone, and a member that has its averages passes them on."""
+
+    def test_nothing_more_is_due_from_its_reducer(self) -> None:
+        ledger = Ledger(three(), C, 64)
+        ledger.received_share(A)
+        assert ledger.owed_by(A) == 1, "only its contribution"
+        with pytest.raises(RemoteProtocolError, match="a part of averages came where none was due"):
+            ledger.due(A, AVERAGES)
+        assert ledger.due(A, CONTRIBUTIONS) == ledger.parts[C][0]
+        assert ledger.owed_by(B) == 2, "another's share is as it was"
+
+    def test_what_had_come_of_it_does_not_count_twice(self) -> None:
+        ledger = Ledger(three(), C, 64)
+        ledger.received(A, AVERAGES)
+        ledger.received_share(A)
+        assert ledger.owed_by(A) == 1
+
+    def test_it_is_lacked_until_all_of_it_has_come_from_whomever(self) -> None:
+        ledger = Ledger(three(), C, 64)
+        assert [ledger.lacks(peer) for peer in (A, B, C, "stranger")] == [True, True, False, False]
+        ledger.received(A, AVERAGES)
+        assert ledger.lacks(A)
+        ledger.received(A, AVERAGES)
+        ledger.received_share(B)
+        assert not ledger.lacks(A)
+        assert not ledger.lacks(B)
+
+    def test_a_second_time_changes_nothing(self) -> None:
+        ledger = Ledger(three(), C, 64)
+        ledger.received_share(A)
+        ledger.received_share(A)
+        assert ledger.owed_by(A) == 1
+
+    def test_it_completes_what_was_missing(self) -> None:
+        ledger = Ledger(three(), C, 64)
+        ledger.received(A, CONTRIBUTIONS)
+        deliver(ledger, B)
+        average_everything(ledger)
+        assert not ledger.complete
+        ledger.received_share(A)
+        assert ledger.complete
+
+    @pytest.mark.parametrize("elements", [0, 10])
+    def test_a_share_of_an_auxiliary_even_an_empty_one(self, elements: int) -> None:
+        group = roster([candidate(0), candidate(1), candidate(3, auxiliary=True)], [10, 10, elements])
+        ledger = Ledger(group, A, 64)
+        deliver(ledger, B)
+        average_everything(ledger)
+        ledger.received_share(AUX)
+        assert ledger.owed_by(AUX) == 0
+        assert ledger.complete
+
+
+class TestOutOfTime:
+    def test_it_names_who_is_waited_for(self) -> None:
+        ledger = Ledger(three(), A, 64)
+        verdict = ledger.overdue(60.0)
+        assert verdict.reason == (
+            f"the exchange took longer than 60 s, waiting for {B} (3 parts), {C} (3 parts)"
+        )
+        assert verdict.peer_id == B
+        deliver(ledger, B)
+        ledger.received(C, AVERAGES)
+        verdict = ledger.overdue(0.5)
+        assert verdict.reason == f"the exchange took longer than 0.5 s, waiting for {C} (2 parts)"
+        assert (verdict.peer_id, verdict.hostile) == (C, False)
+
+    def test_by_its_own_fault_it_names_nobody(self) -> None:
+        ledger = Ledger(three(), A, 64)
+        deliver(ledger, B)
+        deliver(ledger, C)
+        verdict = ledger.overdue(60.0)
+        assert verdict.reason == "the exchange took longer than 60 s, waiting for itself"
+        assert verdict.peer_id is None
+
+    def test_who_owes_a_contribution_is_named_before_who_may_only_wait_for_it(self) -> None:
+        ledger = Ledger(three([5, TWO_PARTS, 5]), A, 64)
+        ledger.received(B, CONTRIBUTIONS)
+        ledger.received(C, AVERAGES)
+        assert (ledger.owed_by(B), ledger.owed_by(C)) == (2, 1)
+        assert ledger.overdue(60.0).peer_id == C
+
+    def test_of_several_who_owes_most_is_named(self) -> None:
+        ledger = Ledger(three(), A, 64)
+        ledger.received(B, CONTRIBUTIONS)
+        assert ledger.overdue(60.0).peer_id == C
+
+    def test_who_is_named_has_cost_the_others_that_time_and_broke_no_rule(self) -> None:
+        verdict = Ledger(three(), A, 64).overdue(60.0)
+        assert verdict.seconds == 60.0
+        assert not verdict.hostile

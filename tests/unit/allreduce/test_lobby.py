@@ -1,0 +1,444 @@
+"""Which inbound stream belongs where, and what is said to who asks."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+import trio
+from trio.testing import MockClock, wait_all_tasks_blocked
+
+from p2pavg.allreduce.lobby import (
+    HEADER_SECONDS,
+    MAX_REMEMBERED,
+    MAX_WAITING_LANES,
+    HowItEnded,
+    InboundLane,
+    Lanes,
+    Lobby,
+)
+from p2pavg.allreduce.messages import MAX_HEADER_BYTES, Lane, LaneHeader, encode_header
+from p2pavg.consensus.votes import Commit, Ping, Unknown, Vote, decode_vote
+from p2pavg.errors import RemoteProtocolError
+from p2pavg.net.framing import receive_message
+from p2pavg.net.transport import Buffer, DirectLane, Stream
+from tests.unit.allreduce.streams import SaidBefore, Silent
+
+GROUP, OTHER_GROUP = b"\x01" * 32, b"\x02" * 32
+MOST_LANES = 128
+COMMIT = Commit(3, frozenset({0, 1}))
+
+
+def framed(message: bytes) -> bytes:
+    return len(message).to_bytes(4, "big") + message
+
+
+def opened(
+    lane: Lane, attempt: int = 0, *, group_id: bytes = GROUP, remote: str = "a member", reducer: int = 0
+) -> Stream:
+    """A stream on which a peer has said what it is."""
+    return Silent(framed(encode_header(LaneHeader(group_id, lane, attempt, reducer))), remote)
+
+
+class Inbound:
+    """Streams that are served, each in its own task, until the lobby lets them go."""
+
+    def __init__(self, lobby: Lobby, nursery: trio.Nursery) -> None:
+        self.lobby = lobby
+        self.refused: list[Stream] = []
+        """Those that broke the protocol."""
+        self._nursery = nursery
+        self._open: list[Stream] = []
+
+    async def come(self, *streams: Stream) -> None:
+        """They are where they belong when this returns, or are let go."""
+        for stream in streams:
+            self._open.append(stream)
+            self._nursery.start_soon(self._serve, stream)
+            await wait_all_tasks_blocked()
+
+    async def _serve(self, stream: Stream) -> None:
+        try:
+            await self.lobby.serve(stream)
+        except RemoteProtocolError:
+            self.refused.append(stream)
+        self._open.remove(stream)
+
+    async def kept(self) -> list[Stream]:
+        """Those that have not been let go."""
+        await wait_all_tasks_blocked()
+        return list(self._open)
+
+
+@asynccontextmanager
+async def inbound(lobby: Lobby) -> AsyncIterator[Inbound]:
+    async with trio.open_nursery() as nursery:
+        yield Inbound(lobby, nursery)
+        nursery.cancel_scope.cancel()
+
+
+async def taken(lanes: Lanes) -> list[InboundLane]:
+    """All lanes that have come, in their order."""
+    found: list[InboundLane] = []
+
+    async def take() -> None:
+        while True:
+            found.append(await lanes.receive())
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(take)
+        await wait_all_tasks_blocked()
+        nursery.cancel_scope.cancel()
+    return found
+
+
+async def streams_of(lanes: Lanes) -> list[Stream | DirectLane]:
+    return [lane.stream for lane in await taken(lanes)]
+
+
+class TestLanes:
+    async def test_a_stream_of_a_group_that_is_not_expected_is_let_go_at_once(self) -> None:
+        lobby = Lobby()
+        with lobby.expect(GROUP) as group:
+            async with inbound(lobby) as streams:
+                await streams.come(
+                    opened(Lane.CONTRIBUTIONS, group_id=OTHER_GROUP),
+                    opened(Lane.CONTROL, group_id=OTHER_GROUP),
+                )
+                assert await streams.kept() == streams.refused == []
+            assert await streams_of(group.lanes(0)) == await streams_of(group.controls) == []
+
+    async def test_a_lane_is_kept_for_as_long_as_it_is_used(self) -> None:
+        lobby = Lobby()
+        with lobby.expect(GROUP) as group:
+            async with inbound(lobby) as streams:
+                stream = opened(Lane.PASSED_ON, 0, reducer=3)
+                await streams.come(stream)
+                [lane] = await taken(group.lanes(0))
+                assert lane.stream is stream
+                assert lane.header == LaneHeader(GROUP, Lane.PASSED_ON, 0, 3)
+                assert await streams.kept() == [stream]
+                lane.finished.set()
+                assert await streams.kept() == []
+
+    async def test_lanes_come_in_their_order(self) -> None:
+        lobby = Lobby()
+        with lobby.expect(GROUP) as group:
+            async with inbound(lobby) as streams:
+                lanes = [opened(Lane.CONTRIBUTIONS, remote=f"member {index}") for index in range(5)]
+                await streams.come(*lanes)
+                assert await streams_of(group.lanes(0)) == lanes
+
+    async def test_a_lane_waits_for_its_attempt(self) -> None:
+        """A member may hear of a new attempt later than the first lane of it arrives."""
+        lobby = Lobby()
+        with lobby.expect(GROUP) as group:
+            async with inbound(lobby) as streams:
+                early, now = opened(Lane.CONTRIBUTIONS, 5), opened(Lane.CONTRIBUTIONS, 0)
+                await streams.come(early, now)
+                assert await streams_of(group.lanes(0)) == [now]
+                assert await streams.kept() == [early, now]
+                assert await streams_of(group.lanes(5)) == [early]
+                assert early in await streams.kept()
+
+    async def test_lanes_of_an_older_attempt_are_refused(self) -> None:
+        lobby = Lobby()
+        with lobby.expect(GROUP) as group:
+            group.lanes(0)
+            lanes = group.lanes(5)
+            async with inbound(lobby) as streams:
+                await streams.come(opened(Lane.CONTRIBUTIONS, 0), opened(Lane.AVERAGES, 4))
+                assert await streams.kept() == []
+                assert streams.refused == [], "its member may not have heard of the newer one"
+            assert await streams_of(lanes) == []
+
+    async def test_lanes_of_an_older_attempt_are_let_go_whether_they_are_used_or_wait(self) -> None:
+        lobby = Lobby()
+        with lobby.expect(GROUP) as group:
+            async with inbound(lobby) as streams:
+                used, waiting = opened(Lane.AVERAGES, 0), opened(Lane.AVERAGES, 3)
+                newest, next_one = opened(Lane.AVERAGES, 5), opened(Lane.AVERAGES, 8)
+                await streams.come(used, waiting, newest, next_one)
+                assert await streams_of(group.lanes(0)) == [used]
+                lanes = group.lanes(5)
+                assert await streams.kept() == [newest, next_one]
+                assert await streams_of(lanes) == [newest]
+
+    async def test_a_control_stream_belongs_to_no_attempt(self) -> None:
+        lobby = Lobby()
+        with lobby.expect(GROUP) as group:
+            async with inbound(lobby) as streams:
+                before, after = opened(Lane.CONTROL), opened(Lane.CONTROL)
+                await streams.come(before)
+                assert await streams_of(group.lanes(5)) == []
+                await streams.come(after)
+                assert await streams_of(group.controls) == [before, after]
+                assert await streams.kept() == [before, after]
+
+    async def test_groups_do_not_mix(self) -> None:
+        lobby = Lobby()
+        with lobby.expect(GROUP) as one, lobby.expect(OTHER_GROUP) as other:
+            async with inbound(lobby) as streams:
+                first, second = opened(Lane.AVERAGES), opened(Lane.AVERAGES, group_id=OTHER_GROUP)
+                await streams.come(first, second)
+                assert await streams_of(one.lanes(0)) == [first]
+                assert await streams_of(other.lanes(0)) == [second]
+                one.close()
+                assert await streams.kept() == [second]
+
+    async def test_each_that_comes_is_told_of(self) -> None:
+        lobby, came = Lobby(), []
+        with lobby.expect(GROUP, lambda group_id, peer_id: came.append((group_id, peer_id))):
+            async with inbound(lobby) as streams:
+                await streams.come(
+                    opened(Lane.CONTROL, remote="one"), opened(Lane.AVERAGES, 5, remote="other")
+                )
+                await streams.come(opened(Lane.ASK, remote="one that asks"))
+        assert came == [(GROUP, "one"), (GROUP, "other")]
+
+
+class TestClosing:
+    async def test_a_closed_group_lets_go_of_everything(self) -> None:
+        lobby = Lobby()
+        group = lobby.expect(GROUP)
+        async with inbound(lobby) as streams:
+            every = [
+                opened(Lane.CONTROL),
+                opened(Lane.CONTRIBUTIONS, 0),
+                opened(Lane.AVERAGES, 5),
+                opened(Lane.AVERAGES, 9),
+            ]
+            await streams.come(*every)
+            assert await streams_of(group.lanes(5)) == [every[2]]
+            assert await streams_of(group.controls) == [every[0]]
+            group.close()
+            assert await streams.kept() == []
+
+    async def test_its_streams_are_not_expected_any_more(self) -> None:
+        lobby = Lobby()
+        with lobby.expect(GROUP):
+            pass
+        assert lobby.groups == {}
+        async with inbound(lobby) as streams:
+            await streams.come(opened(Lane.CONTROL), opened(Lane.CONTRIBUTIONS))
+            assert await streams.kept() == []
+
+    async def test_it_is_closed_also_when_its_block_fails(self) -> None:
+        lobby = Lobby()
+        with pytest.raises(ValueError, match="of the block"), lobby.expect(GROUP):
+            raise ValueError("of the block")
+        assert lobby.groups == {}
+
+    async def test_twice_is_as_good_as_once(self) -> None:
+        lobby = Lobby()
+        group = lobby.expect(GROUP)
+        group.close()
+        group.close()
+        assert lobby.groups == {}
+
+    async def test_a_group_that_is_expected_again_is_not_closed_by_the_first(self) -> None:
+        lobby = Lobby()
+        first = lobby.expect(GROUP)
+        second = lobby.expect(GROUP)
+        first.close()
+        async with inbound(lobby) as streams:
+            stream = opened(Lane.CONTROL)
+            await streams.come(stream)
+            assert await streams_of(second.controls) == [stream]
+        second.close()
+        assert lobby.groups == {}
+
+
+class TestBounds:
+    async def ahead(self, streams: Inbound, remote: str = "a member") -> list[Stream]:
+        """As many lanes as a member may open ahead of time."""
+        lanes = [opened(Lane.CONTRIBUTIONS, 5, remote=remote) for _ in range(MAX_WAITING_LANES)]
+        await streams.come(*lanes)
+        return lanes
+
+    async def test_of_one_member_only_so_many_lanes_wait(self) -> None:
+        lobby = Lobby()
+        with lobby.expect(GROUP) as group:
+            group.lanes(0)
+            async with inbound(lobby) as streams:
+                waiting = await self.ahead(streams)
+                one_more, later = opened(Lane.CONTRIBUTIONS, 5), opened(Lane.AVERAGES, 6)
+                await streams.come(one_more, later)
+                assert streams.refused == [one_more, later]
+                others = await self.ahead(streams, "another")
+                assert streams.refused == [one_more, later]
+                assert await streams.kept() == waiting + others
+
+    async def test_a_member_that_opens_ever_newer_ones_leaves_nothing_behind(self) -> None:
+        lobby = Lobby()
+        with lobby.expect(GROUP) as group:
+            group.lanes(0)
+            async with inbound(lobby) as streams:
+                await self.ahead(streams)
+                before = len(group._attempts)
+                await streams.come(*(opened(Lane.AVERAGES, 1000 + number) for number in range(20)))
+                assert len(streams.refused) == 20
+                assert len(group._attempts) == before
+
+    async def test_lanes_that_were_let_go_do_not_count(self) -> None:
+        lobby = Lobby()
+        with lobby.expect(GROUP) as group:
+            async with inbound(lobby) as streams:
+                for attempt in range(0, 60, 5):
+                    waiting = [opened(Lane.AVERAGES, attempt + 1) for _ in range(MAX_WAITING_LANES)]
+                    await streams.come(*waiting)
+                    assert streams.refused == []
+                    for lane in await taken(group.lanes(attempt + 1)):
+                        lane.finished.set()
+                    assert await streams.kept() == []
+                    await streams.come(*(opened(Lane.AVERAGES, attempt + 3) for _ in waiting))
+                    group.lanes(attempt + 4)
+                    assert await streams.kept() == []
+                assert streams.refused == []
+
+    async def test_lanes_of_the_attempt_that_runs_do_not_wait(self) -> None:
+        """A member passes on the shares of those that were lost, one lane each."""
+        lobby = Lobby()
+        with lobby.expect(GROUP) as group:
+            group.lanes(5)
+            async with inbound(lobby) as streams:
+                lanes = await self.ahead(streams)
+                more = [
+                    opened(Lane.PASSED_ON, 5, reducer=reducer) for reducer in range(2 * MAX_WAITING_LANES)
+                ]
+                await streams.come(*more)
+                assert streams.refused == []
+                assert await streams_of(group.lanes(5)) == lanes + more
+
+    @pytest.mark.parametrize("lane", [Lane.AVERAGES, Lane.CONTROL])
+    async def test_no_member_opens_more_than_it_can_have_use_for(self, lane: Lane) -> None:
+        lobby = Lobby()
+        with lobby.expect(GROUP) as group:
+            group.lanes(5)
+            async with inbound(lobby) as streams:
+                await streams.come(*(opened(lane, 5) for _ in range(MOST_LANES)))
+                assert streams.refused == []
+                one_more = opened(lane, 5)
+                await streams.come(one_more)
+                assert streams.refused == [one_more]
+                assert len(await streams.kept()) == MOST_LANES
+
+    async def test_who_has_been_let_go_is_forgotten(self) -> None:
+        lobby = Lobby()
+        with lobby.expect(GROUP) as group:
+            group.lanes(0)
+            async with inbound(lobby) as streams:
+                for lanes, kind in ((group.lanes(0), Lane.PASSED_ON), (group.controls, Lane.CONTROL)):
+                    await streams.come(*(opened(kind) for _ in range(20)))
+                    for lane in await taken(lanes):
+                        lane.finished.set()
+                    assert await streams.kept() == []
+                    assert lanes._waiting == []
+
+
+class TestHeaders:
+    async def test_one_that_says_nothing_is_let_go(self, autojump_clock: MockClock) -> None:
+        began = trio.current_time()
+        await Lobby().serve(Silent(b""))
+        await Lobby().serve(Silent(framed(encode_header(LaneHeader(GROUP, Lane.CONTROL)))[:20]))
+        assert trio.current_time() - began == pytest.approx(2 * HEADER_SECONDS)
+
+    async def test_one_that_closes_at_once_is_let_go(self) -> None:
+        await Lobby().serve(SaidBefore(b""))
+
+    @pytest.mark.parametrize(
+        "said",
+        [
+            framed(b"hello"),
+            framed(encode_header(LaneHeader(GROUP, Lane.CONTROL)) + b"\0"),
+            framed(encode_header(LaneHeader(GROUP[1:], Lane.CONTROL))),
+            framed(b"x" * (MAX_HEADER_BYTES + 1)),
+            framed(b""),
+        ],
+        ids=["words", "more after it", "a short id", "too long", "empty"],
+    )
+    async def test_what_is_no_header_breaks_the_protocol(self, said: bytes) -> None:
+        lobby = Lobby()
+        with lobby.expect(GROUP), pytest.raises(RemoteProtocolError):
+            await lobby.serve(SaidBefore(said))
+
+    async def test_no_more_is_read_than_a_header_has(self) -> None:
+        with pytest.raises(RemoteProtocolError, match=f"1 to {MAX_HEADER_BYTES} are allowed"):
+            await Lobby().serve(SaidBefore(framed(b"x" * (MAX_HEADER_BYTES + 1))))
+
+
+async def answer(lobby: Lobby, remote: str = "a member", group_id: bytes = GROUP) -> Vote:
+    """What is said to a peer that asks how a round ended."""
+    stream = opened(Lane.ASK, group_id=group_id, remote=remote)
+    assert isinstance(stream, SaidBefore)
+    await lobby.serve(stream)
+    assert stream.closed
+    back = SaidBefore(bytes(stream.sent))
+    message = await receive_message(back)
+    assert message is not None
+    assert await receive_message(back) is None, "one vote, and no more"
+    return decode_vote(message, 4)
+
+
+def ended(vote: Vote, members: tuple[str, ...] = ("a member", "another")) -> HowItEnded:
+    return lambda peer_id: vote if peer_id in members else Unknown()
+
+
+class TestAsking:
+    async def test_of_a_group_that_it_never_heard_of_it_knows_nothing(self) -> None:
+        lobby = Lobby()
+        with lobby.expect(OTHER_GROUP):
+            assert await answer(lobby) == Unknown()
+
+    async def test_of_a_group_that_has_not_ended_it_says_that_it_is_there(self) -> None:
+        lobby = Lobby()
+        with lobby.expect(GROUP):
+            assert await answer(lobby) == Ping()
+        assert await answer(lobby) == Unknown(), "it was closed, and nobody said how it ended"
+
+    async def test_how_it_ended_is_told_to_its_members(self) -> None:
+        lobby = Lobby()
+        with lobby.expect(GROUP):
+            lobby.remember(GROUP, ended(COMMIT))
+        assert await answer(lobby, "a member") == COMMIT
+        assert await answer(lobby, "another") == COMMIT
+        assert await answer(lobby, "a stranger") == Unknown()
+        assert await answer(lobby, group_id=OTHER_GROUP) == Unknown()
+
+    async def test_it_is_told_from_the_moment_in_which_it_is_known(self) -> None:
+        lobby = Lobby()
+        with lobby.expect(GROUP):
+            lobby.remember(GROUP, ended(COMMIT))
+            assert await answer(lobby) == COMMIT
+
+    async def test_what_was_heard_later_is_told_from_then_on(self) -> None:
+        lobby = Lobby()
+        lobby.remember(GROUP, ended(Unknown()))
+        lobby.remember(GROUP, ended(COMMIT))
+        assert await answer(lobby) == COMMIT
+
+    async def test_so_many_rounds_are_remembered(self) -> None:
+        lobby = Lobby()
+        groups = [number.to_bytes(32, "big") for number in range(MAX_REMEMBERED + 3)]
+        for group_id in groups:
+            lobby.remember(group_id, ended(COMMIT))
+            lobby.remember(group_id, ended(COMMIT))
+        known = [await answer(lobby, group_id=group_id) == COMMIT for group_id in groups]
+        assert known == [False] * 3 + [True] * MAX_REMEMBERED
+
+    async def test_who_asks_and_does_not_read_is_not_waited_for(self, autojump_clock: MockClock) -> None:
+        class Deaf(Silent):
+            async def send_all(self, data: Buffer) -> None:
+                await trio.sleep_forever()
+
+        began = trio.current_time()
+        await Lobby().serve(Deaf(framed(encode_header(LaneHeader(GROUP, Lane.ASK)))))
+        assert trio.current_time() - began == pytest.approx(HEADER_SECONDS)
+
+    async def test_asking_costs_the_group_nothing(self) -> None:
+        lobby = Lobby()
+        with lobby.expect(GROUP) as group:
+            for _ in range(2 * MOST_LANES):
+                await answer(lobby)
+            assert await streams_of(group.controls) == []

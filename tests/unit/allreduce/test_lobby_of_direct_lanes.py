@@ -1,0 +1,247 @@
+"""Which direct lane belongs where, and which of them may be used again."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+
+import pytest
+import trio
+from trio.testing import wait_all_tasks_blocked
+
+from p2pavg.allreduce import lobby as lobby_module
+from p2pavg.allreduce.lobby import MAX_WAITING_LANES, InboundLane, Lanes, Lobby
+from p2pavg.allreduce.messages import MAX_HEADER_BYTES, Lane, LaneHeader, encode_header
+from p2pavg.errors import RemoteProtocolError, StreamBrokenError
+from tests.unit.allreduce.laid import PairLane
+
+GROUP, OTHER_GROUP = b"\x01" * 32, b"\x02" * 32
+PARTS = [Lane.PARTS, Lane.PASSED_ON]
+WATCHDOG_SECONDS = 30.0
+
+
+def framed(message: bytes) -> bytes:
+    return len(message).to_bytes(4, "big") + message
+
+
+def header(lane: Lane, attempt: int = 0, *, group_id: bytes = GROUP, reducer: int = 0) -> bytes:
+    return framed(encode_header(LaneHeader(group_id, lane, attempt, reducer)))
+
+
+@contextmanager
+def lane_with(said: bytes) -> Iterator[tuple[PairLane, socket.socket]]:
+    """A lane on which so much has come, and the sender's end of it."""
+    near, far = socket.socketpair()
+    with near, far:
+        near.sendall(said)
+        yield PairLane(far, "a member"), near
+
+
+class Served:
+    """A lane that is served."""
+
+    def __init__(self, lane: PairLane, sender: socket.socket) -> None:
+        self.lane = lane
+        self.sender = sender
+        self.ended = trio.Event()
+        self.error: Exception | None = None
+
+    @property
+    def kept(self) -> bool:
+        """Whether it may be used again."""
+        return self.ended.is_set() and self.error is None
+
+    async def run(self, lobby: Lobby) -> None:
+        try:
+            await lobby.serve_lane(self.lane)
+        except (RemoteProtocolError, StreamBrokenError) as error:
+            self.error = error
+        self.ended.set()
+
+
+@asynccontextmanager
+async def served(lobby: Lobby, said: bytes) -> AsyncIterator[Served]:
+    with trio.fail_after(WATCHDOG_SECONDS), lane_with(said) as (lane, sender):
+        async with trio.open_nursery() as nursery:
+            found = Served(lane, sender)
+            nursery.start_soon(found.run, lobby)
+            yield found
+            nursery.cancel_scope.cancel()
+
+
+async def next_of(lanes: Lanes) -> InboundLane:
+    return await lanes.receive()
+
+
+@pytest.mark.parametrize("kind", PARTS)
+async def test_a_lane_that_was_read_to_its_end_may_be_used_again(kind: Lane) -> None:
+    lobby = Lobby()
+    with lobby.expect(GROUP) as group:
+        lanes = group.lanes(5)
+        async with served(lobby, header(kind, 5, reducer=2)) as direct:
+            lane = await next_of(lanes)
+            assert lane.stream is direct.lane
+            assert lane.header == LaneHeader(GROUP, kind, 5, 2)
+            await wait_all_tasks_blocked()
+            assert not direct.ended.is_set()
+            lane.clean = True
+            lane.finished.set()
+            await direct.ended.wait()
+            assert direct.kept
+
+
+async def test_one_use_after_the_other() -> None:
+    """Nothing is read beyond a header: what follows belongs to who takes the lane."""
+    lobby = Lobby()
+    with lobby.expect(GROUP) as group, lane_with(header(Lane.PASSED_ON, 1) + b"parts") as (direct, sender):
+        for turn in range(3):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(lobby.serve_lane, direct)
+                lane = await next_of(group.lanes(1))
+                assert lane.header.lane is (Lane.PASSED_ON if turn == 0 else Lane.PARTS)
+                came = bytearray(5)
+                direct.receive_into(memoryview(came))
+                assert came == b"parts"
+                lane.clean = True
+                lane.finished.set()
+            sender.sendall(header(Lane.PARTS, 1) + b"parts")
+
+
+async def test_a_lane_of_which_a_rest_was_not_read_is_not_kept() -> None:
+    lobby = Lobby()
+    with lobby.expect(GROUP) as group:
+        async with served(lobby, header(Lane.PARTS)) as direct:
+            lane = await next_of(group.lanes(0))
+            lane.finished.set()
+            await direct.ended.wait()
+            assert isinstance(direct.error, StreamBrokenError)
+
+
+async def waits(lanes: Lanes) -> None:
+    """A lane has come, and nobody has taken it."""
+    while not lanes._waiting:
+        await trio.sleep(0.001)
+
+
+ENDS: dict[str, Callable[[Lobby], object]] = {
+    "the group": lambda lobby: lobby.groups[GROUP].close(),
+    "the group, with votes to say": lambda lobby: lobby.groups[GROUP].end(),
+    "the attempt": lambda lobby: lobby.groups[GROUP].lanes(6),
+}
+
+
+@pytest.mark.parametrize("end", ENDS.values(), ids=ENDS)
+async def test_a_lane_whose_attempt_ends_before_it_was_read_is_not_kept(
+    end: Callable[[Lobby], object],
+) -> None:
+    """Its sender has put parts on it, which the next use would read as a header."""
+    lobby = Lobby()
+    group = lobby.expect(GROUP)
+    lanes = group.lanes(5)
+    async with served(lobby, header(Lane.PARTS, 5)) as direct:
+        await waits(lanes)
+        end(lobby)
+        await direct.ended.wait()
+        assert isinstance(direct.error, StreamBrokenError)
+        assert lanes._waiting == []
+
+
+async def test_a_lane_waits_for_its_attempt() -> None:
+    lobby = Lobby()
+    with lobby.expect(GROUP) as group:
+        group.lanes(0)
+        async with served(lobby, header(Lane.PARTS, 5)) as direct:
+            while 5 not in group._attempts:
+                await trio.sleep(0.001)
+            assert not direct.ended.is_set()
+            assert (await next_of(group.lanes(5))).stream is direct.lane
+
+
+async def test_a_lane_of_an_attempt_that_is_over_is_refused() -> None:
+    lobby = Lobby()
+    with lobby.expect(GROUP) as group:
+        group.lanes(5)
+        async with served(lobby, header(Lane.PARTS, 4)) as direct:
+            await direct.ended.wait()
+            assert isinstance(direct.error, StreamBrokenError), (
+                "its member may not have heard of the newer one"
+            )
+
+
+async def test_a_lane_of_a_group_that_is_not_expected_is_refused() -> None:
+    lobby = Lobby()
+    with lobby.expect(GROUP) as group:
+        async with served(lobby, header(Lane.PARTS, group_id=OTHER_GROUP)) as direct:
+            await direct.ended.wait()
+            assert isinstance(direct.error, StreamBrokenError)
+            assert group._attempts == {}
+
+
+@pytest.mark.parametrize("kind", sorted(set(Lane) - set(PARTS)))
+async def test_a_direct_lane_carries_parts_and_nothing_else(kind: Lane) -> None:
+    lobby = Lobby()
+    with lobby.expect(GROUP) as group:
+        async with served(lobby, header(kind)) as direct:
+            await direct.ended.wait()
+            assert isinstance(direct.error, RemoteProtocolError)
+            assert group.controls._waiting == []
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        framed(b"hello"),
+        framed(encode_header(LaneHeader(GROUP, Lane.PARTS)) + b"\0"),
+        framed(encode_header(LaneHeader(GROUP[1:], Lane.PARTS))),
+        framed(b""),
+        framed(b"x" * (MAX_HEADER_BYTES + 1)),
+        b"\xff\xff\xff\xff",
+    ],
+    ids=["words", "more in it", "a short id", "empty", "too long", "much too long"],
+)
+async def test_what_is_no_header_breaks_the_protocol(said: bytes) -> None:
+    lobby = Lobby()
+    with lobby.expect(GROUP):
+        async with served(lobby, said) as direct:
+            await direct.ended.wait()
+            assert isinstance(direct.error, RemoteProtocolError)
+
+
+@pytest.mark.parametrize("length", [2, 20])
+async def test_a_header_that_ends_half_way_is_a_broken_lane(length: int) -> None:
+    async with served(Lobby(), header(Lane.PARTS)[:length]) as direct:
+        direct.sender.shutdown(socket.SHUT_WR)
+        await direct.ended.wait()
+        assert isinstance(direct.error, StreamBrokenError)
+
+
+@pytest.mark.parametrize("length", [0, 2, 20])
+async def test_a_header_that_never_comes_is_not_waited_for(
+    length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lobby_module, "HEADER_SECONDS", 0.05)
+    async with served(Lobby(), header(Lane.PARTS)[:length]) as direct:
+        await direct.ended.wait()
+        assert isinstance(direct.error, StreamBrokenError)
+        assert "sent no header within" in str(direct.error)
+        assert direct.sender.recv(1) == b"", "the lane was dropped"
+
+
+async def test_who_is_cancelled_while_a_header_comes_drops_the_lane() -> None:
+    with trio.fail_after(WATCHDOG_SECONDS), lane_with(header(Lane.PARTS)[:20]) as (direct, sender):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(Lobby().serve_lane, direct)
+            await wait_all_tasks_blocked()
+            nursery.cancel_scope.cancel()
+        assert sender.recv(1) == b""
+
+
+async def test_direct_lanes_count_as_any_other() -> None:
+    lobby = Lobby()
+    with lobby.expect(GROUP) as group:
+        group.lanes(0)
+        group._lanes_of["a member"] = MAX_WAITING_LANES
+        async with served(lobby, header(Lane.PARTS, 5)) as direct:
+            await direct.ended.wait()
+            assert isinstance(direct.error, RemoteProtocolError)

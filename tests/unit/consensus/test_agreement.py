@@ -1,0 +1,322 @@
+"""Everything that can happen to small groups, looked at: agreement, no wrong result, nothing counted twice, an end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from p2pavg.consensus import agreement
+from p2pavg.consensus.agreement import (
+    FINAL,
+    Completed,
+    Dead,
+    Drop,
+    GivenUp,
+    Heard,
+    Lost,
+    Member,
+    PassOn,
+    Phase,
+    Run,
+    Tell,
+    advance,
+)
+from p2pavg.consensus.votes import (
+    MAX_BALLOT,
+    Begin,
+    Behind,
+    Commit,
+    Complete,
+    Gather,
+    Held,
+    Left,
+    Promise,
+    Trouble,
+    Unknown,
+)
+from scripts.diagram import in_docs, table_and_diagram
+from tests.unit.consensus.world import Faults, FoundError, Group
+
+EVERYBODY = frozenset({0, 1, 2})
+
+
+def member(me: int, size: int = 3, minimum: int = 2) -> Member:
+    everybody = frozenset(range(size))
+    return Member(me, size, everybody, everybody, minimum)
+
+
+@pytest.mark.parametrize(
+    ("size", "faults", "auxiliaries", "listeners"),
+    [
+        (2, Faults(crashes=1, suspicions=1), 0, 0),
+        (2, Faults(crashes=1, suspicions=2, timeouts=2), 0, 0),
+        (3, Faults(), 0, 0),
+        (3, Faults(crashes=2), 0, 0),
+        (3, Faults(crashes=1), 1, 0),
+        (3, Faults(suspicions=1), 0, 0),
+        (3, Faults(timeouts=1), 0, 0),
+        (3, Faults(crashes=1, suspicions=1), 0, 0),
+        (3, Faults(crashes=1, timeouts=1), 0, 0),
+        (3, Faults(crashes=1), 0, 1),
+        (3, Faults(crashes=1), 0, 2),
+        (3, Faults(suspicions=1), 0, 2),
+        (4, Faults(), 0, 0),
+        (4, Faults(suspicions=1), 0, 0),
+        (4, Faults(crashes=1), 0, 0),
+    ],
+    ids=str,
+)
+def test_whatever_happens_in_whatever_order(
+    size: int, faults: Faults, auxiliaries: int, listeners: int
+) -> None:
+    """``scripts/explore`` looks at larger ones."""
+    assert Group(size, faults, auxiliaries=auxiliaries, listeners=listeners).explore() > 5
+
+
+def test_the_search_finds_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a leader that commits as soon as one member holds the result, the first state in which that shows."""
+    rows = [
+        row
+        if row.text != "everybody holds the result: commits"
+        else agreement.Row(row.phases, row.on, lambda m: bool(m.held), row.do, row.becomes, row.text)
+        for row in agreement._ROWS[Phase.EXCHANGING, None]
+    ]
+    monkeypatch.setitem(agreement._ROWS, (Phase.EXCHANGING, None), rows)
+    with pytest.raises(FoundError, match="committed a result that it does not hold"):
+        Group(3, Faults()).explore()
+
+
+def test_the_table_and_the_diagram_in_the_docs_are_those_of_the_code() -> None:
+    text = Path("docs/round.md").read_text(encoding="utf-8")
+    assert in_docs(text) == table_and_diagram(), "run scripts/diagram"
+
+
+def test_every_row_can_be_reached() -> None:
+    """No row stands behind another that always fits first."""
+    for (phase, on), rows in agreement._ROWS.items():
+        unconditional = [index for index, row in enumerate(rows) if row.when is None]
+        assert all(index == len(rows) - 1 for index in unconditional), (phase, on)
+
+
+class TestUndisturbed:
+    def test_a_member_tells_the_leader_when_it_holds_the_result(self) -> None:
+        after, actions = advance(member(1), Completed(0, (b"d" * 16,)))
+        assert after.phase is Phase.HOLDING
+        assert actions == [Tell(0, Held(0, (b"d" * 16,)))]
+
+    def test_the_leader_commits_when_everybody_holds_it(self) -> None:
+        leader, _ = advance(member(0), Completed(0))
+        leader, _ = advance(leader, Heard(1, Held(0, ())))
+        assert leader.phase is Phase.HOLDING
+        leader, actions = advance(leader, Heard(2, Held(0, ())))
+        assert leader.phase is Phase.COMMITTED
+        assert actions == [Tell(1, Commit(0, EVERYBODY)), Tell(2, Commit(0, EVERYBODY))]
+
+    def test_a_member_that_sent_others_something_else_is_excluded(self) -> None:
+        leader, _ = advance(member(0, 4), Completed(0, tuple(bytes([n]) * 16 for n in (0, 1, 2, 3))))
+        for position in (1, 2):
+            held = tuple(bytes([n]) * 16 for n in (0, 1, 2, 3))
+            leader, _ = advance(leader, Heard(position, Held(0, held)))
+        other = tuple(bytes([n]) * 16 for n in (0, 9, 2, 3))  # of the share of member 1
+        leader, actions = advance(leader, Heard(3, Held(0, other)))
+        assert leader.phase is Phase.GATHERING
+        assert leader.lost == {1}
+        assert [action.peer for action in actions if isinstance(action, Drop)] == [1]
+
+
+class TestLosses:
+    def test_who_loses_another_tells_the_leader(self) -> None:
+        after, actions = advance(member(1), Lost(2, reason="it broke"))
+        assert after.phase is Phase.EXCHANGING
+        assert actions == [Tell(0, Trouble(2, False, "it broke"))]
+
+    def test_the_leader_asks_everybody_it_can_reach(self) -> None:
+        after, actions = advance(member(0, 4), Lost(2))
+        assert after.phase is Phase.GATHERING
+        assert actions == [Tell(1, Gather(4)), Tell(3, Gather(4))]
+
+    def test_the_next_in_the_roster_leads_when_the_leader_is_lost(self) -> None:
+        after, actions = advance(member(1, 4), Lost(0))
+        assert after.phase is Phase.GATHERING
+        assert actions == [Tell(2, Gather(1)), Tell(3, Gather(1))]
+
+    def test_nobody_answers_a_later_one_while_it_has_an_earlier_leader(self) -> None:
+        after, actions = advance(member(2), Heard(1, Gather(1)))
+        assert after.phase is Phase.EXCHANGING
+        assert actions == []
+        after, actions = advance(after, Lost(0))
+        assert after.phase is Phase.PROMISED
+        assert actions[-1] == Tell(1, Promise(1, 0, None, None, frozenset({0}), frozenset()))
+
+    def test_those_that_are_left_begin_anew(self) -> None:
+        leader, _ = advance(member(0), Lost(2))
+        leader, actions = advance(leader, Heard(1, Promise(3, 0, None, None, frozenset(), frozenset())))
+        assert leader.phase is Phase.EXCHANGING
+        two = frozenset({0, 1})
+        assert actions == [Tell(1, Begin(3, 3, two, two, 0, frozenset())), Run(3, two)]
+
+    def test_what_only_some_hold_of_a_dead_ones_share_is_passed_on(self) -> None:
+        leader, _ = advance(member(0), Completed(0))
+        leader, _ = advance(leader, Lost(2))
+        leader, _ = advance(leader, Dead(2))
+        leader, actions = advance(leader, Heard(1, Promise(3, 0, None, None, frozenset({2}), frozenset())))
+        assert leader.phase is Phase.HOLDING
+        assert actions[-1] == PassOn(0, frozenset({2}), frozenset({1}))
+
+    def test_who_was_given_up_and_may_live_is_left_out(self) -> None:
+        """It may hold nothing, and keep its contribution."""
+        leader, _ = advance(member(0), Completed(0))
+        leader, _ = advance(leader, Lost(2))
+        leader, _ = advance(leader, Heard(1, Promise(3, 0, None, None, frozenset({2}), frozenset())))
+        assert leader.phase is Phase.EXCHANGING
+        assert leader.members == {0, 1}
+
+    def test_fewer_than_a_member_wants_is_no_result_for_it(self) -> None:
+        after, _ = advance(member(1, 3, minimum=3), Heard(0, Gather(3)))
+        begin = Begin(3, 3, frozenset({0, 1}), frozenset({0, 1}), 0, frozenset())
+        after, actions = advance(after, Heard(0, begin))
+        assert after.phase is Phase.FAILED
+        assert actions == [Tell(peer, Left(-1, after.reason)) for peer in (0, 2)]
+
+    def test_listeners_alone_are_no_result_for_anybody(self) -> None:
+        """An honest leader would not begin this: members 0 and 1 only listen."""
+        after, _ = advance(Member(1, 3, EVERYBODY, frozenset({2}), 2), Heard(0, Gather(3)))
+        begin = Begin(3, 3, frozenset({0, 1}), frozenset({0, 1}), 0, frozenset())
+        after, actions = advance(after, Heard(0, begin))
+        assert after.phase is Phase.FAILED
+        assert actions == [Tell(peer, Left(-1, after.reason)) for peer in (0, 2)]
+
+    def test_a_listener_that_leads_has_nothing_to_begin(self) -> None:
+        leader, _ = advance(Member(0, 3, EVERYBODY, frozenset({2}), 2), Lost(2))
+        leader, actions = advance(leader, Heard(1, Promise(3, 0, None, None, frozenset({2}), frozenset())))
+        assert leader.phase is Phase.FAILED
+        assert leader.reason == "none of the members that are left has a contribution"
+        assert not any(isinstance(action, Run) for action in actions)
+
+    def test_a_listener_needs_the_result_as_well(self) -> None:
+        """It tells the leader only when it holds all of it, and the leader waits for that."""
+        leader, _ = advance(Member(0, 2, frozenset({0, 1}), frozenset({0}), 2), Completed(0))
+        assert leader.phase is Phase.HOLDING
+        leader, _ = advance(leader, Heard(1, Held(0, ())))
+        assert leader.phase is Phase.COMMITTED
+        commit = Heard(0, Commit(0, frozenset({0, 1})))
+        listener, _ = advance(Member(1, 2, frozenset({0, 1}), frozenset({0}), 2), commit)
+        assert listener.phase is Phase.FAILED, "it holds nothing"
+
+    def test_a_listener_that_lacks_a_result_witnesses_it_only_when_it_has_it(self) -> None:
+        listener, _ = advance(Member(1, 3, EVERYBODY, frozenset({0}), 2), Heard(0, Gather(3)))
+        two = frozenset({0, 1})
+        begin = Begin(3, 0, EVERYBODY, two, 0, frozenset({1}))
+        listener, actions = advance(listener, Heard(0, begin))
+        assert not any(isinstance(action, Tell) and isinstance(action.vote, Held) for action in actions)
+        listener, actions = advance(listener, Completed(0, (b"d" * 16,)))
+        assert actions == [Tell(0, Held(3, (b"d" * 16,)))]
+
+    def test_half_of_a_group_waits_without_the_first_and_goes_on_when_the_others_are_dead(self) -> None:
+        third, _ = advance(member(2, 4), Lost(0))
+        third, _ = advance(third, Lost(1))
+        assert third.phase is Phase.GATHERING
+        promise = Promise(2, 0, None, None, frozenset({0, 1}), frozenset())
+        third, _ = advance(third, Heard(3, promise))
+        assert third.phase is Phase.ASTRAY
+        third, _ = advance(third, Dead(0))
+        assert third.phase is Phase.GATHERING  # two of three are enough: asks again
+
+
+class TestLiars:
+    def test_ballots_cannot_be_used_up(self) -> None:
+        """Neither by a question under the last ballot that there is, nor by an answer that names it."""
+        last = MAX_BALLOT - MAX_BALLOT % 3
+        after, _ = advance(member(2), Lost(0))
+        after, _ = advance(after, Heard(1, Gather(last + 1 - 3)))
+        assert after.phase is Phase.EXCHANGING
+        leader, _ = advance(member(0), Lost(2))
+        leader, actions = advance(leader, Heard(1, Behind(MAX_BALLOT)))
+        assert actions == []
+        assert leader.promised == 3
+
+    def test_who_passes_on_something_else_is_left_out(self) -> None:
+        """Member 3 is dead, and 1 is the only one that has its share; what it passes on is not what it has."""
+        true, false = (tuple(bytes([n]) * 16 for n in some) for some in ((0, 1, 2, 3), (0, 1, 2, 9)))
+        leader, _ = advance(member(0, 4), Lost(3))
+        leader, _ = advance(leader, Dead(3))
+        whole = Complete(0, frozenset(range(4)))
+        for position, complete in ((1, whole), (2, None)):
+            answer = Promise(4, 0, None, complete, frozenset({3}), frozenset())
+            leader, _ = advance(leader, Heard(position, answer))
+        assert leader.source == 1
+        leader, _ = advance(leader, Completed(0, false))
+        leader, _ = advance(leader, Heard(2, Held(4, false)))
+        leader, _ = advance(leader, Heard(1, Held(4, true)))
+        assert leader.lost == {1, 3}
+        assert leader.phase is Phase.GATHERING
+
+
+class TestTheEnd:
+    def test_out_of_time_without_having_held_anything_keeps_what_it_had(self) -> None:
+        after, _ = advance(member(2), GivenUp("too long"))
+        assert after.phase is Phase.FAILED
+        assert not after.undecided
+
+    def test_out_of_time_after_having_held_the_result_is_undecided_until_it_is_told(self) -> None:
+        after, _ = advance(member(2), Completed(0))
+        after, _ = advance(after, GivenUp("too long"))
+        assert after.undecided
+        used, _ = advance(after, Heard(1, Commit(0, EVERYBODY)))
+        assert used.outcome == Complete(0, EVERYBODY)
+        assert not used.undecided
+        kept, _ = advance(after, Heard(0, Left(-1, "")))
+        kept, _ = advance(kept, Heard(1, Left(0, "")))
+        assert not kept.undecided
+        assert kept.outcome is None
+
+    def test_a_contribution_is_not_used_again_when_the_leader_may_have_committed_it_and_is_dead(self) -> None:
+        after, _ = advance(member(1, 2), Completed(0))
+        after, _ = advance(after, GivenUp("too long"))
+        after, _ = advance(after, Heard(0, Unknown()))
+        assert not after.undecided
+        assert after.presumed_used
+
+    def test_a_contribution_is_used_again_when_a_member_of_the_view_never_held_the_result(self) -> None:
+        after, _ = advance(member(1), Completed(0))
+        after, _ = advance(after, GivenUp("too long"))
+        after, _ = advance(after, Heard(0, Unknown()))
+        assert after.presumed_used
+        after, _ = advance(after, Heard(2, Left(-1, "")))
+        assert not after.presumed_used
+
+    def test_a_contribution_is_used_again_when_the_leader_itself_gave_up(self) -> None:
+        after, _ = advance(member(1, 2), Completed(0))
+        after, _ = advance(after, GivenUp("too long"))
+        after, _ = advance(after, Heard(0, Left(0, "")))
+        assert not after.undecided
+        assert not after.presumed_used
+
+    def test_a_contribution_is_used_again_after_the_others_began_without_enough_members(self) -> None:
+        """A quorum has answered, so the older result was not committed, although its leader is dead."""
+        after, _ = advance(member(2, 4, minimum=4), Completed(0))
+        after, _ = advance(after, Lost(0))
+        after, _ = advance(after, Dead(0))
+        after, _ = advance(after, Heard(1, Gather(5)))
+        three = frozenset({1, 2, 3})
+        after, _ = advance(after, Heard(1, Begin(5, 5, three, three, 1, frozenset())))
+        assert after.phase is Phase.FAILED
+        assert not after.presumed_used
+
+    def test_a_commit_with_its_contribution_of_which_it_lacks_the_result_is_told(self) -> None:
+        after, _ = advance(member(2), Heard(1, Commit(0, EVERYBODY)))
+        assert after.phase is Phase.FAILED
+        assert after.outcome == Complete(0, EVERYBODY)
+
+    def test_who_has_ended_says_how(self) -> None:
+        done, _ = advance(member(1), Completed(0))
+        done, _ = advance(done, Heard(0, Commit(0, EVERYBODY)))
+        assert done.phase is Phase.COMMITTED
+        _, actions = advance(done, Heard(2, Gather(2)))
+        assert actions == [Tell(2, Commit(0, EVERYBODY))]
+
+    def test_nothing_moves_a_member_that_has_ended(self) -> None:
+        done, _ = advance(member(1), GivenUp())
+        for event in (Completed(0), Lost(0), Dead(0), GivenUp(), Heard(0, Held(0, ()))):
+            assert advance(done, event)[0].phase in FINAL

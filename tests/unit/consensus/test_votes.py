@@ -1,0 +1,251 @@
+"""What members say to each other about how their round ends: its bytes, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from p2pavg.config import MAX_GROUP_SIZE
+from p2pavg.consensus.votes import (
+    DIGEST_BYTES,
+    MAX_BALLOT,
+    MAX_REASON_CHARS,
+    MAX_VOTE_BYTES,
+    Accepted,
+    Begin,
+    Behind,
+    Commit,
+    Complete,
+    Gather,
+    Held,
+    Left,
+    Members,
+    Ping,
+    Promise,
+    Trouble,
+    Unknown,
+    Vote,
+    decode_vote,
+    encode_vote,
+)
+from p2pavg.encoding import pack
+from p2pavg.errors import RemoteProtocolError
+
+SIZE = 4
+NOBODY: Members = frozenset()
+ALL = frozenset(range(SIZE))
+DIGESTS = tuple(bytes([share]) * DIGEST_BYTES for share in range(SIZE))
+
+
+def some(*members: int) -> Members:
+    return frozenset(members)
+
+
+VOTES: dict[str, tuple[Vote, str]] = {
+    "gather": (Gather(5), "92a667617468657205"),
+    "promise of one that holds nothing": (
+        Promise(5, 0, None, None, NOBODY, NOBODY),
+        "97a770726f6d697365050090909090",
+    ),
+    "promise of one that holds a result": (
+        Promise(9, 4, Accepted(4, 4, some(0, 1, 3), some(0, 3), True), None, some(2), NOBODY),
+        "97a770726f6d697365090495040493000103920003c390910290",
+    ),
+    "promise of one that has everything": (
+        Promise(9, 4, None, Complete(4, ALL), some(1, 2), some(2)),
+        "97a770726f6d697365090490920494000102039201029102",
+    ),
+    "behind": (Behind(MAX_BALLOT), "92a6626568696e64ce80000000"),
+    "begin": (
+        Begin(5, 5, some(1, 2, 3), some(1, 2, 3), 1, NOBODY),
+        "98a5626567696e050593010203930102030190c2",
+    ),
+    "begin with an older result": (
+        Begin(5, 0, ALL, some(1, 2, 3), 2, some(3), must=True),
+        "98a5626567696e0500940001020393010203029103c3",
+    ),
+    "held": (Held(5, DIGESTS[:2]), "93a468656c640592c410" + "00" * 16 + "c410" + "01" * 16),
+    "held by one that needs nothing": (Held(0, ()), "93a468656c640090"),
+    "commit": (Commit(5, some(1, 2)), "93a6636f6d6d697405920102"),
+    "trouble": (Trouble(3, True, "two averages"), "94a774726f75626c6503c3ac74776f206176657261676573"),
+    "left": (Left(-1, "out of time"), "93a46c656674ffab6f7574206f662074696d65"),
+    "left after it had accepted": (Left(6, ""), "93a46c65667406a0"),
+    "unknown": (Unknown(), "91a7756e6b6e6f776e"),
+    "ping": (Ping(), "91a470696e67"),
+}
+
+every_vote = pytest.mark.parametrize(("vote", "golden"), VOTES.values(), ids=VOTES)
+
+
+@every_vote
+def test_the_bytes_never_change(vote: Vote, golden: str) -> None:
+    assert encode_vote(vote).hex() == golden
+
+
+@every_vote
+def test_every_vote_comes_back(vote: Vote, golden: str) -> None:
+    assert decode_vote(encode_vote(vote), SIZE) == vote
+
+
+def test_all_kinds_are_here() -> None:
+    assert {type(vote) for vote, _ in VOTES.values()} == set(Vote.__args__)
+
+
+def test_the_longest_votes_of_the_largest_group_may_be_sent() -> None:
+    everybody = frozenset(range(MAX_GROUP_SIZE))
+    last, others = MAX_BALLOT - 1, everybody - {MAX_GROUP_SIZE - 1}
+    accepted = Accepted(last, last, everybody, everybody, True)
+    longest: list[Vote] = [
+        Promise(MAX_BALLOT, last, accepted, Complete(MAX_BALLOT, everybody), everybody, everybody),
+        Begin(MAX_BALLOT, last, everybody, everybody, MAX_GROUP_SIZE - 1, others, True),
+        Held(MAX_BALLOT, (b"\xff" * DIGEST_BYTES,) * MAX_GROUP_SIZE),
+        Trouble(MAX_GROUP_SIZE - 1, True, "ü" * MAX_REASON_CHARS),
+        Left(MAX_BALLOT, "\U0001f980" * MAX_REASON_CHARS),
+    ]
+    for vote in longest:
+        message = encode_vote(vote)
+        assert len(message) <= MAX_VOTE_BYTES
+        assert decode_vote(message, MAX_GROUP_SIZE) == vote
+
+
+@every_vote
+def test_a_message_cut_short_or_with_more_after_it(vote: Vote, golden: str) -> None:
+    message = bytes.fromhex(golden)
+    for length in range(len(message)):
+        with pytest.raises(RemoteProtocolError):
+            decode_vote(message[:length], SIZE)
+    with pytest.raises(RemoteProtocolError):
+        decode_vote(message + b"\0", SIZE)
+
+
+@every_vote
+def test_a_field_too_many(vote: Vote, golden: str) -> None:
+    message = bytes.fromhex(golden)
+    with pytest.raises(RemoteProtocolError):
+        decode_vote(bytes([message[0] + 1]) + message[1:] + b"\0", SIZE)
+
+
+HELD = (4, 4, (0, 1), (0, 1), False)
+
+MALFORMED: dict[str, tuple[object, ...]] = {
+    "nothing": (),
+    "no kind": (5,),
+    "another kind": ("gathered", 5),
+    "a kind in capitals": ("Gather", 5),
+    "no text": (b"gather", 5),
+    "a ballot below 0": ("gather", -1),
+    "a ballot above the limit": ("gather", MAX_BALLOT + 1),
+    "a ballot that is no integer": ("gather", 5.0),
+    "a ballot that is a boolean": ("gather", True),
+    "a promise of a ballot below 0": ("promise", -1, 0, (), (), (), ()),
+    "a promise in an attempt below 0": ("promise", 5, -1, (), (), (), ()),
+    "a promise that accepted a part of what is needed": ("promise", 5, 0, HELD[:4], (), (), ()),
+    "a promise that accepted a ballot below 0": ("promise", 5, 0, (-1, -1, (0,), (0,), False), (), (), ()),
+    "a promise that accepted an attempt below 0": ("promise", 5, 0, (4, -1, (0,), (0,), False), (), (), ()),
+    "a promise that accepted an attempt of the future": (
+        "promise",
+        5,
+        0,
+        (4, 5, (0,), (0,), False),
+        (),
+        (),
+        (),
+    ),
+    "a promise that accepted strangers": ("promise", 5, 0, (4, 4, (0, SIZE), (0,), False), (), (), ()),
+    "a promise that accepted a view of strangers": (
+        "promise",
+        5,
+        0,
+        (4, 4, (0,), (SIZE,), False),
+        (),
+        (),
+        (),
+    ),
+    "a promise that must, by a number": ("promise", 5, 0, (4, 4, (0,), (0,), 1), (), (), ()),
+    "a promise that has a part of what is needed": ("promise", 5, 0, (), (4,), (), ()),
+    "a promise that has an attempt below 0": ("promise", 5, 0, (), (-1, (0,)), (), ()),
+    "a promise that has a result of strangers": ("promise", 5, 0, (), (0, (SIZE,)), (), ()),
+    "a promise apart from strangers": ("promise", 5, 0, (), (), (SIZE,), ()),
+    "a promise that accuses strangers": ("promise", 5, 0, (), (), (), (SIZE,)),
+    "a promise that accuses no list": ("promise", 5, 0, (), (), (), 1),
+    "a promise by null": ("promise", 5, 0, None, (), (), ()),
+    "a promise in an attempt of the future": ("promise", 5, 5, (), (), (), ()),
+    "a promise that accepted its own ballot": ("promise", 5, 0, (5, 0, (0,), (0,), False), (), (), ()),
+    "a promise that accuses a member that it goes on with": ("promise", 5, 0, (), (), (1,), (2,)),
+    "behind a ballot below 0": ("behind", -1),
+    "behind a ballot above the limit": ("behind", MAX_BALLOT + 1),
+    "beginning below 0": ("begin", -1, -1, (0, 1), (0, 1), 0, (), False),
+    "beginning above the limit": ("begin", MAX_BALLOT + 1, 0, (0, 1), (0, 1), 0, (), False),
+    "beginning an attempt below 0": ("begin", 5, -1, (0, 1), (0, 1), 0, (), False),
+    "beginning an attempt of the future": ("begin", 5, 6, (0, 1), (0, 1), 0, (), False),
+    "beginning with nobody": ("begin", 5, 5, (), (0, 1), 0, (), False),
+    "beginning with nobody who holds it": ("begin", 5, 5, (0, 1), (), 0, (), False),
+    "beginning with strangers": ("begin", 5, 5, (0, SIZE), (0, 1), 0, (), False),
+    "beginning in a view of strangers": ("begin", 5, 5, (0, 1), (0, SIZE), 0, (), False),
+    "beginning from a stranger": ("begin", 5, 5, (0, 1), (0, 1), SIZE, (), False),
+    "beginning from a member below 0": ("begin", 5, 5, (0, 1), (0, 1), -1, (), False),
+    "beginning for strangers": ("begin", 5, 0, (0, 1), (0, 1), 0, (SIZE,), False),
+    "beginning with members out of order": ("begin", 5, 5, (1, 0), (0, 1), 0, (), False),
+    "beginning with a member twice": ("begin", 5, 5, (0, 0, 1), (0, 1), 0, (), False),
+    "beginning with more members than there are": ("begin", 5, 5, (0, 1, 2, 3, 3), (0, 1), 0, (), False),
+    "beginning with a member that is a boolean": ("begin", 5, 5, (False, True), (0, 1), 0, (), False),
+    "beginning with a member that is a list": ("begin", 5, 5, ((0,), 1), (0, 1), 0, (), False),
+    "beginning anew among others than the view": ("begin", 5, 5, (0, 1), (0, 1, 2), 0, (), False),
+    "beginning anew with what is passed on": ("begin", 5, 5, (0, 1), (0, 1), 0, (1,), False),
+    "beginning anew what may be committed": ("begin", 5, 5, (0, 1), (0, 1), 0, (), True),
+    "beginning for a member outside the view": ("begin", 5, 0, (0, 1, 2), (0, 1), 0, (2,), False),
+    "beginning for a member outside the attempt": ("begin", 5, 0, (0, 1), (0, 1, 2), 0, (2,), False),
+    "beginning from a member outside the view": ("begin", 5, 0, (0, 1, 2), (0, 1), 2, (), False),
+    "beginning from a member that lacks it": ("begin", 5, 0, (0, 1), (0, 1), 1, (1,), False),
+    "holding in a ballot below 0": ("held", -1, ()),
+    "holding by a short digest": ("held", 5, (b"x" * 15,)),
+    "holding by a long digest": ("held", 5, (b"x" * 17,)),
+    "holding by a text": ("held", 5, ("x" * 16,)),
+    "holding more shares than there are reducers": ("held", 5, (b"x" * 16,) * (SIZE + 1)),
+    "committing an attempt below 0": ("commit", -1, (0, 1)),
+    "committing strangers": ("commit", 0, (0, SIZE)),
+    "committing members out of order": ("commit", 0, (1, 0)),
+    "trouble with a stranger": ("trouble", SIZE, False, "silent"),
+    "trouble with a member below 0": ("trouble", -1, False, "silent"),
+    "trouble that is hostile by a number": ("trouble", 1, 1, "silent"),
+    "trouble for a reason that is no text": ("trouble", 1, False, b"silent"),
+    "trouble for a reason that is too long to read": ("trouble", 1, False, "x" * 4097),
+    "left having accepted less than nothing": ("left", -2, "bye"),
+    "left above the limit": ("left", MAX_BALLOT + 1, "bye"),
+    "left without a reason": ("left", 5),
+    "unknown with a field": ("unknown", 0),
+    "a ping with a field": ("ping", 0),
+}
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+def test_what_no_member_says(name: str) -> None:
+    with pytest.raises(RemoteProtocolError):
+        decode_vote(pack(*MALFORMED[name]), SIZE)
+
+
+@pytest.mark.parametrize(
+    "message", [b"", b"\x91", b"\xc0", b"gather", b"\x92\xa6gather", b"\x81\xa6gather\x05"]
+)
+def test_what_is_no_message(message: bytes) -> None:
+    with pytest.raises(RemoteProtocolError):
+        decode_vote(message, SIZE)
+
+
+def test_every_member_up_to_the_last_may_be_named() -> None:
+    for size in (1, 2, SIZE, MAX_GROUP_SIZE):
+        assert decode_vote(encode_vote(Trouble(size - 1, False, "")), size) == Trouble(size - 1, False, "")
+        with pytest.raises(RemoteProtocolError, match=f"member {size} of {size}"):
+            decode_vote(encode_vote(Trouble(size, False, "")), size)
+
+
+def test_a_long_reason_is_cut_by_who_gives_it_and_by_who_hears_it() -> None:
+    long, cut = "x" * 1000, "x" * MAX_REASON_CHARS
+    assert decode_vote(encode_vote(Trouble(1, False, long)), SIZE) == Trouble(1, False, cut)
+    assert decode_vote(encode_vote(Left(1, long)), SIZE) == Left(1, cut)
+    assert decode_vote(pack("left", 1, long), SIZE) == Left(1, cut)
+
+
+def test_a_members_words_cannot_move_the_cursor() -> None:
+    assert decode_vote(pack("left", 1, "red \x1b[31m and\nnew\u202e line"), SIZE) == Left(
+        1, "red ?[31m and?new? line"
+    )

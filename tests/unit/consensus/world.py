@@ -1,0 +1,345 @@
+"""All that can happen to the members of a small group: every order of messages, every crash, every false suspicion.
+
+A state of the world is every member's state and what is on its way;
+:meth:`Group.explore` visits all that can be reached.
+What is on its way from one member to another arrives in its order, or from some message on not at all: a connection
+that breaks loses its last messages. Which messages a member had sent when it crashed follows from that.
+
+Whether a member gets the whole result of an attempt is left open, as long as everybody in the attempt has begun it.
+That is more than can happen, so what holds here holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from p2pavg.consensus.agreement import (
+    FINAL,
+    Action,
+    Completed,
+    Dead,
+    Event,
+    GivenUp,
+    Heard,
+    Lost,
+    Member,
+    Phase,
+    Run,
+    Tell,
+    advance,
+)
+from p2pavg.consensus.votes import Commit, Gather, Held, Left, Trouble, Unknown, Vote
+
+
+@dataclass(frozen=True, slots=True)
+class Faults:
+    """How much may go wrong."""
+
+    crashes: int = 0
+    suspicions: int = 0
+    timeouts: int = 0
+
+
+class Names:
+    """A number for everything that a state is made of: equal things have one, and comparing numbers is fast."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[Any, int] = {}
+        self._things: list[Any] = []
+        self._next: dict[tuple[int, Event], tuple[int, list[Action]]] = {}
+
+    def number(self, key: Any, thing: Any) -> int:
+        """The number of a thing that is told from others by ``key``."""
+        found = self._numbers.setdefault(key, len(self._things))
+        if found == len(self._things):
+            self._things.append(thing)
+        return found
+
+    def vote(self, number: int) -> Vote:
+        """What has that number."""
+        vote: Vote = self._things[number]
+        return vote
+
+    def member(self, number: int) -> Member:
+        """What has that number."""
+        member: Member = self._things[number]
+        return member
+
+    def advance(self, number: int, event: Event) -> tuple[int, list[Action]]:
+        """:func:`p2pavg.consensus.agreement.advance`, once for each state and event."""
+        if (number, event) not in self._next:
+            member, actions = advance(self.member(number), event)
+            self._next[number, event] = (self.number(member.key(), member), actions)
+        return self._next[number, event]
+
+
+class World(NamedTuple):
+    """One state, of numbers."""
+
+    numbers: tuple[int, ...]
+    crashed: frozenset[int]
+    queues: tuple[tuple[tuple[int, int], tuple[int, ...]], ...]
+    """What is on its way, by (sender, receiver)."""
+    broken: frozenset[tuple[int, int]]
+    """(a, b): a has noticed nothing yet, and b has lost a."""
+    begun: frozenset[tuple[int, int]]
+    """(attempt, member): the member has begun the attempt."""
+    over: frozenset[tuple[int, int]]
+    """(attempt, member): the member has begun a newer one, and has nothing of this any more."""
+    faults: Faults
+
+
+class Group:
+    """A group of which every way through its round is looked at."""
+
+    def __init__(
+        self,
+        size: int,
+        faults: Faults,
+        *,
+        auxiliaries: int = 0,
+        listeners: int = 0,
+        minimum: int = 2,
+        strict: bool = True,
+    ) -> None:
+        self.strict = strict
+        holders = frozenset(range(size - auxiliaries))
+        contributors = frozenset(range(size - auxiliaries - listeners))
+        members = [Member(me, size, holders, contributors, minimum) for me in range(size)]
+        self.names = Names()
+        numbers = tuple(self.names.number(member.key(), member) for member in members)
+        begun = frozenset((0, me) for me in range(size))
+        self.first = World(numbers, frozenset(), (), frozenset(), begun, frozenset(), faults)
+
+    def members(self, world: World) -> list[Member]:
+        """Everybody's state."""
+        return [self.names.member(number) for number in world.numbers]
+
+    def steps(self, world: World) -> Iterator[tuple[str, World, bool]]:
+        """All that can happen now: in words, what becomes of it, and whether it happens if nothing else does."""
+        members = self.members(world)
+        alive = [m for m in members if m.me not in world.crashed]
+        for (a, b), queue in world.queues:
+            vote = self.names.vote(queue[0])
+            yield (
+                f"{a}->{b} {vote}",
+                self._happen(_with_queue(world, (a, b), queue[1:]), b, Heard(a, vote)),
+                True,
+            )
+        for member in alive:
+            if member.phase not in FINAL:
+                yield from self._steps_of(world, members, member)
+            if member.phase not in FINAL or member.undecided:
+                yield from self._ask(world, members, member)
+        faults = world.faults
+        if faults.crashes:
+            less = world._replace(faults=replace(faults, crashes=faults.crashes - 1))
+            for member in alive:
+                yield f"{member.me} crashes", _crash(less, member.me), False
+        if faults.suspicions:
+            less = world._replace(faults=replace(faults, suspicions=faults.suspicions - 1))
+            for member in alive:
+                for other in alive:
+                    if member.phase not in FINAL and other is not member and other.me not in member.lost:
+                        yield f"{member.me} suspects {other.me}", self._lose(less, member.me, other.me), False
+        if faults.timeouts:
+            less = world._replace(faults=replace(faults, timeouts=faults.timeouts - 1))
+            for member in alive:
+                if member.phase not in FINAL:
+                    yield f"{member.me} is out of time", self._happen(less, member.me, GivenUp()), False
+
+    def _steps_of(
+        self, world: World, members: list[Member], member: Member
+    ) -> Iterator[tuple[str, World, bool]]:
+        me = member.me
+        has = member.complete is not None and member.complete.attempt == member.attempt
+        over = (member.attempt, me) in world.over
+        if not has and not over and all((member.attempt, other) in world.begun for other in member.members):
+            done = self._happen(world, me, Completed(member.attempt))
+            yield f"{me} completes {member.attempt}", done, self._arrives(world, members, member)
+        for other in members:
+            gone = other.me in world.crashed or (me, other.me) in world.broken
+            if other is not member and other.me not in member.lost and gone:
+                yield f"{me} notices {other.me}", self._lose(world, me, other.me), True
+
+    def _ask(self, world: World, members: list[Member], member: Member) -> Iterator[tuple[str, World, bool]]:
+        """A member asks one that it has lost: there is nobody, or it says how the round has ended."""
+        me = member.me
+        for other in members:
+            if other is member or other.me in member.gone:
+                continue
+            if other.me not in member.lost and member.phase is not Phase.FAILED:
+                continue
+            if other.me in world.crashed:
+                known = Unknown() if member.phase is Phase.FAILED else None
+                event = Dead(other.me) if known is None else Heard(other.me, known)
+                yield f"{me} knows {other.me} dead", self._happen(world, me, event), True
+            elif other.phase in FINAL:
+                answer = how_it_ended(other)
+                yield (
+                    f"{me} asks {other.me}: {answer}",
+                    self._happen(world, me, Heard(other.me, answer)),
+                    True,
+                )
+
+    def _arrives(self, world: World, members: list[Member], member: Member) -> bool:
+        """Whether the result comes: everybody is there, or somebody who has it passes it on."""
+        if member.members.isdisjoint(world.crashed | member.lost):
+            return True
+        return any(
+            other.complete is not None
+            and other.complete.attempt == member.attempt
+            and other.me in other.holders - world.crashed - member.lost
+            for other in members
+        )
+
+    def _lose(self, world: World, me: int, other: int) -> World:
+        """``me`` gives ``other`` up, and reads nothing more of it."""
+        world = _with_queue(world, (other, me), ())
+        broken = world.broken - {(me, other)}
+        if other not in world.crashed and me not in self.names.member(world.numbers[other]).lost:
+            broken |= {(other, me)}
+        return self._happen(world._replace(broken=broken), me, Lost(other))
+
+    def _happen(self, world: World, me: int, event: Event) -> World:
+        number, actions = self.names.advance(world.numbers[me], event)
+        world = world._replace(numbers=(*world.numbers[:me], number, *world.numbers[me + 1 :]))
+        queues = dict(world.queues)
+        begun, over = world.begun, world.over
+        for action in actions:
+            match action:
+                case Tell(peer, vote):
+                    if peer not in world.crashed and not self._deaf(world, peer, me, vote):
+                        named = self.names.number(vote, vote)
+                        queues[me, peer] = (*queues.get((me, peer), ()), named)
+                case Run(attempt, _):
+                    over |= {(older, other) for older, other in begun if other == me}
+                    begun |= {(attempt, me)}
+        if self.names.member(number).phase in FINAL:
+            # What a member that is done would not react to need not arrive.
+            for pair in [pair for pair in queues if pair[1] == me]:
+                kept = tuple(
+                    one for one in queues[pair] if _reacts(self.names.member(number), self.names.vote(one))
+                )
+                del queues[pair]
+                if kept:
+                    queues[pair] = kept
+        return world._replace(queues=tuple(sorted(queues.items())), begun=begun, over=over)
+
+    def _deaf(self, world: World, peer: int, sender: int, vote: Vote) -> bool:
+        member = self.names.member(world.numbers[peer])
+        return sender in member.lost or not _reacts(member, vote)
+
+    def explore(self, *, limit: int = 10_000_000) -> int:
+        """Visit every state that can be reached, and check each. Returns how many there are.
+
+        Raises:
+            FoundError: with every step on the way.
+        """
+        seen: dict[World, tuple[World, str] | None] = {self.first: None}
+        stack = [self.first]
+        while stack:
+            here = stack.pop()
+            following = list(self.steps(here))
+            wrong = self.what_is_wrong(here)
+            if wrong is None and not any(must for _, _, must in following):
+                wrong = self.what_is_left(here)
+            if wrong is not None:
+                raise FoundError("\n".join([*_way(seen, here), wrong, *map(str, self.members(here))]))
+            for text, world, _ in following:
+                if world not in seen:
+                    seen[world] = (here, text)
+                    stack.append(world)
+            if len(seen) > limit:
+                raise FoundError(f"more than {limit} states")
+        return len(seen)
+
+    def what_is_wrong(self, world: World) -> str | None:
+        """Safety, in every state."""
+        members = self.members(world)
+        for member in members:
+            if member.hostile:
+                return f"{member.me} takes {set(member.hostile)} for liars, and all are honest"
+        done = [member for member in members if member.phase is Phase.COMMITTED]
+        for member in done:
+            if member.outcome is None or member.me not in member.outcome.members:
+                return f"{member.me} committed what does not count it"
+            if member.me in member.holders and member.complete != member.outcome:
+                return f"{member.me} committed a result that it does not hold"
+            if not member.outcome.members & member.contributors:
+                return f"{member.me} committed the average of nobody"
+            if member.outcome != done[0].outcome and not self._excused(world, member, done[0]):
+                return f"{member.me} and {done[0].me} committed different results"
+        for member in members:
+            if member.phase is not Phase.FAILED or member.me in world.crashed or member.undecided:
+                continue
+            for other in done:
+                assert other.outcome is not None
+                counted = member.me in other.outcome.members & member.holders
+                keeps = member.outcome is None and not member.presumed_used
+                # A member that committed and then crashed has returned its result: its program may have saved it.
+                if counted and keeps and not self._adopted_without(member, other):
+                    return f"{member.me} keeps a contribution that {other.me} has committed"
+        return None
+
+    def _adopted_without(self, member: Member, committed: Member) -> bool:
+        """The one way in which a contribution may count twice: see docs/round.md, "What can still go wrong"."""
+        return not self.strict and committed.must and member.me not in committed.view
+
+    def _excused(self, world: World, member: Member, committed: Member) -> bool:
+        """The two ways in which members may commit different results: see docs/round.md."""
+        died = not world.crashed.isdisjoint({member.me, committed.me})
+        return self._adopted_without(member, committed) or (not self.strict and died)
+
+    def what_is_left(self, world: World) -> str | None:
+        """Progress, when nothing more has to happen: who lives has a result.
+
+        Where members were lost that live, a part of the group too small to decide waits, and who follows it.
+        """
+        split = self.first.faults.suspicions > world.faults.suspicions
+        members = self.members(world)
+        for member in members:
+            if member.me in world.crashed or member.phase in FINAL:
+                continue
+            leader = members[member.leader]
+            if not (split and (member.phase is Phase.ASTRAY or leader.phase is Phase.ASTRAY)):
+                return f"{member.me} waits for ever"
+        return None
+
+
+def _reacts(member: Member, vote: Vote) -> bool:
+    """Whether it makes a difference for a member to hear this."""
+    if member.phase not in FINAL or isinstance(vote, Gather | Trouble | Held):
+        return True
+    return member.undecided and isinstance(vote, Commit | Left | Unknown)
+
+
+def how_it_ended(member: Member) -> Commit | Left:
+    """What a member that is done says to who asks."""
+    if member.outcome is not None:
+        return Commit(member.outcome.attempt, member.outcome.members)
+    return Left(-1 if member.accepted is None else member.accepted.ballot, member.reason)
+
+
+class FoundError(AssertionError):
+    """A way to a state that must not be."""
+
+
+def _crash(world: World, me: int) -> World:
+    queues = tuple((pair, queue) for pair, queue in world.queues if pair[1] != me)
+    return world._replace(crashed=world.crashed | {me}, queues=queues)
+
+
+def _with_queue(world: World, pair: tuple[int, int], queue: tuple[int, ...]) -> World:
+    others = tuple(entry for entry in world.queues if entry[0] != pair)
+    return world._replace(queues=tuple(sorted((*others, (pair, queue)))) if queue else others)
+
+
+def _way(seen: dict[World, tuple[World, str] | None], here: World) -> list[str]:
+    way: list[str] = []
+    while (before := seen[here]) is not None:
+        here, text = before
+        way.append(text)
+    return way[::-1]

@@ -1,0 +1,189 @@
+"""What a peer says of itself when it is ready, and what is refused although its signature is genuine."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from p2pavg.config import MAX_BANDWIDTH, MAX_CODEC_CHARS, MAX_WEIGHT, MIN_BANDWIDTH
+from p2pavg.errors import RemoteProtocolError
+from p2pavg.group.roster import (
+    read_candidate,
+    read_signed_candidate,
+    ready_key,
+    share_cutter,
+)
+from p2pavg_dht.record import pack as pack_record
+from tests.unit.group.samples import DEADLINE, KEY, SIGNERS, candidate, record_of, signed
+
+ADDRESSES = ("/ip4/192.0.2.0/tcp/4001",)
+
+
+def test_the_key_never_changes() -> None:
+    assert (
+        ready_key("albert-base", bytes(32)).hex()
+        == "fc19b1dc276bc84cd136b86fb25dd2837056cb84db9ca726e49c6bc40e44f51c"
+    )
+
+
+def test_runs_schemas_and_rules_have_different_keys() -> None:
+    keys = {
+        ready_key(run_id, schema, rule)
+        for run_id in ("run", "run2", "Run")
+        for schema in (bytes(32), bytes(31) + b"\1")
+        for rule in ("", "fraction")
+    }
+    assert len(keys) == 12
+
+
+def test_what_was_signed_is_what_is_read() -> None:
+    me = candidate(3, weight=0.5, bandwidth=12.5, codec="int8:256", addresses=("/a/b", "/c"))
+    again = read_signed_candidate(pack_record(me.record))
+    assert again == me
+    assert (again.peer_id, again.deadline, again.weight, again.bandwidth) == (
+        SIGNERS[3].peer_id,
+        DEADLINE + 3,
+        0.5,
+        12.5,
+    )
+    assert (again.codec, again.auxiliary, again.addresses) == ("int8:256", False, ("/a/b", "/c"))
+    assert again.record.key == KEY
+
+
+def test_what_it_averages_can_and_measured_is_read_as_well() -> None:
+    me = candidate(3, state=b"step 7", tags=("gpu", "fp16"), metrics={"loss": 2.5, "accuracy": 1.0})
+    again = read_signed_candidate(pack_record(me.record))
+    assert again == me
+    assert (again.state, again.tags) == (b"step 7", ("gpu", "fp16"))
+    assert again.metrics == (("accuracy", 1.0), ("loss", 2.5)), "names in order: one encoding"
+
+
+def test_a_peer_without_a_weight_may_still_want_the_result() -> None:
+    listener = candidate(3, weight=0.0)
+    assert (listener.weight, listener.auxiliary) == (0.0, False)
+
+
+def test_peers_of_one_state_fit_and_an_auxiliary_fits_all() -> None:
+    me, same = (candidate(index, state=b"7") for index in (0, 1))
+    other, none = candidate(2, state=b"8"), candidate(3)
+    helper = candidate(4, auxiliary=True)
+    assert me.fits(same)
+    assert not me.fits(other)
+    assert not me.fits(none)
+    assert me.fits(helper)
+    assert helper.fits(other)
+    assert not me.fits(candidate(1, state=b"7", codec="fp32"))
+    assert not me.fits(candidate(4, auxiliary=True, codec="fp32"))
+
+
+def test_a_later_attempt_takes_the_place_of_an_earlier_one() -> None:
+    earlier, later = candidate(0, deadline=DEADLINE), candidate(0, deadline=DEADLINE + 1e-3)
+    assert later.record.sequence > earlier.record.sequence
+
+
+def test_auxiliaries_come_last_then_counts_the_deadline_then_the_id() -> None:
+    late, early = candidate(0, deadline=DEADLINE + 9), candidate(1, deadline=DEADLINE)
+    auxiliary = candidate(2, auxiliary=True, deadline=0.0)
+    same_time = sorted((candidate(3, deadline=DEADLINE), early), key=lambda each: each.peer_id)
+    ordered = sorted([auxiliary, late, *same_time], key=lambda each: each.order)
+    assert ordered == [*same_time, late, auxiliary]
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ((1, 1.0, 1.0, 1.0, "fp32", False, ADDRESSES), "readiness of version 1"),
+        ((2, -1.0, 1.0, 1.0, "fp32", False, ADDRESSES), "deadline out of range"),
+        ((2, math.nan, 1.0, 1.0, "fp32", False, ADDRESSES), "not finite"),
+        ((2, math.inf, 1.0, 1.0, "fp32", False, ADDRESSES), "not finite"),
+        ((2, 1.0, -1.0, 1.0, "fp32", False, ADDRESSES), "weight -1.0 of a peer"),
+        ((2, 1.0, 1.0, 1.0, "fp32", True, ADDRESSES), "weight 1.0 of an auxiliary"),
+        ((2, 1.0, MAX_WEIGHT * 1.01, 1.0, "fp32", False, ADDRESSES), "weight"),
+        ((2, 1.0, math.nan, 1.0, "fp32", False, ADDRESSES), "not finite"),
+        ((2, 1.0, 1, 1.0, "fp32", False, ADDRESSES), "field 2 is int"),
+        ((2, 1.0, 1.0, 0.0, "fp32", False, ADDRESSES), "bandwidth"),
+        ((2, 1.0, 1.0, -5.0, "fp32", False, ADDRESSES), "bandwidth"),
+        ((2, 1.0, 1.0, MIN_BANDWIDTH * 0.99, "fp32", False, ADDRESSES), "a bandwidth of 0.099 Mbit/s"),
+        ((2, 1.0, 1.0, MAX_BANDWIDTH * 1.01, "fp32", False, ADDRESSES), "bandwidth"),
+        ((2, 1.0, 1.0, 1.0, "", False, ADDRESSES), "codec"),
+        ((2, 1.0, 1.0, 1.0, "x" * (MAX_CODEC_CHARS + 1), False, ADDRESSES), "codec"),
+        ((2, 1.0, 1.0, 1.0, "fp32\x1b[2J", False, ADDRESSES), "codec"),
+        ((2, 1.0, 1.0, 1.0, "fp32", 0, ADDRESSES), "field 5 is int"),
+        ((2, 1.0, 1.0, 1.0, "fp32", False, ("no address",)), "an address is printable ASCII"),
+        ((2, 1.0, 1.0, 1.0, "fp32", False, ("/a b",)), "an address is printable ASCII"),
+        ((2, 1.0, 1.0, 1.0, "fp32", False, (5,)), "an address is a text"),
+        ((2, 1.0, 1.0, 1.0, "fp32", False, ("/a",) * 17), "at most 16 addresses"),
+        ((2, 1.0, 1.0, 1.0, "fp32", False), "10 fields"),
+        ((2, 1.0, 1.0, 1.0, "fp32", False, (), b"x" * 33, (), ()), "a state of 33 bytes"),
+        ((2, 1.0, 1.0, 1.0, "fp32", False, (), "x", (), ()), "field 7 is str"),
+        ((2, 1.0, 1.0, 1.0, "fp32", False, (), b"", ("x",) * 17, ()), "tags"),
+        ((2, 1.0, 1.0, 1.0, "fp32", False, (), b"", ("x" * 33,), ()), "tags"),
+        ((2, 1.0, 1.0, 1.0, "fp32", False, (), b"", ("",), ()), "tags"),
+        ((2, 1.0, 1.0, 1.0, "fp32", False, (), b"", ("\x1b",), ()), "tags"),
+        ((2, 1.0, 1.0, 1.0, "fp32", False, (), b"", (5,), ()), "field 0 is int"),
+        ((2, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (("x", 1.0),) * 17), "17 metrics"),
+        ((2, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (("x", 1.0),) * 2), "metrics whose names"),
+        ((2, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (("y", 1.0), ("x", 1.0))), "metrics whose names"),
+        ((2, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (("\x1b", 1.0),)), "metrics whose names"),
+        ((2, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (("x", math.nan),)), "not finite"),
+        ((2, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (("x", 1.1e100),)), "a metric out of range"),
+        ((2, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (("x", 1),)), "field 1 is int"),
+        ((2, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (("x",),)), "2 fields"),
+        ((2, 1.0, 1.0, 1.0, "fp32", False, (), b"", "gpu", ()), "field 8 is str"),
+        ((2, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (("x" * 33, 1.0),)), "metrics whose names"),
+        ((2, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (("", 1.0),)), "metrics whose names"),
+        ((2, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (("x", 1.0), ("x", 2.0))), "metrics whose names"),
+        ((2, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), ((5, 1.0),)), "field 0 is int"),
+        ((2, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), ("x",)), "field 0 is str"),
+        ((2, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), "x"), "field 9 is str"),
+        ((2, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (), ()), "10 fields"),
+        ((), "10 fields"),
+    ],
+)
+def test_a_genuine_record_of_nonsense_is_refused(fields: tuple[object, ...], reason: str) -> None:
+    record = record_of(0, *fields, *((b"", (), ()) if len(fields) == 7 else ()))
+    with pytest.raises(RemoteProtocolError, match=reason):
+        read_candidate(record)
+    with pytest.raises(RemoteProtocolError, match=reason):
+        read_signed_candidate(pack_record(record))
+
+
+def test_a_withdrawn_record_is_no_candidate() -> None:
+    with pytest.raises(RemoteProtocolError, match="not a message"):
+        read_candidate(signed(0, b""))
+
+
+def test_the_ends_of_the_ranges_are_allowed() -> None:
+    measured = tuple((f"{index:032}", -1e100) for index in range(16))
+    rest = (b"s" * 32, ("t" * 32,) * 16, measured)
+    most = read_candidate(
+        record_of(0, 2, 0.0, MAX_WEIGHT, MAX_BANDWIDTH, "x" * MAX_CODEC_CHARS, False, (), *rest)
+    )
+    assert (most.state, most.tags, most.metrics) == rest
+    assert (most.weight, most.bandwidth, most.deadline, most.addresses) == (
+        MAX_WEIGHT,
+        MAX_BANDWIDTH,
+        0.0,
+        (),
+    )
+    least = read_candidate(record_of(0, 2, 0.0, 5e-324, MIN_BANDWIDTH, "x", False, (), b"", (), ()))
+    assert (least.weight, least.bandwidth) == (5e-324, MIN_BANDWIDTH)
+
+
+def test_shares_follow_the_signed_bandwidths() -> None:
+    members = [candidate(index, bandwidth=bandwidth) for index, bandwidth in enumerate([225.0, 100.0])]
+    assert share_cutter(4096, 64)(members) == (2816, 1280)
+    assert share_cutter(100, 64)(members) == (64, 36)
+
+
+def test_shares_follow_who_contributes_and_who_can_be_dialled() -> None:
+    members = [candidate(0), candidate(1), candidate(2), candidate(3, auxiliary=True)]
+    assert share_cutter(1000, 1)(members) == (200, 200, 200, 400)
+    members = [candidate(0, addresses=()), candidate(1), candidate(2)]
+    assert share_cutter(1000, 1)(members) == (0, 500, 500)
+
+
+def test_a_signed_bandwidth_buys_no_more_than_two_equal_shares() -> None:
+    members = [candidate(0), candidate(1), candidate(2), candidate(3, auxiliary=True, bandwidth=1e5)]
+    assert share_cutter(1200, 1)(members) == (200, 200, 200, 600)

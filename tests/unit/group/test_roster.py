@@ -1,0 +1,251 @@
+"""The agreed group: which ones cannot be, and the one name of each that can."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from p2pavg.config import MAX_WEIGHT
+from p2pavg.encoding import pack
+from p2pavg.errors import RemoteProtocolError
+from p2pavg.group.names import MAX_METRIC
+from p2pavg.group.roster import Candidate, Roster, read_roster
+from p2pavg_dht.record import pack as pack_record
+from tests.unit.group.samples import DEADLINE, OTHER_KEY, candidate, roster
+
+A, B, C = candidate(0), candidate(1), candidate(2)
+AUXILIARY = candidate(3, auxiliary=True)
+SILENT = candidate(4, weight=0.0)
+
+
+def packed(members: list[Candidate], shares: object, proposal: object = 0, listening: object = ()) -> bytes:
+    """What a leader may send without having made a roster of it."""
+    return pack(tuple(pack_record(member.record) for member in members), shares, proposal, listening)
+
+
+@pytest.mark.parametrize(
+    "group",
+    [
+        roster([A, B, AUXILIARY], [100, 0, 900], proposal=7),
+        roster([A, B, SILENT, AUXILIARY], listeners=[SILENT, A]),
+    ],
+    ids=["all contribute", "two listen"],
+)
+def test_it_comes_back(group: Roster) -> None:
+    assert read_roster(group.pack()) == group
+    assert read_roster(group.pack()).group_id == group.group_id
+
+
+def test_the_group_id_never_changes() -> None:
+    assert (
+        roster([A, B, AUXILIARY], [100, 0, 900], proposal=7).group_id.hex()
+        == "2094c8fc48f2aa41ac3e61cbb234cc2f8dc75595e01f45e0479a7251f3de4c17"
+    )
+
+
+def test_any_change_is_another_group() -> None:
+    groups = [
+        roster([A, B, C]),
+        roster([A, C, B]),
+        roster([B, A, C]),
+        roster([A, B]),
+        roster([A, B, C], proposal=1),
+        roster([A, B, C], [1000, 1001, 999]),
+        roster([A, B, C, AUXILIARY]),
+        roster([A, B, C], listeners=[C]),
+        roster([A, B, C], listeners=[B]),
+        roster([A, B, C], listeners=[B, C]),
+        roster([A, B, candidate(2, weight=1.0)]),
+        roster([A, B, candidate(2, bandwidth=1.0)]),
+        roster([A, B, candidate(2, deadline=DEADLINE)]),
+        roster([A, B, candidate(2, expiration_time=DEADLINE + 1e4)]),
+        roster([A, B, candidate(2, addresses=())]),
+        roster([A, B, candidate(2, tags=("gpu",))]),
+        roster([A, B, candidate(2, metrics={"loss": 1.0})]),
+        roster([candidate(index, codec="fp32") for index in range(3)]),
+        roster([candidate(index, key=OTHER_KEY) for index in range(3)]),
+        roster([candidate(index, state=b"7") for index in range(3)]),
+    ]
+    assert len({group.group_id for group in groups}) == len(groups)
+    assert {len(group.group_id) for group in groups} == {32}
+
+
+IMPOSSIBLE: list[tuple[str, list[Candidate], list[int], str]] = [
+    ("nobody", [], [], "a roster of 0 members"),
+    ("one", [A], [1000], "a roster of 1 members"),
+    ("twice", [A, B, A], [1, 1, 1], "names a peer twice"),
+    ("twice in two attempts", [A, B, candidate(0, deadline=DEADLINE + 5)], [1, 1, 1], "names a peer twice"),
+    ("one contributor", [A, AUXILIARY], [1, 1], "fewer than two contributors"),
+    ("an auxiliary leads", [AUXILIARY, A, B], [1, 1, 1], "led by an auxiliary"),
+    ("two runs", [A, candidate(1, key=OTHER_KEY)], [1, 1], "different runs"),
+    ("two codecs", [A, candidate(1, codec="fp32")], [1, 1], "different codecs"),
+    ("two block sizes", [A, candidate(1, codec="blockwise8:128")], [1, 1], "different codecs"),
+    ("two states", [A, candidate(1, state=b"\1")], [1, 1], "different states"),
+    ("a share too few", [A, B, C], [1, 1], "shares do not fit"),
+    ("a share too many", [A, B], [1, 1, 1], "shares do not fit"),
+    ("a negative share", [A, B, C], [2000, -1000, 0], "shares do not fit"),
+]
+
+
+@pytest.mark.parametrize(
+    ("members", "shares", "reason"), [case[1:] for case in IMPOSSIBLE], ids=[case[0] for case in IMPOSSIBLE]
+)
+def test_an_impossible_roster(members: list[Candidate], shares: list[int], reason: str) -> None:
+    with pytest.raises(RemoteProtocolError, match=reason):
+        roster(members, shares)
+    with pytest.raises(RemoteProtocolError, match=reason):
+        read_roster(packed(members, tuple(shares)))
+
+
+LISTENING: list[tuple[str, list[Candidate], tuple[int, ...], str]] = [
+    ("an auxiliary", [A, B, AUXILIARY], (2,), "listeners do not fit"),
+    ("not one without a weight", [A, B, SILENT], (), "listeners do not fit"),
+    ("another one than that without a weight", [A, B, SILENT], (1,), "listeners do not fit"),
+    ("all that have a weight", [A, B, SILENT], (0, 1, 2), "nobody contributes"),
+    ("all", [A, B], (0, 1), "nobody contributes"),
+    ("all but the auxiliary", [A, B, AUXILIARY], (0, 1), "nobody contributes"),
+]
+
+
+@pytest.mark.parametrize(
+    ("members", "listening", "reason"), [case[1:] for case in LISTENING], ids=[case[0] for case in LISTENING]
+)
+def test_who_cannot_listen(members: list[Candidate], listening: tuple[int, ...], reason: str) -> None:
+    shares = (1,) * len(members)
+    with pytest.raises(RemoteProtocolError, match=reason):
+        roster(members, shares, listeners=[members[index] for index in listening])
+    with pytest.raises(RemoteProtocolError, match=reason):
+        read_roster(packed(members, shares, 0, listening))
+
+
+def test_no_stranger_listens() -> None:
+    with pytest.raises(RemoteProtocolError, match="listeners do not fit"):
+        roster([A, B], listeners=[C])
+
+
+@pytest.mark.parametrize("listening", [(1, 0), (0, 0), (0, 0, 1), (-1,), (3,), (0, 2**63)], ids=str)
+def test_listeners_have_one_encoding(listening: tuple[int, ...]) -> None:
+    with pytest.raises(RemoteProtocolError, match="listeners do not fit"):
+        read_roster(packed([A, B, C], (1, 1, 1), 0, listening))
+
+
+def test_weights_that_overflow() -> None:
+    """No signed weight is that large; whoever makes candidates otherwise is told as well."""
+    heavy = [dataclasses.replace(member, weight=1e308) for member in (A, B)]
+    with pytest.raises(RemoteProtocolError, match="weights overflow"):
+        roster(heavy)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"value": A.record.value[:-1] + b"9"},
+        {"publisher": C.peer_id},
+        {"expiration_time": A.record.expiration_time + 1},
+        {"sequence": A.record.sequence + 1},
+        {"key": OTHER_KEY},
+        {"signature": B.record.signature},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_member_that_did_not_sign_is_refused(change: dict[str, object], place: int) -> None:
+    forged = dataclasses.replace(A, record=dataclasses.replace(A.record, **change))  # type: ignore[arg-type]
+    members = [B, C]
+    members.insert(place, forged)
+    with pytest.raises(RemoteProtocolError, match="forged"):
+        read_roster(packed(members, (1, 1, 1)))
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        (b"", "not a message"),
+        (packed([A, B], (1, True)), "field 1 is bool"),
+        (packed([A, B], (1, 1.0)), "field 1 is float"),
+        (packed([A, B], (1, "1")), "field 1 is str"),
+        (packed([A, B], 2), "field 1 is int"),
+        (packed([A, B], (1, 1), 1.0), "field 2 is float"),
+        (packed([A, B], (1, 1), 0, 1), "field 3 is int"),
+        (packed([A, B], (1, 1), 0, (True,)), "field 0 is bool"),
+        (packed([A, B], (1, 1), 0, ("1",)), "field 0 is str"),
+        (packed([A, B], (1, 1), 0, (1.0,)), "field 0 is float"),
+        (packed([A, B], (1, 1), 0, ((),)), "field 0 is tuple"),
+        (pack(((), ()), (1, 1), 0, ()), "6 fields"),
+        (pack((5, 6), (1, 1), 0, ()), "6 fields"),
+        (pack((), (1, 1), 0), "4 fields"),
+        (packed([A] * 129, (1,) * 129), "a roster of 129 members"),
+    ],
+)
+def test_what_is_no_roster(message: bytes, reason: str) -> None:
+    with pytest.raises(RemoteProtocolError, match=reason):
+        read_roster(message)
+
+
+def test_who_contributes_and_where_everybody_stands() -> None:
+    group: Roster = roster([B, AUXILIARY, A])
+    assert group.contributors == (B, A)
+    assert group.total_weight == A.weight + B.weight
+    assert [group.position(member.peer_id) for member in (B, AUXILIARY, A)] == [0, 1, 2]
+    with pytest.raises(ValueError, match="not in"):
+        group.position(C.peer_id)
+
+
+def test_who_listens_holds_the_result_and_has_nothing_in_it() -> None:
+    group = roster([A, SILENT, B, AUXILIARY, C], listeners=[SILENT, C])
+    assert group.contributors == (A, B)
+    assert group.holders == (A, SILENT, B, C)
+    assert group.total_weight == A.weight + B.weight
+
+
+def test_one_contributor_is_enough_where_somebody_listens() -> None:
+    group = roster([SILENT, A, AUXILIARY], listeners=[SILENT])
+    assert group.contributors == (A,)
+    assert group.total_weight == A.weight
+
+
+def test_an_auxiliary_helps_with_any_state() -> None:
+    members = [candidate(index, state=b"7") for index in range(2)]
+    assert roster([*members, AUXILIARY]).holders == tuple(members)
+
+
+def test_whoever_is_left_of_a_group_contributes_or_listens_as_before() -> None:
+    group = roster([A, SILENT, B, C], proposal=7, listeners=[SILENT, C])
+    assert group.only([A, C], [5, 6]) == roster([A, C], [5, 6], proposal=7, listeners=[C])
+    assert group.only([A, B], [5, 6]) == roster([A, B], [5, 6], proposal=7)
+    with pytest.raises(RemoteProtocolError, match="nobody contributes"):
+        group.only([SILENT, C], [5, 6])
+
+
+class TestMetrics:
+    def measured(self, index: int, weight: float, **metrics: float) -> Candidate:
+        return candidate(index, weight=weight, metrics=metrics)
+
+    def test_the_mean_is_by_weight_over_those_that_gave_it(self) -> None:
+        group = roster(
+            [self.measured(0, 1.0, loss=4.0, accuracy=0.5), self.measured(1, 3.0, loss=8.0), candidate(2)]
+        )
+        assert group.metrics == {"accuracy": 0.5, "loss": 7.0}
+
+    def test_what_a_listener_measured_does_not_count(self) -> None:
+        listener = self.measured(1, 3.0, loss=8.0, accuracy=1.0)
+        assert roster([self.measured(0, 1.0, loss=4.0), listener], listeners=[listener]).metrics == {
+            "loss": 4.0
+        }
+
+    def test_nobody_measured_anything(self) -> None:
+        assert roster([A, B]).metrics == {}
+
+    def test_values_of_any_size_have_a_mean(self) -> None:
+        most = MAX_METRIC
+        group = roster([self.measured(index, MAX_WEIGHT, loss=most) for index in range(3)])
+        assert group.metrics["loss"] == pytest.approx(most)
+        opposite = roster([self.measured(0, 1.0, loss=most), self.measured(1, 1.0, loss=-most)])
+        assert opposite.metrics == {"loss": 0.0}
+
+
+def test_a_roster_never_changes() -> None:
+    group = roster([A, B])
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        group.proposal = 5  # type: ignore[misc]

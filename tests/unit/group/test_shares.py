@@ -1,0 +1,201 @@
+"""Cuts that every version has to make alike: members compute them each for itself."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import pytest
+
+from p2pavg.group.shares import (
+    MAX_PART_ELEMENTS,
+    MIN_PART_ELEMENTS,
+    MemberLink,
+    Part,
+    best_fractions,
+    bound_seconds,
+    cut_into_parts,
+    fastest_shares,
+    fp32_bytes,
+    largest_fraction,
+    levelled,
+    part_size,
+)
+
+
+def contributors(*bandwidths: float) -> list[MemberLink]:
+    return [MemberLink(bandwidth) for bandwidth in bandwidths]
+
+
+def auxiliary(bandwidth: float) -> MemberLink:
+    return MemberLink(bandwidth, contributes=False)
+
+
+def undialled(bandwidth: float, *, contributes: bool = True) -> MemberLink:
+    return MemberLink(bandwidth, contributes=contributes, reachable=False)
+
+
+@pytest.mark.parametrize(
+    ("elements", "members", "granularity", "shares"),
+    [
+        (0, [], 64, ()),
+        (1, contributors(5.0), 64, (1,)),
+        (0, contributors(1.0, 2.0), 64, (0, 0)),
+        # Two contributors share in proportion, and an auxiliary of theirs counts half.
+        (1000, contributors(1.0, 1.0), 1, (500, 500)),
+        (1000, contributors(300.0, 100.0), 64, (768, 232)),
+        (1000, contributors(100.0, 300.0), 64, (256, 744)),
+        (4096, contributors(1e6, 1e-3), 64, (4096, 0)),
+        (4096, contributors(1e-3, 1e6), 64, (0, 4096)),
+        (1000, [*contributors(100.0, 100.0), auxiliary(100.0)], 1, (400, 400, 200)),
+        # Equal ones share equally, as far as blocks and cuts allow.
+        (1000, contributors(1.0, 1.0, 1.0), 1, (333, 334, 333)),
+        (100, contributors(*[1.0] * 4), 64, (64, 0, 36, 0)),
+        (3, contributors(*[1.0] * 4), 1, (1, 1, 0, 1)),
+        (5, contributors(*[0.1] * 10), 1, (1, 0, 1, 0, 1, 0, 1, 0, 1, 0)),
+        (10**9, contributors(*[0.1] * 10), 64, (10**8,) * 10),
+        # T = 3 / 200: one of 50 needs longer for its own contribution.
+        (1000, contributors(100.0, 100.0, 50.0), 1, (500, 500, 0)),
+        # T = 4 / 290: 100 T - 1 = 11/29 twice, and 90 T - 1 = 7/29.
+        (1300, contributors(100.0, 100.0, 90.0), 1, (493, 493, 314)),
+        # A fifth of what the others have is nothing but its own contribution.
+        (1200, contributors(100.0, 100.0, 100.0, 20.0), 1, (400, 400, 400, 0)),
+        (1200, contributors(20.0, 100.0, 100.0, 100.0), 1, (0, 400, 400, 400)),
+        # A little slower is a good deal less to reduce: T = 6 / 380.
+        (1900, contributors(100.0, 100.0, 100.0, 80.0), 1, (550, 550, 550, 250)),
+        # T = (1 + 3) / (300 + 100 / 3): 0.2 for each contributor, and an auxiliary has only the share to carry.
+        (1000, [*contributors(100.0, 100.0, 100.0), auxiliary(100.0)], 1, (200, 200, 200, 400)),
+        (1000, [*contributors(1.0, 1.0, 1.0), auxiliary(1000.0)], 1, (0, 0, 0, 1000)),
+        # Who cannot be dialled reduces nothing, unless nobody can be.
+        (1000, [undialled(100.0), *contributors(100.0, 100.0)], 1, (0, 500, 500)),
+        (1000, [undialled(1000.0), *contributors(1.0, 3.0, 1.0)], 1, (0, 0, 1000, 0)),
+        (1000, [undialled(100.0), *contributors(100.0)], 1, (0, 1000)),
+        (1000, [undialled(100.0), undialled(300.0)], 1, (250, 750)),
+        (900, [undialled(100.0)] * 3, 1, (300, 300, 300)),
+        (900, [*[undialled(100.0)] * 3, auxiliary(1.0)], 1, (0, 0, 0, 900)),
+        (900, [*contributors(1.0, 1.0, 1.0), undialled(1e6, contributes=False)], 1, (300, 300, 300, 0)),
+        # The extremes that may be signed, and numbers as they are measured.
+        (640, contributors(5e-324, 5e-324, 5e-324, 1e6), 64, (0, 0, 0, 640)),
+        (
+            10**9,
+            [*contributors(93.7, 41.2, 310.5, 12.9, 188.8), auxiliary(55.5)],
+            64,
+            (0, 0, 638_315_200, 0, 257_479_040, 104_205_760),
+        ),
+    ],
+)
+def test_shares(elements: int, members: list[MemberLink], granularity: int, shares: tuple[int, ...]) -> None:
+    assert fastest_shares(elements, members, granularity) == shares
+
+
+@pytest.mark.parametrize(
+    ("members", "fractions"),
+    [
+        (contributors(100.0, 100.0, 90.0), ["11/29", "11/29", "7/29"]),
+        (contributors(100.0, 100.0, 100.0, 80.0), ["11/38", "11/38", "11/38", "5/38"]),
+        ([*contributors(100.0, 100.0, 100.0), auxiliary(50.0)], ["5/19", "5/19", "5/19", "4/19"]),
+    ],
+)
+def test_fractions_are_exact(members: list[MemberLink], fractions: list[str]) -> None:
+    assert [str(fraction) for fraction in best_fractions(members)] == fractions
+
+
+@pytest.mark.parametrize(
+    ("payload", "members", "seconds"),
+    [
+        # 1 MB is 8 Mbit, of which each of four carries 3/4 twice, each way.
+        (1_000_000, contributors(*[100.0] * 4), 0.12),
+        (1_000_000, contributors(8.0, 8.0), 1.0),
+        (1_000_000, contributors(8.0, 80.0), 1.0),
+        (1_000_000, contributors(100.0, 100.0, 100.0, 20.0), 0.4),
+        (1_000_000, contributors(*[8.0] * 64), 1 + 62 / 64),
+        (1_000_000, [*contributors(8.0, 8.0, 8.0), auxiliary(8.0)], 1.2),
+        (1_000_000, [undialled(8.0), undialled(8.0), undialled(8.0), auxiliary(8.0)], 3.0),
+        (0, contributors(8.0, 8.0), 0.0),
+    ],
+)
+def test_the_least_time(payload: int, members: list[MemberLink], seconds: float) -> None:
+    assert bound_seconds(payload, members) == pytest.approx(seconds)
+
+
+def test_parts_never_change() -> None:
+    """Members of different versions would not understand each other."""
+    assert (MIN_PART_ELEMENTS, MAX_PART_ELEMENTS) == (65_536, 524_288)
+    sizes = [part_size(elements, 4) for elements in (0, 2_097_152, 4_000_000, 16_000_000, 64_000_000)]
+    assert sizes == [65_536, 65_536, 125_000, 500_000, 524_288]
+    assert cut_into_parts(64, 64 + 2 * 640 + 5, 64, 640) == (
+        Part(0, 64, 704),
+        Part(1, 704, 1344),
+        Part(2, 1344, 1349),
+    )
+    assert cut_into_parts(10, 10, 64, 640) == ()
+
+
+def test_a_granularity_that_does_not_divide_a_part() -> None:
+    assert [part.elements for part in cut_into_parts(0, 250, 30, part_elements=100)] == [90, 90, 70]
+    assert [part.elements for part in cut_into_parts(0, 250, 200, part_elements=100)] == [200, 50]
+
+
+def test_bytes_without_a_codec() -> None:
+    """Two peers with half of a thousand floats each: 500 out and in, 500 averaged out and in, for either."""
+    assert fp32_bytes([500, 500], 0, [(True, True)] * 2) == 4 * 4 * 500
+    # An auxiliary that reduces everything: each of two sends it 1000 and gets 1000 back.
+    members = [(True, True), (True, True), (False, False)]
+    assert fp32_bytes([0, 0, 1000], 2, members) == 4 * 4 * 1000
+    assert fp32_bytes([0, 0, 1000], 0, members) == 4 * 2 * 1000
+    # A listener that reduces half: it gets 500 and 500 averaged, and sends 500 averaged.
+    assert fp32_bytes([500, 500], 1, [(True, True), (False, True)]) == 4 * 3 * 500
+
+
+@pytest.mark.parametrize(
+    ("bandwidths", "found"),
+    [
+        ([100.0, 85.0, 93.0, 118.0], [100.0] * 4),
+        ([100.0, 100.0, 100.0, 20.0], [100.0, 100.0, 100.0, 100.0 / 1.5**4]),
+        ([50.0], [50.0]),
+        ([], []),
+        ([1e6, 1e-300, 1.0], [1e6, 1e-300, 1.0]),
+    ],
+)
+def test_bandwidths_that_are_nearly_equal_count_as_equal(bandwidths: list[float], found: list[float]) -> None:
+    members = [MemberLink(bandwidth) for bandwidth in bandwidths]
+    assert [member.bandwidth for member in levelled(members)] == pytest.approx(found)
+
+
+def test_levels_leave_everything_else_as_it_is() -> None:
+    members = [MemberLink(10.0, contributes=False), MemberLink(10.0, reachable=False)]
+    assert levelled(members) == members
+
+
+@pytest.mark.parametrize(
+    ("members", "most"),
+    [
+        (contributors(1.0, 1e5), Fraction(1)),
+        ([undialled(1.0), undialled(1.0), auxiliary(1.0)], Fraction(1)),
+        ([*contributors(1.0), undialled(1.0), auxiliary(1.0)], Fraction(2, 3)),
+        ([*contributors(1.0, 1.0), auxiliary(1.0)], Fraction(2, 3)),
+        (contributors(*[1.0] * 4), Fraction(1, 2)),
+        ([undialled(1.0)] * 4, Fraction(1, 2)),
+        (contributors(*[1.0] * 64), Fraction(1, 32)),
+    ],
+)
+def test_the_most_of_the_vector_that_one_member_reduces(members: list[MemberLink], most: Fraction) -> None:
+    assert largest_fraction(members) == most
+
+
+@pytest.mark.parametrize(
+    ("members", "shares"),
+    [
+        # A bandwidth of 1e5 signed by an auxiliary gave it everything.
+        ([*contributors(100.0, 100.0, 100.0, 100.0), auxiliary(1e5)], (150, 150, 150, 150, 400)),
+        ([*contributors(100.0, 100.0), auxiliary(1e5)], (167, 166, 667)),
+        (contributors(100.0, 100.0, 100.0, 1e5), (167, 166, 167, 500)),
+        # Equal links, and links within a factor of two, share as before.
+        (contributors(*[100.0] * 4), (250, 250, 250, 250)),
+        (
+            contributors(100.0, 100.0, 100.0, 150.0),
+            fastest_shares(1000, contributors(100.0, 100.0, 100.0, 150.0), 1),
+        ),
+    ],
+)
+def test_no_bandwidth_buys_the_whole_vector(members: list[MemberLink], shares: tuple[int, ...]) -> None:
+    assert fastest_shares(1000, members, 1, largest_fraction(members)) == shares

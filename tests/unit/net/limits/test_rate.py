@@ -1,0 +1,193 @@
+"""How much gets through a limit, on a clock that the test moves."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from p2pavg.net.limits.rate import (
+    BURST_SECONDS,
+    MIN_BURST_BYTES,
+    UNLIMITED,
+    WIRE_OVERHEAD,
+    RateLimit,
+    TokenBucket,
+)
+
+BEGUN = 500.0
+RATE = 1_000_000.0
+BURST = 50_000
+
+Gone = list[tuple[float, int]]
+"""When how many bytes went."""
+
+
+def most_in_a_window(gone: Gone, rate: float) -> float:
+    """By how many bytes any window had more than its rate."""
+    gone = sorted(gone)
+    totals = [0, *itertools.accumulate(count for _, count in gone)]
+    return max(
+        totals[last + 1] - totals[first] - rate * (gone[last][0] - gone[first][0])
+        for first in range(len(gone))
+        for last in range(first, len(gone))
+    )
+
+
+pauses = st.floats(0.0, 0.3) | st.just(0.0)
+
+
+@given(st.lists(st.tuples(pauses, st.integers(0, BURST)), min_size=1, max_size=60))
+def test_no_window_has_more_than_its_rate_and_a_burst(asked: list[tuple[float, int]]) -> None:
+    """Whenever callers ask, also while others still wait."""
+    bucket = TokenBucket(RATE, BURST)
+    now, gone = BEGUN, []
+    for pause, count in asked:
+        now += pause
+        gone.append((now + bucket.take(now, count), count))
+    assert most_in_a_window(gone, RATE) <= BURST + 1e-3
+
+
+@given(st.lists(st.tuples(pauses, st.integers(0, 10 * BURST)), min_size=1, max_size=60))
+def test_what_is_larger_than_the_burst_is_earned_before_it_goes(asked: list[tuple[float, int]]) -> None:
+    bucket = TokenBucket(RATE, BURST)
+    now, gone = BEGUN, []
+    for pause, count in asked:
+        now += pause
+        gone.append((now + bucket.take(now, count), count))
+    assert most_in_a_window(gone, RATE) <= max(BURST, *(count for _, count in asked)) + 1e-3
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 5 * BURST), st.floats(0.0, 0.04)), min_size=30, max_size=30),
+    st.floats(0.0, 10.0),
+)
+def test_whoever_always_has_something_to_send_gets_the_rate(
+    chunks: list[tuple[int, float]], idle: float
+) -> None:
+    """Though it wakes up late whenever it waits, by less than a burst's time."""
+    bucket = TokenBucket(RATE, BURST)
+    bucket.take(BEGUN, 0)
+    now = begun = BEGUN + idle
+    total = 0
+    for count, late in chunks:
+        wait = bucket.take(now, count)
+        now += wait + late if wait else 0.0
+        total += count
+    seconds = now - begun
+    assert total >= 0.95 * RATE * (seconds - 0.04)
+    assert total <= RATE * seconds + BURST + 1e-3
+
+
+def test_a_burst_goes_at_once_and_only_a_pause_earns_another() -> None:
+    bucket = TokenBucket(RATE, BURST)
+    assert bucket.take(BEGUN, BURST) == 0.0
+    assert bucket.take(BEGUN, 10_000) == pytest.approx(0.01)
+    assert bucket.take(BEGUN, 10_000) == pytest.approx(0.02), "what others took comes first"
+    assert bucket.take(BEGUN + 0.02, 0) == pytest.approx(0.0)
+    assert bucket.take(BEGUN + 100.0, BURST) == 0.0
+    assert bucket.take(BEGUN + 100.0, BURST) == pytest.approx(0.05), "a long pause earns one burst, not many"
+
+
+def test_an_earlier_moment_earns_nothing() -> None:
+    bucket = TokenBucket(RATE, BURST)
+    bucket.take(BEGUN, BURST)
+    assert bucket.take(BEGUN - 10.0, 1000) == pytest.approx(0.001)
+    assert bucket.take(BEGUN, 0) == pytest.approx(0.001)
+
+
+@pytest.mark.parametrize(("rate", "burst"), [(0.0, 1), (-1.0, 1), (1.0, 0), (float("nan"), 1)])
+def test_a_limit_of_nothing_is_refused(rate: float, burst: int) -> None:
+    with pytest.raises(ValueError, match="above 0"):
+        TokenBucket(rate, burst)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = BEGUN
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class TestRateLimit:
+    @pytest.mark.parametrize("mbps", [0.1, 1.0, 5.0, 8.0, 100.0, 5000.0])
+    def test_what_travels_stays_under_the_limit(self, mbps: float) -> None:
+        """With the headers, over ten seconds after a pause, and all of it is used."""
+        clock = Clock()
+        limit = RateLimit(mbps, clock=clock)
+        gone: Gone = []
+        piece = 16 * 1024
+        rate = mbps * 1e6 / 8
+        for _ in range(int(10.0 * rate / piece)):
+            clock.now += limit.delay(piece)
+            gone.append((clock.now, piece))
+        assert most_in_a_window(gone[:500], rate / WIRE_OVERHEAD) <= max(0.05 * rate, 64 * 1024)
+        sent = sum(count for _, count in gone) * WIRE_OVERHEAD / (clock.now - BEGUN)
+        assert sent >= 0.95 * rate
+        if mbps >= 5.0:
+            assert sent <= 1.05 * rate
+
+    @pytest.mark.parametrize("mbps", [6.0, 10.0, 100.0, 1000.0])
+    def test_within_a_twentieth_over_any_second_and_a_bit(self, mbps: float) -> None:
+        clock = Clock()
+        limit = RateLimit(mbps, clock=clock)
+        rate = mbps * 1e6 / 8 / WIRE_OVERHEAD
+        window = 1.01
+        gone = 0
+        while gone <= 2.0 * rate:
+            clock.now += limit.delay(1024)
+            if clock.now > BEGUN + window:
+                break
+            gone += 1024
+        assert 0.95 * rate * window <= gone <= 1.05 * rate * window
+
+    def test_the_burst_is_small(self) -> None:
+        assert BURST_SECONDS <= 0.05
+        assert MIN_BURST_BYTES <= 64 * 1024
+
+    @pytest.mark.parametrize("count", [0, 1, 2**40])
+    def test_no_limit_costs_nothing(self, count: int) -> None:
+        def no_clock() -> float:
+            raise AssertionError("asked for the time")
+
+        assert UNLIMITED.delay(count) == 0.0
+        assert RateLimit(None, clock=no_clock).delay(count) == 0.0
+
+    def test_threads_take_one_after_another(self) -> None:
+        """Between the time that a limit reads and what it takes, no other thread takes anything."""
+        inside, most, waits = 0, 0, []
+
+        def slow_clock() -> float:
+            nonlocal inside, most
+            inside += 1
+            most = max(most, inside)
+            time.sleep(0.001)
+            inside -= 1
+            return BEGUN
+
+        limit = RateLimit(8.0, clock=slow_clock)
+        limit.delay(MIN_BURST_BYTES * 2)
+
+        def take() -> None:
+            for _ in range(10):
+                waits.append(limit.delay(100))
+
+        threads = [threading.Thread(target=take) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert most == 1
+        assert len(set(waits)) == len(waits) == 80
+        one = RateLimit(8.0, clock=Clock())
+        one.delay(MIN_BURST_BYTES * 2)
+        assert max(waits) == pytest.approx(one.delay(100 * 80))
+
+    def test_the_overhead_is_that_of_the_headers(self) -> None:
+        segments, records = 1500 / 1448, (16_384 + 22) / 16_384
+        assert segments * records <= WIRE_OVERHEAD <= 1.05

@@ -1,0 +1,117 @@
+"""A record node that does as told, and remembers what was asked of it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import trio
+from trio.testing import wait_all_tasks_blocked
+
+from p2pavg.records.board import Bulletin
+from p2pavg_dht import Ed25519Signer, Published, Record, sign_record
+
+EPOCH = 1_800_000_000.0
+KEY = b"k" * 32
+ME, ALICE, BOB = (Ed25519Signer(bytes([number]) * 32) for number in (1, 2, 3))
+
+
+def wall_clock() -> float:
+    """Of the virtual clock, which begins at 0."""
+    return EPOCH + trio.current_time()
+
+
+def record(
+    signer: Ed25519Signer = ALICE, value: bytes = b"a", *, sequence: int = 1, until: float = 15.0
+) -> Record:
+    """Until so many seconds of the virtual clock."""
+    return sign_record(signer, key=KEY, sequence=sequence, expiration_time=EPOCH + until, value=value)
+
+
+class Records:
+    """What a bulletin uses of a record node. Times are the virtual clock's."""
+
+    def __init__(self) -> None:
+        self.there: tuple[Record, ...] = ()
+        """What is found, and what is heard in answer to a word."""
+        self.stored: tuple[Record, ...] = ()
+        """What others have stored here."""
+        self.published: list[tuple[float, bytes, float]] = []
+        self.found: list[float] = []
+        self.withdrawn: list[float] = []
+        self.keys: set[bytes] = set()
+        self.calling = 0
+        self.gate: trio.Event | None = None
+        """When it is there, calls hang until it is set."""
+        self._watching: dict[bytes, Callable[[], None]] = {}
+
+    async def publish(self, key: bytes, value: bytes, *, ttl: float) -> Published:
+        self.keys.add(key)
+        self.published.append((trio.current_time(), value, ttl))
+        await self._wait()
+        return Published(1, (), self.there)
+
+    async def find(self, key: bytes) -> tuple[Record, ...]:
+        self.keys.add(key)
+        self.found.append(trio.current_time())
+        await self._wait()
+        return self.there
+
+    async def withdraw(self, key: bytes) -> None:
+        self.keys.add(key)
+        self.withdrawn.append(trio.current_time())
+        await trio.lowlevel.checkpoint()
+
+    def held(self, key: bytes) -> tuple[Record, ...]:
+        self.keys.add(key)
+        return self.stored
+
+    def watch(self, key: bytes, changed: Callable[[], None]) -> None:
+        self._watching[key] = changed
+
+    def unwatch(self, key: bytes) -> None:
+        del self._watching[key]
+
+    @property
+    def watched(self) -> set[bytes]:
+        return set(self._watching)
+
+    def store(self, *records: Record) -> None:
+        """Somebody has brought these."""
+        self.stored = records
+        self._watching[KEY]()
+
+    @property
+    def words(self) -> list[bytes]:
+        """What was said."""
+        return [value for _, value, _ in self.published]
+
+    @property
+    def moments(self) -> list[float]:
+        """When."""
+        return [when for when, _, _ in self.published]
+
+    async def _wait(self) -> None:
+        self.calling += 1
+        try:
+            await trio.lowlevel.checkpoint()
+            if self.gate is not None:
+                await self.gate.wait()
+        finally:
+            self.calling -= 1
+
+
+@asynccontextmanager
+async def open_bulletin(records: Records) -> AsyncIterator[Bulletin]:
+    """Of ``ME``, and it runs; the first look is over."""
+    bulletin = Bulletin(records, key=KEY, peer_id=ME.peer_id, wall_clock=wall_clock)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(bulletin.run)
+        await wait_all_tasks_blocked()
+        yield bulletin
+        nursery.cancel_scope.cancel()
+
+
+def heard(bulletin: Bulletin) -> dict[str, bytes]:
+    """What others say."""
+    return {peer_id: said.value for peer_id, said in bulletin.said.items()}

@@ -1,0 +1,145 @@
+"""What comes of an exchange for a member that reaches nobody, and what is said of it afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+import trio
+from trio.testing import MockClock
+
+from p2pavg.allreduce.attempt import attempt_tools
+from p2pavg.allreduce.lobby import Lobby
+from p2pavg.allreduce.messages import Lane, LaneHeader, encode_header
+from p2pavg.consensus.votes import Commit, Left, Unknown, Vote, decode_vote, encode_vote
+from p2pavg.group.bandwidth import BandwidthMeter
+from p2pavg.group.roster import share_cutter
+from p2pavg.net.transport import Stream, Transport
+from p2pavg.round.exchange import FIND_OUT_SECONDS, Exchange, Outcome
+from p2pavg.testing.simulation import run_on_loop
+from p2pavg_compression import Fp32
+from tests.unit.allreduce.streams import SaidBefore
+from tests.unit.allreduce.test_attempt import A, B, C, Reaches, three
+
+TIMEOUT = 20.0
+
+
+def framed(message: bytes) -> bytes:
+    return len(message).to_bytes(4, "big") + message
+
+
+def exchange(
+    lobby: Lobby,
+    me: str,
+    found_out: Callable[[bool], None] | None = None,
+    *,
+    transport: Transport | None = None,
+) -> Exchange:
+    roster = three()
+    return Exchange(
+        transport=transport or Reaches(me, unreachable=[A, B, C]),
+        roster=roster,
+        group=lobby.expect(roster.group_id),
+        lobby=lobby,
+        cut_shares=share_cutter(sum(roster.shares), 1),
+        tools=attempt_tools(Fp32(), 1_000, run_on_loop),
+        meter=BandwidthMeter(),
+        vector=torch.ones(sum(roster.shares)),
+        minimum=2,
+        timeout=TIMEOUT,
+        found_out=found_out,
+    )
+
+
+async def answer(lobby: Lobby, remote: str) -> Vote:
+    """What a peer is told that asks how the round ended."""
+    header = encode_header(LaneHeader(three().group_id, Lane.ASK))
+    stream = SaidBefore(framed(header), remote)
+    await lobby.serve(stream)
+    return decode_vote(bytes(stream.sent[4:]), 3)
+
+
+@pytest.mark.parametrize(
+    ("me", "used", "later"),
+    [
+        (A, None, [False]),  # both others may go on without it, and with its contribution
+        (B, False, []),  # of the others none may without the first
+    ],
+    ids=["the first", "the second"],
+)
+async def test_alone_it_ends_in_time_and_no_contribution_is_lost(
+    me: str, used: bool | None, later: list[bool], autojump_clock: MockClock
+) -> None:
+    lobby, heard = Lobby(), list[bool]()
+    began = trio.current_time()
+    async with trio.open_nursery() as nursery:
+        outcome: Outcome = await nursery.start(exchange(lobby, me, heard.append).run)
+        assert trio.current_time() - began < TIMEOUT + 2.0
+        assert heard == []
+    assert trio.current_time() - began < TIMEOUT + FIND_OUT_SECONDS + 30.0
+    assert outcome.verdict is not None
+    assert outcome.used is used
+    assert {verdict.peer_id for verdict in outcome.lost} == {A, B, C} - {me}
+    assert heard == later
+
+
+class Tells(Reaches):
+    """Reaches nobody for as long as the round may last; later one of the others says how it ended."""
+
+    def __init__(self, peer_id: str, vote: Vote) -> None:
+        super().__init__(peer_id, unreachable=[A, B, C])
+        self.end = trio.current_time() + TIMEOUT + 5.0
+        self.said = framed(encode_vote(vote))
+
+    async def open_stream(
+        self,
+        peer_id: str,
+        protocol: str,
+        *,
+        addresses: Sequence[str] = (),
+        timeout: float,
+        wait_inbound: bool = False,
+    ) -> Stream:
+        if trio.current_time() > self.end and peer_id == C:
+            return SaidBefore(self.said, peer_id)
+        return await super().open_stream(peer_id, protocol, timeout=timeout)
+
+
+@pytest.mark.parametrize("members", [(0, 1, 2), (1, 2)], ids=["used", "not used"])
+async def test_who_was_cut_off_finds_out_what_became_of_its_contribution(
+    members: tuple[int, ...], autojump_clock: MockClock
+) -> None:
+    lobby, heard, used = Lobby(), list[bool](), 0 in members
+    commit = Commit(0 if used else 4, frozenset(members))
+    began = trio.current_time()
+    async with trio.open_nursery() as nursery:
+        side = exchange(lobby, A, heard.append, transport=Tells(A, commit))
+        outcome: Outcome = await nursery.start(side.run)
+        assert outcome.used is None
+        assert isinstance(await answer(lobby, B), Left)
+    assert trio.current_time() - began < TIMEOUT + 60.0
+    assert heard == [used]
+    assert await answer(lobby, B) == commit, "it passes on what it was told"
+
+
+async def test_afterwards_its_members_are_told_how_it_ended_and_nobody_else_is(
+    autojump_clock: MockClock,
+) -> None:
+    lobby = Lobby()
+    async with trio.open_nursery() as nursery:
+        await nursery.start(exchange(lobby, A).run)
+        assert lobby.groups == {}
+        told = await answer(lobby, B)
+        assert isinstance(told, Left)
+        assert told.accepted == -1
+        assert told.reason
+        assert await answer(lobby, "a stranger") == Unknown()
+
+
+async def test_one_that_is_stopped_has_left(autojump_clock: MockClock) -> None:
+    lobby = Lobby()
+    with trio.move_on_after(1.0):
+        await exchange(lobby, B).run()
+    assert lobby.groups == {}
+    assert await answer(lobby, A) == Left(-1, "it was stopped")

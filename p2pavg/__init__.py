@@ -19,7 +19,7 @@ from p2pavg.errors import (
     ListenError,
     P2PAvgError,
 )
-from p2pavg.group.participation import Capable, Participation, RandomFraction
+from p2pavg.group.participation import ByCapability, Participation, RandomFraction
 from p2pavg.peer import Peer, open_peer
 from p2pavg.result import Failed, InProgress, NoPeers, RoundResult, Success, Tensors
 from p2pavg_compression import Bf16, Blockwise8, Codec, CodecError, Fp16, Fp32, Int8
@@ -34,7 +34,7 @@ __all__ = [
     "Blockwise8",
     "BootstrapError",
     "BusyError",
-    "Capable",
+    "ByCapability",
     "ClosedError",
     "Codec",
     "CodecError",

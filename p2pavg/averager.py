@@ -16,11 +16,11 @@ from p2pavg.allreduce.attempt import attempt_tools
 from p2pavg.config import MAX_GROUP_SIZE, AveragingConfig
 from p2pavg.errors import BusyError, ClosedError
 from p2pavg.group.bandwidth import BandwidthMeter
-from p2pavg.group.participation import listeners
+from p2pavg.group.participation import observers
 from p2pavg.group.roster import MAX_STATE_BYTES, ready_key, share_cutter
 from p2pavg.matchmaking.actions import Settings
 from p2pavg.matchmaking.matchmaker import Matchmaker
-from p2pavg.records.board import LOOK_SECONDS, Bulletin, bulletin_key
+from p2pavg.records.board import LOOK_SECONDS, Board, board_key
 from p2pavg.records.hello import nobody_of_the_run
 from p2pavg.records.run_entry import RUN_TTL_SECONDS, RunEntry, encode_entry, read_entries, run_key, why_apart
 from p2pavg.result import InProgress, NoPeers, RoundResult, Tensors
@@ -56,7 +56,7 @@ class DecentralizedAverager:
         self._key = b""
         self._entry: RunEntry | None = None
         self._round: Round | None = None
-        self._bulletins: dict[str, Bulletin] = {}
+        self._boards: dict[str, Board] = {}
         self._stepping = trio.Lock()
         self._closed = False
 
@@ -71,7 +71,7 @@ class DecentralizedAverager:
         return self._peer.addresses
 
     def declare(self, tensors: Given) -> None:
-        """Say what is averaged without accumulating anything, so that :meth:`step` can listen.
+        """Say what is averaged without accumulating anything, so that :meth:`step` can observe.
 
         Args:
             tensors: as for :meth:`accumulate`; their values are not read.
@@ -119,13 +119,13 @@ class DecentralizedAverager:
         return self._accumulation.weight
 
     @property
-    def withheld(self) -> float:
+    def unresolved_weight(self) -> float:
         """Summed weight, in samples, of what went into rounds from which this peer was cut off.
 
-        It is not known yet whether the others used it (:attr:`p2pavg.Failed.used`); if not, it counts as accumulated
-        again.
+        It is not known yet whether the others used it (:attr:`p2pavg.Failed.contribution_used`). If they did not, it
+        counts as accumulated again.
         """
-        return self._accumulation.withheld
+        return self._accumulation.unresolved_weight
 
     def clear(self) -> None:
         """Forget what was accumulated, also what a round that fails would give back."""
@@ -141,7 +141,7 @@ class DecentralizedAverager:
         *,
         wait: float | None,
         state: bytes = b"",
-        listen: bool = False,
+        observe: bool = False,
         group_size: int | None = None,
     ) -> RoundResult:
         """Average, or see how far averaging is.
@@ -155,14 +155,14 @@ class DecentralizedAverager:
             state: up to 32 bytes that name what the tensors belong to, such as the parameters that gradients are of:
                 a round is among peers of the same state. Like the next two, it counts for a round that this call
                 starts.
-            listen: hold the result, and contribute nothing: what is accumulated stays. :meth:`declare` says of what,
+            observe: hold the result, and contribute nothing: what is accumulated stays. :meth:`declare` says of what,
                 if nothing was accumulated yet.
             group_size: members that the round aims at instead of ``config.group_size``, when it is known how many
                 will come; ``config.min_group_size`` to 64.
 
         Returns:
             * :class:`~p2pavg.Success`: ``averaged`` is the average of ``peers``; the contribution is used up. Not so
-              when this peer is among its ``listeners``, by ``listen`` or by the run's
+              when this peer is among its ``observers``, by ``observe`` or by the run's
               :attr:`~p2pavg.AveragingConfig.participation`: then everything accumulated still is.
             * :class:`~p2pavg.InProgress`: the round runs.
             * :class:`~p2pavg.NoPeers`: nobody was ready by the match timeout, or nothing was accumulated.
@@ -175,7 +175,7 @@ class DecentralizedAverager:
             ValueError: ``wait`` is negative or not a number, or another argument is out of range.
         """
         self._check_open()
-        plan = _checked_plan(state, listen, group_size, self.config.min_group_size)
+        plan = _checked_plan(state, observe, group_size, self.config.min_group_size)
         deadline = trio.current_time() + _checked_wait(wait)
         await trio.lowlevel.checkpoint()
         with trio.move_on_at(deadline if self._stepping.locked() else math.inf) as scope:
@@ -188,7 +188,7 @@ class DecentralizedAverager:
         finally:
             self._stepping.release()
 
-    async def stop_looking(self, reason: str) -> bool:
+    async def cancel_matchmaking(self, reason: str) -> bool:
         """End the round that runs, if it has no group yet.
 
         A later :meth:`step` collects its result, :class:`~p2pavg.NoPeers` with this reason, and everything accumulated
@@ -198,7 +198,7 @@ class DecentralizedAverager:
             Whether it did: a round that has a group goes on, since the others count on this peer.
         """
         await trio.lowlevel.checkpoint()
-        return self._round is not None and self._round.stop_looking(reason)
+        return self._round is not None and self._round.cancel_matchmaking(reason)
 
     async def _step(self, deadline: float, plan: RoundPlan) -> RoundResult:
         if self._round is None and not self._begin(plan):
@@ -225,13 +225,13 @@ class DecentralizedAverager:
 
     def _begin(self, plan: RoundPlan) -> bool:
         schema = self._accumulation.schema
-        if schema is None or (self._accumulation.weight == 0 and not plan.listens):
+        if schema is None or (self._accumulation.weight == 0 and not plan.observes):
             return False
         if self._tools is None:
             self._tools = self._prepare(schema)
         # From here on nothing can fail before the round owns what is taken.
-        contribution = None if plan.listens else self._accumulation.take()
-        if contribution is None and not plan.listens:  # cleared in another thread meanwhile
+        contribution = None if plan.observes else self._accumulation.take()
+        if contribution is None and not plan.observes:  # cleared in another thread meanwhile
             return False
         self._round = Round(self._tools, plan, schema, contribution)
         self._nursery.start_soon(self._round.run)
@@ -249,7 +249,7 @@ class DecentralizedAverager:
             minimum=self.config.min_group_size,
             match_timeout=self.config.match_timeout,
             cut_shares=share_cutter(schema.elements, codec.granularity),
-            choose_listeners=partial(listeners, self.config.participation),
+            choose_observers=partial(observers, self.config.participation),
             max_weight=self.config.most_weight,
         )
         matchmaker = Matchmaker(
@@ -281,7 +281,7 @@ class DecentralizedAverager:
                 max_upload_mbps=self.config.max_upload_mbps,
                 max_download_mbps=self.config.max_download_mbps,
             ),
-            observe=self._peer.around.observe,
+            on_milestone=self._peer.around.on_milestone,
             meter=self._meter,
             tails=self._tails,
             why_alone=self._why_alone,
@@ -316,7 +316,7 @@ class DecentralizedAverager:
             )
         return "; ".join(filter(None, [*found, *self._peer.greeter.differences(heard)]))
 
-    async def bulletin(self, topic: str, look_seconds: float = LOOK_SECONDS) -> Bulletin:
+    async def board(self, topic: str, look_seconds: float = LOOK_SECONDS) -> Board:
         """What the peers of the run say of themselves under a topic; the same object for the same topic.
 
         Args:
@@ -326,17 +326,17 @@ class DecentralizedAverager:
             ClosedError: the averager is closed.
         """
         self._check_open()
-        if topic not in self._bulletins:
-            self._bulletins[topic] = Bulletin(
+        if topic not in self._boards:
+            self._boards[topic] = Board(
                 self._peer.records,
-                key=bulletin_key(self.config.run_id, topic),
+                key=board_key(self.config.run_id, topic),
                 peer_id=self.peer_id,
                 wall_clock=self._peer.around.wall_clock,
                 look_seconds=look_seconds,
             )
-            self._nursery.start_soon(self._bulletins[topic].run)
+            self._nursery.start_soon(self._boards[topic].run)
         await trio.lowlevel.checkpoint()
-        return self._bulletins[topic]
+        return self._boards[topic]
 
     def sibling(self, config: AveragingConfig) -> AbstractAsyncContextManager[DecentralizedAverager]:
         """Another averager of the same peer, that lives as long as the block. See :meth:`p2pavg.Peer.averager`."""
@@ -351,8 +351,8 @@ class DecentralizedAverager:
             self._round.scope.cancel()
         with trio.CancelScope(shield=True, deadline=trio.current_time() + _CLOSE_SECONDS):
             async with trio.open_nursery() as nursery:
-                for bulletin in self._bulletins.values():
-                    nursery.start_soon(bulletin.withdraw)
+                for board in self._boards.values():
+                    nursery.start_soon(board.aclose)
                 if self._tools is not None:
                     del self._peer.matchmakers[self._key]
                     nursery.start_soon(self._tools.matchmaker.withdraw)
@@ -368,7 +368,7 @@ class DecentralizedAverager:
             raise ClosedError("the averager is closed")
 
 
-def _checked_plan(state: bytes, listen: bool, group_size: int | None, least: int) -> RoundPlan:
+def _checked_plan(state: bytes, observe: bool, group_size: int | None, least: int) -> RoundPlan:
     if not isinstance(state, bytes) or len(state) > MAX_STATE_BYTES:
         raise ValueError(f"state must be at most {MAX_STATE_BYTES} bytes, got {state!r}")
     whole = isinstance(group_size, int) and not isinstance(group_size, bool)
@@ -376,7 +376,7 @@ def _checked_plan(state: bytes, listen: bool, group_size: int | None, least: int
         raise ValueError(
             f"group_size must be None or a whole number from {least} to {MAX_GROUP_SIZE}, got {group_size!r}"
         )
-    return RoundPlan(state=state, listens=listen, target=group_size)
+    return RoundPlan(state=state, observes=observe, target=group_size)
 
 
 def _checked_wait(wait: float | None) -> float:

@@ -17,7 +17,7 @@ import trio
 from p2pavg.averager import DecentralizedAverager
 from p2pavg.config import AveragingConfig
 from p2pavg.peer import DEFAULT_LISTEN, open_peer
-from p2pavg.records.board import LOOK_SECONDS, Bulletin
+from p2pavg.records.board import LOOK_SECONDS, Board
 from p2pavg.result import RoundResult, Tensors
 from p2pavg.threads.trio_thread import TrioThread
 from p2pavg.vector.accumulation import Given
@@ -72,9 +72,9 @@ class Averager:
         return self._averager.weight
 
     @property
-    def withheld(self) -> float:
-        """See :attr:`p2pavg.DecentralizedAverager.withheld`."""
-        return self._averager.withheld
+    def unresolved_weight(self) -> float:
+        """See :attr:`p2pavg.DecentralizedAverager.unresolved_weight`."""
+        return self._averager.unresolved_weight
 
     def clear(self) -> None:
         """Forget what was accumulated, also what a round that fails would give back."""
@@ -90,17 +90,17 @@ class Averager:
         *,
         wait: float | None,
         state: bytes = b"",
-        listen: bool = False,
+        observe: bool = False,
         group_size: int | None = None,
     ) -> RoundResult:
         """See :meth:`p2pavg.DecentralizedAverager.step`. Ctrl-C ends the waiting, not the round."""
         return self._thread.call(
-            partial(self._averager.step, wait=wait, state=state, listen=listen, group_size=group_size)
+            partial(self._averager.step, wait=wait, state=state, observe=observe, group_size=group_size)
         )
 
-    def stop_looking(self, reason: str) -> bool:
-        """See :meth:`p2pavg.DecentralizedAverager.stop_looking`."""
-        return self._thread.call(partial(self._averager.stop_looking, reason))
+    def cancel_matchmaking(self, reason: str) -> bool:
+        """See :meth:`p2pavg.DecentralizedAverager.cancel_matchmaking`."""
+        return self._thread.call(partial(self._averager.cancel_matchmaking, reason))
 
     @contextmanager
     def sibling(self, config: AveragingConfig) -> Iterator[Averager]:
@@ -115,9 +115,9 @@ class Averager:
         finally:
             close()
 
-    def bulletin(self, topic: str, look_seconds: float = LOOK_SECONDS) -> Bulletin:
-        """See :meth:`p2pavg.DecentralizedAverager.bulletin`."""
-        return self._thread.call(partial(self._averager.bulletin, topic, look_seconds))
+    def board(self, topic: str, look_seconds: float = LOOK_SECONDS) -> Board:
+        """See :meth:`p2pavg.DecentralizedAverager.board`."""
+        return self._thread.call(partial(self._averager.board, topic, look_seconds))
 
 
 @contextmanager

@@ -36,7 +36,7 @@ class AveragingConfig:
             ``None``: measured in rounds.
         max_upload_mbps: Mbit/s that this peer sends at most, headers included; ``None`` is without limit.
         max_download_mbps: Mbit/s that this peer receives at most, likewise.
-        participation: who of a group contributes, and who only listens; ``None``: all contribute. The same for all
+        participation: who of a group contributes, and who only observes; ``None``: all contribute. The same for all
             peers of a run: those with another rule never meet.
         tags: what this peer can, for others' rules to choose by, e.g. ``("gpu", "fp16")``.
         max_weight: the most, in samples, that one contribution to a round may count. A peer that announces more is

@@ -21,7 +21,7 @@ from p2pavg.errors import (
     RemoteProtocolError,
     UnreachableError,
 )
-from p2pavg.group.milestones import Observe, ignore
+from p2pavg.group.milestones import OnMilestone, ignore
 from p2pavg.matchmaking.matchmaker import Matchmaker, Surroundings
 from p2pavg.matchmaking.messages import PROTOCOL as MATCH_PROTOCOL
 from p2pavg.matchmaking.messages import Ask, Declined, Nudge, decode, encode
@@ -64,7 +64,7 @@ class Peer:
         *,
         wall_clock: Callable[[], float],
         run_in_thread: RunInThread,
-        observe: Observe = ignore,
+        on_milestone: OnMilestone = ignore,
     ) -> None:
         self._transport = transport
         self.records = RecordNode(
@@ -95,7 +95,7 @@ class Peer:
             wall_clock=wall_clock,
             nursery=nursery,
             run_in_thread=run_in_thread,
-            observe=observe,
+            on_milestone=on_milestone,
         )
 
     @property
@@ -226,7 +226,7 @@ async def peer_over(
     bootstrap: Sequence[str] = (),
     wall_clock: Callable[[], float] = time.time,
     run_in_thread: RunInThread | None = None,
-    observe: Observe = ignore,
+    on_milestone: OnMilestone = ignore,
 ) -> AsyncIterator[Peer]:
     """A peer over any transport; :func:`open_peer` is this over libp2p.
 
@@ -234,7 +234,7 @@ async def peer_over(
         wall_clock: seconds since 1970. A simulation gives its own.
         run_in_thread: how codecs work off the event loop. A simulation, whose clock stands still only while
             something runs on the loop, gives one that runs them there.
-        observe: is told how far the peer is in each of its rounds.
+        on_milestone: is told how far the peer is in each of its rounds.
     """
     workers = Workers()
     with bare_exceptions(), closing(workers):
@@ -245,7 +245,7 @@ async def peer_over(
                 nursery,
                 wall_clock=wall_clock,
                 run_in_thread=run_in_thread or workers.run,
-                observe=observe,
+                on_milestone=on_milestone,
             )
             try:
                 await peer.start(bootstrap)

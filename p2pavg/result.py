@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 import torch
 
+Path: TypeAlias = Literal["lane", "stream"]
 Tensors: TypeAlias = list[torch.Tensor] | dict[str, torch.Tensor]
 
 
@@ -42,13 +43,13 @@ class Success:
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Of each metric that ``peers`` gave to ``accumulate``, the mean by weight over those that gave it; the same for
     all of a group."""
-    listeners: tuple[str, ...] = ()
+    observers: tuple[str, ...] = ()
     """Ids of members that hold the result and contributed nothing."""
     auxiliaries: tuple[str, ...] = ()
     """Ids of members that reduced a share and contributed nothing."""
-    streamed: tuple[str, ...] = ()
-    """Ids of members with which parts went over libp2p's streams, one way or the other: no direct lane came about, or
-    one broke."""
+    paths: Mapping[str, Path] = field(default_factory=dict)
+    """The path of the parts to and from each other member, by its id: ``"lane"`` for a direct lane, ``"stream"`` if
+    parts went over a libp2p stream one way or the other, because no direct lane came about or one broke."""
     lost: Mapping[str, str] = field(default_factory=dict)
     """Ids of members that were given up during the round, and why. Those of them that are in ``peers`` had delivered
     everything."""
@@ -84,13 +85,14 @@ class NoPeers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failed:
-    """A group formed, and this peer has no result of it. What was accumulated stays accumulated; see :attr:`used`."""
+    """A group formed, and this peer has no result of it. What was accumulated stays accumulated; see
+    :attr:`contribution_used`."""
 
     reason: str
     """What happened, naming the peer that it happened to."""
     peer: str | None = None
     """Id of the member that was lost or excluded, if it was one."""
-    used: bool | None = False
+    contribution_used: bool | None = False
     """``True``: the others' ``Success`` contains this peer's contribution, which is therefore used up; or all members
     that could tell are dead, and had heard of this peer that it holds the result. ``None``: this peer was cut off and
     does not know whether it does. It goes on asking, for ten minutes. What was accumulated for this round counts as

@@ -341,7 +341,7 @@ def show(console: Console, figures: dict[str, dict[str, Any]]) -> None:
     console.print(faults)
     console.print(
         f"{found['excused']} contributions used in a result that nobody lived to report, "
-        f"{found['undecided']} withheld at the end"
+        f"{found['undecided']} unresolved at the end"
     )
 
 

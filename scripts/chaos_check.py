@@ -7,19 +7,19 @@
   contribution is of a step that its peer had begun, and that was not over before the one that counts it began.
 * **Exactly once.** A sample is in one committed result at most. Of a process that lived to the end, every sample is
   either still in its accumulator, whose reported weight is then exactly the sum of those, and in no result; or used,
-  and in exactly one; or withheld (``Averager.withheld``), and in one at most. No step that ended with ``NoPeers`` or
-  ``Failed(used=False)`` is in a result.
+  and in exactly one; or withheld (``Averager.unresolved_weight``), and in one at most. No step that ended with
+  ``NoPeers`` or ``Failed(contribution_used=False)`` is in a result.
 * **Nobody hangs.** No wait of a step outlasts the timeouts, no process ends by itself, none is still on its way when
   all had time to finish.
 
 **What is excused, and no more than that.** A committed result is known by the ``Success`` of a member that lived to
 report it. If a process was killed in a step, between reporting that the step began and reporting its result, it may
-have held a ``Success`` that nobody else did. So a contribution that its peer says is used (``Failed(used=True)``, or
-withheld and not given back) may be missing from the known results if there is a process that was killed in a step
-which overlaps with that peer's, from beginning to end. And the samples of a process that was killed need not be
-anywhere, as nobody can ask it; but they are in one result at most, and what it had said of its steps is held against
-it. Nothing else is excused: a step that ended with ``Success`` *is* a known result, and of two results that contain a
-sample both were reported, so there is no excuse for that at all.
+have held a ``Success`` that nobody else did. So a contribution that its peer says is used
+(``Failed(contribution_used=True)``, or withheld and not given back) may be missing from the known results if there is
+a process that was killed in a step which overlaps with that peer's, from beginning to end. And the samples of a
+process that was killed need not be anywhere, as nobody can ask it; but they are in one result at most, and what it
+had said of its steps is held against it. Nothing else is excused: a step that ended with ``Success`` *is* a known
+result, and of two results that contain a sample both were reported, so there is no excuse for that at all.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class Account:
     steps: list[Step] = field(default_factory=list)
     kept: frozenset[SampleId] = frozenset()
     """In its accumulator when it was last heard of."""
-    withheld: list[tuple[frozenset[SampleId], Step]] = field(default_factory=list)
+    unresolved: list[tuple[frozenset[SampleId], Step]] = field(default_factory=list)
     used: list[tuple[frozenset[SampleId], Step]] = field(default_factory=list)
     """What it says others have used, and in which step: without a Success of its own."""
     finished: bool = False
@@ -157,7 +157,7 @@ class Findings:
     excused: int
     """Contributions that are used, in a result that nobody lived to report."""
     undecided: int
-    """Contributions that are withheld at the end."""
+    """Contributions that are unresolved at the end."""
 
 
 def check(lives: Sequence[Life], limits: Limits, sketches: Sketches) -> Findings:
@@ -179,7 +179,7 @@ def check(lives: Sequence[Life], limits: Limits, sketches: Sketches) -> Findings
     violations += wrong
     excused, wrong = check_once(accounts, committed)
     violations += wrong
-    undecided = sum(len(account.withheld) for account in accounts if account.finished)
+    undecided = sum(len(account.unresolved) for account in accounts if account.finished)
     return Findings(violations, committed, excused, undecided)
 
 
@@ -196,17 +196,17 @@ def settle(life: Life) -> tuple[Account, list[str]]:
     def weigh(event: Event) -> None:
         """The reported weight is that of what is kept, with what may have been given back."""
         nonlocal kept
-        for back in _subsets(account.withheld):
+        for back in _subsets(account.unresolved):
             found = kept.union(*(samples for samples, _ in back))
             if account.weigh(found) == event["weight"]:
                 kept = found
-                account.withheld = [entry for entry in account.withheld if entry not in back]
+                account.unresolved = [entry for entry in account.unresolved if entry not in back]
                 return
         if not violations:  # what comes after the first follows from it
             violations.append(
                 f"{life} holds a weight of {event['weight']!r} at {event['at']:.2f} ({event['event']}), but the "
-                f"samples that are left weigh {account.weigh(kept)!r}, and withheld is "
-                f"{[account.weigh(samples) for samples, _ in account.withheld]}"
+                f"samples that are left weigh {account.weigh(kept)!r}, and unresolved is "
+                f"{[account.weigh(samples) for samples, _ in account.unresolved]}"
             )
 
     for event in life.events:
@@ -217,7 +217,7 @@ def settle(life: Life) -> tuple[Account, list[str]]:
                 kept |= {sample}
             case "begun":
                 weigh(event)
-                doubtful = tuple(samples for samples, _ in account.withheld)
+                doubtful = tuple(samples for samples, _ in account.unresolved)
                 step = Step(life, event["at"], kept, doubtful, life.killed or math.inf)
                 account.steps.append(step)
                 kept = frozenset()
@@ -241,10 +241,10 @@ def _after(account: Account, step: Step) -> frozenset[SampleId]:
     if result["result"] == "Success":
         own = result["weights"].get(account.life.peer_id)
         mine = next((found for found in step.contributions() if account.weigh(found) == own), step.taken)
-        account.withheld = [entry for entry in account.withheld if not entry[0] <= mine]
+        account.unresolved = [entry for entry in account.unresolved if not entry[0] <= mine]
         return frozenset()
     if result.get("used") is None and result["result"] == "Failed":
-        account.withheld.append((step.taken, step))
+        account.unresolved.append((step.taken, step))
         return frozenset()
     if result.get("used"):
         account.used.append((step.taken, step))
@@ -253,15 +253,15 @@ def _after(account: Account, step: Step) -> frozenset[SampleId]:
 
 
 def _settle_withheld(account: Account, event: Event) -> list[str]:
-    """At the end, what is neither given back nor withheld any more was used."""
-    for still in _subsets(account.withheld):
-        if account.weigh(sample for samples, _ in still for sample in samples) == event["withheld"]:
-            account.used += [entry for entry in account.withheld if entry not in still]
-            account.withheld = list(still)
+    """At the end, what is neither given back nor unresolved any more was used."""
+    for still in _subsets(account.unresolved):
+        if account.weigh(sample for samples, _ in still for sample in samples) == event["unresolved_weight"]:
+            account.used += [entry for entry in account.unresolved if entry not in still]
+            account.unresolved = list(still)
             return []
     return [
-        f"{account.life} withholds a weight of {event['withheld']!r} at the end, which is no sum of "
-        f"{[account.weigh(samples) for samples, _ in account.withheld]}"
+        f"{account.life} withholds a weight of {event['unresolved_weight']!r} at the end, which is no sum of "
+        f"{[account.weigh(samples) for samples, _ in account.unresolved]}"
     ]
 
 

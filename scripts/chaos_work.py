@@ -131,16 +131,16 @@ class _Worker:
         end = time.monotonic() + SETTLE_SECONDS
         while self._withheld() and time.monotonic() < end:
             time.sleep(0.1)
-        withheld, weight = self._withheld(), self._averager.weight
+        unresolved, weight = self._withheld(), self._averager.weight
         while True:  # what is found out is moved from one to the other, and may be on its way
             time.sleep(0.2)
-            before, (withheld, weight) = (withheld, weight), (self._withheld(), self._averager.weight)
-            if before == (withheld, weight):
+            before, (unresolved, weight) = (unresolved, weight), (self._withheld(), self._averager.weight)
+            if before == (unresolved, weight):
                 break
-        self._report("left", weight=weight, withheld=withheld)
+        self._report("left", weight=weight, unresolved_weight=unresolved)
 
     def _withheld(self) -> float:
-        return self._averager.withheld
+        return self._averager.unresolved_weight
 
     def _accumulate(self) -> None:
         weight, values = draw_sample(
@@ -171,5 +171,5 @@ def _describe(result: p2pavg.RoundResult) -> dict[str, Any]:
     else:
         described["reason"] = result.reason
     if isinstance(result, p2pavg.Failed):
-        described |= {"peer": result.peer, "used": result.used}
+        described |= {"peer": result.peer, "used": result.contribution_used}
     return described

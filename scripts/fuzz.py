@@ -62,7 +62,7 @@ from p2pavg.net.framing import send_message
 from p2pavg.net.transport import Stream
 from p2pavg.optim.progress import Progress, encode_progress
 from p2pavg.peer import Peer
-from p2pavg.records.board import bulletin_key
+from p2pavg.records.board import board_key
 from p2pavg.records.run_entry import RunEntry, encode_entry, run_key
 from p2pavg.round import control, exchange
 from p2pavg.testing import MemoryNetwork, run_peers, simulate
@@ -201,9 +201,9 @@ def some_roster(dice: random.Random, known: Sequence[Candidate]) -> Roster | Non
     members = tuple(dice.sample(list(known), min(len(known), dice.randint(2, 6))))
     cuts = sorted([0, ELEMENTS, *(dice.randint(0, ELEMENTS) for _ in members[1:])])
     shares = tuple(stop - start for start, stop in itertools.pairwise(cuts))
-    listeners = frozenset(member.peer_id for member in members if member.weight == 0 and not member.auxiliary)
+    observers = frozenset(member.peer_id for member in members if member.weight == 0 and not member.auxiliary)
     try:
-        return Roster(members=members, shares=shares, proposal=dice.randrange(3), listeners=listeners)
+        return Roster(members=members, shares=shares, proposal=dice.randrange(3), observers=observers)
     except RemoteProtocolError:
         return None
 
@@ -382,7 +382,7 @@ class Hostile:
                 (self.key, some_candidate(dice, self.index, self.key, now).record.value),
                 (self.key, dice.randbytes(dice.randint(1, 99))),
                 (run_key(RUN), encode_entry(entry)),
-                (bulletin_key(RUN, "progress"), encode_progress(progress)),
+                (board_key(RUN, "progress"), encode_progress(progress)),
                 (dice.randbytes(32), b"anything"),
             ]
         )

@@ -130,7 +130,7 @@ async def run(how: Setting) -> Record:
                 if isinstance(result, p2pavg.Success):
                     record.successes.append((peer.id, result))
                 used = isinstance(result, p2pavg.Success) or (
-                    isinstance(result, p2pavg.Failed) and result.used
+                    isinstance(result, p2pavg.Failed) and result.contribution_used
                 )
                 if used is None:
                     used = await find_out(averager, waiting, mine)
@@ -146,7 +146,7 @@ async def run(how: Setting) -> Record:
         """Whether a contribution was used, once the peer has found out."""
         weight = sum(sample.weight for sample in mine if sample.left)
         with trio.move_on_after(FOUND_OUT_SECONDS):
-            while averager.withheld:  # noqa: ASYNC110 - as a user would
+            while averager.unresolved_weight:  # noqa: ASYNC110 - as a user would
                 await trio.sleep(1.0)
         assert averager.weight in (weight, weight - sum(sample.weight for sample in taken))
         return averager.weight != weight

@@ -204,7 +204,7 @@ def churn(member: Member) -> None:
             target_batch_size=arguments["target"],
             max_samples_per_peer=None,
             peers_to_start=arguments["peers"] if member.index < arguments["peers"] else 2,
-            patience=20.0,
+            sync_timeout=20.0,
         )
         load_newest(folder, task, optimizer)
         for step in range(10**9):

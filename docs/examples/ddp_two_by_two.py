@@ -85,7 +85,7 @@ def train(how: argparse.Namespace) -> None:
             chosen = torch.randint(len(shown), (BATCH,), generator=draw)
             loss = functional.cross_entropy(model(pixels[chosen]), shown[chosen])
             torch.autograd.backward(loss)
-            if gradients.arrived():  # else a peer was lost in this step: leave it out
+            if gradients.averaged():  # else a peer was lost in this step: leave it out
                 optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.item())

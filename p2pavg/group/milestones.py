@@ -18,7 +18,7 @@ class Milestone(enum.Enum):
     FAILED = "its round failed"
 
 
-Observe: TypeAlias = Callable[[Milestone], None]
+OnMilestone: TypeAlias = Callable[[Milestone], None]
 
 
 def ignore(_milestone: Milestone) -> None:

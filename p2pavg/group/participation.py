@@ -1,6 +1,6 @@
-"""Who contributes to a round, and who only listens: rules that every member applies to what all have signed.
+"""Who contributes to a round, and who only observes: rules that every member applies to what all have signed.
 
-No I/O, no clock, no random source. Who listens holds the result like everybody else, and keeps what it accumulated.
+No I/O, no clock, no random source. Who observes holds the result like everybody else, and keeps what it accumulated.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _DRAW_DOMAIN = "p2pavg/draw/1"
 
 
 class Participation(abc.ABC):
-    """A rule by which members of a group contribute or listen; all peers of a run need the same."""
+    """A rule by which members of a group contribute or observe; all peers of a run need the same."""
 
     @property
     @abc.abstractmethod
@@ -88,37 +88,37 @@ class RandomFraction(Participation):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Capable(Participation):
+class ByCapability(Participation):
     """Those that say of themselves that they can.
 
     Args:
         tags: what a contributor has among its tags (:attr:`p2pavg.AveragingConfig.tags`), e.g. ``("gpu", "fp16")``.
-        least_bandwidth: Mbit/s that it announces at least.
+        min_bandwidth: Mbit/s that it announces at least.
 
     Raises:
         ConfigError: an argument is out of range.
     """
 
     tags: tuple[str, ...] = ()
-    least_bandwidth: float = 0.0
+    min_bandwidth: float = 0.0
 
     def __post_init__(self) -> None:
         check_tags(self.tags)
-        number = not isinstance(self.least_bandwidth, bool) and isinstance(self.least_bandwidth, int | float)
-        if not number or not 0 <= self.least_bandwidth <= MAX_MBPS:
-            raise ConfigError(f"least_bandwidth must be a number of Mbit/s from 0 to {MAX_MBPS:g}")
+        number = not isinstance(self.min_bandwidth, bool) and isinstance(self.min_bandwidth, int | float)
+        if not number or not 0 <= self.min_bandwidth <= MAX_MBPS:
+            raise ConfigError(f"min_bandwidth must be a number of Mbit/s from 0 to {MAX_MBPS:g}")
 
     @property
     def text(self) -> str:
         """See :class:`Participation`."""
-        return f"tags {sorted(self.tags)} bandwidth {float(self.least_bandwidth).hex()}"
+        return f"tags {sorted(self.tags)} bandwidth {float(self.min_bandwidth).hex()}"
 
     def contributors(self, members: Sequence[Candidate]) -> frozenset[str]:
         """See :class:`Participation`."""
         return frozenset(
             member.peer_id
             for member in members
-            if set(self.tags) <= set(member.tags) and member.bandwidth >= self.least_bandwidth
+            if set(self.tags) <= set(member.tags) and member.bandwidth >= self.min_bandwidth
         )
 
 
@@ -137,8 +137,8 @@ def silent_members(members: Sequence[Candidate]) -> frozenset[str]:
     return frozenset(member.peer_id for member in members if member.weight == 0 and not member.auxiliary)
 
 
-def listeners(rule: Participation | None, members: Sequence[Candidate]) -> frozenset[str]:
-    """Ids of those of some members that only listen."""
+def observers(rule: Participation | None, members: Sequence[Candidate]) -> frozenset[str]:
+    """Ids of those of some members that only observe."""
     silent = silent_members(members)
     if rule is None:
         return silent

@@ -22,7 +22,7 @@ from p2pavg_dht.record import unpack as unpack_record
 
 MAX_STATE_BYTES = 32
 MAX_MEMBERS = 2 * MAX_GROUP_SIZE
-"""Of a roster: a group's contributors and listeners, and at most as many auxiliaries."""
+"""Of a roster: a group's contributors and observers, and at most as many auxiliaries."""
 
 _KEY_DOMAIN = "p2pavg/ready/3"
 _ROSTER_DOMAIN = b"p2pavg-roster/2\0"
@@ -199,7 +199,7 @@ def share_cutter(elements: int, granularity: int) -> Callable[[Sequence[Candidat
 class Roster:
     """The agreed members of one group, the leader first, with what each signed and its share.
 
-    Members are contributors, whose vectors are averaged; listeners, which hold the result as well and have nothing in
+    Members are contributors, whose vectors are averaged; observers, which hold the result as well and have nothing in
     it; and auxiliaries, which have no vector.
 
     Raises:
@@ -211,8 +211,8 @@ class Roster:
     """Elements of the vector that each member reduces, in the members' order."""
     proposal: int
     """Counts the leader's proposals, so that no two rosters have one id."""
-    listeners: frozenset[str] = frozenset()
-    """Ids of the members that only listen in this round, whatever weight they signed."""
+    observers: frozenset[str] = frozenset()
+    """Ids of the members that only observe in this round, whatever weight they signed."""
 
     def __post_init__(self) -> None:
         ids = [member.peer_id for member in self.members]
@@ -224,10 +224,10 @@ class Roster:
             raise RemoteProtocolError("a roster of fewer than two contributors, or led by an auxiliary")
         if not self.contributors:
             raise RemoteProtocolError("a roster of which nobody contributes")
-        if self.listeners - {member.peer_id for member in self.holders} or any(
-            member.weight == 0 and member.peer_id not in self.listeners for member in self.holders
+        if self.observers - {member.peer_id for member in self.holders} or any(
+            member.weight == 0 and member.peer_id not in self.observers for member in self.holders
         ):
-            raise RemoteProtocolError("a roster whose listeners do not fit its members")
+            raise RemoteProtocolError("a roster whose observers do not fit its members")
         if len({member.record.key for member in self.members}) != 1:
             raise RemoteProtocolError("a roster of peers of different runs")
         if len({member.codec for member in self.members}) != 1:
@@ -242,11 +242,11 @@ class Roster:
     @cached_property
     def contributors(self) -> tuple[Candidate, ...]:
         """The members whose contributions are averaged."""
-        return tuple(member for member in self.holders if member.peer_id not in self.listeners)
+        return tuple(member for member in self.holders if member.peer_id not in self.observers)
 
     @cached_property
     def holders(self) -> tuple[Candidate, ...]:
-        """The members that hold the result when the round has succeeded: contributors and listeners."""
+        """The members that hold the result when the round has succeeded: contributors and observers."""
         return tuple(member for member in self.members if not member.auxiliary)
 
     @property
@@ -265,8 +265,8 @@ class Roster:
 
     def only(self, members: Sequence[Candidate], shares: Sequence[int]) -> Roster:
         """The same round among some of its members, with other shares."""
-        left = self.listeners & {member.peer_id for member in members}
-        return Roster(members=tuple(members), shares=tuple(shares), proposal=self.proposal, listeners=left)
+        left = self.observers & {member.peer_id for member in members}
+        return Roster(members=tuple(members), shares=tuple(shares), proposal=self.proposal, observers=left)
 
     def position(self, peer_id: str) -> int:
         """Where a member stands in the roster. ValueError for a stranger."""
@@ -278,7 +278,7 @@ class Roster:
             tuple(pack_record(member.record) for member in self.members),
             self.shares,
             self.proposal,
-            tuple(index for index, member in enumerate(self.members) if member.peer_id in self.listeners),
+            tuple(index for index, member in enumerate(self.members) if member.peer_id in self.observers),
         )
 
     @cached_property
@@ -293,17 +293,17 @@ def read_roster(packed: bytes) -> Roster:
     Raises:
         RemoteProtocolError: malformed, forged or impossible.
     """
-    records, shares, proposal, listening = unpack(packed, tuple, tuple, int, tuple)
+    records, shares, proposal, observing = unpack(packed, tuple, tuple, int, tuple)
     if len(records) > MAX_MEMBERS:
         raise RemoteProtocolError(f"a roster of {len(records)} members")
     checked(shares, (int,) * len(shares))
-    if listening != tuple(
-        sorted(set(checked(listening, (int,) * len(listening))) & set(range(len(records))))
+    if observing != tuple(
+        sorted(set(checked(observing, (int,) * len(observing))) & set(range(len(records))))
     ):
-        raise RemoteProtocolError("a roster whose listeners do not fit its members")
+        raise RemoteProtocolError("a roster whose observers do not fit its members")
     members = tuple(map(read_signed_candidate, records))
-    listeners = frozenset(members[index].peer_id for index in listening)
-    return Roster(members=members, shares=shares, proposal=proposal, listeners=listeners)
+    observers = frozenset(members[index].peer_id for index in observing)
+    return Roster(members=members, shares=shares, proposal=proposal, observers=observers)
 
 
 def _mean(found: Sequence[tuple[float, float]]) -> float:

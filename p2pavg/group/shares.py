@@ -43,7 +43,7 @@ class MemberLink:
 
     Args:
         bandwidth: Mbit/s in its slower direction, above 0.
-        contributes: whether it has a contribution, or waits for the result; an auxiliary does neither. A listener
+        contributes: whether it has a contribution, or waits for the result; an auxiliary does neither. A observer
             counts as a contributor, though it sends no contributions: a little more than it carries.
         reachable: whether others can dial it.
     """

@@ -95,5 +95,5 @@ class Settings:
     """From what the members signed: every member computes the same, so no leader can load one of them."""
     max_share: int | None = None  # elements that this peer reduces at most
     max_weight: float = MAX_WEIGHT  # of one contribution; a peer that announces more is not met
-    choose_listeners: Callable[[Sequence[Candidate]], frozenset[str]] | None = silent_members
-    """Who of some members only listens, from what they signed alone; ``None`` takes what the leader says."""
+    choose_observers: Callable[[Sequence[Candidate]], frozenset[str]] | None = silent_members
+    """Who of some members only observes, from what they signed alone; ``None`` takes what the leader says."""

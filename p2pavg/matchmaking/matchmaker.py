@@ -12,7 +12,7 @@ from typing import Protocol
 import trio
 
 from p2pavg.errors import ClosedError, RemoteProtocolError, StreamBrokenError, UnreachableError
-from p2pavg.group.milestones import Observe, ignore
+from p2pavg.group.milestones import OnMilestone, ignore
 from p2pavg.group.roster import Candidate, Roster, read_candidate, sign_candidate
 from p2pavg.matchmaking.actions import (
     Actions,
@@ -68,7 +68,7 @@ class Surroundings:
     wall_clock: Callable[[], float]
     nursery: trio.Nursery  # outlives every attempt
     run_in_thread: RunInThread
-    observe: Observe = ignore
+    on_milestone: OnMilestone = ignore
 
 
 class Matchmaker:
@@ -141,7 +141,7 @@ class Matchmaker:
         """A committed roster with this peer in it, or why there is none.
 
         Args:
-            weight: of this peer's contribution, in samples; 0 listens, or takes part as an auxiliary.
+            weight: of this peer's contribution, in samples; 0 observes, or takes part as an auxiliary.
             auxiliary: only reduce a share.
             state, tags, metrics: what :class:`~p2pavg.group.roster.Candidate` says of them.
             target: members that this group aims at; ``None`` is what the settings say.

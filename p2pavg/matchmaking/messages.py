@@ -142,7 +142,7 @@ def decode(data: bytes) -> Message:
         return Declined(_reason(reason), _read_optional(leader), _peer_ids(taken), over)
     if kind is Status:
         ready_peers, decided = unpack(body, int, bool)
-        if not 1 <= ready_peers <= MAX_GROUP_SIZE + 1:  # a group of listeners takes one contributor more
+        if not 1 <= ready_peers <= MAX_GROUP_SIZE + 1:  # a group of observers takes one contributor more
             raise RemoteProtocolError(f"a group of {ready_peers}")
         return Status(ready_peers, decided)
     if kind is Propose:

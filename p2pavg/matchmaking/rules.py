@@ -171,7 +171,7 @@ class Matchmaking:
 
     @property
     def holders(self) -> int:
-        """Contributors and listeners in this peer's own group, itself included."""
+        """Contributors and observers in this peer's own group, itself included."""
         return 1 + sum(not follower.auxiliary for follower in self.followers.values())
 
     @property
@@ -197,16 +197,16 @@ class Matchmaking:
     def _somebody_contributes(self) -> bool:
         members = (self.me, *self.followers.values())
         holders = {member.peer_id for member in members if not member.auxiliary}
-        return bool(holders - self._listeners_among(members))
+        return bool(holders - self._observers_among(members))
 
     def _is_missing(self, candidate: Candidate) -> bool:
-        """Whether it has what nobody in a group of listeners has."""
+        """Whether it has what nobody in a group of observers has."""
         if candidate.auxiliary or self._somebody_contributes:
             return False
-        return candidate.peer_id not in self._listeners_among((self.me, *self.followers.values(), candidate))
+        return candidate.peer_id not in self._observers_among((self.me, *self.followers.values(), candidate))
 
-    def _listeners_among(self, members: Sequence[Candidate]) -> frozenset[str]:
-        return (self.settings.choose_listeners or silent_members)(members)
+    def _observers_among(self, members: Sequence[Candidate]) -> frozenset[str]:
+        return (self.settings.choose_observers or silent_members)(members)
 
     def wake_at(self) -> float:
         """When :meth:`tick` has to be called at the latest."""
@@ -334,11 +334,11 @@ class Matchmaking:
             not in (self._silent.get(candidate.peer_id), self._broken.get(candidate.peer_id))
             and self._seen.get(candidate.peer_id, now) + RECENT_SECONDS >= now
         ]
-        if len(self._listeners_among(there)) == len(there):
+        if len(self._observers_among(there)) == len(there):
             return False
         if now >= leader.deadline:
             return len(there) >= self.settings.minimum
-        # One that is already due stays so while this peer's patience runs out.
+        # One that is already due stays so while this peer's sync_timeout runs out.
         begins = now if self._due_since is None else self._due_since
         soon = leader.deadline < begins + DUE_SECONDS + 2 * BACK_SECONDS
         excused = soon or leader.peer_id in self._doubted or self._memory.is_proven(leader.peer_id)
@@ -445,7 +445,7 @@ class Matchmaking:
         if self.phase is Phase.PROPOSING:
             return Declined("a roster is being agreed", taken=tuple(self.followers))
         auxiliaries = len(self.followers) + 1 - self.holders
-        # A group of listeners takes one contributor more than its target: a roster has to hold that one as well.
+        # A group of observers takes one contributor more than its target: a roster has to hold that one as well.
         most = min(self.settings.target, MAX_MEMBERS - self.settings.target - 1)
         has_no_use = auxiliaries >= most if candidate.auxiliary else self._full
         if has_no_use and not self._is_missing(candidate):
@@ -652,9 +652,9 @@ class Matchmaking:
             return "a roster without this peer, or with another weight or share of it"
         if first.record.key != self.me.record.key or not first.fits(self.me):
             return "a roster of another run, schema, codec or state"
-        choose = self.settings.choose_listeners
-        if choose is not None and roster.listeners != choose(roster.members):
-            return "a roster whose listeners do not follow from what its members signed"
+        choose = self.settings.choose_observers
+        if choose is not None and roster.observers != choose(roster.members):
+            return "a roster whose observers do not follow from what its members signed"
         if roster.shares != self.settings.cut_shares(roster.members):
             return "a roster whose shares do not follow from its members' bandwidths"
         own = roster.shares[roster.position(self.me.peer_id)]
@@ -843,7 +843,7 @@ class Matchmaking:
             members=members,
             shares=self.settings.cut_shares(members),
             proposal=self._proposals,
-            listeners=self._listeners_among(members),
+            observers=self._observers_among(members),
         )
         self.phase, self._accepted, self._answers_due = Phase.PROPOSING, set(), now + ANSWER_SECONDS
         actions.append(Expect(self.roster.group_id, "members may hear of the commit first"))

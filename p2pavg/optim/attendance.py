@@ -253,8 +253,8 @@ class Attendance:
         progress = self._peers[newcomer].progress
         if progress.waiting or self._waits_since is None:
             return False
-        patience = max(NEWCOMER_BATCHES * progress.batch_seconds, self._pause_seconds)
-        return now >= self._waits_since + min(patience, NEWCOMER_SECONDS)
+        grace = max(NEWCOMER_BATCHES * progress.batch_seconds, self._pause_seconds)
+        return now >= self._waits_since + min(grace, NEWCOMER_SECONDS)
 
     # ------------------------------------------------------------------ rounds
 

@@ -56,7 +56,7 @@ class AveragedOptimizer(PeerOptimizer):
             those batches' gradients are of the parameters before it.
         peers_to_start: peers without which this peer takes no first update; ``config.min_group_size`` if not given.
             Two peers that have started before the others would else go ahead of them.
-        patience: seconds that a call waits at most for the other peers, and then as long again for a round.
+        sync_timeout: seconds that a call waits at most for the other peers, and then as long again for a round.
         process_group: of ``torch.distributed``, where this peer is several ranks that hold shards of the parameters
             (FSDP): each rank has an averager with its :func:`shard_config`, and all of them update, or none.
         on_update: called after every update, with its report.
@@ -82,7 +82,7 @@ class AveragedOptimizer(PeerOptimizer):
         max_samples_per_peer: float | None = None,
         overlap: bool = False,
         peers_to_start: int | None = None,
-        patience: float = 600.0,
+        sync_timeout: float = 600.0,
         process_group: dist.ProcessGroup | None = None,
         on_update: Callable[[StepReport], None] | None = None,
         model: torch.nn.Module | None = None,
@@ -123,7 +123,7 @@ class AveragedOptimizer(PeerOptimizer):
             outer=None,
             target=target,
             peers_to_start=peers_to_start,
-            patience=patience,
+            sync_timeout=sync_timeout,
         )
         averager.declare(self._contribution())
 
@@ -204,7 +204,8 @@ class AveragedOptimizer(PeerOptimizer):
             return self._report(result, goes_on=goes_on)
         if len(kinds) > 1:
             return self._report(
-                goes_on=goes_on, result=Failed(reason="another rank of this peer has no result", used=True)
+                goes_on=goes_on,
+                result=Failed(reason="another rank of this peer has no result", contribution_used=True),
             )
         assert isinstance(result.averaged, list)
         averaged, numbers = digest_of(result.averaged), hyperparameters(self.inner)

@@ -136,7 +136,7 @@ class PeerGradients:
         self._queue: queue.SimpleQueue[_Bucket | None] = queue.SimpleQueue()
         self._passes: queue.SimpleQueue[tuple[int, bool]] = queue.SimpleQueue()
         self._begun = 0  # backward passes
-        self._asked = 0  # the newest of them whose result `arrived` has told
+        self._asked = 0  # the newest of them whose result `averaged` has told
         self._taken = 0  # buckets
         self._averaged = 0  # of these, or given up
         self._error: BaseException | None = None
@@ -163,7 +163,7 @@ class PeerGradients:
         )
         return result
 
-    def arrived(self) -> bool:
+    def averaged(self) -> bool:
         """After a backward pass, on every rank: whether its gradients are the peers' mean.
 
         If not, a peer was lost on the way, or this one is left behind: leave the optimizer's step out, and go on with
@@ -176,12 +176,12 @@ class PeerGradients:
         """
         if self._asked == self._begun:
             raise RuntimeError("no backward pass has reduced its gradients since this was asked last")
-        arrived = False
+        averaged = False
         while self._asked < self._begun:  # of earlier passes nobody has asked
-            self._asked, arrived = self._next_pass()
+            self._asked, averaged = self._next_pass()
         if self._error is not None:
             raise self._error
-        return arrived
+        return averaged
 
     def _next_pass(self) -> tuple[int, bool]:
         while True:
@@ -208,7 +208,7 @@ class PeerGradients:
             try:
                 self._average(bucket)
             except BaseException as error:  # noqa: BLE001 - it is raised again where somebody waits for it
-                # Backward gets what there is, so that it ends; that it counts for nothing is what `arrived` says.
+                # Backward gets what there is, so that it ends; that it counts for nothing is what `averaged` says.
                 self._error = error
                 if not bucket.result.done():
                     bucket.result.set_result(bucket.values)
@@ -244,7 +244,7 @@ def peer_gradients(
     *,
     weight: float | None = None,
     peers_to_start: int | None = None,
-    patience: float = 600.0,
+    sync_timeout: float = 600.0,
 ) -> Iterator[PeerGradients]:
     """For as long as the block runs, the state of :func:`ddp_comm_hook`; on all ranks of a peer at once.
 
@@ -255,7 +255,7 @@ def peer_gradients(
             model.register_comm_hook(gradients, ddp_comm_hook)
             ...
             loss.backward()
-            if gradients.arrived():
+            if gradients.averaged():
                 optimizer.step()
 
     Args:
@@ -265,7 +265,7 @@ def peer_gradients(
         weight: how much this peer's gradients count among the peers'; its number of ranks if not given, so that all
             ranks of all peers count alike.
         peers_to_start: peers without which there is no first round; ``config.min_group_size`` if not given.
-        patience: seconds that a backward pass waits at most, for peers or for a round.
+        sync_timeout: seconds that a backward pass waits at most, for peers or for a round.
 
     Raises:
         ValueError: an argument is out of range, or ``averager`` is missing on rank 0, given elsewhere, or of a config
@@ -275,7 +275,7 @@ def peer_gradients(
     with ExitStack() as stack:
         speaker, wrong = None, None
         try:
-            speaker = _speaker_of(averager, parameters, weight, peers_to_start, patience, stack)
+            speaker = _speaker_of(averager, parameters, weight, peers_to_start, sync_timeout, stack)
         except (ValueError, P2PAvgError) as error:
             wrong = error
         _raise_on_all(wrong)
@@ -291,7 +291,7 @@ def _speaker_of(
     parameters: Iterable[torch.Tensor],
     weight: float | None,
     peers_to_start: int | None,
-    patience: float,
+    sync_timeout: float,
     stack: ExitStack,
 ) -> _Speaker | None:
     counts = float(dist.get_world_size()) if weight is None else checked_amount("weight", weight)
@@ -308,7 +308,7 @@ def _speaker_of(
         list(parameters),
         target=math.inf,
         peers_to_start=peers_to_start,
-        patience=patience,
+        sync_timeout=sync_timeout,
         alone=True,
     )
     return _Speaker(averager, together, counts, stack)

@@ -71,7 +71,7 @@ class LocalUpdates(PeerOptimizer):
             2020, "Federated Optimization in Heterogeneous Networks", equation 2). 0 is without.
         feedback: makes up for what a lossy codec leaves out of the pseudo-gradients.
         peers_to_start: peers without which this peer takes no first outer step; ``config.min_group_size`` if not given.
-        patience: seconds that a call waits at most for the other peers, and then as long again for a round.
+        sync_timeout: seconds that a call waits at most for the other peers, and then as long again for a round.
         on_update: called after every outer step, with its report.
         model, buffers, check_every: see :class:`AveragedOptimizer`; the running statistics are averaged at the outer
             steps. What is compared are the anchors. Not with ``feedback`` where buffers are averaged.
@@ -91,7 +91,7 @@ class LocalUpdates(PeerOptimizer):
         proximal: float = 0.0,
         feedback: ErrorFeedback | None = None,
         peers_to_start: int | None = None,
-        patience: float = 600.0,
+        sync_timeout: float = 600.0,
         on_update: Callable[[StepReport], None] | None = None,
         model: torch.nn.Module | None = None,
         buffers: Collection[str] | None = None,
@@ -131,7 +131,7 @@ class LocalUpdates(PeerOptimizer):
             outer=self.outer,
             target=math.inf,
             peers_to_start=peers_to_start,
-            patience=patience,
+            sync_timeout=sync_timeout,
         )
         self._steps = 0
         """Inner steps since the last outer step, or since the last try of one."""
@@ -188,7 +188,7 @@ class LocalUpdates(PeerOptimizer):
         due = self._steps >= self._sync_every or self._together.is_called
         self._together.say(self._samples, waiting=due)
         self._step_scheduler()
-        if self._averager.round_state is not None:  # its call was ended by its patience, or by Ctrl-C
+        if self._averager.round_state is not None:  # its call was ended by its sync_timeout, or by Ctrl-C
             return self._take(self._together.average(2) if due else self._together.look())
         if not due:
             return self._report()

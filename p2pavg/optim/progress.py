@@ -17,7 +17,9 @@ from p2pavg.errors import RemoteProtocolError
 
 MAX_SAMPLES = 1e15
 MAX_EPOCH = 2**53
-MAX_BATCH_SECONDS = 600.0  # as the default patience: no peer is waited for longer, whatever its batches take
+MAX_BATCH_SECONDS = (
+    600.0  # as the default sync_timeout: no peer is waited for longer, whatever its batches take
+)
 STATE_BYTES = 32
 
 
@@ -52,7 +54,7 @@ class Progress:
 
 
 def encode_progress(progress: Progress) -> bytes:
-    """A word for the bulletin."""
+    """A word for the board."""
     return pack(
         2,
         progress.epoch,

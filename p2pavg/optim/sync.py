@@ -15,7 +15,7 @@ from p2pavg.encoding import pack, unpack
 from p2pavg.errors import P2PAvgError, RemoteProtocolError
 from p2pavg.optim.digest import DIGEST_BYTES, digest_of
 from p2pavg.optim.state import checked_amount
-from p2pavg.records.board import Bulletin
+from p2pavg.records.board import Board
 from p2pavg.result import Failed, InProgress, NoPeers, Success
 
 logger = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ def sync_parameters(
 ) -> None:
     """Give all peers of a run the tensors of one of them, to the last bit, before they begin to train.
 
-    A round in which the source alone contributes, uncompressed, and all others listen. After it every peer tells the
+    A round in which the source alone contributes, uncompressed, and all others observe. After it every peer tells the
     others of the round the digest of what it received, and no peer takes tensors that another one did not receive
     alike. All call it, before they make an optimizer. Buffers of a model, such as a batch norm's means, may be among
     the tensors.
@@ -81,9 +81,7 @@ def sync_parameters(
         match_timeout=min(averager.config.match_timeout, longest),
         exchange_timeout=longest,
     )
-    board = averager.bulletin(
-        TOPIC
-    )  # of the run: what is said there stays when the round's averager is closed
+    board = averager.board(TOPIC)  # of the run: what is said there stays when the round's averager is closed
     with averager.sibling(config) as sibling:
         result = _until_all_came(sibling, kept, source=source, source_id=source_id, until=until)
     if not isinstance(result, Success):
@@ -96,7 +94,7 @@ def sync_parameters(
             f" and not {source_id}"
         )
     assert isinstance(result.averaged, list)
-    # Every listener averages a share, and could give all others the same false one: the source tells what is true. As
+    # Every observer averages a share, and could give all others the same false one: the source tells what is true. As
     # below, a sum makes 0.0 of -0.0.
     true = [tensor + 0.0 for tensor in kept] if source else result.averaged
     _compare(board, averager.peer_id, result, digest_of(true), until)
@@ -127,7 +125,7 @@ def _until_all_came(
     while True:
         if source and not averager.weight and averager.round_state is None:
             averager.accumulate(tensors)
-        result = averager.step(wait=max(until - time.monotonic(), 0.0), listen=not source)
+        result = averager.step(wait=max(until - time.monotonic(), 0.0), observe=not source)
         if (isinstance(result, Success) and _is_of(result, source_id)) or time.monotonic() >= until:
             return result
         if isinstance(result, Success):
@@ -140,16 +138,16 @@ def _until_all_came(
             time.sleep(AGAIN_SECONDS)
 
 
-def _compare(board: Bulletin, me: str, result: Success, digest: bytes, until: float) -> None:
+def _compare(board: Board, me: str, result: Success, digest: bytes, until: float) -> None:
     """Tell what this peer received, and wait until all others of the round have told the same.
 
     Raises:
         SyncError: one of them received something else, or has not told in time.
     """
     group = bytes.fromhex(result.group_id)
-    board.say(pack(_VERSION, group, digest), now=True)
+    board.publish(pack(_VERSION, group, digest), now=True)
     # Without the source's word nothing is taken, also if it was lost after it had sent everything.
-    members = {*result.peers, *(set(result.listeners) - result.lost.keys())} - {me}
+    members = {*result.peers, *(set(result.observers) - result.lost.keys())} - {me}
     while True:
         version = board.version
         told = _told_of(board, group)
@@ -169,10 +167,10 @@ def _peers(ids: list[str]) -> str:
     return f"{len(ids)} peer{'s' if len(ids) > 1 else ''} ({', '.join(ids)})"
 
 
-def _told_of(board: Bulletin, group: bytes) -> dict[str, bytes]:
+def _told_of(board: Board, group: bytes) -> dict[str, bytes]:
     """Return the digests that peers tell of one round; nonsense is left out."""
     found = {}
-    for peer_id, said in board.said.items():
+    for peer_id, said in board.entries.items():
         try:
             version, of_group, digest = unpack(said.value, int, bytes, bytes)
         except RemoteProtocolError:

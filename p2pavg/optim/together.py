@@ -50,7 +50,7 @@ class Together:
         target: samples of all peers together that make a round due; infinite where every peer counts its own steps.
         peers_to_start: peers without which this peer's first round does not begin; ``config.min_group_size`` if
             ``None``.
-        patience: seconds that this peer waits for the others before it begins a round without them, and for a round
+        sync_timeout: seconds that this peer waits for the others before it begins a round without them, and for a round
             before it goes on alone.
         alone: a round of this peer alone is due like any other; else none is before ``config.min_group_size`` peers
             are there for it.
@@ -67,7 +67,7 @@ class Together:
         *,
         target: float,
         peers_to_start: int | None,
-        patience: float,
+        sync_timeout: float,
         alone: bool = False,
         recipe: bytes = b"",
     ) -> None:
@@ -81,10 +81,10 @@ class Together:
             if peers_to_start is None
             else checked_count("peers_to_start", peers_to_start)
         )
-        self._patience = checked_amount("patience", patience)
+        self._patience = checked_amount("sync_timeout", sync_timeout)
         self._least = 1 if alone else averager.config.min_group_size
         self._not_ours = averager.round_state is not None  # a round that an optimizer before this one began
-        self._bulletin = averager.bulletin(TOPIC)
+        self._board = averager.board(TOPIC)
         self.why: Callable[[], str] = lambda: ""
         """More reasons why this peer waits, in words, or an empty text; an optimizer may set another one."""
         self._behind, self._split = GrowingPauses(), GrowingPauses()
@@ -92,13 +92,13 @@ class Together:
         self._batches: deque[float] = deque(maxlen=BATCHES)
         self._last = time.monotonic()
         # A peer that goes on alone has no way back, so it is not made to by a pause of the others.
-        self._attendance = Attendance(self._last, pause_seconds=patience if alone else PAUSE_SECONDS)
+        self._attendance = Attendance(self._last, pause_seconds=sync_timeout if alone else PAUSE_SECONDS)
         self.waiting = Waiting()
         self._regroups = False
         self._stopped = False
         self._mine = self._progress(0.0, waiting=False)
         # The others are to know of this peer before its first batch: the first round is with all that are there.
-        self._bulletin.say(encode_progress(self._mine), now=True)
+        self._board.publish(encode_progress(self._mine), now=True)
 
     # ------------------------------------------------------------------ what is said
 
@@ -117,11 +117,11 @@ class Together:
         """How far this peer is now: ``samples`` since the last update; ``waiting``: no more will be until the next."""
         self._mine = self._progress(samples, waiting=waiting)
         urgent = isinstance(self.decide(), Average | Wait)
-        self._bulletin.say(encode_progress(self._mine), now=urgent)
+        self._board.publish(encode_progress(self._mine), now=urgent)
 
     def leave(self) -> None:
         """Take back what was said: nobody waits for this peer until it says something again."""
-        self._bulletin.take_back()
+        self._board.withdraw()
 
     def _progress(self, samples: float, *, waiting: bool) -> Progress:
         return Progress(
@@ -138,7 +138,7 @@ class Together:
         """Say that this peer computes no more for now: it is in a call that waits for the others."""
         if not self._mine.waiting:
             self._mine = replace(self._mine, waiting=True)
-            self._bulletin.say(encode_progress(self._mine))
+            self._board.publish(encode_progress(self._mine))
 
     # ------------------------------------------------------------------ what is seen
 
@@ -153,7 +153,7 @@ class Together:
         return survey(self._mine, seen)
 
     def _words(self) -> dict[str, Progress]:
-        return read_all({peer_id: word.value for peer_id, word in self._bulletin.said.items()})
+        return read_all({peer_id: word.value for peer_id, word in self._board.entries.items()})
 
     @property
     def is_called(self) -> bool:
@@ -178,11 +178,11 @@ class Together:
         )
 
     def decide_when_all_are_ready(self) -> Decision:
-        """As :meth:`decide`, but for as long as there is nothing to do but wait, wait: for ``patience`` at most."""
+        """As :meth:`decide`, but for as long as there is nothing to do but wait, wait: for ``sync_timeout`` at most."""
         until = time.monotonic() + self._patience
         try:
             while True:
-                version = self._bulletin.version
+                version = self._board.version
                 self.on_look()
                 seen = self.survey()
                 decision, left = self._decide(seen), until - time.monotonic()
@@ -194,7 +194,7 @@ class Together:
                     return Average(seen.peers, f"waited {self._patience:g} s: {decision.reason}")
                 self._stand_by()
                 self._waits(decision.reason, seen.computing)
-                self._bulletin.wait(version, min(left, LOOK_SECONDS))
+                self._board.wait(version, min(left, LOOK_SECONDS))
         finally:
             self._waits_no_more()
 
@@ -223,7 +223,7 @@ class Together:
     def average(
         self, peers: int, averager: Averager | None = None, state: bytes | None = None
     ) -> RoundResult:
-        """A round with so many peers, or what came of the one that was begun: within ``patience``, or InProgress.
+        """A round with so many peers, or what came of the one that was begun: within ``sync_timeout``, or InProgress.
 
         Args:
             averager: another one than the optimizer's, which averages some of the tensors.
@@ -258,7 +258,7 @@ class Together:
             behind = self.left_behind()
             # No peer is coming any more to a group of parameters that the run has left behind.
             if behind is not None:
-                self._stopped = averager.stop_looking(behind.reason)
+                self._stopped = averager.cancel_matchmaking(behind.reason)
                 if not self._stopped:
                     return result
             elif result.reason != EXCHANGES:
@@ -272,7 +272,7 @@ class Together:
         came = seen.peers > peers and not self._attendance.started
         went = self._target_of(seen.peers) < self._target_of(peers)
         if is_mine and (came or went):
-            self._regroups = self._stopped = averager.stop_looking(
+            self._regroups = self._stopped = averager.cancel_matchmaking(
                 "more peers have come to start" if came else "a peer is not waited for any longer"
             )
 
@@ -286,7 +286,9 @@ class Together:
             return result
         self._not_ours = False
         if isinstance(result, Success):
-            return Failed(reason="the round was of parameters that were replaced meanwhile", used=True)
+            return Failed(
+                reason="the round was of parameters that were replaced meanwhile", contribution_used=True
+            )
         return result
 
     def _target_of(self, peers: int) -> int:
@@ -322,7 +324,7 @@ class Together:
 
     def took(self, success: Success, result: bytes = b"", numbers: bytes = b"") -> None:
         """The average was taken as an update; the last two as for :meth:`Lineage.after`."""
-        companions = {*success.peers, *success.listeners} - success.lost.keys() - {self.averager.peer_id}
+        companions = {*success.peers, *success.observers} - success.lost.keys() - {self.averager.peer_id}
         self._take(companions, self.lineage.after(success.group_id, result, numbers))
         self._peers_to_start = 1
 

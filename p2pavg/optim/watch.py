@@ -35,7 +35,7 @@ class Watch:
     """
 
     def __init__(self, averager: Averager, *, every: int, labels: Sequence[str]) -> None:
-        self._board = averager.bulletin(TOPIC, LOOK_SECONDS)
+        self._board = averager.board(TOPIC, LOOK_SECONDS)
         self._every = every
         self._labels = tuple(labels)
         self._word: Word | None = None
@@ -94,7 +94,7 @@ class Watch:
         if version == self._seen and now < self._looked_at + LOOK_SECONDS:
             return
         self._seen, self._looked_at = version, now
-        words = read_words({peer_id: said.value for peer_id, said in self._board.said.items()})
+        words = read_words({peer_id: said.value for peer_id, said in self._board.entries.items()})
         mine = replace(self._word, rates=tuple(self._rates), until=self._update)
         self.differs = differences(mine, words.values())
         self._warn()
@@ -127,4 +127,4 @@ class Watch:
             return
         self._word = replace(self._word, rates=tuple(self._rates), until=self._update)
         self._seen = -1  # what the others said may be compared with more now
-        self._board.say(encode_word(self._word), now=now)
+        self._board.publish(encode_word(self._word), now=now)

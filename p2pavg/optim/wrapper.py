@@ -84,7 +84,7 @@ class PeerOptimizer:
         outer: Optimizer | None,
         target: float,
         peers_to_start: int | None,
-        patience: float,
+        sync_timeout: float,
     ) -> None:
         """Take this peer's place in the run, once the arguments are checked."""
         self._rules = rules
@@ -97,7 +97,7 @@ class PeerOptimizer:
             self._locals(),
             target=target,
             peers_to_start=peers_to_start,
-            patience=patience,
+            sync_timeout=sync_timeout,
             recipe=recipe.digest,
         )
         if self._ranks.are_several:

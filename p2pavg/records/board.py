@@ -33,13 +33,13 @@ known already keep their places, so that invented ones cannot push them out."""
 _KEY_DOMAIN = "p2pavg/bulletin/1"
 
 
-def bulletin_key(run_id: str, topic: str) -> bytes:
+def board_key(run_id: str, topic: str) -> bytes:
     """The key under which the peers of a run speak of one topic."""
     return hashlib.sha256(pack(_KEY_DOMAIN, run_id, topic)).digest()
 
 
-class BulletinRecords(Protocol):
-    """The part of a record node that a bulletin uses."""
+class BoardRecords(Protocol):
+    """The part of a record node that a board uses."""
 
     async def publish(self, key: bytes, value: bytes, *, ttl: float) -> Published: ...
     async def withdraw(self, key: bytes) -> None: ...
@@ -50,7 +50,7 @@ class BulletinRecords(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class Entry:
     """One peer's word."""
 
     value: bytes
@@ -60,12 +60,12 @@ class Said:
     """Wall clock, seconds."""
 
 
-class Bulletin:
+class Board:
     """One topic. :meth:`run` belongs to trio; the rest may be called from any thread."""
 
     def __init__(
         self,
-        records: BulletinRecords,
+        records: BoardRecords,
         *,
         key: bytes,
         peer_id: str,
@@ -78,9 +78,9 @@ class Bulletin:
         self._wall_clock = wall_clock
         self._look_seconds = look_seconds
         self._changed = threading.Condition()
-        self._said: dict[str, Said] = {}
+        self._entries: dict[str, Entry] = {}
         self._version = 0
-        self._to_say: bytes | None = None  # nothing new; or empty: what was said is taken back
+        self._to_publish: bytes | None = None  # nothing new; or empty: what was said is taken back
         self._urgent = False
         self._ended = False
         self._token = trio.lowlevel.current_trio_token()
@@ -88,7 +88,7 @@ class Bulletin:
         self._calling = trio.Semaphore(MAX_CALLS)
         self._scope = trio.CancelScope()
 
-    def say(self, value: bytes, *, now: bool = False) -> None:
+    def publish(self, value: bytes, *, now: bool = False) -> None:
         """Take back what was said before, and say this: soon, or at once when somebody waits for it.
 
         Args:
@@ -100,13 +100,13 @@ class Bulletin:
         if not 0 < len(value) <= MAX_VALUE_BYTES:
             raise ValueError(f"value must have 1 to {MAX_VALUE_BYTES} bytes, got {len(value)}")
         with self._changed:
-            self._to_say, self._urgent = value, self._urgent or now
+            self._to_publish, self._urgent = value, self._urgent or now
         self._wake()
 
-    def take_back(self) -> None:
-        """Say nothing any more, until :meth:`say` is called again."""
+    def withdraw(self) -> None:
+        """Say nothing any more, until :meth:`publish` is called again."""
         with self._changed:
-            self._to_say, self._urgent = b"", True
+            self._to_publish, self._urgent = b"", True
         self._wake()
 
     def look(self) -> None:
@@ -121,11 +121,11 @@ class Bulletin:
         return self._version
 
     @property
-    def said(self) -> Mapping[str, Said]:
+    def entries(self) -> Mapping[str, Entry]:
         """What the other peers say, as far as it is known here and has not faded."""
         now = self._wall_clock()
         with self._changed:
-            live = {p: said for p, said in self._said.items() if said.value and said.expiration_time > now}
+            live = {p: said for p, said in self._entries.items() if said.value and said.expiration_time > now}
         return MappingProxyType(live)
 
     def wait(self, version: int, timeout: float) -> None:
@@ -142,7 +142,7 @@ class Bulletin:
     # ------------------------------------------------------------------ in trio
 
     async def run(self) -> None:
-        """Say and look, until cancelled; what was said is taken back by :meth:`withdraw`."""
+        """Say and look, until cancelled; what was said is taken back by :meth:`aclose`."""
         self._records.watch(self._key, self._take_held)
         try:
             with self._scope:
@@ -159,7 +159,7 @@ class Bulletin:
             # A call to a peer that is gone may take seconds; what is said meanwhile does not wait for it.
             await self._calling.acquire()
             with self._changed:
-                value, self._to_say, self._urgent = self._to_say, None, False
+                value, self._to_publish, self._urgent = self._to_publish, None, False
             nursery.start_soon(self._call, value)
             await self._pause()
 
@@ -169,7 +169,7 @@ class Bulletin:
         while True:
             woken = self._woken = trio.Event()  # before the look at what may have woken it
             with self._changed:
-                most = SAY_SECONDS if self._to_say is not None else self._look_seconds
+                most = SAY_SECONDS if self._to_publish is not None else self._look_seconds
                 until = began if self._urgent else began + most
             if trio.current_time() >= until:
                 return
@@ -190,7 +190,7 @@ class Bulletin:
         finally:
             self._calling.release()
 
-    async def withdraw(self) -> None:
+    async def aclose(self) -> None:
         """End :meth:`run`, and take back what was said."""
         self._scope.cancel()
         await self._records.withdraw(self._key)
@@ -206,17 +206,19 @@ class Bulletin:
 
     def _take(self, records: tuple[Record, ...]) -> None:
         with self._changed:
-            before = dict(self._said)
+            before = dict(self._entries)
             now = self._wall_clock()
             for record in records:
                 if record.expiration_time > now + SAID_TTL_SECONDS + MAX_SKEW_SECONDS:
                     continue  # who says so means to be waited for when it is gone
-                known = self._said.get(record.publisher)
-                if known is None and len(self._said) >= MAX_PUBLISHERS:
+                known = self._entries.get(record.publisher)
+                if known is None and len(self._entries) >= MAX_PUBLISHERS:
                     continue
                 if record.publisher != self._peer_id and (known is None or known.sequence < record.sequence):
-                    self._said[record.publisher] = Said(record.value, record.sequence, record.expiration_time)
-            self._said = {peer: said for peer, said in self._said.items() if said.expiration_time > now}
-            if self._said != before:
+                    self._entries[record.publisher] = Entry(
+                        record.value, record.sequence, record.expiration_time
+                    )
+            self._entries = {peer: said for peer, said in self._entries.items() if said.expiration_time > now}
+            if self._entries != before:
                 self._version += 1
                 self._changed.notify_all()

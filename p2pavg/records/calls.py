@@ -98,7 +98,7 @@ class RecordCalls:
         return answer
 
     async def _keep(self, stream: Stream) -> None:
-        # Half of the other side's patience: who is asked on a stream has not let go of it.
+        # Half of the other side's sync_timeout: who is asked on a stream has not let go of it.
         before = self._kept.pop(stream.remote, None)  # of a call at the same time
         self._kept[stream.remote] = (stream, trio.current_time() + RECORD_STREAM_SECONDS / 2)
         if before is None and len(self._kept) > MAX_KEPT:

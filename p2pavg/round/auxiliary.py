@@ -108,7 +108,7 @@ async def _assist_schema(
         minimum=2,
         match_timeout=EXCHANGE_SECONDS,
         cut_shares=share_cutter(entry.elements, codec.granularity),
-        choose_listeners=None,  # it is theirs to know
+        choose_observers=None,  # it is theirs to know
         max_share=MAX_SHARE_ELEMENTS,
     )
     key = ready_key(config.run_id, entry.schema_hash, entry.rule)
@@ -168,7 +168,7 @@ async def _assist_round(
             minimum=2,
             max_share=MAX_SHARE_ELEMENTS,
             timeout=EXCHANGE_SECONDS,
-            observe=peer.around.observe,
+            on_milestone=peer.around.on_milestone,
         )
         group = None
         began = trio.current_time()

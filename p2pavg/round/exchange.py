@@ -40,7 +40,7 @@ from p2pavg.consensus.choice import ballot_leader
 from p2pavg.consensus.votes import Begin, Commit, Gather, Left, Trouble, Unknown, Vote
 from p2pavg.errors import RefusedError, RemoteProtocolError
 from p2pavg.group.bandwidth import BandwidthMeter
-from p2pavg.group.milestones import Milestone, Observe, ignore
+from p2pavg.group.milestones import Milestone, OnMilestone, ignore
 from p2pavg.group.roster import Candidate, Roster
 from p2pavg.group.shares import part_size
 from p2pavg.net.blame import guarded
@@ -110,7 +110,7 @@ class Exchange:
             changed. Only contributors have one.
         minimum: members that are to hold a result at least, this one included.
         max_share: elements that this member reduces at most.
-        observe: is told how far this member is.
+        on_milestone: is told how far this member is.
         found_out: is told, after an outcome that left it open, whether this member's contribution was used.
         timeout: seconds until the group gives up.
     """
@@ -129,10 +129,10 @@ class Exchange:
         minimum: int,
         timeout: float,
         max_share: float = math.inf,
-        observe: Observe = ignore,
+        on_milestone: OnMilestone = ignore,
         found_out: Callable[[bool], None] | None = None,
     ) -> None:
-        self.reached = observe
+        self.reached = on_milestone
         self._found_out = found_out
         self._transport = transport
         self._roster = roster

@@ -16,7 +16,7 @@ from p2pavg.allreduce.lobby import ExpectedGroup, Lobby
 from p2pavg.allreduce.reduction import Verdict
 from p2pavg.config import AveragingConfig
 from p2pavg.group.bandwidth import BandwidthMeter
-from p2pavg.group.milestones import Observe
+from p2pavg.group.milestones import OnMilestone
 from p2pavg.group.roster import Candidate, Roster, link_of
 from p2pavg.group.shares import bound_seconds, fp32_bytes, share_bounds
 from p2pavg.matchmaking.actions import GaveUp, Report
@@ -46,7 +46,7 @@ class RoundTools:
     lobby: Lobby
     accumulation: Accumulation
     attempt: AttemptTools
-    observe: Observe
+    on_milestone: OnMilestone
     meter: BandwidthMeter
     """What this peer's link carries, measured in rounds."""
     tails: trio.Nursery
@@ -66,7 +66,7 @@ class RoundPlan:
     """What the caller wants of one round."""
 
     state: bytes = b""
-    listens: bool = False
+    observes: bool = False
     target: int | None = None
     """Members to aim at; ``None``: what the config says."""
 
@@ -137,7 +137,7 @@ class Round:
         target = self._plan.target or self._tools.config.group_size
         return InProgress(ready_peers=ready, target_size=target, reason=reason)
 
-    def stop_looking(self, reason: str) -> bool:
+    def cancel_matchmaking(self, reason: str) -> bool:
         """End the round if it has no group yet; whether that is so. Its result is ``NoPeers`` with this reason."""
         if self._group is not None or self._roster is not None or self.result is not None:
             return False
@@ -218,7 +218,7 @@ class Round:
         assert self._group is not None
         self._group.consists_of(member.peer_id for member in roster.members)
         self._roster = roster
-        if self._tools.transport.peer_id in roster.listeners and self._contribution is not None:
+        if self._tools.transport.peer_id in roster.observers and self._contribution is not None:
             self._tools.accumulation.give_back(self._contribution)  # it is for a later round
             self._contribution = None
         contribution = self._contribution
@@ -237,7 +237,7 @@ class Round:
             vector=None if contribution is None else contribution.mean,
             minimum=self._tools.config.min_group_size,
             timeout=self._tools.config.exchange_timeout,
-            observe=self._tools.observe,
+            on_milestone=self._tools.on_milestone,
             found_out=None if contribution is None else partial(self._found_out, contribution),
         )
         self._group = None  # the exchange closes it now, when the others have heard how it ended
@@ -251,7 +251,7 @@ class Round:
             return Failed(
                 reason=f"{outcome.verdict.reason}; {too_slow}" if too_slow else outcome.verdict.reason,
                 peer=outcome.verdict.peer_id,
-                used=outcome.used if contribution is not None else False,
+                contribution_used=outcome.used if contribution is not None else False,
             )
         roster = outcome.roster
         for member in roster.members:
@@ -279,9 +279,13 @@ class Round:
             group_id=roster.group_id.hex(),
             share=share_bounds(roster.shares, position),
             metrics=roster.metrics,
-            listeners=tuple(m.peer_id for m in roster.holders if m.peer_id in roster.listeners),
+            observers=tuple(m.peer_id for m in roster.holders if m.peer_id in roster.observers),
             auxiliaries=tuple(member.peer_id for member in roster.members if member.auxiliary),
-            streamed=tuple(sorted(outcome.streamed)),
+            paths={
+                member.peer_id: "stream" if member.peer_id in outcome.streamed else "lane"
+                for member in roster.members
+                if member.peer_id != self._tools.transport.peer_id
+            },
             lost={verdict.peer_id: verdict.reason for verdict in outcome.lost if verdict.peer_id is not None},
         )
 

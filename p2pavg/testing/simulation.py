@@ -53,7 +53,7 @@ async def simulated_peer(
             bootstrap=bootstrap,
             wall_clock=simulated_clock,
             run_in_thread=run_on_loop,
-            observe=partial(network.reached, signer.peer_id),
+            on_milestone=partial(network.reached, signer.peer_id),
         ) as peer,
     ):
         yield peer

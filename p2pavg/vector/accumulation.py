@@ -167,7 +167,7 @@ class Accumulation:
         self._generation = 0
 
     @property
-    def withheld(self) -> float:
+    def unresolved_weight(self) -> float:
         """Summed weight of what was taken into rounds of which it is not known whether they used it."""
         with self._lock:
             return sum(self._withheld.values())

@@ -106,14 +106,14 @@ def survive(member: Member) -> None:
                 assert isinstance(accumulated, list)
                 assert torch.allclose(accumulated[0], mine)
             if isinstance(result, p2pavg.Failed):
-                assert result.used in (used, None)
+                assert result.contribution_used in (used, None)
             member.report(used=used, **what_survived(result))
 
 
 def await_withheld(averager: blocking.Averager) -> None:
     """Until it is known what became of a contribution: the others may be slow to say so."""
     until = time.monotonic() + 60.0
-    while averager.withheld and time.monotonic() < until:
+    while averager.unresolved_weight and time.monotonic() < until:
         time.sleep(0.05)
 
 

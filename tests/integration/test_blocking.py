@@ -124,20 +124,20 @@ def test_a_step_without_waiting_is_collected_by_a_later_one() -> None:
         assert torch.equal(first.accumulated[0], torch.full((4,), 100.0))  # type: ignore[index]
 
 
-def test_one_declares_and_listens_to_the_other() -> None:
+def test_one_declares_and_observes_to_the_other() -> None:
     with two_averagers() as (first, second):
         value = torch.randn(400, 500)
         first.accumulate([value], weight=2.0, metrics={"loss": 2.5, "accuracy": 0.5})
         second.declare([torch.zeros(400, 500)])
         with ThreadPoolExecutor(2) as threads:
             contributes = threads.submit(first.step, wait=None, state=b"step 7", group_size=2)
-            listens = threads.submit(second.step, wait=None, state=b"step 7", listen=True)
-            results = [each.result(WATCHDOG_SECONDS) for each in (contributes, listens)]
+            observes = threads.submit(second.step, wait=None, state=b"step 7", observe=True)
+            results = [each.result(WATCHDOG_SECONDS) for each in (contributes, observes)]
         for result in results:
             assert torch.equal(tensors(result)[0], value)
             assert isinstance(result, Success)
             assert result.peers == (first.peer_id,)
-            assert result.listeners == (second.peer_id,)
+            assert result.observers == (second.peer_id,)
             assert result.metrics == {"loss": 2.5, "accuracy": 0.5}
         assert (first.weight, second.weight) == (0.0, 0.0)
 
@@ -148,10 +148,10 @@ def test_each_argument_of_a_step_reaches_the_round() -> None:
         for name, value in (("state", b"x" * 33), ("group_size", 65)):
             with pytest.raises(ValueError, match=rf"^{name}\b"):
                 alone.step(**{"wait": 0, name: value})  # type: ignore[arg-type]
-        begun = alone.step(wait=0, listen=True, group_size=3)
+        begun = alone.step(wait=0, observe=True, group_size=3)
         assert isinstance(begun, InProgress)
         assert begun.target_size == 3
-        assert alone.weight == 1.0, "it listens"
+        assert alone.weight == 1.0, "it observes"
 
 
 def test_a_wait_that_ends_leaves_the_round_running() -> None:

@@ -62,8 +62,8 @@ class History(Life):
     def failed(self, at: float, weight: float, *, used: bool | None) -> History:
         return self.result(at, weight, "Failed", reason="lost", peer=None, used=used)
 
-    def left(self, at: float, weight: float, withheld: float = 0.0) -> History:
-        self.events.append({"event": "left", "at": at, "weight": weight, "withheld": withheld})
+    def left(self, at: float, weight: float, unresolved: float = 0.0) -> History:
+        self.events.append({"event": "left", "at": at, "weight": weight, "unresolved_weight": unresolved})
         return self
 
 
@@ -274,7 +274,7 @@ class TestWrong:
 
     def test_withheld_that_nothing_adds_up_to(self) -> None:
         a, b = right()
-        a.events[-1] = {**a.events[-1], "withheld": 0.25}
+        a.events[-1] = {**a.events[-1], "unresolved_weight": 0.25}
         assert "withholds a weight of 0.25" in wrong(a, b)
 
     def test_withheld_used_and_given_back(self) -> None:

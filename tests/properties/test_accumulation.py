@@ -40,7 +40,7 @@ def test_nothing_is_lost_and_nothing_counts_twice(operations: list[tuple[object,
     in_round: list[Call] = []
     taken: Contribution | None = None
     # Of rounds that ended cut off; what was cleared since is empty.
-    withheld: list[tuple[Contribution, list[Call]]] = []
+    unresolved: list[tuple[Contribution, list[Call]]] = []
     for operation in operations:
         match operation:
             case ("add", list() as numbers, float() as weight):
@@ -63,10 +63,10 @@ def test_nothing_is_lost_and_nothing_counts_twice(operations: list[tuple[object,
                 in_round, taken = [], None
             case ("cut off",) if taken is not None:
                 accumulation.withhold(taken)
-                withheld.append((taken, in_round))
+                unresolved.append((taken, in_round))
                 in_round, taken = [], None
-            case ("found out", int() as index, bool() as used) if withheld:
-                contribution, its = withheld.pop(index % len(withheld))
+            case ("found out", int() as index, bool() as used) if unresolved:
+                contribution, its = unresolved.pop(index % len(unresolved))
                 if its:
                     check(contribution.mean, contribution.weight, its)
                 accumulation.found_out(contribution, used=used)
@@ -74,12 +74,12 @@ def test_nothing_is_lost_and_nothing_counts_twice(operations: list[tuple[object,
             case ("clear",):
                 accumulation.clear()
                 waiting, in_round = [], []
-                withheld = [(contribution, []) for contribution, _ in withheld]
+                unresolved = [(contribution, []) for contribution, _ in unresolved]
         assert (accumulation.weight == 0) == (not waiting)
-        expected = sum(weight for _, its in withheld for _, weight in its)
-        assert (accumulation.withheld == 0) == (expected == 0)
-        assert abs(accumulation.withheld - expected) <= 1e-9 * 40e6
-    for contribution, its in withheld:
+        expected = sum(weight for _, its in unresolved for _, weight in its)
+        assert (accumulation.unresolved_weight == 0) == (expected == 0)
+        assert abs(accumulation.unresolved_weight - expected) <= 1e-9 * 40e6
+    for contribution, its in unresolved:
         accumulation.found_out(contribution, used=False)
         waiting += its
     final = accumulation.mean()

@@ -1,4 +1,4 @@
-"""Optimizers of several peers on virtual time, with a bulletin and rounds that are played instead of sent.
+"""Optimizers of several peers on virtual time, with a board and rounds that are played instead of sent.
 
 Each peer is a thread, and only one of them runs at a time: a peer that waits hands over to the next one that has
 something to do, and the clock jumps there. So a run is the same each time, and an hour takes a second.
@@ -18,7 +18,7 @@ import torch
 import p2pavg
 from p2pavg.blocking import Averager
 from p2pavg.optim.together import TOPIC
-from p2pavg.records.board import Said
+from p2pavg.records.board import Entry
 from p2pavg.result import InProgress, NoPeers, RoundResult, Success
 
 END = 900.0  # of virtual time, when a test has failed
@@ -242,7 +242,7 @@ class Player:
         self._result = result
         self._result_at = self.stage.now + (self.stage.round_seconds if isinstance(result, Success) else 0.0)
 
-    def stop_looking(self, reason: str) -> bool:
+    def cancel_matchmaking(self, reason: str) -> bool:
         if self not in self.stage.seekers:
             return False
         self.stage.seekers.remove(self)
@@ -251,12 +251,12 @@ class Player:
 
     # ------------------------------------------------------------------ the boards
 
-    def bulletin(self, topic: str, look_seconds: float = 1.0) -> Board:
+    def board(self, topic: str, look_seconds: float = 1.0) -> Board:
         return self.boards.setdefault(topic, Board(self, topic))
 
-    def hears(self, at: float, name: str, word: Said, topic: str = TOPIC) -> None:
+    def hears(self, at: float, name: str, word: Entry, topic: str = TOPIC) -> None:
         """A word is on its way; those of one peer come in order."""
-        heapq.heappush(self.bulletin(topic).coming, (at, word.sequence, name, word))
+        heapq.heappush(self.board(topic).coming, (at, word.sequence, name, word))
 
 
 class Board:
@@ -267,33 +267,33 @@ class Board:
         self._stage = player.stage
         self._topic = topic
         self._sequence = 0
-        self.coming: list[tuple[float, int, str, Said]] = []
-        self._words: dict[str, Said] = {}
+        self.coming: list[tuple[float, int, str, Entry]] = []
+        self._words: dict[str, Entry] = {}
         self._version = 0
 
-    def say(self, value: bytes, *, now: bool = False) -> None:
+    def publish(self, value: bytes, *, now: bool = False) -> None:
         self._sequence += 1
         me = self._player.peer_id
         for player in self._stage.players:
             if player is not self._player:
                 heard_at = self._stage.now + self._stage.delay(me, player.peer_id)
-                player.hears(heard_at, me, Said(value, self._sequence, 1e12), self._topic)
+                player.hears(heard_at, me, Entry(value, self._sequence, 1e12), self._topic)
 
-    def take_back(self) -> None:
-        self.say(b"")
+    def withdraw(self) -> None:
+        self.publish(b"")
 
     @property
     def version(self) -> int:
-        self._listen()
+        self._observe()
         return self._version
 
     @property
-    def said(self) -> Mapping[str, Said]:
-        self._listen()
+    def entries(self) -> Mapping[str, Entry]:
+        self._observe()
         gone = {actor.name for actor in self._stage.actors if not actor.there}
         return {name: word for name, word in self._words.items() if word.value and name not in gone}
 
-    def _listen(self) -> None:
+    def _observe(self) -> None:
         while self.coming and self.coming[0][0] <= self._stage.now:
             _, _, name, word = heapq.heappop(self.coming)
             self._words[name] = word

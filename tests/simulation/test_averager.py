@@ -113,21 +113,21 @@ async def test_a_closed_averager_is_no_longer_spoken_of(autojump_clock: MockCloc
         assert "of this run" not in result.reason
 
 
-class TestStopLooking:
+class TestCancelMatchmaking:
     async def test_a_search_ends_at_once_and_loses_nothing(self, autojump_clock: MockClock) -> None:
         async with (
             simulated_peers(MemoryNetwork(latency=LAN), 2) as (peer, other),
             peer.averager(config()) as averager,
             other.averager(config()) as another,
         ):
-            assert not await averager.stop_looking("there is no round")
+            assert not await averager.cancel_matchmaking("there is no round")
             averager.accumulate(ONES, weight=3.0)
             assert isinstance(await averager.step(wait=1.0), p2pavg.InProgress)
-            assert await averager.stop_looking("it is of no use")
+            assert await averager.cancel_matchmaking("it is of no use")
             assert await averager.step(wait=1.0) == p2pavg.NoPeers(reason="it is of no use")
             assert trio.current_time() < 2.0
             assert averager.weight == 3.0
-            assert not await averager.stop_looking("the round is over")
+            assert not await averager.cancel_matchmaking("the round is over")
             another.accumulate(ONES)
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(partial(another.step, wait=None))
@@ -157,7 +157,7 @@ class TestStopLooking:
                         await trio.sleep(chosen.choice((0.0, 0.01)))
                     await averagers[0].step(wait=0)
                     await trio.sleep(chosen.random() * 0.02)
-                    stopped = await averagers[0].stop_looking("enough")
+                    stopped = await averagers[0].cancel_matchmaking("enough")
                     result = await averagers[0].step(wait=None)
                 outcomes[stopped] += 1
                 if stopped:

@@ -10,7 +10,7 @@ from trio.testing import MockClock
 
 import p2pavg
 from p2pavg.peer import Peer
-from p2pavg.records.board import LOOK_SECONDS, SAID_TTL_SECONDS, Bulletin
+from p2pavg.records.board import LOOK_SECONDS, SAID_TTL_SECONDS, Board
 from p2pavg.testing import MemoryNetwork, simulated_peers
 
 LAN = (0.0005, 0.002)
@@ -22,8 +22,8 @@ def config(run_id: str = "sim") -> p2pavg.AveragingConfig:
     return p2pavg.AveragingConfig(run_id=run_id, compression=None)
 
 
-def heard(bulletin: Bulletin) -> dict[str, bytes]:
-    return {peer_id: said.value for peer_id, said in bulletin.said.items()}
+def heard(board: Board) -> dict[str, bytes]:
+    return {peer_id: said.value for peer_id, said in board.entries.items()}
 
 
 def all_but(peer: Peer, words: dict[str, bytes]) -> dict[str, bytes]:
@@ -31,17 +31,17 @@ def all_but(peer: Peer, words: dict[str, bytes]) -> dict[str, bytes]:
 
 
 class Company:
-    """Averagers of one run, one a peer, and their bulletins of one topic."""
+    """Averagers of one run, one a peer, and their boards of one topic."""
 
     def __init__(self, peers: list[Peer]) -> None:
         self.peers = peers
-        self.bulletins: list[Bulletin] = []
+        self.boards: list[Board] = []
         self._averagers = [AsyncExitStack() for _ in peers]
 
     async def __aenter__(self) -> Company:
         for peer, stack in zip(self.peers, self._averagers, strict=True):
             averager = await stack.enter_async_context(peer.averager(config()))
-            self.bulletins.append(await averager.bulletin("topic"))
+            self.boards.append(await averager.board("topic"))
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -51,28 +51,28 @@ class Company:
     async def say_hello(self) -> dict[str, bytes]:
         """Everybody, all at once; what each of them says."""
         words = {peer.id: b"peer %d" % index for index, peer in enumerate(self.peers)}
-        for peer, bulletin in zip(self.peers, self.bulletins, strict=True):
-            bulletin.say(words[peer.id])
+        for peer, board in zip(self.peers, self.boards, strict=True):
+            board.publish(words[peer.id])
         await trio.sleep(SECOND)
         return words
 
     async def close_the_last(self) -> Peer:
         await self._averagers.pop().aclose()
-        self.bulletins.pop()
+        self.boards.pop()
         return self.peers.pop()
 
 
 async def test_what_is_taken_back_is_gone_until_something_is_said_again(autojump_clock: MockClock) -> None:
     async with simulated_peers(MemoryNetwork(latency=LAN), 3) as peers, Company(peers) as company:
         await company.say_hello()
-        company.bulletins[0].take_back()
+        company.boards[0].withdraw()
         await trio.sleep(SECOND)
-        for bulletin in company.bulletins[1:]:
-            assert peers[0].id not in heard(bulletin)
-        company.bulletins[0].say(b"again", now=True)
+        for board in company.boards[1:]:
+            assert peers[0].id not in heard(board)
+        company.boards[0].publish(b"again", now=True)
         await trio.sleep(SECOND)
-        for bulletin in company.bulletins[1:]:
-            assert heard(bulletin)[peers[0].id] == b"again"
+        for board in company.boards[1:]:
+            assert heard(board)[peers[0].id] == b"again"
 
 
 @pytest.mark.parametrize("count", [2, 3, 12])
@@ -82,17 +82,17 @@ async def test_everybody_hears_everybody_within_seconds(autojump_clock: MockCloc
         words = await company.say_hello()
         if count > 8:
             await trio.sleep(LOOK_SECONDS)
-        for peer, bulletin in zip(peers, company.bulletins, strict=True):
-            assert heard(bulletin) == all_but(peer, words)
+        for peer, board in zip(peers, company.boards, strict=True):
+            assert heard(board) == all_but(peer, words)
 
 
 async def test_an_urgent_word_is_heard_at_once(autojump_clock: MockClock) -> None:
     async with simulated_peers(MemoryNetwork(latency=LAN), 3) as peers, Company(peers) as company:
         await company.say_hello()
         for word in (b"a", b"b", b"c"):
-            company.bulletins[0].say(word, now=True)
+            company.boards[0].publish(word, now=True)
             await trio.sleep(AT_ONCE)
-            assert all(heard(bulletin)[peers[0].id] == word for bulletin in company.bulletins[1:])
+            assert all(heard(board)[peers[0].id] == word for board in company.boards[1:])
 
 
 async def test_words_last_as_long_as_their_peers(autojump_clock: MockClock) -> None:
@@ -100,8 +100,8 @@ async def test_words_last_as_long_as_their_peers(autojump_clock: MockClock) -> N
         words = await company.say_hello()
         for _ in range(20):
             await trio.sleep(SAID_TTL_SECONDS / 5)
-            for peer, bulletin in zip(peers, company.bulletins, strict=True):
-                assert heard(bulletin) == all_but(peer, words)
+            for peer, board in zip(peers, company.boards, strict=True):
+                assert heard(board) == all_but(peer, words)
 
 
 @pytest.mark.parametrize(("count", "seconds"), [(3, AT_ONCE), (12, SAID_TTL_SECONDS + 1.0)])
@@ -114,9 +114,9 @@ async def test_the_word_of_a_closed_averager_is_gone(
         await trio.sleep(LOOK_SECONDS)
         gone = await company.close_the_last()
         await trio.sleep(seconds)
-        for bulletin in company.bulletins:
-            assert len(heard(bulletin)) == count - 2
-            assert gone.id not in heard(bulletin)
+        for board in company.boards:
+            assert len(heard(board)) == count - 2
+            assert gone.id not in heard(board)
 
 
 async def test_an_averager_that_comes_again_is_heard_again(autojump_clock: MockClock) -> None:
@@ -124,11 +124,11 @@ async def test_an_averager_that_comes_again_is_heard_again(autojump_clock: MockC
         await company.say_hello()
         again = await company.close_the_last()
         async with again.averager(config()) as averager:
-            bulletin = await averager.bulletin("topic")
-            bulletin.say(b"again", now=True)
+            board = await averager.board("topic")
+            board.publish(b"again", now=True)
             await trio.sleep(AT_ONCE)
-            assert all(heard(other)[again.id] == b"again" for other in company.bulletins)
-            assert set(heard(bulletin)) == {peer.id for peer in company.peers}
+            assert all(heard(other)[again.id] == b"again" for other in company.boards)
+            assert set(heard(board)) == {peer.id for peer in company.peers}
 
 
 async def test_the_word_of_a_killed_peer_fades(autojump_clock: MockClock) -> None:
@@ -138,10 +138,10 @@ async def test_the_word_of_a_killed_peer_fades(autojump_clock: MockClock) -> Non
         await trio.sleep(20.0)
         network.crash(peers[2].id)
         left = all_but(peers[2], words)
-        assert all(peers[2].id in heard(bulletin) for bulletin in company.bulletins[:2])
+        assert all(peers[2].id in heard(board) for board in company.boards[:2])
         await trio.sleep(SAID_TTL_SECONDS)
-        for peer, bulletin in zip(peers[:2], company.bulletins[:2], strict=True):
-            assert heard(bulletin) == all_but(peer, left)
+        for peer, board in zip(peers[:2], company.boards[:2], strict=True):
+            assert heard(board) == all_but(peer, left)
 
 
 async def test_topics_and_runs_are_apart(autojump_clock: MockClock) -> None:
@@ -151,26 +151,26 @@ async def test_topics_and_runs_are_apart(autojump_clock: MockClock) -> None:
         listener.averager(config()) as other,
         listener.averager(config("another run")) as apart,
     ):
-        said = await one.bulletin("topic")
-        (await one.bulletin("another topic")).say(b"b")
-        said.say(b"a")
-        bulletins = [
-            await other.bulletin("topic"),
-            await other.bulletin("another topic"),
-            await other.bulletin("a third topic"),
-            await apart.bulletin("topic"),
+        said = await one.board("topic")
+        (await one.board("another topic")).publish(b"b")
+        said.publish(b"a")
+        boards = [
+            await other.board("topic"),
+            await other.board("another topic"),
+            await other.board("a third topic"),
+            await apart.board("topic"),
         ]
         await trio.sleep(2 * SECOND)
-        assert [heard(each) for each in bulletins] == [{speaker.id: b"a"}, {speaker.id: b"b"}, {}, {}]
+        assert [heard(each) for each in boards] == [{speaker.id: b"a"}, {speaker.id: b"b"}, {}, {}]
 
 
-async def test_one_topic_of_an_averager_is_one_bulletin(autojump_clock: MockClock) -> None:
+async def test_one_topic_of_an_averager_is_one_board(autojump_clock: MockClock) -> None:
     async with simulated_peers(MemoryNetwork(latency=LAN), 1) as (peer,):
         async with peer.averager(config()) as averager:
-            bulletin = await averager.bulletin("topic")
-            assert await averager.bulletin("topic") is bulletin
-            assert await averager.bulletin("another") is not bulletin
+            board = await averager.board("topic")
+            assert await averager.board("topic") is board
+            assert await averager.board("another") is not board
         with pytest.raises(p2pavg.ClosedError):
-            await averager.bulletin("topic")
-        bulletin.say(b"too late", now=True)
+            await averager.board("topic")
+        board.publish(b"too late", now=True)
         await trio.sleep(SECOND)

@@ -493,7 +493,7 @@ async def test_a_leader_that_names_members_of_an_attempt_that_were_not_in_it_is_
         assert isinstance(result, p2pavg.Success | p2pavg.Failed)
         told = result.lost[name(0)] if isinstance(result, p2pavg.Success) else result.reason
         assert "it said what cannot be: Begin" in told
-        assert isinstance(result, p2pavg.Success) or result.used is False
+        assert isinstance(result, p2pavg.Success) or result.contribution_used is False
     groups = [result for result in swarm.results.values() if isinstance(result, p2pavg.Success)]
     for found in groups:
         members = [index for index in range(SIZE) if name(index) in found.peers]
@@ -593,7 +593,7 @@ async def test_members_that_can_form_no_group_end_the_round_and_no_program(
     for index in honest(2):
         result = swarm.results[name(index)]
         assert isinstance(result, p2pavg.Failed)
-        assert result.used is not True
+        assert result.contribution_used is not True
     assert "can form no group" in str(swarm.results[name(0)])
 
 

@@ -103,7 +103,7 @@ async def test_a_silent_member_is_given_up_and_finds_out_later(
     results = await run_peers(network, 3, average, plan=plan)
     back = results.pop(stopped)
     assert isinstance(back, p2pavg.Failed)
-    assert back.used is False
+    assert back.contribution_used is False
     assert "gave this peer up" in back.reason
     check_one_result(list(results.values()), 50_000)
     assert all(isinstance(result, p2pavg.Success) and len(result.peers) == 2 for result in results.values())
@@ -179,7 +179,7 @@ async def test_all_but_one_lost_leaves_everything_as_it_was(autojump_clock: Mock
     plan = FaultPlan([Fault(Crash(index), After(Milestone.FORMED, of=3, seconds=0.05)) for index in range(3)])
     [alone] = (await run_peers(network, 4, average, plan=plan)).values()
     assert isinstance(alone, p2pavg.Failed)
-    assert alone.used is False
+    assert alone.contribution_used is False
 
 
 async def test_half_of_a_group_lost_at_once_leaves_the_other_half_to_go_on(autojump_clock: MockClock) -> None:

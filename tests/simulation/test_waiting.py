@@ -12,7 +12,7 @@ import torch
 
 from p2pavg.optim import AveragedOptimizer, LocalUpdates, StepReport, diloco
 from p2pavg.optim.progress import Progress, encode_progress
-from p2pavg.records.board import Said
+from p2pavg.records.board import Entry
 from p2pavg.result import Success
 from tests.simulation.stage import Player, Stage
 
@@ -226,7 +226,7 @@ class TestInventedWords:
             word = invented(b"x" * 32, 10**6, samples=1e9, waiting=True, started=True)
             for number in range(names):
                 for other in stage.players:
-                    other.hears(stage.now, f"x{number}", Said(word, number, 1e12))
+                    other.hears(stage.now, f"x{number}", Entry(word, number, 1e12))
 
         for name in "abc":
             stage.enter(name, 0.0, lambda player: Trainer(player, make).train(10))
@@ -258,7 +258,7 @@ class TestInventedWords:
                 for number in range(64):
                     sequence += 1
                     for other in stage.players:
-                        other.hears(stage.now, f"x{number}", Said(word, sequence, 1e12))
+                        other.hears(stage.now, f"x{number}", Entry(word, sequence, 1e12))
                 player.sleep(1.0)
 
         for name in "abc":

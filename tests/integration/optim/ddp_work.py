@@ -61,10 +61,10 @@ def main(how: dict[str, Any]) -> None:
                     torch.autograd.backward(loss * (math.inf if step == how.get("overflows_at") else 1.0))
             if step == how.get("overflows_at"):
                 assert gradients is not None
-                assert not gradients.arrived()
+                assert not gradients.averaged()
                 optimizer.zero_grad()
                 continue
-            if gradients is None or gradients.arrived():
+            if gradients is None or gradients.averaged():
                 optimizer.step()
                 stepped += 1
             optimizer.zero_grad()
@@ -95,7 +95,7 @@ def shards(how: dict[str, Any]) -> None:
             max_samples_per_peer=BATCH,
             max_grad_norm=how.get("clip"),
             peers_to_start=how["peers"],
-            patience=MOMENT if rank == how.get("impatient") else 60.0,
+            sync_timeout=MOMENT if rank == how.get("impatient") else 60.0,
             process_group=dist.group.WORLD,
         )
         seen = []
@@ -137,23 +137,23 @@ def mistakes(how: dict[str, Any]) -> None:
         averager = None
         if rank == 0:
             averager = stack.enter_context(open_averager(config(2), listen=LISTEN))
-        patience = -1.0 if rank == 0 else 60.0
+        sync_timeout = -1.0 if rank == 0 else 60.0
         attempt(
             lambda: stack.enter_context(
-                peer_gradients(averager, network.parameters(), peers_to_start=1, patience=patience)
+                peer_gradients(averager, network.parameters(), peers_to_start=1, sync_timeout=sync_timeout)
             )
         )
         gradients = stack.enter_context(peer_gradients(averager, network.parameters(), peers_to_start=1))
         model = DistributedDataParallel(network)
         model.register_comm_hook(gradients, ddp_comm_hook)
-        attempt(gradients.arrived)
+        attempt(gradients.averaged)
         with model.no_sync():
             torch.autograd.backward(loss_of(model, batches.next()))
-        attempt(gradients.arrived)
+        attempt(gradients.averaged)
         for _ in range(2):
             torch.autograd.backward(loss_of(model, batches.next()))
-        attempt(gradients.arrived)
-        attempt(gradients.arrived)
+        attempt(gradients.averaged)
+        attempt(gradients.averaged)
     with open_averager(shard_config(config(2), rank, 2), listen=LISTEN) as averager:
         optimizer = AveragedOptimizer(
             torch.optim.SGD(network.parameters(), lr=0.1),

@@ -39,7 +39,7 @@ def large_batch(model: torch.nn.Module, averager: Averager, **options: float) ->
         max_samples_per_peer=BATCH,
         max_grad_norm=options.pop("max_grad_norm", None),
         peers_to_start=2,
-        patience=1.0,
+        sync_timeout=1.0,
         check_every=5,
         model=model,
     )
@@ -127,7 +127,7 @@ def test_parameters_that_have_come_apart_are_reported_by_both(kind: str) -> None
         else:
             inner = SGD(model.parameters(), lr=0.05)
             optimizer = make_fedavg(
-                inner, averager, sync_every=1, peers_to_start=2, patience=5.0, check_every=5, model=model
+                inner, averager, sync_every=1, peers_to_start=2, sync_timeout=5.0, check_every=5, model=model
             )
         done: list[bool] = []
 
@@ -168,7 +168,7 @@ def test_batch_norms_statistics_are_the_same_on_all_peers() -> None:
 
 
 def test_a_stranger_that_says_it_is_the_source_is_passed_over(caplog: pytest.LogCaptureFixture) -> None:
-    """It joins first, with other parameters, and the listener waits for the one that was named."""
+    """It joins first, with other parameters, and the observer waits for the one that was named."""
     fooled = threading.Event()
     ids: list[str] = ["", "", ""]
     known = threading.Barrier(3, timeout=ENOUGH_SECONDS)
@@ -198,9 +198,9 @@ def test_a_stranger_that_says_it_is_the_source_is_passed_over(caplog: pytest.Log
         )
         return vector_of(model)
 
-    source, listener, _ = train_together(work, 3, config(3, match_timeout=2.0))
+    source, observer, _ = train_together(work, 3, config(3, match_timeout=2.0))
     assert torch.equal(source, 3 * vector_of(small_model()))
-    assert torch.equal(listener, source)
+    assert torch.equal(observer, source)
     assert f"not the source that was named: {ids[2]}" in caplog.text
 
 

@@ -173,7 +173,7 @@ def test_a_peer_that_began_with_other_parameters_is_told_so() -> None:
             with torch.no_grad():
                 next(model.parameters()).add_(1.0)
         optimizer = averaged(
-            model, averager, target_batch_size=2 * BATCH, peers_to_start=2, scheduler=None, patience=15.0
+            model, averager, target_batch_size=2 * BATCH, peers_to_start=2, scheduler=None, sync_timeout=15.0
         )
         report = one_batch(model, batches, optimizer)
         while report.epoch < 3 and report.behind is None:
@@ -235,7 +235,7 @@ def test_a_saved_state_goes_on_where_it_was() -> None:
         ({"target_batch_size": float("inf")}, "target_batch_size"),
         ({"max_samples_per_peer": -1}, "max_samples_per_peer"),
         ({"max_grad_norm": "1"}, "max_grad_norm"),
-        ({"patience": 0}, "patience"),
+        ({"sync_timeout": 0}, "sync_timeout"),
         ({"peers_to_start": 1.5}, "peers_to_start"),
     ],
 )

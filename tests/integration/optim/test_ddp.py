@@ -123,7 +123,7 @@ def test_a_mistake_on_one_rank_is_heard_on_all(tmp_path: Path) -> None:
     """Where only the one raised, the others would wait for it in a collective for ever."""
     found = results(tmp_path / "peer", start(tmp_path / "peer", [how(2)], ranks=2, work=ddp_work.mistakes))
     first, second = (rank["said"] for rank in found)
-    out_of_range = "patience must be a number above 0, got -1.0"
+    out_of_range = "sync_timeout must be a number above 0, got -1.0"
     assert first[0] == f"ValueError: {out_of_range}"
     assert second[0] == f"ValueError: on rank 0: {out_of_range}"
     nothing = "RuntimeError: no backward pass has reduced its gradients since this was asked last"

@@ -1,4 +1,4 @@
-"""Local updates beyond the plain algorithms: who listens, rounds that fail, codecs, saved states, a common start."""
+"""Local updates beyond the plain algorithms: who observes, rounds that fail, codecs, saved states, a common start."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def anchor_of(optimizer: LocalUpdates) -> torch.Tensor:
 
 
 def test_a_part_of_the_peers_contributes_and_all_have_the_same_anchor() -> None:
-    """Who only listens keeps what it learned for a later round."""
+    """Who only observes keeps what it learned for a later round."""
     peers, updates = 4, 6
 
     def work(peer: int, averager: Averager) -> tuple[torch.Tensor, list[p2pavg.Success], list[float]]:
@@ -75,11 +75,11 @@ def test_a_part_of_the_peers_contributes_and_all_have_the_same_anchor() -> None:
     for number in range(updates):
         results = [rounds[number] for _, rounds, _ in found]
         assert all(set(result.peers) == set(results[0].peers) for result in results)
-        assert (len(results[0].peers), len(results[0].listeners)) == (2, 2)
+        assert (len(results[0].peers), len(results[0].observers)) == (2, 2)
     weights = [dict(result.weights) for result in found[0][1]]
     assert max(max(weight.values()) for weight in weights) > 4 * SYNC_EVERY, "samples of more than one round"
     assert any(away == 0 for _, _, kept in found for away in kept), "contributors go on from the anchor"
-    assert any(away > 0 for _, _, kept in found for away in kept), "listeners keep what they learned"
+    assert any(away > 0 for _, _, kept in found for away in kept), "observers keep what they learned"
 
 
 def test_a_round_that_fails_is_made_up_for() -> None:
@@ -87,7 +87,7 @@ def test_a_round_that_fails_is_made_up_for() -> None:
 
     def work(peer: int, averager: Averager) -> None:
         model, batches = small_model(), Batches(peer, 4)
-        optimizer = optimizer_of(model, averager, 1, patience=1.0)
+        optimizer = optimizer_of(model, averager, 1, sync_timeout=1.0)
         start = anchor_of(optimizer)
         if peer:
             one_step(model, batches, optimizer)
@@ -111,11 +111,11 @@ def test_a_round_that_fails_is_made_up_for() -> None:
 
 
 def test_what_is_learned_while_a_round_is_late_is_for_the_next_one() -> None:
-    """The first peer's patience ends before the second comes to its round; it trains on, and loses nothing of it."""
+    """The first peer's `sync_timeout` ends before the second peer comes; it trains on, and loses nothing."""
 
     def work(peer: int, averager: Averager) -> tuple[list[torch.Tensor], list[torch.Tensor], list[float]]:
         model, batches = small_model(), Batches(peer, 4)
-        optimizer = optimizer_of(model, averager, 1, patience=0.5 if peer == 0 else 60.0)
+        optimizer = optimizer_of(model, averager, 1, sync_timeout=0.5 if peer == 0 else 60.0)
         if peer:
             one_step(model, batches, optimizer)
             late.wait(30)
@@ -243,7 +243,11 @@ def test_parameters_that_do_not_come_are_an_error() -> None:
 
 @pytest.mark.parametrize(
     ("changes", "named"),
-    [({"sync_every": 0}, "sync_every"), ({"proximal": -1.0}, "proximal"), ({"patience": "5"}, "patience")],
+    [
+        ({"sync_every": 0}, "sync_every"),
+        ({"proximal": -1.0}, "proximal"),
+        ({"sync_timeout": "5"}, "sync_timeout"),
+    ],
 )
 def test_arguments_that_are_out_of_range_are_named(changes: dict[str, Any], named: str) -> None:
     def work(_peer: int, averager: Averager) -> None:

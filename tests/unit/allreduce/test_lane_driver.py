@@ -101,11 +101,17 @@ def check(results: Sequence[p2pavg.RoundResult], members: Sequence[int]) -> list
     return found
 
 
+def streamed(result: p2pavg.Success) -> tuple[str, ...]:
+    """Return the members whose parts went over streams."""
+    return tuple(peer_id for peer_id, path in result.paths.items() if path == "stream")
+
+
 @pytest.mark.parametrize("compression", ["blockwise8", None])
 async def test_everybody_ends_with_the_same_mean_and_no_thread_is_left(compression: str | None) -> None:
     async def test(rounds: Rounds) -> None:
         for result in check(await rounds.play(), range(SIZE)):
-            assert result.streamed == ()
+            assert set(result.paths.values()) == {"lane"}
+            assert len(result.paths) == SIZE - 1
             assert result.lost == {}
             assert result.bytes_sent == result.bytes_received > ELEMENTS
         assert lane_threads() == []
@@ -138,10 +144,10 @@ async def test_a_lane_that_breaks_costs_nobody_its_round(sender: int, at: int) -
     async def test(rounds: Rounds) -> None:
         for result in check(await rounds.play(), range(SIZE)):
             assert result.lost == {}
-            if result.streamed:
-                seen.append(result.streamed)
+            if streamed(result):
+                seen.append(streamed(result))
         for result in check(await rounds.play(), range(SIZE)):
-            assert result.streamed == (), "the next round has direct lanes again"
+            assert streamed(result) == (), "the next round has direct lanes again"
 
     seen: list[tuple[str, ...]] = []
     await over_lanes(test, prepare=prepare, compression=None)
@@ -157,12 +163,12 @@ async def test_who_cannot_be_reached_directly_gets_its_parts_over_streams() -> N
         }
         assert found
         results = await rounds.play()
-        streamed = {
-            rounds.id(index): result.streamed
+        found_streams = {
+            rounds.id(index): streamed(result)
             for index, result in enumerate(results)
             if isinstance(result, p2pavg.Success)
         }
-        assert streamed == {
+        assert found_streams == {
             rounds.id(0): (rounds.id(2),),
             rounds.id(1): (),
             rounds.id(2): (rounds.id(0),),

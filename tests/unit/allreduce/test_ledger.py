@@ -27,10 +27,10 @@ def with_auxiliary() -> Roster:
     return roster([candidate(0), candidate(1), candidate(3, auxiliary=True)], SHARES)
 
 
-def with_listeners() -> Roster:
-    """B and the fifth listen, of which one has something to contribute."""
+def with_observers() -> Roster:
+    """B and the fifth observe, of which one has something to contribute."""
     found = [candidate(0), candidate(1), candidate(3, auxiliary=True), candidate(4, weight=0.0)]
-    return roster(found, [*SHARES, 5], listeners=[found[1], found[3]])
+    return roster(found, [*SHARES, 5], observers=[found[1], found[3]])
 
 
 def deliver(ledger: Ledger, peer_id: str) -> None:
@@ -79,10 +79,10 @@ class TestExpectations:
         assert its.inbound_lanes == 2
 
     def test_a_listener_sends_no_contributions_and_is_told_all_averages(self) -> None:
-        ledger = Ledger(with_listeners(), A, 64)
+        ledger = Ledger(with_observers(), A, 64)
         assert [ledger.expects(peer, CONTRIBUTIONS) for peer in (B, AUX, LISTENER)] == [0, 0, 0]
         assert [ledger.expects(peer, AVERAGES) for peer in (B, AUX, LISTENER)] == [1, 1, 1]
-        its = Ledger(with_listeners(), B, 64)
+        its = Ledger(with_observers(), B, 64)
         assert its.holding
         assert its.contributors == [A]
         assert its.holders == [A, LISTENER]
@@ -90,7 +90,7 @@ class TestExpectations:
         assert [its.expects(peer, AVERAGES) for peer in (A, AUX, LISTENER)] == [2, 1, 1]
 
     def test_a_sole_contributor_averages_its_share_alone(self) -> None:
-        ledger = Ledger(with_listeners(), A, 64)
+        ledger = Ledger(with_observers(), A, 64)
         assert ledger.contributors == []
         assert ledger.holders == [B, LISTENER]
         for peer in (B, AUX, LISTENER):
@@ -100,7 +100,7 @@ class TestExpectations:
         assert ledger.complete
 
     def test_a_listener_is_whole_with_its_own_share_and_those_of_the_others(self) -> None:
-        ledger = Ledger(with_listeners(), LISTENER, 64)
+        ledger = Ledger(with_observers(), LISTENER, 64)
         for peer in (A, B, AUX):
             deliver(ledger, peer)
         assert not ledger.complete
@@ -124,7 +124,7 @@ class TestExpectations:
         assert ledger.inbound_lanes == 0
 
     def test_what_one_expects_another_sends(self) -> None:
-        for group in (three(), with_auxiliary(), with_listeners(), three([0, 1, 0])):
+        for group in (three(), with_auxiliary(), with_observers(), three([0, 1, 0])):
             contributors = {member.peer_id for member in group.contributors}
             ledgers = {member.peer_id: Ledger(group, member.peer_id, 64) for member in group.members}
             for receiver, ledger in ledgers.items():

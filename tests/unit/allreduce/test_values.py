@@ -55,16 +55,16 @@ def with_auxiliary() -> Roster:
     return roster(found, [SHARE] * SIZE)
 
 
-def with_listener() -> Roster:
+def with_observer() -> Roster:
     """The last one has a vector, and keeps it."""
     found = [candidate(index, weight=WEIGHTS[index]) for index in range(SIZE)]
-    return roster(found, [SHARE] * SIZE, listeners=found[2:])
+    return roster(found, [SHARE] * SIZE, observers=found[2:])
 
 
 def sole() -> Roster:
     """Only the first one contributes."""
     found = [candidate(index, weight=WEIGHTS[index]) for index in range(SIZE)]
-    return roster(found, [SHARE] * SIZE, listeners=found[1:])
+    return roster(found, [SHARE] * SIZE, observers=found[1:])
 
 
 def vector(index: int) -> torch.Tensor:
@@ -361,7 +361,7 @@ def test_an_auxiliary_holds_its_own_share_only() -> None:
 
 
 @codecs
-@pytest.mark.parametrize("group", [with_listener(), sole()], ids=["one listens", "one contributes"])
+@pytest.mark.parametrize("group", [with_observer(), sole()], ids=["one observes", "one contributes"])
 def test_who_listens_holds_the_same_bits_and_digests_as_all(codec: Codec, group: Roster) -> None:
     held = [Held(codec, me, group) for me in range(SIZE)]
     contributors = [group.position(member.peer_id) for member in group.contributors]

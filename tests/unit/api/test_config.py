@@ -11,7 +11,7 @@ import pytest
 
 import p2pavg
 from p2pavg import AveragingConfig, ConfigError
-from p2pavg.group.participation import Capable, Participation, RandomFraction
+from p2pavg.group.participation import ByCapability, Participation, RandomFraction
 from p2pavg.group.roster import Candidate
 
 MBPS = ("bandwidth", "max_upload_mbps", "max_download_mbps")
@@ -79,7 +79,7 @@ def test_tags_are_as_many_as_a_record_carries() -> None:
 
 def test_a_rule_is_known_by_its_text() -> None:
     assert AveragingConfig(run_id="run").rule == ""
-    capable = Capable(tags=("gpu",))
+    capable = ByCapability(tags=("gpu",))
     assert AveragingConfig(run_id="run", participation=capable).rule == capable.text
 
 
@@ -97,7 +97,7 @@ def test_a_group_cannot_be_smaller_than_its_least() -> None:
         ("group_size", 64),
         ("min_group_size", 4),
         ("participation", RandomFraction(0.5)),
-        ("participation", Capable(least_bandwidth=50.0)),
+        ("participation", ByCapability(min_bandwidth=50.0)),
         ("tags", ("x" * 32,)),
         ("tags", ("gpu", "fp16", "Übung 1")),
         ("match_timeout", 1800),

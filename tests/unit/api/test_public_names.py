@@ -20,7 +20,7 @@ NAMES = [
     "Blockwise8",
     "BootstrapError",
     "BusyError",
-    "Capable",
+    "ByCapability",
     "ClosedError",
     "Codec",
     "CodecError",
@@ -51,7 +51,7 @@ ACCUMULATE = (
 )
 DECLARE = "(self, tensors: 'Given') -> 'None'"
 STEP = (
-    "(self, *, wait: 'float | None', state: 'bytes' = b'', listen: 'bool' = False, "
+    "(self, *, wait: 'float | None', state: 'bytes' = b'', observe: 'bool' = False, "
     "group_size: 'int | None' = None) -> 'RoundResult'"
 )
 
@@ -114,9 +114,9 @@ FIELDS: list[tuple[type, list[tuple[str, str, object]]]] = [
             ("group_id", "str", REQUIRED),
             ("share", "tuple[int, int]", REQUIRED),
             ("metrics", "Mapping[str, float]", {}),
-            ("listeners", "tuple[str, ...]", ()),
+            ("observers", "tuple[str, ...]", ()),
             ("auxiliaries", "tuple[str, ...]", ()),
-            ("streamed", "tuple[str, ...]", ()),
+            ("paths", "Mapping[str, Path]", {}),
             ("lost", "Mapping[str, str]", {}),
         ],
     ),
@@ -127,7 +127,11 @@ FIELDS: list[tuple[type, list[tuple[str, str, object]]]] = [
     (p2pavg.NoPeers, [("reason", "str", "no other peer is ready")]),
     (
         p2pavg.Failed,
-        [("reason", "str", REQUIRED), ("peer", "str | None", None), ("used", "bool | None", False)],
+        [
+            ("reason", "str", REQUIRED),
+            ("peer", "str | None", None),
+            ("contribution_used", "bool | None", False),
+        ],
     ),
 ]
 
@@ -176,12 +180,12 @@ def test_both_averagers_offer_the_same() -> None:
         "accumulate": "method",
         "accumulated": "property",
         "weight": "property",
-        "withheld": "property",
+        "unresolved_weight": "property",
         "round_state": "property",
         "clear": "method",
         "step": "method",
-        "stop_looking": "method",
-        "bulletin": "method",
+        "cancel_matchmaking": "method",
+        "board": "method",
         "sibling": "method",
     }
     assert public_names(p2pavg.DecentralizedAverager) == common | {"aclose": "method"}

@@ -47,7 +47,7 @@ def member(me: int, size: int = 3, minimum: int = 2) -> Member:
 
 
 @pytest.mark.parametrize(
-    ("size", "faults", "auxiliaries", "listeners"),
+    ("size", "faults", "auxiliaries", "observers"),
     [
         (2, Faults(crashes=1, suspicions=1), 0, 0),
         (2, Faults(crashes=1, suspicions=2, timeouts=2), 0, 0),
@@ -68,10 +68,10 @@ def member(me: int, size: int = 3, minimum: int = 2) -> Member:
     ids=str,
 )
 def test_whatever_happens_in_whatever_order(
-    size: int, faults: Faults, auxiliaries: int, listeners: int
+    size: int, faults: Faults, auxiliaries: int, observers: int
 ) -> None:
     """``scripts/explore`` looks at larger ones."""
-    assert Group(size, faults, auxiliaries=auxiliaries, listeners=listeners).explore() > 5
+    assert Group(size, faults, auxiliaries=auxiliaries, observers=observers).explore() > 5
 
 
 def test_the_search_finds_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,8 +179,8 @@ class TestLosses:
         assert after.phase is Phase.FAILED
         assert actions == [Tell(peer, Left(-1, after.reason)) for peer in (0, 2)]
 
-    def test_listeners_alone_are_no_result_for_anybody(self) -> None:
-        """An honest leader would not begin this: members 0 and 1 only listen."""
+    def test_observers_alone_are_no_result_for_anybody(self) -> None:
+        """An honest leader would not begin this: members 0 and 1 only observe."""
         after, _ = advance(Member(1, 3, EVERYBODY, frozenset({2}), 2), Heard(0, Gather(3)))
         begin = Begin(3, 3, frozenset({0, 1}), frozenset({0, 1}), 0, frozenset())
         after, actions = advance(after, Heard(0, begin))
@@ -201,16 +201,16 @@ class TestLosses:
         leader, _ = advance(leader, Heard(1, Held(0, ())))
         assert leader.phase is Phase.COMMITTED
         commit = Heard(0, Commit(0, frozenset({0, 1})))
-        listener, _ = advance(Member(1, 2, frozenset({0, 1}), frozenset({0}), 2), commit)
-        assert listener.phase is Phase.FAILED, "it holds nothing"
+        observer, _ = advance(Member(1, 2, frozenset({0, 1}), frozenset({0}), 2), commit)
+        assert observer.phase is Phase.FAILED, "it holds nothing"
 
     def test_a_listener_that_lacks_a_result_witnesses_it_only_when_it_has_it(self) -> None:
-        listener, _ = advance(Member(1, 3, EVERYBODY, frozenset({0}), 2), Heard(0, Gather(3)))
+        observer, _ = advance(Member(1, 3, EVERYBODY, frozenset({0}), 2), Heard(0, Gather(3)))
         two = frozenset({0, 1})
         begin = Begin(3, 0, EVERYBODY, two, 0, frozenset({1}))
-        listener, actions = advance(listener, Heard(0, begin))
+        observer, actions = advance(observer, Heard(0, begin))
         assert not any(isinstance(action, Tell) and isinstance(action.vote, Held) for action in actions)
-        listener, actions = advance(listener, Completed(0, (b"d" * 16,)))
+        observer, actions = advance(observer, Completed(0, (b"d" * 16,)))
         assert actions == [Tell(0, Held(3, (b"d" * 16,)))]
 
     def test_half_of_a_group_waits_without_the_first_and_goes_on_when_the_others_are_dead(self) -> None:

@@ -201,7 +201,7 @@ class TestChoice:
         group = answers({1: holds(without_two), 2: promise(), 3: holds(without_two)})
         assert choose(group) == Begin(BALLOT, 4, some(0, 1, 3), some(1, 2, 3), 1, NOBODY, must=True)
 
-    def test_listeners_alone_end_the_round(self) -> None:
+    def test_observers_alone_end_the_round(self) -> None:
         """There is nothing to average: who could have contributed is lost."""
         group = answers({1: promise(), 2: promise(), 3: promise()}, holders=ALL, contributors=some(0))
         found = choose(group)
@@ -213,7 +213,7 @@ class TestChoice:
         group = answers({0: promise(), 1: promise(), 2: promise()}, holders=ALL, contributors=some(1, 3))
         assert choose(group) == Begin(BALLOT, BALLOT, some(0, 1, 2), some(0, 1, 2), 0, NOBODY)
 
-    def test_listeners_count_for_the_minimum(self) -> None:
+    def test_observers_count_for_the_minimum(self) -> None:
         group = answers(
             {0: promise(), 1: promise(), 3: promise()}, holders=some(0, 1, 2), contributors=some(0), minimum=2
         )
@@ -221,7 +221,7 @@ class TestChoice:
         found = choose(dataclasses.replace(group, minimum=3))
         assert found == Stuck("2 of the members are left, at least 3 are needed", True)
 
-    def test_listeners_that_have_the_result_finish_without_its_contributor(self) -> None:
+    def test_observers_that_have_the_result_finish_without_its_contributor(self) -> None:
         """It was complete, and is as good without the one that is dead."""
         group = answers(
             {1: holds(FIRST), 2: promise(attempt=0), 3: promise(attempt=0)},

@@ -100,13 +100,13 @@ class Group:
         faults: Faults,
         *,
         auxiliaries: int = 0,
-        listeners: int = 0,
+        observers: int = 0,
         minimum: int = 2,
         strict: bool = True,
     ) -> None:
         self.strict = strict
         holders = frozenset(range(size - auxiliaries))
-        contributors = frozenset(range(size - auxiliaries - listeners))
+        contributors = frozenset(range(size - auxiliaries - observers))
         members = [Member(me, size, holders, contributors, minimum) for me in range(size)]
         self.names = Names()
         numbers = tuple(self.names.number(member.key(), member) for member in members)

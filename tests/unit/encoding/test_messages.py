@@ -51,7 +51,7 @@ MESSAGES: dict[str, Message] = {
     "declined with a leader": Declined("I follow", OTHER, IDS, over=True),
     "status": Status(3, decided=False),
     "propose": Propose(roster([ME, OTHER], [1000, 24], proposal=2)),
-    "propose with a listener": Propose(roster([ME, OTHER], [1000, 24], proposal=2, listeners=[OTHER])),
+    "propose with a observer": Propose(roster([ME, OTHER], [1000, 24], proposal=2, observers=[OTHER])),
     "accept": Accept(b"\x07" * 32),
     "refuse": Refuse(b"\x07" * 32, "another group"),
     "commit": Commit(b"\x07" * 32),

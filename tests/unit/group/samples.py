@@ -36,14 +36,14 @@ def roster(
     members: Sequence[Candidate],
     shares: Sequence[int] | None = None,
     proposal: int = 0,
-    listeners: Iterable[Candidate] = (),
+    observers: Iterable[Candidate] = (),
 ) -> Roster:
     """Shares are of 1000 elements each unless they are given."""
     return Roster(
         members=tuple(members),
         shares=tuple([1000] * len(members) if shares is None else shares),
         proposal=proposal,
-        listeners=frozenset(member.peer_id for member in listeners),
+        observers=frozenset(member.peer_id for member in observers),
     )
 
 

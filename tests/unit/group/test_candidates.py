@@ -60,8 +60,8 @@ def test_what_it_averages_can_and_measured_is_read_as_well() -> None:
 
 
 def test_a_peer_without_a_weight_may_still_want_the_result() -> None:
-    listener = candidate(3, weight=0.0)
-    assert (listener.weight, listener.auxiliary) == (0.0, False)
+    observer = candidate(3, weight=0.0)
+    assert (observer.weight, observer.auxiliary) == (0.0, False)
 
 
 def test_peers_of_one_state_fit_and_an_auxiliary_fits_all() -> None:

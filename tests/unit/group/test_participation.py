@@ -1,4 +1,4 @@
-"""Who contributes and who only listens: the same answer for every member, and a fair draw."""
+"""Who contributes and who only observes: the same answer for every member, and a fair draw."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from p2pavg.errors import ConfigError
 from p2pavg.group.names import is_rule
-from p2pavg.group.participation import Capable, Participation, RandomFraction, listeners, silent_members
+from p2pavg.group.participation import ByCapability, Participation, RandomFraction, observers, silent_members
 from p2pavg.group.roster import Candidate, sign_candidate
 from p2pavg_dht import Ed25519Signer
 from tests.unit.group.samples import KEY
@@ -26,9 +26,9 @@ RULES = [
     RandomFraction(0.5),
     RandomFraction(0.01, seed=7),
     RandomFraction(1.0),
-    Capable(),
-    Capable(tags=("gpu",), least_bandwidth=50.0),
-    Capable(least_bandwidth=1e6),
+    ByCapability(),
+    ByCapability(tags=("gpu",), min_bandwidth=50.0),
+    ByCapability(min_bandwidth=1e6),
 ]
 
 
@@ -155,30 +155,33 @@ class TestCapable:
             candidate(2),
             candidate(3, tags=("fp16", "other", "gpu")),
         ]
-        assert Capable(tags=("fp16", "gpu")).contributors(group) == {SIGNERS[0].peer_id, SIGNERS[3].peer_id}
+        assert ByCapability(tags=("fp16", "gpu")).contributors(group) == {
+            SIGNERS[0].peer_id,
+            SIGNERS[3].peer_id,
+        }
 
     def test_those_with_the_bandwidth(self) -> None:
         group = [candidate(index, bandwidth=bandwidth) for index, bandwidth in enumerate([49.9, 50.0, 1e5])]
-        assert Capable(least_bandwidth=50).contributors(group) == {SIGNERS[1].peer_id, SIGNERS[2].peer_id}
+        assert ByCapability(min_bandwidth=50).contributors(group) == {SIGNERS[1].peer_id, SIGNERS[2].peer_id}
 
     def test_both_count(self) -> None:
         group = [candidate(0, tags=("gpu",), bandwidth=1.0), candidate(1, bandwidth=100.0)]
-        assert Capable(tags=("gpu",), least_bandwidth=50.0).contributors(group) == frozenset()
+        assert ByCapability(tags=("gpu",), min_bandwidth=50.0).contributors(group) == frozenset()
 
     def test_without_arguments_everybody_can(self) -> None:
-        assert len(drawn(Capable(), b"")) == 8
+        assert len(drawn(ByCapability(), b"")) == 8
 
     @pytest.mark.parametrize(
         ("name", "value"),
         [
             *[("tags", value) for value in ("gpu", ["gpu"], ("",), ("x" * 33,), ("\x1b",), (5,), None)],
-            *[("least_bandwidth", value) for value in (-1.0, math.nan, math.inf, "50", None, True)],
+            *[("min_bandwidth", value) for value in (-1.0, math.nan, math.inf, "50", None, True)],
         ],
     )
     def test_what_is_out_of_range_is_refused_by_name(self, name: str, value: object) -> None:
         arguments: dict[str, Any] = {name: value}
         with pytest.raises(ConfigError, match=rf"^{name}\b"):
-            Capable(**arguments)
+            ByCapability(**arguments)
 
 
 class TestText:
@@ -187,11 +190,11 @@ class TestText:
             RandomFraction(0.5),
             RandomFraction(0.5, seed=1),
             RandomFraction(math.nextafter(0.5, 1)),
-            Capable(),
-            Capable(tags=("gpu",)),
-            Capable(tags=("gpu", "fp16")),
-            Capable(tags=("gpu', 'fp16",)),
-            Capable(least_bandwidth=50.0),
+            ByCapability(),
+            ByCapability(tags=("gpu",)),
+            ByCapability(tags=("gpu", "fp16")),
+            ByCapability(tags=("gpu', 'fp16",)),
+            ByCapability(min_bandwidth=50.0),
         ]
         assert len({rule.text for rule in rules}) == len(rules)
         assert all(is_rule(rule.text) and rule.text for rule in rules)
@@ -199,25 +202,25 @@ class TestText:
     def test_the_same_rule_has_one_text(self) -> None:
         assert RandomFraction(1).text == RandomFraction(1.0).text
         assert (
-            Capable(tags=("a", "b"), least_bandwidth=1).text
-            == Capable(tags=("b", "a"), least_bandwidth=1.0).text
+            ByCapability(tags=("a", "b"), min_bandwidth=1).text
+            == ByCapability(tags=("b", "a"), min_bandwidth=1.0).text
         )
 
     def test_the_texts_never_change(self) -> None:
         assert RandomFraction(0.5, seed=3).text == "fraction 0x1.0000000000000p-1 seed 3"
         assert (
-            Capable(tags=("gpu", "fp16"), least_bandwidth=50).text
+            ByCapability(tags=("gpu", "fp16"), min_bandwidth=50).text
             == "tags ['fp16', 'gpu'] bandwidth 0x1.9000000000000p+5"
         )
 
 
-class TestListeners:
+class TestObservers:
     @settings(deadline=None)
     @given(members, st.sampled_from(RULES))
     def test_never_an_auxiliary_and_always_who_has_no_weight(
         self, group: list[Candidate], rule: Participation | None
     ) -> None:
-        found = listeners(rule, group)
+        found = observers(rule, group)
         assert found <= {member.peer_id for member in group if not member.auxiliary}
         assert found >= {m.peer_id for m in group if not m.auxiliary and m.weight == 0}
 
@@ -226,22 +229,22 @@ class TestListeners:
     def test_the_same_in_whatever_order_the_members_stand(
         self, group: list[Candidate], rule: Participation | None, dice: random.Random
     ) -> None:
-        assert listeners(rule, dice.sample(group, len(group))) == listeners(rule, group)
+        assert observers(rule, dice.sample(group, len(group))) == observers(rule, group)
 
     @settings(deadline=None)
     @given(members)
     def test_a_part_is_of_those_that_have_something_to_contribute(self, group: list[Candidate]) -> None:
         """Auxiliaries and those without a weight take nobody's place."""
         able = [member for member in group if not member.auxiliary and member.weight]
-        found = listeners(RandomFraction(0.5), group)
+        found = observers(RandomFraction(0.5), group)
         assert len([m for m in able if m.peer_id not in found]) == math.ceil(len(able) / 2)
 
     def test_without_a_rule_all_that_have_a_weight_contribute(self) -> None:
         group = [candidate(0), candidate(1, weight=0.0), candidate(2, auxiliary=True)]
-        assert listeners(None, group) == silent_members(group) == {SIGNERS[1].peer_id}
+        assert observers(None, group) == silent_members(group) == {SIGNERS[1].peer_id}
 
     def test_who_is_not_able_listens(self) -> None:
         group = [candidate(0, tags=("gpu",)), candidate(1), candidate(2, weight=0.0, tags=("gpu",))]
-        choose = partial(listeners, Capable(tags=("gpu",)))
+        choose = partial(observers, ByCapability(tags=("gpu",)))
         assert choose(group) == {SIGNERS[1].peer_id, SIGNERS[2].peer_id}
         assert choose(group[1:]) == {SIGNERS[1].peer_id, SIGNERS[2].peer_id}, "also when nobody contributes"

@@ -19,18 +19,18 @@ AUXILIARY = candidate(3, auxiliary=True)
 SILENT = candidate(4, weight=0.0)
 
 
-def packed(members: list[Candidate], shares: object, proposal: object = 0, listening: object = ()) -> bytes:
+def packed(members: list[Candidate], shares: object, proposal: object = 0, observing: object = ()) -> bytes:
     """What a leader may send without having made a roster of it."""
-    return pack(tuple(pack_record(member.record) for member in members), shares, proposal, listening)
+    return pack(tuple(pack_record(member.record) for member in members), shares, proposal, observing)
 
 
 @pytest.mark.parametrize(
     "group",
     [
         roster([A, B, AUXILIARY], [100, 0, 900], proposal=7),
-        roster([A, B, SILENT, AUXILIARY], listeners=[SILENT, A]),
+        roster([A, B, SILENT, AUXILIARY], observers=[SILENT, A]),
     ],
-    ids=["all contribute", "two listen"],
+    ids=["all contribute", "two observe"],
 )
 def test_it_comes_back(group: Roster) -> None:
     assert read_roster(group.pack()) == group
@@ -53,9 +53,9 @@ def test_any_change_is_another_group() -> None:
         roster([A, B, C], proposal=1),
         roster([A, B, C], [1000, 1001, 999]),
         roster([A, B, C, AUXILIARY]),
-        roster([A, B, C], listeners=[C]),
-        roster([A, B, C], listeners=[B]),
-        roster([A, B, C], listeners=[B, C]),
+        roster([A, B, C], observers=[C]),
+        roster([A, B, C], observers=[B]),
+        roster([A, B, C], observers=[B, C]),
         roster([A, B, candidate(2, weight=1.0)]),
         roster([A, B, candidate(2, bandwidth=1.0)]),
         roster([A, B, candidate(2, deadline=DEADLINE)]),
@@ -99,9 +99,9 @@ def test_an_impossible_roster(members: list[Candidate], shares: list[int], reaso
 
 
 LISTENING: list[tuple[str, list[Candidate], tuple[int, ...], str]] = [
-    ("an auxiliary", [A, B, AUXILIARY], (2,), "listeners do not fit"),
-    ("not one without a weight", [A, B, SILENT], (), "listeners do not fit"),
-    ("another one than that without a weight", [A, B, SILENT], (1,), "listeners do not fit"),
+    ("an auxiliary", [A, B, AUXILIARY], (2,), "observers do not fit"),
+    ("not one without a weight", [A, B, SILENT], (), "observers do not fit"),
+    ("another one than that without a weight", [A, B, SILENT], (1,), "observers do not fit"),
     ("all that have a weight", [A, B, SILENT], (0, 1, 2), "nobody contributes"),
     ("all", [A, B], (0, 1), "nobody contributes"),
     ("all but the auxiliary", [A, B, AUXILIARY], (0, 1), "nobody contributes"),
@@ -109,25 +109,25 @@ LISTENING: list[tuple[str, list[Candidate], tuple[int, ...], str]] = [
 
 
 @pytest.mark.parametrize(
-    ("members", "listening", "reason"), [case[1:] for case in LISTENING], ids=[case[0] for case in LISTENING]
+    ("members", "observing", "reason"), [case[1:] for case in LISTENING], ids=[case[0] for case in LISTENING]
 )
-def test_who_cannot_listen(members: list[Candidate], listening: tuple[int, ...], reason: str) -> None:
+def test_who_cannot_observe(members: list[Candidate], observing: tuple[int, ...], reason: str) -> None:
     shares = (1,) * len(members)
     with pytest.raises(RemoteProtocolError, match=reason):
-        roster(members, shares, listeners=[members[index] for index in listening])
+        roster(members, shares, observers=[members[index] for index in observing])
     with pytest.raises(RemoteProtocolError, match=reason):
-        read_roster(packed(members, shares, 0, listening))
+        read_roster(packed(members, shares, 0, observing))
 
 
 def test_no_stranger_listens() -> None:
-    with pytest.raises(RemoteProtocolError, match="listeners do not fit"):
-        roster([A, B], listeners=[C])
+    with pytest.raises(RemoteProtocolError, match="observers do not fit"):
+        roster([A, B], observers=[C])
 
 
-@pytest.mark.parametrize("listening", [(1, 0), (0, 0), (0, 0, 1), (-1,), (3,), (0, 2**63)], ids=str)
-def test_listeners_have_one_encoding(listening: tuple[int, ...]) -> None:
-    with pytest.raises(RemoteProtocolError, match="listeners do not fit"):
-        read_roster(packed([A, B, C], (1, 1, 1), 0, listening))
+@pytest.mark.parametrize("observing", [(1, 0), (0, 0), (0, 0, 1), (-1,), (3,), (0, 2**63)], ids=str)
+def test_observers_have_one_encoding(observing: tuple[int, ...]) -> None:
+    with pytest.raises(RemoteProtocolError, match="observers do not fit"):
+        read_roster(packed([A, B, C], (1, 1, 1), 0, observing))
 
 
 def test_weights_that_overflow() -> None:
@@ -193,14 +193,14 @@ def test_who_contributes_and_where_everybody_stands() -> None:
 
 
 def test_who_listens_holds_the_result_and_has_nothing_in_it() -> None:
-    group = roster([A, SILENT, B, AUXILIARY, C], listeners=[SILENT, C])
+    group = roster([A, SILENT, B, AUXILIARY, C], observers=[SILENT, C])
     assert group.contributors == (A, B)
     assert group.holders == (A, SILENT, B, C)
     assert group.total_weight == A.weight + B.weight
 
 
 def test_one_contributor_is_enough_where_somebody_listens() -> None:
-    group = roster([SILENT, A, AUXILIARY], listeners=[SILENT])
+    group = roster([SILENT, A, AUXILIARY], observers=[SILENT])
     assert group.contributors == (A,)
     assert group.total_weight == A.weight
 
@@ -211,8 +211,8 @@ def test_an_auxiliary_helps_with_any_state() -> None:
 
 
 def test_whoever_is_left_of_a_group_contributes_or_listens_as_before() -> None:
-    group = roster([A, SILENT, B, C], proposal=7, listeners=[SILENT, C])
-    assert group.only([A, C], [5, 6]) == roster([A, C], [5, 6], proposal=7, listeners=[C])
+    group = roster([A, SILENT, B, C], proposal=7, observers=[SILENT, C])
+    assert group.only([A, C], [5, 6]) == roster([A, C], [5, 6], proposal=7, observers=[C])
     assert group.only([A, B], [5, 6]) == roster([A, B], [5, 6], proposal=7)
     with pytest.raises(RemoteProtocolError, match="nobody contributes"):
         group.only([SILENT, C], [5, 6])
@@ -229,8 +229,8 @@ class TestMetrics:
         assert group.metrics == {"accuracy": 0.5, "loss": 7.0}
 
     def test_what_a_listener_measured_does_not_count(self) -> None:
-        listener = self.measured(1, 3.0, loss=8.0, accuracy=1.0)
-        assert roster([self.measured(0, 1.0, loss=4.0), listener], listeners=[listener]).metrics == {
+        observer = self.measured(1, 3.0, loss=8.0, accuracy=1.0)
+        assert roster([self.measured(0, 1.0, loss=4.0), observer], observers=[observer]).metrics == {
             "loss": 4.0
         }
 

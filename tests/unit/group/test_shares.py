@@ -142,7 +142,7 @@ def test_bytes_without_a_codec() -> None:
     members = [(True, True), (True, True), (False, False)]
     assert fp32_bytes([0, 0, 1000], 2, members) == 4 * 4 * 1000
     assert fp32_bytes([0, 0, 1000], 0, members) == 4 * 2 * 1000
-    # A listener that reduces half: it gets 500 and 500 averaged, and sends 500 averaged.
+    # A observer that reduces half: it gets 500 and 500 averaged, and sends 500 averaged.
     assert fp32_bytes([500, 500], 1, [(True, True), (False, True)]) == 4 * 3 * 500
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from p2pavg.group.participation import Participation, listeners
+from p2pavg.group.participation import Participation, observers
 from p2pavg.group.roster import Candidate, Roster, ready_key, share_cutter, sign_candidate
 from p2pavg.matchmaking.actions import (
     Actions,
@@ -39,7 +39,7 @@ def settings(target: int = 4, minimum: int = 2, rule: Participation | None = Non
         minimum=minimum,
         match_timeout=MATCH_TIMEOUT,
         cut_shares=share_cutter(1000, 64),
-        choose_listeners=partial(listeners, rule),
+        choose_observers=partial(observers, rule),
     )
 
 
@@ -136,7 +136,7 @@ class Bus:
         )
         how = settings(target, minimum, rule)
         if auxiliary:
-            how = replace(how, choose_listeners=None)
+            how = replace(how, choose_observers=None)
         memory = self.memories.setdefault(me.peer_id, Memory())
         attempt = Attempt(me, Matchmaking(me, how, self.now, memory))
         attempt.again = partial(

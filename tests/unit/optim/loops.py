@@ -9,7 +9,7 @@ from torch import nn
 
 from p2pavg.optim import AveragedOptimizer, LocalUpdates, StepReport
 from p2pavg.optim.word import TOPIC
-from p2pavg.records.board import Said
+from p2pavg.records.board import Entry
 from tests.unit.optim.test_optimizers import Alone, Board
 
 Either = AveragedOptimizer | LocalUpdates
@@ -46,8 +46,8 @@ class Talk(Board):
         self.others: dict[str, bytes] = {}
 
     @property
-    def said(self) -> Mapping[str, Said]:
-        return {peer: Said(value, 1, 1e12) for peer, value in self.others.items()}
+    def entries(self) -> Mapping[str, Entry]:
+        return {peer: Entry(value, 1, 1e12) for peer, value in self.others.items()}
 
 
 def with_talk() -> tuple[Alone, Talk]:

@@ -115,14 +115,14 @@ class TestNotFinite:
         for value in (math.nan, math.nan, math.nan, 1.0):
             weights.grad = torch.full((1,), value)
             optimizer.step(samples=4)
-            left.append(averager.board.taken_back)
+            left.append(averager.progress_board.withdrawn)
         assert left == [False, False, True, False]
 
     def test_what_was_given_before_counts_and_what_is_lost_does_not_come_back(self) -> None:
         """A NaN while a late round runs: its average holds this peer's part, the parameters do not any more."""
         averager, weights = Alone(), parameter(1.0)
         averager.runs_for = 3
-        optimizer = local(averager, SGD([weights], lr=0.1), sync_every=2, patience=1e-9)
+        optimizer = local(averager, SGD([weights], lr=0.1), sync_every=2, sync_timeout=1e-9)
         reports = []
         for value in (1.0, 1.0, 1.0, math.nan, 2.0, 0.0):
             weights.grad = torch.full((1,), value)

@@ -68,7 +68,7 @@ class TestRecipe:
         same: list[dict[str, Any]] = [
             {},
             {"max_samples_per_peer": 2},
-            {"patience": 5.0},
+            {"sync_timeout": 5.0},
             {"peers_to_start": 1},
             {"check_every": None},
         ]

@@ -15,7 +15,7 @@ from p2pavg.optim import AveragedOptimizer, LocalUpdates, fedavg
 from p2pavg.optim.digest import digest_of
 from p2pavg.optim.progress import Progress, encode_progress
 from p2pavg.optim.recipe import hyperparameters, numbers_digest
-from p2pavg.records.board import Said
+from p2pavg.records.board import Entry
 from p2pavg.result import InProgress, RoundResult, Success
 from p2pavg.vector.accumulation import Accumulation
 
@@ -31,17 +31,17 @@ class Board:
     def __init__(self) -> None:
         self.mine = b""
         self.other: bytes | None = None
-        self.taken_back = False
+        self.withdrawn = False
 
-    def say(self, value: bytes, *, now: bool = False) -> None:
-        self.mine, self.taken_back = value, False
+    def publish(self, value: bytes, *, now: bool = False) -> None:
+        self.mine, self.withdrawn = value, False
 
-    def take_back(self) -> None:
-        self.taken_back = True
+    def withdraw(self) -> None:
+        self.withdrawn = True
 
     @property
-    def said(self) -> Mapping[str, Said]:
-        return {"other": Said(self.other or self.mine, 1, 1e12)}
+    def entries(self) -> Mapping[str, Entry]:
+        return {"other": Entry(self.other or self.mine, 1, 1e12)}
 
     def wait(self, version: int, timeout: float) -> None:
         raise AssertionError("nothing is to be waited for")
@@ -54,8 +54,8 @@ class Alone:
 
     def __init__(self, **changes: Any) -> None:
         self.config = p2pavg.AveragingConfig(**({"run_id": "run"} | changes))
-        self.board = Board()
-        self.boards: dict[str, Board] = {"progress": self.board}
+        self.progress_board = Board()
+        self.boards: dict[str, Board] = {"progress": self.progress_board}
         self.round_state: bytes | None = None
         self.runs_for = 0
         """Calls in which a round is not over."""
@@ -66,7 +66,7 @@ class Alone:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._accumulation, {"accumulate": "add"}.get(name, name))
 
-    def bulletin(self, topic: str, look_seconds: float = 1.0) -> Board:
+    def board(self, topic: str, look_seconds: float = 1.0) -> Board:
         return self.boards.setdefault(topic, Board())
 
     def step(self, *, state: bytes, **_: Any) -> RoundResult:
@@ -214,19 +214,19 @@ class TestMetrics:
 
 
 class TestLateRounds:
-    """A call was ended before its round was: by its patience, or by Ctrl-C."""
+    """A call was ended before its round was: by its sync_timeout, or by Ctrl-C."""
 
     def test_a_peer_that_takes_its_round_late_is_not_behind(self) -> None:
         """The other peer has long taken the update, and says so."""
         averager, weights = Alone(), parameter(1.0)
         averager.runs_for = 2
-        optimizer = local(averager, SGD([weights], lr=0.1), sync_every=2, patience=1e-9)
+        optimizer = local(averager, SGD([weights], lr=0.1), sync_every=2, sync_timeout=1e-9)
         reports = []
         for _ in range(4):
             weights.grad = torch.ones(1)
             reports.append(optimizer.step(samples=1))
             if reports[-1].result is not None:
-                averager.board.other = averager.board.other or after(optimizer, averager)
+                averager.progress_board.other = averager.progress_board.other or after(optimizer, averager)
         assert [type(report.result) for report in reports] == [type(None), InProgress, InProgress, Success]
         assert not any(report.behind for report in reports)
         assert optimizer.epoch == 1
@@ -236,7 +236,7 @@ class TestLateRounds:
         """Also where that is of the same epoch, and its samples are as many."""
         averager, weights = Alone(), parameter(1.0)
         averager.runs_for = 1
-        optimizer = local(averager, SGD([weights], lr=0.1), patience=1e-9)
+        optimizer = local(averager, SGD([weights], lr=0.1), sync_timeout=1e-9)
         weights.grad = torch.ones(1)
         assert isinstance(optimizer.step(samples=4).result, InProgress)
         saved = optimizer.state_dict()
@@ -292,9 +292,9 @@ class TestLeaving:
         for _ in range(2):
             weights.grad = torch.ones(1)
             optimizer.step(samples=4)
-            assert not averager.board.taken_back
+            assert not averager.progress_board.withdrawn
             optimizer.leave()
-            assert averager.board.taken_back
+            assert averager.progress_board.withdrawn
 
 
 def after(optimizer: LocalUpdates, averager: Alone) -> bytes:

@@ -19,7 +19,7 @@ STATE = bytes(range(32))
 
 @pytest.mark.parametrize("value", [1, 0.5, 1e-300, 1e300, 5e-324])
 def test_an_amount_is_a_number_above_zero(value: float) -> None:
-    amount = checked_amount("patience", value)
+    amount = checked_amount("sync_timeout", value)
     assert amount == value
     assert type(amount) is float
 
@@ -32,8 +32,8 @@ def test_an_amount_is_a_number_above_zero(value: float) -> None:
     ],
 )
 def test_any_other_amount_is_named(value: object) -> None:
-    with pytest.raises(ValueError, match=r"^patience must be a number above 0, got "):
-        checked_amount("patience", value)
+    with pytest.raises(ValueError, match=r"^sync_timeout must be a number above 0, got "):
+        checked_amount("sync_timeout", value)
 
 
 @pytest.mark.parametrize("value", [1, 2, 10**9])

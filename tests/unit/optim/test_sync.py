@@ -17,7 +17,7 @@ from p2pavg.config import MAX_TIMEOUT_SECONDS
 from p2pavg.encoding import pack
 from p2pavg.optim import SyncError, sync_parameters
 from p2pavg.optim.digest import digest_of
-from p2pavg.records.board import Said
+from p2pavg.records.board import Entry
 from p2pavg.result import RoundResult, Success
 
 GROUP = "07" * 32
@@ -32,13 +32,13 @@ class Board:
         self.mine: list[bytes] = []
         self.others: dict[str, bytes] = {}
 
-    def say(self, value: bytes, *, now: bool) -> None:
+    def publish(self, value: bytes, *, now: bool) -> None:
         assert now
         self.mine.append(value)
 
     @property
-    def said(self) -> Mapping[str, Said]:
-        return {peer: Said(value, 1, 1e12) for peer, value in self.others.items()}
+    def entries(self) -> Mapping[str, Entry]:
+        return {peer: Entry(value, 1, 1e12) for peer, value in self.others.items()}
 
     def wait(self, version: int, timeout: float) -> None:
         time.sleep(min(timeout, 0.01))
@@ -53,7 +53,7 @@ class Rounds:
 
     def __init__(self, *results: RoundResult) -> None:
         self.config = p2pavg.AveragingConfig(run_id="run", match_timeout=30.0, exchange_timeout=60.0)
-        self.board = Board()
+        self.sync_board = Board()
         self.results = list(results)
         self.opened: list[p2pavg.AveragingConfig] = []
 
@@ -62,9 +62,9 @@ class Rounds:
         self.opened.append(config)
         yield self
 
-    def bulletin(self, topic: str) -> Board:
+    def board(self, topic: str) -> Board:
         assert topic == "sync"
-        return self.board
+        return self.sync_board
 
     def declare(self, tensors: object) -> None: ...
 
@@ -76,7 +76,7 @@ class Rounds:
         return self.results.pop(0) if len(self.results) > 1 else self.results[0]
 
 
-def came(value: float, *sources: str, listeners: tuple[str, ...] = ("me",)) -> Success:
+def came(value: float, *sources: str, observers: tuple[str, ...] = ("me",)) -> Success:
     return Success(
         averaged=[torch.full((3,), value)],
         peers=sources,
@@ -89,7 +89,7 @@ def came(value: float, *sources: str, listeners: tuple[str, ...] = ("me",)) -> S
         exchange_duration=0.0,
         group_id=GROUP,
         share=(0, 0),
-        listeners=listeners,
+        observers=observers,
     )
 
 
@@ -106,16 +106,16 @@ class TestSource:
     def test_another_source_is_passed_over(self, caplog: pytest.LogCaptureFixture) -> None:
         tensors = [torch.zeros(3)]
         rounds = Rounds(came(6.0, "stranger"), came(7.0, "source", "stranger"), came(2.0, "source"))
-        rounds.board.others["source"] = received(2.0)
+        rounds.sync_board.others["source"] = received(2.0)
         sync(rounds, tensors, source_id="source")
         assert torch.equal(tensors[0], torch.full((3,), 2.0))
         assert caplog.text.count("not the source that was named: stranger") == 2
 
     def test_a_false_share_that_all_others_received_alike_is_found_out_by_the_source(self) -> None:
-        """A listener that averages a share can give all others, and the source, the same false one."""
+        """A observer that averages a share can give all others, and the source, the same false one."""
         tensors = [torch.full((3,), 1.0)]
-        rounds = Rounds(came(6.0, "me", listeners=("other",)))
-        rounds.board.others["other"] = received(6.0)
+        rounds = Rounds(came(6.0, "me", observers=("other",)))
+        rounds.sync_board.others["other"] = received(6.0)
         with pytest.raises(SyncError, match="received other parameters"):
             sync(rounds, tensors, source=True, source_id="me")
         assert torch.equal(tensors[0], torch.full((3,), 1.0))
@@ -150,8 +150,8 @@ class TestSource:
 
 class TestComparison:
     def test_tensors_that_another_received_otherwise_are_not_taken(self) -> None:
-        tensors, rounds = [torch.zeros(3)], Rounds(came(2.0, "source", listeners=("me", "third")))
-        rounds.board.others = {"source": received(2.0), "third": received(9.0)}
+        tensors, rounds = [torch.zeros(3)], Rounds(came(2.0, "source", observers=("me", "third")))
+        rounds.sync_board.others = {"source": received(2.0), "third": received(9.0)}
         with pytest.raises(SyncError, match=r"1 peer \(third\) received other parameters"):
             sync(rounds, tensors)
         assert torch.equal(tensors[0], torch.zeros(3))
@@ -161,22 +161,22 @@ class TestComparison:
     )
     def test_a_peer_that_does_not_say_what_it_received_is_named(self, word: bytes | None) -> None:
         tensors, rounds = [torch.zeros(3)], Rounds(came(2.0, "source"))
-        rounds.board.others = {} if word is None else {"source": word}
+        rounds.sync_board.others = {} if word is None else {"source": word}
         with pytest.raises(SyncError, match=r"1 peer \(source\) did not say what"):
             sync(rounds, tensors, timeout=0.2)
         assert torch.equal(tensors[0], torch.zeros(3))
 
     def test_what_strangers_say_does_not_matter(self) -> None:
         tensors, rounds = [torch.zeros(3)], Rounds(came(2.0, "source"))
-        rounds.board.others = {"source": received(2.0), "stranger": received(9.0)}
+        rounds.sync_board.others = {"source": received(2.0), "stranger": received(9.0)}
         sync(rounds, tensors)
         assert torch.equal(tensors[0], torch.full((3,), 2.0))
-        assert rounds.board.mine == [received(2.0)]
+        assert rounds.sync_board.mine == [received(2.0)]
 
     def test_a_member_that_was_lost_is_not_waited_for(self) -> None:
-        tensors, result = [torch.zeros(3)], came(2.0, "source", listeners=("me", "gone"))
+        tensors, result = [torch.zeros(3)], came(2.0, "source", observers=("me", "gone"))
         rounds = Rounds(replace(result, lost={"gone": "cut off"}))
-        rounds.board.others = {"source": received(2.0)}
+        rounds.sync_board.others = {"source": received(2.0)}
         sync(rounds, tensors)
         assert torch.equal(tensors[0], torch.full((3,), 2.0))
 
@@ -185,7 +185,7 @@ class TestComparison:
 def test_the_exchange_may_take_the_time_that_the_caller_gives(timeout: float, exchange: float) -> None:
     """Whole parameters, uncompressed, take longer than the rounds for which `exchange_timeout` was chosen."""
     rounds = Rounds(came(2.0, "source"))
-    rounds.board.others["source"] = received(2.0)
+    rounds.sync_board.others["source"] = received(2.0)
     sync(rounds, [torch.zeros(3)], timeout=timeout)
     [config] = rounds.opened
     assert config.exchange_timeout == exchange

@@ -15,7 +15,7 @@ from p2pavg.optim.attendance import FOLLOW_SECONDS
 from p2pavg.optim.lineage import Lineage
 from p2pavg.optim.progress import Compute, Progress, Wait, encode_progress
 from p2pavg.optim.together import Together
-from p2pavg.records.board import Said
+from p2pavg.records.board import Entry
 from p2pavg.result import Failed, InProgress, RoundResult, Success
 
 PARAMETERS = [torch.ones(3)]
@@ -27,10 +27,10 @@ class Word:
     version = 0
 
     def __init__(self) -> None:
-        self.said: dict[str, Said] = {}
+        self.entries: dict[str, Entry] = {}
         self.mine: list[bytes] = []
 
-    def say(self, value: bytes, *, now: bool = False) -> None:
+    def publish(self, value: bytes, *, now: bool = False) -> None:
         self.mine.append(value)
 
     def wait(self, version: int, timeout: float) -> None:
@@ -53,7 +53,7 @@ class Rounds:
         self.is_looking = False
         self.stopped: list[str] = []
 
-    def bulletin(self, topic: str) -> Word:
+    def board(self, topic: str) -> Word:
         return self.word
 
     def step(self, **_: Any) -> RoundResult:
@@ -61,7 +61,7 @@ class Rounds:
         self.on_step(self.calls)
         return self.results.pop(0)
 
-    def stop_looking(self, reason: str) -> bool:
+    def cancel_matchmaking(self, reason: str) -> bool:
         self.stopped.append(reason)
         return self.is_looking
 
@@ -73,7 +73,7 @@ class Company:
         self.rounds = Rounds()
         self.rounds.round_state = round_state
         self.together = Together(
-            cast(Averager, self.rounds), PARAMETERS, target=float("inf"), peers_to_start=1, patience=5.0
+            cast(Averager, self.rounds), PARAMETERS, target=float("inf"), peers_to_start=1, sync_timeout=5.0
         )
         self._sequence = 0
 
@@ -87,7 +87,7 @@ class Company:
             samples_per_second=1.0,
             waiting=waiting,
         )
-        self.rounds.word.said[peer] = Said(encode_progress(progress), self._sequence, 1e12)
+        self.rounds.word.entries[peer] = Entry(encode_progress(progress), self._sequence, 1e12)
 
     def took(self, *peers: str, lost: Mapping[str, str] | None = None) -> None:
         self.together.took(success(*peers, lost=lost))
@@ -180,7 +180,7 @@ def test_the_result_for_parameters_that_were_replaced_is_not_taken(company: Comp
         assert isinstance(company.together.look(), InProgress)
         result = company.together.average(2)
         assert isinstance(result, Failed)
-        assert result.used is True
+        assert result.contribution_used is True
         assert "replaced" in result.reason
         company.rounds.round_state = None
         assert isinstance(company.together.average(2), Success)

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 import trio
 from trio.testing import wait_all_tasks_blocked
 
-from p2pavg.records.board import Bulletin
+from p2pavg.records.board import Board
 from p2pavg_dht import Ed25519Signer, Published, Record, sign_record
 
 EPOCH = 1_800_000_000.0
@@ -29,7 +29,7 @@ def record(
 
 
 class Records:
-    """What a bulletin uses of a record node. Times are the virtual clock's."""
+    """What a board uses of a record node. Times are the virtual clock's."""
 
     def __init__(self) -> None:
         self.there: tuple[Record, ...] = ()
@@ -102,16 +102,16 @@ class Records:
 
 
 @asynccontextmanager
-async def open_bulletin(records: Records) -> AsyncIterator[Bulletin]:
+async def open_board(records: Records) -> AsyncIterator[Board]:
     """Of ``ME``, and it runs; the first look is over."""
-    bulletin = Bulletin(records, key=KEY, peer_id=ME.peer_id, wall_clock=wall_clock)
+    board = Board(records, key=KEY, peer_id=ME.peer_id, wall_clock=wall_clock)
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(bulletin.run)
+        nursery.start_soon(board.run)
         await wait_all_tasks_blocked()
-        yield bulletin
+        yield board
         nursery.cancel_scope.cancel()
 
 
-def heard(bulletin: Bulletin) -> dict[str, bytes]:
+def heard(board: Board) -> dict[str, bytes]:
     """What others say."""
-    return {peer_id: said.value for peer_id, said in bulletin.said.items()}
+    return {peer_id: said.value for peer_id, said in board.entries.items()}

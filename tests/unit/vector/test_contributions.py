@@ -170,45 +170,45 @@ class TestWithheld:
 
     def test_it_counts_nowhere_until_it_is_known(self) -> None:
         accumulation = Accumulation()
-        assert accumulation.withheld == 0
+        assert accumulation.unresolved_weight == 0
         self.cut_off(accumulation, 1.0, 3.0)
-        assert (accumulation.withheld, accumulation.weight, mean(accumulation)) == (3.0, 0, None)
+        assert (accumulation.unresolved_weight, accumulation.weight, mean(accumulation)) == (3.0, 0, None)
         assert accumulation.take() is None
 
     def test_what_was_used_is_gone(self) -> None:
         accumulation = Accumulation()
         accumulation.found_out(self.cut_off(accumulation, 1.0, 3.0), used=True)
-        assert (accumulation.withheld, accumulation.weight, mean(accumulation)) == (0, 0, None)
+        assert (accumulation.unresolved_weight, accumulation.weight, mean(accumulation)) == (0, 0, None)
 
     def test_what_was_not_used_counts_again(self) -> None:
         accumulation = Accumulation()
         accumulation.found_out(self.cut_off(accumulation, 1.0, 3.0), used=False)
-        assert (accumulation.withheld, accumulation.weight, mean(accumulation)) == (0, 3.0, 1.0)
+        assert (accumulation.unresolved_weight, accumulation.weight, mean(accumulation)) == (0, 3.0, 1.0)
 
     def test_what_was_not_used_is_averaged_with_what_came_meanwhile(self) -> None:
         accumulation = Accumulation()
-        withheld = self.cut_off(accumulation, 1.0, 3.0)
+        unresolved = self.cut_off(accumulation, 1.0, 3.0)
         add(accumulation, 5.0)
-        assert (accumulation.withheld, accumulation.weight, mean(accumulation)) == (3.0, 1.0, 5.0)
-        accumulation.found_out(withheld, used=False)
-        assert (accumulation.withheld, accumulation.weight, mean(accumulation)) == (0, 4.0, 2.0)
+        assert (accumulation.unresolved_weight, accumulation.weight, mean(accumulation)) == (3.0, 1.0, 5.0)
+        accumulation.found_out(unresolved, used=False)
+        assert (accumulation.unresolved_weight, accumulation.weight, mean(accumulation)) == (0, 4.0, 2.0)
 
     @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
     @pytest.mark.parametrize("used", [(True, False, False), (False, True, True), (False,) * 3, (True,) * 3])
     def test_several_while_another_round_runs(self, order: tuple[int, ...], used: tuple[bool, ...]) -> None:
         accumulation = Accumulation()
-        withheld = [self.cut_off(accumulation, 2.0**power, 2.0**power) for power in range(3)]
+        unresolved = [self.cut_off(accumulation, 2.0**power, 2.0**power) for power in range(3)]
         add(accumulation, 64.0, 64.0)
         running = take(accumulation)
         add(accumulation, 128.0, 128.0)
-        assert (accumulation.withheld, accumulation.weight) == (7.0, 128.0)
+        assert (accumulation.unresolved_weight, accumulation.weight) == (7.0, 128.0)
         left = {128.0}
         for index in order:
-            accumulation.found_out(withheld[index], used=used[index])
+            accumulation.found_out(unresolved[index], used=used[index])
             left |= set() if used[index] else {2.0**index}
             assert accumulation.weight == sum(left)
             assert mean(accumulation) == pytest.approx(sum(one * one for one in left) / sum(left), rel=1e-6)
-        assert accumulation.withheld == 0
+        assert accumulation.unresolved_weight == 0
         assert (running.weight, running.mean.tolist()) == (64.0, [64.0] * 4), "the round that runs"
         accumulation.give_back(running)
         left.add(64.0)
@@ -217,45 +217,45 @@ class TestWithheld:
 
     def test_nothing_is_withheld_any_more_when_all_is_known_whatever_the_weights(self) -> None:
         accumulation = Accumulation()
-        withheld = [self.cut_off(accumulation, 1.0, weight) for weight in (0.1, 0.2, 0.3)]
-        for one in withheld:
+        unresolved = [self.cut_off(accumulation, 1.0, weight) for weight in (0.1, 0.2, 0.3)]
+        for one in unresolved:
             accumulation.found_out(one, used=True)
-        assert accumulation.withheld == 0, "a caller waits for that"
+        assert accumulation.unresolved_weight == 0, "a caller waits for that"
 
     def test_a_round_that_succeeds_meanwhile_changes_nothing_of_it(self) -> None:
         accumulation = Accumulation()
-        withheld = self.cut_off(accumulation, 1.0, 3.0)
+        unresolved = self.cut_off(accumulation, 1.0, 3.0)
         for value in (10.0, 20.0, 30.0):
             add(accumulation, value)
             running = take(accumulation)
             assert running.mean.tolist() == [value] * 4
             accumulation.release(running)
         add(accumulation, 5.0)
-        assert withheld.mean.tolist() == [1.0] * 4
-        accumulation.found_out(withheld, used=False)
+        assert unresolved.mean.tolist() == [1.0] * 4
+        accumulation.found_out(unresolved, used=False)
         assert (mean(accumulation), accumulation.weight) == (2.0, 4.0)
 
     @pytest.mark.parametrize("used", [True, False])
     def test_clear_forgets_it_whatever_is_found_out(self, used: bool) -> None:
         accumulation = Accumulation()
-        withheld = [self.cut_off(accumulation, 1.0), self.cut_off(accumulation, 2.0)]
+        unresolved = [self.cut_off(accumulation, 1.0), self.cut_off(accumulation, 2.0)]
         accumulation.clear()
-        assert (accumulation.withheld, accumulation.weight) == (0, 0)
+        assert (accumulation.unresolved_weight, accumulation.weight) == (0, 0)
         add(accumulation, 5.0, 2.0)
-        for one in withheld:
+        for one in unresolved:
             accumulation.found_out(one, used=used)
-            assert (accumulation.withheld, accumulation.weight, mean(accumulation)) == (0, 2.0, 5.0)
+            assert (accumulation.unresolved_weight, accumulation.weight, mean(accumulation)) == (0, 2.0, 5.0)
 
     def test_clear_between_two_forgets_the_older_only(self) -> None:
         accumulation = Accumulation()
         older = self.cut_off(accumulation, 1.0, 4.0)
         accumulation.clear()
         newer = self.cut_off(accumulation, 3.0, 2.0)
-        assert accumulation.withheld == 2.0
+        assert accumulation.unresolved_weight == 2.0
         accumulation.found_out(older, used=False)
-        assert (accumulation.withheld, accumulation.weight) == (2.0, 0)
+        assert (accumulation.unresolved_weight, accumulation.weight) == (2.0, 0)
         accumulation.found_out(newer, used=False)
-        assert (accumulation.withheld, accumulation.weight, mean(accumulation)) == (0, 2.0, 3.0)
+        assert (accumulation.unresolved_weight, accumulation.weight, mean(accumulation)) == (0, 2.0, 3.0)
 
     def test_a_round_that_ends_cut_off_after_clear_withholds_nothing(self) -> None:
         accumulation = Accumulation()
@@ -263,16 +263,16 @@ class TestWithheld:
         taken = take(accumulation)
         accumulation.clear()
         accumulation.withhold(taken)
-        assert accumulation.withheld == 0
+        assert accumulation.unresolved_weight == 0
         accumulation.found_out(taken, used=False)
-        assert (accumulation.withheld, accumulation.weight, mean(accumulation)) == (0, 0, None)
+        assert (accumulation.unresolved_weight, accumulation.weight, mean(accumulation)) == (0, 0, None)
 
     def test_the_most_that_may_be_accumulated_counts_what_may_come_back(self) -> None:
         accumulation = Accumulation()
-        withheld = self.cut_off(accumulation, 1.0, MAX_WEIGHT)
+        unresolved = self.cut_off(accumulation, 1.0, MAX_WEIGHT)
         with pytest.raises(AccumulateError, match="would sum to more"):
             add(accumulation, 1.0)
-        accumulation.found_out(withheld, used=True)
+        accumulation.found_out(unresolved, used=True)
         halves = [self.cut_off(accumulation, 1.0, MAX_WEIGHT / 2) for _ in range(2)]
         accumulation.found_out(halves[0], used=True)
         with pytest.raises(AccumulateError, match="would sum to more"):

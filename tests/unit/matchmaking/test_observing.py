@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from p2pavg.group.participation import Capable, Participation, RandomFraction
+from p2pavg.group.participation import ByCapability, Participation, RandomFraction
 from p2pavg.group.roster import Candidate, Roster
 from p2pavg.matchmaking.actions import Actions, Open, Send
 from p2pavg.matchmaking.messages import Accept, Ask, Declined, Joined, Message, Nudge, Propose, Refuse
@@ -100,24 +100,24 @@ class TestStates:
         assert all(attempt.formed == helper.formed for attempt in attempts)
 
 
-class TestListeners:
+class TestObservers:
     def test_who_has_no_weight_listens_and_is_counted(self) -> None:
         bus = Bus()
         attempts = [ready(bus, index, target=3, weight=float(index == 1)) for index in range(3)]
         for attempt in attempts:
             assert attempt.formed is not None
             assert [member.peer_id for member in attempt.formed.contributors] == [attempts[1].me.peer_id]
-            assert attempt.formed.listeners == {attempts[0].me.peer_id, attempts[2].me.peer_id}
+            assert attempt.formed.observers == {attempts[0].me.peer_id, attempts[2].me.peer_id}
         assert len({attempt.formed.group_id for attempt in attempts if attempt.formed}) == 1
 
     def test_the_rule_says_who_else_listens(self) -> None:
         bus = Bus()
-        rule = Capable(tags=("gpu",))
+        rule = ByCapability(tags=("gpu",))
         tags: list[tuple[str, ...]] = [("gpu",), (), ("fp16", "gpu")]
         attempts = [ready(bus, index, target=3, tags=tags[index], rule=rule) for index in range(3)]
         assert all(attempt.formed == attempts[0].formed for attempt in attempts)
         assert attempts[0].formed is not None
-        assert attempts[0].formed.listeners == {attempts[1].me.peer_id}
+        assert attempts[0].formed.observers == {attempts[1].me.peer_id}
 
     def test_an_auxiliary_takes_the_leaders_word_for_it(self) -> None:
         """It knows the rule of the peers by its text only."""
@@ -126,22 +126,22 @@ class TestListeners:
         rule = RandomFraction(0.5)
         attempts = [ready(bus, index, target=2, rule=rule) for index in range(2)]
         assert helper.formed is not None
-        assert len(helper.formed.listeners) == 1
+        assert len(helper.formed.observers) == 1
         assert all(attempt.formed == helper.formed for attempt in attempts)
 
     @pytest.mark.parametrize(
-        ("rule", "weights", "listening"),
+        ("rule", "weights", "observing"),
         [
             (None, (1.0, 1.0, 1.0), {1}),
             (None, (1.0, 1.0, 0.0), {1, 2}),
-            (Capable(tags=("gpu",)), (1.0, 1.0, 1.0), set()),
-            (Capable(tags=("gpu",)), (1.0, 1.0, 1.0), {0, 1}),
-            (Capable(), (1.0, 1.0, 1.0), {2}),
+            (ByCapability(tags=("gpu",)), (1.0, 1.0, 1.0), set()),
+            (ByCapability(tags=("gpu",)), (1.0, 1.0, 1.0), {0, 1}),
+            (ByCapability(), (1.0, 1.0, 1.0), {2}),
         ],
         ids=str,
     )
-    def test_a_roster_whose_listeners_do_not_follow_from_the_rule_is_refused(
-        self, rule: Participation | None, weights: tuple[float, ...], listening: set[int]
+    def test_a_roster_whose_observers_do_not_follow_from_the_rule_is_refused(
+        self, rule: Participation | None, weights: tuple[float, ...], observing: set[int]
     ) -> None:
         """No leader can have a member's work wasted, or count what nobody chose."""
         tags = [("gpu",), ("gpu",), ()]
@@ -151,26 +151,26 @@ class TestListeners:
         leader, me = members[0], members[1]
         rules = matchmaking(me, leader, rule=rule)
         rules.told_by_leader(leader.peer_id, Joined(leader), EPOCH)
-        chosen = frozenset(members[index].peer_id for index in listening)
-        roster = Roster(members=members, shares=settings().cut_shares(members), proposal=1, listeners=chosen)
+        chosen = frozenset(members[index].peer_id for index in observing)
+        roster = Roster(members=members, shares=settings().cut_shares(members), proposal=1, observers=chosen)
         [refusal] = said(rules.told_by_leader(leader.peer_id, Propose(roster), EPOCH))
         assert isinstance(refusal, Refuse)
-        assert "listeners do not follow" in refusal.reason
+        assert "observers do not follow" in refusal.reason
         assert rules.phase is Phase.LEADING
 
-    def test_a_roster_whose_listeners_follow_from_the_rule_is_accepted(self) -> None:
+    def test_a_roster_whose_observers_follow_from_the_rule_is_accepted(self) -> None:
         tags = [("gpu",), ("gpu",), ()]
         members = tuple(candidate(index, EPOCH + 1 + index, tags=tags[index]) for index in range(3))
-        rules = matchmaking(members[1], members[0], rule=Capable(tags=("gpu",)))
+        rules = matchmaking(members[1], members[0], rule=ByCapability(tags=("gpu",)))
         rules.told_by_leader(members[0].peer_id, Joined(members[0]), EPOCH)
         chosen = frozenset({members[2].peer_id})
-        roster = Roster(members=members, shares=settings().cut_shares(members), proposal=1, listeners=chosen)
+        roster = Roster(members=members, shares=settings().cut_shares(members), proposal=1, observers=chosen)
         answers = said(rules.told_by_leader(members[0].peer_id, Propose(roster), EPOCH))
         assert answers == [Accept(roster.group_id)]
 
 
 class TestNobodyContributes:
-    def test_a_complete_group_of_listeners_waits_for_a_contributor(self) -> None:
+    def test_a_complete_group_of_observers_waits_for_a_contributor(self) -> None:
         bus = Bus()
         attempts = [ready(bus, index, target=3, weight=0.0) for index in range(2)]
         last = ready(bus, 2, target=3, weight=0.0)
@@ -202,14 +202,14 @@ class TestNobodyContributes:
 
     def test_nobody_is_able_by_the_rule(self) -> None:
         bus = Bus()
-        rule = Capable(tags=("gpu",))
+        rule = ByCapability(tags=("gpu",))
         attempts = [ready(bus, index, target=2, rule=rule) for index in range(2)]
         bus.run(MATCH_TIMEOUT)
         assert [report.reason for _, report in attempts[0].reports] == [
             "2 joined, and none of them has anything to contribute"
         ]
 
-    def test_a_full_group_of_listeners_has_room_for_a_contributor(self) -> None:
+    def test_a_full_group_of_observers_has_room_for_a_contributor(self) -> None:
         bus = Bus()
         attempts = [ready(bus, index, target=2, weight=0.0) for index in range(2)]
         attempts.append(ready(bus, 2, target=2))
@@ -218,15 +218,15 @@ class TestNobodyContributes:
     def test_who_could_not_contribute_either_finds_no_room(self) -> None:
         """However much it says that it has: a group that grew without end could not be proposed."""
         bus = Bus()
-        rule = Capable(tags=("gpu",))
+        rule = ByCapability(tags=("gpu",))
         leader, *_ = [ready(bus, index, target=2, rule=rule) for index in range(6)]
         assert leader.rules.holders == 2
 
     def test_a_leader_whose_only_contributor_leaves_while_it_proposes_gathers_again(self) -> None:
-        leader, listener = (candidate(index, EPOCH + 1 + index, weight=0.0) for index in range(2))
+        leader, observer = (candidate(index, EPOCH + 1 + index, weight=0.0) for index in range(2))
         only = candidate(2, EPOCH + 3)
         rules = matchmaking(leader, target=3)
-        rules.asked(listener, EPOCH)
+        rules.asked(observer, EPOCH)
         assert any(isinstance(message, Propose) for message in said(rules.asked(only, EPOCH)))
         rules.lost(only.peer_id, "gone", EPOCH + 1)
         assert rules.phase is Phase.LEADING

@@ -1,4 +1,4 @@
-"""Real peers on a simulated network, some of which only listen: what they hold, and what they keep."""
+"""Real peers on a simulated network, some of which only observe: what they hold, and what they keep."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import trio
 from trio.testing import MockClock
 
 import p2pavg
-from p2pavg.group.participation import Capable, RandomFraction
+from p2pavg.group.participation import ByCapability, RandomFraction
 from p2pavg.peer import Peer
 from p2pavg.round.auxiliary import assist
 from p2pavg.testing import (
@@ -45,7 +45,7 @@ async def step_once(
     index: int,
     how: p2pavg.AveragingConfig,
     *,
-    listens: bool,
+    observes: bool,
     weight: float | None = 1.0,
     elements: int = ELEMENTS,
     after: float = 0.0,
@@ -56,8 +56,8 @@ async def step_once(
         averager.declare([torch.empty(elements)])
         if weight is not None:
             averager.accumulate([values(index, elements)], weight=weight)
-        result = await averager.step(wait=None, listen=listens)
-        if listens:
+        result = await averager.step(wait=None, observe=observes)
+        if observes:
             assert averager.weight == (weight or 0.0)
             kept = averager.accumulated
             assert (kept is None) == (weight is None)
@@ -67,7 +67,7 @@ async def step_once(
         return result
 
 
-class TestWhoListens:
+class TestWhoObserves:
     @CODECS
     @pytest.mark.parametrize("contributor", [0, 1, 2])
     async def test_everybody_holds_what_the_only_contributor_has(
@@ -76,7 +76,7 @@ class TestWhoListens:
         how = config(group_size=3, compression=compression)
 
         async def average(peer: Peer, index: int) -> p2pavg.RoundResult:
-            return await step_once(peer, index, how, listens=index != contributor, after=0.1 * index)
+            return await step_once(peer, index, how, observes=index != contributor, after=0.1 * index)
 
         results = successes(await run_peers(MemoryNetwork(latency=LAN), 3, average))
         assert same_bits(results)
@@ -88,7 +88,7 @@ class TestWhoListens:
         for result in results:
             assert set(result.peers) == set(result.weights) == ids(contributor)
             assert result.total_weight == 1.0
-            assert set(result.listeners) == ids(0, 1, 2) - ids(contributor)
+            assert set(result.observers) == ids(0, 1, 2) - ids(contributor)
             assert result.group_id == results[0].group_id
 
     @CODECS
@@ -99,9 +99,9 @@ class TestWhoListens:
         how = config(group_size=3, compression=compression)
 
         async def average(peer: Peer, index: int) -> p2pavg.RoundResult:
-            listens = index == 2
+            observes = index == 2
             return await step_once(
-                peer, index, how, listens=listens, weight=weight if listens else index + 1.0
+                peer, index, how, observes=observes, weight=weight if observes else index + 1.0
             )
 
         results = successes(await run_peers(MemoryNetwork(latency=LAN), 3, average))
@@ -114,14 +114,14 @@ class TestWhoListens:
                 simulated_signer(0).peer_id: 1.0,
                 simulated_signer(1).peer_id: 2.0,
             }
-            assert set(result.listeners) == ids(2)
+            assert set(result.observers) == ids(2)
 
     @pytest.mark.parametrize("elements", [0, 1, 2, 65])
     async def test_a_vector_smaller_than_the_group(self, autojump_clock: MockClock, elements: int) -> None:
         how = config(group_size=4, compression="fp32")
 
         async def average(peer: Peer, index: int) -> p2pavg.RoundResult:
-            return await step_once(peer, index, how, listens=index != 1, elements=elements)
+            return await step_once(peer, index, how, observes=index != 1, elements=elements)
 
         for result in successes(await run_peers(MemoryNetwork(latency=LAN), 4, average)):
             assert torch.equal(tensors_of(result)[0], values(1, elements))
@@ -133,7 +133,7 @@ class TestWhoListens:
         how = config(group_size=3, compression=compression)
 
         async def average(peer: Peer, index: int) -> p2pavg.RoundResult:
-            return await step_once(peer, index, how, listens=index == 2, elements=100_000)
+            return await step_once(peer, index, how, observes=index == 2, elements=100_000)
 
         ratio = 1.0 if compression is None else 4 * 100_000 / how.codec.encoded_nbytes(100_000)
         for result in successes(await run_peers(MemoryNetwork(latency=LAN), 3, average)):
@@ -143,14 +143,14 @@ class TestWhoListens:
         self, autojump_clock: MockClock
     ) -> None:
         async with simulated_peer(MemoryNetwork(latency=LAN), 0) as peer, peer.averager(config()) as averager:
-            assert await averager.step(wait=None, listen=True) == p2pavg.NoPeers(
+            assert await averager.step(wait=None, observe=True) == p2pavg.NoPeers(
                 reason="nothing is accumulated"
             )
             averager.declare([torch.ones(3)])
             assert await averager.step(wait=None) == p2pavg.NoPeers(reason="nothing is accumulated")
-            assert isinstance(await averager.step(wait=0, listen=True), p2pavg.InProgress)
+            assert isinstance(await averager.step(wait=0, observe=True), p2pavg.InProgress)
 
-    @pytest.mark.parametrize("rule", [None, RandomFraction(0.25)], ids=["listen", "rule"])
+    @pytest.mark.parametrize("rule", [None, RandomFraction(0.25)], ids=["observe", "rule"])
     async def test_an_auxiliary_helps_them_too(
         self, autojump_clock: MockClock, rule: RandomFraction | None
     ) -> None:
@@ -166,8 +166,8 @@ class TestWhoListens:
                 result: p2pavg.RoundResult | None = None
                 for number in range(2):  # the auxiliary finds them while the first one runs
                     averager.accumulate([values(index)])
-                    listens = rule is None and index > 0
-                    result = await averager.step(wait=None, state=b"%d" % number, listen=listens)
+                    observes = rule is None and index > 0
+                    result = await averager.step(wait=None, state=b"%d" % number, observe=observes)
                     await trio.sleep(30.0)
                 return result
 
@@ -175,25 +175,25 @@ class TestWhoListens:
         assert results.pop(3) is None
         for result in successes({index: result for index, result in results.items() if result is not None}):
             assert len(result.peers) == 1
-            assert len(result.listeners) == 2
+            assert len(result.observers) == 2
             assert set(result.auxiliaries) == ids(3)
             [contributor] = result.peers
             index = [simulated_signer(each).peer_id for each in range(3)].index(contributor)
             assert torch.equal(tensors_of(result)[0], values(index))
 
-    async def test_listeners_alone_wait_and_go_on_with_who_contributes(
+    async def test_observers_alone_wait_and_go_on_with_who_contributes(
         self, autojump_clock: MockClock
     ) -> None:
         how = config(group_size=3, match_timeout=5.0)
 
         async def average(peer: Peer, index: int) -> p2pavg.RoundResult:
             if index == 2:
-                return await step_once(peer, index, how, listens=False, after=7.0)
+                return await step_once(peer, index, how, observes=False, after=7.0)
             async with peer.averager(how) as averager:
                 averager.declare([torch.empty(ELEMENTS)])
-                waiting = await averager.step(wait=None, listen=True)
+                waiting = await averager.step(wait=None, observe=True)
                 assert isinstance(waiting, p2pavg.InProgress)
-                return await averager.step(wait=None, listen=True)
+                return await averager.step(wait=None, observe=True)
 
         results = successes(await run_peers(MemoryNetwork(latency=LAN), 3, average))
         assert all(torch.equal(tensors_of(result)[0], values(2)) for result in results)
@@ -207,7 +207,7 @@ class TestWhoListens:
                 results = []
                 for number in range(3):
                     averager.accumulate([values(index)])
-                    step = await averager.step(wait=None, state=bytes([number]), listen=index != number)
+                    step = await averager.step(wait=None, state=bytes([number]), observe=index != number)
                     results.append(step)
                 assert averager.weight == 2.0 - index
                 return results
@@ -235,8 +235,8 @@ class TestParticipation:
                     before = averager.weight
                     result = await averager.step(wait=None, state=b"round %d" % number)
                     assert isinstance(result, p2pavg.Success), result
-                    assert (peer.id in result.peers) != (peer.id in result.listeners)
-                    assert averager.weight == (before if peer.id in result.listeners else 0.0)
+                    assert (peer.id in result.peers) != (peer.id in result.observers)
+                    assert averager.weight == (before if peer.id in result.observers else 0.0)
                     assert result.weights.get(peer.id, before) == before
                     found.append(result)
             return found
@@ -248,7 +248,7 @@ class TestParticipation:
             of_all = [results[index][number] for index in range(4)]
             assert same_bits(of_all)
             assert {result.group_id for result in of_all} == {of_all[0].group_id}
-            assert len(of_all[0].peers) == len(of_all[0].listeners) == 2
+            assert len(of_all[0].peers) == len(of_all[0].observers) == 2
             assert all(result.weights == of_all[0].weights for result in of_all)
             weights = dict(of_all[0].weights)
             exact = mean([indices[peer_id] for peer_id in weights], ELEMENTS, list(weights.values()))
@@ -260,7 +260,7 @@ class TestParticipation:
     async def test_only_those_that_can_contribute(self, autojump_clock: MockClock) -> None:
         async def average(peer: Peer, index: int) -> p2pavg.RoundResult:
             tags = ("fast", "gpu") if index == 1 else ("fast",)
-            how = config(group_size=3, participation=Capable(tags=("gpu",)), tags=tags)
+            how = config(group_size=3, participation=ByCapability(tags=("gpu",)), tags=tags)
             async with peer.averager(how) as averager:
                 averager.accumulate([values(index)])
                 result = await averager.step(wait=None)
@@ -285,7 +285,7 @@ class TestParticipation:
         lone = results.pop(0)
         assert isinstance(lone, p2pavg.NoPeers)
         assert "2 peers of this run average with another rule of who contributes than yours" in lone.reason
-        assert all(set(result.weights) | set(result.listeners) == ids(1, 2) for result in successes(results))
+        assert all(set(result.weights) | set(result.observers) == ids(1, 2) for result in successes(results))
 
 
 class TestStates:
@@ -356,10 +356,10 @@ class TestMetrics:
                 averager.accumulate([values(index)], weight=index + 1.0, metrics={"loss": 10.0})
                 if index == 2:
                     averager.accumulate([values(index)], metrics={"accuracy": 0.25})
-                return await averager.step(wait=None, listen=index == 3)
+                return await averager.step(wait=None, observe=index == 3)
 
         results = successes(await run_peers(MemoryNetwork(latency=LAN), 4, average))
-        # Of each: (its index + 10 times (its index + 1)) by 2, 3 and 4 samples; the fourth only listens.
+        # Of each: (its index + 10 times (its index + 1)) by 2, 3 and 4 samples; the fourth only observes.
         losses = [10.0 / 2, 21.0 / 3, 32.0 / 4]
         expected = sum(loss * weight for loss, weight in zip(losses, (2.0, 3.0, 5.0), strict=True)) / 10.0
         for result in results:
@@ -370,7 +370,7 @@ class TestMetrics:
 
     async def test_without_any_there_are_none(self, autojump_clock: MockClock) -> None:
         async def average(peer: Peer, index: int) -> p2pavg.RoundResult:
-            return await step_once(peer, index, config(group_size=2), listens=False)
+            return await step_once(peer, index, config(group_size=2), observes=False)
 
         for result in successes(await run_peers(MemoryNetwork(latency=LAN), 2, average)):
             assert result.metrics == {}
@@ -399,13 +399,13 @@ class TestLosses:
     async def test_a_contributor_that_dies_costs_its_own_contribution_only(
         self, autojump_clock: MockClock, victim: int, seconds: float
     ) -> None:
-        """Contributors are the first and the last, and listeners the two between them."""
+        """Contributors are the first and the last, and observers the two between them."""
         network = MemoryNetwork(latency=LAN, bandwidth=1e6)
         how = config(group_size=4)
 
         async def average(peer: Peer, index: int) -> p2pavg.RoundResult:
             return await step_once(
-                peer, index, how, listens=index in (1, 2), elements=50_000, after=0.1 * index
+                peer, index, how, observes=index in (1, 2), elements=50_000, after=0.1 * index
             )
 
         plan = FaultPlan([Fault(Crash(victim), After(Milestone.FORMED, seconds=seconds))])
@@ -413,10 +413,10 @@ class TestLosses:
         assert {1, 2, 3 - victim} <= results.keys()
         check_one_result(list(results.values()), 50_000)
         for result in successes(results):
-            assert set(result.listeners) == ids(1, 2)
+            assert set(result.observers) == ids(1, 2)
 
     @pytest.mark.parametrize("victim", [0, 2], ids=["leader", "follower"])
-    async def test_the_only_contributor_that_dies_leaves_nothing_and_listeners_hear_so(
+    async def test_the_only_contributor_that_dies_leaves_nothing_and_observers_hear_so(
         self, autojump_clock: MockClock, victim: int
     ) -> None:
         network = MemoryNetwork(latency=LAN, bandwidth=1e6)
@@ -426,7 +426,7 @@ class TestLosses:
         async def average(peer: Peer, index: int) -> p2pavg.RoundResult:
             began = trio.current_time()
             result = await step_once(
-                peer, index, how, listens=index != victim, elements=50_000, after=0.1 * index
+                peer, index, how, observes=index != victim, elements=50_000, after=0.1 * index
             )
             took.append(trio.current_time() - began)
             return result
@@ -438,7 +438,7 @@ class TestLosses:
             assert isinstance(result, p2pavg.Failed)
             assert "none of the members that are left has a contribution" in result.reason
             assert f"{simulated_signer(victim).peer_id} was lost" in result.reason
-            assert result.used is False
+            assert result.contribution_used is False
         assert max(took) < how.match_timeout + how.exchange_timeout
 
     async def test_what_one_listener_holds_of_a_dead_contributor_is_passed_on_to_another(
@@ -449,7 +449,7 @@ class TestLosses:
 
         async def average(peer: Peer, index: int) -> p2pavg.RoundResult:
             how = config(group_size=3, bandwidth=0.1 if index == 2 else 100.0)
-            return await step_once(peer, index, how, listens=index > 0, elements=50_000, after=0.1 * index)
+            return await step_once(peer, index, how, observes=index > 0, elements=50_000, after=0.1 * index)
 
         plan = FaultPlan(
             [
@@ -469,16 +469,16 @@ class TestLosses:
         how = config(group_size=3)
 
         async def average(peer: Peer, index: int) -> p2pavg.RoundResult:
-            return await step_once(peer, index, how, listens=index > 0, elements=50_000, after=0.1 * index)
+            return await step_once(peer, index, how, observes=index > 0, elements=50_000, after=0.1 * index)
 
         plan = FaultPlan([Fault(Crash(2), After(Milestone.FORMED, seconds=0.05))])
         results = await run_peers(network, 3, average, plan=plan)
         for result in successes(results):
             assert torch.equal(tensors_of(result)[0], values(0, 50_000))
-            assert set(result.listeners) == ids(1)
+            assert set(result.observers) == ids(1)
             assert set(result.lost) == ids(2)
 
-    async def test_the_contributor_keeps_what_it_has_when_nobody_is_left_to_listen(
+    async def test_the_contributor_keeps_what_it_has_when_nobody_is_left_to_observe(
         self, autojump_clock: MockClock
     ) -> None:
         network = MemoryNetwork(latency=LAN, bandwidth=1e6)
@@ -487,14 +487,14 @@ class TestLosses:
         async def average(peer: Peer, index: int) -> p2pavg.RoundResult:
             async with peer.averager(how) as averager:
                 averager.accumulate([values(index, 50_000)])
-                result = await averager.step(wait=None, listen=index == 1)
+                result = await averager.step(wait=None, observe=index == 1)
                 assert averager.weight == 1.0
                 return result
 
         plan = FaultPlan([Fault(Crash(1), After(Milestone.FORMED, seconds=0.05))])
         [result] = (await run_peers(network, 2, average, plan=plan)).values()
         assert isinstance(result, p2pavg.Failed)
-        assert result.used is False
+        assert result.contribution_used is False
 
 
 @pytest.mark.parametrize("contributors", [1, 2])
@@ -506,7 +506,7 @@ def test_a_contributor_that_is_lost_at_any_part(monkeypatch: pytest.MonkeyPatch,
 
     async def main(seed: int) -> None:
         async def average(peer: Peer, index: int) -> p2pavg.RoundResult:
-            return await step_once(peer, index, how, listens=index >= contributors, after=0.05 * index)
+            return await step_once(peer, index, how, observes=index >= contributors, after=0.05 * index)
 
         network = MemoryNetwork(seed=seed, latency=(0.0005, 0.002), bandwidth=2e5)
         plan = FaultPlan([Fault(Crash(0), After(Milestone.FORMED, of=3, seconds=0.006 * seed))])
@@ -542,7 +542,13 @@ class TestArguments:
 
     @pytest.mark.parametrize(
         "arguments",
-        [{"state": b"x" * 32}, {"group_size": 2}, {"group_size": 64}, {"group_size": None}, {"listen": True}],
+        [
+            {"state": b"x" * 32},
+            {"group_size": 2},
+            {"group_size": 64},
+            {"group_size": None},
+            {"observe": True},
+        ],
     )
     async def test_the_ends_of_the_ranges_are_allowed(
         self, autojump_clock: MockClock, arguments: dict[str, Any]
@@ -550,13 +556,13 @@ class TestArguments:
         async with simulated_peer(MemoryNetwork(latency=LAN), 0) as peer, peer.averager(config()) as averager:
             averager.accumulate([torch.ones(3)])
             assert isinstance(await averager.step(wait=0, **arguments), p2pavg.InProgress)
-            assert averager.weight == (1.0 if "listen" in arguments else 0.0)
+            assert averager.weight == (1.0 if "observe" in arguments else 0.0)
 
     async def test_a_round_that_runs_is_as_it_was_begun(self, autojump_clock: MockClock) -> None:
         async with simulated_peer(MemoryNetwork(latency=LAN), 0) as peer, peer.averager(config()) as averager:
             averager.accumulate([torch.ones(3)])
             await averager.step(wait=0, group_size=3)
-            again = await averager.step(wait=0, listen=True, group_size=2)
+            again = await averager.step(wait=0, observe=True, group_size=2)
             assert isinstance(again, p2pavg.InProgress)
             assert again.target_size == 3
             assert averager.weight == 0.0

@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING
 import trio
 
 from p2pavg.allreduce.attempt import attempt_tools
-from p2pavg.config import MAX_GROUP_SIZE, AveragingConfig
+from p2pavg.config import AveragingConfig
 from p2pavg.errors import BusyError, ClosedError
 from p2pavg.group.bandwidth import BandwidthMeter
+from p2pavg.group.candidate import ready_key
+from p2pavg.group.limits import MAX_GROUP_SIZE, MAX_STATE_BYTES
 from p2pavg.group.participation import observers
-from p2pavg.group.roster import MAX_STATE_BYTES, ready_key, share_cutter
+from p2pavg.group.roster import share_cutter
 from p2pavg.matchmaking.actions import Settings
 from p2pavg.matchmaking.matchmaker import Matchmaker
 from p2pavg.records.board import LOOK_SECONDS, Board, board_key

@@ -5,19 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from p2pavg.errors import ConfigError
-from p2pavg.group.names import MAX_RULE_CHARS, is_rule
-from p2pavg.group.participation import MAX_MBPS, Participation, check_tags
+from p2pavg.group.limits import (
+    MAX_BANDWIDTH,
+    MAX_CODEC_CHARS,
+    MAX_GROUP_SIZE,
+    MAX_MBPS,
+    MAX_RULE_CHARS,
+    MAX_RUN_ID_CHARS,
+    MAX_TIMEOUT_SECONDS,
+    MAX_WEIGHT,
+    MIN_BANDWIDTH,
+)
+from p2pavg.group.names import is_rule
+from p2pavg.group.participation import Participation, check_tags
 from p2pavg_compression import Codec, resolve_codec
-
-MAX_GROUP_SIZE = 64
-MAX_RUN_ID_CHARS = 128
-MAX_CODEC_CHARS = 64
-# Below it a part of the smallest size takes minutes, and other members would have to wait as long for a peer that sends
-# nothing. Above it there is no link of one machine; larger numbers are lies about one.
-MIN_BANDWIDTH = 0.1  # Mbit/s
-MAX_BANDWIDTH = 100_000.0  # Mbit/s
-MAX_WEIGHT = 1e15  # sums of 64 such weights are exact enough as floats, and no run has as many samples
-MAX_TIMEOUT_SECONDS = 1800.0  # half of what a signed candidate counts for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -56,7 +56,8 @@ from p2pavg.consensus.votes import (
     encode_vote,
 )
 from p2pavg.errors import ClosedError, RemoteProtocolError, StreamBrokenError, UnreachableError
-from p2pavg.group.roster import Candidate, Roster, read_candidate, sign_candidate
+from p2pavg.group.candidate import Candidate, read_candidate, sign_candidate
+from p2pavg.group.roster import Roster
 from p2pavg.matchmaking import matchmaker, messages
 from p2pavg.net.framing import send_message
 from p2pavg.net.transport import Stream

@@ -37,8 +37,9 @@ from p2pavg.allreduce.reduction import BadContributionError, Ledger
 from p2pavg.allreduce.turns import Turns
 from p2pavg.allreduce.values import MAX_WAITING_PARTS, Values, check_index
 from p2pavg.errors import ClosedError, RemoteProtocolError, StreamBrokenError, UnreachableError
+from p2pavg.group.candidate import Candidate
 from p2pavg.group.milestones import Milestone, ignore
-from p2pavg.group.roster import Candidate, Roster
+from p2pavg.group.roster import Roster
 from p2pavg.group.shares import MAX_PART_ELEMENTS, Part
 from p2pavg.net.blame import guarded
 from p2pavg.net.framing import receive_exactly_into, send_message

@@ -11,17 +11,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import TYPE_CHECKING
 
 from p2pavg.encoding import pack
 from p2pavg.errors import ConfigError
-from p2pavg.group.names import MAX_NAME_CHARS, MAX_TAGS, is_name
-
-if TYPE_CHECKING:
-    from p2pavg.group.roster import Candidate
+from p2pavg.group.candidate import Candidate
+from p2pavg.group.limits import MAX_MBPS, MAX_NAME_CHARS, MAX_TAGS
+from p2pavg.group.names import is_name
 
 MAX_SEED = 2**63
-MAX_MBPS = 1e6
 
 _DRAW_DOMAIN = "p2pavg/draw/1"
 

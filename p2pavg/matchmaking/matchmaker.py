@@ -12,8 +12,9 @@ from typing import Protocol
 import trio
 
 from p2pavg.errors import ClosedError, RemoteProtocolError, StreamBrokenError, UnreachableError
+from p2pavg.group.candidate import Candidate, read_candidate, sign_candidate
 from p2pavg.group.milestones import OnMilestone, ignore
-from p2pavg.group.roster import Candidate, Roster, read_candidate, sign_candidate
+from p2pavg.group.roster import Roster
 from p2pavg.matchmaking.actions import (
     Actions,
     Close,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from p2pavg.group.roster import Candidate
+from p2pavg.group.candidate import Candidate
 
 MAX_NAMED = 3  # peers that a sentence names; the rest is counted
 _MAX_ADDRESSES = 2

@@ -24,9 +24,10 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable, Sequence
 
-from p2pavg.config import MAX_GROUP_SIZE, MAX_TIMEOUT_SECONDS
+from p2pavg.group.candidate import Candidate
+from p2pavg.group.limits import MAX_GROUP_SIZE, MAX_MEMBERS, MAX_TIMEOUT_SECONDS
 from p2pavg.group.participation import silent_members
-from p2pavg.group.roster import MAX_MEMBERS, Candidate, Roster
+from p2pavg.group.roster import Roster
 from p2pavg.matchmaking.actions import (
     Actions,
     Close,

@@ -10,9 +10,9 @@ from dataclasses import replace
 import torch
 
 from p2pavg.blocking import Averager
-from p2pavg.config import MAX_TIMEOUT_SECONDS
 from p2pavg.encoding import pack, unpack
 from p2pavg.errors import P2PAvgError, RemoteProtocolError
+from p2pavg.group.limits import MAX_TIMEOUT_SECONDS
 from p2pavg.optim.digest import DIGEST_BYTES, digest_of
 from p2pavg.optim.state import checked_amount
 from p2pavg.records.board import Board

@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 
 from p2pavg.blocking import Averager
-from p2pavg.config import MAX_GROUP_SIZE
+from p2pavg.group.limits import MAX_GROUP_SIZE
 from p2pavg.optim.attendance import PAUSE_SECONDS, Attendance
 from p2pavg.optim.lineage import Lineage, first_lineage
 from p2pavg.optim.progress import (

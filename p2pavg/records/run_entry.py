@@ -7,11 +7,11 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from p2pavg.config import MAX_GROUP_SIZE
 from p2pavg.encoding import pack, unpack
 from p2pavg.errors import RemoteProtocolError
+from p2pavg.group.candidate import is_codec_name
+from p2pavg.group.limits import MAX_GROUP_SIZE
 from p2pavg.group.names import is_rule
-from p2pavg.group.roster import is_codec_name
 from p2pavg_dht import Record
 
 RUN_TTL_SECONDS = 600.0

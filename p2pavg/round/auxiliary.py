@@ -13,7 +13,8 @@ from p2pavg.allreduce.attempt import AttemptTools, attempt_tools
 from p2pavg.allreduce.lobby import ExpectedGroup
 from p2pavg.config import AveragingConfig
 from p2pavg.group.bandwidth import BandwidthMeter
-from p2pavg.group.roster import ready_key, share_cutter
+from p2pavg.group.candidate import ready_key
+from p2pavg.group.roster import share_cutter
 from p2pavg.matchmaking.actions import GaveUp, Report, Settings
 from p2pavg.matchmaking.matchmaker import Matchmaker
 from p2pavg.net.limits.rate import RateLimit

@@ -40,8 +40,9 @@ from p2pavg.consensus.choice import ballot_leader
 from p2pavg.consensus.votes import Begin, Commit, Gather, Left, Trouble, Unknown, Vote
 from p2pavg.errors import RefusedError, RemoteProtocolError
 from p2pavg.group.bandwidth import BandwidthMeter
+from p2pavg.group.candidate import Candidate
 from p2pavg.group.milestones import Milestone, OnMilestone, ignore
-from p2pavg.group.roster import Candidate, Roster
+from p2pavg.group.roster import Roster
 from p2pavg.group.shares import part_size
 from p2pavg.net.blame import guarded
 from p2pavg.net.transport import Transport

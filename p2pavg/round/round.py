@@ -16,8 +16,9 @@ from p2pavg.allreduce.lobby import ExpectedGroup, Lobby
 from p2pavg.allreduce.reduction import Verdict
 from p2pavg.config import AveragingConfig
 from p2pavg.group.bandwidth import BandwidthMeter
+from p2pavg.group.candidate import Candidate, link_of
 from p2pavg.group.milestones import OnMilestone
-from p2pavg.group.roster import Candidate, Roster, link_of
+from p2pavg.group.roster import Roster
 from p2pavg.group.shares import bound_seconds, fp32_bytes, share_bounds
 from p2pavg.matchmaking.actions import GaveUp, Report
 from p2pavg.matchmaking.matchmaker import Matchmaker

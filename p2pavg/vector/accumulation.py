@@ -18,9 +18,9 @@ from typing import cast
 
 import torch
 
-from p2pavg.config import MAX_WEIGHT
 from p2pavg.encoding import pack
 from p2pavg.errors import AccumulateError
+from p2pavg.group.limits import MAX_WEIGHT
 from p2pavg.result import Tensors
 from p2pavg.vector.metrics import MetricMeans, checked_metrics
 from p2pavg_compression import MAX_MAGNITUDE

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from typing import SupportsFloat
 
 from p2pavg.errors import AccumulateError
-from p2pavg.group.names import MAX_METRIC, MAX_METRICS, MAX_NAME_CHARS, is_name
+from p2pavg.group.limits import MAX_METRIC, MAX_METRICS, MAX_NAME_CHARS
+from p2pavg.group.names import is_name
 
 
 def checked_metrics(metrics: Mapping[str, float]) -> dict[str, float]:

@@ -9,7 +9,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from p2pavg.errors import RemoteProtocolError
-from p2pavg.group.roster import Candidate, Roster, read_roster
+from p2pavg.group.candidate import Candidate
+from p2pavg.group.roster import Roster, read_roster
 from p2pavg.matchmaking.messages import (
     Accept,
     Ask,

@@ -34,8 +34,9 @@ from p2pavg.consensus.votes import (
 )
 from p2pavg.encoding import pack
 from p2pavg.errors import ClosedError, RemoteProtocolError, StreamBrokenError, UnreachableError
+from p2pavg.group.candidate import Candidate
 from p2pavg.group.milestones import Milestone
-from p2pavg.group.roster import Candidate, Roster, read_roster
+from p2pavg.group.roster import Roster, read_roster
 from p2pavg.group.shares import Part
 from p2pavg.matchmaking.actions import Actions, Send
 from p2pavg.matchmaking.matchmaker import Matchmaker

@@ -14,7 +14,8 @@ from trio.testing import MockClock
 
 import p2pavg
 from p2pavg.errors import RemoteProtocolError, StreamBrokenError
-from p2pavg.group.roster import Candidate, Roster, ready_key, share_cutter, sign_candidate
+from p2pavg.group.candidate import Candidate, ready_key, sign_candidate
+from p2pavg.group.roster import Roster, share_cutter
 from p2pavg.matchmaking.messages import PROTOCOL, Ask, Joined, Message, Propose, Status, decode, encode
 from p2pavg.net.framing import receive_message, send_message
 from p2pavg.net.transport import Stream

@@ -11,8 +11,8 @@ import pytest
 
 import p2pavg
 from p2pavg import AveragingConfig, ConfigError
+from p2pavg.group.candidate import Candidate
 from p2pavg.group.participation import ByCapability, Participation, RandomFraction
-from p2pavg.group.roster import Candidate
 
 MBPS = ("bandwidth", "max_upload_mbps", "max_download_mbps")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from p2pavg.config import MAX_GROUP_SIZE
 from p2pavg.consensus.votes import (
     DIGEST_BYTES,
     MAX_BALLOT,
@@ -29,6 +28,7 @@ from p2pavg.consensus.votes import (
 )
 from p2pavg.encoding import pack
 from p2pavg.errors import RemoteProtocolError
+from p2pavg.group.limits import MAX_GROUP_SIZE
 
 SIZE = 4
 NOBODY: Members = frozenset()

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from p2pavg.encoding import pack
-from p2pavg.group.roster import Candidate, Roster, sign_candidate
+from p2pavg.group.candidate import Candidate, sign_candidate
+from p2pavg.group.roster import Roster
 from p2pavg_dht import Ed25519Signer, Record, sign_record
 
 SIGNERS = [Ed25519Signer(bytes([index + 1]) * 32) for index in range(8)]

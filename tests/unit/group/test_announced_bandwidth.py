@@ -9,7 +9,7 @@ from trio.testing import MockClock
 
 import p2pavg
 from p2pavg.group.bandwidth import DEFAULT_MBPS
-from p2pavg.group.roster import read_candidate
+from p2pavg.group.candidate import read_candidate
 from p2pavg.peer import Peer
 from p2pavg.round.auxiliary import assist
 from p2pavg.testing import MemoryNetwork, simulated_peer, simulated_peers

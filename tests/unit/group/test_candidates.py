@@ -6,14 +6,10 @@ import math
 
 import pytest
 
-from p2pavg.config import MAX_BANDWIDTH, MAX_CODEC_CHARS, MAX_WEIGHT, MIN_BANDWIDTH
 from p2pavg.errors import RemoteProtocolError
-from p2pavg.group.roster import (
-    read_candidate,
-    read_signed_candidate,
-    ready_key,
-    share_cutter,
-)
+from p2pavg.group.candidate import read_candidate, read_signed_candidate, ready_key
+from p2pavg.group.limits import MAX_BANDWIDTH, MAX_CODEC_CHARS, MAX_WEIGHT, MIN_BANDWIDTH
+from p2pavg.group.roster import share_cutter
 from p2pavg_dht.record import pack as pack_record
 from tests.unit.group.samples import DEADLINE, KEY, SIGNERS, candidate, record_of, signed
 

@@ -6,11 +6,11 @@ import dataclasses
 
 import pytest
 
-from p2pavg.config import MAX_WEIGHT
 from p2pavg.encoding import pack
 from p2pavg.errors import RemoteProtocolError
-from p2pavg.group.names import MAX_METRIC
-from p2pavg.group.roster import Candidate, Roster, read_roster
+from p2pavg.group.candidate import Candidate
+from p2pavg.group.limits import MAX_METRIC, MAX_WEIGHT
+from p2pavg.group.roster import Roster, read_roster
 from p2pavg_dht.record import pack as pack_record
 from tests.unit.group.samples import DEADLINE, OTHER_KEY, candidate, roster
 

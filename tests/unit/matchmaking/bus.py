@@ -7,8 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+from p2pavg.group.candidate import Candidate, ready_key, sign_candidate
 from p2pavg.group.participation import Participation, observers
-from p2pavg.group.roster import Candidate, Roster, ready_key, share_cutter, sign_candidate
+from p2pavg.group.roster import Roster, share_cutter
 from p2pavg.matchmaking.actions import (
     Actions,
     Close,

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from p2pavg.group.roster import MAX_MEMBERS, Candidate, Roster, sign_candidate
+from p2pavg.group.candidate import Candidate, sign_candidate
+from p2pavg.group.limits import MAX_MEMBERS
+from p2pavg.group.roster import Roster
 from p2pavg.matchmaking.actions import Open, Renew, Send
 from p2pavg.matchmaking.memory import (
     FORGIVE_SECONDS,

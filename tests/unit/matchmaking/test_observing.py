@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
+from p2pavg.group.candidate import Candidate
 from p2pavg.group.participation import ByCapability, Participation, RandomFraction
-from p2pavg.group.roster import Candidate, Roster
+from p2pavg.group.roster import Roster
 from p2pavg.matchmaking.actions import Actions, Open, Send
 from p2pavg.matchmaking.messages import Accept, Ask, Declined, Joined, Message, Nudge, Propose, Refuse
 from p2pavg.matchmaking.rules import Matchmaking, Phase

@@ -6,7 +6,8 @@ import dataclasses
 
 import pytest
 
-from p2pavg.group.roster import Candidate, Roster
+from p2pavg.group.candidate import Candidate
+from p2pavg.group.roster import Roster
 from p2pavg.matchmaking.actions import Actions, Close, Expect, Send
 from p2pavg.matchmaking.messages import Accept, Ask, Commit, Declined, Joined, Propose, Refuse, Status
 from p2pavg.matchmaking.rules import (

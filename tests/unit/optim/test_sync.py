@@ -13,8 +13,8 @@ import torch
 
 import p2pavg
 from p2pavg.blocking import Averager
-from p2pavg.config import MAX_TIMEOUT_SECONDS
 from p2pavg.encoding import pack
+from p2pavg.group.limits import MAX_TIMEOUT_SECONDS
 from p2pavg.optim import SyncError, sync_parameters
 from p2pavg.optim.digest import digest_of
 from p2pavg.records.board import Entry

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from p2pavg.config import MAX_WEIGHT
 from p2pavg.errors import AccumulateError
+from p2pavg.group.limits import MAX_WEIGHT
 from p2pavg.vector.accumulation import Accumulation, Contribution
 
 

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from p2pavg.errors import AccumulateError
-from p2pavg.group.names import MAX_METRICS
+from p2pavg.group.limits import MAX_METRICS
 from p2pavg.vector.metrics import MetricMeans, checked_metrics
 
 MANY = {f"m{index}": float(index) for index in range(MAX_METRICS)}

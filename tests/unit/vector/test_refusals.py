@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from p2pavg.config import MAX_WEIGHT
 from p2pavg.errors import AccumulateError
+from p2pavg.group.limits import MAX_WEIGHT
 from p2pavg.vector.accumulation import MAX_TENSORS, Accumulation
 
 GOOD: dict[str, torch.Tensor] = {"weight": torch.tensor([[1.0, 2.0], [3.0, 4.0]]), "bias": torch.tensor(5.0)}

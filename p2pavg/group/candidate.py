@@ -1,0 +1,186 @@
+"""Candidates: peers that are ready for a round, as they signed it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from p2pavg.encoding import checked, pack, unpack
+from p2pavg.errors import RemoteProtocolError
+from p2pavg.group.limits import (
+    MAX_BANDWIDTH,
+    MAX_CODEC_CHARS,
+    MAX_METRIC,
+    MAX_METRICS,
+    MAX_STATE_BYTES,
+    MAX_TAGS,
+    MAX_WEIGHT,
+    MIN_BANDWIDTH,
+)
+from p2pavg.group.names import is_name
+from p2pavg.group.shares import MemberLink
+from p2pavg_dht import ContactError, Record, RecordError, Signer, sign_record, verify
+from p2pavg_dht.contact import check_addresses
+from p2pavg_dht.record import unpack as unpack_record
+
+_KEY_DOMAIN = "p2pavg/ready/3"
+
+
+def ready_key(run_id: str, schema_hash: bytes, rule: str = "") -> bytes:
+    """Return the key of the readiness records of a run's peers that share a schema and a participation rule."""
+    return hashlib.sha256(pack(_KEY_DOMAIN, run_id, schema_hash, rule)).digest()
+
+
+def is_codec_name(name: str) -> bool:
+    """Return whether a codec may have this name. Names of strangers end up in logs and results."""
+    return 0 < len(name) <= MAX_CODEC_CHARS and name.isprintable()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A peer that is ready for a round, with everything that it signed about itself.
+
+    ``deadline`` (wall clock, seconds) also names the peer's attempt: a peer never uses a deadline twice.
+    """
+
+    peer_id: str
+    deadline: float
+    weight: float
+    bandwidth: float
+    codec: str
+    auxiliary: bool
+    """True for a peer without a vector: it reduces a share and takes no result."""
+    addresses: tuple[str, ...]
+    state: bytes
+    """Names what the vector belongs to, e.g. the parameters of the gradients. Only peers of one state meet."""
+    tags: tuple[str, ...]
+    """Capabilities that the peer claims, e.g. ``gpu``."""
+    metrics: tuple[tuple[str, float], ...]
+    """Metrics that the peer measured while it accumulated, as (name, value), sorted by name."""
+    record: Record = field(repr=False)
+
+    @property
+    def order(self) -> tuple[bool, bool, float, str]:
+        """Position in the total order of candidates. A peer asks only candidates that come before it.
+
+        Auxiliaries come last, so they never lead. Peers without an address come after peers with one, because other
+        peers cannot dial them.
+        """
+        return (self.auxiliary, not self.addresses, self.deadline, self.peer_id)
+
+    def fits(self, other: Candidate) -> bool:
+        """Return whether the two may be in one group. An auxiliary helps with any state."""
+        return self.codec == other.codec and (self.state == other.state or self.auxiliary or other.auxiliary)
+
+
+def sign_candidate(
+    signer: Signer,
+    *,
+    key: bytes,
+    deadline: float,
+    expiration_time: float,
+    weight: float,
+    bandwidth: float,
+    codec: str,
+    auxiliary: bool,
+    addresses: Sequence[str],
+    state: bytes = b"",
+    tags: Sequence[str] = (),
+    metrics: Mapping[str, float] = MappingProxyType({}),
+) -> Candidate:
+    """Sign this peer's own candidate."""
+    value = pack(
+        2,
+        float(deadline),
+        float(weight),
+        float(bandwidth),
+        codec,
+        auxiliary,
+        tuple(addresses),
+        state,
+        tuple(tags),
+        tuple((name, float(metrics[name])) for name in sorted(metrics)),
+    )
+    record = sign_record(
+        signer, key=key, sequence=int(deadline * 1e6), expiration_time=expiration_time, value=value
+    )
+    return read_candidate(record)
+
+
+def read_candidate(record: Record) -> Candidate:
+    """Read a candidate from a record under a ready key. The caller checks signature and expiry.
+
+    Raises:
+        RemoteProtocolError: the value is no candidate, or one of its fields is out of range.
+    """
+    version, deadline, weight, bandwidth, codec, auxiliary, addresses, state, tags, metrics = unpack(
+        record.value, int, float, float, float, str, bool, tuple, bytes, tuple, tuple
+    )
+    if version != 2:
+        raise RemoteProtocolError(f"readiness of version {version}")
+    if not 0 <= weight <= MAX_WEIGHT or (auxiliary and weight):
+        raise RemoteProtocolError(f"weight {weight} of {'an auxiliary' if auxiliary else 'a peer'}")
+    if len(state) > MAX_STATE_BYTES:
+        raise RemoteProtocolError(f"a state of {len(state)} bytes")
+    if not MIN_BANDWIDTH <= bandwidth <= MAX_BANDWIDTH:
+        raise RemoteProtocolError(
+            f"a bandwidth of {bandwidth:g} Mbit/s; {MIN_BANDWIDTH:g} to {MAX_BANDWIDTH:g} can be announced"
+        )
+    if not is_codec_name(codec) or deadline < 0:
+        raise RemoteProtocolError("codec or deadline out of range")
+    try:
+        check_addresses(addresses)
+    except ContactError as error:
+        raise RemoteProtocolError(error.reason) from None
+    return Candidate(
+        peer_id=record.publisher,
+        deadline=deadline,
+        weight=weight,
+        bandwidth=bandwidth,
+        codec=codec,
+        auxiliary=auxiliary,
+        addresses=addresses,
+        state=state,
+        tags=_read_tags(tags),
+        metrics=_read_metrics(metrics),
+        record=record,
+    )
+
+
+def _read_tags(tags: tuple[Any, ...]) -> tuple[str, ...]:
+    if len(tags) > MAX_TAGS or not all(map(is_name, checked(tags, (str,) * len(tags)))):
+        raise RemoteProtocolError("tags that are too many, too long or not printable")
+    return tags
+
+
+def _read_metrics(metrics: tuple[Any, ...]) -> tuple[tuple[str, float], ...]:
+    if len(metrics) > MAX_METRICS:
+        raise RemoteProtocolError(f"{len(metrics)} metrics")
+    names = [checked(metric, (str, float))[0] for metric in checked(metrics, (tuple,) * len(metrics))]
+    if not all(map(is_name, names)) or names != sorted(set(names)):
+        raise RemoteProtocolError("metrics whose names are too long, not printable, or out of order")
+    if any(abs(value) > MAX_METRIC for _, value in metrics):
+        raise RemoteProtocolError("a metric out of range")
+    return metrics
+
+
+def read_signed_candidate(fields: Any) -> Candidate:
+    """Read a candidate from the fields of a record in a message, and check its signature.
+
+    Raises:
+        RemoteProtocolError: the record is malformed or forged.
+    """
+    try:
+        record = unpack_record(fields)
+        verify(record)
+    except RecordError as error:
+        raise RemoteProtocolError(error.reason) from None
+    return read_candidate(record)
+
+
+def link_of(member: Candidate) -> MemberLink:
+    """Return the link that a member signed. A member without an address cannot be dialled."""
+    return MemberLink(member.bandwidth, contributes=not member.auxiliary, reachable=bool(member.addresses))

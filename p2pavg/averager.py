@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TypeAlias
 
 import trio
 
-from p2pavg.allreduce.attempt import attempt_tools
+from p2pavg.allreduce.context import run_context
 from p2pavg.config import AveragingConfig
-from p2pavg.errors import BusyError, ClosedError
+from p2pavg.errors import ClosedError
 from p2pavg.group.bandwidth import BandwidthMeter
 from p2pavg.group.candidate import ready_key
 from p2pavg.group.limits import MAX_GROUP_SIZE, MAX_STATE_BYTES
@@ -22,18 +23,31 @@ from p2pavg.group.participation import observers
 from p2pavg.group.roster import share_cutter
 from p2pavg.matchmaking.actions import Settings
 from p2pavg.matchmaking.matchmaker import Matchmaker
+from p2pavg.net.limits.rate import RateLimit
 from p2pavg.records.board import LOOK_SECONDS, Board, board_key
 from p2pavg.records.hello import nobody_of_the_run
 from p2pavg.records.run_entry import RUN_TTL_SECONDS, RunEntry, encode_entry, read_entries, run_key, why_apart
 from p2pavg.result import InProgress, NoPeers, RoundResult, Tensors
-from p2pavg.round.round import Round, RoundPlan, RoundTools
+from p2pavg.round.host import Host
+from p2pavg.round.roles import Contributor
+from p2pavg.round.round import Round
+from p2pavg.round.rounds import Rounds, RoundSettings
 from p2pavg.vector.accumulation import Accumulation, Given, Schema
-
-if TYPE_CHECKING:
-    from p2pavg.peer import Peer
 
 _CLOSE_SECONDS = 2.0
 _WHY_SECONDS = 3.0  # to look up why a round found no group; a lookup among peers that are there takes 0.1 s
+
+
+OpenAverager: TypeAlias = "Callable[[AveragingConfig], AbstractAsyncContextManager[DecentralizedAverager]]"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Plan:
+    """The arguments of ``step`` for the round that it starts."""
+
+    state: bytes
+    observes: bool
+    target: int | None
 
 
 class DecentralizedAverager:
@@ -44,20 +58,27 @@ class DecentralizedAverager:
     """
 
     def __init__(
-        self, peer: Peer, config: AveragingConfig, nursery: trio.Nursery, tails: trio.Nursery
+        self,
+        host: Host,
+        config: AveragingConfig,
+        nursery: trio.Nursery,
+        tails: trio.Nursery,
+        open_averager: OpenAverager,
     ) -> None:
         self.config = config
-        self._peer = peer
+        self._host = host
+        self._open_averager = open_averager
         self._nursery = nursery
         self._tails = tails
         self._accumulation = Accumulation(config.max_weight)
         self._meter = BandwidthMeter(
             max_upload_mbps=config.max_upload_mbps, max_download_mbps=config.max_download_mbps
         )
-        self._tools: RoundTools | None = None
+        self._rounds: Rounds | None = None
         self._key = b""
         self._entry: RunEntry | None = None
-        self._round: Round | None = None
+        self._state = b""
+        self._round: Round[RoundResult] | None = None
         self._boards: dict[str, Board] = {}
         self._stepping = trio.Lock()
         self._closed = False
@@ -65,12 +86,12 @@ class DecentralizedAverager:
     @property
     def peer_id(self) -> str:
         """This peer's id."""
-        return self._peer.id
+        return self._host.id
 
     @property
     def addresses(self) -> list[str]:
         """Where others can dial this peer; each ends in ``/p2p/<peer id>``."""
-        return self._peer.addresses
+        return self._host.addresses
 
     def declare(self, tensors: Given) -> None:
         """Say what is averaged without accumulating anything, so that :meth:`step` can observe.
@@ -136,7 +157,7 @@ class DecentralizedAverager:
     @property
     def round_state(self) -> bytes | None:
         """The ``state`` of the round that runs or whose result nobody has collected; ``None`` without one."""
-        return None if self._round is None else self._round.state
+        return None if self._round is None else self._state
 
     async def step(
         self,
@@ -202,7 +223,7 @@ class DecentralizedAverager:
         await trio.lowlevel.checkpoint()
         return self._round is not None and self._round.cancel_matchmaking(reason)
 
-    async def _step(self, deadline: float, plan: RoundPlan) -> RoundResult:
+    async def _step(self, deadline: float, plan: _Plan) -> RoundResult:
         if self._round is None and not self._begin(plan):
             return NoPeers(reason="nothing is accumulated")
         assert self._round is not None
@@ -225,68 +246,74 @@ class DecentralizedAverager:
             )
         return self._round.progress()
 
-    def _begin(self, plan: RoundPlan) -> bool:
+    def _begin(self, plan: _Plan) -> bool:
         schema = self._accumulation.schema
         if schema is None or (self._accumulation.weight == 0 and not plan.observes):
             return False
-        if self._tools is None:
-            self._tools = self._prepare(schema)
+        if self._rounds is None:
+            self._rounds = self._prepare(schema)
         # From here on nothing can fail before the round owns what is taken.
         contribution = None if plan.observes else self._accumulation.take()
         if contribution is None and not plan.observes:  # cleared in another thread meanwhile
             return False
-        self._round = Round(self._tools, plan, schema, contribution)
+        role = Contributor(
+            self._rounds.context, self.config, self._accumulation, schema, contribution, plan.state
+        )
+        self._round, self._state = Round(self._rounds, role, plan.target), plan.state
         self._nursery.start_soon(self._round.run)
         return True
 
-    def _prepare(self, schema: Schema) -> RoundTools:
-        """What waits for the first step, since it takes the schema."""
-        codec = self.config.codec
-        key = ready_key(self.config.run_id, schema.hash, self.config.rule)
-        if key in self._peer.matchmakers:
-            raise BusyError(f"this peer averages the same tensors in run {self.config.run_id!r} already")
-
-        settings = Settings(
-            target=self.config.group_size,
-            minimum=self.config.min_group_size,
-            match_timeout=self.config.match_timeout,
-            cut_shares=share_cutter(schema.elements, codec.granularity),
-            choose_observers=partial(observers, self.config.participation),
-            max_weight=self.config.most_weight,
-        )
+    def _prepare(self, schema: Schema) -> Rounds:
+        """Register with the peer. This waits for the first step, because it needs the schema."""
+        config, context = self.config, self._host.context
+        codec = config.codec
+        key = ready_key(config.run_id, schema.hash, config.rule)
+        cut_shares = share_cutter(schema.elements, codec.granularity)
         matchmaker = Matchmaker(
-            self._peer.around, key=key, settings=settings, codec=codec.name, bandwidth=self._bandwidth
+            context,
+            key=key,
+            settings=Settings(
+                target=config.group_size,
+                minimum=config.min_group_size,
+                match_timeout=config.match_timeout,
+                cut_shares=cut_shares,
+                choose_observers=partial(observers, config.participation),
+                max_weight=config.most_weight,
+            ),
+            codec=codec.name,
+            bandwidth=self._bandwidth,
         )
+        self._host.register(key, matchmaker, run_id=config.run_id)
         self._key = key
-        self._peer.matchmakers[key] = matchmaker
-        self._peer.runs[self.config.run_id] += 1
         self._entry = RunEntry(
             schema_hash=schema.hash,
             tensors=len(schema.shapes),
             elements=schema.elements,
             codec=codec.name,
-            group_size=self.config.group_size,
-            rule=self.config.rule,
+            group_size=config.group_size,
+            rule=config.rule,
         )
-        self._nursery.start_soon(self._say_what_is_averaged, self._entry)
-        return RoundTools(
-            config=self.config,
-            transport=self._peer.around.transport,
-            matchmaker=matchmaker,
-            lobby=self._peer.lobby,
-            accumulation=self._accumulation,
-            cut_shares=settings.cut_shares,
-            attempt=attempt_tools(
-                codec,
-                schema.elements,
-                self._peer.around.run_in_thread,
-                max_upload_mbps=self.config.max_upload_mbps,
-                max_download_mbps=self.config.max_download_mbps,
+        self._nursery.start_soon(self._publish_entry, self._entry)
+        return Rounds(
+            run_context(
+                context,
+                self._host.lobby,
+                codec=codec,
+                elements=schema.elements,
+                meter=self._meter,
+                cut_shares=cut_shares,
+                upload=RateLimit(config.max_upload_mbps),
+                download=RateLimit(config.max_download_mbps),
             ),
-            on_milestone=self._peer.around.on_milestone,
-            meter=self._meter,
-            tails=self._tails,
-            why_alone=self._why_alone,
+            matchmaker,
+            RoundSettings(
+                run_id=config.run_id,
+                target=config.group_size,
+                minimum=config.min_group_size,
+                exchange_timeout=config.exchange_timeout,
+            ),
+            self._tails,
+            self._why_alone,
         )
 
     def _bandwidth(self) -> float:
@@ -294,8 +321,8 @@ class DecentralizedAverager:
         given = self.config.bandwidth
         return self._meter.mbps if given is None else given
 
-    async def _say_what_is_averaged(self, entry: RunEntry) -> None:
-        await self._peer.records.publish(
+    async def _publish_entry(self, entry: RunEntry) -> None:
+        await self._host.records.publish(
             run_key(self.config.run_id), encode_entry(entry), ttl=RUN_TTL_SECONDS
         )
 
@@ -303,20 +330,20 @@ class DecentralizedAverager:
         assert self._entry is not None
         entries: dict[str, RunEntry] | None = None
         with trio.move_on_after(_WHY_SECONDS):  # keepers that do not answer must not hold up the result
-            entries = read_entries(await self._peer.records.find(run_key(self.config.run_id)))
-            entries.pop(self._peer.id, None)
-        heard = await self._peer.greeter.look()
+            entries = read_entries(await self._host.records.find(run_key(self.config.run_id)))
+            entries.pop(self._host.id, None)
+        heard = await self._host.greeter.look()
         found = [why_apart(self._entry, entries.values())] if entries else []
         if entries == {}:
             found.append(
                 nobody_of_the_run(
                     self.config.run_id,
-                    known=len(self._peer.records.contacts),
+                    known=len(self._host.records.contacts),
                     heard=heard,
                     addresses=self.addresses,
                 )
             )
-        return "; ".join(filter(None, [*found, *self._peer.greeter.differences(heard)]))
+        return "; ".join(filter(None, [*found, *self._host.greeter.differences(heard)]))
 
     async def board(self, topic: str, look_seconds: float = LOOK_SECONDS) -> Board:
         """What the peers of the run say of themselves under a topic; the same object for the same topic.
@@ -330,10 +357,10 @@ class DecentralizedAverager:
         self._check_open()
         if topic not in self._boards:
             self._boards[topic] = Board(
-                self._peer.records,
+                self._host.records,
                 key=board_key(self.config.run_id, topic),
                 peer_id=self.peer_id,
-                wall_clock=self._peer.around.wall_clock,
+                wall_clock=self._host.context.wall_clock,
                 look_seconds=look_seconds,
             )
             self._nursery.start_soon(self._boards[topic].run)
@@ -342,7 +369,7 @@ class DecentralizedAverager:
 
     def sibling(self, config: AveragingConfig) -> AbstractAsyncContextManager[DecentralizedAverager]:
         """Another averager of the same peer, that lives as long as the block. See :meth:`p2pavg.Peer.averager`."""
-        return self._peer.averager(config)
+        return self._open_averager(config)
 
     async def aclose(self) -> None:
         """End the round that runs, if any, and let go of everything within 2 s. What was accumulated stays readable."""
@@ -355,22 +382,17 @@ class DecentralizedAverager:
             async with trio.open_nursery() as nursery:
                 for board in self._boards.values():
                     nursery.start_soon(board.aclose)
-                if self._tools is not None:
-                    del self._peer.matchmakers[self._key]
-                    nursery.start_soon(self._tools.matchmaker.withdraw)
-                    nursery.start_soon(self._withdraw_entry)
-
-    async def _withdraw_entry(self) -> None:
-        self._peer.runs[self.config.run_id] -= 1
-        if not self._peer.runs[self.config.run_id]:
-            await self._peer.records.withdraw(run_key(self.config.run_id))
+                if self._rounds is not None:
+                    nursery.start_soon(self._rounds.matchmaker.withdraw)
+                    if self._host.unregister(self._key, run_id=self.config.run_id):
+                        nursery.start_soon(self._host.records.withdraw, run_key(self.config.run_id))
 
     def _check_open(self) -> None:
         if self._closed:
             raise ClosedError("the averager is closed")
 
 
-def _checked_plan(state: bytes, observe: bool, group_size: int | None, least: int) -> RoundPlan:
+def _checked_plan(state: bytes, observe: bool, group_size: int | None, least: int) -> _Plan:
     if not isinstance(state, bytes) or len(state) > MAX_STATE_BYTES:
         raise ValueError(f"state must be at most {MAX_STATE_BYTES} bytes, got {state!r}")
     whole = isinstance(group_size, int) and not isinstance(group_size, bool)
@@ -378,7 +400,7 @@ def _checked_plan(state: bytes, observe: bool, group_size: int | None, least: in
         raise ValueError(
             f"group_size must be None or a whole number from {least} to {MAX_GROUP_SIZE}, got {group_size!r}"
         )
-    return RoundPlan(state=state, observes=observe, target=group_size)
+    return _Plan(state=state, observes=observe, target=group_size)
 
 
 def _checked_wait(wait: float | None) -> float:

@@ -15,14 +15,16 @@ from p2pavg.allreduce.lobby import Lobby
 from p2pavg.allreduce.messages import PROTOCOL as EXCHANGE_PROTOCOL
 from p2pavg.averager import DecentralizedAverager
 from p2pavg.config import AveragingConfig
+from p2pavg.context import PeerContext
 from p2pavg.errors import (
     BootstrapError,
+    BusyError,
     ClosedError,
     RemoteProtocolError,
     UnreachableError,
 )
 from p2pavg.group.milestones import OnMilestone, ignore
-from p2pavg.matchmaking.matchmaker import Matchmaker, Surroundings
+from p2pavg.matchmaking.matchmaker import Matchmaker
 from p2pavg.matchmaking.messages import PROTOCOL as MATCH_PROTOCOL
 from p2pavg.matchmaking.messages import Ask, Declined, Nudge, decode, encode
 from p2pavg.net.addresses import check_is_list, parse_peer_address
@@ -75,20 +77,18 @@ class Peer:
         )
         """The record node: what is said and found on the network."""
         self.lobby = Lobby()
-        self.matchmakers: dict[bytes, Matchmaker] = {}
-        """Who answers those that ask about a ready key."""
-        self.runs: Counter[str] = Counter()
-        """How many averagers of this peer are in each run."""
+        self._matchmakers: dict[bytes, Matchmaker] = {}  # by the ready key under which each answers
+        self._runs: Counter[str] = Counter()  # averagers of this peer in each run
         self._closed = False
         self.greeter = Greeter(
             transport,
             wall_clock=wall_clock,
             protocols=(RECORDS_PROTOCOL, MATCH_PROTOCOL, EXCHANGE_PROTOCOL),
-            runs=lambda: sum(count > 0 for count in self.runs.values()),
+            runs=lambda: len(+self._runs),
             contacts=lambda: self.records.contacts,
         )
         """Compares clocks and versions with other peers."""
-        self.around = Surroundings(
+        self.context = PeerContext(
             transport=transport,
             records=self.records,
             signer=signer,
@@ -120,13 +120,39 @@ class Peer:
         with bare_exceptions():
             # What a member still owes others after its own result runs in `tails`.
             async with trio.open_nursery() as tails, trio.open_nursery() as nursery:
-                averager = DecentralizedAverager(self, config, nursery, tails)
+                averager = DecentralizedAverager(self, config, nursery, tails, self.averager)
                 try:
                     yield averager
                 finally:
                     await averager.aclose()
                     nursery.cancel_scope.cancel()
                     tails.cancel_scope.deadline = trio.current_time() + _TAIL_SECONDS
+
+    def is_registered(self, key: bytes) -> bool:
+        """Return whether a matchmaker of this peer answers under a ready key."""
+        return key in self._matchmakers
+
+    def register(self, key: bytes, matchmaker: Matchmaker, *, run_id: str | None = None) -> None:
+        """Let a matchmaker answer the peers that ask about a ready key.
+
+        Args:
+            run_id: the run of an averager; ``None`` for an auxiliary, which asks :meth:`is_registered` first.
+
+        Raises:
+            BusyError: another matchmaker of this peer answers under the key.
+        """
+        if key in self._matchmakers:
+            raise BusyError(f"this peer averages the same tensors in run {run_id!r} already")
+        self._matchmakers[key] = matchmaker
+        if run_id is not None:
+            self._runs[run_id] += 1
+
+    def unregister(self, key: bytes, *, run_id: str | None = None) -> bool:
+        """Take a matchmaker back. Return whether no averager of its run is left."""
+        del self._matchmakers[key]
+        if run_id is not None:
+            self._runs[run_id] -= 1
+        return run_id is not None and not self._runs[run_id]
 
     async def start(self, bootstrap: Sequence[str]) -> None:
         """Serve, and get to know the network through the bootstrap addresses."""
@@ -136,10 +162,10 @@ class Peer:
         self._transport.serve(EXCHANGE_PROTOCOL, self.lobby.serve)
         self._transport.serve_lanes(self.lobby.serve_lane, wanted=self.lobby.wants_lane)
         self.lobby.on_members = self._remember_members
-        await self.around.nursery.start(self.records.run)  # type: ignore[arg-type]  # trio-typing's stubs
+        await self.context.nursery.start(self.records.run)  # type: ignore[arg-type]  # trio-typing's stubs
         if bootstrap:
             await self.join(bootstrap)
-        self.around.nursery.start_soon(self.greeter.run)
+        self.context.nursery.start_soon(self.greeter.run)
 
     async def join(self, bootstrap: Sequence[str]) -> None:
         """Get to know the network through addresses of peers in it.
@@ -210,7 +236,7 @@ class Peer:
         message = decode(data)
         if not isinstance(message, Ask | Nudge):
             raise RemoteProtocolError(f"a join stream began with {type(message).__name__}")
-        matchmaker = self.matchmakers.get(message.me.record.key)
+        matchmaker = self._matchmakers.get(message.me.record.key)
         if matchmaker is not None:
             await matchmaker.serve(stream, message)
         elif isinstance(message, Ask):

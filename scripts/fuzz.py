@@ -308,7 +308,7 @@ class Hostile:
 
     def _look(self, averager: p2pavg.DecentralizedAverager) -> None:
         self.key = averager._key or self.key
-        now = self.peer.around.wall_clock()
+        now = self.peer.context.wall_clock()
         found = {}
         for record in self.peer.records.held(self.key):
             try:
@@ -330,7 +330,7 @@ class Hostile:
             self.dice.choice([0, 0, 1, self.dice.randrange(20)]),
             self.dice.choice([0, 0, self.dice.randrange(8)]),
         )
-        stream = await self.peer.around.transport.open_stream(self._other(), EXCHANGE_PROTOCOL, timeout=1.0)
+        stream = await self.peer.context.transport.open_stream(self._other(), EXCHANGE_PROTOCOL, timeout=1.0)
         await send_message(stream, encode_header(header))
         self.sent["lanes"] += 1
         for index in range(self.dice.randint(0, 6)):
@@ -340,7 +340,7 @@ class Hostile:
         await self._leave(stream)
 
     async def _match(self) -> None:
-        stream = await self.peer.around.transport.open_stream(self._other(), messages.PROTOCOL, timeout=1.0)
+        stream = await self.peer.context.transport.open_stream(self._other(), messages.PROTOCOL, timeout=1.0)
         opening: list[messages.Message] = [messages.Ask(self.known[-1]), messages.Nudge(self.known[-1])]
         await send_message(stream, messages.encode(self.dice.choice(opening)))
         for _ in range(self.dice.randint(0, 5)):
@@ -351,12 +351,12 @@ class Hostile:
         await self._leave(stream)
 
     async def _record(self) -> None:
-        now, dice = self.peer.around.wall_clock(), self.dice
+        now, dice = self.peer.context.wall_clock(), self.dice
         records = tuple(self._some_record(now) for _ in range(dice.randint(1, 4)))
         store = Store((), records)
         requests: list[Request] = [store, store, Find((), self.key), Locate((), self.key)]
         request = dice.choice(requests)
-        stream = await self.peer.around.transport.open_stream(self._other(), RECORDS_PROTOCOL, timeout=1.0)
+        stream = await self.peer.context.transport.open_stream(self._other(), RECORDS_PROTOCOL, timeout=1.0)
         await send_message(stream, encode_request(request))
         self.sent["records"] += len(records) if isinstance(request, Store) else 1
         await self._leave(stream)

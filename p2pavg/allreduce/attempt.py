@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
 import torch
 import trio
 
+from p2pavg.allreduce.context import RunContext
 from p2pavg.allreduce.lane_driver import DirectUse
 from p2pavg.allreduce.lobby import InboundLane, Lanes
 from p2pavg.allreduce.messages import (
@@ -40,14 +40,11 @@ from p2pavg.errors import ClosedError, RemoteProtocolError, StreamBrokenError, U
 from p2pavg.group.candidate import Candidate
 from p2pavg.group.milestones import Milestone, ignore
 from p2pavg.group.roster import Roster
-from p2pavg.group.shares import MAX_PART_ELEMENTS, Part
+from p2pavg.group.shares import Part
 from p2pavg.net.blame import guarded
 from p2pavg.net.framing import receive_exactly_into, send_message
-from p2pavg.net.limits.rate import RateLimit
-from p2pavg.net.transport import Buffer, DirectLane, Stream, Transport
-from p2pavg.threads.workers import RunInThread, ToLoop, in_own_thread
-from p2pavg.vector.buffers import Buffers
-from p2pavg_compression import Codec
+from p2pavg.net.transport import Buffer, DirectLane, Stream
+from p2pavg.threads.workers import ToLoop, in_own_thread
 
 logger = logging.getLogger(__name__)
 
@@ -85,37 +82,6 @@ class Reports(Protocol):
         """So far is this member."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttemptTools:
-    """What every attempt of one averager works with."""
-
-    codec: Codec
-    run_in_thread: RunInThread
-    buffers: Buffers
-    upload: RateLimit
-    download: RateLimit
-
-
-def attempt_tools(
-    codec: Codec,
-    elements: int,
-    run_in_thread: RunInThread,
-    *,
-    max_upload_mbps: float | None = None,
-    max_download_mbps: float | None = None,
-) -> AttemptTools:
-    """The tools for vectors of so many elements; limits in Mbit/s."""
-    # Two results, of which the caller may keep one, the averages as encoded, and parts on their way.
-    idle = 2 * 4 * elements + codec.encoded_nbytes(elements) + 32 * codec.encoded_nbytes(MAX_PART_ELEMENTS)
-    return AttemptTools(
-        codec=codec,
-        run_in_thread=run_in_thread,
-        buffers=Buffers(idle),
-        upload=RateLimit(max_upload_mbps),
-        download=RateLimit(max_download_mbps),
-    )
-
-
 class Attempt:
     """One member's side of one attempt.
 
@@ -131,38 +97,37 @@ class Attempt:
         self,
         *,
         number: int,
-        transport: Transport,
+        context: RunContext,
         group_id: bytes,
         roster: Roster,
         lanes: Lanes,
         vector: torch.Tensor | None,
-        tools: AttemptTools,
         reports: Reports,
         position: Callable[[str], int],
     ) -> None:
         self.number = number
         self.roster = roster
-        self.ledger = Ledger(roster, transport.peer_id, tools.codec.granularity)
+        self.ledger = Ledger(roster, context.transport.peer_id, context.codec.granularity)
         self.scope = trio.CancelScope()
         """Cancel it to end the attempt."""
         self.streamed: set[str] = set()
         """Members to or from which parts have gone over streams instead of direct lanes."""
-        self._transport = transport
+        self._context = context
+        self._transport = context.transport
         self._group_id = group_id
         self._members = members_digest(number, (member.peer_id for member in roster.members))
         self._lanes = lanes
-        self._tools = tools
         self._contributes = vector is not None
-        self._in_thread = tools.run_in_thread
+        self._in_thread = context.run_in_thread
         self._reports = reports
         self._position = position
-        self._me = transport.peer_id
+        self._me = context.transport.peer_id
         self._own_parts = self.ledger.parts[self._me]
         self.values = Values(
             ledger=self.ledger,
-            codec=tools.codec,
+            codec=context.codec,
             vector=vector,
-            buffers=tools.buffers,
+            buffers=context.buffers,
             on_ready=self._averaged,
         )
         self._sent = self._received = 0
@@ -375,7 +340,7 @@ class Attempt:
             logger.debug("no direct lane to %s: %s", member.peer_id, error)
             return False
         place = (self._position(member.peer_id) - self._position(self._me)) % MAX_MEMBERS
-        use = DirectUse(lane, self.values, self._tools.upload, self, self._turns, place)
+        use = DirectUse(lane, self.values, self._context.upload, self, self._turns, place)
         self._outbound.append(use)
         try:
             await in_own_thread(partial(send, use, header), stop=use.stop, name="p2pavg-send")
@@ -405,7 +370,7 @@ class Attempt:
             self._reports.reached(Milestone.AVERAGE_SENT)
 
     async def _send_part(self, stream: Stream, part: Part, payload: Buffer) -> None:
-        await trio.sleep(self._tools.upload.delay(len(payload)))
+        await trio.sleep(self._context.upload.delay(len(payload)))
         await stream.send_all(part_frame(part.index))
         await stream.send_all(payload)
         self._sent += FRAME_BYTES + len(payload)
@@ -479,7 +444,7 @@ class Attempt:
             taken.ended.set()
 
     async def _receive_over_direct_lane(self, lane: InboundLane, direct: DirectLane) -> None:
-        use = DirectUse(direct, self.values, self._tools.download, self)
+        use = DirectUse(direct, self.values, self._context.download, self)
         self._inbound.append(use)
         kind = lane.header.lane
         if kind is Lane.PASSED_ON:
@@ -539,7 +504,7 @@ class Attempt:
 
     async def _receive_payload(self, stream: Stream, part: Part) -> Buffer:
         payload = self.values.buffer(part)
-        await trio.sleep(self._tools.download.delay(len(payload)))
+        await trio.sleep(self._context.download.delay(len(payload)))
         await receive_exactly_into(stream, payload)
         self._received += FRAME_BYTES + len(payload)
         return payload

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
-from typing import Protocol
 
 import trio
 
+from p2pavg.context import PeerContext
 from p2pavg.errors import ClosedError, RemoteProtocolError, StreamBrokenError, UnreachableError
 from p2pavg.group.candidate import Candidate, read_candidate, sign_candidate
-from p2pavg.group.milestones import OnMilestone, ignore
 from p2pavg.group.roster import Roster
 from p2pavg.matchmaking.actions import (
     Actions,
@@ -33,9 +32,8 @@ from p2pavg.matchmaking.messages import PROTOCOL, Accept, Ask, Declined, Message
 from p2pavg.matchmaking.rules import Matchmaking
 from p2pavg.net.blame import guarded
 from p2pavg.net.framing import send_message
-from p2pavg.net.transport import Stream, Transport
-from p2pavg.threads.workers import RunInThread
-from p2pavg_dht import Published, Record, Signer
+from p2pavg.net.transport import Stream
+from p2pavg_dht import Record
 
 logger = logging.getLogger(__name__)
 
@@ -51,40 +49,19 @@ FAULT_BAN_SECONDS = 600.0
 MAX_BANNED = 1024  # peers; an identity costs nothing, and a ban is only worth anything until the next one
 
 
-class Records(Protocol):
-    """The part of a record node that matchmaking uses."""
-
-    async def publish(self, key: bytes, value: bytes, *, ttl: float) -> Published: ...
-    async def withdraw(self, key: bytes) -> None: ...
-    async def find(self, key: bytes) -> tuple[Record, ...]: ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Surroundings:
-    """What a matchmaker lives in."""
-
-    transport: Transport
-    records: Records
-    signer: Signer
-    wall_clock: Callable[[], float]
-    nursery: trio.Nursery  # outlives every attempt
-    run_in_thread: RunInThread
-    on_milestone: OnMilestone = ignore
-
-
 class Matchmaker:
     """Finds groups for one averager, one attempt at a time, and answers those who ask it in between."""
 
     def __init__(
         self,
-        around: Surroundings,
+        context: PeerContext,
         *,
         key: bytes,
         settings: Settings,
         codec: str,
         bandwidth: Callable[[], float],  # Mbit/s, as it is to be signed next
     ) -> None:
-        self._around = around
+        self._context = context
         self._key = key
         self._settings = settings
         self._codec = codec
@@ -109,7 +86,7 @@ class Matchmaker:
 
     def finished_with(self, peer_ids: Iterable[str]) -> None:
         """Note that a round with these peers was finished: they are preferred from now on."""
-        self._memory.finished_with(peer_id for peer_id in peer_ids if peer_id != self._around.signer.peer_id)
+        self._memory.finished_with(peer_id for peer_id in peer_ids if peer_id != self._context.signer.peer_id)
 
     def waits_for(self) -> str:
         """Say what the attempt that runs waits for; empty without one."""
@@ -162,14 +139,14 @@ class Matchmaker:
             return outcome
         finally:
             self._attempt = None
-            self._around.nursery.start_soon(self._withdraw_unless_renewed)
+            self._context.nursery.start_soon(self._withdraw_unless_renewed)
 
     def _sign(
         self, weight: float, auxiliary: bool, state: bytes, tags: Sequence[str], metrics: Mapping[str, float]
     ) -> Candidate:
-        now = self._around.wall_clock()
+        now = self._context.wall_clock()
         return sign_candidate(
-            self._around.signer,
+            self._context.signer,
             key=self._key,
             deadline=now + (ATTEMPT_SECONDS if auxiliary else self._settings.match_timeout),
             expiration_time=now + ATTEMPT_SECONDS + 60.0,
@@ -177,7 +154,7 @@ class Matchmaker:
             bandwidth=self._bandwidth(),
             codec=self._codec,
             auxiliary=auxiliary,
-            addresses=self._around.transport.addresses[:8],
+            addresses=self._context.transport.addresses[:8],
             state=state,
             tags=tags,
             metrics=metrics,
@@ -190,7 +167,7 @@ class Matchmaker:
         on_report: Callable[[Report], None],
         on_expect: Callable[[bytes | None], None],
     ) -> _Attempt:
-        now = self._around.wall_clock()
+        now = self._context.wall_clock()
         rules = Matchmaking(me, settings, now, self._memory)
         for peer_id, (reason, until) in list(self._banned.items()):
             if until > trio.current_time():
@@ -198,7 +175,7 @@ class Matchmaker:
             else:
                 del self._banned[peer_id]
         self._published = True
-        return _Attempt(self._around, me, rules, now, on_report, on_expect, self._blame)
+        return _Attempt(self._context, me, rules, now, on_report, on_expect, self._blame)
 
     async def serve(self, stream: Stream, message: Ask | Nudge) -> None:
         """An inbound stream that begins with ``message``; runs for as long as its conversation."""
@@ -219,7 +196,7 @@ class Matchmaker:
         self._linger.cancel()
         if self._published:
             self._published = False
-            await self._around.records.withdraw(self._key)
+            await self._context.records.withdraw(self._key)
 
     async def _withdraw_unless_renewed(self) -> None:
         with trio.CancelScope() as self._linger:
@@ -233,7 +210,7 @@ class _Attempt:
 
     def __init__(
         self,
-        around: Surroundings,
+        context: PeerContext,
         me: Candidate,
         rules: Matchmaking,
         now: float,
@@ -241,7 +218,7 @@ class _Attempt:
         on_expect: Callable[[bytes | None], None],
         on_fault: Callable[[str, Exception], None],
     ) -> None:
-        self._around = around
+        self._context = context
         self._me = me
         self._rules = rules
         self._on_fault = on_fault
@@ -347,7 +324,7 @@ class _Attempt:
 
     async def _announce(self) -> None:
         """Publish; what is said under the same key comes back with it. Then look again, ever less often."""
-        records = self._around.records
+        records = self._context.records
         published = await records.publish(self._me.record.key, self._me.record.value, ttl=RECORD_TTL_SECONDS)
         self._read(published.records)
         pause = _POLL_FIRST_SECONDS
@@ -422,7 +399,7 @@ class _Attempt:
         with trio.CancelScope() as scope:
             self._opening[peer_id] = scope
             try:
-                stream = await self._around.transport.open_stream(
+                stream = await self._context.transport.open_stream(
                     peer_id, PROTOCOL, addresses=candidate.addresses, timeout=OPEN_SECONDS
                 )
             except UnreachableError as error:
@@ -434,7 +411,7 @@ class _Attempt:
                 link = self._upward[peer_id] = Link(stream)
                 link.send(ask)
                 # In the nursery that outlives the attempt: what is still to be said is said.
-                self._around.nursery.start_soon(partial(self._run_link, link, peer_id, upward=True))
+                self._context.nursery.start_soon(partial(self._run_link, link, peer_id, upward=True))
                 return
             finally:
                 if self._opening.get(peer_id) is scope:
@@ -443,7 +420,7 @@ class _Attempt:
 
     async def _nudge(self, candidate: Candidate, nudge: Nudge) -> None:
         try:
-            stream = await self._around.transport.open_stream(
+            stream = await self._context.transport.open_stream(
                 candidate.peer_id, PROTOCOL, addresses=candidate.addresses, timeout=OPEN_SECONDS
             )
             await send_message(stream, encode(nudge))

@@ -4,26 +4,23 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import trio
 
-from p2pavg.allreduce.attempt import AttemptTools, attempt_tools
-from p2pavg.allreduce.lobby import ExpectedGroup
+from p2pavg.allreduce.context import run_context
 from p2pavg.config import AveragingConfig
 from p2pavg.group.bandwidth import BandwidthMeter
 from p2pavg.group.candidate import ready_key
 from p2pavg.group.roster import share_cutter
-from p2pavg.matchmaking.actions import GaveUp, Report, Settings
+from p2pavg.matchmaking.actions import Settings
 from p2pavg.matchmaking.matchmaker import Matchmaker
 from p2pavg.net.limits.rate import RateLimit
 from p2pavg.records.run_entry import RunEntry, read_entries, run_key
-from p2pavg.round.exchange import Exchange, Outcome
+from p2pavg.round.host import Host
+from p2pavg.round.roles import Auxiliary
+from p2pavg.round.round import Round
+from p2pavg.round.rounds import Rounds, RoundSettings
 from p2pavg_compression import resolve_codec
-
-if TYPE_CHECKING:
-    from p2pavg.peer import Peer
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +33,7 @@ MAX_SHARE_ELEMENTS = 2**26
 
 
 async def assist(
-    peer: Peer,
+    host: Host,
     run_id: str,
     *,
     bandwidth: float | None = None,
@@ -46,6 +43,7 @@ async def assist(
     """Take part in rounds of a run with weight 0, until cancelled.
 
     Args:
+        host: this peer, a :class:`p2pavg.Peer`.
         bandwidth: what this peer can send and receive, in Mbit/s; its share of a group's vector follows from it.
             ``None``: measured in rounds.
         max_upload_mbps: Mbit/s that it sends at most in all rounds of the run together, headers included; ``None`` is
@@ -65,15 +63,15 @@ async def assist(
     async with trio.open_nursery() as tails, trio.open_nursery() as nursery:
         helped: dict[bytes, trio.CancelScope] = {}
         while True:
-            records = await peer.records.find(run_key(run_id))
+            records = await host.records.find(run_key(run_id))
             entries = _most_common(read_entries(records))
             for schema_hash in helped.keys() - entries.keys():
                 helped.pop(schema_hash).cancel()
             for schema_hash, entry in entries.items():
                 key = ready_key(run_id, schema_hash, entry.rule)
-                if schema_hash not in helped and key not in peer.matchmakers:
+                if schema_hash not in helped and not host.is_registered(key):
                     helped[schema_hash] = scope = trio.CancelScope()
-                    nursery.start_soon(_assist_schema, peer, config, limits, entry, tails, scope)
+                    nursery.start_soon(_assist_schema, host, config, limits, entry, tails, scope)
             await trio.sleep(LOOK_SECONDS)
 
 
@@ -96,7 +94,7 @@ def _known(codec: str) -> bool:
 
 
 async def _assist_schema(
-    peer: Peer,
+    host: Host,
     config: AveragingConfig,
     limits: tuple[RateLimit, RateLimit],
     entry: RunEntry,
@@ -104,101 +102,51 @@ async def _assist_schema(
     scope: trio.CancelScope,
 ) -> None:
     codec = resolve_codec(entry.codec)
-    settings = Settings(
-        target=entry.group_size,
-        minimum=2,
-        match_timeout=EXCHANGE_SECONDS,
-        cut_shares=share_cutter(entry.elements, codec.granularity),
-        choose_observers=None,  # it is theirs to know
-        max_share=MAX_SHARE_ELEMENTS,
-    )
+    cut_shares = share_cutter(entry.elements, codec.granularity)
     key = ready_key(config.run_id, entry.schema_hash, entry.rule)
-    # Of this schema's rounds only: a meter sees one round at a time.
+    # One meter a schema, because a meter sees one round at a time.
     meter = BandwidthMeter(max_upload_mbps=config.max_upload_mbps, max_download_mbps=config.max_download_mbps)
     matchmaker = Matchmaker(
-        peer.around,
+        host.context,
         key=key,
-        settings=settings,
+        settings=Settings(
+            target=entry.group_size,
+            minimum=2,
+            match_timeout=EXCHANGE_SECONDS,
+            cut_shares=cut_shares,
+            choose_observers=None,  # the members' rule is unknown here
+            max_share=MAX_SHARE_ELEMENTS,
+        ),
         codec=codec.name,
         bandwidth=lambda: meter.mbps if config.bandwidth is None else config.bandwidth,
     )
-    peer.matchmakers[key] = matchmaker
-    tools = attempt_tools(codec, min(entry.elements, MAX_SHARE_ELEMENTS), peer.around.run_in_thread)
-    # Rounds of several schemas may run at once, over the one link.
-    upload, download = limits
-    tools = replace(tools, upload=upload, download=download)
+    upload, download = limits  # for the rounds of all schemas together: they share one link
+    rounds = Rounds(
+        run_context(
+            host.context,
+            host.lobby,
+            codec=codec,
+            elements=min(entry.elements, MAX_SHARE_ELEMENTS),
+            meter=meter,
+            cut_shares=cut_shares,
+            upload=upload,
+            download=download,
+        ),
+        matchmaker,
+        RoundSettings(
+            run_id=config.run_id,
+            target=entry.group_size,
+            minimum=2,
+            exchange_timeout=EXCHANGE_SECONDS,
+            max_share=MAX_SHARE_ELEMENTS,
+        ),
+        tails,
+    )
+    host.register(key, matchmaker)
     logger.info("helping peers that average %d tensors of %d elements", entry.tensors, entry.elements)
     try:
         with scope:
             while True:
-                await _assist_round(peer, matchmaker, settings, tools, meter, tails)
+                await Round(rounds, Auxiliary(host.id)).run()
     finally:
-        del peer.matchmakers[key]
-
-
-async def _assist_round(
-    peer: Peer,
-    matchmaker: Matchmaker,
-    settings: Settings,
-    tools: AttemptTools,
-    meter: BandwidthMeter,
-    tails: trio.Nursery,
-) -> None:
-    group: ExpectedGroup | None = None
-
-    def expect(group_id: bytes | None) -> None:
-        nonlocal group
-        if group is not None:
-            group.close()
-        group = None if group_id is None else peer.lobby.expect(group_id, matchmaker.exchange_begun)
-
-    try:
-        found = await matchmaker.find_group(weight=0.0, auxiliary=True, on_report=_ignore, on_expect=expect)
-        if isinstance(found, GaveUp) or group is None:
-            return
-        group.consists_of(member.peer_id for member in found.members)
-        exchange = Exchange(
-            transport=peer.around.transport,
-            roster=found,
-            group=group,
-            lobby=peer.lobby,
-            cut_shares=settings.cut_shares,
-            tools=tools,
-            meter=meter,
-            vector=None,
-            minimum=2,
-            max_share=MAX_SHARE_ELEMENTS,
-            timeout=EXCHANGE_SECONDS,
-            on_milestone=peer.around.on_milestone,
-        )
-        group = None
-        began = trio.current_time()
-        outcome: Outcome = await tails.start(exchange.run)
-        if outcome.verdict is None:
-            matchmaker.finished_with(member.peer_id for member in outcome.roster.members)
-        _log(peer, outcome, trio.current_time() - began)
-    finally:
-        if group is not None:
-            group.close()
-
-
-def _ignore(_report: Report) -> None:
-    """An auxiliary's attempt has no match timeout to report."""
-
-
-def _log(peer: Peer, outcome: Outcome, seconds: float) -> None:
-    roster = outcome.roster
-    name = roster.group_id.hex()[:8]
-    if outcome.verdict is not None:
-        logger.warning("group %s failed: %s", name, outcome.verdict.reason)
-        return
-    share = roster.shares[roster.position(peer.id)]
-    logger.info(
-        "group %s: reduced %d elements for %d peers in %.2f s, %.1f MB in, %.1f MB out",
-        name,
-        share,
-        len(roster.holders),
-        seconds,
-        outcome.bytes_received / 1e6,
-        outcome.bytes_sent / 1e6,
-    )
+        host.unregister(key)

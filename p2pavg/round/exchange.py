@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING
 import torch
 import trio
 
-from p2pavg.allreduce.attempt import Attempt, AttemptTools
-from p2pavg.allreduce.lobby import ExpectedGroup, Lobby
+from p2pavg.allreduce.attempt import Attempt
+from p2pavg.allreduce.context import RunContext
+from p2pavg.allreduce.lobby import ExpectedGroup
 from p2pavg.allreduce.reduction import Verdict
 from p2pavg.consensus.agreement import (
     FINAL,
@@ -39,13 +40,10 @@ from p2pavg.consensus.agreement import (
 from p2pavg.consensus.choice import ballot_leader
 from p2pavg.consensus.votes import Begin, Commit, Gather, Left, Trouble, Unknown, Vote
 from p2pavg.errors import RefusedError, RemoteProtocolError
-from p2pavg.group.bandwidth import BandwidthMeter
-from p2pavg.group.candidate import Candidate
-from p2pavg.group.milestones import Milestone, OnMilestone, ignore
+from p2pavg.group.milestones import Milestone
 from p2pavg.group.roster import Roster
 from p2pavg.group.shares import part_size
 from p2pavg.net.blame import guarded
-from p2pavg.net.transport import Transport
 from p2pavg.round.control import Control
 
 if TYPE_CHECKING:
@@ -105,47 +103,35 @@ class Exchange:
     Args:
         roster: the group, as it was agreed.
         group: the same group's inbound streams; closed at the end.
-        cut_shares: of any members of the group, as all of them cut the vector.
-        meter: is told how much this member sends and receives.
         vector: float32, the length of the roster's shares together, on any device; this member's weighted mean. Not
             changed. Only contributors have one.
         minimum: members that are to hold a result at least, this one included.
         max_share: elements that this member reduces at most.
-        on_milestone: is told how far this member is.
         found_out: is told, after an outcome that left it open, whether this member's contribution was used.
         timeout: seconds until the group gives up.
     """
 
     def __init__(
         self,
-        *,
-        transport: Transport,
+        context: RunContext,
         roster: Roster,
         group: ExpectedGroup,
-        lobby: Lobby,
-        cut_shares: Callable[[Sequence[Candidate]], tuple[int, ...]],
-        tools: AttemptTools,
-        meter: BandwidthMeter,
+        *,
         vector: torch.Tensor | None,
         minimum: int,
         timeout: float,
         max_share: float = math.inf,
-        on_milestone: OnMilestone = ignore,
         found_out: Callable[[bool], None] | None = None,
     ) -> None:
-        self.reached = on_milestone
+        self.reached = context.on_milestone
         self._found_out = found_out
-        self._transport = transport
+        self._context = context
         self._roster = roster
         self._group = group
-        self._lobby = lobby
-        self._cut_shares = cut_shares
-        self._tools = tools
-        self._meter = meter
         self._vector = vector
         self._timeout = timeout
         self._max_share = max_share
-        self._me = transport.peer_id
+        self._me = context.transport.peer_id
         self._positions = {member.peer_id: index for index, member in enumerate(roster.members)}
         self._member = Member(
             me=roster.position(self._me),
@@ -155,11 +141,11 @@ class Exchange:
             minimum=max(minimum, 2),
         )
         self._control = Control(
-            transport=transport,
+            transport=context.transport,
             roster=roster,
             group=group,
             hears=self,
-            part_bytes=tools.codec.encoded_nbytes(
+            part_bytes=context.codec.encoded_nbytes(
                 min(part_size(sum(roster.shares), len(roster.members)), max(roster.shares))
             ),
             max_silence=timeout / 3,  # there has to be time for another attempt
@@ -248,8 +234,8 @@ class Exchange:
             self._nursery.start_soon(self._leave_the_slowest_behind, began)
             self._nursery.start_soon(self._measure)
             await self._ended.wait()
-        self._meter.sample(trio.current_time(), *self._traffic())
-        self._meter.end(trio.current_time())
+        self._context.meter.sample(trio.current_time(), *self._traffic())
+        self._context.meter.end(trio.current_time())
         if not self._ended.is_set():
             self._happen(GivenUp(self._overdue()))
         with trio.move_on_after(SETTLE_SECONDS):
@@ -259,12 +245,12 @@ class Exchange:
 
     async def _measure(self) -> None:
         """What this member's link carries, and who has shown a sign of life."""
-        self._meter.begin(trio.current_time())
+        self._context.meter.begin(trio.current_time())
         while True:
             await trio.sleep(SAMPLE_SECONDS)
             if self._attempt is not None:
                 self._attempt.note_arrivals()
-            self._meter.sample(trio.current_time(), *self._traffic())
+            self._context.meter.sample(trio.current_time(), *self._traffic())
 
     def _traffic(self) -> tuple[int, int]:
         """Bytes that have left this member, and that have come, in all attempts."""
@@ -491,7 +477,7 @@ class Exchange:
 
     def _begin_attempt(self, number: int, members: frozenset[int]) -> None:
         chosen = tuple(self._roster.members[position] for position in sorted(members))
-        shares = self._roster.shares if number == 0 else self._cut_shares(chosen)
+        shares = self._roster.shares if number == 0 else self._context.cut_shares(chosen)
         try:
             roster = self._roster.only(chosen, shares)
         except RemoteProtocolError as error:
@@ -512,12 +498,11 @@ class Exchange:
             )
         self._attempt = Attempt(
             number=number,
-            transport=self._transport,
+            context=self._context,
             group_id=self._roster.group_id,
             roster=roster,
             lanes=self._group.lanes(number),
             vector=self._vector,
-            tools=self._tools,
             reports=self,
             position=self._positions.__getitem__,
         )
@@ -602,4 +587,6 @@ class Exchange:
             vote: Vote = Commit(member.outcome.attempt, member.outcome.members)
         else:
             vote = Left(-1 if member.accepted is None else member.accepted.ballot, member.reason)
-        self._lobby.remember(self._roster.group_id, lambda peer_id: vote if peer_id in peers else Unknown())
+        self._context.lobby.remember(
+            self._roster.group_id, lambda peer_id: vote if peer_id in peers else Unknown()
+        )

@@ -136,7 +136,7 @@ async def run_peers(
 
 async def cancel_when_crashed(peer: Peer, scope: trio.CancelScope) -> None:
     """End what runs on a simulated peer when that has crashed."""
-    transport = peer.around.transport
+    transport = peer.context.transport
     assert isinstance(transport, MemoryTransport)
     await transport.crashed.wait()
     scope.cancel()

@@ -123,7 +123,7 @@ def when_waiting_for_a_round(monkeypatch: pytest.MonkeyPatch, function: Callable
 
     changed = Round.changed
 
-    async def noticed(self: Round) -> None:
+    async def noticed(self: Round[Any]) -> None:
         function()
         await changed(self)
 

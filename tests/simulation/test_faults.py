@@ -115,8 +115,8 @@ class Watch:
         location = self.network._location(signer.peer_id)
         while True:
             try:
-                await peer.around.transport.dial(f"{location}/p2p/{signer.peer_id}", timeout=0.4)
-                await peer.around.transport.disconnect(signer.peer_id)
+                await peer.context.transport.dial(f"{location}/p2p/{signer.peer_id}", timeout=0.4)
+                await peer.context.transport.disconnect(signer.peer_id)
             except p2pavg.errors.UnreachableError:
                 pass
             else:
@@ -177,7 +177,7 @@ async def test_a_connection_that_is_lost_can_be_made_again(autojump_clock: MockC
     lost: list[bool] = []
 
     async def work(peer: Peer, index: int) -> None:
-        transport = peer.around.transport
+        transport = peer.context.transport
         other = simulated_signer(1 - index).peer_id
         await trio.sleep(1.0)
         if index == 1:

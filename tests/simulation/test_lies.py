@@ -395,7 +395,7 @@ async def test_a_stranger_that_knows_the_group_changes_nothing(
     autojump_clock: MockClock, attempt: int, lane: Lane
 ) -> None:
     async def intrude(stranger: Peer, group_id: bytes, peers: Sequence[Peer]) -> None:
-        transport = stranger.around.transport
+        transport = stranger.context.transport
         async with trio.open_nursery() as nursery:
             for peer in peers:
                 for _ in range(20):
@@ -522,7 +522,7 @@ async def test_a_leader_that_names_other_members_to_each_member_makes_no_two_ban
     bans: list[tuple[str, str]] = []
 
     def ban(self: Matchmaker, peer_id: str, reason: str, seconds: float) -> None:
-        bans.append((self._around.transport.peer_id, peer_id))
+        bans.append((self._context.transport.peer_id, peer_id))
 
     monkeypatch.setattr(Matchmaker, "ban", ban)
     instead(monkeypatch, "Control", 0, TwoFaced)
@@ -678,7 +678,7 @@ async def test_who_votes_and_never_contributes_is_excluded_by_name(
 
     def prepare(peer: Peer, index: int) -> None:
         if index == liar:
-            peer.around = replace(peer.around, run_in_thread=never)
+            peer.context = replace(peer.context, run_in_thread=never)
 
     swarm = await play(how=config(group_size=SIZE, exchange_timeout=60.0), prepare=prepare)
     check_costs_itself(swarm, liar, "sent nothing of its contribution")
@@ -749,7 +749,7 @@ async def test_a_member_that_is_not_where_its_record_says_is_lost_and_its_neighb
 
     def prepare(peer: Peer, index: int) -> None:
         if index == liar:
-            transport = peer.around.transport
+            transport = peer.context.transport
             assert isinstance(transport, MemoryTransport)
             transport.__class__ = Elsewhere
             transports.append(transport)

@@ -39,7 +39,7 @@ SLOW = 3
 def slow_down(peer: Peer, index: int) -> None:
     """One member's encoder takes its time."""
     if index == SLOW:
-        peer.around = replace(peer.around, run_in_thread=take_time)
+        peer.context = replace(peer.context, run_in_thread=take_time)
 
 
 async def take_time(function: Callable[..., Any], *args: object) -> Any:
@@ -86,7 +86,7 @@ async def test_few_lanes_of_a_peer_wait_for_attempts_to_come(autojump_clock: Moc
     seen: list[tuple[int, int]] = []
 
     async def intrude(stranger: Peer, group_id: bytes, peers: Sequence[Peer]) -> None:
-        transport = stranger.around.transport
+        transport = stranger.context.transport
         opened: list[Stream] = []
         group = peers[0].lobby.groups[group_id]
         async with trio.open_nursery() as nursery:
@@ -112,7 +112,7 @@ async def test_lanes_that_were_refused_leave_nothing_behind(autojump_clock: Mock
     seen: list[int] = []
 
     async def intrude(stranger: Peer, group_id: bytes, peers: Sequence[Peer]) -> None:
-        transport = stranger.around.transport
+        transport = stranger.context.transport
         group = peers[0].lobby.groups[group_id]
         lanes = group.controls if lane is Lane.CONTROL else group.lanes(0)
         while True:

@@ -24,7 +24,7 @@ def config(**changes: object) -> p2pavg.AveragingConfig:
 
 
 def transport_of(peer: Peer) -> MemoryTransport:
-    transport = peer.around.transport
+    transport = peer.context.transport
     assert isinstance(transport, MemoryTransport)
     return transport
 
@@ -67,8 +67,8 @@ async def test_a_peer_behind_a_router_leads_one_that_it_has_dialled(autojump_clo
     """The later one cannot dial it and is nudged by it: over that connection it asks, at once."""
     async with simulated_peers(MemoryNetwork(latency=LAN), 2, first=1) as peers:
         for peer in peers:  # the bootstrap connection is not to count
-            await peer.around.transport.disconnect(peers[0].id)
-            await peer.around.transport.disconnect(peers[1].id)
+            await peer.context.transport.disconnect(peers[0].id)
+            await peer.context.transport.disconnect(peers[1].id)
         transport_of(peers[1]).inbound = "refused"
         found = await average([peers[1], peers[0]], config(), [0.0, 2.0])
     for took, result in found:
@@ -83,8 +83,8 @@ async def test_peers_that_cannot_reach_each_other_hear_exactly_that(
     async with simulated_peers(MemoryNetwork(latency=LAN), 3) as peers:
         for peer in peers[1:]:
             transport_of(peer).inbound = "dropped"
-        await peers[1].around.transport.disconnect(peers[2].id)
-        await peers[2].around.transport.disconnect(peers[1].id)
+        await peers[1].context.transport.disconnect(peers[2].id)
+        await peers[2].context.transport.disconnect(peers[1].id)
         with caplog.at_level(logging.WARNING):
             (_, first), (_, second) = await average(peers[1:], config(), [0.0, 0.1])
     for result, other in ((first, peers[2]), (second, peers[1])):

@@ -160,7 +160,7 @@ async def test_another_version(autojump_clock: MockClock, caplog: pytest.LogCapt
             await send_message(stream, encode_hello(said))
             await stream.aclose()
 
-        newer.around.transport.serve(PROTOCOL, answer)
+        newer.context.transport.serve(PROTOCOL, answer)
         [reason] = await reasons(partial(step, peer, config()))
     assert "1 peer speaks match/99.0.0, this one match/2.0.0" in reason
     assert any("1 peer speaks match/99.0.0" in warned for warned in warnings(caplog))
@@ -185,7 +185,7 @@ async def test_a_peer_that_asks_again_and_again_gets_one_answer(autojump_clock: 
         answers = []
         for pause in (2.0, 0.0, 0.0, 1.0):
             await trio.sleep(pause)
-            stream = await asker.around.transport.open_stream(peer.id, PROTOCOL, timeout=5.0)
+            stream = await asker.context.transport.open_stream(peer.id, PROTOCOL, timeout=5.0)
             try:
                 await send_message(stream, QUESTION)
                 answers.append(await receive_message(stream))

@@ -71,7 +71,7 @@ class Standing:
 
     async def live(self, network: MemoryNetwork, bootstrap: Sequence[str]) -> None:
         async with simulated_peer(network, self.index, bootstrap=bootstrap) as peer:
-            peer.around.transport.serve(PROTOCOL, self.serve)
+            peer.context.transport.serve(PROTOCOL, self.serve)
             while True:
                 if self.me is None or self.renews:
                     signed = hostile_candidate(self.index, self.seconds)

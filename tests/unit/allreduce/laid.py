@@ -180,7 +180,7 @@ async def lanes_among(
 
 
 def _give(laid: Laid, peer: Peer) -> None:
-    transport: Any = peer.around.transport
+    transport: Any = peer.context.transport
 
     async def open_lane(peer_id: str, *, addresses: Sequence[str] = (), timeout: float) -> DirectLane:
         return await laid.open(peer.id, peer_id)

@@ -12,7 +12,7 @@ import torch
 import trio
 from trio.testing import wait_all_tasks_blocked
 
-from p2pavg.allreduce.attempt import Attempt, attempt_tools
+from p2pavg.allreduce.attempt import Attempt
 from p2pavg.allreduce.lobby import InboundLane, Lanes
 from p2pavg.allreduce.messages import (
     FRAME_BYTES,
@@ -27,8 +27,8 @@ from p2pavg.errors import StreamBrokenError, UnreachableError
 from p2pavg.group.milestones import Milestone
 from p2pavg.group.roster import Roster
 from p2pavg.net.transport import DirectLane, Stream, StreamHandler, Transport
-from p2pavg.testing.simulation import run_on_loop
 from p2pavg_compression import Fp32
+from tests.unit.allreduce.contexts import context_over
 from tests.unit.allreduce.laid import Takes
 from tests.unit.allreduce.streams import SaidBefore, Silent
 from tests.unit.group.samples import SIGNERS, candidate, roster
@@ -175,12 +175,11 @@ class Side:
         positions = {member.peer_id: index for index, member in enumerate(group.members)}
         self.attempt = Attempt(
             number=NUMBER,
-            transport=self.transport,
+            context=context_over(self.transport, CODEC, 3 * SHARE),
             group_id=GROUP,
             roster=group,
             lanes=self.lanes,
             vector=None if me == AUX else torch.full((3 * SHARE,), value),
-            tools=attempt_tools(CODEC, 3 * SHARE, run_on_loop),
             reports=self.reports,
             position=positions.__getitem__,
         )

@@ -11,12 +11,12 @@ import typer
 from trio.testing import MockClock
 
 import p2pavg
-from p2pavg.allreduce.attempt import AttemptTools
+from p2pavg.allreduce.context import RunContext
 from p2pavg.cli import daemon
 from p2pavg.cli.main import app
-from p2pavg.group.bandwidth import DEFAULT_MBPS, BandwidthMeter
-from p2pavg.round import auxiliary
+from p2pavg.group.bandwidth import DEFAULT_MBPS
 from p2pavg.round.auxiliary import assist
+from p2pavg.round.round import Round
 from p2pavg.testing import MemoryNetwork, simulated_peers
 
 # (spellings, may be given several times, default)
@@ -105,14 +105,17 @@ def test_what_is_said_of_the_link_reaches_the_helper_of_the_run(
 async def test_rounds_that_are_helped_at_once_keep_one_limit_together(
     autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    used: list[tuple[AttemptTools, BandwidthMeter]] = []
+    used: list[RunContext] = []
 
-    async def note(peer: object, matchmaker: object, settings: object, *with_these: Any) -> None:
-        tools, meter, _ = with_these
-        used.append((tools, meter))
-        await trio.sleep_forever()
+    async def note(self: Round[Any]) -> None:
+        if self.role.auxiliary:
+            used.append(self._rounds.context)
+            await trio.sleep_forever()
+        await run(self)
 
-    monkeypatch.setattr(auxiliary, "_assist_round", note)
+    run = Round.run
+
+    monkeypatch.setattr(Round, "run", note)
     config = p2pavg.AveragingConfig(run_id="sim", match_timeout=60.0)
     async with (
         simulated_peers(MemoryNetwork(latency=(0.0005, 0.002)), 3) as (helper, one, another),
@@ -130,14 +133,14 @@ async def test_rounds_that_are_helped_at_once_keep_one_limit_together(
         nursery.start_soon(help_on)
         await trio.sleep(10.0)
         nursery.cancel_scope.cancel()
-    [(first, first_meter), (second, second_meter)] = used
+    first, second = used
     assert first.upload is second.upload
     assert first.download is second.download
     assert first.upload is not first.download
     assert not first.upload.unlimited
     assert not first.download.unlimited
-    assert first_meter is not second_meter
-    assert first_meter.mbps == second_meter.mbps == 8.0 < DEFAULT_MBPS
+    assert first.meter is not second.meter
+    assert first.meter.mbps == second.meter.mbps == 8.0 < DEFAULT_MBPS
 
 
 @pytest.mark.parametrize("name", ["bandwidth", "max_upload_mbps", "max_download_mbps"])

@@ -19,7 +19,7 @@ LAN = (0.0005, 0.002)
 
 async def announced(peer: Peer) -> float:
     """By the record that others find."""
-    [key] = peer.matchmakers
+    [key] = peer._matchmakers
     [record] = [record for record in await peer.records.find(key) if record.publisher == peer.id]
     return read_candidate(record).bandwidth
 
@@ -44,8 +44,8 @@ async def test_of_an_averager(
         assert await announced(peer) == first
         assert isinstance(await averager.step(wait=None), p2pavg.NoPeers)
         meter = averager._meter
-        assert averager._tools is not None
-        assert averager._tools.meter is meter
+        assert averager._rounds is not None
+        assert averager._rounds.context.meter is meter
         meter.begin(0.0)
         meter.sample(1.0, 5_000_000, 5_000_000)
         meter.end(1.0)

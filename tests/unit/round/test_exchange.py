@@ -9,16 +9,13 @@ import torch
 import trio
 from trio.testing import MockClock
 
-from p2pavg.allreduce.attempt import attempt_tools
 from p2pavg.allreduce.lobby import Lobby
 from p2pavg.allreduce.messages import Lane, LaneHeader, encode_header
 from p2pavg.consensus.votes import Commit, Left, Unknown, Vote, decode_vote, encode_vote
-from p2pavg.group.bandwidth import BandwidthMeter
-from p2pavg.group.roster import share_cutter
 from p2pavg.net.transport import Stream, Transport
 from p2pavg.round.exchange import FIND_OUT_SECONDS, Exchange, Outcome
-from p2pavg.testing.simulation import run_on_loop
 from p2pavg_compression import Fp32
+from tests.unit.allreduce.contexts import context_over
 from tests.unit.allreduce.streams import SaidBefore
 from tests.unit.allreduce.test_attempt import A, B, C, Reaches, three
 
@@ -38,13 +35,9 @@ def exchange(
 ) -> Exchange:
     roster = three()
     return Exchange(
-        transport=transport or Reaches(me, unreachable=[A, B, C]),
-        roster=roster,
-        group=lobby.expect(roster.group_id),
-        lobby=lobby,
-        cut_shares=share_cutter(sum(roster.shares), 1),
-        tools=attempt_tools(Fp32(), 1_000, run_on_loop),
-        meter=BandwidthMeter(),
+        context_over(transport or Reaches(me, unreachable=[A, B, C]), Fp32(), sum(roster.shares), lobby),
+        roster,
+        lobby.expect(roster.group_id),
         vector=torch.ones(sum(roster.shares)),
         minimum=2,
         timeout=TIMEOUT,

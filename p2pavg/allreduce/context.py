@@ -1,0 +1,70 @@
+"""What the rounds of one run share, down to the parts on their way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from p2pavg.allreduce.lobby import Lobby
+from p2pavg.context import PeerContext
+from p2pavg.group.bandwidth import BandwidthMeter
+from p2pavg.group.candidate import Candidate
+from p2pavg.group.milestones import OnMilestone, ignore
+from p2pavg.group.shares import MAX_PART_ELEMENTS
+from p2pavg.net.limits.rate import RateLimit
+from p2pavg.net.transport import Transport
+from p2pavg.threads.workers import RunInThread
+from p2pavg.vector.buffers import Buffers
+from p2pavg_compression import Codec
+
+IDLE_PARTS = 32  # encoded parts whose memory is kept between rounds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunContext:
+    """What the rounds of one run share."""
+
+    transport: Transport
+    lobby: Lobby
+    run_in_thread: RunInThread
+    codec: Codec
+    buffers: Buffers
+    upload: RateLimit
+    download: RateLimit
+    meter: BandwidthMeter
+    """Measures in each round what this peer's link carries."""
+    cut_shares: Callable[[Sequence[Candidate]], tuple[int, ...]]
+    """Cuts the vector among any members; every member computes the same shares."""
+    on_milestone: OnMilestone = ignore
+
+
+def run_context(
+    peer: PeerContext,
+    lobby: Lobby,
+    *,
+    codec: Codec,
+    elements: int,
+    meter: BandwidthMeter,
+    cut_shares: Callable[[Sequence[Candidate]], tuple[int, ...]],
+    upload: RateLimit,
+    download: RateLimit,
+) -> RunContext:
+    """Return the context of a run whose vector, or largest share, has so many elements."""
+    # Two results, of which the caller may keep one, the averages as encoded, and parts on their way.
+    idle = (
+        2 * 4 * elements
+        + codec.encoded_nbytes(elements)
+        + IDLE_PARTS * codec.encoded_nbytes(MAX_PART_ELEMENTS)
+    )
+    return RunContext(
+        transport=peer.transport,
+        lobby=lobby,
+        run_in_thread=peer.run_in_thread,
+        codec=codec,
+        buffers=Buffers(idle),
+        upload=upload,
+        download=download,
+        meter=meter,
+        cut_shares=cut_shares,
+        on_milestone=peer.on_milestone,
+    )

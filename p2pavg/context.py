@@ -1,0 +1,38 @@
+"""What everything that belongs to one peer shares: its transport, its records, its identity and its clock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import trio
+
+from p2pavg.group.milestones import OnMilestone, ignore
+from p2pavg.net.transport import Transport
+from p2pavg.threads.workers import RunInThread
+from p2pavg_dht import Published, Record, Signer
+
+
+class Records(Protocol):
+    """The part of a record node that matchmaking uses."""
+
+    async def publish(self, key: bytes, value: bytes, *, ttl: float) -> Published: ...
+    async def withdraw(self, key: bytes) -> None: ...
+    async def find(self, key: bytes) -> tuple[Record, ...]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerContext:
+    """What all runs of one peer share."""
+
+    transport: Transport
+    records: Records
+    signer: Signer
+    wall_clock: Callable[[], float]
+    """Seconds since 1970. A simulation has its own."""
+    nursery: trio.Nursery
+    """Lives as long as the peer, so it outlives every round."""
+    run_in_thread: RunInThread
+    """Runs work off the event loop. A simulation runs it on the loop."""
+    on_milestone: OnMilestone = ignore

@@ -1,0 +1,277 @@
+"""This peer's part in a round: contributor (or observer), or auxiliary.
+
+A role says what the peer brings to a round and what it makes of the outcome. :class:`~p2pavg.round.round.Round` is the
+same for all roles.
+"""
+
+from __future__ import annotations
+
+import abc
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import ClassVar, Generic, NamedTuple, TypeVar
+
+import torch
+import trio
+
+from p2pavg.allreduce.context import RunContext
+from p2pavg.config import AveragingConfig
+from p2pavg.group.candidate import link_of
+from p2pavg.group.roster import Roster
+from p2pavg.group.shares import bound_seconds, fp32_bytes, share_bounds
+from p2pavg.result import Failed, NoPeers, RoundResult, Success, Tensors
+from p2pavg.round.exchange import Outcome
+from p2pavg.vector.accumulation import Accumulation, Contribution, Schema
+from p2pavg_compression import Codec
+
+logger = logging.getLogger(__name__)
+
+ResultT = TypeVar("ResultT")
+FoundOut = Callable[[bool], None]
+"""Is told later whether a contribution was used, if the outcome left that open."""
+
+
+class Timing(NamedTuple):
+    """Moments of a round on trio's clock, in seconds."""
+
+    started: float
+    exchange_began: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offer:
+    """What this peer signs of itself for one round."""
+
+    weight: float = 0.0
+    state: bytes = b""
+    tags: tuple[str, ...] = ()
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+class Role(abc.ABC, Generic[ResultT]):
+    """This peer's part in one round."""
+
+    auxiliary: ClassVar[bool]
+
+    def offer(self) -> Offer:
+        """Return what this peer signs of itself."""
+        return Offer()
+
+    @abc.abstractmethod
+    def join(self, roster: Roster) -> tuple[torch.Tensor | None, FoundOut | None]:
+        """Take part in a group.
+
+        Returns:
+            This peer's vector, if it contributes, and a function that is told later whether the vector was used.
+        """
+
+    @abc.abstractmethod
+    def alone(self, reason: str) -> ResultT:
+        """Return the result of a round without a group."""
+
+    @abc.abstractmethod
+    async def end(self, outcome: Outcome, timing: Timing) -> ResultT:
+        """Return the result of a round that had a group."""
+
+    def give_back(self) -> None:
+        """Let go of what the round did not use. Called once, also when the round is cancelled."""
+
+
+class Contributor(Role[RoundResult]):
+    """A peer with a contribution, or an observer, which has none.
+
+    Args:
+        context: of the run.
+        config: of the averager.
+        schema: the tensors that make up the vector.
+        contribution: taken from ``accumulation``; ``None`` for an observer.
+        state: names what the vector belongs to.
+    """
+
+    auxiliary = False
+
+    def __init__(
+        self,
+        context: RunContext,
+        config: AveragingConfig,
+        accumulation: Accumulation,
+        schema: Schema,
+        contribution: Contribution | None,
+        state: bytes,
+    ) -> None:
+        self.state = state
+        self._context = context
+        self._config = config
+        self._accumulation = accumulation
+        self._schema = schema
+        self._contribution = contribution
+        self._withheld = False
+        self._too_slow = ""
+
+    def offer(self) -> Offer:
+        """See :class:`Role`."""
+        contribution = self._contribution
+        return Offer(
+            weight=0.0 if contribution is None else self._weight(contribution),
+            state=self.state,
+            tags=self._config.tags,
+            metrics={} if contribution is None else contribution.metrics.means,
+        )
+
+    def _weight(self, contribution: Contribution) -> float:
+        """Return the weight of a contribution, at most the run's ``max_weight``.
+
+        Failed rounds may have given back more than other peers accept. The mean of all of it is as good as ever, so it
+        counts the most that is allowed, and the round is not lost.
+        """
+        most = self._config.most_weight
+        if contribution.weight > most:
+            logger.warning(
+                "%g samples were accumulated, and max_weight is %g: the contribution counts as %g",
+                contribution.weight,
+                most,
+                most,
+            )
+        return min(contribution.weight, most)
+
+    def join(self, roster: Roster) -> tuple[torch.Tensor | None, FoundOut | None]:
+        """See :class:`Role`."""
+        if self._context.transport.peer_id in roster.observers:
+            self.give_back()  # it is for a later round
+        self._too_slow = too_slow_for(roster, self._context.codec, self._config.exchange_timeout)
+        if self._too_slow:
+            logger.warning("%s", self._too_slow)
+        if self._contribution is None:
+            return None, None
+        return self._contribution.mean, partial(self._found_out, self._contribution)
+
+    def alone(self, reason: str) -> RoundResult:
+        """See :class:`Role`."""
+        return NoPeers(reason=reason)
+
+    async def end(self, outcome: Outcome, timing: Timing) -> RoundResult:
+        """See :class:`Role`."""
+        contribution = self._contribution
+        if outcome.verdict is not None:
+            if contribution is not None:
+                self._keep_unless_used(contribution, outcome.used)
+            reason = outcome.verdict.reason
+            return Failed(
+                reason=f"{reason}; {self._too_slow}" if self._too_slow else reason,
+                peer=outcome.verdict.peer_id,
+                contribution_used=outcome.used if contribution is not None else False,
+            )
+        averaged = await self._unflatten(outcome.averaged)
+        if contribution is not None:
+            self._accumulation.release(contribution)
+            self._contribution = None
+        return _success(averaged, outcome, self._context.transport.peer_id, timing)
+
+    def give_back(self) -> None:
+        """See :class:`Role`."""
+        if self._contribution is not None:
+            self._accumulation.give_back(self._contribution)
+            self._contribution = None
+
+    def _keep_unless_used(self, contribution: Contribution, used: bool | None) -> None:
+        if used:
+            self._accumulation.release(contribution)
+        if used is None:
+            self._accumulation.withhold(contribution)
+            self._withheld = True
+        if used is not False:  # else it is given back now
+            self._contribution = None
+
+    def _found_out(self, contribution: Contribution, used: bool) -> None:
+        """Settle a contribution that was withheld, because this peer was cut off from its round."""
+        if self._withheld:
+            self._withheld = False
+            self._accumulation.found_out(contribution, used=used)
+
+    async def _unflatten(self, averaged: torch.Tensor) -> Tensors:
+        """Return the tensors of the flat vector: views of it, or copies that a thread makes."""
+        if self._schema.is_plain:
+            return self._schema.unflatten(averaged)
+        return await self._context.run_in_thread(self._schema.unflatten, averaged)
+
+
+class Auxiliary(Role[None]):
+    """A peer without a vector, which reduces a share of other peers' vectors."""
+
+    auxiliary = True
+
+    def __init__(self, peer_id: str) -> None:
+        self._peer_id = peer_id
+
+    def join(self, roster: Roster) -> tuple[torch.Tensor | None, FoundOut | None]:  # noqa: ARG002
+        """See :class:`Role`."""
+        return None, None
+
+    def alone(self, reason: str) -> None:
+        """Do nothing: an auxiliary looks again."""
+
+    async def end(self, outcome: Outcome, timing: Timing) -> None:
+        """Log the outcome."""
+        roster = outcome.roster
+        name = roster.group_id.hex()[:8]
+        if outcome.verdict is not None:
+            logger.warning("group %s failed: %s", name, outcome.verdict.reason)
+            return
+        logger.info(
+            "group %s: reduced %d elements for %d peers in %.2f s, %.1f MB in, %.1f MB out",
+            name,
+            roster.shares[roster.position(self._peer_id)],
+            len(roster.holders),
+            trio.current_time() - timing.exchange_began,
+            outcome.bytes_received / 1e6,
+            outcome.bytes_sent / 1e6,
+        )
+
+
+def too_slow_for(roster: Roster, codec: Codec, timeout: float) -> str:
+    """Explain that a round cannot end in time at the bandwidths that its members announced; empty if it can.
+
+    The round is tried all the same: an announced bandwidth may be wrong, and a member could lie about its own.
+
+    Args:
+        timeout: seconds that the exchange may take.
+    """
+    links = [link_of(member) for member in roster.members]
+    needed = bound_seconds(codec.encoded_nbytes(sum(roster.shares)), links)
+    if needed <= timeout:
+        return ""
+    slowest = min(roster.members, key=lambda member: member.bandwidth)
+    return (
+        f"the round needs at least {needed:.0f} s at the bandwidths that its members announced (the least is"
+        f" {slowest.bandwidth:g} Mbit/s, of {slowest.peer_id}), and exchange_timeout is {timeout:g} s:"
+        " give it more time, or use a codec that takes fewer bytes"
+    )
+
+
+def _success(averaged: Tensors, outcome: Outcome, peer_id: str, timing: Timing) -> Success:
+    """Describe a round that was committed."""
+    roster, now = outcome.roster, trio.current_time()
+    position = roster.position(peer_id)
+    links = [(member in roster.contributors, member in roster.holders) for member in roster.members]
+    plain = fp32_bytes(roster.shares, position, links)
+    others = [member.peer_id for member in roster.members if member.peer_id != peer_id]
+    return Success(
+        averaged=averaged,
+        peers=tuple(member.peer_id for member in roster.contributors),
+        weights={member.peer_id: member.weight for member in roster.contributors},
+        total_weight=roster.total_weight,
+        compression_ratio=plain / max(outcome.bytes_sent + outcome.bytes_received, 1),
+        bytes_sent=outcome.bytes_sent,
+        bytes_received=outcome.bytes_received,
+        duration=now - timing.started,
+        exchange_duration=now - timing.exchange_began,
+        group_id=roster.group_id.hex(),
+        share=share_bounds(roster.shares, position),
+        metrics=roster.metrics,
+        observers=tuple(m.peer_id for m in roster.holders if m.peer_id in roster.observers),
+        auxiliaries=tuple(member.peer_id for member in roster.members if member.auxiliary),
+        paths={other: "stream" if other in outcome.streamed else "lane" for other in others},
+        lost={verdict.peer_id: verdict.reason for verdict in outcome.lost if verdict.peer_id is not None},
+    )

@@ -1,0 +1,102 @@
+"""What the rounds of one run share, and what one round teaches the next: which peers to avoid and which to prefer."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
+
+import trio
+
+from p2pavg.allreduce.context import RunContext
+from p2pavg.allreduce.reduction import Verdict
+from p2pavg.group.roster import Roster
+from p2pavg.matchmaking.matchmaker import Matchmaker
+from p2pavg.round.exchange import Exchange, Outcome
+
+MAX_TELLING = 8  # ended rounds whose members are still being told the outcome
+MAX_STALLED = 1024  # peers whose stalls are remembered; the peer whose last stall is oldest is forgotten
+BAN_SECONDS = 600.0  # time for which a peer that broke the protocol is not met again
+
+
+async def _no_reason() -> str:
+    return ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundSettings:
+    """How a run's rounds are held.
+
+    Args:
+        run_id: names the run in the log.
+        target: members that a round aims at.
+        minimum: members that must hold a result, this peer included.
+        exchange_timeout: seconds that an exchange may take.
+        max_share: elements that this peer reduces at most.
+    """
+
+    run_id: str
+    target: int
+    minimum: int
+    exchange_timeout: float
+    max_share: float = math.inf
+
+
+class Rounds:
+    """The rounds of one run of this peer.
+
+    Args:
+        tails: nursery that outlives every result: an exchange tells the other members there how it ended.
+        why_alone: returns why peers of the run may be there and yet not meet this one; empty if nothing is known.
+    """
+
+    def __init__(
+        self,
+        context: RunContext,
+        matchmaker: Matchmaker,
+        settings: RoundSettings,
+        tails: trio.Nursery,
+        why_alone: Callable[[], Awaitable[str]] = _no_reason,
+    ) -> None:
+        self.context = context
+        self.matchmaker = matchmaker
+        self.settings = settings
+        self.why_alone = why_alone
+        self._tails = tails
+        self._telling: deque[Exchange] = deque()
+        self._stalls: dict[str, int] = {}  # of each peer, since it was in a round that it did not stall
+
+    async def hold(self, exchange: Exchange) -> Outcome:
+        """Run an exchange, and learn from its outcome. It goes on telling the others after this has returned."""
+        outcome: Outcome = await self._tails.start(exchange.run)
+        self._telling.append(exchange)
+        if len(self._telling) > MAX_TELLING:
+            self._telling.popleft().end()
+        for verdict in outcome.lost:
+            self._avoid(verdict)
+        if outcome.verdict is None:
+            self._prefer(outcome.roster, outcome.lost)
+        return outcome
+
+    def _prefer(self, roster: Roster, lost: Iterable[Verdict]) -> None:
+        """Forget the stalls of members that finished a round, and ask these members first from now on."""
+        for peer_id in {member.peer_id for member in roster.members} - {verdict.peer_id for verdict in lost}:
+            self._stalls.pop(peer_id, None)
+        self.matchmaker.finished_with(member.peer_id for member in roster.members)
+
+    def _avoid(self, verdict: Verdict) -> None:
+        """Ban a member that this peer itself saw break the protocol, or stall round after round."""
+        if verdict.peer_id is None:
+            return
+        if verdict.hostile:
+            self.matchmaker.ban(verdict.peer_id, verdict.reason, BAN_SECONDS)
+        elif verdict.seconds:
+            # One silence is a hiccup, such as a laptop that was closed for a moment. A whole round's time is not.
+            strikes = self._stalls.pop(verdict.peer_id, 0) + 1
+            self._stalls[verdict.peer_id] = strikes
+            if len(self._stalls) > MAX_STALLED:
+                del self._stalls[next(iter(self._stalls))]
+            if strikes > 1 or verdict.seconds >= self.settings.exchange_timeout:
+                seconds = min(verdict.seconds * 2.0 ** min(strikes, 10), BAN_SECONDS)
+                self.matchmaker.ban(verdict.peer_id, verdict.reason, seconds)

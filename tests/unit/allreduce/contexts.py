@@ -1,0 +1,28 @@
+"""The context of a run whose parts are moved in a test."""
+
+from __future__ import annotations
+
+from p2pavg.allreduce.context import RunContext
+from p2pavg.allreduce.lobby import Lobby
+from p2pavg.group.bandwidth import BandwidthMeter
+from p2pavg.group.roster import share_cutter
+from p2pavg.net.limits.rate import RateLimit
+from p2pavg.net.transport import Transport
+from p2pavg.testing.simulation import run_on_loop
+from p2pavg.vector.buffers import Buffers
+from p2pavg_compression import Codec
+
+
+def context_over(transport: Transport, codec: Codec, elements: int, lobby: Lobby | None = None) -> RunContext:
+    """Return the context of a run without limits, whose codec works on the event loop."""
+    return RunContext(
+        transport=transport,
+        lobby=Lobby() if lobby is None else lobby,
+        run_in_thread=run_on_loop,
+        codec=codec,
+        buffers=Buffers(4 * elements),
+        upload=RateLimit(None),
+        download=RateLimit(None),
+        meter=BandwidthMeter(),
+        cut_shares=share_cutter(elements, codec.granularity),
+    )

@@ -283,7 +283,7 @@ class DecentralizedAverager:
             codec=codec.name,
             bandwidth=self._bandwidth,
         )
-        self._host.register(key, matchmaker, run_id=config.run_id)
+        self._host.registry.add_averager(key, matchmaker, config.run_id)
         self._key = key
         self._entry = RunEntry(
             schema_hash=schema.hash,
@@ -384,7 +384,7 @@ class DecentralizedAverager:
                     nursery.start_soon(board.aclose)
                 if self._rounds is not None:
                     nursery.start_soon(self._rounds.matchmaker.withdraw)
-                    if self._host.unregister(self._key, run_id=self.config.run_id):
+                    if self._host.registry.remove_averager(self._key, self.config.run_id):
                         nursery.start_soon(self._host.records.withdraw, run_key(self.config.run_id))
 
     def _check_open(self) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, closing
 
@@ -18,13 +17,11 @@ from p2pavg.config import AveragingConfig
 from p2pavg.context import PeerContext
 from p2pavg.errors import (
     BootstrapError,
-    BusyError,
     ClosedError,
     RemoteProtocolError,
     UnreachableError,
 )
 from p2pavg.group.milestones import OnMilestone, ignore
-from p2pavg.matchmaking.matchmaker import Matchmaker
 from p2pavg.matchmaking.messages import PROTOCOL as MATCH_PROTOCOL
 from p2pavg.matchmaking.messages import Ask, Declined, Nudge, decode, encode
 from p2pavg.net.addresses import check_is_list, parse_peer_address
@@ -35,6 +32,7 @@ from p2pavg.records.greeting import Greeter
 from p2pavg.records.hello import PROTOCOL as HELLO_PROTOCOL
 from p2pavg.records.identity import load_or_make_seed
 from p2pavg.records.service import RecordService
+from p2pavg.round.registry import Registry
 from p2pavg.threads.exceptions import bare_exceptions
 from p2pavg.threads.workers import RunInThread, Workers
 from p2pavg_dht import PROTOCOL as RECORDS_PROTOCOL
@@ -77,14 +75,13 @@ class Peer:
         )
         """The record node: what is said and found on the network."""
         self.lobby = Lobby()
-        self._matchmakers: dict[bytes, Matchmaker] = {}  # by the ready key under which each answers
-        self._runs: Counter[str] = Counter()  # averagers of this peer in each run
+        self.registry = Registry()
         self._closed = False
         self.greeter = Greeter(
             transport,
             wall_clock=wall_clock,
             protocols=(RECORDS_PROTOCOL, MATCH_PROTOCOL, EXCHANGE_PROTOCOL),
-            runs=lambda: len(+self._runs),
+            runs=lambda: self.registry.runs,
             contacts=lambda: self.records.contacts,
         )
         """Compares clocks and versions with other peers."""
@@ -127,32 +124,6 @@ class Peer:
                     await averager.aclose()
                     nursery.cancel_scope.cancel()
                     tails.cancel_scope.deadline = trio.current_time() + _TAIL_SECONDS
-
-    def is_registered(self, key: bytes) -> bool:
-        """Return whether a matchmaker of this peer answers under a ready key."""
-        return key in self._matchmakers
-
-    def register(self, key: bytes, matchmaker: Matchmaker, *, run_id: str | None = None) -> None:
-        """Let a matchmaker answer the peers that ask about a ready key.
-
-        Args:
-            run_id: the run of an averager; ``None`` for an auxiliary, which asks :meth:`is_registered` first.
-
-        Raises:
-            BusyError: another matchmaker of this peer answers under the key.
-        """
-        if key in self._matchmakers:
-            raise BusyError(f"this peer averages the same tensors in run {run_id!r} already")
-        self._matchmakers[key] = matchmaker
-        if run_id is not None:
-            self._runs[run_id] += 1
-
-    def unregister(self, key: bytes, *, run_id: str | None = None) -> bool:
-        """Take a matchmaker back. Return whether no averager of its run is left."""
-        del self._matchmakers[key]
-        if run_id is not None:
-            self._runs[run_id] -= 1
-        return run_id is not None and not self._runs[run_id]
 
     async def start(self, bootstrap: Sequence[str]) -> None:
         """Serve, and get to know the network through the bootstrap addresses."""
@@ -236,7 +207,7 @@ class Peer:
         message = decode(data)
         if not isinstance(message, Ask | Nudge):
             raise RemoteProtocolError(f"a join stream began with {type(message).__name__}")
-        matchmaker = self._matchmakers.get(message.me.record.key)
+        matchmaker = self.registry.find(message.me.record.key)
         if matchmaker is not None:
             await matchmaker.serve(stream, message)
         elif isinstance(message, Ask):

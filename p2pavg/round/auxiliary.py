@@ -69,7 +69,7 @@ async def assist(
                 helped.pop(schema_hash).cancel()
             for schema_hash, entry in entries.items():
                 key = ready_key(run_id, schema_hash, entry.rule)
-                if schema_hash not in helped and not host.is_registered(key):
+                if schema_hash not in helped and host.registry.find(key) is None:
                     helped[schema_hash] = scope = trio.CancelScope()
                     nursery.start_soon(_assist_schema, host, config, limits, entry, tails, scope)
             await trio.sleep(LOOK_SECONDS)
@@ -142,11 +142,11 @@ async def _assist_schema(
         ),
         tails,
     )
-    host.register(key, matchmaker)
+    host.registry.add(key, matchmaker)
     logger.info("helping peers that average %d tensors of %d elements", entry.tensors, entry.elements)
     try:
         with scope:
             while True:
                 await Round(rounds, Auxiliary(host.id)).run()
     finally:
-        host.unregister(key)
+        host.registry.remove(key)

@@ -19,7 +19,7 @@ LAN = (0.0005, 0.002)
 
 async def announced(peer: Peer) -> float:
     """By the record that others find."""
-    [key] = peer._matchmakers
+    [key] = peer.registry._matchmakers
     [record] = [record for record in await peer.records.find(key) if record.publisher == peer.id]
     return read_candidate(record).bandwidth
 

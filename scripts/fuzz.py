@@ -250,7 +250,7 @@ class HostileControl(control.Control):
     async def _babble(self, line: Any) -> None:
         while True:
             await trio.sleep(self.dice.expovariate(50.0))
-            member = self._hears._member  # type: ignore[attr-defined]  # of the hostile peer's own exchange
+            member = self._hears.member  # type: ignore[attr-defined]  # of the hostile peer's own exchange
             if self.dice.random() < 0.3:
                 self._mislead(member)
             for _ in range(self.dice.randint(1, 4)):

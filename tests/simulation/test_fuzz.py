@@ -16,7 +16,7 @@ def test_valid_looking_messages_in_random_order_harm_no_honest_peer() -> None:
 def test_a_rule_that_fails_over_a_vote_is_found_and_its_seed_named() -> None:
     """Although it costs only the member that sent the vote: it is a bug all the same."""
     broken = (
-        "import p2pavg.round.exchange as e, scripts.fuzz as f, sys\n"
+        "import p2pavg.round.voting as e, scripts.fuzz as f, sys\n"
         "real = e.advance\n"
         "def advance(member, event):\n"
         "    if type(getattr(event, 'vote', None)).__name__ == 'Behind': raise KeyError('wrong')\n"

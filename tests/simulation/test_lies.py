@@ -46,10 +46,10 @@ from p2pavg.net.addresses import with_peer_id
 from p2pavg.net.framing import send_message
 from p2pavg.net.transport import Buffer, Stream, Transport
 from p2pavg.peer import Peer
-from p2pavg.round import exchange
+from p2pavg.round import exchange, voting
 from p2pavg.round.control import Control
-from p2pavg.round.exchange import max_votes
-from p2pavg.round.round import Round
+from p2pavg.round.rounds import Rounds
+from p2pavg.round.voting import max_votes
 from p2pavg.testing import MemoryNetwork, simulated_peers
 from p2pavg.testing.memory import MemoryTransport
 from p2pavg.testing.simulation import simulated_signer
@@ -145,11 +145,12 @@ def check_costs_itself(swarm: Swarm, liar: int, reason: str, size: int = SIZE) -
 
 
 def instead(monkeypatch: pytest.MonkeyPatch, what: str, liar: int, lying: Callable[..., Any]) -> None:
-    """One peer's exchanges are made of ``lying`` in the place of the class of that name."""
+    """Make one peer's exchanges of ``lying`` in the place of the class of that name: Attempt or Control."""
     real = getattr(exchange, what)
 
     def make(**given: Any) -> Any:
-        return (lying if given["transport"].peer_id == name(liar) else real)(**given)
+        transport = given["transport"] if "transport" in given else given["context"].transport
+        return (lying if transport.peer_id == name(liar) else real)(**given)
 
     monkeypatch.setattr(exchange, what, make)
 
@@ -569,7 +570,7 @@ async def test_an_exception_over_a_members_vote_costs_that_member(
             raise KeyError("a rule that is wrong")
         return advance(member, event)
 
-    monkeypatch.setattr(exchange, "advance", fault)
+    monkeypatch.setattr(voting, "advance", fault)
     instead(monkeypatch, "Control", liar, saying(message(encode_vote(Behind(1)))))
     check_costs_itself(await play(), liar, "what it sent cannot be handled: KeyError")
     errors = [record for record in caplog.records if record.levelname == "ERROR"]
@@ -720,11 +721,11 @@ async def test_a_leader_that_leads_to_no_end_has_a_strike_and_no_ban(
         if self._me != name(0):
             await leave(self, began)
 
-    monkeypatch.setattr(exchange, "advance", hear_no_result)
+    monkeypatch.setattr(voting, "advance", hear_no_result)
     monkeypatch.setattr(exchange.Exchange, "_until_the_end", outlast_the_others)
     monkeypatch.setattr(exchange.Exchange, "_leave_the_slowest_behind", wait_for_all)
     monkeypatch.setattr(
-        Round, "_avoid", lambda _self, v: strikes.append((v.peer_id, v.hostile, v.seconds > 0))
+        Rounds, "_avoid", lambda _self, v: strikes.append((v.peer_id, v.hostile, v.seconds > 0))
     )
     swarm = await play()
     for index in honest(0):

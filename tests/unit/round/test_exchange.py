@@ -13,7 +13,8 @@ from p2pavg.allreduce.lobby import Lobby
 from p2pavg.allreduce.messages import Lane, LaneHeader, encode_header
 from p2pavg.consensus.votes import Commit, Left, Unknown, Vote, decode_vote, encode_vote
 from p2pavg.net.transport import Stream, Transport
-from p2pavg.round.exchange import FIND_OUT_SECONDS, Exchange, Outcome
+from p2pavg.round.exchange import Exchange, Outcome
+from p2pavg.round.voting import FIND_OUT_SECONDS
 from p2pavg_compression import Fp32
 from tests.unit.allreduce.contexts import context_over
 from tests.unit.allreduce.streams import SaidBefore

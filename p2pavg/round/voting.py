@@ -1,0 +1,279 @@
+"""Carries out the agreement of one member: hears votes, decides by :mod:`p2pavg.consensus.agreement`, and tells votes.
+
+Everything that happens to the member in a round goes through :meth:`Voting.happen`: a vote, a loss, a completed result.
+What has to be done about the parts is told to the :class:`Moves`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+import trio
+
+from p2pavg.consensus.agreement import (
+    FINAL,
+    Action,
+    Dead,
+    Drop,
+    Event,
+    GivenUp,
+    Heard,
+    Lost,
+    Member,
+    PassOn,
+    Phase,
+    Run,
+    Tell,
+    advance,
+)
+from p2pavg.consensus.choice import ballot_leader
+from p2pavg.consensus.votes import Begin, Commit, Gather, Left, Trouble, Unknown, Vote
+from p2pavg.errors import RefusedError
+from p2pavg.group.milestones import Milestone
+from p2pavg.group.roster import Roster
+from p2pavg.net.blame import guarded
+from p2pavg.round.control import Control
+from p2pavg.round.losses import Losses
+
+ASK_AGAIN_SECONDS = 1.0
+SETTLE_SECONDS = 0.5  # for the others' last word, when this member has failed
+FIND_OUT_SECONDS = 600.0  # a member that was cut off asks for so long how the round ended, ever less often
+MAX_ASK_AGAIN_SECONDS = 15.0
+
+_MILESTONES = {
+    Phase.HOLDING: Milestone.HOLDING,
+    Phase.COMMITTED: Milestone.COMMITTED,
+    Phase.FAILED: Milestone.FAILED,
+}
+
+
+def max_votes(size: int) -> int:
+    """Return how many votes a member of a group of so many may send in a round.
+
+    Each of the others may be lost once. That costs at most two ballots, of four votes each, and the leader says why
+    each of those that were lost before is left out. A member that goes on voting could keep a round from its end.
+    """
+    return 64 + size * (size + 8)
+
+
+class Moves(Protocol):
+    """The exchange, which moves the parts as the agreement decides."""
+
+    def begin_attempt(self, number: int, members: frozenset[int]) -> None:
+        """Begin an attempt among these members."""
+
+    def pass_on(self, reducers: frozenset[int], to: frozenset[int]) -> None:
+        """Send the averages of lost reducers to members that lack them."""
+
+    def take_from(self, source: int, reducers: frozenset[int]) -> None:
+        """Expect the averages of lost reducers from another member."""
+
+    def reached(self, milestone: Milestone) -> None:
+        """Tell the observer of a test how far this member is."""
+
+
+class Voting:
+    """The agreement of one member of one group. Members are named by their position in the roster.
+
+    Args:
+        member: the state that the member begins with.
+        control: the streams of votes. The voting is what they report to, so they are set by the owner.
+    """
+
+    control: Control
+
+    def __init__(self, roster: Roster, member: Member, moves: Moves) -> None:
+        self.member = member
+        self.losses = Losses(roster)
+        self.ended = trio.Event()
+        """Set when the member has committed or failed."""
+        self.nursery: trio.Nursery | None = None
+        """Where questions to other members run; ``None`` before the round and after its end."""
+        self._roster = roster
+        self._moves = moves
+        self._heard_more = trio.Event()  # set when something was heard after the end
+        self._votes: Counter[int] = Counter()  # sent by each member
+
+    # ------------------------------------------------------------------ what happens
+
+    def happen(self, event: Event) -> None:
+        """Advance the member, and carry out what follows."""
+        if self.member.phase in FINAL and not isinstance(event, Heard):
+            return
+        if self.member.phase not in FINAL and self.nursery is None:
+            return  # cancelled
+        before = self.member
+        self.member, actions = advance(before, event)
+        self._note_losses(event, before, actions)
+        self._carry_out(actions)
+        for position in sorted(self.member.lost - before.lost):
+            self.control.drop(position)
+            if self.nursery is not None and self.member.phase not in FINAL:
+                self.nursery.start_soon(self._ask_until_gone, position)
+        if self.member.phase is not before.phase and self.member.phase in _MILESTONES:
+            self._moves.reached(_MILESTONES[self.member.phase])
+        if self.member.phase in FINAL:
+            self.ended.set()
+            self._heard_more.set()
+            self._heard_more = trio.Event()
+
+    def _note_losses(self, event: Event, before: Member, actions: Sequence[Action]) -> None:
+        for action in actions:
+            if isinstance(action, Drop):
+                # Not as hostile: a ban of ten minutes must not follow from what other members say.
+                self.losses.note(action.peer, action.reason)
+        if self.member.ballot != before.ballot:
+            self._look_for_source(event, actions)
+        for position in sorted(self.member.lost - before.lost):
+            if position not in self.losses:
+                left = isinstance(event, Heard) and isinstance(event.vote, Left) and event.vote.reason
+                self.losses.note(
+                    position, f"it gave the round up: {left}" if left else "it gave the round up"
+                )
+
+    def _carry_out(self, actions: Iterable[Action]) -> None:
+        for action in actions:
+            match action:
+                case Tell(position, vote):
+                    if isinstance(vote, Begin):
+                        for trouble in self.losses.explanations(self.member.view, vote.view):
+                            self.control.tell(position, trouble)
+                    self.control.tell(position, vote)
+                case Run(number, members):
+                    self._moves.begin_attempt(number, members)
+                case PassOn(_, reducers, to):
+                    self._moves.pass_on(reducers, to)
+
+    def _look_for_source(self, event: Event, actions: Sequence[Action]) -> None:
+        """Take the missing part of an older attempt's result from its source, if the new ballot is about one."""
+        votes = [event.vote if isinstance(event, Heard) else None]
+        votes += [action.vote for action in actions if isinstance(action, Tell)]
+        for vote in votes:
+            if isinstance(vote, Begin) and self.member.me in vote.lacking:
+                self._moves.take_from(vote.source, vote.members - vote.view)
+
+    def lost(self, position: int, reason: str, *, hostile: bool = False, silent: bool = False) -> None:
+        """Lose a member: it can take part no longer."""
+        if position not in self.member.lost and self.member.phase not in FINAL:
+            self.losses.note(position, reason, hostile=hostile, silent=silent)
+            self.happen(Lost(position, hostile, reason))
+
+    def leads(self, phase: Phase) -> bool:
+        """Return whether this member leads the ballot, in this phase."""
+        member = self.member
+        return member.phase is phase and ballot_leader(member.ballot, member.size) == member.me
+
+    # ------------------------------------------------------------------ votes
+
+    def heard(self, position: int, vote: Vote) -> None:
+        """Count and take a member's vote."""
+        self._votes[position] += 1
+        if self._votes[position] > max_votes(self.member.size):
+            self.lost(position, "it sends more votes than a round takes", hostile=True)
+            return
+        self._hear(position, vote)
+
+    def _hear(self, position: int, vote: Vote) -> None:
+        """Take a member's word. An exception on the way costs that member, not the averager."""
+        with guarded(self._roster.members[position].peer_id, self._fault, what="a vote"):
+            if position not in self.member.lost:
+                self._take_hint(position, vote)
+            self.happen(Heard(position, vote))
+
+    def _fault(self, peer_id: str, error: Exception) -> None:
+        position = self._roster.position(peer_id)
+        self.lost(position, f"what it sent cannot be handled: {error!r}", hostile=True)
+
+    def _take_hint(self, position: int, vote: Vote) -> None:
+        """Doubt the members that another one has lost: those that go on with a member and those that go on without it
+        must not drift apart."""
+        doubted: set[int] = set()
+        if isinstance(vote, Trouble):
+            self.losses.hear(vote)
+            doubted = {vote.peer}
+        elif isinstance(vote, Gather):
+            doubted = set(range(position))  # it leads only when it has lost all that come before it
+        for peer in sorted(doubted - self.member.lost - {self.member.me}):
+            self.control.doubt(peer)
+
+    # ------------------------------------------------------------------ questions
+
+    def missing(self, position: int) -> None:
+        """Ask a member that was not heard of yet whether it knows of the round."""
+        if self.nursery is not None:
+            self.nursery.start_soon(self._ask_first, position)
+
+    async def _ask_first(self, position: int) -> None:
+        """A member whose leader died before it heard of the commit has left the group, and says so."""
+        try:
+            answer = await self.control.ask(position)
+            if answer is None:  # over a connection that was just going, perhaps
+                answer = await self.control.ask(position)
+        except RefusedError as error:
+            self.lost(position, str(error))
+            return
+        if isinstance(answer, Unknown) and position not in self.member.lost:
+            self.losses.note(position, "it knows nothing of this round")
+            self._hear(position, answer)
+
+    async def _ask_until_gone(self, position: int) -> None:
+        """Ask a lost member again and again how the round ended for it, until its process is known to be dead."""
+        while position not in self.member.gone:
+            try:
+                answer = await self.control.ask(position)
+            except RefusedError:
+                self.happen(Dead(position))
+                return
+            if isinstance(answer, Commit | Left | Unknown):
+                self._hear(position, answer)
+            await trio.sleep(ASK_AGAIN_SECONDS)
+
+    async def settle(self) -> None:
+        """Wait a moment for the others' last word, while it may still change this member's outcome."""
+        with trio.move_on_after(SETTLE_SECONDS):
+            while self.member.undecided:
+                await self._heard_more.wait()
+
+    async def find_out(self) -> None:
+        """Ask the members that may know how the round ended, until one answers or no member is left to ask."""
+        pause = ASK_AGAIN_SECONDS
+        with trio.move_on_after(FIND_OUT_SECONDS):
+            while self.is_used() is None:
+                await trio.sleep(pause)
+                pause = min(1.5 * pause, MAX_ASK_AGAIN_SECONDS)
+                for position in sorted(set(range(self.member.size)) - {self.member.me} - self.member.gone):
+                    try:
+                        answer = await self.control.ask(position)
+                    except RefusedError:
+                        answer = Unknown()
+                    if isinstance(answer, Commit | Left | Unknown):
+                        self._hear(position, answer)
+
+    # ------------------------------------------------------------------ the outcome
+
+    def is_used(self) -> bool | None:
+        """Return whether this member's contribution is in the result; ``None`` when others may know."""
+        member = self.member
+        if member.outcome is not None:
+            return member.me in member.outcome.members
+        return None if member.undecided else member.presumed_used
+
+    def is_taken_as_used(self) -> bool:
+        """Return whether this member's contribution is used up, when no more will be heard.
+
+        A member that said that it holds the result has most likely been counted in it. A member that never said so may
+        be counted only if others went on with a result that it did not hold, which takes two more losses.
+        """
+        used = self.is_used()
+        return self.member.accepted is not None if used is None else used
+
+    def last_word(self) -> Commit | Left:
+        """Return what this member answers to members that ask later how the round ended."""
+        member = self.member
+        if member.phase not in FINAL:  # cancelled
+            member, _ = advance(member, GivenUp("it was stopped"))
+        if member.outcome is not None:
+            return Commit(member.outcome.attempt, member.outcome.members)
+        return Left(-1 if member.accepted is None else member.accepted.ballot, member.reason)

@@ -9,11 +9,14 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 
 import p2pavg
+import p2pavg.optim
+import p2pavg.testing
 from p2pavg.blocking import open_averager
 from p2pavg.optim import StepReport
 
@@ -115,3 +118,21 @@ def test_every_file_that_a_document_names_exists(document: Path) -> None:
     for name in re.findall(r"`((?:\w+/)+\w+\.py)`", text):
         places = (ROOT, ROOT / "p2pavg", ROOT / "tests")
         assert any((place / name).exists() for place in places), f"{document.name} names {name}"
+
+
+@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md"])
+def test_every_link_outside_the_site_has_a_target(document: str) -> None:
+    """``scripts/docs`` checks the links of the pages in ``docs/``."""
+    text = (ROOT / document).read_text(encoding="utf-8")
+    for name, _, anchor in re.findall(r"\]\(([\w/.]+)(#([\w-]+))?\)", text):
+        assert (ROOT / name).exists(), f"{document} links to {name}"
+        if anchor:
+            headings = re.findall(r"^#+ (.*)", (ROOT / name).read_text(encoding="utf-8"), flags=re.MULTILINE)
+            assert anchor in {re.sub(r"[^\w]+", "-", heading.lower()) for heading in headings}, anchor
+
+
+@pytest.mark.parametrize("module", [p2pavg, p2pavg.optim, p2pavg.testing], ids=lambda module: module.__name__)
+def test_every_public_name_is_in_the_reference(module: ModuleType) -> None:
+    reference = (ROOT / "docs/reference.md").read_text(encoding="utf-8").splitlines()
+    for name in set(module.__all__) - {"blocking"}:
+        assert f"::: {module.__name__}.{name}" in reference, name

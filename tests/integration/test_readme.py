@@ -1,23 +1,28 @@
-"""The README's code runs as it stands, and what it names exists."""
+"""The code in README and docs runs as it stands, and the files that they name exist."""
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 
+import pytest
 import torch
 
 import p2pavg
+import p2pavg.optim
+import p2pavg.testing
 from p2pavg.blocking import open_averager
 from p2pavg.optim import StepReport
 
 ROOT = Path(__file__).parents[2]
-TRAINING = (ROOT / "docs/training.md").read_text(encoding="utf-8")
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "tests/README.md", *PAGES]
 
 DRIVER = """
 import sys
@@ -27,14 +32,9 @@ train([(torch.randn(8, 32), torch.randn(8, 1)) for _ in range(3)], bootstrap=sys
 """
 
 
-def snippets(text: str) -> list[str]:
+def snippets(name: str) -> list[str]:
+    text = (ROOT / name).read_text(encoding="utf-8")
     return re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
-
-
-def snippet(position: int = 0) -> str:
-    codes = snippets(README)
-    assert len(codes) == 2
-    return codes[position]
 
 
 @contextmanager
@@ -46,9 +46,9 @@ def started(path: Path, bootstrap: list[str]) -> Iterator[subprocess.Popen[str]]
             process.kill()
 
 
-def test_four_processes_average_by_the_readmes_code(tmp_path: Path) -> None:
-    path = tmp_path / "readme.py"
-    path.write_text(snippet() + DRIVER, encoding="utf-8")
+def test_four_processes_average_with_the_documented_loop(tmp_path: Path) -> None:
+    path = tmp_path / "averaging.py"
+    path.write_text(snippets("docs/averaging.md")[0] + DRIVER, encoding="utf-8")
     with started(path, []) as first:
         assert first.stdout is not None
         address = first.stdout.readline().split()[-1]
@@ -62,7 +62,7 @@ def test_four_processes_average_by_the_readmes_code(tmp_path: Path) -> None:
         assert lines.count("averaged with 4 peers") == 3, printed
 
 
-def test_the_readmes_optimizers_train() -> None:
+def test_the_quickstarts_optimizers_train() -> None:
     model = torch.nn.Linear(4, 1)
     inputs = torch.randn(8, 4)
     loss = model(inputs).square().mean()
@@ -70,14 +70,14 @@ def test_the_readmes_optimizers_train() -> None:
     before = model.weight.detach().clone()
     with open_averager(p2pavg.AveragingConfig(run_id="readme"), listen=["/ip4/127.0.0.1/tcp/0"]) as averager:
         names = {"torch": torch, "model": model, "averager": averager, "inputs": inputs, "loss": loss}
-        exec(snippet(1), names)
+        exec(snippets("docs/quickstart.md")[1], names)
     assert isinstance(names["report"], StepReport)
     assert not torch.equal(model.weight, before), "the inner optimizer took a step"
 
 
-def test_two_processes_train_by_the_program_of_the_documents(tmp_path: Path) -> None:
+def test_two_processes_train_with_the_documented_program(tmp_path: Path) -> None:
     path = tmp_path / "train.py"
-    path.write_text(snippets(TRAINING)[0], encoding="utf-8")
+    path.write_text(snippets("docs/training.md")[0], encoding="utf-8")
     with started(path, []) as first:
         assert first.stdout is not None
         address = first.stdout.readline().split()[-1]
@@ -91,14 +91,48 @@ def test_two_processes_train_by_the_program_of_the_documents(tmp_path: Path) -> 
     ]
 
 
-def test_every_file_that_the_documents_name_is_there() -> None:
-    for document in (
-        "README.md",
-        "CONTRIBUTING.md",
-        "docs/architecture.md",
-        "docs/training.md",
-        "tests/README.md",
-    ):
-        text = (ROOT / document).read_text(encoding="utf-8")
-        for name in re.findall(r"`((?:scripts|docs|tests|p2pavg|dht|compression)/[\w/.]*\w)`", text):
-            assert (ROOT / name).exists(), f"{document} names {name}"
+@pytest.mark.parametrize("page", ["README.md", "docs/quickstart.md"])
+def test_the_quickstart_is_the_program_that_the_other_tests_run(page: str) -> None:
+    assert snippets(page)[0] == snippets("docs/training.md")[0]
+
+
+@pytest.mark.parametrize("position", [0, 1])
+def test_the_programs_for_your_own_tests_run(position: int, tmp_path: Path) -> None:
+    path = tmp_path / "program.py"
+    path.write_text(snippets("docs/testing.md")[position], encoding="utf-8")
+    run = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=180)
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_snippet_is_python(page: Path) -> None:
+    for code in snippets(f"docs/{page.name}"):
+        compile(code, page.name, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)
+def test_every_file_that_a_document_names_exists(document: Path) -> None:
+    text = document.read_text(encoding="utf-8")
+    for name in re.findall(r"`((?:scripts|docs|tests|p2pavg|dht|compression)/[\w/.]*\w)`", text):
+        assert (ROOT / name).exists(), f"{document.name} names {name}"
+    for name in re.findall(r"`((?:\w+/)+\w+\.py)`", text):
+        places = (ROOT, ROOT / "p2pavg", ROOT / "tests")
+        assert any((place / name).exists() for place in places), f"{document.name} names {name}"
+
+
+@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md"])
+def test_every_link_outside_the_site_has_a_target(document: str) -> None:
+    """``scripts/docs`` checks the links of the pages in ``docs/``."""
+    text = (ROOT / document).read_text(encoding="utf-8")
+    for name, _, anchor in re.findall(r"\]\(([\w/.]+)(#([\w-]+))?\)", text):
+        assert (ROOT / name).exists(), f"{document} links to {name}"
+        if anchor:
+            headings = re.findall(r"^#+ (.*)", (ROOT / name).read_text(encoding="utf-8"), flags=re.MULTILINE)
+            assert anchor in {re.sub(r"[^\w]+", "-", heading.lower()) for heading in headings}, anchor
+
+
+@pytest.mark.parametrize("module", [p2pavg, p2pavg.optim, p2pavg.testing], ids=lambda module: module.__name__)
+def test_every_public_name_is_in_the_reference(module: ModuleType) -> None:
+    reference = (ROOT / "docs/reference.md").read_text(encoding="utf-8").splitlines()
+    for name in set(module.__all__) - {"blocking"}:
+        assert f"::: {module.__name__}.{name}" in reference, name

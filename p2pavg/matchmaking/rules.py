@@ -25,7 +25,7 @@ import enum
 from collections.abc import Iterable, Sequence
 
 from p2pavg.group.candidate import Candidate
-from p2pavg.group.limits import MAX_GROUP_SIZE, MAX_MEMBERS, MAX_TIMEOUT_SECONDS
+from p2pavg.group.limits import MAX_MEMBERS
 from p2pavg.group.participation import silent_members
 from p2pavg.group.roster import Roster
 from p2pavg.matchmaking.actions import (
@@ -40,6 +40,7 @@ from p2pavg.matchmaking.actions import (
     Send,
     Settings,
 )
+from p2pavg.matchmaking.known_peers import KnownPeers, may_lead, plausible
 from p2pavg.matchmaking.memory import Memory
 from p2pavg.matchmaking.messages import (
     Accept,
@@ -61,20 +62,17 @@ from p2pavg.matchmaking.reasons import (
     refusing_peers,
     unreached_peers,
 )
+from p2pavg.matchmaking.roster_check import too_heavy, wrong_with
 
 HEARTBEAT_SECONDS = 2.0
 SILENCE_SECONDS = 3 * HEARTBEAT_SECONDS  # a leader that was silent for this long is given up
 ANSWER_SECONDS = 3.0  # for an answer to a proposal; one round trip, and a busy machine's pause
-FORGET_SECONDS = 60.0  # a candidate that no record names any more; a record lives 30 s
 GRACE_SECONDS = 1.0  # after its own deadline a follower still waits this long for its leader's word
 ORPHAN_SECONDS = (
     1.0  # for word of a commit from another member, when the leader is lost after this one accepted
 )
 RETRY_SECONDS = 1.0  # a candidate that declined is asked again after this
 UNREACHABLE_SECONDS = 10.0  # and one that could not be reached after this
-HOLD_OFF_SECONDS = 10.0  # one that spoiled a proposal is kept out for this, twice as long each time
-MAX_HOLD_OFF_SECONDS = 600.0
-MAX_DEADLINE_SECONDS = 2 * MAX_TIMEOUT_SECONDS  # of a deadline from now, either way
 DUE_SECONDS = 5.0
 """A follower leaves a leader that has been due for so long: others need a poll of the records, 4 s, to find it."""
 BACK_SECONDS = 2.0
@@ -82,12 +80,10 @@ BACK_SECONDS = 2.0
 died, goes ahead with the others then. So it is left only when it can be held off for as long at least."""
 MAX_PROPOSALS = 2
 """A leader that proposes again and again is due all the same: it drops all silent members at once."""
-RECENT_SECONDS = 6.0  # a candidate counts as there when a record named it within one poll and a look-up
 SETTLE_SECONDS = 2.0
 """After its deadline a leader proposes to as many as ``minimum`` when they have been together for so long: peers that
 leave another leader come within seconds of each other."""
 RENEW_SECONDS = 60.0  # a leader whose deadline is over for so long begins a new attempt
-PAST_SECONDS = 90.0  # so an older deadline is no honest leader's, even if its clock is half a minute slow
 PROVEN_SECONDS = 1.0
 """Peers that have finished a round with each other, and are enough for a group, have so long to form it before they ask
 one with which they have not. A group takes a few round trips."""
@@ -106,15 +102,6 @@ class Phase(enum.Enum):
     OVER = "over"
 
 
-def _plausible(candidate: Candidate, now: float) -> bool:
-    """Whether a record still counts, and its deadline is one that an honest peer with a working clock signs."""
-    return candidate.record.expiration_time > now and abs(candidate.deadline - now) <= MAX_DEADLINE_SECONDS
-
-
-def _may_lead(candidate: Candidate, now: float) -> bool:
-    return _plausible(candidate, now) and candidate.deadline >= now - PAST_SECONDS
-
-
 class Matchmaking:
     """One peer's attempt to be in one group.
 
@@ -128,26 +115,14 @@ class Matchmaking:
         self._memory = Memory() if memory is None else memory
         self._begun = now
         self.phase = Phase.LEADING
-        self.candidates: dict[str, Candidate] = {}
+        self._peers = KnownPeers()
         self.followers: dict[str, Candidate] = {}
         self.leader: Candidate | None = None  # asked, followed or accepted
         self.roster: Roster | None = None  # proposed or accepted
         self._window_end = me.deadline
-        self._avoided: dict[str, tuple[float, float]] = {}  # peer -> (its deadline, until)
-        self._broken: dict[
-            str, float
-        ] = {}  # peer -> the deadline of its attempt with which a conversation broke off
-        self._silent: dict[str, float] = {}  # peer -> the deadline of its attempt that answers nobody
-        self._ended: dict[str, float] = {}  # peer -> the deadline of its attempt that is over
-        self._banned: dict[str, str] = {}
-        self._held_off: dict[str, tuple[str, float, int]] = {}  # peer -> (why, until, how often)
-        self._nudged: dict[str, float] = {}
-        self._awaited_auxiliaries: dict[str, float] = {}
         self._accepted: set[str] = set()
         self._answers_due = 0.0
         self._proposals = 0
-        self._seen: dict[str, float] = {}  # candidate -> when a record or message last named it
-        self._fruitless: dict[str, int] = {}  # peer -> how often asking it came to nothing
         self._heard = now  # last word of the leader
         self._begun_by: str | None = None  # a member of the accepted roster that acts as if it were committed
         self._orphaned: float | None = None  # until when this peer waits for word of its lost leader's commit
@@ -157,18 +132,16 @@ class Matchmaking:
         self._due_since: float | None = None  # since when the leader could have proposed
         self._looked = now  # when this peer last looked whether its leader is due
         self._heard_proposals = 0  # of this leader
-        self._doubted: set[str] = set()  # leaders that were left before their deadline
         self._enough_since: float | None = (
             None  # since when this peer's own group could go ahead after the deadline
         )
-        self._came_back: dict[
-            str, float
-        ] = {}  # peer -> the deadline of its attempt that was asked again for its nudge
-        self._unreached: dict[str, tuple[Candidate, str]] = {}
-        self._declined_by: dict[str, str] = {}
-        self._refused: dict[str, str] = {}  # peers that this one does not meet, and why
 
     # ------------------------------------------------------------------ what is known
+
+    @property
+    def candidates(self) -> dict[str, Candidate]:
+        """The latest attempt of each other peer that is ready."""
+        return self._peers.candidates
 
     @property
     def holders(self) -> int:
@@ -181,11 +154,12 @@ class Matchmaking:
         if self.phase in (Phase.FOLLOWING, Phase.ACCEPTED):
             return max(self._status.ready_peers, 2)
         others = {
-            peer_id
-            for peer_id, candidate in self.candidates.items()
-            if not candidate.auxiliary
-            and candidate.fits(self.me)
-            and self._silent.get(peer_id) != candidate.deadline
+            known.peer_id
+            for known in self._peers
+            if known.candidate is not None
+            and not known.candidate.auxiliary
+            and known.candidate.fits(self.me)
+            and not known.is_silent
         }
         others |= {p for p, c in self.followers.items() if not c.auxiliary}
         return 1 + len(others)
@@ -213,7 +187,7 @@ class Matchmaking:
         """When :meth:`tick` has to be called at the latest."""
         if self.phase in (Phase.COMMITTED, Phase.OVER):
             return float("inf")
-        times = [until for _, until in self._avoided.values()] + list(self._awaited_auxiliaries.values())
+        times = self._peers.times()
         if self.phase in (Phase.LEADING, Phase.ASKING):
             times += self._own_times()
         if self.phase is Phase.ASKING:
@@ -261,19 +235,24 @@ class Matchmaking:
         """Say why peers that were seen are not in this peer's group."""
         following = self.leader is not None and self.phase is not Phase.ASKING
         reached = self.followers.keys() | ({self.leader.peer_id} if self.leader and following else set())
-        unreached = [entry for peer_id, entry in self._unreached.items() if peer_id not in reached]
+        others = [known for known in self._peers if known.peer_id not in reached]
+        unreached = [known.unreached for known in others if known.unreached is not None]
         declined = {
-            p: why for p, why in self._declined_by.items() if p not in reached and p not in self._unreached
+            known.peer_id: known.declined
+            for known in others
+            if known.declined is not None and known.unreached is None
         }
-        others = sum(
+        refused = {known.peer_id: known.refused for known in self._peers if known.refused is not None}
+        refused |= {known.peer_id: known.banned for known in self._peers if known.banned is not None}
+        of_other_states = sum(
             candidate.codec == self.me.codec and not candidate.fits(self.me)
             for candidate in self.candidates.values()
         )
         found = [
             unreached_peers(unreached),
             refusing_peers(declined),
-            refused_peers(self._refused | self._banned),
-            peers_of_other_states(others),
+            refused_peers(refused),
+            peers_of_other_states(of_other_states),
         ]
         return [sentence for sentence in found if sentence]
 
@@ -281,10 +260,7 @@ class Matchmaking:
 
     def tick(self, now: float) -> Actions:
         """Time has passed."""
-        self._avoided = {peer: entry for peer, entry in self._avoided.items() if entry[1] > now}
-        for peer_id in [p for p in self.candidates if self._seen.get(p, now) + FORGET_SECONDS <= now]:
-            del self.candidates[peer_id]
-        self._awaited_auxiliaries = {p: t for p, t in self._awaited_auxiliaries.items() if t > now}
+        self._peers.pass_time(now)
         self._look_whether_due(now)
         if self._orphaned is not None:
             return (
@@ -293,7 +269,7 @@ class Matchmaking:
                 else []
             )
         if self.leader is not None and now >= self._heard + SILENCE_SECONDS:
-            self._unreachable(self.leader.peer_id)
+            self._peers[self.leader.peer_id].not_answering()
             if self.phase is not Phase.ASKING:
                 self._memory.wasted(self.leader.peer_id, now)
             return self._leave(f"silent for {SILENCE_SECONDS:.0f} s", now, avoid=UNREACHABLE_SECONDS)
@@ -326,14 +302,13 @@ class Matchmaking:
         assert leader is not None
         there = [leader] if self.me.auxiliary else [leader, self.me]
         there += [
-            candidate
-            for candidate in self.candidates.values()
-            if candidate.peer_id != leader.peer_id
-            and not candidate.auxiliary
-            and candidate.fits(leader)
-            and candidate.deadline
-            not in (self._silent.get(candidate.peer_id), self._broken.get(candidate.peer_id))
-            and self._seen.get(candidate.peer_id, now) + RECENT_SECONDS >= now
+            known.candidate
+            for known in self._peers
+            if known.candidate is not None
+            and known.peer_id != leader.peer_id
+            and not known.candidate.auxiliary
+            and known.candidate.fits(leader)
+            and known.is_there(now)
         ]
         if len(self._observers_among(there)) == len(there):
             return False
@@ -342,7 +317,7 @@ class Matchmaking:
         # One that is already due stays so while this peer's sync_timeout runs out.
         begins = now if self._due_since is None else self._due_since
         soon = leader.deadline < begins + DUE_SECONDS + 2 * BACK_SECONDS
-        excused = soon or leader.peer_id in self._doubted or self._memory.is_proven(leader.peer_id)
+        excused = soon or self._peers[leader.peer_id].doubted or self._memory.is_proven(leader.peer_id)
         return len(there) >= self.settings.target and not excused
 
     def _leave_late(self, now: float) -> Actions:
@@ -351,7 +326,7 @@ class Matchmaking:
             return self._leave("it has formed no group in its time and another match timeout", now)
         early = now < self.leader.deadline - BACK_SECONDS
         most = self.leader.deadline - BACK_SECONDS if early else float("inf")
-        self._doubted.add(self.leader.peer_id)
+        self._peers[self.leader.peer_id].doubted = True
         self._memory.wasted(self.leader.peer_id, now, most=most)
         return self._leave("it has formed no group in its time", now)
 
@@ -366,26 +341,16 @@ class Matchmaking:
 
     def learn(self, candidate: Candidate, now: float) -> None:
         """Take in what one record says; :meth:`discovered` decides what follows from it."""
-        peer_id = candidate.peer_id
-        if peer_id == self.me.peer_id or peer_id in self._banned or not _plausible(candidate, now):
+        if candidate.peer_id == self.me.peer_id or not plausible(candidate, now):
             return
-        if candidate.deadline <= self._ended.get(peer_id, -1.0):
+        known = self._peers[candidate.peer_id]
+        if known.banned is not None or candidate.deadline <= known.ended:
             return
-        if (wrong := self._too_heavy(candidate)) is not None:
-            self._refused[peer_id] = wrong
-            self.candidates.pop(peer_id, None)
+        if (wrong := too_heavy(candidate, self.settings)) is not None:
+            known.refuse(wrong)
             return
-        self._seen[peer_id] = now
-        known = self.candidates.get(peer_id)
-        if known is None or known.deadline <= candidate.deadline:
-            self.candidates[peer_id] = candidate
-            if self._avoided.get(peer_id, (candidate.deadline, 0))[0] != candidate.deadline:
-                del self._avoided[peer_id]  # a new attempt of that peer
-
-    def _too_heavy(self, candidate: Candidate) -> str | None:
-        if candidate.weight <= self.settings.max_weight:
-            return None
-        return f"its weight of {candidate.weight:g} is above max_weight {self.settings.max_weight:g}"
+        known.seen = now
+        known.take(candidate)
 
     def nudged(self, candidate: Candidate, now: float) -> Actions:
         """An earlier candidate has reached this peer.
@@ -393,11 +358,9 @@ class Matchmaking:
         So there is a connection: one that this peer could not dial, since it is behind a router, can be asked now. Once
         for each of its attempts, or it could have itself asked without end.
         """
-        peer_id = candidate.peer_id
-        if peer_id in self._unreached and self._came_back.get(peer_id) != candidate.deadline:
-            self._came_back[peer_id] = candidate.deadline
-            self._avoided.pop(peer_id, None)
-            self._silent.pop(peer_id, None)
+        known = self._peers[candidate.peer_id]
+        if known.unreached is not None and known.came_back != candidate.deadline:
+            known.came_back, known.avoided, known.silent = candidate.deadline, None, None
         return self.discovered([candidate], now)
 
     def asked(self, candidate: Candidate, now: float) -> Actions:
@@ -412,7 +375,7 @@ class Matchmaking:
                 actions += self.discovered([candidate], now)
             return actions
         self.followers[candidate.peer_id] = candidate
-        self._awaited_auxiliaries.pop(candidate.peer_id, None)
+        self._peers[candidate.peer_id].awaited_until = None
         actions = [Send(candidate.peer_id, Joined(self.me), "it comes after this peer, and there is room")]
         return actions + self._tell_followers(now) + self._advance(now)
 
@@ -420,7 +383,7 @@ class Matchmaking:
         """Why this candidate cannot join, or ``None``."""
         if candidate.peer_id == self.me.peer_id:
             return Declined("it has the id of the peer that it asked", over=True)
-        if not _plausible(candidate, now):
+        if not plausible(candidate, now):
             return Declined("its record has expired, or its clock is wrong")
         if self.phase in (Phase.COMMITTED, Phase.OVER):
             return Declined("already in a group", taken=tuple(self.followers), over=True)
@@ -435,12 +398,13 @@ class Matchmaking:
             return Declined(f"codec {candidate.codec} does not fit {self.me.codec}")
         if not candidate.fits(self.me):
             return Declined("its vector belongs to another state")
-        if candidate.peer_id in self._banned:
-            return Declined(self._banned[candidate.peer_id])
-        if (wrong := self._too_heavy(candidate)) is not None:
-            self._refused[candidate.peer_id] = wrong
+        known = self._peers[candidate.peer_id]
+        if known.banned is not None:
+            return Declined(known.banned)
+        if (wrong := too_heavy(candidate, self.settings)) is not None:
+            known.refused = wrong
             return Declined(wrong)
-        why, until, _ = self._held_off.get(candidate.peer_id, ("", now, 0))
+        why, until = known.held_off or ("", now)
         if now < until:
             return Declined(f"{why}; held off for {until - now:.0f} s more")
         if self.phase is Phase.PROPOSING:
@@ -457,19 +421,20 @@ class Matchmaking:
         """The join stream of a follower ended."""
         if self.phase is Phase.COMMITTED or peer_id not in self.followers:
             return []
-        self._broken[peer_id] = self.followers.pop(peer_id).deadline
-        self.candidates.pop(peer_id, None)
+        known = self._peers[peer_id]
+        known.broken, known.candidate = self.followers.pop(peer_id).deadline, None
         return self._member_lost(f"{peer_id} was lost: {reason}", now)
 
     def lost_leader(self, peer_id: str, reason: str, now: float, *, reachable: bool = True) -> Actions:
         """The join stream to the peer that was asked or followed ended, or could not be opened."""
         if not reachable:
-            self._not_reached(peer_id, reason)
+            self._peers[peer_id].not_reached(reason)
         if self.phase is Phase.COMMITTED or self.leader is None or self.leader.peer_id != peer_id:
             return []
-        self._broken[peer_id] = self.leader.deadline
-        self._avoid(peer_id, now + (RETRY_SECONDS if reachable else UNREACHABLE_SECONDS))
-        self._fruitless[peer_id] = self._fruitless.get(peer_id, 0) + 1
+        known = self._peers[peer_id]
+        known.broken = self.leader.deadline
+        known.avoid(now + (RETRY_SECONDS if reachable else UNREACHABLE_SECONDS))
+        known.fruitless += 1
         if self.phase is Phase.ACCEPTED:
             # It may have committed, and have told others: a stream of theirs says so.
             if self._begun_by is not None:
@@ -489,19 +454,12 @@ class Matchmaking:
 
     def not_nudged(self, peer_id: str, reason: str, now: float) -> Actions:
         """A nudge could not be delivered."""
-        self._not_reached(peer_id, reason)
-        if self._awaited_auxiliaries.pop(peer_id, None) is not None:
-            return self._advance(now)
-        return []
-
-    def _not_reached(self, peer_id: str, reason: str) -> None:
-        if peer_id in self.candidates:
-            self._unreached[peer_id] = (self.candidates[peer_id], reason)
-        self._unreachable(peer_id)
-
-    def _unreachable(self, peer_id: str) -> None:
-        if peer_id in self.candidates:
-            self._silent[peer_id] = self.candidates[peer_id].deadline
+        known = self._peers[peer_id]
+        known.not_reached(reason)
+        if known.awaited_until is None:
+            return []
+        known.awaited_until = None
+        return self._advance(now)
 
     def told(self, peer_id: str, message: Message, now: float) -> Actions:
         """A message of a follower."""
@@ -517,7 +475,7 @@ class Matchmaking:
         if self.phase is Phase.COMMITTED or self.leader is None or self.leader.peer_id != peer_id:
             return []
         self._heard, self._orphaned = now, None
-        self._unreached.pop(peer_id, None)
+        self._peers[peer_id].unreached = None
         self._look_whether_due(now)
         match message, self.phase:
             case Joined(leader), Phase.ASKING if self._leads(leader, now):
@@ -544,8 +502,7 @@ class Matchmaking:
 
     def ban(self, peer_id: str, reason: str) -> None:
         """Neither ask nor admit this peer in this attempt."""
-        self._banned[peer_id] = reason
-        self.candidates.pop(peer_id, None)
+        self._peers[peer_id].ban(reason)
 
     def expel(self, peer_id: str, reason: str, now: float) -> Actions:
         """Have nothing more to do with a peer in this attempt, whatever it is to this one."""
@@ -558,17 +515,6 @@ class Matchmaking:
             actions += [Close(peer_id, reason), *self.lost(peer_id, reason, now)]
         return actions
 
-    def _hold_off(self, peer_id: str, reason: str, now: float) -> float:
-        """Do without a peer that spoiled a proposal, and return for how many seconds.
-
-        Not for ever, as it may have been slow once and be the only other one; and for longer each time, as it may
-        mean to hold up every proposal.
-        """
-        times = self._held_off.get(peer_id, ("", now, 0))[2]
-        seconds = min(HOLD_OFF_SECONDS * 2.0 ** min(times, 10), MAX_HOLD_OFF_SECONDS)
-        self._held_off[peer_id] = (reason, now + seconds, times + 1)
-        return seconds
-
     # ------------------------------------------------------------------ as a follower
 
     def _leads(self, candidate: Candidate, now: float) -> bool:
@@ -579,15 +525,15 @@ class Matchmaking:
             and candidate.order < self.me.order
             and candidate.record.key == self.me.record.key
             and candidate.fits(self.me)
-            and _may_lead(candidate, now)
-            and self._too_heavy(candidate) is None
+            and may_lead(candidate, now)
+            and too_heavy(candidate, self.settings) is None
         )
 
     def _follow(self, leader: Candidate) -> Actions:
         self.phase, self.leader, self._joined = Phase.FOLLOWING, leader, self._heard
         self._due_since, self._heard_proposals, self._enough_since = None, 0, None
         self._look_whether_due(self._heard)
-        self.candidates[leader.peer_id] = leader
+        self._peers[leader.peer_id].candidate = leader
         self._status = Status(2, False)
         along = [
             action
@@ -604,35 +550,39 @@ class Matchmaking:
 
     def _declined(self, answer: Declined, now: float) -> Actions:
         assert self.leader is not None
-        asked = self.leader.peer_id
+        asked = self._peers[self.leader.peer_id]
         if answer.over:  # of the attempt that was asked; what it says of others may be a lie
-            self._ended[asked] = self.leader.deadline
-            self.candidates.pop(asked, None)
-        self._fruitless[asked] = self._fruitless.get(asked, 0) + (not answer.over)
-        if not answer.over:
-            self._declined_by[asked] = answer.reason
-        for peer_id in {asked, *answer.taken}:
-            self._avoid(peer_id, now + RETRY_SECONDS)
+            asked.ended, asked.candidate = self.leader.deadline, None
+        else:
+            asked.fruitless += 1
+            asked.declined = answer.reason
+        for peer_id in {asked.peer_id, *answer.taken}:
+            self._peers.avoid(peer_id, now + RETRY_SECONDS)
         self._learn_leader(answer.leader, now)
         reason = f"declined: {answer.reason}"
         return [Close(self.leader.peer_id, reason, upward=True), *self._free(reason, now)]
 
     def _learn_leader(self, leader: Candidate | None, now: float) -> None:
-        if leader is None or not _may_lead(leader, now) or self._too_heavy(leader) is not None:
+        if leader is None or not may_lead(leader, now) or too_heavy(leader, self.settings) is not None:
             return
         if leader.order < self.me.order and leader.record.key == self.me.record.key:
-            known = self.candidates.get(leader.peer_id)
-            if (known is None or known.deadline <= leader.deadline) and leader.peer_id not in self._banned:
-                self.candidates[leader.peer_id] = leader
-                self._seen[leader.peer_id] = now
-                self._avoided.pop(leader.peer_id, None)
+            known = self._peers[leader.peer_id]
+            if (known.deadline or 0.0) <= leader.deadline and known.banned is None:
+                known.candidate, known.seen, known.avoided = leader, now, None
 
     def _proposed(self, roster: Roster, now: float) -> Actions:
         assert self.leader is not None
-        wrong = self._wrong_with(roster, now)
+        wrong = wrong_with(
+            roster,
+            me=self.me,
+            leader=self.leader,
+            settings=self.settings,
+            banned=self._peers.why_banned,
+            now=now,
+        )
         if wrong is not None:
             refusal = Send(self.leader.peer_id, Refuse(roster.group_id, wrong), wrong)
-            avoid = self._hold_off(self.leader.peer_id, wrong, now)
+            avoid = self._peers[self.leader.peer_id].hold_off(wrong, now)
             return [refusal, *self._leave(f"its roster was refused: {wrong}", now, avoid=avoid)]
         self.phase, self.roster, self._begun_by = Phase.ACCEPTED, roster, None
         self._heard_proposals += 1
@@ -643,49 +593,11 @@ class Matchmaking:
             Send(self.leader.peer_id, Accept(roster.group_id), "the roster is what was agreed"),
         ]
 
-    def _wrong_with(self, roster: Roster, now: float) -> str | None:
-        """Why this peer must not accept a roster, or ``None``."""
-        assert self.leader is not None
-        first = roster.members[0]
-        if (first.peer_id, first.deadline) != (self.leader.peer_id, self.leader.deadline):
-            return "a roster that another peer leads"
-        if self.me not in roster.members:
-            return "a roster without this peer, or with another weight or share of it"
-        if first.record.key != self.me.record.key or not first.fits(self.me):
-            return "a roster of another run, schema, codec or state"
-        choose = self.settings.choose_observers
-        if choose is not None and roster.observers != choose(roster.members):
-            return "a roster whose observers do not follow from what its members signed"
-        if roster.shares != self.settings.cut_shares(roster.members):
-            return "a roster whose shares do not follow from its members' bandwidths"
-        own = roster.shares[roster.position(self.me.peer_id)]
-        if self.settings.max_share is not None and own > self.settings.max_share:
-            return f"a share of {own} elements is more than this peer takes"
-        expired = [member.peer_id for member in roster.members if member.record.expiration_time <= now]
-        if expired:
-            return f"a roster with the expired record of {expired[0]}"
-        banned = [member.peer_id for member in roster.members if member.peer_id in self._banned]
-        if banned:
-            return f"a roster with {banned[0]}: {self._banned[banned[0]]}"
-        return self._beyond_limits(roster)
-
-    def _beyond_limits(self, roster: Roster) -> str | None:
-        """Why a roster breaks what every roster keeps to, or this peer's own limits; ``None`` when it does not."""
-        # The leader first, auxiliaries last: who leads an exchange after the first one follows from the order.
-        if list(roster.members) != sorted(roster.members, key=lambda member: member.order):
-            return "a roster whose members are out of order"
-        if not self.settings.minimum <= len(roster.holders) <= MAX_GROUP_SIZE + 1:
-            return (
-                f"a roster of {len(roster.holders)}; this peer takes part in {self.settings.minimum} or more"
-            )
-        heavy = [(member.peer_id, wrong) for member in roster.members if (wrong := self._too_heavy(member))]
-        return f"a roster with {heavy[0][0]}: {heavy[0][1]}" if heavy else None
-
     def _leave(self, reason: str, now: float, *, avoid: float = RETRY_SECONDS) -> Actions:
         assert self.leader is not None
         peer_id = self.leader.peer_id
-        self._avoid(peer_id, now + avoid)
-        self._fruitless[peer_id] = self._fruitless.get(peer_id, 0) + 1
+        self._peers[peer_id].avoid(now + avoid)
+        self._peers[peer_id].fruitless += 1
         return [Close(peer_id, reason, upward=True), *self._free(reason, now)]
 
     def _free(self, reason: str, now: float) -> Actions:
@@ -707,7 +619,7 @@ class Matchmaking:
         if self.phase not in (Phase.LEADING, Phase.ASKING):
             return []
         if not self.me.auxiliary:
-            if self._full and not self._awaited_auxiliaries and self._somebody_contributes:
+            if self._full and not self._peers.awaits_auxiliaries and self._somebody_contributes:
                 return self._propose("the group is complete", now)
             if self._goes_ahead(now):
                 return self._propose(
@@ -754,10 +666,10 @@ class Matchmaking:
             candidate
             for peer_id, candidate in self.candidates.items()
             if candidate.order < self.me.order
-            and peer_id not in self._avoided
+            and self._peers[peer_id].avoided is None
             and peer_id not in self.followers
             and candidate.fits(self.me)
-            and _may_lead(candidate, now)
+            and may_lead(candidate, now)
             and self._memory.held_until(peer_id, now) <= now
             and (self._memory.is_proven(peer_id) or not proven_only)
         ]
@@ -767,22 +679,24 @@ class Matchmaking:
 
     def _preference(self, candidate: Candidate) -> tuple[int, bool, tuple[bool, bool, float, str]]:
         peer_id = candidate.peer_id
-        return (self._fruitless.get(peer_id, 0), not self._memory.is_proven(peer_id), candidate.order)
+        return (self._peers[peer_id].fruitless, not self._memory.is_proven(peer_id), candidate.order)
 
     def _nudge(self, now: float) -> Actions:
         """Tell later candidates that this peer leads; two that announced at once may not see each other."""
         actions: Actions = []
+        nudged = self._peers.nudged
         for candidate in sorted(self.candidates.values(), key=lambda c: c.order):
-            told = self._nudged.get(candidate.peer_id)
+            known = self._peers[candidate.peer_id]
             # An auxiliary is nudged, and waited for, once: it could put off a complete group for ever.
-            known = told == candidate.deadline or (candidate.auxiliary and told is not None)
-            if known or candidate.order < self.me.order or candidate.peer_id in self.followers:
+            told = known.nudged == candidate.deadline or (candidate.auxiliary and known.nudged is not None)
+            if told or candidate.order < self.me.order or candidate.peer_id in self.followers:
                 continue
-            if not candidate.fits(self.me) or len(self._nudged) >= 4 * self.settings.target:
+            if not candidate.fits(self.me) or nudged >= 4 * self.settings.target:
                 continue
-            self._nudged[candidate.peer_id] = candidate.deadline
+            nudged += known.nudged is None
+            known.nudged = candidate.deadline
             if candidate.auxiliary:
-                self._awaited_auxiliaries[candidate.peer_id] = now + AUXILIARY_SECONDS
+                known.awaited_until = now + AUXILIARY_SECONDS
             actions.append(Open(candidate, Nudge(self.me), "it comes after this peer"))
         return actions
 
@@ -859,7 +773,7 @@ class Matchmaking:
             return []  # to a proposal that was withdrawn meanwhile
         if isinstance(answer, Refuse):
             del self.followers[peer_id]
-            self._hold_off(peer_id, f"refused: {answer.reason}", now)
+            self._peers[peer_id].hold_off(f"refused: {answer.reason}", now)
             return [Close(peer_id, "refused"), *self._member_lost(f"{peer_id} refused: {answer.reason}", now)]
         self._accepted.add(peer_id)
         if self._accepted != self.followers.keys():
@@ -895,11 +809,8 @@ class Matchmaking:
         actions: Actions = []
         for peer_id in sorted(silent):
             del self.followers[peer_id]
-            self._hold_off(peer_id, reason, now)  # it would come back at once, and hold up the next roster
+            self._peers[peer_id].hold_off(
+                reason, now
+            )  # it would come back at once, and hold up the next roster
             actions += [Send(peer_id, Disband(reason), reason), Close(peer_id, reason)]
         return actions + self._member_lost(reason, now)
-
-    def _avoid(self, peer_id: str, until: float) -> None:
-        """Leave this attempt of a peer alone for a while; a new attempt of it is a new candidate."""
-        if peer_id in self.candidates:
-            self._avoided[peer_id] = (self.candidates[peer_id].deadline, until)

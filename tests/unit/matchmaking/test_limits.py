@@ -8,6 +8,7 @@ from p2pavg.group.candidate import Candidate, sign_candidate
 from p2pavg.group.limits import MAX_MEMBERS
 from p2pavg.group.roster import Roster
 from p2pavg.matchmaking.actions import Open, Renew, Send
+from p2pavg.matchmaking.known_peers import PAST_SECONDS
 from p2pavg.matchmaking.memory import (
     FORGIVE_SECONDS,
     HOLD_SECONDS,
@@ -19,7 +20,6 @@ from p2pavg.matchmaking.memory import (
 from p2pavg.matchmaking.messages import Accept, Ask, Declined, Joined, Propose, Refuse, Status, decode, encode
 from p2pavg.matchmaking.rules import (
     DUE_SECONDS,
-    PAST_SECONDS,
     PROVEN_SECONDS,
     RENEW_SECONDS,
     SETTLE_SECONDS,

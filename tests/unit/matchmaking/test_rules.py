@@ -9,13 +9,12 @@ import pytest
 from p2pavg.group.candidate import Candidate
 from p2pavg.group.roster import Roster
 from p2pavg.matchmaking.actions import Actions, Close, Expect, Send
+from p2pavg.matchmaking.known_peers import FORGET_SECONDS, HOLD_OFF_SECONDS
 from p2pavg.matchmaking.messages import Accept, Ask, Commit, Declined, Joined, Propose, Refuse, Status
 from p2pavg.matchmaking.rules import (
     ANSWER_SECONDS,
     AUXILIARY_SECONDS,
-    FORGET_SECONDS,
     GRACE_SECONDS,
-    HOLD_OFF_SECONDS,
     ORPHAN_SECONDS,
     RETRY_SECONDS,
     SILENCE_SECONDS,

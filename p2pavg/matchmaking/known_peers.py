@@ -1,0 +1,185 @@
+"""What one attempt knows of other peers, one :class:`KnownPeer` each. No I/O, no clock, no random source.
+
+A peer's attempt is named by its deadline, which a peer never uses twice. So where something is known of one attempt of
+a peer, its deadline is kept: the peer's next attempt is a new candidate, to which it does not apply.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from p2pavg.group.candidate import Candidate
+from p2pavg.group.limits import MAX_TIMEOUT_SECONDS
+
+FORGET_SECONDS = (
+    60.0  # a candidate that no record names any more is forgotten after this; a record lives 30 s
+)
+RECENT_SECONDS = 6.0  # a candidate counts as there when a record named it within one poll and a look-up
+HOLD_OFF_SECONDS = 10.0  # a follower that spoiled a proposal is kept out for this, twice as long each time
+MAX_HOLD_OFF_SECONDS = 600.0
+MAX_DEADLINE_SECONDS = 2 * MAX_TIMEOUT_SECONDS  # between a deadline and now, either way
+PAST_SECONDS = 90.0  # no honest leader's deadline is over for longer, even if its clock is half a minute slow
+
+
+def plausible(candidate: Candidate, now: float) -> bool:
+    """Return whether a record still counts and an honest peer with a working clock signs such a deadline."""
+    return candidate.record.expiration_time > now and abs(candidate.deadline - now) <= MAX_DEADLINE_SECONDS
+
+
+def may_lead(candidate: Candidate, now: float) -> bool:
+    """Return whether a peer may be asked: its deadline is not long over."""
+    return plausible(candidate, now) and candidate.deadline >= now - PAST_SECONDS
+
+
+@dataclass(slots=True)
+class KnownPeer:
+    """What one attempt knows of one other peer. Times are wall-clock seconds."""
+
+    peer_id: str
+    candidate: Candidate | None = None
+    """Its latest attempt, while records name it."""
+    seen: float | None = None
+    """Time at which a record or message last named it."""
+    avoided: tuple[float, float] | None = None
+    """Deadline of an attempt that is not asked, and until when."""
+    broken: float | None = None
+    """Deadline of the attempt with which a conversation broke off."""
+    silent: float | None = None
+    """Deadline of the attempt that answers no message."""
+    ended: float = -1.0
+    """Deadline of the latest attempt that is known to be over."""
+    came_back: float | None = None
+    """Deadline of the attempt that was asked again because of its nudge."""
+    nudged: float | None = None
+    """Deadline of the attempt that this peer nudged."""
+    awaited_until: float | None = None
+    """A complete group waits until then for this auxiliary, which was nudged."""
+    fruitless: int = 0
+    """Number of times that asking it came to nothing."""
+    doubted: bool = False
+    """It was left as a leader before its deadline."""
+    banned: str | None = None
+    """Why it is neither asked nor admitted in this attempt."""
+    refused: str | None = None
+    """Why its candidates are not taken."""
+    declined: str | None = None
+    """Why it declined this peer."""
+    unreached: tuple[Candidate, str] | None = None
+    """The attempt that could not be reached, and why."""
+    held_off: tuple[str, float] | None = None
+    """Why it is not admitted as a follower, and until when."""
+    times_held_off: int = 0
+
+    @property
+    def deadline(self) -> float | None:
+        """Deadline of its latest attempt."""
+        return None if self.candidate is None else self.candidate.deadline
+
+    @property
+    def is_silent(self) -> bool:
+        """True if its latest attempt answers no message."""
+        return self.silent is not None and self.silent == self.deadline
+
+    def is_there(self, now: float) -> bool:
+        """Return whether its latest attempt was named just now, and no conversation with it came to nothing."""
+        gone = self.deadline in (self.silent, self.broken)
+        return not gone and (now if self.seen is None else self.seen) + RECENT_SECONDS >= now
+
+    def take(self, candidate: Candidate) -> None:
+        """Take the record of an attempt, unless a later attempt is known."""
+        if self.candidate is None or self.candidate.deadline <= candidate.deadline:
+            self.candidate = candidate
+            if self.avoided is not None and self.avoided[0] != candidate.deadline:
+                self.avoided = None  # that was another attempt
+
+    def avoid(self, until: float) -> None:
+        """Leave its latest attempt alone until then."""
+        if self.candidate is not None:
+            self.avoided = (self.candidate.deadline, until)
+
+    def not_answering(self) -> None:
+        """Note that its latest attempt answers no message."""
+        if self.candidate is not None:
+            self.silent = self.candidate.deadline
+
+    def not_reached(self, reason: str) -> None:
+        """Note that its latest attempt could not be reached."""
+        if self.candidate is not None:
+            self.unreached = (self.candidate, reason)
+        self.not_answering()
+
+    def hold_off(self, reason: str, now: float) -> float:
+        """Keep out a peer that spoiled a proposal, and return for how many seconds.
+
+        Not for ever, as it may have been slow once and be the only other peer; and longer each time, as it may mean to
+        hold up every proposal.
+        """
+        seconds = min(HOLD_OFF_SECONDS * 2.0 ** min(self.times_held_off, 10), MAX_HOLD_OFF_SECONDS)
+        self.held_off = (reason, now + seconds)
+        self.times_held_off += 1
+        return seconds
+
+    def ban(self, reason: str) -> None:
+        """Neither ask nor admit it in this attempt."""
+        self.banned, self.candidate = reason, None
+
+    def refuse(self, reason: str) -> None:
+        """Take no candidate of it, and remember why."""
+        self.refused, self.candidate = reason, None
+
+
+class KnownPeers:
+    """The other peers that one attempt knows, by their ids."""
+
+    def __init__(self) -> None:
+        self._peers: dict[str, KnownPeer] = {}
+
+    def __getitem__(self, peer_id: str) -> KnownPeer:
+        known = self._peers.get(peer_id)
+        if known is None:
+            known = self._peers[peer_id] = KnownPeer(peer_id)
+        return known
+
+    def avoid(self, peer_id: str, until: float) -> None:
+        """Leave a peer's latest attempt alone until then, if the peer is known. Strangers may name any id."""
+        if peer_id in self._peers:
+            self._peers[peer_id].avoid(until)
+
+    def why_banned(self, peer_id: str) -> str | None:
+        """Return why a peer is banned, or ``None``. Strangers may name any id."""
+        known = self._peers.get(peer_id)
+        return None if known is None else known.banned
+
+    def __iter__(self) -> Iterator[KnownPeer]:
+        return iter(self._peers.values())
+
+    @property
+    def candidates(self) -> dict[str, Candidate]:
+        """The latest attempt of each peer that is ready."""
+        return {known.peer_id: known.candidate for known in self if known.candidate is not None}
+
+    @property
+    def nudged(self) -> int:
+        """Number of peers that were nudged."""
+        return sum(known.nudged is not None for known in self)
+
+    @property
+    def awaits_auxiliaries(self) -> bool:
+        """True while an auxiliary that was nudged may still join."""
+        return any(known.awaited_until is not None for known in self)
+
+    def pass_time(self, now: float) -> None:
+        """Forget what no longer counts."""
+        for known in self:
+            if known.avoided is not None and known.avoided[1] <= now:
+                known.avoided = None
+            if known.awaited_until is not None and known.awaited_until <= now:
+                known.awaited_until = None
+            if known.seen is not None and known.seen + FORGET_SECONDS <= now:
+                known.candidate = None
+
+    def times(self) -> list[float]:
+        """Return the moments at which :meth:`pass_time` changes which peer may be asked or is waited for."""
+        avoided = [known.avoided[1] for known in self if known.avoided is not None]
+        return avoided + [known.awaited_until for known in self if known.awaited_until is not None]

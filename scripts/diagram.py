@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from p2pavg.consensus.agreement import FINAL, LIVE, TABLE, Phase, Row
+from p2pavg.consensus.agreement import TABLE, Row
+from p2pavg.consensus.member import FINAL, LIVE, Phase
 
 DOCS = Path(__file__).parent.parent / "docs" / "round.md"
 BEGIN, END = "<!-- generated: scripts/diagram -->\n", "<!-- end of what is generated -->\n"

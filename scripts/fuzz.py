@@ -37,8 +37,8 @@ import p2pavg
 from p2pavg.allreduce import reduction
 from p2pavg.allreduce.messages import PROTOCOL as EXCHANGE_PROTOCOL
 from p2pavg.allreduce.messages import Lane, LaneHeader, encode_header, part_frame
-from p2pavg.consensus import agreement
 from p2pavg.consensus.choice import next_ballot
+from p2pavg.consensus.member import Member
 from p2pavg.consensus.votes import (
     Accepted,
     Begin,
@@ -134,7 +134,7 @@ def some_members(dice: random.Random, size: int) -> frozenset[int]:
     return frozenset(dice.sample(everybody, size - left_out))
 
 
-def some_vote(dice: random.Random, member: agreement.Member) -> Vote:
+def some_vote(dice: random.Random, member: Member) -> Vote:
     """A vote that a member may send, at some other time or in some other state."""
     size, me = member.size, member.me
     own = next_ballot(me, size, max(member.promised, member.ballot))
@@ -256,7 +256,7 @@ class HostileControl(control.Control):
             for _ in range(self.dice.randint(1, 4)):
                 self._say(line, some_vote(self.dice, member))
 
-    def _mislead(self, member: agreement.Member) -> None:
+    def _mislead(self, member: Member) -> None:
         """Lead the others from one ballot to the next, about attempts that there were and others."""
         dice, size = self.dice, member.size
         self.newest = next_ballot(self._me, size, max(self.newest, member.promised))

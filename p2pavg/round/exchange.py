@@ -20,7 +20,8 @@ from p2pavg.allreduce.attempt import Attempt
 from p2pavg.allreduce.context import RunContext
 from p2pavg.allreduce.lobby import ExpectedGroup
 from p2pavg.allreduce.reduction import Verdict
-from p2pavg.consensus.agreement import Completed, GivenUp, Member, Phase
+from p2pavg.consensus.events import Completed, GivenUp
+from p2pavg.consensus.member import Member, Phase
 from p2pavg.consensus.votes import Unknown
 from p2pavg.errors import RemoteProtocolError
 from p2pavg.group.bandwidth import BandwidthMeter

@@ -12,23 +12,10 @@ from typing import Protocol
 
 import trio
 
-from p2pavg.consensus.agreement import (
-    FINAL,
-    Action,
-    Dead,
-    Drop,
-    Event,
-    GivenUp,
-    Heard,
-    Lost,
-    Member,
-    PassOn,
-    Phase,
-    Run,
-    Tell,
-    advance,
-)
+from p2pavg.consensus.agreement import advance
 from p2pavg.consensus.choice import ballot_leader
+from p2pavg.consensus.events import Action, Dead, Drop, Event, GivenUp, Heard, Lost, PassOn, Run, Tell
+from p2pavg.consensus.member import FINAL, Member, Phase
 from p2pavg.consensus.votes import Begin, Commit, Gather, Left, Trouble, Unknown, Vote
 from p2pavg.errors import RefusedError
 from p2pavg.group.milestones import Milestone

@@ -22,6 +22,8 @@ import p2pavg
 from p2pavg.allreduce.attempt import Attempt
 from p2pavg.allreduce.messages import PROTOCOL, Lane, LaneHeader, encode_header, part_frame
 from p2pavg.consensus import agreement
+from p2pavg.consensus.events import Event, Heard
+from p2pavg.consensus.member import Member
 from p2pavg.consensus.votes import (
     MAX_VOTE_BYTES,
     Begin,
@@ -565,8 +567,8 @@ async def test_an_exception_over_a_members_vote_costs_that_member(
 ) -> None:
     advance = agreement.advance
 
-    def fault(member: agreement.Member, event: agreement.Event) -> Any:
-        if isinstance(event, agreement.Heard) and event.sender == liar and isinstance(event.vote, Behind):
+    def fault(member: Member, event: Event) -> Any:
+        if isinstance(event, Heard) and event.sender == liar and isinstance(event.vote, Behind):
             raise KeyError("a rule that is wrong")
         return advance(member, event)
 
@@ -709,8 +711,8 @@ async def test_a_leader_that_leads_to_no_end_has_a_strike_and_no_ban(
     advance, until_the_end = agreement.advance, exchange.Exchange._until_the_end
     leave = exchange.Exchange._leave_the_slowest_behind
 
-    def hear_no_result(member: agreement.Member, event: agreement.Event) -> Any:
-        held = isinstance(event, agreement.Heard) and isinstance(event.vote, Held)
+    def hear_no_result(member: Member, event: Event) -> Any:
+        held = isinstance(event, Heard) and isinstance(event.vote, Held)
         return (member, []) if held and member.me == 0 else advance(member, event)
 
     async def outlast_the_others(self: exchange.Exchange) -> None:

@@ -7,21 +7,9 @@ from pathlib import Path
 import pytest
 
 from p2pavg.consensus import agreement
-from p2pavg.consensus.agreement import (
-    FINAL,
-    Completed,
-    Dead,
-    Drop,
-    GivenUp,
-    Heard,
-    Lost,
-    Member,
-    PassOn,
-    Phase,
-    Run,
-    Tell,
-    advance,
-)
+from p2pavg.consensus.agreement import advance
+from p2pavg.consensus.events import Completed, Dead, Drop, GivenUp, Heard, Lost, PassOn, Run, Tell
+from p2pavg.consensus.member import FINAL, Member, Phase
 from p2pavg.consensus.votes import (
     MAX_BALLOT,
     Begin,

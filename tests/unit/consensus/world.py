@@ -15,21 +15,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from p2pavg.consensus.agreement import (
-    FINAL,
-    Action,
-    Completed,
-    Dead,
-    Event,
-    GivenUp,
-    Heard,
-    Lost,
-    Member,
-    Phase,
-    Run,
-    Tell,
-    advance,
-)
+from p2pavg.consensus.agreement import advance
+from p2pavg.consensus.events import Action, Completed, Dead, Event, GivenUp, Heard, Lost, Run, Tell
+from p2pavg.consensus.member import FINAL, Member, Phase
 from p2pavg.consensus.votes import Commit, Gather, Held, Left, Trouble, Unknown, Vote
 
 

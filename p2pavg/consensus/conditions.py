@@ -1,0 +1,271 @@
+"""The conditions of the agreement's table (:mod:`p2pavg.consensus.agreement`), as pure functions of a member's state.
+
+A condition about something that was heard takes the event as well. It may look only at what the row's kind of vote has.
+"""
+
+from __future__ import annotations
+
+from p2pavg.consensus.choice import Answers, Stuck, ballot_leader, choose, disputed, is_quorum, is_too_few
+from p2pavg.consensus.events import Completed, Heard
+from p2pavg.consensus.member import Member
+from p2pavg.consensus.votes import Begin, Behind, Commit, Complete, Gather, Held, Members, Promise, Trouble
+
+MAX_LEAP = 64  # ballots of one leader between two that a member hears of; each loss costs one or two
+
+
+def is_attempt(member: Member, event: Completed) -> bool:
+    return event.attempt == member.attempt
+
+
+def not_outvoted(member: Member, event: Completed) -> bool:
+    return event.attempt == member.attempt and member.promised == member.ballot
+
+
+def leads_ballot(member: Member, event: Heard) -> bool:
+    vote = event.vote
+    return (
+        isinstance(vote, Held)
+        and vote.ballot == member.ballot == member.promised
+        and ballot_leader(vote.ballot, member.size) == member.me
+        and event.sender in member.view
+    )
+
+
+def answers_me(member: Member, event: Heard) -> bool:
+    return isinstance(event.vote, Promise) and event.vote.ballot == member.promised
+
+
+def outpaces(member: Member, event: Heard) -> bool:
+    return (
+        isinstance(event.vote, Behind)
+        and event.vote.promised >= member.promised
+        and not leaps(member, event.vote.promised)
+    )
+
+
+def is_due(member: Member, event: Heard) -> bool:
+    """Whether this is what was promised to be taken next."""
+    vote = event.vote
+    return (
+        isinstance(vote, Begin)
+        and vote.ballot == member.promised
+        and event.sender == ballot_leader(vote.ballot, member.size)
+        and member.me in vote.view
+    )
+
+
+def is_impossible(member: Member, event: Heard) -> bool:
+    """Return whether a ballot that is due contradicts what this member knows of the attempts that it was in."""
+    vote = event.vote
+    if not is_due(member, event) or not isinstance(vote, Begin) or vote.attempt == vote.ballot:
+        return False
+    if contradicts(member, vote.attempt, vote.members) or vote.lacking - member.holders:
+        return True
+    needs = member.me in vote.members & member.holders
+    has = member.complete == Complete(vote.attempt, vote.members)
+    if needs and not has and vote.attempt != member.attempt:
+        return True  # it was never in that attempt, or has given up what it had of it
+    # A member may have completed the attempt since it answered: then it is said to lack what it has by now.
+    lacks, is_served = needs and not has, member.me in vote.lacking
+    passes_on = bool(vote.lacking) and vote.source == member.me
+    return (lacks and not is_served) or (is_served and not needs) or (passes_on and not has)
+
+
+def contradicts(member: Member, attempt: int, members: Members) -> bool:
+    """Return whether an attempt has other members than this member knows. All are in the first."""
+    known = frozenset(range(member.size)) if attempt == 0 else member.members
+    return attempt in (0, member.attempt) and members != known
+
+
+def is_false_promise(member: Member, event: Heard) -> bool:
+    """Return whether an answer contradicts what the leader knows, or itself."""
+    vote = event.vote
+    if not isinstance(vote, Promise) or vote.ballot != member.promised:
+        return False
+    if {member.me, event.sender} & vote.apart:
+        return True  # it answers, so it has lost neither the leader nor itself
+    accepted, complete = vote.accepted, vote.complete
+    if complete is not None and (
+        event.sender not in complete.members or contradicts(member, complete.attempt, complete.members)
+    ):
+        return True
+    return accepted is not None and (
+        event.sender not in accepted.view
+        or contradicts(member, accepted.attempt, accepted.members)
+        or (accepted.ballot == 0 and len(accepted.view) != member.size)
+        or (accepted.ballot == member.ballot and accepted.view != member.view)
+    )
+
+
+def is_false_commit(member: Member, event: Heard) -> bool:
+    vote = event.vote
+    return isinstance(vote, Commit) and contradicts(member, vote.attempt, vote.members)
+
+
+def too_few(member: Member, event: Heard) -> bool:
+    vote = event.vote
+    return (
+        is_due(member, event)
+        and isinstance(vote, Begin)
+        and vote.attempt == vote.ballot
+        and is_too_few(vote.members, member.holders, member.contributors, member.minimum)
+    )
+
+
+def is_new(member: Member, event: Heard) -> bool:
+    vote = event.vote
+    return is_due(member, event) and isinstance(vote, Begin) and vote.attempt == vote.ballot
+
+
+def is_held(member: Member, event: Heard) -> bool:
+    vote = event.vote
+    return is_due(member, event) and isinstance(vote, Begin) and holds(member, vote)
+
+
+def holds(member: Member, vote: Begin) -> bool:
+    if member.me not in vote.members & member.holders:
+        return True  # it needs nothing, and witnesses what was adopted
+    return member.complete == Complete(vote.attempt, vote.members)
+
+
+def has_it(member: Member, event: Heard) -> bool:
+    vote = event.vote
+    if not isinstance(vote, Commit) or member.me not in vote.members:
+        return False
+    return member.me not in member.holders or member.complete == Complete(vote.attempt, vote.members)
+
+
+def lacks_it(member: Member, event: Heard) -> bool:
+    return isinstance(event.vote, Commit) and member.me in event.vote.members & member.holders
+
+
+def concerns_me(member: Member, event: Heard) -> bool:
+    vote = event.vote
+    return (
+        isinstance(vote, Trouble)
+        and member.leader == member.me
+        and event.sender in member.view
+        and vote.peer in member.view
+        and event.sender != vote.peer
+        and not has_accused(member, event.sender, vote.peer)
+    )
+
+
+def is_of_another(member: Member, event: Heard) -> bool:
+    vote = event.vote
+    return isinstance(vote, Trouble) and vote.peer not in (event.sender, member.me)
+
+
+def has_accused(member: Member, accuser: int, accused: int) -> bool:
+    return any(entry[:2] == (accuser, accused) for entry in member.accusations)
+
+
+def is_ahead(member: Member, event: Heard) -> bool:
+    """Whether a member begins what this one has promised to another, or it never asked about."""
+    return (
+        isinstance(event.vote, Gather)
+        and ballot_leader(event.vote.ballot, member.size) == event.sender
+        and not leaps(member, event.vote.ballot)
+    )
+
+
+def leaps(member: Member, ballot: int) -> bool:
+    """Whether nobody who follows the rules can have come so far: a liar could use up all ballots that there are."""
+    return ballot > member.promised + MAX_LEAP * member.size
+
+
+def is_unknown(member: Member, event: Heard) -> bool:
+    return member.outcome is None and not is_false_commit(member, event)
+
+
+# What follows by itself from the state, without anything happening.
+
+
+def must_lead(member: Member) -> bool:
+    return member.trouble and member.leader == member.me
+
+
+def leader_asks(member: Member) -> bool:
+    return any(sender == member.leader for sender, _ in member.asked)
+
+
+def leader_asks_anew(member: Member) -> bool:
+    return any(sender == member.leader and ballot > member.promised for sender, ballot in member.asked)
+
+
+def all_answered(member: Member) -> bool:
+    answered = {position for position, _ in member.promises}
+    return answered >= frozenset(range(member.size)) - member.lost
+
+
+def decide(member: Member) -> Begin | Stuck:
+    return choose(
+        Answers(
+            me=member.me,
+            size=member.size,
+            holders=member.holders,
+            contributors=member.contributors,
+            minimum=member.minimum,
+            ballot=member.promised,
+            promises=dict(member.promises),
+            dead=member.dead,
+            left=dict(member.left),
+        )
+    )
+
+
+def begins_anew(member: Member) -> bool:
+    decision = decide(member) if all_answered(member) else None
+    return isinstance(decision, Begin) and decision.attempt == decision.ballot
+
+
+def begins_held(member: Member) -> bool:
+    decision = decide(member) if all_answered(member) else None
+    return isinstance(decision, Begin) and decision.attempt != decision.ballot and holds(member, decision)
+
+
+def begins_lacking(member: Member) -> bool:
+    decision = decide(member) if all_answered(member) else None
+    return isinstance(decision, Begin) and decision.attempt != decision.ballot
+
+
+def stuck_for_good(member: Member) -> bool:
+    decision = decide(member) if all_answered(member) else None
+    return isinstance(decision, Stuck) and decision.final
+
+
+def stuck(member: Member) -> bool:
+    return all_answered(member) and isinstance(decide(member), Stuck)
+
+
+def may_go_on(member: Member) -> bool:
+    """What was heard of others has made those that answer a quorum."""
+    here = frozenset(range(member.size)) - member.lost
+    return member.trouble and is_quorum(here, member.size, member.gone)
+
+
+def all_hold(member: Member) -> bool:
+    return (
+        member.promised == member.ballot
+        and ballot_leader(member.ballot, member.size) == member.me
+        and {position for position, _ in member.held} >= member.view
+    )
+
+
+def dispute(member: Member) -> Members:
+    if not all_hold(member):
+        return frozenset()
+    source = None if member.source == member.me else member.source
+    return disputed(dict(member.held), sorted(member.members), source)
+
+
+def at_odds(member: Member) -> bool:
+    return bool(dispute(member))
+
+
+def own_fault(member: Member) -> bool:
+    return member.me in dispute(member)
+
+
+def in_result(member: Member) -> bool:
+    return all_hold(member) and member.me in member.members

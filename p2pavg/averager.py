@@ -1,4 +1,4 @@
-"""The averager that a trio program uses; :mod:`p2pavg.blocking` is the same for ordinary threads."""
+"""The averager of a trio program. :mod:`p2pavg.blocking` offers the same to ordinary threads."""
 
 from __future__ import annotations
 
@@ -90,11 +90,11 @@ class DecentralizedAverager:
 
     @property
     def addresses(self) -> list[str]:
-        """Where others can dial this peer; each ends in ``/p2p/<peer id>``."""
+        """Addresses at which others can dial this peer; each ends in ``/p2p/<peer id>``."""
         return self._host.addresses
 
     def declare(self, tensors: Given) -> None:
-        """Say what is averaged without accumulating anything, so that :meth:`step` can observe.
+        """Describe the tensors without accumulating anything, so that :meth:`step` can observe.
 
         Args:
             tensors: as for :meth:`accumulate`; their values are not read.
@@ -112,7 +112,7 @@ class DecentralizedAverager:
         weight: float = 1.0,
         metrics: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
-        """Take tensors into this peer's next contribution: their mean by weight.
+        """Add tensors to this peer's next contribution, which is their weighted mean.
 
         Args:
             tensors: a sequence, or a mapping from names, of dense tensors of float32, float16 or bfloat16, on CPU or
@@ -138,7 +138,7 @@ class DecentralizedAverager:
 
     @property
     def weight(self) -> float:
-        """The summed weight, in samples, of what waits for the next round."""
+        """Summed weight, in samples, of what waits for the next round."""
         return self._accumulation.weight
 
     @property
@@ -167,7 +167,7 @@ class DecentralizedAverager:
         observe: bool = False,
         group_size: int | None = None,
     ) -> RoundResult:
-        """Average, or see how far averaging is.
+        """Average, or report the progress of a round that runs.
 
         Starts a round if none runs; what is accumulated from then on belongs to the next one. The round goes on in
         the background when this call returns before it has ended, and a later call collects its result.
@@ -346,7 +346,7 @@ class DecentralizedAverager:
         return "; ".join(filter(None, [*found, *self._host.greeter.differences(heard)]))
 
     async def board(self, topic: str, look_seconds: float = LOOK_SECONDS) -> Board:
-        """What the peers of the run say of themselves under a topic; the same object for the same topic.
+        """Return the board of a topic: short texts that the peers of the run publish. One topic has one object.
 
         Args:
             look_seconds: between two looks for what does not come by itself; of the first call for a topic.
@@ -368,11 +368,11 @@ class DecentralizedAverager:
         return self._boards[topic]
 
     def sibling(self, config: AveragingConfig) -> AbstractAsyncContextManager[DecentralizedAverager]:
-        """Another averager of the same peer, that lives as long as the block. See :meth:`p2pavg.Peer.averager`."""
+        """Open another averager of the same peer. See :meth:`p2pavg.Peer.averager`."""
         return self._open_averager(config)
 
     async def aclose(self) -> None:
-        """End the round that runs, if any, and let go of everything within 2 s. What was accumulated stays readable."""
+        """End the round that runs, if any, and release everything within 2 s. What was accumulated stays readable."""
         if self._closed:
             return
         self._closed = True

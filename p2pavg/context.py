@@ -1,4 +1,4 @@
-"""What everything that belongs to one peer shares: its transport, its records, its identity and its clock."""
+"""The context of one peer: transport, records, identity and clock, which all of its runs share."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Records(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerContext:
-    """What all runs of one peer share."""
+    """Everything that the runs of one peer share."""
 
     transport: Transport
     records: Records

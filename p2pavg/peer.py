@@ -1,4 +1,4 @@
-"""One peer: an identity, a transport, a record node, and whoever uses them, in one nursery."""
+"""One peer: an identity, a transport, a record node, and everything that uses them, in one nursery."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Peer:
             addresses=lambda: transport.addresses,
             wall_clock=wall_clock,
         )
-        """The record node: what is said and found on the network."""
+        """The record node, which publishes and finds records on the network."""
         self.lobby = Lobby()
         self.registry = Registry()
         self._closed = False
@@ -102,12 +102,12 @@ class Peer:
 
     @property
     def addresses(self) -> list[str]:
-        """Where others can dial this peer; each ends in ``/p2p/<peer id>``."""
+        """Addresses at which others can dial this peer; each ends in ``/p2p/<peer id>``."""
         return list(self._transport.addresses)
 
     @asynccontextmanager
     async def averager(self, config: AveragingConfig) -> AsyncIterator[DecentralizedAverager]:
-        """An averager that lives as long as the block.
+        """Open an averager that lives as long as the block.
 
         Raises:
             ClosedError: the peer was closed.
@@ -126,7 +126,7 @@ class Peer:
                     tails.cancel_scope.deadline = trio.current_time() + _TAIL_SECONDS
 
     async def start(self, bootstrap: Sequence[str]) -> None:
-        """Serve, and get to know the network through the bootstrap addresses."""
+        """Serve, and join the network through the bootstrap addresses."""
         self._transport.serve(RECORDS_PROTOCOL, RecordService(self.records).serve)
         self._transport.serve(MATCH_PROTOCOL, self._serve_match)
         self._transport.serve(HELLO_PROTOCOL, self.greeter.serve)
@@ -139,7 +139,7 @@ class Peer:
         self.context.nursery.start_soon(self.greeter.run)
 
     async def join(self, bootstrap: Sequence[str]) -> None:
-        """Get to know the network through addresses of peers in it.
+        """Join the network through addresses of peers in it.
 
         Raises:
             AddressError: a text is no address that ends in a peer id.
@@ -190,7 +190,7 @@ class Peer:
         return bool(reached)
 
     async def aclose(self) -> None:
-        """Take back what was said. Bounded, also when cancelled."""
+        """Withdraw this peer's records. It ends within a second, also when cancelled."""
         self._closed = True
         with trio.CancelScope(shield=True, deadline=trio.current_time() + _WITHDRAW_SECONDS):
             await self.records.withdraw_all()
@@ -225,7 +225,7 @@ async def peer_over(
     run_in_thread: RunInThread | None = None,
     on_milestone: OnMilestone = ignore,
 ) -> AsyncIterator[Peer]:
-    """A peer over any transport; :func:`open_peer` is this over libp2p.
+    """Open a peer over any transport. :func:`open_peer` does this over libp2p.
 
     Args:
         wall_clock: seconds since 1970. A simulation gives its own.
@@ -259,7 +259,7 @@ async def open_peer(
     bootstrap: Sequence[str] = (),
     identity: str | os.PathLike[str] | None = None,
 ) -> AsyncIterator[Peer]:
-    """Be a peer for as long as the block runs.
+    """Open a peer that lives as long as the block.
 
     Args:
         listen: addresses such as ``/ip4/0.0.0.0/tcp/4001``; port 0 takes any free one.

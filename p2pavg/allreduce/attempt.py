@@ -1,4 +1,4 @@
-"""Carries out one attempt at an all-reduce: opens lanes, moves parts, averages its own share.
+"""One attempt at an all-reduce: opens lanes, moves parts, averages this member's share.
 
 Butterfly: every contributor sends each reducer the parts of its share; the reducer averages a part as soon as its last
 contribution is in, encodes the average once, and sends those bytes to every contributor. What goes wrong is reported;
@@ -61,16 +61,16 @@ REOPEN_SECONDS = 3.0  # after a direct lane broke, for its sender to begin again
 
 
 class Reports(Protocol):
-    """Who hears how an attempt goes."""
+    """Listener of an attempt."""
 
     def completed(self, attempt: Attempt, digests: tuple[bytes, ...]) -> None:
-        """This member has the whole result; one digest a share, in the order of the roster."""
+        """This member has the whole result. There is one digest a share, in the order of the roster."""
 
     def troubled(self, attempt: Attempt, peer_id: str, reason: str, *, hostile: bool) -> None:
         """A lane to or from a member broke."""
 
     def lane_broke(self, attempt: Attempt, peer_id: str) -> None:
-        """A direct lane to or from a member broke; it may be begun again, or the member be gone."""
+        """A direct lane to or from a member broke. The lane may be begun again, or the member may be gone."""
 
     def arrived(self, peer_id: str, count: int) -> None:
         """Bytes of a member came."""
@@ -79,7 +79,7 @@ class Reports(Protocol):
         """A member's contribution is waited for, or no longer."""
 
     def reached(self, milestone: Milestone) -> None:
-        """So far is this member."""
+        """This member has reached a milestone."""
 
 
 class Attempt:
@@ -150,12 +150,12 @@ class Attempt:
 
     @property
     def bytes_sent(self) -> int:
-        """Of parts, their frames included."""
+        """Bytes of parts, their frames included."""
         return self._sent + sum(use.moved for use in self._outbound)
 
     @property
     def bytes_received(self) -> int:
-        """Of parts, their frames included."""
+        """Bytes of parts, their frames included."""
         return self._received + sum(use.moved for use in self._inbound)
 
     @property
@@ -169,7 +169,7 @@ class Attempt:
         return self._received + sum(use.received for use in self._inbound)
 
     async def run(self) -> None:
-        """Until cancelled: what others still need is sent also when this member has everything."""
+        """Move parts until cancelled: what others still need is sent even when this member has everything."""
         self._to_loop = ToLoop()
         with self.scope:
             async with trio.open_nursery() as nursery:
@@ -185,12 +185,12 @@ class Attempt:
                 await trio.sleep_forever()
 
     async def _average_alone(self) -> None:
-        """No other member contributes: what is this one's to reduce is there from the beginning."""
+        """Average this member's share when no other member contributes."""
         for part in self._own_parts:
             await self._in_thread(self.values.average, part.index)
 
     def let_go(self) -> None:
-        """Of everything of a vector's size. Only when the attempt has ended."""
+        """Release everything that has the size of a vector. Call it only when the attempt has ended."""
         self.values.let_go()
 
     def _check_complete(self) -> None:
@@ -233,7 +233,7 @@ class Attempt:
         self._soon(self._broken, peer_id, error)
 
     async def _until_ready(self, index: int) -> None:
-        """A part of this member's share has been averaged."""
+        """Wait until a part of this member's share has been averaged."""
         with self.values.changed:  # a thread has said that it is ready, or will see that somebody waits
             self._awaited = True
             if self.values.is_ready(index):
@@ -245,7 +245,7 @@ class Attempt:
         self._to_loop(function, *args)
 
     def note_arrivals(self) -> None:
-        """Report what has come over direct lanes. To be called now and then: it is a sign of life."""
+        """Report what has come over direct lanes, as a sign of life. Call it now and then."""
         for use in self._inbound:
             self._note_arrivals(use)
 
@@ -258,7 +258,7 @@ class Attempt:
     # ------------------------------------------------------------------ out
 
     async def _send_to(self, member: Candidate) -> None:
-        """All that a member is sent in this attempt, unless it is passed on."""
+        """Send a member its contributions and averages."""
         contributions = self.ledger.parts[member.peer_id] if self._contributes else []
         averages = [] if member.auxiliary else self._own_parts
         if not contributions and not averages:
@@ -331,7 +331,7 @@ class Attempt:
     async def _send_over_direct_lane(
         self, member: Candidate, header: LaneHeader, send: Callable[[DirectUse, LaneHeader], None]
     ) -> bool:
-        """Whether everything went over one."""
+        """Return whether everything went over a direct lane."""
         try:
             lane = await self._transport.open_lane(
                 member.peer_id, addresses=member.addresses, timeout=DIRECT_SECONDS
@@ -510,7 +510,7 @@ class Attempt:
         return payload
 
     async def _reducer_to_take(self, lane: InboundLane) -> str:
-        """Whose averages somebody who has them all passes on, once this member is to take them from there."""
+        """Return the lost reducer whose averages come on this lane, once they are to be taken from its sender."""
         reducer = next(
             m.peer_id for m in self.roster.members if self._position(m.peer_id) == lane.header.reducer
         )
@@ -536,13 +536,13 @@ class _Taken:
         self.ended = trio.Event()
 
     async def end(self) -> None:
-        """It is replaced."""
+        """End it, because another lane takes its place."""
         self.scope.cancel()
         await self.ended.wait()
 
 
 class _Noted(Stream):
-    """A stream whose every arrival is a sign of life."""
+    """A stream that reports every arrival as a sign of life."""
 
     def __init__(self, stream: Stream, reports: Reports) -> None:
         self.remote = stream.remote

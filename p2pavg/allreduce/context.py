@@ -1,4 +1,4 @@
-"""What the rounds of one run share, down to the parts on their way."""
+"""The context of one run: transport, codec, memory and limits, which all of its rounds share."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ IDLE_PARTS = 32  # encoded parts whose memory is kept between rounds
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunContext:
-    """What the rounds of one run share."""
+    """Everything that the rounds of one run share."""
 
     transport: Transport
     lobby: Lobby

@@ -33,7 +33,7 @@ SOON_SECONDS = 0.2
 
 
 class Hears(Protocol):
-    """Who is told, in the lane's thread, how it goes."""
+    """Listener of a lane. Its methods are called in the lane's thread."""
 
     def owes(self, peer_id: str, yes: bool) -> None:
         """A member's contribution is waited for, or no longer."""
@@ -49,7 +49,7 @@ class Hears(Protocol):
 
 
 class DirectUse:
-    """What one attempt does with one direct lane. Its methods block; each runs in a thread of its own."""
+    """One attempt's use of one direct lane. Its methods block; each runs in a thread of its own."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class DirectUse:
         self._given = 0
         self._stopped = threading.Event()
         self.finished = False
-        """Whether all was sent, or all has come: the lane may be used again."""
+        """True when everything was sent, or has come: the lane may be used again."""
 
     @property
     def sent(self) -> int:
@@ -100,7 +100,7 @@ class DirectUse:
     def send_parts(
         self, header: LaneHeader, me: str, contributions: Sequence[Part], averages: Sequence[Part]
     ) -> None:
-        """This member's values of a reducer's share, then the averages of its own, each as soon as it is there.
+        """Send this member's values of a reducer's share, then the averages of its own, each as soon as it is ready.
 
         Contributions wait for nobody, so that all of them arrive; averages wait for nothing but these. Were an average
         to go before a contribution, two members could wait for each other.
@@ -121,7 +121,7 @@ class DirectUse:
         self.finished = True
 
     def send_share(self, header: LaneHeader, reducer: str, parts: Sequence[Part]) -> None:
-        """Another reducer's share, as it came. Raises StreamBrokenError."""
+        """Send another reducer's share as it came. Raises StreamBrokenError."""
         self._phase = 1
         self._begin(header)
         for part in parts:
@@ -144,7 +144,7 @@ class DirectUse:
         if self._turns is None:
             self.lane.send(piece)
         else:
-            self.lane.wait_for_room()  # whoever is slow to take it does not keep others from their turns
+            self.lane.wait_for_room()  # a slow receiver does not keep other lanes from their turns
             with self._turns.turn((self._phase, self._given, self._place)):
                 self.lane.send(piece)
         self._given += len(piece)
@@ -152,7 +152,7 @@ class DirectUse:
     # ------------------------------------------------------------------ in
 
     def receive_parts(self, contributions: Sequence[Part], averages: Sequence[Part]) -> None:
-        """What :meth:`send_parts` sends.
+        """Receive what :meth:`send_parts` of the other end sends.
 
         Raises:
             StreamBrokenError: the lane broke.
@@ -170,7 +170,7 @@ class DirectUse:
             self._hears.progressed()
 
     def receive_share(self, reducer: str, parts: Sequence[Part]) -> None:
-        """The share of a reducer that is gone; raises what :meth:`receive_parts` raises."""
+        """Receive the share of a reducer that is gone. Raises what :meth:`receive_parts` raises."""
         payloads: list[Buffer] = []
         for part in parts:
             check_index(self._receive_index(), part)
@@ -226,7 +226,7 @@ class DirectUse:
             raise StreamBrokenError("the attempt is over")
 
     def _is_soon_ready(self, index: int) -> bool:
-        """Silence is counted in seconds: the event loop need not hear of every moment in which nothing is owed."""
+        """Return whether a part is averaged soon. Silence counts in seconds: the event loop need not hear of less."""
         return self._await_ready(index, SOON_SECONDS)
 
     def _wait_ready(self, index: int) -> None:

@@ -1,4 +1,4 @@
-"""Where inbound streams of an exchange find the group and the attempt that they belong to.
+"""The lobby: inbound streams of an exchange wait here for the group and the attempt that they belong to.
 
 A member may hear of a commit, or of a new attempt, later than another one's first lane of it arrives. So a group is
 expected from the moment in which this peer accepts its roster, and lanes wait for their attempt. A lane of any other
@@ -28,7 +28,7 @@ MAX_WAITING_LANES = 8  # of one peer in one group, that no attempt has taken yet
 MAX_REMEMBERED = 256  # rounds that ended
 
 HowItEnded = Callable[[str], Vote]
-"""What to say to a peer that asks how a round ended."""
+"""Answer to a peer that asks how a round ended."""
 
 
 class InboundLane:
@@ -44,7 +44,7 @@ class InboundLane:
 
     @property
     def remote(self) -> str:
-        """Who opened it."""
+        """Id of the member that opened it."""
         return self.stream.remote
 
 
@@ -172,7 +172,7 @@ class Lobby:
         return any(group.members is None or peer_id in group.members for group in self.groups.values())
 
     def remember(self, group_id: bytes, how_it_ended: HowItEnded) -> None:
-        """What to say from now on to those that ask about a group; the oldest of many is forgotten."""
+        """Keep the answer for peers that ask about a group. Of many, the oldest answer is forgotten."""
         self._ended[group_id] = how_it_ended
         while len(self._ended) > MAX_REMEMBERED:
             self._ended.popitem(last=False)

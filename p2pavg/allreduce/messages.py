@@ -1,4 +1,4 @@
-"""What travels in an exchange, on streams of ``/p2pavg/exchange/2.0.0``.
+"""Headers and frames of an exchange, on streams of ``/p2pavg/exchange/2.0.0``.
 
 A stream begins with a header message that says what it is:
 
@@ -32,7 +32,7 @@ _MEMBERS_DOMAIN = "p2pavg/attempt/1"
 
 
 class Lane(enum.IntEnum):
-    """What a stream carries."""
+    """The content of a stream."""
 
     CONTRIBUTIONS = 0
     AVERAGES = 1
@@ -80,7 +80,7 @@ def decode_header(message: bytes) -> LaneHeader:
 
 
 def part_frame(index: int) -> bytes:
-    """What goes before a part's values."""
+    """Return the frame that goes before a part's values."""
     return index.to_bytes(FRAME_BYTES, "big")
 
 

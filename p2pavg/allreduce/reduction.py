@@ -1,4 +1,4 @@
-"""What a member is still owed in an attempt, and how a part is averaged. No I/O, no clock.
+"""The parts that a member is still owed in an attempt, and the averaging of a part. No I/O, no clock.
 
 A member owes another its contribution to that one's share, and the averages of its own share.
 """
@@ -20,25 +20,25 @@ from p2pavg_compression import MAX_MAGNITUDE, Codec, CodecError
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What went wrong in a round, and because of whom (``None``: of nobody but ourselves)."""
+    """A fault in a round, and the peer that caused it; ``None`` if it was this peer."""
 
     reason: str
     peer_id: str | None
     hostile: bool = False
-    """Whether that peer broke the protocol, which no honest one does."""
+    """True if that peer broke the protocol, which no honest peer does."""
     seconds: float = 0.0
-    """How long that peer has kept the others waiting for nothing."""
+    """Seconds for which that peer kept the others waiting."""
 
 
 class Ledger:
-    """What one member expects, part by part, from every other."""
+    """The parts that one member expects from every other member."""
 
     def __init__(self, roster: Roster, me: str, granularity: int) -> None:
         self.roster = roster
         self.me = me
         position = roster.position(me)
         self.holding = not roster.members[position].auxiliary
-        """Whether this member wants the whole result."""
+        """True if this member wants the whole result."""
         size = part_size(sum(roster.shares), len(roster.members))
         self.parts = {
             member.peer_id: cut_into_parts(*share_bounds(roster.shares, index), granularity, size)
@@ -62,11 +62,11 @@ class Ledger:
         self._own_left = len(self.parts[me])
 
     def expects(self, peer_id: str, lane: Lane) -> int:
-        """How many parts a member sends on a lane to this one."""
+        """Return the number of parts that a member sends to this one on a lane."""
         return self._expected.get((peer_id, lane), 0)
 
     def owed_by(self, peer_id: str) -> int:
-        """How many parts are still to come from a member."""
+        """Return the number of parts that are still to come from a member."""
         return sum(
             self._expected.get((peer_id, lane), 0) - self._next.get((peer_id, lane), 0)
             for lane in (Lane.CONTRIBUTIONS, Lane.AVERAGES)
@@ -74,11 +74,11 @@ class Ledger:
 
     @property
     def inbound_lanes(self) -> int:
-        """How many lanes others open to this member."""
+        """Number of lanes that other members open to this one."""
         return sum(expected > 0 for expected in self._expected.values())
 
     def due(self, peer_id: str, lane: Lane) -> Part:
-        """The next part of a lane.
+        """Return the next part of a lane.
 
         Raises:
             RemoteProtocolError: no further part is due.
@@ -89,11 +89,11 @@ class Ledger:
         return self.parts[peer_id if lane is Lane.AVERAGES else self.me][position]
 
     def position(self, peer_id: str, lane: Lane) -> int:
-        """How many parts of a lane have come."""
+        """Return the number of parts of a lane that have come."""
         return self._next.get((peer_id, lane), 0)
 
     def received(self, peer_id: str, lane: Lane) -> bool:
-        """The part that was due has come whole; whether it was the last contribution to that part of our share."""
+        """Note that the due part has come. Return whether it was the last contribution to a part of our share."""
         index = self.due(peer_id, lane).index
         self._next[peer_id, lane] = index + 1
         if lane is Lane.AVERAGES:
@@ -102,24 +102,24 @@ class Ledger:
         return self._missing[index] == 0
 
     def lacks(self, reducer: str) -> bool:
-        """Whether averages of a reducer are still to come, from whomever."""
+        """Return whether averages of a reducer are still to come, from any member."""
         return self._next.get((reducer, Lane.AVERAGES), 0) < self.expects(reducer, Lane.AVERAGES)
 
     def received_share(self, reducer: str) -> None:
-        """The averages of a whole share have come from another member than its reducer."""
+        """Note that the averages of a whole share came from another member than its reducer."""
         self._next[reducer, Lane.AVERAGES] = self.expects(reducer, Lane.AVERAGES)
 
     def averaged_own(self) -> None:
-        """A part of our own share has been averaged."""
+        """Note that a part of our own share has been averaged."""
         self._own_left -= 1
 
     @property
     def complete(self) -> bool:
-        """Everything that this member needs is there."""
+        """True when everything that this member needs is there."""
         return self._own_left == 0 and not any(map(self.owed_by, self._peers()))
 
     def slowest(self) -> str | None:
-        """Who still owes more than half of all that it was to send, and most of all of what waits for nobody."""
+        """Return the slowest peer that still owes over half of its parts. Contributions count first."""
         behind = [
             peer_id
             for peer_id in self._peers()
@@ -128,7 +128,7 @@ class Ledger:
         return max(behind, key=self._delays, default=None)
 
     def overdue(self, timeout: float) -> Verdict:
-        """The time is over: who is waited for.
+        """Return the member that is waited for when the time is over.
 
         A reducer that still owes averages may only be waiting itself; a member that still owes its contribution waits
         for nobody. So the latter is named first, and of several the one that owes most.

@@ -1,4 +1,4 @@
-"""Who of those that send at once goes next, piece by piece.
+"""The order in which lanes that send at the same time take turns, piece by piece.
 
 Where links are the bottleneck, free competition wastes them: of several connections that share a link some get more of
 it and are done early, and at the end some links carry little while others are still full. If each member sends to the
@@ -17,11 +17,11 @@ from contextlib import contextmanager
 from typing import TypeAlias
 
 HOLD_SECONDS = 0.25
-"""As long as one may take over its piece while others wait: of a member that has stopped nobody waits for more."""
+"""Time that one lane may take for its piece while others wait. A member that has stopped delays them no longer."""
 
 Rank: TypeAlias = tuple[int, ...]
-"""What goes first: contributions before averages, since others wait for those; then the lane that has sent least, then
-the member that comes first after this one. No two that wait have the same."""
+"""Order of lanes: contributions before averages, because other members wait for contributions; then the lane that has
+sent least; then the member that comes first after this one. No two waiting lanes have the same rank."""
 
 
 class Turns:

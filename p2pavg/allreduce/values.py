@@ -1,4 +1,4 @@
-"""What one member holds of an attempt: contributions that wait to be averaged, averages, and the bytes they came as.
+"""The data that one member holds in an attempt: waiting contributions, averages, and the bytes that they came as.
 
 No I/O, no clock. Parts come in from the event loop and from the threads of direct lanes, several at once: everything
 here may be called from any thread.
@@ -79,7 +79,7 @@ class Values:
         """Guards the ledger and what is held; notified when a part of this member's share has been averaged."""
 
     def let_go(self) -> None:
-        """Of everything of a vector's size. Only when nothing uses it any more."""
+        """Release everything that has the size of a vector. Call it only when nothing uses it any more."""
         self._vector = None
         self.averaged = torch.empty(0)
         self._pending.clear()
@@ -87,12 +87,12 @@ class Values:
 
     @property
     def complete(self) -> bool:
-        """Whether everything that this member needs is there."""
+        """True when everything that this member needs is there."""
         with self.changed:
             return self._ledger.complete
 
     def digests(self) -> tuple[bytes, ...]:
-        """One a share, in the order of the roster: nobody finds two shares of one digest. An auxiliary has none."""
+        """Return one digest a share, in the order of the roster. An auxiliary has none."""
         if not self._ledger.holding:
             return ()
         roster = self._ledger.roster
@@ -103,13 +103,13 @@ class Values:
     # ------------------------------------------------------------------ out
 
     def room(self, part: Part) -> memoryview | None:
-        """Where :meth:`contribution` may write this part, and others after it; ``None`` where it need not write."""
+        """Return memory that :meth:`contribution` may use for this part and the next ones; ``None`` if it needs none."""
         return None if self._codec.is_identity else self.buffer(part)
 
     def contribution(self, part: Part, out: memoryview | None = None) -> Buffer:
-        """This member's values of a part, encoded, into ``out`` if it has the right length.
+        """Encode this member's values of a part, into ``out`` if it has the right length.
 
-        With a codec that changes nothing they are the vector's own bytes.
+        With a codec that changes nothing, return the vector's own bytes.
         """
         assert self._vector is not None
         values = self._vector[part.start : part.stop]
@@ -119,31 +119,31 @@ class Values:
         return self._codec.encode(values, out if fits else None)
 
     def encoded(self, reducer: str, index: int) -> Buffer:
-        """A part of a share, averaged, as all have it. It is there."""
+        """Return an averaged part as all members have it. It must be there."""
         return self._encoded[reducer][index]
 
     def is_ready(self, index: int) -> bool:
-        """Whether a part of this member's share has been averaged."""
+        """Return whether a part of this member's share has been averaged."""
         return self._ready[index]
 
     def waiting(self, peer_id: str) -> int:
-        """How many parts of a contributor wait for others."""
+        """Return the number of a contributor's parts that wait for other contributors."""
         with self.changed:
             return sum(peer_id in pending for pending in self._pending)
 
     # ------------------------------------------------------------------ in
 
     def has(self, peer_id: str, lane: Lane, index: int) -> bool:
-        """Whether a part has come already."""
+        """Return whether a part has come already."""
         with self.changed:
             return index < self._ledger.position(peer_id, lane)
 
     def buffer(self, part: Part) -> memoryview:
-        """Where a part is received."""
+        """Return memory for a part that is to be received."""
         return self._buffers.bytes(self._codec.encoded_nbytes(part.elements))
 
     def contributed(self, peer_id: str, index: int, payload: Buffer) -> bool:
-        """A member's part is here, whole; whether it was the last, so that :meth:`average` is to be called."""
+        """Take a member's part. Return whether it was the last one, so that :meth:`average` must be called."""
         with self.changed:
             self._pending[index][peer_id] = payload
             return self._ledger.received(peer_id, Lane.CONTRIBUTIONS)
@@ -152,7 +152,7 @@ class Values:
         """Average a part of this member's share.
 
         Raises:
-            BadContributionError: of whoever sent what does not decode.
+            BadContributionError: a member's part does not decode.
         """
         part, pending = self._own_parts[index], self._pending[index]
         contributions = [
@@ -184,7 +184,7 @@ class Values:
         return self._vector[part.start : part.stop]
 
     def receive_average(self, reducer: str, part: Part, payload: Buffer) -> None:
-        """A part of a reducer's share is here, whole.
+        """Take a part of a reducer's share.
 
         Raises:
             RemoteProtocolError: it does not decode.
@@ -197,7 +197,7 @@ class Values:
                 self._ledger.received(reducer, Lane.AVERAGES)
 
     def receive_share(self, reducer: str, payloads: list[Buffer]) -> None:
-        """All parts of a reducer's share are here, from another one.
+        """Take all parts of a reducer's share from another member.
 
         Raises:
             RemoteProtocolError: one of them does not decode.

@@ -1,4 +1,4 @@
-"""The streams on which the members of a group vote, and who is silent on them for too long.
+"""The streams on which the members of a group vote, and the members that are silent on them for too long.
 
 One stream a pair, opened by the later of the two in the roster. It is kept for the whole round; when it ends, or is
 silent for too long, the other member is lost, for good.
@@ -37,7 +37,7 @@ MAX_UNSENT = 64  # votes to a member that reads none; an honest round takes a fe
 
 
 class Hears(Protocol):
-    """Who is told what the members say, and which are lost."""
+    """Listener of the votes: it is told what the members say, and which of them are lost."""
 
     def heard(self, position: int, vote: Vote) -> None:
         """A member has voted."""
@@ -152,7 +152,7 @@ class Control:
             self._hears.lost(position, reason, silent=True)
 
     async def ask(self, position: int) -> Vote | None:
-        """How the round ended, as far as a member knows; ``None`` when it does not answer.
+        """Ask a member how the round ended for it. Return ``None`` when it does not answer.
 
         Raises:
             RefusedError: nobody listens any more where it did.

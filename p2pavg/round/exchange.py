@@ -44,7 +44,7 @@ LAST_ATTEMPT_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """How an exchange ended: ``verdict`` is ``None`` when ``averaged`` is the average of ``roster``'s contributors."""
+    """The end of an exchange. ``verdict`` is ``None`` when ``averaged`` is the average of ``roster``'s contributors."""
 
     verdict: Verdict | None
     used: bool | None

@@ -42,7 +42,7 @@ class Timing(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offer:
-    """What this peer signs of itself for one round."""
+    """This peer's signed words about itself, for one round."""
 
     weight: float = 0.0
     state: bytes = b""

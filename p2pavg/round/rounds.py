@@ -1,4 +1,4 @@
-"""What the rounds of one run share, and what one round teaches the next: which peers to avoid and which to prefer."""
+"""The rounds of one run: what they share, and which peers the next round avoids or prefers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ async def _no_reason() -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundSettings:
-    """How a run's rounds are held.
+    """Sizes and times of a run's rounds.
 
     Args:
         run_id: names the run in the log.

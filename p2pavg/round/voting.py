@@ -77,7 +77,7 @@ class Voting:
         self.ended = trio.Event()
         """Set when the member has committed or failed."""
         self.nursery: trio.Nursery | None = None
-        """Where questions to other members run; ``None`` before the round and after its end."""
+        """Nursery of questions to other members; ``None`` before the round and after its end."""
         self._roster = roster
         self._moves = moves
         self._heard_more = trio.Event()  # set when something was heard after the end

@@ -20,7 +20,7 @@ class OnLoopback:
         listen = ["/ip4/127.0.0.1/tcp/0"] if listening else []
         return open_libp2p_transport(seed=next(self._seeds), listen=listen)
 
-    def address_of_nobody(self) -> str:
+    def unused_address(self) -> str:
         with socket.socket() as bound:  # and never listening
             bound.bind(("127.0.0.1", 0))
             port = bound.getsockname()[1]

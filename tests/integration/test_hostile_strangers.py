@@ -128,7 +128,7 @@ async def test_unfinished_record_messages_hold_little_memory() -> None:
         before = psutil.Process().memory_info().rss
         await flood_with_unfinished([one, other], host, PROTOCOL)
         assert psutil.Process().memory_info().rss - before < 120 * MIB
-        assert host._memory.held() <= 2 * 8 * MIB + 2 * MIB
+        assert host._connections.memory.held() <= 2 * 8 * MIB + 2 * MIB
         async with open_peer(host.addresses[0]) as (newcomer, _):
             assert [contact.peer_id for contact in newcomer.records.contacts] == [host.peer_id]
 
@@ -146,14 +146,14 @@ async def test_strangers_share_one_memory_budget(monkeypatch: pytest.MonkeyPatch
     async def receive(stream: Stream) -> None:
         nonlocal most
         message = await receive_message(stream, max_bytes=MAX_MESSAGE_BYTES)
-        most = max(most, host._memory.held())
+        most = max(most, host._connections.memory.held())
         assert message is not None
         await send_message(stream, len(message).to_bytes(4, "big"))
 
     async def watch() -> None:
         nonlocal most
         while True:
-            most = max(most, host._memory.held())
+            most = max(most, host._connections.memory.held())
             await trio.lowlevel.checkpoint()
 
     async with open_host(LOOPBACK) as host, open_host() as one, open_host() as other, open_host() as honest:

@@ -13,7 +13,8 @@ from libp2p.stream_muxer.exceptions import MuxedStreamError
 from libp2p.stream_muxer.yamux.yamux import HEADER_SIZE, TYPE_DATA, YAMUX_HEADER_FORMAT, YamuxStream
 from trio.testing import MockClock
 
-from p2pavg.net.libp2p import guards as guards
+from p2pavg.net.libp2p import guarded_yamux, guards
+from p2pavg.net.libp2p.patient_stream import PatientStream
 
 
 class Wire:
@@ -32,12 +33,12 @@ class Wire:
         self.written += frame[HEADER_SIZE:]
 
 
-def stream_on(wire: Wire) -> guards.PatientStream:
+def stream_on(wire: Wire) -> PatientStream:
     """Made as libp2p makes it: its own class, put among the streams of a connection."""
-    streams = guards._Streams()
+    streams = guarded_yamux._Streams()
     streams[1] = YamuxStream(1, cast(Any, wire), True)
     found = streams[1]
-    assert isinstance(found, guards.PatientStream)
+    assert isinstance(found, PatientStream)
     return found
 
 
@@ -80,7 +81,7 @@ async def test_no_sender_is_allowed_more_than_its_window(seed: int, autojump_clo
         read += taken
         await monkeyed._auto_tune_and_send_window_update(bytes_read=taken)
         await trio.sleep(dice.uniform(0.0, 0.05))
-        assert stream.recv_window + len(buffer) <= stream.target_recv_window <= guards.MAX_WINDOW_BYTES
+        assert stream.recv_window + len(buffer) <= stream.target_recv_window <= guarded_yamux.MAX_WINDOW_BYTES
     assert read > 20 * 1024 * 1024, "a window that never opens again"
 
 

@@ -16,7 +16,7 @@ resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[1]), int(sys.argv[2])))
 from p2pavg.net.libp2p.transport import open_libp2p_transport
 async def main():
     async with open_libp2p_transport(seed=bytes(32), listen=["/ip4/127.0.0.1/tcp/0"]) as host:
-        limits = host._entrance.admission.limits
+        limits = host._connections.entrance.admission.limits
         print(resource.getrlimit(resource.RLIMIT_NOFILE)[0], limits.connections, limits.unfinished)
 trio.run(main)
 """
@@ -37,7 +37,7 @@ def test_where_it_cannot_be_raised_there_are_fewer_connections_and_a_warning() -
     (soft, connections, unfinished), log = opened_with(1024, 1024)
     assert soft == 1024
     assert connections + unfinished < 1024 - RESERVED_FILES
-    assert "1024 files only" in log
+    assert "only 1024 files" in log
 
 
 @pytest.mark.parametrize("limit", [64, 256, 512, 1024, 4096])

@@ -1,4 +1,4 @@
-"""One direct lane: a TLS connection that worker threads block on, and that any thread can end."""
+"""One direct lane: a TLS connection on which worker threads block, and which any thread can end."""
 
 from __future__ import annotations
 
@@ -22,30 +22,31 @@ _ACKNOWLEDGEMENT = b"\x06"
 
 
 class TlsLane(DirectLane):
-    """A connection whose handshake is done.
+    """A lane over a connection whose handshake is done.
 
-    Whoever is in a call, and whoever watches the socket, is counted as a user: the last one closes the descriptor.
-    One that is closed under a reader may be another connection's the moment after.
+    Every running call and every task that watches the socket is counted as a user, and the last user closes the
+    descriptor. If it were closed under a blocked reader, the system might give its number to another connection, and
+    the reader would read from that one.
     """
 
     def __init__(self, connection: TlsConnection, remote: PeerId) -> None:
         self.remote = remote
         self.bytes_sent = 0
-        """Handed to the kernel, which :meth:`unsent` says more of."""
+        """Bytes handed to the kernel so far; see :meth:`unsent`."""
         self.bytes_received = 0
         self._connection = connection
         self._lock = threading.Lock()
         self._users = 0
         self._aborted = False
-        # The sender's: has it sent all of what it wanted, and has the receiver said so. Touched in trio only.
+        # The sender has sent everything; the receiver has answered. Both are used from trio only.
         self._finished = trio.Event()
         self._answered = trio.Event()
         self.owed = False
-        """Whether something was sent that is not acknowledged."""
+        """True if something was sent that is not acknowledged."""
 
     @property
     def aborted(self) -> bool:
-        """Whether this end has dropped the connection, or found it broken."""
+        """True if this end has dropped the connection, or found it broken."""
         return self._aborted
 
     def keep_unsent_below(self, count: int) -> None:
@@ -97,7 +98,7 @@ class TlsLane(DirectLane):
             self._connection.send(_ACKNOWLEDGEMENT)
 
     def finish(self) -> None:
-        """Nobody sends any more, so that the acknowledgement may be read. From trio."""
+        """Note that no thread sends any more, so that the acknowledgement may be read. Call it from trio."""
         self._finished.set()
 
     async def acknowledged(self) -> None:
@@ -108,10 +109,10 @@ class TlsLane(DirectLane):
             raise StreamBrokenError(f"the direct lane to {self.remote} ended unacknowledged")
 
     async def watch(self) -> None:
-        """The sender's, for as long as the lane lives: take acknowledgements. Returns when the lane has ended.
+        """Receive acknowledgements, as the sender, until the lane has ended.
 
-        A receiver sends nothing else. An acknowledgement may come while the last write has not returned yet, and
-        OpenSSL is not to be asked about it before.
+        A receiver sends nothing else. An acknowledgement may arrive before the last write has returned. It is read only
+        after :meth:`finish`, because OpenSSL must not be used by two threads at once.
         """
         try:
             while True:
@@ -128,7 +129,7 @@ class TlsLane(DirectLane):
             self._answered.set()
 
     def _take_acknowledgement(self) -> bool:
-        """False when a piece of its record is missing."""
+        """Read an acknowledgement. Return false if its record is incomplete."""
         with self._using():
             answer = self._connection.receive_nowait(1)
             if answer is None:
@@ -139,7 +140,7 @@ class TlsLane(DirectLane):
 
     @contextmanager
     def _using(self) -> Iterator[None]:
-        """A call that blocks. Whatever goes wrong in it ends the lane: how much has passed is unknown."""
+        """Guard a blocking call. Any exception ends the lane, because the number of bytes moved is unknown then."""
         with self._user():
             try:
                 yield
@@ -180,10 +181,10 @@ class TlsLane(DirectLane):
             self._connection.close()
 
     async def wait_readable(self, *, ours_to_read: bool) -> None:
-        """Return once there is something to read, or nothing ever will be.
+        """Wait until bytes or the end have arrived.
 
         Args:
-            ours_to_read: no other thread uses the lane, so that OpenSSL may be asked what it has decrypted already.
+            ours_to_read: no other thread uses the lane, so OpenSSL may be asked for bytes that it holds already.
 
         Raises:
             StreamBrokenError: the lane was aborted before.
@@ -193,7 +194,7 @@ class TlsLane(DirectLane):
                 await trio.lowlevel.wait_readable(self._connection.fileno())
 
     def has_ended(self) -> bool:
-        """Whether the other side has closed and nothing is left to read. Blocks for nothing; for an idle lane."""
+        """Return whether the other side has closed and nothing is left to read. Never blocks; for idle lanes."""
         try:
             with self._user():
                 return self._connection.has_ended()
@@ -201,7 +202,7 @@ class TlsLane(DirectLane):
             return True
 
     def is_readable(self) -> bool:
-        """Whether anything has arrived, be it the end. Reads nothing."""
+        """Return whether bytes or the end have arrived. Reads nothing."""
         try:
             with self._user():
                 return self._connection.is_readable()
@@ -209,7 +210,7 @@ class TlsLane(DirectLane):
             return True
 
     def unsent(self) -> int:
-        """How many bytes the kernel holds that the other side has not confirmed; 0 where that cannot be asked."""
+        """Return the bytes in the kernel that the other side has not confirmed; 0 where the kernel cannot tell."""
         if sys.platform == "win32":
             return 0
         try:
@@ -222,5 +223,8 @@ class TlsLane(DirectLane):
         return int(queued)
 
     def detach(self) -> int:
-        """The descriptor, which this lane forgets; in a forked child, where its lock may be held for ever."""
+        """Detach the descriptor and return it.
+
+        For a forked child, where the lock may stay locked, so it is not taken.
+        """
         return self._connection.detach()

@@ -70,7 +70,7 @@ def test_a_round_of_two() -> None:
         assert (first.weight, first.accumulated) == (0.0, None)
 
 
-def test_the_compression_ratio_is_of_the_bytes_that_are_told() -> None:
+def test_the_compression_ratio_matches_the_reported_bytes() -> None:
     elements = 200_000
     with two_averagers(compression="blockwise8") as (first, second):
         for averager in (first, second):
@@ -84,7 +84,7 @@ def test_the_compression_ratio_is_of_the_bytes_that_are_told() -> None:
 
 
 @pytest.mark.parametrize("compression", ["fp32", "fp16", "blockwise8"])
-def test_everything_that_travels_is_counted(compression: str) -> None:
+def test_all_transferred_bytes_are_counted(compression: str) -> None:
     elements = 200_000
     codec = config(compression=compression).codec
     with two_averagers(compression=compression) as (first, second):
@@ -97,7 +97,7 @@ def test_everything_that_travels_is_counted(compression: str) -> None:
             assert 2 * half < result.bytes_received < 2.01 * half
 
 
-def test_a_mapping_comes_back_as_one() -> None:
+def test_a_mapping_is_returned_as_a_mapping() -> None:
     with two_averagers() as (first, second):
         for averager, value in ((first, 1.0), (second, 3.0)):
             averager.accumulate({"z": torch.full((2, 2), value), "a": torch.tensor(-value)})
@@ -124,7 +124,7 @@ def test_a_step_without_waiting_is_collected_by_a_later_one() -> None:
         assert torch.equal(first.accumulated[0], torch.full((4,), 100.0))  # type: ignore[index]
 
 
-def test_one_declares_and_observes_to_the_other() -> None:
+def test_one_peer_declares_and_the_other_observes() -> None:
     with two_averagers() as (first, second):
         value = torch.randn(400, 500)
         first.accumulate([value], weight=2.0, metrics={"loss": 2.5, "accuracy": 0.5})
@@ -154,7 +154,7 @@ def test_each_argument_of_a_step_reaches_the_round() -> None:
         assert alone.weight == 1.0, "it observes"
 
 
-def test_a_wait_that_ends_leaves_the_round_running() -> None:
+def test_the_round_goes_on_after_a_wait_timeout() -> None:
     with two_averagers() as (first, second):
         first.accumulate([torch.ones(4)])
         for _ in range(3):
@@ -165,7 +165,7 @@ def test_a_wait_that_ends_leaves_the_round_running() -> None:
         assert first.step(wait=None) == NoPeers(reason="nothing is accumulated"), "a result was given twice"
 
 
-def test_nothing_accumulated_is_not_waited_for() -> None:
+def test_a_step_without_contribution_does_not_wait() -> None:
     with open_averager(config(match_timeout=1800.0), listen=LOOPBACK) as alone:
         assert alone.step(wait=None) == NoPeers(reason="nothing is accumulated")
         alone.accumulate([torch.ones(2)])
@@ -173,7 +173,7 @@ def test_nothing_accumulated_is_not_waited_for() -> None:
         assert alone.step(wait=None) == NoPeers(reason="nothing is accumulated")
 
 
-def test_nobody_there_by_the_match_timeout() -> None:
+def test_no_other_peer_within_the_match_timeout() -> None:
     with open_averager(config(match_timeout=0.3), listen=LOOPBACK) as alone:
         alone.accumulate([torch.ones(2)], weight=3.0)
         assert isinstance(alone.step(wait=None), NoPeers)
@@ -185,7 +185,7 @@ def test_nobody_there_by_the_match_timeout() -> None:
 
 
 @pytest.mark.parametrize("wait", [-1, float("nan"), "5", True])
-def test_a_wait_that_is_no_time(wait: Any) -> None:
+def test_an_invalid_wait_is_refused(wait: Any) -> None:
     with open_averager(config(), listen=LOOPBACK) as alone:
         alone.accumulate([torch.ones(2)])
         with pytest.raises(ValueError, match="wait must be None or a number of seconds"):
@@ -253,7 +253,7 @@ def test_torch_keeps_its_threads() -> None:
         torch.set_num_threads(before)
 
 
-def test_who_it_is_and_where() -> None:
+def test_the_peer_id_and_addresses() -> None:
     with two_averagers() as (first, second):
         assert first.peer_id != second.peer_id
         for averager in (first, second):

@@ -139,7 +139,7 @@ class TestInformation:
         done = run("--version")
         assert (done.returncode, done.stdout, done.stderr) == (0, f"p2pavg {p2pavg.__version__}\n", "")
 
-    def test_an_identity_is_made_once_and_then_shown(self, tmp_path: Path) -> None:
+    def test_an_identity_is_created_once_and_then_shown(self, tmp_path: Path) -> None:
         file = tmp_path / "peer.key"
         first, second = run("identity", str(file)), run("identity", str(file))
         assert (first.returncode, first.stderr) == (0, "")
@@ -149,7 +149,7 @@ class TestInformation:
 
 class TestPeer:
     @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
-    def test_one_line_on_stdout_and_a_quick_leave(self, tmp_path: Path, number: signal.Signals) -> None:
+    def test_a_peer_prints_one_line_and_leaves_quickly(self, tmp_path: Path, number: signal.Signals) -> None:
         file = tmp_path / "peer.key"
         with daemon("--identity", str(file)) as peer:
             address = peer.address()
@@ -174,7 +174,7 @@ class TestPeer:
             assert any(line for line in first.log if " DEBUG " in line or " INFO " in line)
 
     @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
-    def test_it_leaves_while_it_bootstraps(self, number: signal.Signals) -> None:
+    def test_a_peer_can_leave_during_bootstrap(self, number: signal.Signals) -> None:
         """From somebody who accepts and says nothing."""
         with socket.socket() as silent:
             silent.bind(("127.0.0.1", 0))
@@ -188,7 +188,7 @@ class TestPeer:
                 assert peer.out == []
                 assert "Traceback" not in "".join(peer.log)
 
-    def test_it_helps_a_run_of_two(self) -> None:
+    def test_an_auxiliary_peer_helps_a_run_of_two(self) -> None:
         """As an auxiliary: it reduces a share, and nothing of its own is in the average."""
         config = p2pavg.AveragingConfig(run_id="helped", group_size=2, match_timeout=30.0, compression="fp32")
         with daemon("--run-id", "helped", "--max-upload-mbps", "80", "--max-download-mbps", "90") as helper:
@@ -249,7 +249,7 @@ class TestMistakes:
         ],
         ids=lambda value: " ".join(value) if isinstance(value, list) else "",
     )
-    def test_what_is_no_address_or_run_or_rate(self, arguments: list[str], pattern: str) -> None:
+    def test_malformed_addresses_runs_and_rates_are_refused(self, arguments: list[str], pattern: str) -> None:
         if "--listen" not in arguments:
             arguments = ["--listen", LOOPBACK, *arguments]
         is_one_line(run("peer", *arguments), pattern)
@@ -266,7 +266,7 @@ class TestMistakes:
     @pytest.mark.parametrize(
         "command", [["identity"], ["peer", "--listen", LOOPBACK, "--identity"]], ids=" ".join
     )
-    def test_a_key_that_others_can_read(self, tmp_path: Path, command: list[str]) -> None:
+    def test_a_key_that_other_users_can_read(self, tmp_path: Path, command: list[str]) -> None:
         file = tmp_path / "peer.key"
         file.write_bytes(b"k" * 32)
         file.chmod(0o640)
@@ -300,7 +300,7 @@ class TestMistakes:
         out, err = capsys.readouterr()
         assert (out, "Error" in err) == ("", True)
 
-    def test_nobody_to_bootstrap_from(self) -> None:
+    def test_no_bootstrap_peer_answers(self) -> None:
         """The whole time-out, cut short where the test may."""
         shortened = (
             "import p2pavg.peer as p; p.BOOTSTRAP_SECONDS = 0.3; from p2pavg.cli.main import main; main()"

@@ -58,7 +58,7 @@ SAID = {
 
 @pytest.mark.parametrize("said", SAID)
 @watched
-async def test_unfinished_connections_keep_no_new_peer_out(said: str) -> None:
+async def test_unfinished_connections_do_not_keep_a_new_peer_out(said: str) -> None:
     """512 of them from the new peer's own address; each that is closed is renewed."""
     async with open_host(LOOPBACK) as host, trio.open_nursery() as attackers:
         opened = 0
@@ -249,7 +249,7 @@ class Liar:
 
 
 @watched
-async def test_invented_contacts_are_not_dialled_for_long() -> None:
+async def test_dials_of_invented_contacts_are_bounded() -> None:
     """Six answers caused 206 connections to the third party."""
     connections = 0
 

@@ -53,7 +53,7 @@ async def test_a_protocol_name_that_is_no_text_costs_its_stream_only() -> None:
 
 @pytest.mark.parametrize("error", [KeyError("part"), AssertionError("never"), OSError("disk")])
 @watched
-async def test_a_mistake_of_ours_costs_its_stream_only_and_is_loud(
+async def test_a_bug_of_a_handler_costs_its_stream_only_and_is_logged(
     error: Exception, caplog: pytest.LogCaptureFixture
 ) -> None:
     """With the peer's name and the traceback; what the network does is no error in the log."""
@@ -140,7 +140,7 @@ async def test_a_server_that_answers_garbage_is_unreachable() -> None:
 
 
 @watched
-async def test_no_protocol_is_offered_but_noise_and_ours() -> None:
+async def test_only_noise_and_our_protocols_are_offered() -> None:
     async with open_host() as host:
         for protocol in (b"/plaintext/2.0.0", b"/tls/1.0.0", b"/insecure/1.0.0"):
             async with await open_tcp(host) as tcp:
@@ -155,7 +155,7 @@ async def test_no_protocol_is_offered_but_noise_and_ours() -> None:
 
 
 @watched
-async def test_a_host_asks_nobody_who_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_host_sends_no_identify_request(monkeypatch: pytest.MonkeyPatch) -> None:
     """Identify writes into the host what a stranger says of itself, in a system task that may end trio."""
     asked: list[object] = []
 
@@ -171,7 +171,7 @@ async def test_a_host_asks_nobody_who_they_are(monkeypatch: pytest.MonkeyPatch) 
 
 
 @watched
-async def test_a_host_dials_nobody_on_its_own() -> None:
+async def test_a_host_dials_no_peer_on_its_own() -> None:
     async with open_host() as here, open_host() as there:
         here._swarm.peerstore.add_addrs(ID.from_base58(there.peer_id), [Multiaddr(there.addresses[0])], 600)
         await here._swarm.auto_connector.maybe_connect()
@@ -223,7 +223,7 @@ async def test_more_inbound_streams_than_allowed_are_reset() -> None:
 
 
 @watched
-async def test_who_reads_no_replies_loses_the_connection() -> None:
+async def test_a_peer_that_reads_no_replies_loses_the_connection() -> None:
     async with host_that_cannot_write() as (host, stranger):
         with suppress(IOException):  # it has lost the connection before it had asked for so many
             for number in range(guarded_yamux.MAX_REPLIES + 10):

@@ -44,7 +44,7 @@ async def until_no_more_than(before: Sequence[int], held: Callable[[], Sequence[
 
 
 @watched
-async def test_inbound_connections_give_back_what_they_took() -> None:
+async def test_ended_inbound_connections_leave_nothing_behind() -> None:
     """Slots, tasks and sockets, after many more than the host may have at once."""
     limits = ConnectionLimits(connections=60, inbound=60, per_host=60, per_prefix=60)
     async with open_libp2p_transport(seed=next(seeds), listen=[LOOPBACK], limits=limits) as host:
@@ -107,7 +107,7 @@ async def test_closing_leaves_no_socket_open(count: int) -> None:
 
 
 @watched
-async def test_closing_does_not_wait_for_one_that_reads_nothing() -> None:
+async def test_closing_does_not_wait_for_a_peer_that_reads_nothing() -> None:
     async with AsyncExitStack() as strangers:
         with trio.CancelScope() as closing:
             async with open_host() as host:
@@ -137,7 +137,7 @@ async def test_a_dial_that_is_given_up_leaves_no_socket_open() -> None:
 
 
 @watched
-async def test_an_inbound_connection_ends_the_waiting_for_a_dial() -> None:
+async def test_an_inbound_connection_ends_the_wait_for_a_dial() -> None:
     """A router that drops what it does not know: our dial is never answered, the other's is."""
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
@@ -163,7 +163,7 @@ async def test_an_inbound_connection_ends_the_waiting_for_a_dial() -> None:
 
 
 @watched
-async def test_a_failed_dial_is_not_held_against_a_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_peer_can_be_dialled_again_after_a_failed_dial(monkeypatch: pytest.MonkeyPatch) -> None:
     """And a dial does not go through what blacklists for a minute and waits for a quarter of a second."""
 
     async def refuse(*_: object) -> None:

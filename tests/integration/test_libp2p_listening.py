@@ -16,7 +16,7 @@ from tests.integration.libp2p_hosts import assert_serves_strangers, open_host
 
 
 @watched
-async def test_a_wildcard_announces_the_interfaces_there_are() -> None:
+async def test_a_wildcard_announces_the_machines_interfaces() -> None:
     async with open_host("/ip4/0.0.0.0/tcp/0") as host, open_host() as stranger:
         hosts = [address.split("/")[2] for address in host.addresses]
         own = {entry.address for entries in psutil.net_if_addrs().values() for entry in entries}
@@ -130,7 +130,7 @@ def test_a_forked_child_holds_no_socket() -> None:
     assert finished.returncode == 0, finished.stderr
 
 
-def test_nothing_is_written_and_no_handler_installed() -> None:
+def test_no_output_and_no_log_handler_by_default() -> None:
     """libp2p logs a refused dial as an error, and calls logging.warning() on the root logger."""
     finished = run_script(LOGS)
     assert finished.returncode == 0, finished.stderr

@@ -77,7 +77,7 @@ async def test_reading_does_not_wait_for_a_full_socket() -> None:
 
 
 @watched
-async def test_a_cancelled_write_tears_no_frame() -> None:
+async def test_a_cancelled_write_leaves_no_half_frame() -> None:
     async with open_host() as host:
         scope, ended = trio.CancelScope(), trio.Event()
 
@@ -98,7 +98,9 @@ async def test_a_cancelled_write_tears_no_frame() -> None:
 
 
 @watched
-async def test_who_takes_nothing_for_long_loses_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_peer_that_reads_nothing_for_long_loses_the_connection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(libp2p_stream, "STALL_SECONDS", 0.2)
     async with open_host() as host:
         errors: list[Exception] = []
@@ -120,7 +122,9 @@ async def test_who_takes_nothing_for_long_loses_the_connection(monkeypatch: pyte
 
 
 @watched
-async def test_who_answers_no_negotiation_loses_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_peer_that_answers_no_negotiation_loses_the_connection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(opening, "NEGOTIATE_SECONDS", 0.2)
     async with host_that_cannot_write() as (host, stranger):
         with pytest.raises(UnreachableError):
@@ -129,7 +133,7 @@ async def test_who_answers_no_negotiation_loses_the_connection(monkeypatch: pyte
 
 
 @watched
-async def test_a_stream_that_nobody_waits_for_any_more_is_reset() -> None:
+async def test_a_stream_opened_after_the_timeout_is_reset() -> None:
     async with open_host() as host, raw_peer(host) as stranger:
         await eventually(lambda: host.is_connected(stranger.peer_id))
         with pytest.raises(UnreachableError, match="within"):

@@ -46,7 +46,7 @@ def started(path: Path, bootstrap: list[str]) -> Iterator[subprocess.Popen[str]]
             process.kill()
 
 
-def test_four_processes_average_by_the_readmes_code(tmp_path: Path) -> None:
+def test_four_processes_average_with_the_readmes_code(tmp_path: Path) -> None:
     path = tmp_path / "readme.py"
     path.write_text(snippet() + DRIVER, encoding="utf-8")
     with started(path, []) as first:
@@ -75,7 +75,7 @@ def test_the_readmes_optimizers_train() -> None:
     assert not torch.equal(model.weight, before), "the inner optimizer took a step"
 
 
-def test_two_processes_train_by_the_program_of_the_documents(tmp_path: Path) -> None:
+def test_two_processes_train_with_the_documented_program(tmp_path: Path) -> None:
     path = tmp_path / "train.py"
     path.write_text(snippets(TRAINING)[0], encoding="utf-8")
     with started(path, []) as first:
@@ -91,7 +91,7 @@ def test_two_processes_train_by_the_program_of_the_documents(tmp_path: Path) -> 
     ]
 
 
-def test_every_file_that_the_documents_name_is_there() -> None:
+def test_every_file_named_in_the_documents_exists() -> None:
     for document in (
         "README.md",
         "CONTRIBUTING.md",

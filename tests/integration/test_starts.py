@@ -22,7 +22,7 @@ def test_three_peers_that_start_at_once_end_in_one_lineage(path: Path) -> None:
     assert ended.together, "\n---\n".join(ended.logs)
 
 
-def test_a_peer_that_is_too_late_says_so_and_ends(path: Path) -> None:
+def test_a_peer_that_is_too_late_reports_it_and_ends(path: Path) -> None:
     """The others are in the midst of their updates when it comes; on a slow machine they may still wait for it."""
     ended = starts.start(7.0, path)
     assert ended.told or ended.together, "\n---\n".join(ended.logs)

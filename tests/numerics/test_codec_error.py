@@ -83,7 +83,7 @@ def test_the_default_stays_within_one_and_a_half_percent() -> None:
     assert two_legs(resolve_codec("blockwise8"), normal) <= 0.015
 
 
-def test_dynamic_levels_keep_small_elements_which_linear_ones_lose() -> None:
+def test_dynamic_levels_keep_small_elements_that_linear_ones_lose() -> None:
     """What `int8` rounds to zero changes the second moments of an optimizer such as Adam."""
     values = normal(torch.Generator().manual_seed(0))
     lost = {}
@@ -95,7 +95,7 @@ def test_dynamic_levels_keep_small_elements_which_linear_ones_lose() -> None:
     assert 0.003 < lost["int8:256"] < 0.03
 
 
-def test_a_large_block_beside_a_small_one_costs_it_nothing() -> None:
+def test_blocks_do_not_affect_each_others_error() -> None:
     """Errors are relative to each block: a layer with small gradients is as exact as one with large ones."""
     values = normal(torch.Generator().manual_seed(0))
     values[ELEMENTS // 2 :] *= 1e-12

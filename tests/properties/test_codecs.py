@@ -101,7 +101,7 @@ def test_round_trip_error(codec: Codec, values: torch.Tensor) -> None:
 @every_codec
 @settings(max_examples=60, deadline=None)
 @given(values=vectors())
-def test_what_was_decoded_encodes_again(codec: Codec, values: torch.Tensor) -> None:
+def test_decoded_values_can_be_encoded_again(codec: Codec, values: torch.Tensor) -> None:
     """A peer that forwards what it received is never refused, and its payload is accepted."""
     decoded = codec.decode(codec.encode(values), values.numel())
     codec.decode(codec.encode(decoded), values.numel())

@@ -106,7 +106,7 @@ def check(data: bytes) -> Message | None:
 
 @settings(deadline=None)
 @given(messages)
-def test_every_message_comes_back(message: Message) -> None:
+def test_every_message_survives_the_wire(message: Message) -> None:
     assert check(encode(message)) == message
 
 
@@ -159,14 +159,14 @@ def replaced(tree: Any, path: list[int], value: object) -> Any:
 
 @settings(deadline=None)
 @given(messages, st.lists(st.integers(0, 200), min_size=1, max_size=3), objects)
-def test_one_part_of_another_kind(message: Message, path: list[int], value: object) -> None:
+def test_one_part_of_another_type(message: Message, path: list[int], value: object) -> None:
     data = encode(message)
     check(data[:1] + msgpack.packb(replaced(msgpack.unpackb(data[1:]), path, value)))
 
 
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 20), min_size=1, max_size=2), objects)
-def test_what_a_peer_really_signs_may_be_anything(path: list[int], value: object) -> None:
+def test_signed_values_may_be_anything(path: list[int], value: object) -> None:
     """The signature is genuine: only the meaning is left to check, in each message that carries one."""
     record = pack_record(signed(0, msgpack.packb(replaced(VALUE, path, value))))
     for kind in range(3):
@@ -178,7 +178,7 @@ def test_what_a_peer_really_signs_may_be_anything(path: list[int], value: object
 
 @settings(deadline=None)
 @given(st.binary(max_size=200))
-def test_what_a_peer_really_signs_may_be_any_bytes(value: bytes) -> None:
+def test_signed_values_may_be_any_bytes(value: bytes) -> None:
     check(b"\x00" + msgpack.packb([pack_record(signed(0, value))]))
 
 

@@ -43,7 +43,7 @@ async def cancelled_before_the_answer(lane: TlsLane) -> None:
 
 
 @watched
-async def test_one_use_after_another_is_acknowledged() -> None:
+async def test_each_use_of_a_lane_is_acknowledged() -> None:
     async with pair() as (here, there):
         inbox = Receives()
         there.serve_lanes(inbox)
@@ -69,7 +69,7 @@ async def test_a_lane_that_was_dialled_back_is_acknowledged_too() -> None:
 
 
 @watched
-async def test_nothing_is_acknowledged_before_the_receiver_says_so() -> None:
+async def test_no_acknowledgement_before_the_receiver_sends_it() -> None:
     async with pair() as (here, there):
         inbox = Receives(at_once=False)
         there.serve_lanes(inbox)
@@ -91,7 +91,7 @@ async def test_nothing_is_acknowledged_before_the_receiver_says_so() -> None:
 
 
 @watched
-async def test_an_acknowledgement_that_comes_before_the_sender_waits_for_it_counts() -> None:
+async def test_an_early_acknowledgement_counts() -> None:
     """The last write may return later than the receiver has answered it."""
     async with pair() as (here, there):
         inbox = Receives()
@@ -106,7 +106,7 @@ async def test_an_acknowledgement_that_comes_before_the_sender_waits_for_it_coun
 
 @pytest.mark.parametrize("waited", [True, False])
 @watched
-async def test_a_lane_is_not_handed_out_before_its_acknowledgement_has_come(waited: bool) -> None:
+async def test_an_unacknowledged_lane_is_not_reused(waited: bool) -> None:
     """The next use would take it for its own; also when whoever sent last did not live to wait for it."""
     async with pair() as (here, there):
         inbox = Receives(at_once=False)
@@ -126,7 +126,7 @@ async def test_a_lane_is_not_handed_out_before_its_acknowledgement_has_come(wait
 
 
 @watched
-async def test_a_lane_that_was_kept_unacknowledged_is_as_good_after_it() -> None:
+async def test_a_kept_lane_is_reused_after_its_late_acknowledgement() -> None:
     """Of the next use nothing is acknowledged by the word for the last one."""
     async with pair() as (here, there):
         inbox = Receives(at_once=False)
@@ -150,7 +150,7 @@ async def test_a_lane_that_was_kept_unacknowledged_is_as_good_after_it() -> None
 
 @pytest.mark.parametrize("when", ["while it is waited for", "before"])
 @watched
-async def test_a_receiver_that_drops_the_lane_after_all_was_sent_has_not_acknowledged(when: str) -> None:
+async def test_a_receiver_that_drops_the_lane_at_the_end_has_not_acknowledged(when: str) -> None:
     """What the system took is lost with the connection."""
     async with pair() as (here, there):
         inbox = Receives(at_once=False)
@@ -198,7 +198,7 @@ async def test_a_lane_that_this_process_drops_is_not_acknowledged() -> None:
 
 @pytest.mark.parametrize("word", [b"\x15", b"\x00", b"a long story" * 1000])
 @watched
-async def test_another_word_than_the_acknowledgement_ends_the_lane(word: bytes) -> None:
+async def test_a_byte_other_than_the_acknowledgement_ends_the_lane(word: bytes) -> None:
     async with pair() as (here, there):
         inbox = Receives()
         inbox.word = word
@@ -218,7 +218,7 @@ async def test_another_word_than_the_acknowledgement_ends_the_lane(word: bytes) 
 
 
 @watched
-async def test_a_lane_on_which_more_is_said_than_was_asked_for_is_not_handed_out() -> None:
+async def test_a_lane_with_a_surplus_acknowledgement_is_not_reused() -> None:
     """A second word would be the acknowledgement of what has not been sent yet."""
     async with pair() as (here, there):
         inbox = Receives()
@@ -234,7 +234,7 @@ async def test_a_lane_on_which_more_is_said_than_was_asked_for_is_not_handed_out
 
 
 @watched
-async def test_a_lane_whose_receiver_drops_it_unasked_is_not_handed_out() -> None:
+async def test_a_lane_dropped_by_its_receiver_is_not_reused() -> None:
     async with pair() as (here, there):
         inbox = Receives(at_once=False)
         there.serve_lanes(inbox)

@@ -15,7 +15,7 @@ from tests.integration.lanes.company import assert_goes_on, in_thread, keeper, l
 
 
 @watched
-async def test_abort_wakes_who_is_blocked() -> None:
+async def test_abort_wakes_blocked_threads() -> None:
     """Both a sender whose receiver does not read, and a receiver whose sender does not send."""
     blocked = trio.Event()
     woken: list[str] = []
@@ -114,7 +114,7 @@ ERRORS = [StreamBrokenError("gone"), RemoteProtocolError("lies"), ClosedError("s
 
 @pytest.mark.parametrize("error", ERRORS)
 @watched
-async def test_what_a_handler_raises_costs_its_lane(
+async def test_an_exception_of_a_handler_ends_its_lane(
     error: Exception, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def fail(lane: DirectLane) -> None:
@@ -134,7 +134,7 @@ async def test_what_a_handler_raises_costs_its_lane(
 
 
 @watched
-async def test_a_handler_that_reads_nothing_is_not_called_for_ever() -> None:
+async def test_a_handler_that_reads_nothing_ends_its_lane() -> None:
     calls = []
 
     async def read_nothing(lane: DirectLane) -> None:

@@ -16,7 +16,7 @@ from tests.integration.lanes.company import descriptors, in_thread, keeper, lane
 
 
 @watched
-async def test_a_cancelled_search_leaves_nothing() -> None:
+async def test_a_cancelled_search_leaves_nothing_behind() -> None:
     """In each of its waits: for the offer, for the handshake, for the verdict."""
     stuck = trio.Event()
 
@@ -56,7 +56,7 @@ async def test_a_cancelled_search_leaves_nothing() -> None:
 
 
 @watched
-async def test_closing_ends_lanes_that_are_idle_and_in_use() -> None:
+async def test_closing_ends_idle_and_busy_lanes() -> None:
     begun: list[DirectLane] = []
     blocked: list[str] = []
 
@@ -94,7 +94,7 @@ async def test_closing_ends_lanes_that_are_idle_and_in_use() -> None:
 
 
 @watched
-async def test_closing_aborts_before_it_waits_for_anybody() -> None:
+async def test_closing_aborts_lanes_before_it_waits() -> None:
     async with pair() as (here, there):
         lanes = [await lane_to(here, there) for _ in range(2)]
         here.keep_lane(lanes[0])

@@ -85,7 +85,7 @@ class Drain:
 
 
 @watched
-async def test_who_waits_for_room_goes_on_once_the_other_side_reads() -> None:
+async def test_a_sender_goes_on_when_the_other_side_reads() -> None:
     async with pair() as (here, there):
         drain = Drain()
         there.serve_lanes(drain)
@@ -104,7 +104,7 @@ async def test_who_waits_for_room_goes_on_once_the_other_side_reads() -> None:
 
 
 @watched
-async def test_abort_wakes_who_waits_for_room() -> None:
+async def test_abort_wakes_a_sender_that_waits_for_room() -> None:
     async with pair() as (here, there):
         drain = Drain()
         there.serve_lanes(drain)
@@ -145,7 +145,7 @@ class Few:
 
 
 @watched
-async def test_a_few_bytes_come_whole_and_what_follows_is_left() -> None:
+async def test_a_short_read_in_trio_leaves_later_bytes_unread() -> None:
     async with pair() as (here, there):
         few = Few()
         there.serve_lanes(few)
@@ -160,7 +160,7 @@ async def test_a_few_bytes_come_whole_and_what_follows_is_left() -> None:
 
 
 @watched
-async def test_a_few_bytes_that_end_early_are_broken() -> None:
+async def test_a_short_read_in_trio_that_ends_early_raises() -> None:
     async with pair() as (here, there):
         few = Few()
         there.serve_lanes(few)

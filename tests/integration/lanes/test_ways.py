@@ -53,7 +53,7 @@ def closed_door(host: Libp2pTransport) -> None:
 
 
 @watched
-async def test_no_way_at_all_is_said_and_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_failed_search_is_reported_and_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     async with pair() as (here, there):
         closed_door(here)
         closed_door(there)
@@ -68,7 +68,7 @@ async def test_no_way_at_all_is_said_and_remembered(monkeypatch: pytest.MonkeyPa
 
 
 @watched
-async def test_neither_listens() -> None:
+async def test_no_lane_if_neither_peer_listens() -> None:
     async with open_host(LOOPBACK) as here, open_host() as there:
         await there.dial(here.addresses[0], timeout=TIMEOUT)
         here._addresses = ()
@@ -87,7 +87,7 @@ async def test_a_peer_without_lanes_is_remembered_too() -> None:
 
 
 @watched
-async def test_a_silent_answer_ends_with_the_timeout_and_says_so() -> None:
+async def test_a_silent_receiver_ends_with_a_timeout() -> None:
     async def say_nothing(stream: Stream) -> None:
         await trio.sleep_forever()
 
@@ -100,7 +100,7 @@ async def test_a_silent_answer_ends_with_the_timeout_and_says_so() -> None:
 
 
 @watched
-async def test_whoever_asks_and_then_says_nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_silent_sender_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool, "ANSWER_SECONDS", 0.1)
     async with pair() as (here, there):
         for first in (b"", Ask(OwnCertificate("me").der).encode()):

@@ -58,7 +58,7 @@ def encoded_by_both(
 
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
 @pytest.mark.parametrize("name", VECTORS)
-def test_codes_differ_by_one_at_most_above_a_hundred_thousandth(name: str, block_size: int) -> None:
+def test_codes_differ_by_at_most_one_above_1e_5(name: str, block_size: int) -> None:
     quotients, _, ours, theirs = encoded_by_both(name, block_size)
     apart = (ours - theirs).abs()[quotients.abs() >= 1e-5]
     assert apart.max().item() <= 1
@@ -70,7 +70,7 @@ def test_codes_differ_by_one_at_most_above_a_hundred_thousandth(name: str, block
 
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
 @pytest.mark.parametrize("name", VECTORS)
-def test_our_codes_are_nearest_or_next_to_it(name: str, block_size: int) -> None:
+def test_our_codes_are_the_nearest_or_next_to_it(name: str, block_size: int) -> None:
     quotients, _, ours, _ = encoded_by_both(name, block_size)
     levels = LEVELS.double()
     nearest = torch.searchsorted((levels[1:] + levels[:-1]) / 2, quotients)
@@ -119,7 +119,7 @@ def test_accuracy_is_the_same() -> None:
 
 
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
-def test_what_a_gpu_is_asked_for(block_size: int) -> None:
+def test_the_call_for_gpu_tensors(block_size: int) -> None:
     """The steps taken on CUDA tensors, run on the CPU: the call of bitsandbytes, checks, and tiny blocks."""
     rows = normal(torch.Generator().manual_seed(3)).view(-1, block_size)
     rows[1], rows[2], rows[3, 5:] = 0.0, 1e-40, 0.0

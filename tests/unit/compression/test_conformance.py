@@ -40,7 +40,7 @@ class Wrapped(Codec):
         return hash(type(self))
 
 
-def test_a_codec_of_ones_own_passes() -> None:
+def test_a_custom_codec_passes() -> None:
     check_codec(Wrapped())
 
 

@@ -37,7 +37,7 @@ def test_structure() -> None:
     assert np.bincount(decades + 7).tolist() == [1, 2, 4, 8, 16, 32, 64, 1]
 
 
-def test_every_half_is_given_its_nearest_level() -> None:
+def test_every_half_precision_number_gets_its_nearest_level() -> None:
     halves = np.arange(65_536, dtype=np.uint16).view(np.float16)
     finite = np.isfinite(halves)
     values = halves[finite].astype(np.float64)

@@ -47,13 +47,13 @@ def test_a_thread_keeps_its_buffers() -> None:
         assert buffer.device.type == "cpu"
 
 
-def test_buffers_of_a_thread_that_has_ended_are_used_again() -> None:
+def test_buffers_of_an_ended_thread_are_reused() -> None:
     first = in_a_new_thread(addresses)
     assert [in_a_new_thread(addresses) for _ in range(5)] == [first] * 5
     assert len(scratch_module._idle) == 1
 
 
-def test_buffers_are_used_again_also_when_the_thread_fails() -> None:
+def test_buffers_of_a_failed_thread_are_reused() -> None:
     def fail() -> None:
         addresses()
         raise ValueError
@@ -64,7 +64,7 @@ def test_buffers_are_used_again_also_when_the_thread_fails() -> None:
     assert in_a_new_thread(addresses) == first
 
 
-def test_no_two_threads_have_the_same_at_once() -> None:
+def test_two_live_threads_never_share_buffers() -> None:
     threads = 6
     together = threading.Barrier(threads)
 
@@ -80,7 +80,7 @@ def test_no_two_threads_have_the_same_at_once() -> None:
     assert len(scratch_module._idle) == threads, "of each generation the next one took them all"
 
 
-def test_short_lived_threads_do_not_spoil_each_others_work() -> None:
+def test_short_lived_threads_do_not_disturb_each_other() -> None:
     """Each encodes other values, with new threads all the time, and finds what one thread alone finds."""
     codecs = [Int8(block_size=64), Blockwise8(block_size=64)]
     values = [torch.randn(5000, generator=torch.Generator().manual_seed(seed)) for seed in range(6)]
@@ -136,7 +136,7 @@ done.wait()
     "script",
     [pytest.param(script, id=name) for name, script in SCRIPTS.items()],
 )
-def test_a_process_that_used_a_codec_ends_without_a_word(script: str) -> None:
+def test_a_process_that_used_a_codec_ends_without_output(script: str) -> None:
     begin = """
 import threading, time, torch
 from p2pavg_compression import Blockwise8

@@ -45,7 +45,7 @@ def test_default_device_and_dtype_do_not_matter(codec: Codec) -> None:
     assert decoded.device.type == "cpu"
 
 
-def test_inference_mode_leaves_nothing_behind(codec: Codec) -> None:
+def test_buffers_made_under_inference_mode_stay_usable(codec: Codec) -> None:
     """Buffers that a thread made under inference_mode would be unusable outside of it."""
 
     def inside_then_outside() -> tuple[list[float], list[float]]:

@@ -40,7 +40,7 @@ print(in_a_new_thread())
 """
 
 
-def test_one_torch_thread_inside_and_as_many_as_before_outside() -> None:
+def test_torch_uses_one_thread_inside_and_is_unchanged_outside() -> None:
     """Also in the threads that trio lends to others, and in those that begin later."""
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", IN_A_FRESH_PROCESS],
@@ -61,7 +61,7 @@ async def test_results_and_exceptions() -> None:
     assert await workers.run(int) == 0
 
 
-async def test_one_at_a_time() -> None:
+async def test_functions_run_one_at_a_time() -> None:
     workers = Workers()
     inside: list[int] = []
     most: list[int] = []
@@ -78,7 +78,7 @@ async def test_one_at_a_time() -> None:
     assert most == [1] * 20
 
 
-async def test_a_cancelled_caller_waits_for_what_runs() -> None:
+async def test_a_cancelled_caller_waits_for_a_running_function() -> None:
     workers = Workers()
     started, release = trio.Event(), threading.Event()
     finished: list[bool] = []
@@ -129,7 +129,7 @@ async def test_a_cancelled_caller_does_not_wait_for_its_turn() -> None:
     assert ran == []
 
 
-async def test_nothing_is_begun_for_who_is_cancelled_already(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_no_function_begins_for_a_cancelled_caller(monkeypatch: pytest.MonkeyPatch) -> None:
     workers = Workers()
     begun: list[object] = []
     monkeypatch.setattr(workers._pool, "submit", lambda *call: begun.append(call))
@@ -140,7 +140,7 @@ async def test_nothing_is_begun_for_who_is_cancelled_already(monkeypatch: pytest
     assert begun == []
 
 
-async def test_its_thread_ends_with_it() -> None:
+async def test_closing_ends_the_thread() -> None:
     workers = Workers()
     thread = await workers.run(threading.current_thread)
     assert thread.is_alive()

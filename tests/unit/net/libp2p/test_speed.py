@@ -58,7 +58,7 @@ async def note(where: list[str], what: str) -> None:
     where.append(what)
 
 
-async def test_one_at_a_time() -> None:
+async def test_only_one_task_holds_the_lock() -> None:
     lock = EagerLock()
     inside: list[int] = []
     most = [0]
@@ -83,7 +83,7 @@ async def test_one_at_a_time() -> None:
     assert not lock.locked()
 
 
-async def test_those_who_wait_have_it_in_their_order_before_who_comes_back() -> None:
+async def test_waiters_get_the_lock_in_order_before_its_last_holder() -> None:
     """Also before one that lets go of it and takes it again without a pause."""
     lock = EagerLock()
     order: list[str] = []
@@ -103,7 +103,7 @@ async def test_those_who_wait_have_it_in_their_order_before_who_comes_back() -> 
     assert order == ["first", "second", "third", "who came back"]
 
 
-async def test_a_waiter_that_is_cancelled_is_passed_over() -> None:
+async def test_a_cancelled_waiter_is_skipped() -> None:
     lock = EagerLock()
     order: list[str] = []
 
@@ -126,7 +126,7 @@ async def test_a_waiter_that_is_cancelled_is_passed_over() -> None:
     assert not lock.locked()
 
 
-async def test_a_waiter_that_is_cancelled_as_it_gets_the_lock_leaves_none_behind() -> None:
+async def test_a_waiter_cancelled_as_it_gets_the_lock_releases_it() -> None:
     lock = EagerLock()
     scope = trio.CancelScope()
 
@@ -144,7 +144,7 @@ async def test_a_waiter_that_is_cancelled_as_it_gets_the_lock_leaves_none_behind
     assert not lock.locked()
 
 
-async def test_it_is_let_go_when_its_block_fails_or_is_cancelled() -> None:
+async def test_the_lock_is_released_when_its_block_fails_or_is_cancelled() -> None:
     lock = EagerLock()
     with pytest.raises(ValueError, match="of the block"):
         async with lock:
@@ -157,7 +157,7 @@ async def test_it_is_let_go_when_its_block_fails_or_is_cancelled() -> None:
     assert not lock.locked()
 
 
-async def test_who_does_not_hold_it_cannot_let_go_of_it() -> None:
+async def test_only_the_holder_can_release_the_lock() -> None:
     lock = EagerLock()
     with pytest.raises(RuntimeError):
         lock.release()
@@ -166,7 +166,7 @@ async def test_who_does_not_hold_it_cannot_let_go_of_it() -> None:
             await lock.acquire()
 
 
-async def test_libp2p_sees_trio_but_for_its_lock(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_libp2p_sees_all_of_trio_except_its_lock(monkeypatch: pytest.MonkeyPatch) -> None:
     modules = (yamux, net_stream, rw_lock, io_trio)
     for module in modules:
         monkeypatch.setattr(module, "trio", trio)
@@ -243,7 +243,7 @@ async def read_all(stream: ReadWriteCloser, sizes: Sequence[int | None]) -> byte
     ),
 )
 @settings(max_examples=60)
-async def test_the_same_bytes_whatever_is_asked_for(written: list[bytes], sizes: list[int | None]) -> None:
+async def test_reads_of_any_size_return_the_same_bytes(written: list[bytes], sizes: list[int | None]) -> None:
     results = []
     for kind in (ReadAheadStream.of, lambda stream: stream):
         near, far = memory_stream_pair()
@@ -269,7 +269,7 @@ async def test_a_frame_is_one_read_of_the_socket() -> None:
     assert counting.reads == 1
 
 
-async def test_what_is_there_is_given_without_waiting_for_more() -> None:
+async def test_available_bytes_are_returned_without_waiting() -> None:
     near, far = memory_stream_pair()
     stream, counting = ahead(near)
     await far.send_all(b"hello")
@@ -279,7 +279,7 @@ async def test_what_is_there_is_given_without_waiting_for_more() -> None:
     assert counting.reads == 1
 
 
-async def test_asked_for_nothing_it_asks_for_nothing() -> None:
+async def test_a_read_of_zero_bytes_reads_nothing() -> None:
     near, _far = memory_stream_pair()
     stream, counting = ahead(near)
     with trio.fail_after(WATCHDOG_SECONDS):
@@ -287,7 +287,7 @@ async def test_asked_for_nothing_it_asks_for_nothing() -> None:
     assert counting.reads == 0
 
 
-async def test_asked_for_anything_it_gives_what_is_there() -> None:
+async def test_a_read_without_a_size_returns_the_available_bytes() -> None:
     near, far = memory_stream_pair()
     stream, counting = ahead(near)
     await far.send_all(b"hello")
@@ -314,7 +314,7 @@ async def test_a_read_that_is_cancelled_loses_nothing() -> None:
     assert await stream.read(3) == b"o"
 
 
-async def test_what_came_before_the_end_is_read_before_it() -> None:
+async def test_bytes_before_the_end_are_read_before_it() -> None:
     near, far = memory_stream_pair()
     stream, _ = ahead(near)
     await far.send_all(b"last words")
@@ -322,7 +322,7 @@ async def test_what_came_before_the_end_is_read_before_it() -> None:
     assert [await stream.read(5) for _ in range(4)] == [b"last ", b"words", b"", b""]
 
 
-async def test_a_stream_that_breaks_says_so() -> None:
+async def test_a_broken_stream_raises() -> None:
     class Broken(Counting):
         async def receive_some(self, max_bytes: int | None = None) -> bytes:
             raise trio.BrokenResourceError
@@ -333,7 +333,7 @@ async def test_a_stream_that_breaks_says_so() -> None:
         await stream.read(1)
 
 
-async def test_writing_and_closing_are_libp2ps() -> None:
+async def test_writing_and_closing_are_unchanged() -> None:
     near, far = memory_stream_pair()
     stream, _ = ahead(near)
     await stream.write(b"hello")
@@ -343,7 +343,7 @@ async def test_writing_and_closing_are_libp2ps() -> None:
     assert await stream.read(1) == b""
 
 
-async def test_two_that_read_at_once_lose_nothing() -> None:
+async def test_two_concurrent_reads_lose_nothing() -> None:
     near, far = memory_stream_pair()
     stream, _ = ahead(near)
     found: list[bytes] = []
@@ -430,7 +430,7 @@ CLIENTS = pytest.mark.parametrize(
 
 
 @CLIENTS
-async def test_a_protocol_that_is_spoken_is_agreed_and_what_follows_is_left(
+async def test_a_served_protocol_is_agreed_and_later_bytes_stay_unread(
     client: MultiselectClient,
 ) -> None:
     async with answered(speak) as pipe:
@@ -438,21 +438,21 @@ async def test_a_protocol_that_is_spoken_is_agreed_and_what_follows_is_left(
         assert await pipe.read(100) == b"served"
 
 
-async def test_it_says_all_at_once() -> None:
+async def test_the_client_sends_everything_in_one_write() -> None:
     async with answered(speak) as pipe:
         await EagerMultiselectClient().select_one_of([SPOKEN], MultiselectCommunicator(pipe))
         assert pipe.writes == [delimited(MULTISELECT_PROTOCOL_ID, SPOKEN)]
 
 
 @CLIENTS
-async def test_a_protocol_that_is_not_spoken_is_refused(client: MultiselectClient) -> None:
+async def test_an_unserved_protocol_is_refused(client: MultiselectClient) -> None:
     async with answered(speak) as pipe:
         with pytest.raises(MultiselectClientError, match=r"not supported"):
             await client.select_one_of([UNKNOWN], MultiselectCommunicator(pipe))
 
 
 @CLIENTS
-async def test_of_several_protocols_the_first_that_is_spoken_is_agreed(client: MultiselectClient) -> None:
+async def test_the_first_served_protocol_of_several_is_agreed(client: MultiselectClient) -> None:
     async with answered(speak) as pipe:
         wanted = [UNKNOWN, OTHER, SPOKEN]
         assert await client.select_one_of(wanted, MultiselectCommunicator(pipe)) == OTHER
@@ -461,7 +461,7 @@ async def test_of_several_protocols_the_first_that_is_spoken_is_agreed(client: M
 
 @CLIENTS
 @pytest.mark.parametrize("protocols", [[], [UNKNOWN, TProtocol("/unknown/2")]], ids=["none", "two"])
-async def test_of_protocols_that_are_not_spoken_none_is_agreed(
+async def test_none_of_several_unserved_protocols_is_agreed(
     client: MultiselectClient, protocols: list[TProtocol]
 ) -> None:
     async with answered(speak) as pipe:
@@ -480,7 +480,9 @@ NONSENSE: dict[str, Sequence[str | bytes]] = {
 
 @CLIENTS
 @pytest.mark.parametrize("lines", NONSENSE.values(), ids=NONSENSE)
-async def test_nonsense_agrees_on_nothing(client: MultiselectClient, lines: Sequence[str | bytes]) -> None:
+async def test_malformed_answers_agree_on_no_protocol(
+    client: MultiselectClient, lines: Sequence[str | bytes]
+) -> None:
     async with answered(saying(*lines)) as pipe:
         with pytest.raises(MultiselectClientError) as found:
             await client.select_one_of([SPOKEN], MultiselectCommunicator(pipe))
@@ -489,7 +491,7 @@ async def test_nonsense_agrees_on_nothing(client: MultiselectClient, lines: Sequ
 
 
 @CLIENTS
-async def test_what_is_no_text_is_an_error_that_costs_the_stream_only(client: MultiselectClient) -> None:
+async def test_an_answer_that_is_no_text_costs_its_stream_only(client: MultiselectClient) -> None:
     async with answered(saying(b"\xff\xfe", b"\xff\xfe")) as pipe:
         with pytest.raises((MultiselectClientError, ValueError)):  # what opens streams takes either
             await client.select_one_of([SPOKEN], MultiselectCommunicator(pipe))
@@ -505,7 +507,7 @@ async def garbage(pipe: Pipe) -> None:
     [saying(end=True), saying(MULTISELECT_PROTOCOL_ID, end=True), garbage],
     ids=["at once", "half-way", "with garbage"],
 )
-async def test_an_end_before_the_answer_is_said(
+async def test_an_end_before_the_answer_raises(
     client: MultiselectClient, answer: Callable[[Pipe], Awaitable[object]]
 ) -> None:
     async with answered(answer) as pipe:
@@ -515,7 +517,7 @@ async def test_an_end_before_the_answer_is_said(
 
 @CLIENTS
 @pytest.mark.parametrize("lines", [[], [MULTISELECT_PROTOCOL_ID]], ids=["nothing", "half of it"])
-async def test_silence_is_not_waited_for(
+async def test_a_silent_server_times_out(
     client: MultiselectClient, lines: list[str], autojump_clock: MockClock
 ) -> None:
     async with answered(saying(*lines)) as pipe:
@@ -537,7 +539,7 @@ FAILURES = pytest.mark.parametrize(
 
 
 @FAILURES
-async def test_a_write_that_fails_is_said(error: Exception) -> None:
+async def test_a_failed_write_raises(error: Exception) -> None:
     class Shut(Pipe):
         async def write(self, data: bytes) -> None:
             raise error
@@ -575,7 +577,7 @@ async def asked(said: bytes, kind: type[Pipe] = Pipe) -> Pipe:
         pytest.param(MultiselectClient(), id="libp2p's"),
     ],
 )
-async def test_one_answer_agrees_and_what_follows_is_left(
+async def test_the_answer_agrees_and_later_bytes_stay_unread(
     client: MultiselectClient, autojump_clock: MockClock
 ) -> None:
     async def serve(pipe: Pipe) -> None:
@@ -588,14 +590,14 @@ async def test_one_answer_agrees_and_what_follows_is_left(
         assert await pipe.read(100) == b"served somebody"
 
 
-async def test_both_lines_of_the_answer_are_one_write_and_what_came_with_the_request_is_left() -> None:
+async def test_both_lines_of_the_answer_are_one_write() -> None:
     pipe = await asked(delimited(MULTISELECT_PROTOCOL_ID, SPOKEN) + b"and more")
     assert await answer(pipe) == (SPOKEN, None)
     assert pipe.writes == [delimited(MULTISELECT_PROTOCOL_ID, SPOKEN)]
     assert await pipe.read(100) == b"and more"
 
 
-async def test_who_waits_for_the_greeting_gets_it() -> None:
+async def test_a_client_that_waits_for_the_greeting_gets_it() -> None:
     near, far = memory_stream_pair()
     pipe = Pipe(far)
     async with trio.open_nursery() as nursery:
@@ -614,14 +616,14 @@ async def test_after_a_refusal_another_request_may_be_agreed() -> None:
     assert pipe.writes == [delimited(MULTISELECT_PROTOCOL_ID, "na"), delimited("na"), delimited(OTHER)]
 
 
-async def test_a_client_that_is_refused_hears_so() -> None:
+async def test_a_refused_client_gets_an_answer() -> None:
     async with answered(answer) as pipe:
         with pytest.raises(MultiselectClientError, match=r"not supported.*'na'"):
             await EagerMultiselectClient().select_one_of([UNKNOWN], MultiselectCommunicator(pipe))
 
 
 @FAILURES
-async def test_an_answer_that_is_not_sent_is_said(error: Exception) -> None:
+async def test_a_failed_write_of_the_answer_raises(error: Exception) -> None:
     class Shut(Pipe):
         async def write(self, data: bytes) -> None:
             raise error
@@ -636,7 +638,7 @@ async def test_an_answer_that_is_not_sent_is_said(error: Exception) -> None:
     [delimited("/multistream/2.0.0", SPOKEN), delimited(SPOKEN, SPOKEN), delimited("", ""), b"\xff" * 100],
     ids=["another version", "no greeting", "nothing twice", "garbage"],
 )
-async def test_nonsense_is_not_answered(said: bytes) -> None:
+async def test_malformed_requests_are_not_answered(said: bytes) -> None:
     pipe = await asked(said)
     with pytest.raises(MultiselectError):
         await answer(pipe)

@@ -53,12 +53,12 @@ class TestMemory:
         assert friend.streams == [5000]
         assert stranger.streams == [900]
 
-    def test_all_together_are_bounded_too(self) -> None:
+    def test_all_peers_together_are_bounded_too(self) -> None:
         friends = [Connection(f"friend {number}", 5000) for number in range(4)]
         self.budget(*friends).arrived(1)
         assert sum(friend.held() for friend in friends) == 15_000
 
-    def test_it_is_kept_whatever_comes_in_which_order(self) -> None:
+    def test_the_budget_is_kept_for_any_order_of_arrivals(self) -> None:
         connections = [Connection(f"stranger {number}") for number in range(7)]
         budget = self.budget(*connections)
         for number in range(5000):
@@ -69,7 +69,7 @@ class TestMemory:
             if number % 13 == 0 and connection.streams:
                 connection.streams.pop()
 
-    def test_nothing_to_give_up_is_no_error(self) -> None:
+    def test_shedding_without_holders_is_no_error(self) -> None:
         class Stuck(Connection):
             def shed(self) -> int:
                 return 0
@@ -90,7 +90,7 @@ class TestCalls:
                 budget.charge(float(second), "peer", "prefix", seconds=0.002, count=64 * 1024)
 
     @pytest.mark.parametrize(("seconds", "count"), [(0.0, 64 * 1024), (0.008, 100)])
-    def test_a_flood_is_answered_at_the_rate_that_is_granted(self, seconds: float, count: int) -> None:
+    def test_a_flood_is_answered_at_the_granted_rate(self, seconds: float, count: int) -> None:
         budget, now, spent, sent = CallBudget(), 0.0, 0.0, 0
         while now < 60.0:
             delay = budget.delay(now, "peer", "prefix")
@@ -130,7 +130,7 @@ class TestCalls:
         assert len(budget._accounts) == 2 * MAX_ACCOUNTS
 
 
-async def test_a_message_that_is_not_complete_in_time_breaks_its_stream(autojump_clock: MockClock) -> None:
+async def test_an_incomplete_message_breaks_its_stream_after_a_timeout(autojump_clock: MockClock) -> None:
     """One byte a second keeps no message alive; the wait for its first byte is the caller's to bound."""
     raised: list[tuple[str, float]] = []
     here, there = (Ed25519Signer(bytes(31) + bytes([number])) for number in (1, 2))

@@ -33,7 +33,7 @@ def test_a_low_soft_limit_is_raised() -> None:
     assert (soft, connections, log) == (4096, 512, "")
 
 
-def test_where_it_cannot_be_raised_there_are_fewer_connections_and_a_warning() -> None:
+def test_a_fixed_low_limit_reduces_connections_and_warns() -> None:
     (soft, connections, unfinished), log = opened_with(1024, 1024)
     assert soft == 1024
     assert connections + unfinished < 1024 - RESERVED_FILES
@@ -41,9 +41,9 @@ def test_where_it_cannot_be_raised_there_are_fewer_connections_and_a_warning() -
 
 
 @pytest.mark.parametrize("limit", [64, 256, 512, 1024, 4096])
-def test_a_part_is_left_to_the_program(limit: int) -> None:
+def test_a_share_is_left_to_the_program(limit: int) -> None:
     assert limit / 4 <= 2000 * share_of_files(limit, 2000) <= limit - min(RESERVED_FILES, limit // 2)
 
 
-def test_without_a_limit_all_is_ours() -> None:
+def test_without_a_limit_the_share_is_one() -> None:
     assert share_of_files(None, 2000) == 1.0

@@ -53,7 +53,7 @@ def test_no_window_has_more_than_its_rate_and_a_burst(asked: list[tuple[float, i
 
 
 @given(st.lists(st.tuples(pauses, st.integers(0, 10 * BURST)), min_size=1, max_size=60))
-def test_what_is_larger_than_the_burst_is_earned_before_it_goes(asked: list[tuple[float, int]]) -> None:
+def test_a_take_larger_than_the_burst_waits_until_it_is_earned(asked: list[tuple[float, int]]) -> None:
     bucket = TokenBucket(RATE, BURST)
     now, gone = BEGUN, []
     for pause, count in asked:
@@ -66,9 +66,7 @@ def test_what_is_larger_than_the_burst_is_earned_before_it_goes(asked: list[tupl
     st.lists(st.tuples(st.integers(1, 5 * BURST), st.floats(0.0, 0.04)), min_size=30, max_size=30),
     st.floats(0.0, 10.0),
 )
-def test_whoever_always_has_something_to_send_gets_the_rate(
-    chunks: list[tuple[int, float]], idle: float
-) -> None:
+def test_a_constant_sender_gets_the_full_rate(chunks: list[tuple[int, float]], idle: float) -> None:
     """Though it wakes up late whenever it waits, by less than a burst's time."""
     bucket = TokenBucket(RATE, BURST)
     bucket.take(BEGUN, 0)
@@ -83,7 +81,7 @@ def test_whoever_always_has_something_to_send_gets_the_rate(
     assert total <= RATE * seconds + BURST + 1e-3
 
 
-def test_a_burst_goes_at_once_and_only_a_pause_earns_another() -> None:
+def test_only_a_pause_earns_another_burst() -> None:
     bucket = TokenBucket(RATE, BURST)
     assert bucket.take(BEGUN, BURST) == 0.0
     assert bucket.take(BEGUN, 10_000) == pytest.approx(0.01)
@@ -101,7 +99,7 @@ def test_an_earlier_moment_earns_nothing() -> None:
 
 
 @pytest.mark.parametrize(("rate", "burst"), [(0.0, 1), (-1.0, 1), (1.0, 0), (float("nan"), 1)])
-def test_a_limit_of_nothing_is_refused(rate: float, burst: int) -> None:
+def test_a_rate_of_zero_is_refused(rate: float, burst: int) -> None:
     with pytest.raises(ValueError, match="above 0"):
         TokenBucket(rate, burst)
 
@@ -116,7 +114,7 @@ class Clock:
 
 class TestRateLimit:
     @pytest.mark.parametrize("mbps", [0.1, 1.0, 5.0, 8.0, 100.0, 5000.0])
-    def test_what_travels_stays_under_the_limit(self, mbps: float) -> None:
+    def test_bytes_on_the_link_stay_under_the_limit(self, mbps: float) -> None:
         """With the headers, over ten seconds after a pause, and all of it is used."""
         clock = Clock()
         limit = RateLimit(mbps, clock=clock)
@@ -133,7 +131,7 @@ class TestRateLimit:
             assert sent <= 1.05 * rate
 
     @pytest.mark.parametrize("mbps", [6.0, 10.0, 100.0, 1000.0])
-    def test_within_a_twentieth_over_any_second_and_a_bit(self, mbps: float) -> None:
+    def test_any_window_of_a_second_is_within_five_percent(self, mbps: float) -> None:
         clock = Clock()
         limit = RateLimit(mbps, clock=clock)
         rate = mbps * 1e6 / 8 / WIRE_OVERHEAD
@@ -151,14 +149,14 @@ class TestRateLimit:
         assert MIN_BURST_BYTES <= 64 * 1024
 
     @pytest.mark.parametrize("count", [0, 1, 2**40])
-    def test_no_limit_costs_nothing(self, count: int) -> None:
+    def test_an_unlimited_rate_never_waits(self, count: int) -> None:
         def no_clock() -> float:
             raise AssertionError("asked for the time")
 
         assert UNLIMITED.delay(count) == 0.0
         assert RateLimit(None, clock=no_clock).delay(count) == 0.0
 
-    def test_threads_take_one_after_another(self) -> None:
+    def test_concurrent_threads_take_one_after_another(self) -> None:
         """Between the time that a limit reads and what it takes, no other thread takes anything."""
         inside, most, waits = 0, 0, []
 

@@ -92,7 +92,7 @@ async def run_peers(
         The result of each peer's work by index, without the peers that crashed.
     """
     results: dict[int, T] = {}
-    everybody = trio.Event()
+    all_joined = trio.Event()
     signers = [simulated_signer(index) for index in range(count)]
 
     async def live(index: int, bootstrap: Sequence[str], done: trio.Event) -> None:
@@ -103,7 +103,7 @@ async def run_peers(
             ):
                 nursery.start_soon(cancel_when_crashed, peer, scope)
                 done.set()
-                await everybody.wait()
+                await all_joined.wait()
                 results[index] = await work(peer, index)
                 working.discard(index)
                 if not working:
@@ -130,7 +130,7 @@ async def run_peers(
             await done.wait()
         if plan is not None:
             nursery.start_soon(plan.carry_out, network, [signer.peer_id for signer in signers])
-        everybody.set()
+        all_joined.set()
         await finished.wait()
         nursery.cancel_scope.cancel()
     return results

@@ -82,14 +82,14 @@ def test_bad_numbers_are_refused(name: str, bad: float) -> None:
 
 @pytest.mark.parametrize("codec", [Blockwise8(), Int8(), resolve_codec("bf16")], ids=lambda codec: codec.name)
 def test_encoding_waits_for_the_current_stream(codec: Codec) -> None:
-    """What the current stream has been given to do is done before the values are read."""
+    """The work that is queued on the current stream is done before the values are read."""
     elements = 1 << 22
     expected = bytes(codec.encode(torch.full((elements,), 3.0)))
     values = torch.zeros(elements, device="cuda")
     torch.cuda.synchronize()
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     with torch.cuda.stream(stream):
-        torch.cuda._sleep(100_000_000)  # type: ignore[no-untyped-call]  # clock cycles: some 50 ms
+        torch.cuda._sleep(100_000_000)  # type: ignore[no-untyped-call]  # clock cycles, about 50 ms
         values.fill_(3.0)
         assert bytes(codec.encode(values)) == expected
         assert torch.cuda.current_stream() == stream

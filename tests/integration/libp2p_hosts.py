@@ -21,7 +21,7 @@ HUGE_WINDOW = 1 << 30
 
 
 def open_host(*listen: str) -> AbstractAsyncContextManager[Libp2pTransport]:
-    """Everybody here can be dialled."""
+    """Open a host that can be dialled."""
     return hosts.open_host(*(listen or (LOOPBACK,)))
 
 
@@ -53,7 +53,7 @@ async def until_it_cannot_write(host: Libp2pTransport, stranger: RawPeer) -> Non
 
 @asynccontextmanager
 async def host_that_cannot_write() -> AsyncIterator[tuple[Libp2pTransport, RawPeer]]:
-    """A host whose socket to a stranger is full: it floods a huge window, and the stranger reads nothing."""
+    """Open a host whose socket to a stranger is full: it floods a huge window, and the stranger reads nothing."""
     async with open_host() as host:
         host.serve(FLOOD, flood)
         async with raw_peer(host) as stranger:

@@ -1,4 +1,4 @@
-"""The benchmarks, so small that their figures mean nothing: they work and say what they should. Without hivemind."""
+"""The benchmarks at a tiny size, without hivemind: they run, and print what they should. The figures mean nothing."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from scripts.benchmarks.systems import gloo
 from scripts.benchmarks.vectors import vectors
 
 ROOT = Path(__file__).parents[2]
-SECONDS = 60.0  # a watchdog
+SECONDS = 60.0  # the watchdog
 Line = dict[str, Any]
 
 
 def bench(name: str, *options: str) -> list[Line]:
-    """What a small run prints, line by line."""
+    """Return the lines that a small run prints."""
     command = [sys.executable, "-m", "scripts.benchmarks.main", name, "--small", *options]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=SECONDS, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr
@@ -31,7 +31,7 @@ def bench(name: str, *options: str) -> list[Line]:
 
 
 def medians(lines: list[Line]) -> dict[tuple[str, str], float]:
-    """By system and figure; of each the range is around the median."""
+    """Parse the figures by system and name, and check that each range contains the median."""
     found = {}
     for line in lines:
         if "figure" in line:
@@ -106,7 +106,7 @@ def test_scale() -> None:
 
 
 def test_a_wrong_result_is_reported_as_an_error() -> None:
-    exact = replace(gloo(), tolerance=-1.0)  # nothing is exact enough
+    exact = replace(gloo(), tolerance=-1.0)  # no result is exact enough
     with vectors(2, 1_000) as folder:
         setup = {"elements": 1_000, "vectors": str(folder)}
         with Crew(exact, [Place()] * 2, setup) as crew:

@@ -1,4 +1,4 @@
-"""The averager of ordinary training loops, between real peers on loopback."""
+"""The blocking averager for ordinary training loops, between real peers on loopback."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_the_compression_ratio_matches_the_reported_bytes() -> None:
             averager.accumulate([torch.randn(elements)])
         for result in step_together(first, second):
             assert isinstance(result, Success)
-            # Half of the vector out and in to be averaged, and half of it in and out again.
+            # Half of the vector goes out and in as contributions, and half of it in and out as averages.
             moved = result.bytes_sent + result.bytes_received
             assert result.compression_ratio == pytest.approx(4 * 2 * elements / moved)
             assert result.compression_ratio > 3.5
@@ -111,10 +111,12 @@ def test_a_mapping_is_returned_as_a_mapping() -> None:
 def test_a_step_without_waiting_is_collected_by_a_later_one() -> None:
     with two_averagers() as (first, second):
         first.accumulate([torch.ones(4)], weight=2.0)
-        begun = first.step(wait=0)  # nobody else is ready yet: if this waited, it would wait for the second
+        begun = first.step(
+            wait=0
+        )  # no other peer is ready yet: if this call waited, it would wait for the second peer
         assert begun == InProgress(ready_peers=1, target_size=2, reason="a group is being formed")
         assert first.weight == 0.0
-        first.accumulate([torch.full((4,), 100.0)], weight=7.0)  # the next round's
+        first.accumulate([torch.full((4,), 100.0)], weight=7.0)  # of the next round
         second.accumulate([torch.full((4,), 5.0)], weight=2.0)
         other = second.step(wait=None)
         result = first.step(wait=WATCHDOG_SECONDS)
@@ -151,7 +153,7 @@ def test_each_argument_of_a_step_reaches_the_round() -> None:
         begun = alone.step(wait=0, observe=True, group_size=3)
         assert isinstance(begun, InProgress)
         assert begun.target_size == 3
-        assert alone.weight == 1.0, "it observes"
+        assert alone.weight == 1.0, "the peer observes"
 
 
 def test_the_round_goes_on_after_a_wait_timeout() -> None:
@@ -162,7 +164,9 @@ def test_the_round_goes_on_after_a_wait_timeout() -> None:
         second.accumulate([torch.ones(4)])
         assert isinstance(second.step(wait=None), Success)
         assert isinstance(first.step(wait=WATCHDOG_SECONDS), Success)
-        assert first.step(wait=None) == NoPeers(reason="nothing is accumulated"), "a result was given twice"
+        assert first.step(wait=None) == NoPeers(reason="nothing is accumulated"), (
+            "a result was returned twice"
+        )
 
 
 def test_a_step_without_contribution_does_not_wait() -> None:
@@ -194,7 +198,7 @@ def test_an_invalid_wait_is_refused(wait: Any) -> None:
 
 
 def test_many_threads_use_one_averager() -> None:
-    """One accumulates, two step: no weight is lost, none counts twice, and every result is given to one of them."""
+    """One thread accumulates, two step: no weight is lost or counted twice, and each result goes to one thread."""
     calls, rounds = 60, 3
     collected: list[Success] = []
     failures: list[RoundResult] = []
@@ -233,7 +237,7 @@ def test_many_threads_use_one_averager() -> None:
         name = first.peer_id
     assert failures == []
     assert sorted(result.group_id for result in collected) == sorted(result.group_id for result in others)
-    # The last round may have begun and been broken off at the end: that counts as accumulated again.
+    # The last round may have been interrupted by the end. Its contribution then counts as accumulated again.
     assert sum(result.weights[name] for result in collected) + first.weight == calls + sum(extra)
 
 

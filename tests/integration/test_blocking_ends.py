@@ -1,4 +1,4 @@
-"""How a block is left: errors, forks, Ctrl-C. Whatever happens, the thread ends and its sockets close."""
+"""Leaving the averager's block: after errors, forks and Ctrl-C, the thread ends and its sockets are closed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from p2pavg.blocking import Averager, open_averager
 from p2pavg_dht import Ed25519Signer, RecordNode
 from tests.integration.test_blocking import LOOPBACK, WATCHDOG_SECONDS, config, step_together, two_averagers
 
-SOMEBODY = Ed25519Signer(b"s" * 32).peer_id
+SOME_PEER = Ed25519Signer(b"s" * 32).peer_id
 
 
 class BoomError(Exception):
@@ -43,7 +43,7 @@ class BoomError(Exception):
 
 @pytest.fixture(autouse=True)
 def _ctrl_c_is_heard() -> Iterator[None]:
-    """Also in a run in a shell's background, which ignores it, and lets its children ignore it."""
+    """Restore the default handler of SIGINT, because a shell makes background jobs and their children ignore it."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -83,7 +83,7 @@ class TestLeaving:
             averager.accumulate([torch.full((3,), 2.0)], weight=4.0)
             assert isinstance(averager.step(wait=0), InProgress)
             assert averager.weight == 0
-        assert averager.weight == 4.0, "the round took its contribution along"
+        assert averager.weight == 4.0, "the round has taken the contribution"
         assert torch.equal(averager.accumulated[0], torch.full((3,), 2.0))  # type: ignore[index]
 
     def test_calls_after_the_block_raise_closed_error(self) -> None:
@@ -118,7 +118,7 @@ class TestLeaving:
 
 
 def when_waiting_for_a_round(monkeypatch: pytest.MonkeyPatch, function: Callable[[], object]) -> None:
-    """Called in the background thread, each time when a step begins to wait there."""
+    """A function that is called in the background thread whenever a step begins to wait there."""
     from p2pavg.round.round import Round
 
     changed = Round.changed
@@ -133,7 +133,7 @@ def when_waiting_for_a_round(monkeypatch: pytest.MonkeyPatch, function: Callable
 class TestErrorsOfTheBackground:
     @pytest.fixture
     def failing(self, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-        """Makes the record node of the peer fail, when set."""
+        """A flag that makes the record node of the peer fail."""
         fail = threading.Event()
 
         async def run(_node: RecordNode, *, task_status: Any = trio.TASK_STATUS_IGNORED) -> None:
@@ -193,7 +193,7 @@ class TestMistakes:
             "127.0.0.1:4001",
             "/ip4/127.0.0.1",
             "/ip4/127.0.0.1/udp/0",
-            f"/ip4/127.0.0.1/tcp/0/p2p/{SOMEBODY}",
+            f"/ip4/127.0.0.1/tcp/0/p2p/{SOME_PEER}",
             "",
         ],
     )
@@ -224,9 +224,9 @@ class TestMistakes:
 
     def test_no_bootstrap_peer_answers(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("p2pavg.peer.BOOTSTRAP_SECONDS", 0.3)
-        with socket.socket() as silent:  # bound, and never listening
+        with socket.socket() as silent:  # bound, but not listening
             silent.bind(("127.0.0.1", 0))
-            address = f"/ip4/127.0.0.1/tcp/{silent.getsockname()[1]}/p2p/{SOMEBODY}"
+            address = f"/ip4/127.0.0.1/tcp/{silent.getsockname()[1]}/p2p/{SOME_PEER}"
             with pytest.raises(BootstrapError, match="no bootstrap peer could be reached") as caught:
                 never_entered(bootstrap=[address])
         assert address in str(caught.value)
@@ -234,7 +234,7 @@ class TestMistakes:
     def test_a_bootstrap_peer_with_another_id(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("p2pavg.peer.BOOTSTRAP_SECONDS", 1.0)
         with open_averager(config(), listen=LOOPBACK) as somebody_else:
-            address = somebody_else.addresses[0].replace(somebody_else.peer_id, SOMEBODY)
+            address = somebody_else.addresses[0].replace(somebody_else.peer_id, SOME_PEER)
             with pytest.raises(BootstrapError):
                 never_entered(bootstrap=[address])
 
@@ -256,11 +256,11 @@ class TestOtherProcesses:
                     ClosedError, match=rf"belongs to process {os.getppid()} and cannot be used after a fork"
                 ):
                     use()
-            averager._thread.stop()  # as at the end of the block: nothing to do, nobody to wait for
+            averager._thread.stop()  # as at the end of the block: nothing to do and nothing to wait for
 
         with two_averagers() as averagers:
             with warnings.catch_warnings():
-                # Python 3.12 and later warn of exactly what this test is about.
+                # Python 3.12 and later warn about forks of a process with threads, which this test is about.
                 warnings.filterwarnings(
                     "ignore", "This process .* is multi-threaded, use of fork", DeprecationWarning
                 )
@@ -279,7 +279,7 @@ class TestOtherProcesses:
                 averager.accumulate([torch.ones(3)])
             assert all(isinstance(result, Success) for result in step_together(*averagers))
 
-    # Python 3.12 and later warn when torch forks its workers beside our thread; they use nothing of it.
+    # Python 3.12 and later warn when torch forks its workers beside our thread. The workers do not use the thread.
     @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork:DeprecationWarning")
     @pytest.mark.parametrize("method", ["fork", "spawn"])
     def test_a_data_loader_with_workers(self, method: str) -> None:
@@ -333,7 +333,7 @@ def test_ctrl_c_during_a_waiting_step() -> None:
             out, err = process.communicate(timeout=5)
         finally:
             process.kill()
-    # As the interpreter ends by itself after a KeyboardInterrupt that nobody catches.
+    # The interpreter ends like this after an uncaught KeyboardInterrupt.
     assert process.returncode == -signal.SIGINT
     assert out == "1.0 []\n"
     assert err.count("Traceback") == 1

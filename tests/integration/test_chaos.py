@@ -1,4 +1,4 @@
-"""The checker of ``scripts/chaos`` on histories made by hand, its plan, and one short run with real processes."""
+"""The checker of ``scripts/chaos`` on hand-made histories, its plan, and a short run with real processes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def mean(*parts: tuple[float, SampleId]) -> list[float]:
 
 
 class History(Life):
-    """A life, told briefly."""
+    """Build the history of a process from a short notation."""
 
     def sample(self, at: float, number: int, weight: float) -> History:
         self.events.append({"event": "sample", "at": at, "number": number, "weight": weight})
@@ -72,7 +72,7 @@ def found(*lives: Life) -> Findings:
 
 
 def wrong(*lives: Life) -> str:
-    """What is wrong; exactly one thing."""
+    """Return the only violation that the checker finds."""
     [text] = found(*lives).violations
     return text
 
@@ -82,7 +82,10 @@ SECOND = mean((4.0, (0, 0, 1)), (8.0, (1, 0, 1)))
 
 
 def right() -> tuple[History, History]:
-    """Two processes that average twice, with a round in which one found nobody in between, and a sample left."""
+    """Return histories of two processes that average twice.
+
+    In between, one of them has a round without a group. At the end, one sample is left.
+    """
     a = History(0, 0, A).sample(0, 0, 1.0).begun(0, 1.0).success(2, 0, "g1", {A: 1.0, B: 2.0}, FIRST)
     b = History(1, 0, B).sample(0, 0, 2.0).begun(1, 2.0).success(2, 0, "g1", {A: 1.0, B: 2.0}, FIRST)
     a.sample(3, 1, 4.0).begun(3, 4.0).result(8, 4.0, "NoPeers", reason="nobody")
@@ -128,7 +131,7 @@ class TestRight:
 
     def test_a_contribution_returned_just_before_a_round_takes_it(self) -> None:
         a = History(0, 0, A).sample(0, 0, 1.0).begun(0, 1.0).failed(3, 0, used=None)
-        a.sample(4, 1, 4.0).begun(4, 4.0)  # and the 1.0 comes back now
+        a.sample(4, 1, 4.0).begun(4, 4.0)  # and the 1.0 is returned now
         b = History(1, 0, B).sample(4, 0, 2.0).begun(4, 2.0)
         weights = {A: 5.0, B: 2.0}
         average = mean((1.0, (0, 0, 0)), (4.0, (0, 0, 1)), (2.0, (1, 0, 0)))
@@ -144,7 +147,7 @@ class TestRight:
 
     def test_samples_of_a_killed_process_are_in_at_most_one_result(self) -> None:
         a, b = right()
-        del b.events[-2:]  # it did not live to report its second result
+        del b.events[-2:]  # it was killed before it reported its second result
         b.killed = 13
         b.sample(12.5, 2, 32.0)
         restarted = History(1, 1, B).sample(15, 0, 64.0).left(20, 64.0)
@@ -158,7 +161,7 @@ class TestRight:
 
 
 class TestExcused:
-    """Used, in a result that nobody lived to report."""
+    """A contribution was used in a result that no process reported, because those that held it were killed."""
 
     def used(self) -> History:
         return History(0, 0, A).sample(0, 0, 1.0).begun(10, 1.0).failed(13, 0, used=True).left(20, 0)
@@ -241,7 +244,7 @@ class TestWrong:
         assert "sample 1 of process 0, life 0, is in two results" in wrong(a, b, c.left(20, 0))
 
     def test_a_sample_of_a_killed_process_in_two_results(self) -> None:
-        """Nothing excuses that."""
+        """No kill excuses a sample in two results."""
         a, b = right()
         a.events = a.events[:-2]
         a.killed = 12
@@ -295,7 +298,7 @@ class TestWrong:
     def test_a_step_that_takes_too_long(self) -> None:
         a, b = right()
         a.events = [{**event, "at": event["at"] + (50 if event["at"] > 19 else 0)} for event in a.events]
-        assert found(a, b).violations == []  # between steps, it may take its time
+        assert found(a, b).violations == []  # a pause between steps is allowed
         c = History(2, 0, C).sample(0, 0, 1.5).begun(0, 1.5).failed(41, 1.5, used=False).left(42, 1.5)
         assert "a step of process 2 took 41.0 s" in wrong(a, b, c)
 
@@ -364,7 +367,7 @@ class TestSketch:
 
 
 def test_four_processes_with_kills_stops_and_restarts(tmp_path: Path) -> None:
-    """The first, from which the others bootstrapped, among them."""
+    """The first process, from which the others bootstrapped, is among them."""
     how = Setting(
         peers=4, seconds=15.0, seed=3, group_size=3, elements=20_000, match_timeout=3.0, calm_seconds=5.0
     )

@@ -1,4 +1,4 @@
-"""The command line as a user runs it: what it prints where, how it ends, and what mistakes look like."""
+"""The command line as a user runs it: its output, its exit codes, and its messages about mistakes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from p2pavg.cli.main import main
 from p2pavg_dht import Ed25519Signer
 
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
-SOMEBODY = Ed25519Signer(b"s" * 32).peer_id
+SOME_PEER = Ed25519Signer(b"s" * 32).peer_id
 WATCHDOG_SECONDS = 60.0
 LEAVE_SECONDS = 3.0
 FULL_ADDRESS = re.compile(r"/ip4/127\.0\.0\.1/tcp/[1-9][0-9]*/p2p/12D3KooW[1-9A-HJ-NP-Za-km-z]{44}")
@@ -48,7 +48,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 class Daemon:
-    """A ``p2pavg peer`` that runs; its output is read as it comes."""
+    """A running ``p2pavg peer``. Its output is read as it arrives."""
 
     def __init__(self, *arguments: str) -> None:
         self.process = subprocess.Popen(
@@ -75,7 +75,7 @@ class Daemon:
         self._lines.put(None)
 
     def wait_for(self, pattern: str) -> str:
-        """The first line, of either stream, with this in it."""
+        """Return the first line of either stream that contains a text."""
         while (line := self._lines.get(timeout=WATCHDOG_SECONDS)) is not None:
             if re.search(pattern, line):
                 return line
@@ -85,7 +85,7 @@ class Daemon:
         return self.wait_for(r"^/ip4/").strip()
 
     def leave(self, number: signal.Signals = signal.SIGTERM) -> int:
-        """The exit code; TimeoutExpired when it takes more than three seconds."""
+        """Return the exit code. Raise TimeoutExpired if the process takes more than three seconds."""
         self.process.send_signal(number)
         code = self.process.wait(LEAVE_SECONDS)
         self.join()
@@ -165,7 +165,7 @@ class TestPeer:
             address = first.address()
             with daemon("--bootstrap", address) as second:
                 assert FULL_ADDRESS.fullmatch(second.address())
-                assert first.leave(signal.SIGINT) == 0, "with another peer connected"
+                assert first.leave(signal.SIGINT) == 0, "while another peer is connected"
                 assert second.process.poll() is None
                 assert second.leave(signal.SIGTERM) == 0
             for peer in (first, second):
@@ -175,12 +175,12 @@ class TestPeer:
 
     @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
     def test_a_peer_can_leave_during_bootstrap(self, number: signal.Signals) -> None:
-        """From somebody who accepts and says nothing."""
+        """The bootstrap peer accepts the connection and then says nothing."""
         with socket.socket() as silent:
             silent.bind(("127.0.0.1", 0))
             silent.listen()
             silent.settimeout(WATCHDOG_SECONDS)
-            address = f"/ip4/127.0.0.1/tcp/{silent.getsockname()[1]}/p2p/{SOMEBODY}"
+            address = f"/ip4/127.0.0.1/tcp/{silent.getsockname()[1]}/p2p/{SOME_PEER}"
             with daemon("--bootstrap", address) as peer:
                 connection, _ = silent.accept()
                 with connection:
@@ -189,7 +189,7 @@ class TestPeer:
                 assert "Traceback" not in "".join(peer.log)
 
     def test_an_auxiliary_peer_helps_a_run_of_two(self) -> None:
-        """As an auxiliary: it reduces a share, and nothing of its own is in the average."""
+        """As an auxiliary, it reduces a share and contributes nothing to the average."""
         config = p2pavg.AveragingConfig(run_id="helped", group_size=2, match_timeout=30.0, compression="fp32")
         with daemon("--run-id", "helped", "--max-upload-mbps", "80", "--max-download-mbps", "90") as helper:
             address = helper.address()
@@ -213,10 +213,10 @@ class TestPeer:
                         assert torch.equal(result.averaged[0], torch.full((1000,), 3.0))  # type: ignore[index]
                     if results[0].auxiliaries:  # type: ignore[union-attr]
                         break
-                    if not helping:  # it looks for new runs every few seconds
+                    if not helping:  # the peer looks for new runs every few seconds
                         helper.wait_for(r"helping peers that average 1 tensors of 1000 elements")
                         helping = True
-                    assert time.monotonic() < give_up, "it never took part"
+                    assert time.monotonic() < give_up, "the auxiliary never took part"
                 assert [result.auxiliaries for result in results] == [(name,), (name,)]  # type: ignore[union-attr]
                 helper.wait_for(r"reduced [1-9][0-9]* elements for 2 peers")
             assert helper.leave() == 0
@@ -301,13 +301,13 @@ class TestMistakes:
         assert (out, "Error" in err) == ("", True)
 
     def test_no_bootstrap_peer_answers(self) -> None:
-        """The whole time-out, cut short where the test may."""
+        """The test shortens the timeout of the bootstrap, and waits for all of it."""
         shortened = (
             "import p2pavg.peer as p; p.BOOTSTRAP_SECONDS = 0.3; from p2pavg.cli.main import main; main()"
         )
-        with socket.socket() as nobody:
-            nobody.bind(("127.0.0.1", 0))
-            address = f"/ip4/127.0.0.1/tcp/{nobody.getsockname()[1]}/p2p/{SOMEBODY}"
+        with socket.socket() as silent:
+            silent.bind(("127.0.0.1", 0))
+            address = f"/ip4/127.0.0.1/tcp/{silent.getsockname()[1]}/p2p/{SOME_PEER}"
             done = subprocess.run(
                 [sys.executable, "-c", shortened, "peer", "--listen", LOOPBACK, "--bootstrap", address],
                 capture_output=True,

@@ -1,4 +1,4 @@
-"""The examples as a user runs them, from another folder than the clone, with fewer steps."""
+"""The examples as a user runs them, from a folder other than the clone, with fewer steps."""
 
 from __future__ import annotations
 

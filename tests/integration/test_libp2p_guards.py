@@ -1,6 +1,6 @@
 """Strangers that break the protocols of libp2p: each test fails without its guard.
 
-The conformance suite holds what any transport must do. These tests speak libp2p's own layers, and speak them badly.
+The conformance suite covers the duties of any transport. These tests break the rules of libp2p's own layers.
 """
 
 import logging
@@ -56,7 +56,7 @@ async def test_a_protocol_name_that_is_no_text_costs_its_stream_only() -> None:
 async def test_a_bug_of_a_handler_costs_its_stream_only_and_is_logged(
     error: Exception, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """With the peer's name and the traceback; what the network does is no error in the log."""
+    """The log has the peer's id and the traceback. Faults of the network are not logged as errors."""
 
     async def fail(_: Stream) -> None:
         raise error
@@ -85,7 +85,7 @@ async def test_a_bug_of_a_handler_costs_its_stream_only_and_is_logged(
 @pytest.mark.parametrize("announced", [5_000, 1 << 62])
 @watched
 async def test_a_long_line_of_negotiation_is_refused_unread(announced: int) -> None:
-    """Before anybody has proved who it is."""
+    """The line comes before the peer has proved its identity."""
     prefix = bytearray()
     rest = announced
     while rest >= 0x80:
@@ -156,7 +156,7 @@ async def test_only_noise_and_our_protocols_are_offered() -> None:
 
 @watched
 async def test_a_host_sends_no_identify_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Identify writes into the host what a stranger says of itself, in a system task that may end trio."""
+    """Identify would write a stranger's claims into the host, in a system task that may end trio."""
     asked: list[object] = []
 
     async def ask(_: guards.GuardedHost, peer_id: object, *_rest: object) -> None:
@@ -203,7 +203,7 @@ async def test_a_sender_that_ignores_its_window_loses_the_stream(
                 await stranger.send_data(number, bytes(200_000))
         await stranger.until_reset(41)
         assert sum(map(len, buffers.values())) <= 1_000_000
-        assert len(buffers) <= 5, "streams that were refused are remembered"
+        assert len(buffers) <= 5, "refused streams must be forgotten"
         await stranger.ping(1)
         await stranger.until_pong(1)
         await assert_serves_strangers(host)
@@ -225,7 +225,7 @@ async def test_more_inbound_streams_than_allowed_are_reset() -> None:
 @watched
 async def test_a_peer_that_reads_no_replies_loses_the_connection() -> None:
     async with host_that_cannot_write() as (host, stranger):
-        with suppress(IOException):  # it has lost the connection before it had asked for so many
+        with suppress(IOException):  # the connection may be lost before all pings are sent
             for number in range(guarded_yamux.MAX_REPLIES + 10):
                 await stranger.ping(number)
         await eventually(lambda: not host.is_connected(stranger.peer_id))
@@ -235,7 +235,7 @@ async def test_a_peer_that_reads_no_replies_loses_the_connection() -> None:
 @watched
 async def test_a_window_does_not_grow_beyond_its_bound() -> None:
     class Unmeasured:
-        """As much of a connection as a stream needs to grow its window: one with a long way."""
+        """The part of a connection that a stream needs to grow its window, with a long round trip."""
 
         stream_buffers: dict[int, bytearray] = {}  # noqa: RUF012
         _nursery = None
@@ -273,7 +273,7 @@ async def test_a_reset_stream_leaves_nothing_unread_behind() -> None:
 @pytest.mark.parametrize("end", ["aclose", "reset"])
 @watched
 async def test_a_stream_that_the_other_side_resets_is_forgotten(end: str) -> None:
-    """With bytes unread, and whether it is then closed or reset here."""
+    """The stream has unread bytes, and is then closed or reset by this side."""
     async with open_host() as host, raw_peer(host) as stranger:
         began, was_reset, gone = trio.Event(), trio.Event(), trio.Event()
 
@@ -286,7 +286,7 @@ async def test_a_stream_that_the_other_side_resets_is_forgotten(end: str) -> Non
 
         host.serve(HELD, close)
         await stranger.open(1, HELD)
-        await stranger.send_data(1, bytes(40_000))  # more than is read ahead
+        await stranger.send_data(1, bytes(40_000))  # more than the stream reads ahead
         await began.wait()
         muxed = connection_of(host, stranger.peer_id)
         await stranger.write(TYPE_WINDOW_UPDATE, FLAG_RST, 1, 0)
@@ -301,7 +301,7 @@ async def test_a_stream_that_the_other_side_resets_is_forgotten(end: str) -> Non
 
 @watched
 async def test_a_stream_is_answered_in_one_frame(monkeypatch: pytest.MonkeyPatch) -> None:
-    """libp2p sends its greeting and its answer in one each."""
+    """libp2p sends its greeting and its answer in two frames."""
     answers: list[bytes] = []
     send = speed._GreetsLater._send
 

@@ -39,13 +39,13 @@ def tasks() -> int:
 
 
 async def until_no_more_than(before: Sequence[int], held: Callable[[], Sequence[int]]) -> None:
-    """What still closed when ``before`` was counted may be gone as well."""
+    """Wait until no count is above ``before``. Some objects may have been closing when ``before`` was counted."""
     await eventually(lambda: all(now <= then for now, then in zip(held(), before, strict=True)))
 
 
 @watched
 async def test_ended_inbound_connections_leave_nothing_behind() -> None:
-    """Slots, tasks and sockets, after many more than the host may have at once."""
+    """Slots, tasks and sockets are free after many more connections than the host may have at once."""
     limits = ConnectionLimits(connections=60, inbound=60, per_host=60, per_prefix=60)
     async with open_libp2p_transport(seed=next(seeds), listen=[LOOPBACK], limits=limits) as host:
         host.serve(ECHO, echo)
@@ -101,7 +101,7 @@ async def test_closing_leaves_no_socket_open(count: int) -> None:
                 for peer in peers:
                     await assert_serves(host, peer)
                 closing.deadline = trio.current_time() + 3.0
-        assert not closing.cancel_called, "closing takes long"
+        assert not closing.cancel_called, "closing took too long"
         await eventually(lambda: not any(peer._swarm.get_connections() for peer in peers))
         assert open_sockets() <= before
 
@@ -117,13 +117,13 @@ async def test_closing_does_not_wait_for_a_peer_that_reads_nothing() -> None:
                 await until_it_cannot_write(host, stranger)
                 before = open_sockets()
                 closing.deadline = trio.current_time() + 5.0
-        assert not closing.cancel_called, "closing takes long"
-        assert open_sockets() <= before - 2  # its listener and its connection
+        assert not closing.cancel_called, "closing took too long"
+        assert open_sockets() <= before - 2  # the host's listener and its connection
 
 
 @watched
 async def test_a_dial_that_is_given_up_leaves_no_socket_open() -> None:
-    """A server that accepts and says nothing."""
+    """The server accepts the connection and says nothing."""
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
@@ -138,7 +138,7 @@ async def test_a_dial_that_is_given_up_leaves_no_socket_open() -> None:
 
 @watched
 async def test_an_inbound_connection_ends_the_wait_for_a_dial() -> None:
-    """A router that drops what it does not know: our dial is never answered, the other's is."""
+    """Our dial is never answered, as behind a router that drops packets, but the other peer's dial is."""
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
@@ -164,7 +164,7 @@ async def test_an_inbound_connection_ends_the_wait_for_a_dial() -> None:
 
 @watched
 async def test_a_peer_can_be_dialled_again_after_a_failed_dial(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And a dial does not go through what blacklists for a minute and waits for a quarter of a second."""
+    """A dial does not use libp2p's ``dial_peer``, which blacklists for a minute and waits for 0.25 s."""
 
     async def refuse(*_: object) -> None:
         raise AssertionError("dial_peer was called")

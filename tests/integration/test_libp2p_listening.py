@@ -22,7 +22,7 @@ async def test_a_wildcard_announces_the_machines_interfaces() -> None:
         own = {entry.address for entries in psutil.net_if_addrs().values() for entry in entries}
         assert "127.0.0.1" in hosts
         assert set(hosts) <= own
-        assert hosts[-1].startswith("127."), "loopback is the last to try"
+        assert hosts[-1].startswith("127."), "loopback must come last"
         await stranger.dial(host.addresses[-1], timeout=TIMEOUT)
 
 
@@ -131,7 +131,7 @@ def test_a_forked_child_holds_no_socket() -> None:
 
 
 def test_no_output_and_no_log_handler_by_default() -> None:
-    """libp2p logs a refused dial as an error, and calls logging.warning() on the root logger."""
+    """Without a guard, libp2p logs a refused dial as an error, and calls logging.warning() on the root logger."""
     finished = run_script(LOGS)
     assert finished.returncode == 0, finished.stderr
     assert finished.stderr == ""

@@ -25,7 +25,7 @@ from tests.integration.raw_peers import line, raw_peer
 
 @watched
 async def test_a_host_that_cannot_write_still_reads() -> None:
-    """With both directions busy, two readers that write would wait for each other."""
+    """With both directions busy, two readers that write would deadlock."""
     async with host_that_cannot_write() as (host, stranger):
         arrived = trio.Event()
 
@@ -39,7 +39,7 @@ async def test_a_host_that_cannot_write_still_reads() -> None:
             await stranger.ping(number)
         await stranger.open(3, HELD)
         await stranger.send_data(3, b"x")
-        # Nothing of the host's goes out, so the stream is unanswered; it has been read to here all the same.
+        # The host cannot send, so the stream stays unanswered. But the host has read up to here.
         muxed = connection_of(host, stranger.peer_id)
         await eventually(lambda: len(muxed.stream_buffers.get(3, b"")) > 0)
         assert not arrived.is_set()

@@ -1,4 +1,4 @@
-"""What :class:`p2pavg.testing.LocalSwarm` does with its processes."""
+""":class:`p2pavg.testing.LocalSwarm` and its processes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ def test_a_restarted_process_has_its_index_its_arguments_and_its_peer_id(tmp_pat
         assert first.event(60.0) == {"bootstrap": [], "arguments": first.arguments}
         assert second.event(60.0) == {"bootstrap": [first.address], "arguments": {"color": "blue"}}
 
-        again = swarm.restart(0, arguments={"life": 1})  # the one that the other bootstrapped from, and alive
+        again = swarm.restart(
+            0, arguments={"life": 1}
+        )  # the process from which the other bootstrapped, which still runs
         assert not first.running
         assert swarm.processes == [again, second]
         assert (again.index, again.peer_id) == (0, first.peer_id)
@@ -98,7 +100,7 @@ if __name__ == "__main__":
 
 
 def test_a_function_of_a_script_is_found(tmp_path: Path) -> None:
-    """From another folder, with what lies beside it, and without running it again."""
+    """The script is imported from another folder, with the modules beside it, and is not run again."""
     (tmp_path / "beside.py").write_text("WORD = 'found'")
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)

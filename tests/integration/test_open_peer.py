@@ -1,4 +1,4 @@
-"""What ``open_peer`` takes for addresses, over real sockets."""
+"""The addresses that ``open_peer`` accepts, over real sockets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The README's code runs as it stands, and what it names exists."""
+"""The README's code runs unchanged, and the files that it names exist."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_the_readmes_optimizers_train() -> None:
         names = {"torch": torch, "model": model, "averager": averager, "inputs": inputs, "loss": loss}
         exec(snippet(1), names)
     assert isinstance(names["report"], StepReport)
-    assert not torch.equal(model.weight, before), "the inner optimizer took a step"
+    assert not torch.equal(model.weight, before), "the inner optimizer must take a step"
 
 
 def test_two_processes_train_with_the_documented_program(tmp_path: Path) -> None:
@@ -85,7 +85,7 @@ def test_two_processes_train_with_the_documented_program(tmp_path: Path) -> None
             printed = [process.communicate(timeout=120)[0].splitlines() for process in (first, second)]
             assert [process.returncode for process in (first, second)] == [0, 0]
     updates = [[line for line in lines if line.startswith("update")] for lines in printed]
-    assert updates[0] == updates[1], "the same means of the same peers' losses"
+    assert updates[0] == updates[1], "both peers must have the same means of the losses"
     assert [line.partition(",")[0] for line in updates[0]] == [
         f"update {epoch} of 2 peers" for epoch in range(1, 21)
     ]

@@ -1,4 +1,4 @@
-"""Whatever bytes come in: a checked message, or RemoteProtocolError and nothing else."""
+"""Any bytes are decoded to a checked message, or raise RemoteProtocolError and no other exception."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_arbitrary_bytes_against_any_schema(data: bytes, types: list[type]) -> N
 
 
 def fits(read: Callable[[bytes], object], again: Callable[[Any], bytes], data: bytes) -> None:
-    """What is read is what somebody could have said."""
+    """Check that a decoded message could have been encoded by an honest peer."""
     try:
         found = read(data)
     except RemoteProtocolError:

@@ -16,7 +16,7 @@ MAX_BYTES = 300
 
 
 class Recorded(Stream):
-    """A stream whose other side has sent some bytes in some pieces, and then closed its half or reset it."""
+    """A stream whose other side has sent bytes in pieces, and has then closed its half or reset it."""
 
     remote = "somebody"
 

@@ -1,4 +1,4 @@
-"""Matchmaking's decoders before strangers: a message whose every record is genuine, or RemoteProtocolError."""
+"""Matchmaking's decoders with untrusted bytes: a message of genuine records, or RemoteProtocolError."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def candidates_in(message: Message) -> list[Candidate]:
 
 
 def check(data: bytes) -> Message | None:
-    """What a peer makes of these bytes; every record in it is one that its publisher signed."""
+    """Decode bytes as a peer does, and check that every record in the message is genuine."""
     try:
         message = decode(data)
     except RemoteProtocolError:
@@ -150,7 +150,7 @@ def test_changed_bytes(data: bytes) -> None:
 
 
 def replaced(tree: Any, path: list[int], value: object) -> Any:
-    """A nested list with the element on a path replaced; indices count round."""
+    """Return a nested list with the element at a path replaced. Indices wrap around."""
     if not path or not isinstance(tree, list) or not tree:
         return value
     index = path[0] % len(tree)
@@ -167,7 +167,7 @@ def test_one_part_of_another_type(message: Message, path: list[int], value: obje
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 20), min_size=1, max_size=2), objects)
 def test_signed_values_may_be_anything(path: list[int], value: object) -> None:
-    """The signature is genuine: only the meaning is left to check, in each message that carries one."""
+    """The signature is genuine, so only the content of the record is left to check, in each kind of message."""
     record = pack_record(signed(0, msgpack.packb(replaced(VALUE, path, value))))
     for kind in range(3):
         check(bytes([kind]) + msgpack.packb([record]))

@@ -1,4 +1,4 @@
-"""What holds for every input: decoders refuse with their own error, stores keep their bounds."""
+"""Properties for every input: decoders refuse with their own error, and stores keep their limits."""
 
 from collections import Counter
 from contextlib import suppress
@@ -176,7 +176,7 @@ def test_a_store_keeps_its_invariants_for_any_input(
                 assert offered.rank >= earlier.rank
                 assert offered.expiration_time >= earlier.expiration_time
             newest[place] = offered
-        # Whatever happened to this record, nobody else's was touched.
+        # Whether this record was stored or refused, no other publisher's record has changed.
         assert {**before, place: None} == {**held, place: None}
 
 

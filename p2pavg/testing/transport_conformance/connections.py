@@ -47,14 +47,14 @@ async def hundreds_of_connections_come_and_go(around: Surroundings) -> None:
 async def a_dial_where_no_peer_listens_fails_at_once(around: Surroundings) -> None:
     async with peers_of(around, 2) as (here, there):
         address = around.unused_address()
-        nobody = address.rpartition("/")[2]
+        absent = address.rpartition("/")[2]
         with trio.fail_after(TIMEOUT / 2):
             await assert_raises(UnreachableError, here.dial(address, timeout=TIMEOUT))
             for addresses in ((address,), ()):
                 await assert_raises(
-                    UnreachableError, here.open_stream(nobody, ECHO, addresses=addresses, timeout=TIMEOUT)
+                    UnreachableError, here.open_stream(absent, ECHO, addresses=addresses, timeout=TIMEOUT)
                 )
-        assert not here.is_connected(nobody)
+        assert not here.is_connected(absent)
         await assert_serves(here, there)
 
 

@@ -1,4 +1,4 @@
-"""Who gets a direct lane: tickets, certificates, and what else comes to the port."""
+"""The admission of direct lanes: tickets, certificates, and other connections to the port."""
 
 import socket
 import ssl
@@ -38,7 +38,7 @@ async def ask(here: Transport, there: Transport, own: OwnCertificate) -> tuple[S
 
 
 def call(port: int, context: ssl.SSLContext, name: str | None) -> bytes:
-    """What a client reads that sends a message with its handshake."""
+    """Return the bytes that a client reads if it sends a message with its handshake."""
     with (
         socket.create_connection(("127.0.0.1", port)) as plain,
         context.wrap_socket(plain, server_hostname=name) as connection,
@@ -138,7 +138,7 @@ async def test_an_old_ticket_is_refused(how: str, monkeypatch: pytest.MonkeyPatc
 
 @watched
 async def test_a_receiver_with_another_certificate_is_refused() -> None:
-    """Somebody else answers at the address: nothing may be sent to them."""
+    """If another peer answers at the address, nothing may be sent to it."""
     async with pair() as (here, there):
         mallory = OwnCertificate("mallory")
         door = keeper(there)._doorway

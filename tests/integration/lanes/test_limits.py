@@ -1,4 +1,4 @@
-"""How many lanes a peer keeps and holds, and for how long."""
+"""The limits of the lanes that a peer keeps and holds, and their lifetimes."""
 
 import os
 
@@ -66,7 +66,7 @@ async def test_a_peer_of_no_group_gets_few_lanes(monkeypatch: pytest.MonkeyPatch
 
 @watched
 async def test_idle_lanes_of_other_peers_make_room_for_a_member(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A member of an old group that keeps its lanes keeps no member of a new one out."""
+    """A member of an old group that keeps its lanes must not keep out a member of a new group."""
     monkeypatch.setattr(limits, "MAX_INBOUND", 3)
     async with pair() as (here, there), open_host() as member:
         expected = {here.peer_id}
@@ -127,4 +127,4 @@ async def test_a_network_may_have_no_lanes() -> None:
     async with MemoryNetwork().transport(Ed25519Signer(next(seeds))) as here:
         here.serve_lanes(Inbox())
         with pytest.raises(UnreachableError, match="this network has no direct lanes"):
-            await here.open_lane("somebody else", timeout=1.0)
+            await here.open_lane("another peer", timeout=1.0)

@@ -1,4 +1,4 @@
-"""What arrives over direct lanes, and when a lane is used again."""
+"""Data over direct lanes, and the reuse of lanes."""
 
 import os
 
@@ -58,7 +58,7 @@ async def test_lanes_wait_until_a_handler_is_set() -> None:
 
 @watched
 async def test_already_decrypted_bytes_wake_the_handler() -> None:
-    """Two messages in one TLS record: the socket has nothing more to say after the first."""
+    """Two messages are in one TLS record, so the socket is not readable again after the first."""
     async with pair() as (here, there):
         inbox = Inbox()
         there.serve_lanes(inbox)
@@ -86,7 +86,7 @@ async def test_an_idle_lane_whose_receiver_has_closed_is_dropped() -> None:
 
 @watched
 async def test_a_lane_that_has_just_closed_is_not_reused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The watcher may not have run yet."""
+    """The task that watches the lane may not have run yet."""
 
     async def see_nothing(*_: object) -> None:
         await trio.sleep_forever()
@@ -111,7 +111,7 @@ async def test_an_idle_lane_whose_sender_has_closed_is_dropped() -> None:
         lane.abort()
         await eventually(lambda: not keeper(there).lanes)
         await eventually(lambda: not keeper(here).lanes)
-        assert not inbox.lanes, "there was nothing to read"
+        assert not inbox.lanes, "the handler was called without bytes to read"
 
 
 @pytest.mark.parametrize("side", ["sender", "receiver"])

@@ -1,4 +1,4 @@
-"""How a lane comes about: who dials whom, and what is remembered of who cannot."""
+"""The two ways to make a lane, by a dial in either direction, and the memory of failed searches."""
 
 import socket
 from typing import Any, cast
@@ -38,13 +38,13 @@ async def test_a_receiver_that_cannot_be_dialled_dials_back() -> None:
 async def test_a_lane_needs_no_address_where_a_connection_is_open() -> None:
     async with pair() as (here, there):
         await here.dial(there.addresses[0], timeout=TIMEOUT)
-        there._addresses = ()  # nor does the other side name any
+        there._addresses = ()  # the other side names no address either
         here._addresses = ()
         await here.open_lane(there.peer_id, timeout=TIMEOUT)
 
 
 def closed_door(host: Libp2pTransport) -> None:
-    """As behind a router: libp2p is connected, and nobody can dial."""
+    """Make a host whose lanes cannot be dialled, as behind a router, although libp2p is connected."""
 
     async def drop(plain: socket.socket) -> None:
         plain.close()
@@ -96,7 +96,7 @@ async def test_a_silent_receiver_ends_with_a_timeout() -> None:
         await here.dial(there.addresses[0], timeout=TIMEOUT)
         with pytest.raises(UnreachableError, match=r"within 0\.2 s"):
             await here.open_lane(there.peer_id, timeout=0.2)
-        assert there.peer_id not in keeper(here)._nowhere._found, "nobody knows whether there is a way"
+        assert there.peer_id not in keeper(here)._nowhere._found, "it is unknown whether a lane could be made"
 
 
 @watched

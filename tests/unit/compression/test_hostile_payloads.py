@@ -1,4 +1,4 @@
-"""What a stranger may send: each kind of bad payload is refused, says why, and changes nothing."""
+"""Payloads of strangers: each kind of bad payload is refused with a reason, and changes nothing."""
 
 import struct
 

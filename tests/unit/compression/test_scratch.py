@@ -1,4 +1,4 @@
-"""Working memory goes from threads that have ended to those that begin, and to one at a time."""
+"""New threads reuse the working memory of ended ones, and no two live threads share it."""
 
 import os
 import subprocess
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 @pytest.fixture(autouse=True)
 def _nothing_idle() -> Iterator[None]:
-    """What threads of other tests have left is put aside."""
+    """Put aside the buffers that threads of other tests have left."""
     idle = scratch_module._idle
     kept = idle[:]
     idle.clear()
@@ -77,11 +77,13 @@ def test_two_live_threads_never_share_buffers() -> None:
         with ThreadPoolExecutor(threads) as pool:
             found = [future.result() for future in [pool.submit(work) for _ in range(threads)]]
         assert len({address for each in found for address in each}) == 3 * threads
-    assert len(scratch_module._idle) == threads, "of each generation the next one took them all"
+    assert len(scratch_module._idle) == threads, (
+        "each generation of threads must reuse all buffers of the one before"
+    )
 
 
 def test_short_lived_threads_do_not_disturb_each_other() -> None:
-    """Each encodes other values, with new threads all the time, and finds what one thread alone finds."""
+    """Many new threads encode different values, and get the same results as a single thread."""
     codecs = [Int8(block_size=64), Blockwise8(block_size=64)]
     values = [torch.randn(5000, generator=torch.Generator().manual_seed(seed)) for seed in range(6)]
     alone = [[bytes(codec.encode(each)) for codec in codecs] for each in values]

@@ -1,4 +1,4 @@
-"""Codecs do not depend on the state that a program sets in torch, and import no more than they need."""
+"""Codecs do not depend on the global state of torch, and import only what they need."""
 
 import os
 import subprocess
@@ -46,7 +46,7 @@ def test_default_device_and_dtype_do_not_matter(codec: Codec) -> None:
 
 
 def test_buffers_made_under_inference_mode_stay_usable(codec: Codec) -> None:
-    """Buffers that a thread made under inference_mode would be unusable outside of it."""
+    """Without a guard, buffers that a thread made under inference_mode would be unusable outside of it."""
 
     def inside_then_outside() -> tuple[list[float], list[float]]:
         with torch.inference_mode():

@@ -69,7 +69,7 @@ def test_stalled_calls_are_awaited_without_a_majority() -> None:
     for peer in PEERS[:3]:
         few.answered(peer.peer_id, [])
     few.notice_stalls(HEDGE_DELAY)
-    # With ourselves 4 of 8: another half of the same 8 might have met other peers.
+    # With this peer, 4 of 8 have answered. Another half of the same 8 might not overlap with them.
     assert not few.finished
     few.answered(PEERS[3].peer_id, [])
     assert few.finished

@@ -100,7 +100,7 @@ FIELDS = pack(RECORD)
         (message(1, [], [[*FIELDS[:4], bytes(4097), FIELDS[5]]]), "a value was expected"),
         (message(1, [], [[*FIELDS[:3], 5, *FIELDS[4:]]]), "finite float"),
         (message(1, [], [[*FIELDS[:4], [b"x"], FIELDS[5]]]), "a value was expected"),
-        # An extension type of no length where the value belongs.
+        # An empty extension type in the place of the value.
         (message(1, [], [[*FIELDS[:4], b"", FIELDS[5]]]).replace(b"\xc4\0", b"\xc7\0\5"), "not bytes"),
         (encode(Located(())), "an answer came"),
     ],

@@ -1,4 +1,4 @@
-"""One node against scripted peers: what it believes, what it refuses, what it may be asked."""
+"""One node against scripted peers: the records that it accepts or refuses, and the requests that it answers."""
 
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -42,7 +42,7 @@ Answering = Callable[[Contact, bytes], Awaitable[bytes]]
 
 
 class Script:
-    """An Rpc that answers as told, and remembers what was asked."""
+    """An Rpc with scripted answers that records its requests."""
 
     def __init__(self, answering: Answering) -> None:
         self.answering = answering
@@ -230,7 +230,7 @@ async def test_a_late_join_refreshes_the_table_soon(autojump_clock: MockClock) -
     late, script = node()
     async with trio.open_nursery() as nursery:
         await nursery.start(late.run)  # type: ignore[arg-type]
-        # Long after its start it looks around only every five minutes.
+        # Long after its start, the node refreshes its table only every five minutes.
         begin = autojump_clock.current_time()
         await trio.sleep_until(begin + 1000.0)
         await late.join([contact(ALICE)])
@@ -286,7 +286,7 @@ async def test_expired_and_future_records_are_left_out() -> None:
     told, _ = node(saying(Found((), (record(ALICE), far, record(CAROL, ttl=-5.0)))))
     await told.join([contact(ALICE)])
     assert await told.find(KEY) == (record(ALICE),)
-    # Who has another clock is no liar.
+    # A peer whose clock differs is not treated as malicious.
     assert told.contacts == (contact(ALICE),)
 
 
@@ -304,7 +304,7 @@ async def test_invented_peers_cost_a_bounded_number_of_calls(autojump_clock: Moc
     async def inventing(to: Contact, _: bytes) -> bytes:
         nonlocal made
         if to != contact(ALICE):
-            raise RpcError("nobody is there")
+            raise RpcError("no answer")
         made += 8
         fakes = [Ed25519Signer(number.to_bytes(32, "big")) for number in range(made - 8, made)]
         return encode(Found(tuple(map(contact, fakes)), (record(ALICE),)))

@@ -16,7 +16,7 @@ PEERS = [
 ]
 ME, *OTHERS = PEERS
 OWN_POINT = peer_point(ME.peer_id)
-# Half of all peers differ from us in the first bit: more than the farthest bucket holds.
+# Half of all peers differ from this one in the first bit. That is more than the farthest bucket holds.
 FAR = [peer for peer in OTHERS if bucket_of(OWN_POINT, peer_point(peer.peer_id)) == BITS]
 A, B, C = OTHERS[:3]
 

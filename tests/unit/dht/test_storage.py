@@ -1,4 +1,4 @@
-"""What a store takes, what it refuses and why, and that a flood does not push anybody out."""
+"""The records that a store accepts or refuses; a flood displaces no honest record."""
 
 from dataclasses import replace
 from typing import Any
@@ -83,7 +83,7 @@ def test_a_withdrawn_record_stays_withdrawn() -> None:
 
 
 def test_a_record_that_expires_before_the_one_it_replaces_is_refused() -> None:
-    # Once it had ended, the older one could be replayed.
+    # After its expiration, the older record could be replayed.
     store = RecordStore(Limits())
     put(store, record(sequence=1, ttl=60.0))
     assert put(store, record(sequence=2, ttl=59.0, value=b"")) is Refusal.SHORTENED
@@ -135,7 +135,7 @@ def test_a_publisher_has_its_allowance_of_bytes() -> None:
     store = RecordStore(Limits(bytes_per_publisher=MAX_WIRE_BYTES))
     assert put(store, record(value=bytes(2000))) is None
     assert put(store, record(key=numbered_key(1), value=bytes(2000))) is Refusal.PUBLISHER_QUOTA
-    # The longer value of a record that is held needs room, too.
+    # A longer value of a record that is held needs room too.
     assert put(store, record(sequence=2, value=bytes(4096))) is None
     assert put(store, record(key=numbered_key(1), value=b"")) is Refusal.PUBLISHER_QUOTA
 
@@ -164,7 +164,7 @@ def test_a_sender_has_its_allowance_of_other_publishers_records() -> None:
     store = RecordStore(Limits(relayed_per_sender=2))
     outcomes = [put(store, record(signer), sender=ALICE) for signer in CROWD[:3]]
     assert outcomes == [None, None, Refusal.SENDER_QUOTA]
-    # Renewals of what it brought, its own records, and everybody else's own are not concerned.
+    # Renewals of relayed records, the sender's own records and those sent by their publishers are not limited by it.
     assert put(store, record(CROWD[0], sequence=2), sender=ALICE) is None
     assert put(store, record(ALICE), sender=ALICE) is None
     assert put(store, record(CROWD[2]), sender=CROWD[2]) is None

@@ -1,4 +1,4 @@
-"""msgpack from strangers, field by field."""
+"""Decoding of untrusted msgpack, field by field."""
 
 from __future__ import annotations
 

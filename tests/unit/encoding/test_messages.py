@@ -1,4 +1,4 @@
-"""Matchmaking's messages and the exchange's headers: their bytes, and what is refused although it is well-formed."""
+"""Messages of matchmaking and headers of the exchange: their bytes, and well-formed ones that are refused."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_every_kind_is_covered() -> None:
 
 @pytest.mark.parametrize("name", ["ask", "nudge", "joined", "declined with a leader", "propose", "disband"])
 def test_a_forged_record_is_refused(name: str) -> None:
-    """Somebody else's words with one of them changed: it weighs less than it says."""
+    """The record of another peer with its last byte changed."""
     record = ME.record
     forged = dataclasses.replace(ME, record=dataclasses.replace(record, value=record.value[:-1] + b"9"))
     messages: dict[str, Message] = {

@@ -1,4 +1,4 @@
-"""An exception in the handling of a message costs its sender; everything else stays loud."""
+"""An exception in the handling of a message costs its sender; any other exception is raised."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What can go wrong in the network in memory, and that it goes wrong as it says. All times are virtual."""
+"""The faults of the network in memory happen as documented. All times are virtual."""
 
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -281,7 +281,7 @@ async def test_bandwidth_is_shared_by_all_that_a_peer_sends(
                 nursery.start_soon(send, to)
         await trio.sleep(10.0)
         assert arrived[1] == pytest.approx(2.0, abs=0.1)
-        assert arrived[0] > 1.5, "one was served after the other"
+        assert arrived[0] > 1.5, "one stream was served after the other"
 
 
 @pytest.mark.parametrize("seed", [1, 2])

@@ -1,4 +1,4 @@
-"""Work in threads that end with their call, and calls from them to the event loop."""
+"""Work in threads that end with their call, and their calls to the event loop."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ on_linux = pytest.mark.skipif(sys.platform != "linux", reason="priorities of thr
 
 
 def never() -> None:
-    raise AssertionError("nobody was cancelled")
+    raise AssertionError("the caller was not cancelled")
 
 
 def own(work: Callable[[], Any], stop: Callable[[], None]) -> Any:
@@ -73,7 +73,7 @@ async def test_the_thread_has_ended_when_the_call_returns() -> None:
     for _ in range(50):
         thread = await own(threading.current_thread, never)
         assert thread.name == NAME
-        assert thread.daemon, "a process that ends does not wait for it"
+        assert thread.daemon, "a process that ends must not wait for the thread"
         assert not thread.is_alive()
     assert NAME not in [thread.name for thread in threading.enumerate()]
 
@@ -110,7 +110,7 @@ async def test_a_cancelled_caller_stops_the_work_once_and_waits() -> None:
                 await trio.testing.wait_all_tasks_blocked()
                 seen = (work.stops, list(ended))
                 work.let_go()
-    assert seen == (1, []), "what it works on has to stay"
+    assert seen == (1, []), "the thread's arguments must stay valid"
     assert ended == [True]
     assert work.stops == 1
     assert work.thread is not None
@@ -118,7 +118,7 @@ async def test_a_cancelled_caller_stops_the_work_once_and_waits() -> None:
 
 
 async def test_a_cancelled_caller_gets_neither_result_nor_exception() -> None:
-    """It is cancelled, whether the work returned or raised."""
+    """The caller raises Cancelled, whether the work returned or raised."""
     started, stopped = trio.Event(), threading.Event()
     token = trio.lowlevel.current_trio_token()
 
@@ -156,7 +156,7 @@ async def test_a_thread_that_cannot_start_raises(monkeypatch: pytest.MonkeyPatch
 
 
 async def test_each_call_has_its_own_thread() -> None:
-    """None waits for its turn: the parts of a group's lanes wait for each other."""
+    """No call waits for its turn, because the lanes of a group wait for each other."""
     together = threading.Barrier(5)
     met: list[int] = []
 
@@ -200,7 +200,7 @@ print(in_a_new_thread())
 
 
 def test_torch_uses_one_thread_inside_and_is_unchanged_outside() -> None:
-    """Also when several begin at once, and in threads that begin later."""
+    """This also holds if several calls begin at once, and in threads that begin later."""
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", IN_A_FRESH_PROCESS],
         capture_output=True,
@@ -231,7 +231,7 @@ trio.run(main)
 
 @on_linux
 def test_worker_threads_have_a_lower_priority() -> None:
-    """And nobody else does: trio lends its threads to others."""
+    """Only these threads do so, because trio lends its own threads to other callers."""
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", PRIORITIES],
         capture_output=True,
@@ -240,7 +240,7 @@ def test_worker_threads_have_a_lower_priority() -> None:
         check=True,
     )
     before, inside, *others = map(int, done.stdout.split())
-    assert inside == NICENESS or inside >= before > NICENESS, "who runs the tests may have lowered it further"
+    assert inside == NICENESS or inside >= before > NICENESS, "the test run may have a lower priority already"
     assert others == [before] * 2
 
 
@@ -278,7 +278,7 @@ async def test_forbidden_priorities_are_no_error(monkeypatch: pytest.MonkeyPatch
 
 
 async def drained() -> None:
-    """What was told the loop before has been called."""
+    """Wait until all earlier calls to the loop have run."""
     await trio.lowlevel.checkpoint()
     await trio.testing.wait_all_tasks_blocked()
 
@@ -352,7 +352,7 @@ async def test_calls_of_several_threads_run_in_order_and_none_is_lost() -> None:
 
 
 async def test_the_last_call_before_a_pause_is_run() -> None:
-    """One that comes while the loop empties the queue is not overlooked."""
+    """A call that comes while the loop empties the queue is not lost."""
     soon = ToLoop()
     heard = trio.Semaphore(0)
 

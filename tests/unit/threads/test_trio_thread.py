@@ -1,4 +1,4 @@
-"""The thread that runs trio: what is called in it, what ends it, and who is told. No network."""
+"""The thread that runs trio: its calls, its end, and the reports of its errors. No network."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class BoomError(Exception):
 
 @pytest.fixture(autouse=True)
 def _ctrl_c_is_heard() -> Iterator[None]:
-    """Also in a run in a shell's background, which ignores it, and lets its children ignore it."""
+    """Restore the default handler of SIGINT, because a shell makes background jobs and their children ignore it."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -58,7 +58,7 @@ async def boom() -> None:
 
 
 def ending_with(error: BaseException) -> tuple[Live, threading.Event]:
-    """A thread that lives until the event, and then ends with an error."""
+    """A ``live`` that waits for the event, and then ends with an error."""
     end = threading.Event()
 
     async def until_then(give: Give, _stop: trio.Event) -> None:
@@ -91,7 +91,7 @@ class TestCalls:
             assert thread.call(works) == 5
 
     def test_calls_of_several_threads_run_together(self) -> None:
-        """Each waits in the thread for all the others."""
+        """Each call waits in the thread for all others."""
         count = 6
         arrived: list[int] = []
         together = trio.Event()
@@ -148,7 +148,7 @@ class TestTheEnd:
         thread = TrioThread(fails, name="under test")
         with pytest.raises(BoomError, match="in the thread"):
             thread.start()
-        thread.stop()  # told already
+        thread.stop()  # start() has reported the error already
         assert not is_running("under test")
 
     def test_live_may_end_before_it_reports_a_start(self) -> None:
@@ -194,7 +194,7 @@ class TestTheEnd:
                 thread.check()
 
     def test_the_error_has_priority_over_closed_errors(self) -> None:
-        """What it does on its way out ends a call earlier than the thread itself ends."""
+        """The clean-up of ``live`` ends a call before the thread itself ends."""
 
         async def closes_first(give: Give, _stop: trio.Event) -> None:
             give("ready")
@@ -223,7 +223,7 @@ class TestTheEnd:
         end.set()
         with pytest.raises(BoomError, match="unheard"):
             thread.stop()
-        thread.stop()  # once
+        thread.stop()  # only once
 
     def test_several_errors_at_once_stay_a_group(self) -> None:
         async def twice(give: Give, _stop: trio.Event) -> None:
@@ -310,9 +310,9 @@ class TestTheEnd:
 
 
 def exit_code_of_child(function: Callable[[], None]) -> int:
-    """0 when it returns in a child made by os.fork."""
+    """Run a function in a child made by os.fork. Return 0 if it returns."""
     with warnings.catch_warnings():
-        # Python 3.12 and later warn of exactly what this test is about.
+        # Python 3.12 and later warn about forks of a process with threads, which this test is about.
         warnings.filterwarnings(
             "ignore", "This process .* is multi-threaded, use of fork", DeprecationWarning
         )
@@ -340,7 +340,7 @@ class TestFork:
                     ClosedError, match=rf"belongs to process {parent} and cannot be used after a fork"
                 ):
                     call()
-            # What wakes the loop is shared with the parent: nothing may be sent there.
+            # The socket that wakes the loop is shared with the parent, so nothing may be sent on it.
             thread._soon = None  # type: ignore[method-assign,assignment]
             thread.stop()
 

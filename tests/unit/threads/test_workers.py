@@ -1,4 +1,4 @@
-"""Work off the event loop uses one thread of torch, and takes none from anybody else."""
+"""Work off the event loop uses one thread of torch, and does not change the setting of other threads."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ print(in_a_new_thread())
 
 
 def test_torch_uses_one_thread_inside_and_is_unchanged_outside() -> None:
-    """Also in the threads that trio lends to others, and in those that begin later."""
+    """This also holds in trio's threads, and in threads that begin later."""
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", IN_A_FRESH_PROCESS],
         capture_output=True,
@@ -93,7 +93,7 @@ async def test_a_cancelled_caller_waits_for_a_running_function() -> None:
         try:
             await workers.run(work)
         finally:
-            assert finished, "what it works on may be gone already"
+            assert finished, "the function's arguments may be gone already"
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(call)

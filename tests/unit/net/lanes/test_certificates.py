@@ -1,4 +1,4 @@
-"""Certificates and contexts on a pair of sockets: who gets through, and who does not."""
+"""Certificates and contexts on a pair of sockets: the handshakes that succeed, and those that fail."""
 
 import os
 import signal
@@ -65,7 +65,7 @@ def self_signed(key: Any, algorithm: Any = None, *, days: int = 10) -> bytes:
 def shake(
     client: ssl.SSLContext, server: ssl.SSLContext, name: str | None
 ) -> tuple[ssl.SSLSocket | Exception, ssl.SSLSocket | Exception]:
-    """What each side has at the end; the client's counts only once it has read the server's judgement."""
+    """Return each side's outcome. The client's counts only after it has read the server's verdict."""
     here, there = socket.socketpair()
     found: list[ssl.SSLSocket | Exception] = []
 
@@ -141,7 +141,7 @@ def test_a_client_without_a_certificate_is_refused(
 def test_the_listening_context_finishes_no_handshake_itself(
     alice: OwnCertificate, bob: OwnCertificate
 ) -> None:
-    """Were the choice ever left out: the context of the door itself has no certificate, and trusts nobody."""
+    """If the choice of a context were skipped, the listening context has no certificate and trusts none."""
     context = door(bob.server_context(alice.der))
     context.sni_callback = None
     assert both_closed(shake(alice.client_context(bob.der), context, TICKET))
@@ -194,7 +194,7 @@ Watched = list[tuple[int, int, list[Any]]]
 
 
 def watch_loading(directory: Any, monkeypatch: pytest.MonkeyPatch) -> Watched:
-    """The mode, the number of names and the directory's content, each time that a key is loaded."""
+    """Record the file's mode, its number of names and the directory's content, each time that a key is loaded."""
     seen: Watched = []
     load = ssl.SSLContext.load_cert_chain
 
@@ -216,7 +216,7 @@ def test_the_key_is_in_no_directory_while_it_is_loaded(
     tmp_path: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A process that is killed at any moment leaves no key."""
+    """A process that is killed at any moment leaves no key behind."""
     if has_memfd and not hasattr(os, "memfd_create"):
         pytest.skip("this system has no memfd")
     if not has_memfd:

@@ -18,7 +18,7 @@ from p2pavg.net.libp2p.patient_stream import PatientStream
 
 
 class Wire:
-    """As much of a connection as a stream needs to write."""
+    """The part of a connection that a stream needs for writing."""
 
     def __init__(self) -> None:
         self.written = bytearray()
@@ -34,7 +34,7 @@ class Wire:
 
 
 def stream_on(wire: Wire) -> PatientStream:
-    """Made as libp2p makes it: its own class, put among the streams of a connection."""
+    """Make a stream as libp2p does: an object of its own class, put among the streams of a connection."""
     streams = guarded_yamux._Streams()
     streams[1] = YamuxStream(1, cast(Any, wire), True)
     found = streams[1]
@@ -51,7 +51,7 @@ async def test_a_writer_waits_for_its_window_for_an_hour(
     async with trio.open_nursery() as nursery:
         nursery.start_soon(stream.write, data)
         await trio.sleep(3600.0)
-        assert bytes(wire.written) == data[: 256 * 1024], "not one window"
+        assert bytes(wire.written) == data[: 256 * 1024], "more or less than one window was sent"
         while len(wire.written) < len(data):
             stream.send_window += 100_000
             await trio.sleep(3600.0)
@@ -62,7 +62,7 @@ async def test_a_writer_waits_for_its_window_for_an_hour(
 
 @pytest.mark.parametrize("seed", range(5))
 async def test_no_sender_is_allowed_more_than_its_window(seed: int, autojump_clock: MockClock) -> None:
-    """Whatever is read, in whatever pieces, beside what arrives."""
+    """The test reads pieces of random sizes while data arrives."""
     dice = random.Random(seed)
     stream = stream_on(Wire())
     buffer = bytearray()
@@ -82,7 +82,7 @@ async def test_no_sender_is_allowed_more_than_its_window(seed: int, autojump_clo
         await monkeyed._auto_tune_and_send_window_update(bytes_read=taken)
         await trio.sleep(dice.uniform(0.0, 0.05))
         assert stream.recv_window + len(buffer) <= stream.target_recv_window <= guarded_yamux.MAX_WINDOW_BYTES
-    assert read > 20 * 1024 * 1024, "a window that never opens again"
+    assert read > 20 * 1024 * 1024, "the window did not open again"
 
 
 @pytest.mark.parametrize("end", ["closed", "send_closed"])

@@ -1,4 +1,4 @@
-"""What stands in for parts of libp2p does the same, in fewer turns of the event loop."""
+"""The replacements for parts of libp2p behave like the originals, in fewer turns of the event loop."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ async def test_only_one_task_holds_the_lock() -> None:
 
 
 async def test_waiters_get_the_lock_in_order_before_its_last_holder() -> None:
-    """Also before one that lets go of it and takes it again without a pause."""
+    """A task that releases the lock and acquires it again at once comes after the waiting tasks."""
     lock = EagerLock()
     order: list[str] = []
 
@@ -98,9 +98,9 @@ async def test_waiters_get_the_lock_in_order_before_its_last_holder() -> None:
             nursery.start_soon(wait, name)
             await wait_all_tasks_blocked()
         lock.release()
-        assert lock.locked(), "it is the first waiter's already"
-        await wait("who came back")
-    assert order == ["first", "second", "third", "who came back"]
+        assert lock.locked(), "the first waiter has the lock already"
+        await wait("last holder")
+    assert order == ["first", "second", "third", "last holder"]
 
 
 async def test_a_cancelled_waiter_is_skipped() -> None:
@@ -162,7 +162,7 @@ async def test_only_the_holder_can_release_the_lock() -> None:
     with pytest.raises(RuntimeError):
         lock.release()
     async with lock:
-        with pytest.raises(RuntimeError):  # it would wait for itself
+        with pytest.raises(RuntimeError):  # the task would wait for itself
             await lock.acquire()
 
 
@@ -179,7 +179,7 @@ async def test_libp2p_sees_all_of_trio_except_its_lock(monkeypatch: pytest.Monke
         assert seen.BrokenResourceError is trio.BrokenResourceError
         with pytest.raises(AttributeError):
             _ = seen.NothingOfThatName
-    assert isinstance(trio.Lock(), trio.Lock), "nobody else's changes"
+    assert isinstance(trio.Lock(), trio.Lock), "trio itself must not change"
     lock = rw_lock.ReadWriteLock()
     async with lock.read_lock():
         pass
@@ -191,7 +191,7 @@ async def test_libp2p_sees_all_of_trio_except_its_lock(monkeypatch: pytest.Monke
 
 
 class Counting(trio.abc.HalfCloseableStream):
-    """One end of streams in memory, which counts how often it is asked."""
+    """One end of a stream in memory that counts its reads."""
 
     def __init__(self, stream: trio.StapledStream) -> None:
         self._stream = stream
@@ -223,7 +223,7 @@ def ahead(stream: trio.StapledStream) -> tuple[ReadAheadStream, Counting]:
 
 
 async def read_all(stream: ReadWriteCloser, sizes: Sequence[int | None]) -> bytes:
-    """In pieces of these sizes, again and again, until the end; each is within what was asked for."""
+    """Read pieces of these sizes in turn until the end, and check that none is larger than requested."""
     found = bytearray()
     for turn in range(100_000):
         size = sizes[turn % len(sizes)]
@@ -232,7 +232,7 @@ async def read_all(stream: ReadWriteCloser, sizes: Sequence[int | None]) -> byte
         if not piece and size != 0:
             break
         found += piece
-    assert await stream.read(5) == b"", "the end stays the end"
+    assert await stream.read(5) == b"", "bytes were read after the end"
     return bytes(found)
 
 
@@ -310,7 +310,7 @@ async def test_a_read_that_is_cancelled_loses_nothing() -> None:
     assert await stream.read(3) == b"hel"
     with trio.CancelScope() as scope:
         scope.cancel()
-        assert await stream.read(1) == b"l", "no reason to wait, and none to end"
+        assert await stream.read(1) == b"l", "the read neither waits nor ends"
     assert await stream.read(3) == b"o"
 
 
@@ -367,7 +367,7 @@ async def test_two_concurrent_reads_lose_nothing() -> None:
 
 
 class Pipe(ReadWriteCloser):
-    """As libp2p's streams, over one in memory."""
+    """A stream with the interface of libp2p's, over one in memory."""
 
     def __init__(self, stream: trio.StapledStream) -> None:
         self.stream = stream
@@ -396,7 +396,7 @@ def delimited(*lines: str | bytes) -> bytes:
 
 @asynccontextmanager
 async def answered(answer: Callable[[Pipe], Awaitable[object]]) -> AsyncIterator[Pipe]:
-    """A stream to somebody that answers, and stays."""
+    """Open a stream to a peer that runs ``answer`` and then keeps the stream open."""
     near, far = memory_stream_pair()
     with trio.fail_after(WATCHDOG_SECONDS * 10):
         async with trio.open_nursery() as nursery:
@@ -406,7 +406,7 @@ async def answered(answer: Callable[[Pipe], Awaitable[object]]) -> AsyncIterator
 
 
 async def speak(pipe: Pipe) -> None:
-    """libp2p's own server, and a word after it."""
+    """Run libp2p's own server, and send one more word after it."""
     server = Multiselect({SPOKEN: None, OTHER: None})
     try:
         await server.negotiate(MultiselectCommunicator(pipe))
@@ -487,13 +487,13 @@ async def test_malformed_answers_agree_on_no_protocol(
         with pytest.raises(MultiselectClientError) as found:
             await client.select_one_of([SPOKEN], MultiselectCommunicator(pipe))
         if isinstance(client, EagerMultiselectClient):
-            assert len(str(found.value)) < 200, "a stranger's words do not fill our log"
+            assert len(str(found.value)) < 200, "a stranger's words must not fill the log"
 
 
 @CLIENTS
 async def test_an_answer_that_is_no_text_costs_its_stream_only(client: MultiselectClient) -> None:
     async with answered(saying(b"\xff\xfe", b"\xff\xfe")) as pipe:
-        with pytest.raises((MultiselectClientError, ValueError)):  # what opens streams takes either
+        with pytest.raises((MultiselectClientError, ValueError)):  # the transport handles either exception
             await client.select_one_of([SPOKEN], MultiselectCommunicator(pipe))
 
 
@@ -554,7 +554,7 @@ async def test_a_failed_write_raises(error: Exception) -> None:
 
 
 async def answer(pipe: Pipe) -> tuple[TProtocol | None, object]:
-    """What our server agrees on."""
+    """Return the protocol on which our server agrees."""
     server = OneAnswerMultiselect({SPOKEN: None, OTHER: None}, holds_more)
     return await server.negotiate(MultiselectCommunicator(pipe))
 
@@ -564,7 +564,7 @@ def holds_more(pipe: Any) -> bool:
 
 
 async def asked(said: bytes, kind: type[Pipe] = Pipe) -> Pipe:
-    """A stream of somebody that has said this before it hears anything."""
+    """Return a stream of a peer that has sent these bytes before it reads anything."""
     near, far = memory_stream_pair()
     await near.send_all(said)
     return kind(far)
@@ -610,7 +610,7 @@ async def test_a_client_that_waits_for_the_greeting_gets_it() -> None:
 
 
 async def test_after_a_refusal_another_request_may_be_agreed() -> None:
-    """The greeting is said once."""
+    """The greeting is sent only once."""
     pipe = await asked(delimited(MULTISELECT_PROTOCOL_ID, UNKNOWN, UNKNOWN, OTHER))
     assert await answer(pipe) == (OTHER, None)
     assert pipe.writes == [delimited(MULTISELECT_PROTOCOL_ID, "na"), delimited("na"), delimited(OTHER)]

@@ -1,4 +1,4 @@
-"""Who is let in, and who gives way, when there are too many connections."""
+"""The connections that are admitted, and those that give way, when there are too many."""
 
 import pytest
 
@@ -18,7 +18,7 @@ SMALL = ConnectionLimits(
 
 
 class House:
-    """An admission whose acquaintances can be set, and what it dropped."""
+    """An admission with settable acquaintances, which records the connections that it dropped."""
 
     def __init__(self, limits: ConnectionLimits = SMALL) -> None:
         self.known = Acquaintances()
@@ -102,7 +102,7 @@ class TestUnfinished:
         assert set(friends) <= set(house.admission.unfinished)
 
     def test_connections_that_stop_in_one_stage_give_way_to_each_other(self) -> None:
-        """From the honest peer's own address. Whether they have said nothing, or half of a handshake."""
+        """The attack comes from the honest peer's own address, in any stage of the handshake."""
         for speaks in (False, True):
             house = House()
             for _ in range(3):

@@ -1,4 +1,4 @@
-"""Which addresses that others name are dialled, and how many dials may fail."""
+"""The policy for addresses that other peers name, and the budget of failed dials."""
 
 import ipaddress
 import socket
@@ -101,7 +101,7 @@ class TestBudget:
     def fail(
         self, budget: DialBudget, host: str, now: float = 0.0, *, met: str = "", most: int = 10_000
     ) -> int:
-        """How many dials are made, if each fails."""
+        """Return the number of dials that are made if each one fails."""
         for count in range(most):
             if not budget.may_begin(now, host, met):
                 return count
@@ -140,7 +140,7 @@ class TestBudget:
         for _ in range(HOST_FAILURES):
             assert budget.may_begin(0.0, "203.0.113.7")
             budget.begin("203.0.113.7")
-        assert budget.may_begin(0.0, "203.0.113.7") is None, "wait for one of them"
+        assert budget.may_begin(0.0, "203.0.113.7") is None, "the dial must wait for one of them"
         budget.end(0.0, "203.0.113.7", failed=False)
         assert budget.may_begin(0.0, "203.0.113.7")
 
@@ -158,7 +158,7 @@ def address(host: str, peer_id: str = PEER) -> str:
 
 class TestGate:
     def gate(self) -> tuple[DialGate, Acquaintances]:
-        """Of a process that has met a peer already."""
+        """Make the gate of a process that has met a peer already."""
         known = Acquaintances()
         known.met(OTHER, "203.0.113.9")
         return DialGate(known), known

@@ -1,4 +1,4 @@
-"""How much gets through a limit, on a clock that the test moves."""
+"""The bytes that pass a rate limit, on a clock that the test moves."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ RATE = 1_000_000.0
 BURST = 50_000
 
 Gone = list[tuple[float, int]]
-"""When how many bytes went."""
+"""The moments at which bytes went, with their number."""
 
 
 def most_in_a_window(gone: Gone, rate: float) -> float:
-    """By how many bytes any window had more than its rate."""
+    """Return the largest number of bytes by which any window exceeded its rate."""
     gone = sorted(gone)
     totals = [0, *itertools.accumulate(count for _, count in gone)]
     return max(
@@ -43,7 +43,7 @@ pauses = st.floats(0.0, 0.3) | st.just(0.0)
 
 @given(st.lists(st.tuples(pauses, st.integers(0, BURST)), min_size=1, max_size=60))
 def test_no_window_has_more_than_its_rate_and_a_burst(asked: list[tuple[float, int]]) -> None:
-    """Whenever callers ask, also while others still wait."""
+    """Callers take at any moment, also while others still wait."""
     bucket = TokenBucket(RATE, BURST)
     now, gone = BEGUN, []
     for pause, count in asked:
@@ -67,7 +67,7 @@ def test_a_take_larger_than_the_burst_waits_until_it_is_earned(asked: list[tuple
     st.floats(0.0, 10.0),
 )
 def test_a_constant_sender_gets_the_full_rate(chunks: list[tuple[int, float]], idle: float) -> None:
-    """Though it wakes up late whenever it waits, by less than a burst's time."""
+    """The sender wakes up late after each wait, by less than the time of a burst."""
     bucket = TokenBucket(RATE, BURST)
     bucket.take(BEGUN, 0)
     now = begun = BEGUN + idle
@@ -85,7 +85,7 @@ def test_only_a_pause_earns_another_burst() -> None:
     bucket = TokenBucket(RATE, BURST)
     assert bucket.take(BEGUN, BURST) == 0.0
     assert bucket.take(BEGUN, 10_000) == pytest.approx(0.01)
-    assert bucket.take(BEGUN, 10_000) == pytest.approx(0.02), "what others took comes first"
+    assert bucket.take(BEGUN, 10_000) == pytest.approx(0.02), "earlier takes come first"
     assert bucket.take(BEGUN + 0.02, 0) == pytest.approx(0.0)
     assert bucket.take(BEGUN + 100.0, BURST) == 0.0
     assert bucket.take(BEGUN + 100.0, BURST) == pytest.approx(0.05), "a long pause earns one burst, not many"
@@ -115,7 +115,7 @@ class Clock:
 class TestRateLimit:
     @pytest.mark.parametrize("mbps", [0.1, 1.0, 5.0, 8.0, 100.0, 5000.0])
     def test_bytes_on_the_link_stay_under_the_limit(self, mbps: float) -> None:
-        """With the headers, over ten seconds after a pause, and all of it is used."""
+        """Over ten seconds after a pause, the bytes with all headers stay under the limit and use it up."""
         clock = Clock()
         limit = RateLimit(mbps, clock=clock)
         gone: Gone = []
@@ -157,7 +157,7 @@ class TestRateLimit:
         assert RateLimit(None, clock=no_clock).delay(count) == 0.0
 
     def test_concurrent_threads_take_one_after_another(self) -> None:
-        """Between the time that a limit reads and what it takes, no other thread takes anything."""
+        """No other thread takes anything between the reading of the clock and the take."""
         inside, most, waits = 0, 0, []
 
         def slow_clock() -> float:

@@ -37,6 +37,46 @@ class Started(Protocol):
         """Report that the task runs."""
 
 
+class _Checks:
+    """The calls that check whether a contact answers. Contacts that wait for a check are bounded."""
+
+    def __init__(self, client: Client, table: RoutingTable, own_point: int) -> None:
+        self._client = client
+        self._table = table
+        self._own_point = own_point
+        self._checking: set[str] = set()
+        self._to_check, self._checks = trio.open_memory_channel[Contact](MOST_WAITING)
+
+    def check_if_wanted(self, contact: Contact) -> None:
+        """Call `contact` soon, if the routing table wants it."""
+        if self._table.wanted(contact, trio.current_time()):
+            self.check_soon(contact)
+
+    def check_soon(self, contact: Contact) -> None:
+        """Call `contact` soon, unless a check of it is under way."""
+        if contact.peer_id in self._checking:
+            return
+        try:
+            self._to_check.send_nowait(contact)
+        except trio.WouldBlock:
+            logger.debug("%s is not checked: too many contacts wait for a check", contact.peer_id)
+        else:
+            self._checking.add(contact.peer_id)
+
+    async def run(self) -> None:
+        """Make the calls, until cancelled. Several tasks may run it."""
+        # A check asks for the peers near this one, so every check is a refresh as well.
+        async for contact in self._checks:
+            try:
+                await self._client.ask(
+                    contact, Locate(self._client.addresses(), point_bytes(self._own_point))
+                )
+            except RpcError as error:
+                logger.debug("check: %s", error)
+            finally:
+                self._checking.discard(contact.peer_id)
+
+
 class Upkeep:
     """The background work of one node. It begins with `run`. Work that waits for it is bounded."""
 
@@ -63,8 +103,7 @@ class Upkeep:
         self._running = False
         self._bootstrap: tuple[Contact, ...] = ()
         self._refresh_wanted = trio.Event()
-        self._checking: set[str] = set()
-        self._to_check, self._checks = trio.open_memory_channel[Contact](MOST_WAITING)
+        self._checks = _Checks(client, table, own_point)
         self._to_tell, self._newcomers = trio.open_memory_channel[Contact](MOST_WAITING)
 
     def remember_bootstrap(self, contacts: Sequence[Contact]) -> None:
@@ -77,8 +116,7 @@ class Upkeep:
 
     def check_if_wanted(self, contact: Contact) -> None:
         """Call `contact` soon, if the routing table wants it."""
-        if self._table.wanted(contact, trio.current_time()):
-            self._check_soon(contact)
+        self._checks.check_if_wanted(contact)
 
     def tell_soon(self, contact: Contact) -> None:
         """Send `contact`, which is new or has returned, those of this peer's records that it should hold."""
@@ -97,7 +135,7 @@ class Upkeep:
         try:
             async with trio.open_nursery() as nursery:
                 for _ in range(CHECKERS):
-                    nursery.start_soon(self._check_contacts)
+                    nursery.start_soon(self._checks.run)
                     nursery.start_soon(self._tell_newcomers)
                 nursery.start_soon(self._refresh)
                 nursery.start_soon(self._tick, nursery)
@@ -118,32 +156,10 @@ class Upkeep:
 
     def _check_on_peers(self) -> None:
         for contact in self._table.due(trio.current_time()):
-            self._check_soon(contact)
+            self._checks.check_soon(contact)
         if not self._table.live():
             for contact in self._bootstrap:
-                self.check_if_wanted(contact)
-
-    def _check_soon(self, contact: Contact) -> None:
-        if contact.peer_id in self._checking:
-            return
-        try:
-            self._to_check.send_nowait(contact)
-        except trio.WouldBlock:
-            logger.debug("%s is not checked: too many contacts wait for a check", contact.peer_id)
-        else:
-            self._checking.add(contact.peer_id)
-
-    async def _check_contacts(self) -> None:
-        # A check asks for the peers near this one, so every check is a refresh as well.
-        async for contact in self._checks:
-            try:
-                await self._client.ask(
-                    contact, Locate(self._client.addresses(), point_bytes(self._own_point))
-                )
-            except RpcError as error:
-                logger.debug("check: %s", error)
-            finally:
-                self._checking.discard(contact.peer_id)
+                self._checks.check_if_wanted(contact)
 
     async def _tell_newcomers(self) -> None:
         async for contact in self._newcomers:

@@ -135,7 +135,7 @@ def check_connection(connection: ssl.SSLObject | ssl.SSLSocket, trusted: bytes) 
     A second check: OpenSSL has verified both already, so this is not expected to raise.
     """
     if connection.getpeercert(binary_form=True) != trusted:
-        raise ssl.SSLError("the other side has shown a certificate other than the one it had named")
+        raise ssl.SSLError("the other side has shown another certificate, not the one that it had named")
     if connection.version() != "TLSv1.3":
         raise ssl.SSLError(f"agreed on {connection.version()} instead of TLS 1.3")
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import struct
 import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import trio
 
 from p2pavg.errors import StreamBrokenError
+from p2pavg.net.lanes.shared_connection import SharedConnection
 from p2pavg.net.lanes.tls_connection import PIECE_BYTES, TlsConnection
 from p2pavg.net.transport import Buffer, DirectLane, PeerId
 
@@ -22,12 +20,7 @@ _ACKNOWLEDGEMENT = b"\x06"
 
 
 class TlsLane(DirectLane):
-    """A lane over a connection whose handshake is done.
-
-    Every running call and every task that watches the socket is counted as a user, and the last user closes the
-    descriptor. If it were closed under a blocked reader, the system might give its number to another connection, and
-    the reader would read from that one.
-    """
+    """A lane over a connection whose handshake is done."""
 
     def __init__(self, connection: TlsConnection, remote: PeerId) -> None:
         self.remote = remote
@@ -35,9 +28,7 @@ class TlsLane(DirectLane):
         """Bytes handed to the kernel so far; see :meth:`unsent`."""
         self.bytes_received = 0
         self._connection = connection
-        self._lock = threading.Lock()
-        self._users = 0
-        self._aborted = False
+        self._shared = SharedConnection(connection, remote)
         # The sender has sent everything; the receiver has answered. Both are used from trio only.
         self._finished = trio.Event()
         self._answered = trio.Event()
@@ -47,26 +38,26 @@ class TlsLane(DirectLane):
     @property
     def aborted(self) -> bool:
         """True if this end has dropped the connection, or found it broken."""
-        return self._aborted
+        return self._shared.aborted
 
     def keep_unsent_below(self, count: int) -> None:
-        with self._using():
+        with self._shared.using():
             self._connection.keep_unsent_below(count)
 
     def wait_for_room(self) -> None:
-        with self._using():
+        with self._shared.using():
             self._connection.wait_for_room()
 
     def send(self, data: Buffer) -> None:
         self.owed = True
-        with self._using(), memoryview(data).cast("B") as view:
+        with self._shared.using(), memoryview(data).cast("B") as view:
             for start in range(0, len(view), PIECE_BYTES):
                 piece = view[start : start + PIECE_BYTES]
                 self._connection.send(piece)
                 self.bytes_sent += len(piece)
 
     def receive_into(self, buffer: memoryview) -> None:
-        with self._using(), buffer.cast("B") as view:
+        with self._shared.using(), buffer.cast("B") as view:
             filled, wanted, receive = 0, len(view), self._connection.receive_into
             while filled < wanted:
                 count = receive(view[filled:])
@@ -80,7 +71,7 @@ class TlsLane(DirectLane):
     async def receive_exactly(self, count: int) -> bytes:
         received = b""
         while len(received) < count:
-            with self._using():
+            with self._shared.using():
                 found = self._connection.receive_nowait(count - len(received))
             if found is None:
                 await self.wait_readable(ours_to_read=False)
@@ -94,7 +85,7 @@ class TlsLane(DirectLane):
         return received
 
     def acknowledge(self) -> None:
-        with self._using():
+        with self._shared.using():
             self._connection.send(_ACKNOWLEDGEMENT)
 
     def finish(self) -> None:
@@ -130,7 +121,7 @@ class TlsLane(DirectLane):
 
     def _take_acknowledgement(self) -> bool:
         """Read an acknowledgement. Return false if its record is incomplete."""
-        with self._using():
+        with self._shared.using():
             answer = self._connection.receive_nowait(1)
             if answer is None:
                 return False
@@ -138,47 +129,8 @@ class TlsLane(DirectLane):
                 raise StreamBrokenError(f"{self.remote} acknowledged with {answer!r}")
             return True
 
-    @contextmanager
-    def _using(self) -> Iterator[None]:
-        """Guard a blocking call. Any exception ends the lane, because the number of bytes moved is unknown then."""
-        with self._user():
-            try:
-                yield
-            except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
-                raise StreamBrokenError(self._why(error)) from None
-            except BaseException:
-                self.abort()
-                raise
-
-    def _why(self, error: Exception) -> str:
-        why = "this process dropped it" if self._aborted else str(error) or type(error).__name__
-        self.abort()
-        return f"the direct lane with {self.remote} broke: {why}"
-
-    @contextmanager
-    def _user(self) -> Iterator[None]:
-        with self._lock:
-            if self._aborted:
-                raise StreamBrokenError(f"the direct lane with {self.remote} was dropped by this process")
-            self._users += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._users -= 1
-                self._close_if_unused()
-
     def abort(self) -> None:
-        with self._lock:
-            if self._aborted:
-                return
-            self._aborted = True
-            self._connection.shut_down()
-            self._close_if_unused()
-
-    def _close_if_unused(self) -> None:
-        if self._aborted and self._users == 0:
-            self._connection.close()
+        self._shared.abort()
 
     async def wait_readable(self, *, ours_to_read: bool) -> None:
         """Wait until bytes or the end have arrived.
@@ -189,14 +141,14 @@ class TlsLane(DirectLane):
         Raises:
             StreamBrokenError: the lane was aborted before.
         """
-        with self._user():
+        with self._shared.user():
             if not (ours_to_read and self._connection.holds_bytes()):
                 await trio.lowlevel.wait_readable(self._connection.fileno())
 
     def has_ended(self) -> bool:
         """Return whether the other side has closed and nothing is left to read. Never blocks; for idle lanes."""
         try:
-            with self._user():
+            with self._shared.user():
                 return self._connection.has_ended()
         except (OSError, StreamBrokenError):
             return True
@@ -204,7 +156,7 @@ class TlsLane(DirectLane):
     def is_readable(self) -> bool:
         """Return whether bytes or the end have arrived. Reads nothing."""
         try:
-            with self._user():
+            with self._shared.user():
                 return self._connection.is_readable()
         except (OSError, ValueError, StreamBrokenError):
             return True
@@ -214,7 +166,7 @@ class TlsLane(DirectLane):
         if sys.platform == "win32":
             return 0
         try:
-            with self._user():
+            with self._shared.user():
                 (queued,) = struct.unpack(
                     "i", fcntl.ioctl(self._connection.fileno(), termios.TIOCOUTQ, bytes(4))
                 )

@@ -2,8 +2,8 @@
 
 In a round of a small vector, each peer handles a few dozen messages. For each of them, libp2p makes about twenty turns
 of the event loop: one whenever a lock is taken, and two for every frame that is read. Nothing outside
-:mod:`p2pavg.net.libp2p` imports this module. ``tests/unit/net/libp2p/test_speed.py`` checks that the replacements
-behave like the originals.
+:mod:`p2pavg.net.libp2p` imports this module. The tests in ``tests/unit/net/libp2p`` check that the replacements behave
+like the originals.
 """
 
 from __future__ import annotations

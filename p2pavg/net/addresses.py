@@ -20,7 +20,7 @@ def parse_listen_address(text: str) -> Multiaddr:
     """Parse an address to listen on, such as ``/ip4/0.0.0.0/tcp/4001``. Port 0 stands for any free port.
 
     Raises:
-        AddressError: naming the text and what is wrong with it.
+        AddressError: the text is no such address; the message says what is wrong with it.
     """
     address = _parse(text)
     names = [protocol.name for protocol in address.protocols()]
@@ -35,7 +35,7 @@ def parse_peer_address(text: str) -> tuple[Multiaddr, str]:
     """Parse an address to dial. Return it with the peer id at its end.
 
     Raises:
-        AddressError: naming the text and what is wrong with it.
+        AddressError: the text is no such address; the message says what is wrong with it.
     """
     address = _parse(text, f"{EXAMPLE}/p2p/PEER_ID")
     names = [protocol.name for protocol in address.protocols()]

@@ -200,7 +200,7 @@ class Transport(abc.ABC):
     async def disconnect(self, peer_id: PeerId) -> None:
         """Close every connection to the peer. Never raises, bounded in time."""
 
-    def remember_peer(self, peer_id: PeerId, *, companion: bool = False) -> None:  # noqa: B027 - for those with limits
+    def remember_peer(self, peer_id: PeerId, *, companion: bool = False) -> None:  # noqa: B027 - for transports with limits
         """Keep a place for a peer, so that its connections do not give way to those of strangers.
 
         Args:
@@ -221,7 +221,7 @@ class Transport(abc.ABC):
         self,
         peer_id: PeerId,
         *,
-        addresses: Sequence[str] = (),  # noqa: ARG002 - for those that have lanes
+        addresses: Sequence[str] = (),  # noqa: ARG002 - for transports with lanes
         timeout: float,  # noqa: ARG002
     ) -> DirectLane:
         """Return a lane to the peer: a kept one if there is one. The caller owns it until it keeps or aborts it.

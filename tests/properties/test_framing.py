@@ -121,7 +121,7 @@ def test_a_length_out_of_bounds_is_refused_before_more_is_read(length: int, rest
     trio.run(main)
 
 
-def test_memory_grows_with_what_arrives_and_not_with_what_is_announced() -> None:
+def test_memory_grows_with_arrived_not_with_announced_bytes() -> None:
     announced = 256 * 1024 * 1024
 
     async def main() -> None:

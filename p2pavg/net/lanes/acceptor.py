@@ -88,7 +88,7 @@ class Doorway:
             yield visitor
         finally:
             self._expected.pop(visitor.ticket.hex(), None)
-            visitor.stay_out("it is too late")
+            visitor.stay_out("the wait for it has ended")
             if (unclaimed := visitor.take()) is not None:
                 unclaimed.close()
 

@@ -48,7 +48,7 @@ class InboundLanes:
     def refusal(self, peer_id: PeerId) -> str:
         """Return the reason for which the peer may have no lane now; empty if it may have one."""
         if self._closed:
-            return "it is closing"
+            return "its transport is closing"
         if self.slots.is_full() and self.slots.wanted(peer_id):
             self._drop_an_idle_one()
         return self.slots.refusal(peer_id)

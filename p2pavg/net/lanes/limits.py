@@ -82,12 +82,12 @@ class InboundSlots:
         wanted = self.wanted(peer_id)
         most = MAX_INBOUND_PER_PEER if wanted else MAX_UNEXPECTED_PER_PEER
         if self._taken[peer_id] >= most:
-            return f"it holds {most} lanes already" + (
+            return f"the sender holds {most} lanes already" + (
                 "" if wanted else ", and is in no group with this peer now"
             )
         unwanted = sum(count for other, count in self._taken.items() if not self.wanted(other))
         if not wanted and unwanted >= MAX_UNEXPECTED:
-            return "it is in no group with this peer now"
+            return "the sender is in no group with this peer now"
         if self.is_full():
             return f"there are {self._taken.total()} lanes already"
         return ""

@@ -214,7 +214,7 @@ class LaneKeeper:
             await _expect_verdict(stream, 2)
             await visitor.decided.wait()
             if (connection := visitor.take()) is None:
-                raise UnreachableError(f"it dialled back, and {visitor.reason}")
+                raise UnreachableError(f"the peer dialled back, but {visitor.reason}")
             return connection
 
     def _adopt_outbound(self, connection: TlsConnection, peer_id: PeerId) -> TlsLane:
@@ -251,7 +251,7 @@ class LaneKeeper:
             try:
                 return await self._doorway.dial(peer_id, certificate, ticket, addresses)
             except OSError as error:
-                raise RemoteProtocolError(f"no TLS with its certificate: {error}") from None
+                raise RemoteProtocolError(f"OpenSSL does not take the peer's certificate: {error}") from None
         raise UnreachableError(f"no answer within {DIAL_SECONDS:.0f} s at {', '.join(addresses)}")
 
     # -- the receiver's side
@@ -298,13 +298,13 @@ class LaneKeeper:
         try:
             await send_message(stream, Verdict(1, visitor.reason).encode())
         except StreamBrokenError as error:
-            logger.info("%s asked for a lane and went away: %s", stream.remote, error)
+            logger.info("%s asked for a lane and then left: %s", stream.remote, error)
 
     async def _dial_back(self, stream: Stream, ask: Ask, back: Back, slot: Slot) -> None:
         reason = ""
         try:
             if slot.used:
-                raise UnreachableError("it is in already")  # noqa: TRY301 - as any other reason
+                raise UnreachableError("the first dial has succeeded")  # noqa: TRY301 - as any other reason
             addresses = self._candidates(stream.remote, (), back.addresses)
             connection = await self._dial(stream.remote, ask.certificate, back.ticket, addresses)
         except UnreachableError as error:
@@ -341,4 +341,4 @@ async def _expect_verdict(stream: Stream, attempt: int) -> None:
         if verdict.attempt > attempt:
             raise RemoteProtocolError(f"a verdict of attempt {verdict.attempt} instead of {attempt}")
     if verdict.reason:
-        raise UnreachableError(f"it said: {verdict.reason}")
+        raise UnreachableError(f"the peer reported: {verdict.reason}")

@@ -29,8 +29,8 @@ class Connections:
     """Every libp2p connection of one transport.
 
     Args:
-        nursery: of the transport.
-        places: how many connections there may be, and which peers are known.
+        nursery: the nursery of the transport.
+        places: the limits of connections, and the known peers.
         on_new: called when there is one more connection.
     """
 

@@ -213,7 +213,7 @@ async def open_libp2p_transport(
     Args:
         seed: the 32 bytes of an Ed25519 private key.
         listen: addresses such as ``/ip4/0.0.0.0/tcp/0``; an empty list makes a peer that only dials.
-        limits: how many connections there may be; fewer if the operating system lets this process open few files.
+        limits: the limits of connections, which are reduced if the operating system lets this process open few files.
 
     Raises:
         AddressError: a text in ``listen`` is no address to listen on.

@@ -13,7 +13,7 @@ class Links:
     """Every link of one network.
 
     Args:
-        seed: of the latencies.
+        seed: determines the latencies.
         latency: seconds that a frame takes one way, drawn evenly from this range.
     """
 

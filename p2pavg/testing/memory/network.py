@@ -24,7 +24,7 @@ class MemoryNetwork:
     ``transport.inbound``. :class:`~p2pavg.testing.FaultPlan` calls them according to a plan.
 
     Args:
-        seed: of the latencies.
+        seed: determines the latencies.
         latency: seconds that a frame takes one way, drawn evenly from this range.
         bandwidth: bytes/s that a peer sends, over all its connections together; ``None`` is without limit.
     """

@@ -108,7 +108,7 @@ class MemoryTransport(Transport):
         await self._network.links.round_trip(self.peer_id, listener)  # of Noise
         answering = self._taking_dials(peer_id, location)
         if answering.peer_id != peer_id:
-            raise UnreachableError(f"{answering.peer_id} answered")
+            raise UnreachableError(f"another peer answered: {answering.peer_id}")
         self._connect(answering)
 
     def _taking_dials(self, peer_id: PeerId, location: str) -> MemoryTransport:

@@ -16,7 +16,7 @@ from p2pavg.net.transport import Stream, Transport
 
 WATCHDOG_SECONDS = 60.0
 TIMEOUT = 20.0
-"""Of calls that are expected to succeed, or to fail long before it."""
+"""The timeout of calls that are expected to succeed, or to fail long before it."""
 
 ECHO = "/conformance/echo/1"
 OTHER = "/conformance/other/1"

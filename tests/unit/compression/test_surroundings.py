@@ -96,7 +96,7 @@ def test_empty_tensor_with_an_unusual_device_is_refused(codec: Codec) -> None:
         codec.decode(b"", 0, torch.empty(0, device="meta"))
 
 
-def test_not_a_tensor_is_refused(codec: Codec) -> None:
+def test_an_argument_that_is_no_tensor_is_refused(codec: Codec) -> None:
     with pytest.raises(ValueError, match="values must be a tensor, got list"):
         codec.encode([1.0, 2.0])  # type: ignore[arg-type]
 

@@ -14,7 +14,7 @@ def test_the_peer_id_is_the_one_that_libp2p_gives_this_key() -> None:
     assert SIGNER.peer_id.startswith("12D3Koo")
 
 
-def test_the_key_inside_the_peer_id_verifies_what_the_signer_signs() -> None:
+def test_the_key_inside_the_peer_id_verifies_signatures() -> None:
     public_key_of(SIGNER.peer_id).verify(SIGNER.sign(b"message"), b"message")
 
 

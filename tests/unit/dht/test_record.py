@@ -123,7 +123,7 @@ def test_the_highest_sequence_of_a_publisher_counts() -> None:
     assert merge([old, new]) == merge([new, old])
 
 
-def test_a_withdrawal_hides_what_it_withdrew_and_is_not_shown() -> None:
+def test_a_withdrawal_hides_its_record_and_itself() -> None:
     assert live_records([_record(1, 100.0, b"old"), _record(2, 100.0, b"")], 0.0) == ()
 
 

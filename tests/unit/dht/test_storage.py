@@ -64,7 +64,7 @@ def test_a_lower_sequence_is_a_replay() -> None:
     assert put(store, record(sequence=1)) is Refusal.REPLAYED
 
 
-def test_of_two_records_with_one_sequence_every_store_keeps_the_same() -> None:
+def test_all_stores_keep_the_same_of_two_records_with_one_sequence() -> None:
     one, other = record(value=b"one"), record(value=b"other")
     stores = RecordStore(Limits()), RecordStore(Limits())
     for store, order in zip(stores, ((one, other), (other, one)), strict=True):

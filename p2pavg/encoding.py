@@ -1,4 +1,4 @@
-"""Control messages as msgpack arrays, read against a schema of plain types."""
+"""Control messages: msgpack arrays, decoded against a schema of plain types."""
 
 from __future__ import annotations
 
@@ -15,16 +15,18 @@ _MAX_BINARY = 8192
 
 
 def pack(*fields: Any) -> bytes:
-    """One message of these fields."""
+    """Encode a message of these fields."""
     packed: bytes = msgpack.packb(fields)
     return packed
 
 
 def unpack(message: bytes, *types: type) -> tuple[Any, ...]:
-    """The fields of a message, each exactly of the type asked for (``tuple`` for any list).
+    """Decode a message into its fields, each exactly of the given type (``tuple`` for any list).
+
+    Nothing is allocated that the schema does not allow.
 
     Raises:
-        RemoteProtocolError: anything else; nothing is allocated that the schema does not allow.
+        RemoteProtocolError: the message does not match the types, or is no msgpack.
     """
     try:
         fields = msgpack.unpackb(
@@ -44,7 +46,11 @@ def unpack(message: bytes, *types: type) -> tuple[Any, ...]:
 
 
 def checked(fields: tuple[Any, ...], types: tuple[type, ...]) -> tuple[Any, ...]:
-    """``fields`` when each has exactly its type and floats are finite."""
+    """Return ``fields`` if each has exactly its type and every float is finite.
+
+    Raises:
+        RemoteProtocolError: a field does not match.
+    """
     if len(fields) != len(types):
         raise RemoteProtocolError(f"{len(types)} fields were expected, not {len(fields)}")
     for position, (field, wanted) in enumerate(zip(fields, types, strict=True)):

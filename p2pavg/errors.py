@@ -1,7 +1,8 @@
-"""Every exception that the library raises on purpose.
+"""The exceptions that this library raises on purpose.
 
-Three kinds, after trio's: *Closed* (you did it), *Broken* (the world did), *misuse* (a caller's argument). What the
-network does to a round is never an exception: it is a :class:`~p2pavg.result.Failed`.
+There are three kinds, as in trio: *Closed* (this process closed the object), *Broken* (a peer or the network ended it)
+and *misuse* (an argument of the caller is wrong). A round that fails because of the network raises no exception. It
+returns a :class:`~p2pavg.result.Failed`.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ class P2PAvgError(Exception):
 
 
 class ClosedError(P2PAvgError, RuntimeError):
-    """The averager, peer or stream was closed by this process and was then used."""
+    """The averager, peer or stream was used after this process had closed it."""
 
 
 class BusyError(P2PAvgError, RuntimeError):
-    """Two users of one peer are in each other's way, such as two averagers of the same run and tensors."""
+    """Two users of one peer conflict, such as two averagers of the same run and tensors."""
 
 
 class ConfigError(P2PAvgError, ValueError):
@@ -44,16 +45,16 @@ class BootstrapError(P2PAvgError, OSError):
 
 
 class UnreachableError(P2PAvgError):
-    """No connection or no stream to a peer came about in time."""
+    """No connection or no stream to a peer could be made in time."""
 
 
 class RefusedError(UnreachableError):
-    """Nobody listens any more where this process has met the peer: its process has ended, or is another one."""
+    """The connection was refused at a host where this process has met the peer, whose process has probably ended."""
 
 
 class StreamBrokenError(P2PAvgError):
-    """The other side, or the way to it, ended the stream before the message did."""
+    """The other side or the network ended the stream before the message was complete."""
 
 
 class RemoteProtocolError(P2PAvgError):
-    """A peer sent bytes that break the protocol. It costs that peer its stream, and nobody else anything."""
+    """A peer sent bytes that break the protocol. That peer loses its stream; no other peer is affected."""

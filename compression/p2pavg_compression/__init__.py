@@ -1,7 +1,7 @@
-"""Tensors to bytes and back: the codecs with which peers send each other flat float32 vectors.
+"""Codecs that turn flat float32 vectors into bytes and back.
 
-`codec.py` says what a codec promises, `conformance.py` checks it. No codec imports anything but torch and
-numpy until a CUDA tensor is encoded.
+`codec.py` defines the interface, and `conformance.py` checks an implementation. No codec imports anything but
+torch and numpy until a CUDA tensor is encoded.
 """
 
 from .blockwise8 import Blockwise8

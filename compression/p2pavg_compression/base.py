@@ -1,4 +1,4 @@
-"""What all codecs here share: arguments checked once, then hooks that may rely on them."""
+"""The base class of all codecs here: it checks the arguments once, so that its hooks may rely on them."""
 
 import abc
 import math
@@ -14,17 +14,17 @@ _LARGEST_FLOAT32 = float(torch.finfo(torch.float32).max)
 
 
 class CheckedCodec(Codec):
-    """Implements the public methods of `Codec` over four hooks.
+    """Implements the public methods of `Codec` with a few hooks.
 
-    The hooks get arguments of the right kind, shape and length, at least one element, and never an autograd
-    graph.
+    The hooks get arguments of the right kind, shape and length, with at least one element, and never an
+    autograd graph.
     """
 
     __slots__ = ()
 
     @abc.abstractmethod
     def _payload_nbytes(self, elements: int) -> int:
-        """The size of the payload of `elements` >= 1 elements."""
+        """Return the size of the payload of `elements` >= 1 elements."""
 
     @abc.abstractmethod
     def _encode(self, values: torch.Tensor, target: torch.Tensor) -> None:
@@ -32,15 +32,15 @@ class CheckedCodec(Codec):
 
     @abc.abstractmethod
     def _validate(self, source: torch.Tensor, elements: int) -> None:
-        """Raise CodecError unless every number that `source` (uint8, CPU) decodes to is within bounds."""
+        """Raise CodecError unless all numbers to which `source` (uint8, CPU) decodes are within bounds."""
 
     @abc.abstractmethod
     def _decode(self, source: torch.Tensor, out: torch.Tensor) -> None:
-        """Write what the validated `source` stands for to `out` (float32 (n,), CPU)."""
+        """Decode the validated `source` into `out` (float32 (n,), CPU)."""
 
     @abc.abstractmethod
     def _accumulate(self, source: torch.Tensor, accumulator: torch.Tensor, weight: float) -> None:
-        """Add `weight` times what the validated `source` stands for to `accumulator` (float32 (n,), CPU)."""
+        """Add `weight` times the decoded `source`, which is validated, to `accumulator` (float32 (n,), CPU)."""
 
     def encoded_nbytes(self, elements: int) -> int:
         if elements < 0:
@@ -77,7 +77,7 @@ class CheckedCodec(Codec):
                 self._accumulate(source, accumulator, float(weight))
 
     def _validated(self, payload: BytesLike, elements: int) -> torch.Tensor:
-        """The payload's bytes (uint8), which are known to decode to `elements` numbers within bounds."""
+        """Check that a payload decodes to `elements` numbers within bounds. Return its bytes (uint8)."""
         expected, received = self.encoded_nbytes(elements), memoryview(payload).nbytes
         if received != expected:
             raise CodecError(
@@ -90,11 +90,11 @@ class CheckedCodec(Codec):
 
 
 def check_encodable(largest: torch.Tensor, values: torch.Tensor, start: int) -> None:
-    """Raise CodecError unless every one of `values` is finite and within MAX_MAGNITUDE.
+    """Raise CodecError unless each of `values` is finite and within MAX_MAGNITUDE.
 
-    `largest` holds maxima of the absolute values; amax hands a NaN on, and a NaN fails the comparison.
-    `start` is where `values` begins in the caller's vector: the message names the first offender by its
-    index.
+    `largest` holds maxima of the absolute values. amax propagates NaN, and a NaN fails the comparison.
+    `start` is the index of the first of `values` in the caller's vector. The message names the first bad
+    element by its index there.
     """
     if largest.amax().item() <= MAX_MAGNITUDE:
         return
@@ -105,6 +105,6 @@ def check_encodable(largest: torch.Tensor, values: torch.Tensor, start: int) -> 
 
 
 def check_block_size(block_size: int) -> None:
-    """Raise ValueError unless `block_size` is one that GPU kernels exist for."""
+    """Raise ValueError unless GPU kernels exist for `block_size`."""
     if not (isinstance(block_size, int) and 64 <= block_size <= 4096 and block_size.bit_count() == 1):
         raise ValueError(f"block_size must be a power of two from 64 to 4096, got {block_size!r}")

@@ -1,10 +1,10 @@
-"""Codecs that give each block of elements a scale of its own, and each element one byte.
+"""Codecs with a scale for each block of elements, and one byte for each element.
 
-Legend: n elements, B elements a block, R = ceil(n / B) blocks.
+Legend: n elements, B elements in a block, R = ceil(n / B) blocks.
 
 A payload is R scales (float32), zeros up to a multiple of 64 bytes, and n codes (one byte each). A short
-last block has a scale like any other. Scales come first so that they are checked before any code is looked
-at, and the codes begin where a cache line does if the payload does.
+last block has a scale like any other. Scales come first, so that they are checked before any code is read.
+If the payload begins at a cache line, so do the codes.
 """
 
 import abc
@@ -25,29 +25,29 @@ _SMALLEST_NORMAL = 2.0**-126
 
 
 class BlockCodec(CheckedCodec):
-    """The layout, the chunks and the scales; what a code stands for is the subclass's."""
+    """The layout, the chunks and the scales. A subclass defines the meaning of the codes."""
 
     __slots__ = ()
     block_size: int
     largest_scale_bits: ClassVar[int]
-    """The bits of the largest scale (float32) that is accepted; no code exceeds MAX_MAGNITUDE with it."""
+    """The bits of the largest scale (float32) that is accepted. No code exceeds MAX_MAGNITUDE with it."""
 
     @abc.abstractmethod
     def _quantize(self, rows: torch.Tensor, start: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Scales (float32 (R,)) and codes (uint8 (R, B)) of `rows` (float32 (R, B)), on the same device.
+        """Return scales (float32 (R,)) and codes (uint8 (R, B)) of `rows` (float32 (R, B)), on their device.
 
         On the CPU there are at most CHUNK_ELEMENTS elements, and the results may lie in scratch memory.
-        `start` is where `rows` begins in the caller's vector. Raises CodecError for numbers which must not be
-        encoded.
+        `start` is the index of the first element of `rows` in the caller's vector. Raises CodecError for
+        numbers that must not be encoded.
         """
 
     @abc.abstractmethod
     def _levels(self, codes: torch.Tensor) -> torch.Tensor:
-        """What `codes` (uint8 (m,), at most a chunk) mean at scale 1: float32 (m,), in scratch memory."""
+        """Return the values of `codes` (uint8 (m,), at most a chunk) at scale 1: float32 (m,), in scratch memory."""
 
     @abc.abstractmethod
     def _validate_codes(self, codes: torch.Tensor) -> None:
-        """Raise CodecError if `codes` (uint8 (n,)) contains one that the encoder never writes."""
+        """Raise CodecError if `codes` (uint8 (n,)) contains a code that the encoder never writes."""
 
     @property
     def granularity(self) -> int:
@@ -76,7 +76,7 @@ class BlockCodec(CheckedCodec):
             copy(chunk_codes.view(-1)[: stop - start], codes[start:stop])
 
     def _rows(self, chunk: torch.Tensor) -> torch.Tensor:
-        """`chunk` as whole blocks (R, B); a short block is filled up with zeros, which change no scale."""
+        """Return `chunk` as whole blocks (R, B). A short block is padded with zeros, which change no scale."""
         if chunk.numel() % self.block_size == 0:
             return chunk.view(-1, self.block_size)
         row = torch.zeros(1, self.block_size, dtype=torch.float32, device=chunk.device)
@@ -85,7 +85,8 @@ class BlockCodec(CheckedCodec):
 
     def _validate(self, source: torch.Tensor, elements: int) -> None:
         scales, padding, codes = self._sections(source, elements)
-        # Bits of non-negative floats compare as the floats do, infinity and NaN come above and a sign below.
+        # The bits of non-negative floats, read as integers, have the order of the floats. Infinity and NaN are
+        # larger than any finite number, and a negative number is below zero.
         bits = typed(scales, torch.int32)
         if bits.amin().item() < 0 or bits.amax().item() > self.largest_scale_bits:
             raise CodecError(f"{self.name} payload has a scale that is negative, not finite or too large")
@@ -110,7 +111,7 @@ class BlockCodec(CheckedCodec):
             accumulator[start:stop].view_as(levels).addcmul_(levels, column, value=weight)
 
     def _column(self, columns: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-        """Of the scales (R, 1) those of the blocks that elements `start` to `stop` lie in."""
+        """Return the scales, out of all (R, 1), of the blocks that hold elements `start` to `stop`."""
         return columns[start // self.block_size : -(-stop // self.block_size)]
 
     def _codes_offset(self, elements: int) -> int:
@@ -120,7 +121,7 @@ class BlockCodec(CheckedCodec):
     def _sections(
         self, payload: torch.Tensor, elements: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The bytes of the scales, of the padding and of the codes."""
+        """Return the bytes of the scales, of the padding and of the codes."""
         scales_end, offset = 4 * -(-elements // self.block_size), self._codes_offset(elements)
         return payload[:scales_end], payload[scales_end:offset], payload[offset:]
 
@@ -130,13 +131,13 @@ def _copy_on_host(source: torch.Tensor, target: torch.Tensor) -> None:
 
 
 def reciprocals_of_scales(scales: torch.Tensor) -> torch.Tensor:
-    """What to multiply each block by (float32 (R, 1)); a scale too small for that is set to zero in `scales`.
+    """Return the factor of each block (float32 (R, 1)), and set scales that are too small for one to zero.
 
-    1 / 2**-127 and above would overflow, and 0 * infinity make NaN of zeros. Scales below the smallest normal
-    number therefore become 0, and their blocks zeros: an error below 2**-126 of scale, which no optimizer can
-    tell from 0.
+    The reciprocal of a number below the smallest normal one may overflow to infinity, and 0 * infinity is NaN.
+    So such scales become 0 in `scales`, and their blocks become zeros. The error is below 2**-126, which no
+    optimizer can tell from 0.
     """
-    if scales.amin().item() >= _SMALLEST_NORMAL:  # nearly always, and three passes less
+    if scales.amin().item() >= _SMALLEST_NORMAL:  # the common case, which saves three passes
         return scales.reciprocal().view(-1, 1)
     scales.masked_fill_(scales < _SMALLEST_NORMAL, 0.0)
     return scales.reciprocal().masked_fill_(scales == 0.0, 0.0).view(-1, 1)

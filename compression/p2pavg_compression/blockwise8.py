@@ -18,13 +18,14 @@ __all__ = ["Blockwise8"]
 class Blockwise8(BlockCodec):
     """Blockwise dynamic quantization: the level nearest to x / scale, with scale = max|x| of the block.
 
-    1 byte an element and 4 a block. Source: Dettmers et al., "8-bit Optimizers via Block-wise Quantization"
-    (2022), section 2; `dynamic_map` has the levels. Exact zeros stay zeros, and elements keep their magnitude
-    down to 2.8e-7 of their block's maximum.
+    A payload has 1 byte for each element and 4 for each block. Source: Dettmers et al., "8-bit Optimizers via
+    Block-wise Quantization" (2022), section 2; `dynamic_map` has the levels. Exact zeros stay zeros, and
+    elements keep their magnitude down to 2.8e-7 of their block's maximum.
 
-    On the CPU x / scale is rounded to half precision and its 16 bits are looked up in a table: about eight
-    times as fast as the CPU encoder of bitsandbytes. A number next to the middle between two levels may get
-    the other of the two. On CUDA the codes are those of bitsandbytes' kernel. Both are the same wire format.
+    On the CPU, x / scale is rounded to half precision, and its 16 bits are looked up in a table. That is about
+    eight times as fast as the CPU encoder of bitsandbytes. A number near the middle between two levels may get
+    the second nearest of them. On CUDA, the codes are those of bitsandbytes' kernel. Both have the same wire
+    format.
 
     `block_size`: a power of two from 64 to 4096.
     """
@@ -52,7 +53,7 @@ class Blockwise8(BlockCodec):
         return levels
 
     def _validate_codes(self, codes: torch.Tensor) -> None:
-        """Each of the 256 codes stands for a level."""
+        """Accept every code, because each of the 256 codes stands for a level."""
 
 
 def _quantize_cpu(rows: torch.Tensor, start: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -67,16 +68,16 @@ def _quantize_cpu(rows: torch.Tensor, start: int) -> tuple[torch.Tensor, torch.T
 
 
 def _quantize_cuda(rows: torch.Tensor, start: int) -> tuple[torch.Tensor, torch.Tensor]:
-    # Importing it takes seconds and some 100 MB, which those without a GPU should not pay.
+    # Importing bitsandbytes takes seconds and about 100 MB, so hosts without a GPU do not import it.
     from bitsandbytes.functional import quantize_blockwise
 
-    # Its kernel drops NaN in the maximum and gives it a code in silence: the maximum is taken here as well.
+    # The kernel ignores NaN in the maximum and silently gives it a code. So the maximum is computed here too.
     scales = rows.abs().amax(1)
     check_encodable(scales, rows, start)
     codes, _ = quantize_blockwise(
         rows.view(-1), code=LEVELS.to(rows.device), blocksize=rows.shape[1], nested=False
     )
-    # As on the CPU zeros stay zeros, and a block without a finite reciprocal, for which the kernel's codes mean
-    # nothing, becomes zeros.
+    # As on the CPU, zeros stay zeros. A block without a finite reciprocal, for which the kernel's codes are
+    # meaningless, becomes zeros.
     is_zero = (rows == 0.0).logical_or_(reciprocals_of_scales(scales) == 0.0)
     return scales, codes.view_as(rows).masked_fill_(is_zero, ZERO_CODE)

@@ -1,4 +1,4 @@
-"""Bytes seen as tensors, without copies, and the checks of what a caller passed in."""
+"""Views of bytes as tensors, without copies, and checks of a caller's arguments."""
 
 from typing import Any
 
@@ -13,11 +13,11 @@ CPU = torch.device("cpu")
 
 
 class _SharedMemory:
-    """Exposes a buffer to numpy as writable although it may not be.
+    """Exposes a buffer to numpy as writable, even if it is read-only.
 
-    torch warns when it wraps read-only memory, once a process and without a switch. Nothing here writes to a
-    tensor made from a payload, so the warning would be noise. The array keeps this object alive, and it keeps
-    the buffer.
+    torch warns once in each process when it wraps read-only memory, and the warning cannot be switched off.
+    Nothing here writes to a tensor made from a payload, so the warning would be noise. The array keeps this
+    object alive, and this object keeps the buffer alive.
     """
 
     __slots__ = ("__array_interface__", "buffer")
@@ -34,7 +34,7 @@ class _SharedMemory:
 
 
 def read_only_bytes(payload: BytesLike) -> torch.Tensor:
-    """`payload` as a uint8 tensor (nbytes,) that shares its memory and must not be written to.
+    """Return `payload` as a uint8 tensor (nbytes,) that shares its memory. Do not write to the tensor.
 
     Raises ValueError if `payload` is not contiguous.
     """
@@ -45,7 +45,7 @@ def read_only_bytes(payload: BytesLike) -> torch.Tensor:
 
 
 def writable_bytes(out: memoryview | bytearray | None, nbytes: int) -> memoryview:
-    """`out` as a flat view of bytes, or a new buffer of `nbytes` bytes.
+    """Return `out` as a flat view of bytes, or a new buffer of `nbytes` bytes.
 
     Raises ValueError if `out` is read-only, not contiguous or not `nbytes` bytes long.
     """
@@ -71,17 +71,17 @@ def _flat_view(buffer: BytesLike, argument: str) -> memoryview:
 
 
 def typed(raw: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The bytes `raw` (uint8, 1-D) as numbers of `dtype`: a view, or a copy if the address is not aligned."""
+    """Return the bytes `raw` (uint8, 1-D) as numbers of `dtype`: a view, or a copy if they are not aligned."""
     return (raw if is_aligned(raw, dtype) else raw.clone()).view(dtype)
 
 
 def is_aligned(raw: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether `raw` starts at an address at which numbers of `dtype` may lie."""
+    """Return whether the address of `raw` is aligned for numbers of `dtype`."""
     return raw.data_ptr() % dtype.itemsize == 0
 
 
 def check_flat(tensor: torch.Tensor, argument: str, *, cuda: bool = False) -> None:
-    """Raise ValueError unless `tensor` is float32, 1-D, contiguous, on the CPU (with `cuda`: or a GPU)."""
+    """Raise ValueError unless `tensor` is float32, 1-D, contiguous, and on the CPU (or on a GPU, with `cuda`)."""
     if not isinstance(tensor, torch.Tensor):
         raise ValueError(f"{argument} must be a tensor, got {type(tensor).__name__}")  # noqa: TRY004 - as documented
     if tensor.dtype is not torch.float32:

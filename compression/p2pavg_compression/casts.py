@@ -1,4 +1,4 @@
-"""Codecs that change every number by itself: fp32 as it is, fp16 and bf16 rounded to nearest even."""
+"""Codecs that convert each number separately: fp32 unchanged, fp16 and bf16 rounded to nearest even."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -15,10 +15,11 @@ __all__ = ["Bf16", "Fp16", "Fp32"]
 
 
 class _Cast(CheckedCodec):
-    """A payload is the vector in `dtype`, one number after the other.
+    """A codec whose payload is the vector in `dtype`, one number after the other.
 
-    `largest_bits` are the bits of the largest number that is accepted. Numbers without their sign compare as
-    their bits do, with infinity and NaN above all others, so that one integer maximum checks a chunk.
+    `largest_bits` are the bits of the largest number that is accepted. The bits of numbers without their sign,
+    read as integers, have the order of the numbers, with infinity and NaN above all others. So one integer
+    maximum checks a chunk.
     """
 
     __slots__ = ()
@@ -41,7 +42,7 @@ class _Cast(CheckedCodec):
             self._write(self._saturated(chunk), target[start * width : stop * width])
 
     def _saturated(self, chunk: torch.Tensor) -> torch.Tensor:
-        """`chunk` with what `dtype` cannot express replaced by what it can."""
+        """Return `chunk` with numbers beyond the range of `dtype` replaced by its largest numbers."""
         return chunk
 
     def _write(self, chunk: torch.Tensor, target: torch.Tensor) -> None:
@@ -78,7 +79,7 @@ class _Cast(CheckedCodec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fp32(_Cast):
-    """The numbers as they are: 4 bytes an element, exact."""
+    """The numbers unchanged: 4 bytes for each element, exact."""
 
     dtype: ClassVar[torch.dtype] = torch.float32
     largest_bits: ClassVar[int] = 0x7180_0000  # 2**100
@@ -94,9 +95,9 @@ class Fp32(_Cast):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fp16(_Cast):
-    """IEEE half precision: 2 bytes an element, 11 significant bits from 6.1e-5 to 65504.
+    """IEEE half precision: 2 bytes for each element, 11 significant bits from 6.1e-5 to 65504.
 
-    Larger numbers become 65504 with their sign, smaller ones lose bits and vanish below 3.0e-8.
+    Larger numbers become 65504 with their sign. Smaller numbers lose bits, and become zero below 3.0e-8.
     """
 
     dtype: ClassVar[torch.dtype] = torch.float16
@@ -115,7 +116,7 @@ class Fp16(_Cast):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bf16(_Cast):
-    """The upper half of float32: 2 bytes an element, 8 significant bits over the range of float32."""
+    """The upper half of float32: 2 bytes for each element, 8 significant bits over the range of float32."""
 
     dtype: ClassVar[torch.dtype] = torch.bfloat16
     largest_bits: ClassVar[int] = 0x7180  # 2**100

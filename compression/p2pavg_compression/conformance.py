@@ -1,7 +1,7 @@
-"""The suite that every codec passes, this package's and yours: `check_codec(MyCodec())`.
+"""The conformance suite of codecs, for this package's and yours: `check_codec(MyCodec())`.
 
-It raises AssertionError with a message that says what is wrong, needs no test framework, and takes well
-under a second. Accuracy is not in it: how close is close enough is for each codec to say.
+It raises AssertionError with a message that says what is wrong. It needs no test framework, and takes well
+under a second. It does not check accuracy, because each codec defines its own.
 """
 
 import copy
@@ -16,7 +16,7 @@ __all__ = ["check_codec"]
 
 
 def check_codec(codec: Codec) -> None:
-    """Check all that `Codec` promises. Raises AssertionError at the first promise that `codec` breaks."""
+    """Check every promise of `Codec`. Raise AssertionError at the first one that `codec` breaks."""
     check_identity(codec)
     for elements in lengths(codec):
         check_round_trip(codec, elements)
@@ -33,7 +33,7 @@ def check_codec(codec: Codec) -> None:
 
 
 def check_identity(codec: Codec) -> None:
-    """Name, granularity, and that a codec is a value."""
+    """Check the name and the granularity, and that a codec is a value."""
     require(isinstance(codec.name, str) and codec.name != "", "name must be a non-empty str")
     granularity = codec.granularity
     require(isinstance(granularity, int) and granularity >= 1, "granularity must be an int of at least 1")
@@ -44,7 +44,7 @@ def check_identity(codec: Codec) -> None:
 
 
 def check_round_trip(codec: Codec, elements: int) -> None:
-    """Sizes, shapes and types; the same input gives the same bytes, and the same bytes the same numbers."""
+    """Check sizes, shapes and types, and that encoding and decoding are deterministic."""
     values = sample(elements)
     before = values.clone()
     payload = codec.encode(values)
@@ -60,7 +60,7 @@ def check_round_trip(codec: Codec, elements: int) -> None:
 
 
 def check_lengths_are_exact(codec: Codec, elements: int) -> None:
-    """One byte less or more is refused, and so is any element count that has another size."""
+    """Check that payloads of any other length are refused, and element counts with another payload length."""
     payload = bytes(codec.encode(sample(elements)))
     wrong = [payload + b"\0", payload[:-1]] if payload else [b"\0"]
     accumulator = sample(elements, seed=1)
@@ -69,13 +69,13 @@ def check_lengths_are_exact(codec: Codec, elements: int) -> None:
         raises(CodecError, what, codec.decode, hostile, elements)
         raises(CodecError, what, codec.accumulate, hostile, accumulator, 1.0)
     require(same_bits(accumulator, sample(elements, seed=1)), "a refused payload changed the accumulator")
-    # The last would need more memory than there is, if any were taken before the length is compared.
+    # The last count would need more memory than exists, if memory were allocated before the length check.
     for other in (elements + 1, 2 * elements + 64, 1 << 60):
         raises(CodecError, f"{len(payload)} bytes for {other} elements", codec.decode, payload, other)
 
 
 def check_read_only_and_misaligned(codec: Codec, elements: int) -> None:
-    """bytes, bytearray and views of either decode alike, wherever in memory they begin."""
+    """Check that bytes, bytearray and views of them decode alike, at any alignment."""
     values = sample(elements)
     payload = bytes(codec.encode(values))
     expected = codec.decode(payload, elements)
@@ -92,7 +92,7 @@ def check_read_only_and_misaligned(codec: Codec, elements: int) -> None:
 
 
 def check_accumulate(codec: Codec, elements: int) -> None:
-    """accumulator + weight * decoded, to within the rounding of those two operations."""
+    """Check accumulator + weight * decoded, within the rounding of the two operations."""
     payload = codec.encode(sample(elements))
     decoded = codec.decode(payload, elements).double()
     for weight in (1.0, 0.0, -0.5, 1234.567):
@@ -106,7 +106,7 @@ def check_accumulate(codec: Codec, elements: int) -> None:
 
 
 def check_zeros(codec: Codec) -> None:
-    """Exact zeros, among others and alone, decode to exact zeros."""
+    """Check that exact zeros decode to exact zeros, alone and among other numbers."""
     for elements in lengths(codec):
         values = sample(elements)
         decoded = codec.decode(codec.encode(values), elements)
@@ -118,7 +118,7 @@ def check_zeros(codec: Codec) -> None:
 
 
 def check_parts(codec: Codec) -> None:
-    """A vector encoded in parts cut at multiples of the granularity decodes to the same bits as the whole."""
+    """Check that a vector in parts, cut at multiples of the granularity, decodes to the same bits as the whole."""
     step = codec.granularity
     whole = sample(5 * step + step // 2 + 300_000 // step * step)
     expected = codec.decode(codec.encode(whole), whole.numel())
@@ -130,7 +130,7 @@ def check_parts(codec: Codec) -> None:
 
 
 def check_output_buffers(codec: Codec) -> None:
-    """`out` is used and returned; a wrong one is refused."""
+    """Check that `out` is used and returned, and that a wrong `out` is refused."""
     elements = 3 * codec.granularity + 1
     values = sample(elements)
     payload = codec.encode(values)
@@ -140,7 +140,7 @@ def check_output_buffers(codec: Codec) -> None:
     require(bytes(buffer) == bytes(returned) == bytes(payload), "encode into a buffer differs from encode")
     for wrong in (bytearray(nbytes - 1), bytearray(nbytes + 1), memoryview(bytes(nbytes)), bytearray()):
         raises(ValueError, "a buffer of the wrong size or kind", codec.encode, values, wrong)
-    # Elements before it in the same memory move it to an odd multiple of 4 bytes.
+    # An element before it in the same memory moves the tensor to an odd multiple of 4 bytes.
     decoded = torch.full((elements + 1,), 7.0, dtype=torch.float32, device="cpu")
     returned_out = codec.decode(payload, elements, decoded[1:])
     require(returned_out.data_ptr() == decoded[1:].data_ptr(), "decode did not return out")
@@ -151,7 +151,7 @@ def check_output_buffers(codec: Codec) -> None:
 
 
 def check_arguments(codec: Codec) -> None:
-    """A tensor of another dtype, shape, stride or length, or a weight that is not finite, is a ValueError."""
+    """Check that a tensor of the wrong dtype, shape, stride or length, or a bad weight, raises ValueError."""
     elements = 2 * codec.granularity
     good = sample(elements)
     payload = codec.encode(good)
@@ -173,7 +173,7 @@ def check_arguments(codec: Codec) -> None:
 
 
 def check_refused_values(codec: Codec) -> None:
-    """What no decoder would accept is not encoded, wherever it stands; MAX_MAGNITUDE itself is."""
+    """Check that numbers that no decoder would accept are not encoded, at any index. MAX_MAGNITUDE is encoded."""
     elements = 70_000 + codec.granularity + 1
     for bad in (float("nan"), float("inf"), -float("inf"), 1e38, -1e38, MAX_MAGNITUDE * 1.001):
         for index in (0, elements // 2, elements - 1):
@@ -191,7 +191,7 @@ def check_refused_values(codec: Codec) -> None:
 
 
 def check_hostile_payloads(codec: Codec) -> None:
-    """Arbitrary bytes either decode to finite numbers or are refused before anything is written."""
+    """Check that arbitrary bytes decode to finite numbers, or are refused before anything is written."""
     for elements in lengths(codec):
         nbytes = codec.encoded_nbytes(elements)
         patterns = [bytes([byte]) * nbytes for byte in (0x00, 0x7F, 0x80, 0xFF)]
@@ -207,7 +207,7 @@ def check_hostile_payloads(codec: Codec) -> None:
 
 
 def check_threads(codec: Codec) -> None:
-    """Calls from several threads at once do not disturb each other."""
+    """Check that calls from several threads at once do not disturb each other."""
     elements = 20 * codec.granularity + 100_000
     vectors = [sample(elements, seed) for seed in range(4)]
     expected = [codec.decode(codec.encode(vector), elements) for vector in vectors]

@@ -1,4 +1,4 @@
-"""What the conformance suite is written with: sample vectors, and assertions without a test framework."""
+"""Helpers of the conformance suite: sample vectors, and assertions without a test framework."""
 
 from collections.abc import Callable
 
@@ -10,7 +10,7 @@ __all__ = ["lengths", "raises", "require", "require_vector", "same_bits", "sampl
 
 
 def sample(elements: int, seed: int = 0) -> torch.Tensor:
-    """A reproducible float32 vector (elements,) over many orders of magnitude; every seventh is zero."""
+    """Return a reproducible float32 vector (elements,) over many orders of magnitude; every seventh is zero."""
     generator = torch.Generator(device="cpu").manual_seed(seed)
     normal = torch.randn(2, elements, dtype=torch.float32, generator=generator, device="cpu")
     values = normal[0] * torch.exp(2 * normal[1])
@@ -19,7 +19,7 @@ def sample(elements: int, seed: int = 0) -> torch.Tensor:
 
 
 def lengths(codec: Codec) -> tuple[int, ...]:
-    """No element, one, less than a block, whole blocks, a short last block."""
+    """Return vector lengths: no element, one, less than a block, whole blocks, a short last block."""
     step = codec.granularity
     return tuple(
         sorted({0, 1, 2, max(step - 1, 1), step, step + 1, 3 * step, 5 * step + (step + 1) // 2, 1000})
@@ -27,13 +27,13 @@ def lengths(codec: Codec) -> tuple[int, ...]:
 
 
 def require(condition: bool, message: str) -> None:
-    """Unlike `assert`, this is not left out under `python -O`."""
+    """Raise AssertionError unless `condition` holds. Unlike `assert`, it also works under `python -O`."""
     if not condition:
         raise AssertionError(message)
 
 
 def raises(error: type[Exception], what: str, call: Callable[..., object], *args: object) -> None:
-    """Require that `call(*args)` raises `error`; other exceptions go through."""
+    """Require that `call(*args)` raises `error`. Other exceptions propagate."""
     try:
         call(*args)
     except error:
@@ -42,7 +42,7 @@ def raises(error: type[Exception], what: str, call: Callable[..., object], *args
 
 
 def require_vector(decoded: torch.Tensor, elements: int) -> None:
-    """Require what every decoded vector is: float32 (elements,), on the CPU, within MAX_MAGNITUDE."""
+    """Require that a decoded vector is float32 (elements,), on the CPU, and within MAX_MAGNITUDE."""
     require(decoded.dtype is torch.float32, f"decoded numbers are {decoded.dtype}, not float32")
     require(decoded.shape == (elements,), f"decoded shape is {tuple(decoded.shape)}, expected ({elements},)")
     require(decoded.device.type == "cpu", f"decoded numbers are on {decoded.device}, not on the CPU")
@@ -51,5 +51,5 @@ def require_vector(decoded: torch.Tensor, elements: int) -> None:
 
 
 def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Whether two float32 vectors agree in every bit, signs of zeros included."""
+    """Return whether two float32 vectors agree in every bit, including the signs of zeros."""
     return torch.equal(left.view(torch.int32), right.view(torch.int32))

@@ -1,9 +1,9 @@
-"""The signed dynamic 8-bit data type, and the tables by which it is encoded and decoded.
+"""The signed dynamic 8-bit data type, and the tables that encode and decode it.
 
 Source: Dettmers, Lewis, Shleifer and Zettlemoyer, "8-bit Optimizers via Block-wise Quantization" (2022),
-section 1.3, and Dettmers, "8-Bit Approximations for Parallelism in Deep Learning" (2016). Of 256 levels in
-[-1, 1] each decade below 1 has half of those of the decade above it: 64, 32, ... 1, over seven decades and
-both signs, together with 0 and 1. Small numbers keep their magnitude, large ones their precision.
+section 1.3, and Dettmers, "8-Bit Approximations for Parallelism in Deep Learning" (2016). There are 256 levels
+in [-1, 1]. Each decade has half as many levels as the decade above it: 64, 32, ... 1, over seven decades and
+both signs, and 0 and 1 beside them. So small numbers keep their magnitude, and large numbers their precision.
 """
 
 import numpy as np
@@ -18,12 +18,12 @@ _DECADES = 7
 
 
 def dynamic_levels() -> NDArray[np.float32]:
-    """The 256 levels, ascending, float32 (256,).
+    """Return the 256 levels in ascending order, float32 (256,).
 
-    They are those of `bitsandbytes.functional.create_dynamic_map()`, bit for bit, where torch has AVX2 or
-    better. On other hosts bitsandbytes makes levels that differ by up to two units in the last place,
-    because torch.linspace rounds differently with and without a fused multiply-add. Peers must decode to
-    the same bits, so here the fused rounding is written out.
+    On hosts where torch uses AVX2 or better, they equal `bitsandbytes.functional.create_dynamic_map()` bit for
+    bit. On other hosts, the levels of bitsandbytes differ by up to two units in the last place, because
+    torch.linspace rounds differently without a fused multiply-add. Peers must decode to the same bits, so this
+    function computes the fused rounding explicitly.
     """
     levels = [np.float32(0.0), np.float32(1.0)]
     for decade in range(_DECADES):
@@ -35,10 +35,10 @@ def dynamic_levels() -> NDArray[np.float32]:
 
 
 def _linspace_from_tenth_to_one(steps: int) -> NDArray[np.float32]:
-    """torch.linspace(0.1, 1, steps) with a fused multiply-add: both halves count from their own end.
+    """Return torch.linspace(0.1, 1, steps) as with a fused multiply-add. Each half counts from its own end.
 
-    float64 holds product and sum exactly (24 bits times at most 6, over few binades), so that the conversion
-    to float32 is the only rounding.
+    float64 holds the product and the sum exactly (24 bits times at most 6, over few binades). So the
+    conversion to float32 is the only rounding.
     """
     first, last = np.float32(0.1), np.float32(1.0)
     step = np.float64((last - first) / np.float32(steps - 1))
@@ -49,7 +49,7 @@ def _linspace_from_tenth_to_one(steps: int) -> NDArray[np.float32]:
 
 
 def _code_of_half(levels: NDArray[np.float32]) -> NDArray[np.uint8]:
-    """The code of the nearest level for each of the 65,536 half-precision numbers, by its bits; 0 for NaN."""
+    """Return the code of the nearest level for each of the 65,536 half-precision numbers; NaN counts as 0."""
     halves = np.arange(65_536, dtype=np.uint16).view(np.float16).astype(np.float64)
     # The mean of two float32 is exact in float64.
     midpoints = (levels[:-1].astype(np.float64) + levels[1:].astype(np.float64)) / 2
@@ -57,7 +57,7 @@ def _code_of_half(levels: NDArray[np.float32]) -> NDArray[np.uint8]:
 
 
 def _level_pairs(levels: NDArray[np.float32]) -> NDArray[np.int64]:
-    """For each two codes, read as one 16-bit number, their two levels, as one 64-bit number."""
+    """Return the two levels, as one 64-bit number, of each pair of codes, read as one 16-bit number."""
     pair = np.arange(65_536)
     return np.stack((levels[pair & 0xFF], levels[pair >> 8]), axis=1).view(np.int64).reshape(-1)
 
@@ -68,9 +68,9 @@ LEVELS = torch.tensor(_levels, dtype=torch.float32, device=CPU)
 """float32 (256,): the level of each code."""
 
 LEVEL_PAIRS = torch.tensor(_level_pairs(_levels), dtype=torch.int64, device=CPU)
-"""int64 (65536,): 512 KiB. Looking codes up in pairs is twice as fast as one by one."""
+"""int64 (65536,), 512 KiB: the levels of each pair of codes. Looking up pairs is twice as fast as single codes."""
 
 CODE_OF_HALF = torch.tensor(_code_of_half(_levels), dtype=torch.uint8, device=CPU)
-"""uint8 (65536,): 64 KiB."""
+"""uint8 (65536,), 64 KiB: the code of each half-precision number, by its bits."""
 
 ZERO_CODE = int(np.flatnonzero(_levels == 0.0)[0])

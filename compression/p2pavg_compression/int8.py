@@ -19,9 +19,9 @@ _LARGEST_CODE = 127
 class Int8(BlockCodec):
     """Symmetric linear quantization: x is sent as rint(x / scale), with scale = max|x| / 127 over its block.
 
-    1 byte an element and 4 a block. The error of an element is at most half a scale, so that elements below
-    max/254 of their block become zero. It is the method of absmax quantization, section 2 of Dettmers et al.,
-    "LLM.int8()" (2022), by blocks instead of by tensors.
+    A payload has 1 byte for each element and 4 for each block. The error of an element is at most half a scale,
+    so elements below max/254 of their block become zero. This is absmax quantization, section 2 of Dettmers et
+    al., "LLM.int8()" (2022), applied to blocks instead of tensors.
 
     `block_size`: a power of two from 64 to 4096.
     """
@@ -40,7 +40,7 @@ class Int8(BlockCodec):
         work = torch.empty_like(rows) if rows.is_cuda else scratch.floats[: rows.numel()].view_as(rows)
         scales = torch.abs(rows, out=work).amax(1)
         check_encodable(scales, rows, start)
-        # amax * (1/127) and x * (1/scale) round alike with and without SIMD; 127/amax does not.
+        # With and without SIMD, amax * (1/127) and x * (1/scale) round alike, but 127/amax does not.
         inverses = reciprocals_of_scales(scales.mul_(1 / _LARGEST_CODE))
         return scales, torch.mul(rows, inverses, out=work).round_().to(torch.int8).view(torch.uint8)
 
@@ -49,4 +49,4 @@ class Int8(BlockCodec):
 
     def _validate_codes(self, codes: torch.Tensor) -> None:
         if codes.view(torch.int8).amin().item() < -_LARGEST_CODE:
-            raise CodecError(f"{self.name} payload contains the code -128, which stands for nothing")
+            raise CodecError(f"{self.name} payload contains the code -128, which is not in use")

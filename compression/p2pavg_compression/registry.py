@@ -1,4 +1,4 @@
-"""Codecs by name: how a configuration or a roster says which one is meant."""
+"""Codecs by name, as configurations and rosters refer to them."""
 
 import re
 from collections.abc import Mapping
@@ -15,13 +15,13 @@ _CASTS: dict[str, type[Fp32 | Fp16 | Bf16]] = {"fp32": Fp32, "fp16": Fp16, "bf16
 _WITH_BLOCKS: dict[str, type[Int8 | Blockwise8]] = {"int8": Int8, "blockwise8": Blockwise8}
 
 KNOWN_CODECS: Mapping[str, type[Codec]] = MappingProxyType({**_CASTS, **_WITH_BLOCKS})
-"""The class for each name; those with blocks also take a block size, as in "int8:128"."""
+"""The class for each name. Codecs with blocks also take a block size, as in "int8:128"."""
 
 _SPEC = re.compile(r"(?P<name>[a-z0-9]+)(:(?P<block_size>[1-9][0-9]{0,9}))?")
 
 
 def resolve_codec(spec: str | Codec | None) -> Codec:
-    """The codec that `spec` means: a codec itself, a name with or without its block size, or None for fp32.
+    """Return the codec of `spec`: a codec itself, a name with or without a block size, or None for fp32.
 
     `resolve_codec(codec.name) == codec` for every codec of this package.
     Raises ValueError, listing the known names, for anything else.

@@ -1,6 +1,7 @@
-"""Signed, expiring records on the nearest peers: a distributed hash table without a server.
+"""A distributed hash table without a server: signed, expiring records on the peers nearest to their key.
 
-`RecordNode` is the way in; it needs a `Signer` and an `Rpc`. Nothing here knows what the records are for.
+`RecordNode` is the entry point; it needs a `Signer` and an `Rpc`. The package knows nothing of the purpose of
+the records.
 """
 
 from p2pavg_dht.contact import Contact, ContactError

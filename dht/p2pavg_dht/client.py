@@ -1,4 +1,4 @@
-"""Asking others: one bounded call, and a whole lookup of them. Keeps the routing table informed."""
+"""Outbound calls: single bounded calls, and whole lookups. The results update the routing table."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -27,7 +27,7 @@ from p2pavg_dht.rpc import RPC_TIMEOUT, Rpc, RpcError
 
 logger = logging.getLogger(__name__)
 
-# A lookup among dead peers asks the next ones every half second; after this it takes what it has.
+# The timeout of a lookup. Among dead peers it asks the next ones every half second; then it ends with what it has.
 LOOKUP_TIMEOUT = 15.0
 # About 3 ms of signatures between two checkpoints.
 VERIFIED_AT_ONCE = 32
@@ -37,7 +37,7 @@ Outcome: TypeAlias = tuple[Contact, Answer | RpcError]
 
 
 class Client:
-    """Calls over `rpc`. `on_live` is told of each contact that has newly, or again, answered."""
+    """Calls over `rpc`. `on_live` is called with each contact that has answered for the first time, or again."""
 
     def __init__(
         self,
@@ -52,11 +52,14 @@ class Client:
         self._on_live = on_live
 
     def addresses(self) -> tuple[str, ...]:
-        """This peer's own addresses, the first 16 of them."""
+        """Return this peer's own addresses, 16 at most."""
         return tuple(self._own_addresses())[:MAX_ADDRESSES]
 
     async def ask(self, contact: Contact, request: Request) -> Answer:
-        """The checked answer of `contact`. RpcError when there is none within RPC_TIMEOUT, or a bad one."""
+        """Send a request to `contact` and return its checked answer.
+
+        Raises RpcError if there is no answer within RPC_TIMEOUT, or an invalid one.
+        """
         encoded = encode(request)
         try:
             with trio.fail_after(RPC_TIMEOUT):
@@ -71,8 +74,8 @@ class Client:
         return answer
 
     async def walk(self, lookup: Lookup, request: Request, on_answer: OnAnswer) -> None:
-        """Send `request` to whom `lookup` names until it is finished, LOOKUP_TIMEOUT at most."""
-        # Room for every outcome: a call that has ended never waits to say so.
+        """Send `request` to the contacts that `lookup` names, until it has finished or LOOKUP_TIMEOUT is over."""
+        # The channel has room for every outcome, so a call that has ended never blocks.
         send, receive = trio.open_memory_channel[Outcome](MOST_CALLS)
         with trio.move_on_after(LOOKUP_TIMEOUT):
             async with trio.open_nursery() as nursery:
@@ -111,7 +114,7 @@ class Client:
 
 
 async def _check(request: Request, answer: Answer) -> None:
-    """MessageError or RecordError unless `answer` is one to `request` and its records are genuine."""
+    """Raise MessageError or RecordError unless `answer` belongs to `request` and its records are genuine."""
     match request, answer:
         case Store(_, records), Stored(_, held, outcomes, _) if len(outcomes) == len(records):
             await _check_records(held, {record.key for record in records})

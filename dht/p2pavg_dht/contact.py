@@ -1,4 +1,4 @@
-"""A peer and where it may be reached."""
+"""Contacts: a peer id, and addresses at which the peer may be reached."""
 
 import re
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ _PRINTABLE = re.compile(r"/[!-~]+")
 
 
 class ContactError(ValueError):
-    """A contact that cannot be; `reason` says why."""
+    """A contact is invalid; `reason` says why."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -21,10 +21,10 @@ class ContactError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Contact:
-    """A peer id and at most 16 addresses, each printable ASCII of at most 256 characters from "/" on.
+    """A peer id and at most 16 addresses, each printable ASCII of at most 256 characters that begins with "/".
 
-    Addresses are hints: whoever answers there has to prove the peer id to the transport. ContactError at
-    construction when a part is not what it must be.
+    Addresses are hints: the peer that answers there must prove its id to the transport. The constructor raises
+    ContactError if a part is invalid.
     """
 
     peer_id: str
@@ -41,7 +41,7 @@ class Contact:
 
 
 def check_addresses(addresses: object) -> None:
-    """ContactError unless `addresses` is a tuple of at most 16 possible multiaddresses."""
+    """Raise ContactError unless `addresses` is a tuple of at most 16 possible multiaddresses."""
     if type(addresses) is not tuple or len(addresses) > MAX_ADDRESSES:
         raise ContactError(f"a contact has a tuple of at most {MAX_ADDRESSES} addresses")
     for address in addresses:
@@ -51,6 +51,6 @@ def check_addresses(addresses: object) -> None:
 def _check_address(address: object) -> None:
     if type(address) is not str or not 1 < len(address) <= MAX_ADDRESS_LENGTH:
         raise ContactError(f"an address is a text of 2 to {MAX_ADDRESS_LENGTH} characters")
-    # Addresses end up in logs and terminals: no blanks, no control characters, no look-alikes.
+    # Addresses appear in logs and terminals: no blanks, no control characters, no look-alikes.
     if _PRINTABLE.fullmatch(address) is None:
         raise ContactError('an address is printable ASCII and begins with "/"')

@@ -1,7 +1,7 @@
-"""Where things lie: peers and keys are points of one 256-bit space, near means a small XOR.
+"""The XOR metric: peers and keys are points of one 256-bit space, and the distance of two points is their XOR.
 
-After Maymounkov & Mazières, "Kademlia" (IPTPS 2002), section 2.1. Points are SHA-256 images, so neither the
-way peer ids are made nor the way keys are chosen clusters them.
+After Maymounkov & Mazières, "Kademlia" (IPTPS 2002), section 2.1. Points are SHA-256 hashes, so peer ids and
+keys do not cluster, however they were made.
 """
 
 from collections.abc import Iterable
@@ -17,7 +17,7 @@ BITS = 256
 
 
 class Located(Protocol):
-    """Anything that has a peer id."""
+    """An object with a peer id."""
 
     @property
     def peer_id(self) -> str:
@@ -29,30 +29,30 @@ P = TypeVar("P", bound=Located)
 
 @lru_cache(maxsize=4096)
 def peer_point(peer_id: str) -> int:
-    """The point of a peer: SHA-256 of its id's text."""
+    """Return the point of a peer: SHA-256 of its id's text."""
     return int.from_bytes(sha256(peer_id.encode()).digest(), "big")
 
 
 def key_point(key: bytes) -> int:
-    """The point of a key: SHA-256 of its bytes."""
+    """Return the point of a key: SHA-256 of its bytes."""
     return int.from_bytes(sha256(key).digest(), "big")
 
 
 def point_bytes(point: int) -> bytes:
-    """A point as it travels: 32 bytes, big-endian."""
+    """Encode a point for the wire: 32 bytes, big-endian."""
     return point.to_bytes(BITS // 8, "big")
 
 
 def bucket_of(own: int, other: int) -> int:
-    """The bucket in which `own` keeps `other`: the length of their distance, 1 to 256 (0: the same point)."""
+    """Return the bucket in which `own` keeps `other`: the bit length of their distance, 0 for the same point."""
     return (own ^ other).bit_length()
 
 
 def flipped(own: int, bucket: int) -> int:
-    """The point of `bucket` (1 to 256) that differs from `own` in one bit only."""
+    """Return the point in `bucket` (1 to 256) that differs from `own` in one bit only."""
     return own ^ (1 << (bucket - 1))
 
 
 def nearest(peers: Iterable[P], point: int, count: int = K) -> list[P]:
-    """The `count` of `peers` nearest to `point`, nearest first."""
+    """Return the `count` peers nearest to `point`, nearest first."""
     return nsmallest(count, peers, key=lambda peer: peer_point(peer.peer_id) ^ point)

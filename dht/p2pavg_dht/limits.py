@@ -1,4 +1,4 @@
-"""How much of this machine strangers may use."""
+"""Limits of the memory that a record store grants to strangers."""
 
 from dataclasses import dataclass, fields
 
@@ -8,18 +8,19 @@ from p2pavg_dht.wire import MAX_RECORD_BYTES_PER_ANSWER
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What a record store grants; everything beyond is refused with a reason. ValueError when not positive.
+    """The limits of a record store. Records beyond them are refused with a reason.
 
-    Bytes are those of a record as it travels (`record.wire_bytes`); in memory Python takes about 1 KiB more
-    a record, which `total_records` bounds.
+    Bytes are counted as on the wire (`record.wire_bytes`). In memory, Python takes about 1 KiB more for each
+    record, which `total_records` bounds. Raises ValueError for limits that are not positive.
 
     - `max_ttl`, `clock_skew` (seconds): a record may expire at most `max_ttl + clock_skew` from now.
-    - `publishers_per_key`, `bytes_per_key`: what one key may hold. The bytes fit into one answer, so an
-      answer for a single key is always whole.
-    - `records_per_publisher`, `bytes_per_publisher`: what one identity may hold over all keys.
-    - `relayed_per_sender`: how many records of *others* one authenticated sender may have brought. Without
-      it, one connection could bring any number of made-up identities, each with its own allowance.
-    - `total_keys`, `total_records`, `total_bytes`: the whole store.
+    - `publishers_per_key`, `bytes_per_key`: limits of one key. The bytes fit into one answer, so an answer for
+      a single key is always complete.
+    - `records_per_publisher`, `bytes_per_publisher`: limits of one identity over all keys.
+    - `relayed_per_sender`: the number of *other* publishers' records that one authenticated sender may have
+      brought. Without it, one connection could bring any number of invented identities, each with its own
+      allowance.
+    - `total_keys`, `total_records`, `total_bytes`: limits of the whole store.
     """
 
     max_ttl: float = 3600.0
@@ -36,7 +37,7 @@ class Limits:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            # `not >` rather than `<=`, so that NaN is refused too.
+            # Written as `not ... <`, so that NaN is refused too.
             if not 0 < value < float("inf"):
                 raise ValueError(f"{field.name} must be positive and finite, not {value}")
         for name in ("bytes_per_key", "bytes_per_publisher", "total_bytes"):

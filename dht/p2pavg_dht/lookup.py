@@ -1,13 +1,14 @@
-"""The iterative lookup: which peers to ask next, and when enough have answered.
+"""The iterative lookup: it decides which peers to ask next, and when enough of them have answered.
 
-After Maymounkov & Mazières (2002), section 2.3: ask the nearest known, learn nearer ones from their answers,
-until the K nearest that are there have all answered. Two things differ:
+After Maymounkov & Mazières (2002), section 2.3: ask the nearest known peers, and learn nearer ones from their
+answers, until the K nearest live peers have all answered. Two things differ:
 
-- The asker counts as a peer that has answered; in a network of K everybody holds everything.
-- A call that takes longer than `HEDGE_DELAY` is *stalled*: the next nearest peer is asked beside it, and
-  the lookup no longer waits for it once a majority of the K nearest has answered. Two majorities of the
-  same K meet, so a record stored at one is found at another, while a dead peer costs half a second rather
-  than the whole time limit of a call. Short of a majority the stalled ones are waited for.
+- The asking peer counts as a peer that has answered. In a network of K peers, each peer holds every record.
+- A call that takes longer than `HEDGE_DELAY` is *stalled*. Then the next nearest peer is asked in addition.
+  When a majority of the K nearest has answered, the lookup no longer waits for stalled calls. Any two
+  majorities of the same K peers overlap, so a lookup finds a record that was stored at a majority. This way a
+  dead peer costs half a second instead of the whole timeout of a call. Without a majority, the lookup waits
+  for the stalled calls.
 
 Times are seconds on a monotonic clock.
 """
@@ -19,10 +20,10 @@ from enum import Enum, auto
 from p2pavg_dht.contact import Contact
 from p2pavg_dht.distance import K, nearest
 
-# The paper's alpha: calls in flight while the answers still bring nearer peers.
+# The paper's alpha: the number of parallel calls while answers still bring nearer peers.
 ALPHA = 4
 HEDGE_DELAY = 0.5
-# Liars can name made-up peers that are ever nearer; at some point we stop following.
+# The limit of calls of one lookup. Malicious peers can name invented peers that are ever nearer.
 MOST_CALLS = 64
 
 
@@ -46,9 +47,9 @@ class _Candidate:
 
 
 class Lookup:
-    """One search for the K peers nearest to `point`, seen from the peer `own_id`.
+    """A search for the K peers nearest to `point`, made by the peer `own_id`.
 
-    `wide` asks all of the K nearest at once from the beginning: right when they are known already.
+    With `wide`, all of the K nearest are asked at once from the beginning. Use it if they are known already.
     """
 
     def __init__(self, point: int, seeds: Iterable[Contact], *, own_id: str, wide: bool) -> None:
@@ -60,7 +61,7 @@ class Lookup:
         self._wide = wide or len(self._candidates) <= K
 
     def next_calls(self, now: float) -> list[Contact]:
-        """Whom to ask at `now`; they count as asked."""
+        """Return the contacts to ask at `now`, and count them as asked."""
         room = (K if self._wide else ALPHA) - len(self._in(_State.ASKED))
         room = min(room, MOST_CALLS - self._calls)
         chosen = [c for c in self._front() if c.state is _State.HEARD][: max(0, room)]
@@ -70,37 +71,37 @@ class Lookup:
         return [candidate.contact for candidate in chosen]
 
     def answered(self, peer_id: str, closer: Iterable[Contact]) -> None:
-        """`peer_id` has answered and named peers nearer to the point (at most K count)."""
+        """Note that `peer_id` has answered, and has named peers nearer to the point (at most K count)."""
         self._candidates[peer_id].state = _State.ANSWERED
         before = {candidate.peer_id for candidate in self._front()}
         self._add(list(closer)[:K])
-        # Nothing nearer came: the K nearest are known, so ask all that are left of them at once.
+        # No nearer peer was named, so the K nearest are known: ask all remaining ones of them at once.
         if before == {candidate.peer_id for candidate in self._front()}:
             self._wide = True
 
     def failed(self, peer_id: str) -> None:
-        """`peer_id` has not answered and will not."""
+        """Note that the call to `peer_id` has failed."""
         self._candidates[peer_id].state = _State.FAILED
 
     def notice_stalls(self, now: float) -> None:
-        """Calls that have been under way for HEDGE_DELAY at `now` no longer hold others up."""
+        """Mark the calls that have been under way for HEDGE_DELAY at `now` as stalled."""
         for candidate in self._in(_State.ASKED):
             if now >= candidate.asked_at + HEDGE_DELAY:
                 candidate.state = _State.STALLED
 
     @property
     def next_stall(self) -> float:
-        """When `notice_stalls` will have something to notice; infinity when no call is under way."""
+        """The moment at which the next call will be stalled; infinity if no call is under way."""
         return min((c.asked_at + HEDGE_DELAY for c in self._in(_State.ASKED)), default=float("inf"))
 
     @property
     def stalled(self) -> list[Contact]:
-        """The contacts whose calls are given up if the lookup ends now."""
+        """The contacts whose calls are stalled, which are given up if the lookup ends now."""
         return [candidate.contact for candidate in self._in(_State.STALLED)]
 
     @property
     def finished(self) -> bool:
-        """Whether waiting longer would not change much: see the module's text."""
+        """True if the lookup need not wait any longer; see the module's docstring."""
         front = self._front()
         if any(candidate.state is _State.ASKED for candidate in front):
             return False
@@ -110,7 +111,7 @@ class Lookup:
 
     @property
     def calls(self) -> int:
-        """How many calls have been made."""
+        """The number of calls that were made."""
         return self._calls
 
     def _majority(self) -> bool:
@@ -119,7 +120,7 @@ class Lookup:
         return 2 * sum(c.state is _State.ANSWERED for c in front) > len(front)
 
     def _front(self) -> list[_Candidate]:
-        """The K nearest that may still answer in time."""
+        """Return the K nearest candidates whose calls are neither failed nor stalled."""
         hopeless = _State.FAILED, _State.STALLED
         return nearest((c for c in self._candidates.values() if c.state not in hopeless), self._point)
 
@@ -129,6 +130,6 @@ class Lookup:
     def _add(self, contacts: Iterable[Contact]) -> None:
         for contact in contacts:
             held = self._candidates.get(contact.peer_id)
-            # Somebody else may know the address at which a peer does answer.
+            # A different address of a failed peer may be the right one, so it is tried again.
             if held is None or (held.state is _State.FAILED and held.contact.addresses != contact.addresses):
                 self._candidates[contact.peer_id] = _Candidate(contact)

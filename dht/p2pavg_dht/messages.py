@@ -1,7 +1,7 @@
-"""The requests and answers of `/p2pavg/records/1.0.0`, and their bytes.
+"""The requests and answers of `/p2pavg/records/1.0.0`, and their encoding.
 
-A message that exists is valid: the dataclasses check themselves, and the decoders are the only way in from
-the network. On the wire each is a msgpack array that begins with its number.
+Every message object is valid: the dataclasses check their fields, and messages from the network pass the
+decoders. On the wire, each message is a msgpack array that begins with its number.
 
 | message | number | fields |
 |---|---|---|
@@ -12,8 +12,8 @@ the network. On the wire each is a msgpack array that begins with its number.
 | Found   | 5 | closer, records                          |
 | Located | 6 | closer                                   |
 
-`addresses` are the sender's own; its peer id is the transport's to say. `closer` are the responder's K
-nearest contacts to what was asked for.
+`addresses` are the sender's own; the transport knows the sender's peer id. `closer` are the K contacts of the
+responder that are nearest to the key or point of the request.
 """
 
 from collections.abc import Callable
@@ -26,9 +26,9 @@ from p2pavg_dht.record import FIELDS, KEY_BYTES, Record, RecordError, pack, unpa
 from p2pavg_dht.wire import MAX_MESSAGE_BYTES, Reader, WireError, packed
 
 PROTOCOL: Final = "/p2pavg/records/1.0.0"
-# What one STORE may cost the responder: 64 signatures, about 6 ms.
+# The limit of a Store, for the responder's sake: checking 64 signatures takes about 6 ms.
 MAX_STORED_RECORDS: Final = 64
-# As many tombstones as fit into an answer; more of anything cannot come.
+# The number of tombstones that fit into an answer. They are the smallest records, so no answer has more.
 MAX_ANSWER_RECORDS: Final = 4096
 MAX_OUTCOME_LENGTH: Final = 200
 
@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 
 class MessageError(ValueError):
-    """Bytes that are no message, or parts that would make none; `reason` says why."""
+    """Bytes or fields do not make a valid message; `reason` says why."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -45,7 +45,7 @@ class MessageError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """Keep these 1 to 64 records."""
+    """The request to store 1 to 64 records."""
 
     addresses: tuple[str, ...]
     records: tuple[Record, ...]
@@ -59,7 +59,7 @@ class Store:
 
 @dataclass(frozen=True, slots=True)
 class Find:
-    """What is under `key` (32 bytes), and who is nearer to it?"""
+    """The request for the records under `key` (32 bytes), and for contacts nearer to it."""
 
     addresses: tuple[str, ...]
     key: bytes
@@ -71,7 +71,7 @@ class Find:
 
 @dataclass(frozen=True, slots=True)
 class Locate:
-    """Who is near `point` (32 bytes, big-endian)? Also the question whether somebody is there at all."""
+    """The request for contacts near `point` (32 bytes, big-endian). It also serves as a ping."""
 
     addresses: tuple[str, ...]
     point: bytes
@@ -83,9 +83,10 @@ class Locate:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """What became of each record of a Store, in its order ("" = taken), and what is now under its keys.
+    """The answer to a Store: the outcome of each record, in order, and the records now held under its keys.
 
-    `omitted` counts the records that did not fit; it is 0 whenever the Store concerned one key.
+    An empty outcome means that the record was stored. `omitted` counts the records that did not fit into the
+    answer; it is 0 if the Store concerned a single key.
     """
 
     closer: tuple[Contact, ...]
@@ -97,14 +98,14 @@ class Stored:
         _check_closer(self.closer)
         _require(0 < len(self.outcomes) <= MAX_STORED_RECORDS, f"1 to {MAX_STORED_RECORDS} outcomes")
         for outcome in self.outcomes:
-            # They end up in logs and terminals.
+            # Outcomes appear in logs and terminals.
             _require(len(outcome) <= MAX_OUTCOME_LENGTH, f"an outcome has {MAX_OUTCOME_LENGTH} characters")
             _require(outcome.isascii() and (not outcome or outcome.isprintable()), "an outcome is ASCII")
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The unexpired records under the key, withdrawals among them."""
+    """The answer to a Find: the unexpired records under the key, including withdrawals."""
 
     closer: tuple[Contact, ...]
     records: tuple[Record, ...]
@@ -115,7 +116,7 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Located:
-    """The responder's nearest contacts to the point."""
+    """The answer to a Locate: the responder's contacts nearest to the point."""
 
     closer: tuple[Contact, ...]
 
@@ -128,7 +129,7 @@ Answer: TypeAlias = Stored | Found | Located
 
 
 def encode(message: Request | Answer) -> bytes:
-    """The bytes of `message`. MessageError when there would be more than MAX_MESSAGE_BYTES."""
+    """Encode `message`. Raise MessageError if it has more than MAX_MESSAGE_BYTES."""
     encoded = packed(_parts(message))
     _require(len(encoded) <= MAX_MESSAGE_BYTES, f"a message has at most {MAX_MESSAGE_BYTES} bytes")
     return encoded
@@ -151,7 +152,7 @@ def _parts(message: Request | Answer) -> tuple[object, ...]:
 
 
 def decode_request(message: bytes) -> Request:
-    """The request in `message`. MessageError for any other bytes; signatures are not checked here."""
+    """Decode a request. Raise MessageError for any other bytes. Signatures are not checked here."""
     request = _decode(message)
     if not isinstance(request, Store | Find | Locate):
         raise MessageError("an answer came where a request was expected")
@@ -159,7 +160,7 @@ def decode_request(message: bytes) -> Request:
 
 
 def decode_answer(message: bytes) -> Answer:
-    """The answer in `message`. MessageError for any other bytes; signatures are not checked here."""
+    """Decode an answer. Raise MessageError for any other bytes. Signatures are not checked here."""
     answer = _decode(message)
     if isinstance(answer, Store | Find | Locate):
         raise MessageError("a request came where an answer was expected")

@@ -1,6 +1,6 @@
-"""A peer's part in the record network: it says, finds, keeps and serves records.
+"""A peer's node in the record network: it publishes, finds, stores and serves records.
 
-Decisions are made elsewhere (record, storage, routing, lookup, publications, service); this module carries
+Other modules make the decisions (record, storage, routing, lookup, publications, service). This module carries
 them out on trio.
 """
 
@@ -29,17 +29,17 @@ from p2pavg_dht.upkeep import Started, Upkeep
 
 logger = logging.getLogger(__name__)
 
-# At shutdown somebody waits: less than one call's time limit. What has not been taken back by then expires.
+# The timeout of withdrawals at shutdown, shorter than that of a single call. Records not withdrawn by then expire.
 WITHDRAW_TIMEOUT = 3.0
 
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """What came of a publish.
+    """The result of a publish.
 
-    - `stored`: how many peers hold the record now, this one included.
-    - `refused`: "peer id: reason" of each that answered and did not take it.
-    - `records`: what others say under the key, verified and live, one record a publisher.
+    - `stored`: the number of peers that hold the record now, including this one.
+    - `refused`: "peer id: reason" for each peer that answered and refused the record.
+    - `records`: the live, verified records of other publishers under the key, one of each.
     """
 
     stored: int
@@ -48,16 +48,16 @@ class Published:
 
 
 class RecordNode:
-    """The records of one peer, and its share in keeping those of others.
+    """The records of one peer, and its share of other peers' records.
 
-    `signer` owns the identity, `rpc` reaches other peers, `addresses` says where this peer is reached now
-    (the first 16 count), `wall_clock` gives seconds since 1970.
+    `signer` owns the identity, `rpc` calls other peers, `addresses` returns the addresses of this peer (the
+    first 16 count), and `wall_clock` returns seconds since 1970.
 
-    `run` keeps it going: without it, records are not renewed, peers that call are not learned, and those
-    that failed do not come back; publish, find, withdraw and handle work all the same, so a peer that is
-    shutting down can still withdraw. Every call is bounded (LOOKUP_TIMEOUT, twice for a publish whose way
-    is unknown) and may be cancelled at any time. What the network does is never an exception here; it shows
-    in what is returned.
+    `run` does the background work. Without it, records are not renewed, calling peers are not learned, and
+    peers that failed are not tried again. publish, find, withdraw and handle work without it, so a peer that
+    is shutting down can still withdraw. Every call is bounded by LOOKUP_TIMEOUT, or by twice as much for a
+    publish that must look up the nearest peers first. Every call may be cancelled at any time. Failures of the
+    network raise no exception here; the returned values show them.
     """
 
     def __init__(
@@ -91,26 +91,27 @@ class RecordNode:
 
     @property
     def peer_id(self) -> str:
-        """This peer's id."""
+        """The id of this peer."""
         return self._peer_id
 
     @property
     def contacts(self) -> tuple[Contact, ...]:
-        """The peers that answered when last called."""
+        """The peers that answered their last call."""
         return tuple(self._table.live())
 
     async def run(self, *, task_status: Started = trio.TASK_STATUS_IGNORED) -> None:
-        """Renew records at TTL/3, expire others', check on peers and look for new ones, until cancelled.
+        """Renew own records at TTL/3, expire others, check peers and look for new ones, until cancelled.
 
-        For `nursery.start`. Owns every task that outlives a call. RuntimeError when it runs already.
+        Call it with `nursery.start`. It owns every task that outlives a call. Raises RuntimeError if it runs
+        already.
         """
         await self._upkeep.run(task_status=task_status)
 
     async def join(self, contacts: Sequence[Contact]) -> int:
-        """Get to know the network through `contacts`; how many peers are known afterwards.
+        """Join the network through `contacts`, and return the number of peers that are known afterwards.
 
-        Looks up this peer's own surroundings. 0 means that nobody answered; `run` goes on trying these
-        contacts for as long as nobody is known.
+        It looks up the peers nearest to this one. 0 means that no contact answered. `run` tries these contacts
+        again for as long as no peer is known.
         """
         self._upkeep.remember_bootstrap(contacts)
         await self._operations.locate(peer_point(self._peer_id), contacts)
@@ -118,17 +119,19 @@ class RecordNode:
         return len(self._table.live())
 
     def add_contact(self, contact: Contact) -> None:
-        """Somebody is there: it becomes known as soon as it answers a call, which `run` makes."""
+        """Name a possible peer. It becomes known when it answers a call, which `run` makes."""
         self._upkeep.check_if_wanted(contact)
 
     async def publish(self, key: bytes, value: bytes, *, ttl: float) -> Published:
-        """Say `value` under `key`, and hear what others say there.
+        """Publish `value` under `key`, and return the other publishers' records there.
 
-        `key`: 32 bytes. `value`: 1 to 4096 bytes. `ttl`: seconds for which each signed copy counts, at most
-        `limits.max_ttl`. `run` renews the record every TTL/3 until `withdraw(key)`; a ttl under about 3 s
-        may lapse in between. It takes the place of what this peer said under `key` before, and lasts at
-        least as long. ValueError for anything else. A publish that is cancelled may have been stored, and is
-        renewed all the same: withdraw it.
+        `key`: 32 bytes. `value`: 1 to 4096 bytes. `ttl`: the seconds for which each signed copy is valid, at
+        most `limits.max_ttl`. Raises ValueError for anything else.
+
+        `run` renews the record every TTL/3 until `withdraw(key)`. With a ttl under about 3 s, the record may
+        expire in between. The record replaces the one that this peer published under `key` before, and lasts
+        at least as long. A cancelled publish may have stored the record, which is then renewed too: withdraw
+        it.
         """
         _check_key(key)
         if not 0 < len(value) <= MAX_VALUE_BYTES:
@@ -138,58 +141,59 @@ class RecordNode:
         return await self._announce(self._publications.announce(key, value, ttl=ttl, now=self._now()))
 
     async def withdraw(self, key: bytes) -> None:
-        """Take back what was published under `key`; nothing happens if nothing was."""
+        """Withdraw this peer's record under `key`, if there is one."""
         _check_key(key)
         tombstone = self._publications.withdraw(key, self._now())
         if tombstone is not None:
             await self._announce(tombstone)
 
     async def withdraw_all(self) -> None:
-        """Take back everything, all at once, within WITHDRAW_TIMEOUT. Works before, during and after run."""
+        """Withdraw all records at once, within WITHDRAW_TIMEOUT. It works before, during and after `run`."""
         with trio.move_on_after(WITHDRAW_TIMEOUT):
             async with trio.open_nursery() as nursery:
                 for key in self._publications.said():
                     nursery.start_soon(self.withdraw, key)
 
     async def find(self, key: bytes) -> tuple[Record, ...]:
-        """What is said under `key`: of each publisher the newest record, if it is live.
+        """Return the live records under `key`: the newest one of each publisher, ordered by publisher.
 
-        Merged from the K nearest peers, this one's own among them, and ordered by publisher.
+        The answers of the K nearest peers are merged with this peer's own records. A publisher whose newest
+        record is withdrawn or expired is left out.
         """
         _check_key(key)
         found = await self._operations.find(key)
         return self._merged(key, found)
 
     def watch(self, key: bytes, changed: Callable[[], None]) -> None:
-        """Call `changed` whenever another peer has stored something under `key` here, which `held` then returns.
+        """Call `changed` whenever another peer has stored records under `key` here; `held` then returns them.
 
-        One a key. This peer is among those that hold a key while it is one of the K nearest to it, and so
-        always where there are no more.
+        There is one watcher for each key. This peer gets the records of a key while it is one of the K nearest
+        peers to it. In a network of at most K peers, that is always so.
         """
         _check_key(key)
         self._watchers[key] = changed
 
     def unwatch(self, key: bytes) -> None:
-        """No longer call what `watch` was given."""
+        """End a `watch`."""
         self._watchers.pop(key, None)
 
     def held(self, key: bytes) -> tuple[Record, ...]:
-        """What this peer holds under `key` itself, withdrawals among it. Asks nobody."""
+        """Return the records under `key` that this peer holds, including withdrawals. It makes no call."""
         _check_key(key)
         return self._store.records(key, self._now())
 
     async def handle(self, sender: str, request: bytes) -> bytes:
-        """As `answer`, with a checkpoint after it."""
+        """Answer a request as `answer` does, followed by a checkpoint."""
         answer = self.answer(sender, request)
         await trio.lowlevel.checkpoint()
         return answer
 
     def answer(self, sender: str, request: bytes) -> bytes:
-        """The answer to `request` of the authenticated peer `sender`.
+        """Return the answer to `request` of the authenticated peer `sender`.
 
-        MessageError when it is malformed: the caller resets the stream. One request costs at most 64
-        signatures, about 6 ms; how many a sender may make is the caller's to limit. Nothing is awaited, so the
-        time from call to return is what the request has cost.
+        Raises MessageError if the request is malformed; then the caller resets the stream. A request takes at
+        most 64 signature checks, about 6 ms. The caller limits the number of requests of a sender. Nothing is
+        awaited, so the time from call to return is the processor time of the request.
         """
         decoded = decode_request(request)
         try:
@@ -210,18 +214,19 @@ class RecordNode:
             await self._announce(record)
 
     async def _announce(self, record: Record) -> Published:
-        """Store `record`; once more, outranking it, when an earlier life of ours is found in the way."""
+        """Store `record`. If a newer record of an earlier process of this peer is found, outrank it and repeat."""
         published, seen = await self._announce_once(record)
         timely = [r for r in seen if untimely(r, self._now(), self._limits) is None]
         again = self._publications.adopt(timely, self._now())
         if again is None:
             return published
-        logger.info("a record of an earlier life of this peer was found and is being replaced")
+        logger.info("a newer record of an earlier process of this peer was found and is being replaced")
         published, _ = await self._announce_once(again)
         return published
 
     async def _announce_once(self, record: Record) -> tuple[Published, list[Record]]:
-        # Kept here first: of two that announce to each other at once, one finds the other's already stored.
+        # Store the record here first. If two peers announce to each other at once, one of them then finds the
+        # other's record.
         refusal = self._store.put(record, sender=self._peer_id, now=self._now())
         outcome = await self._operations.store(record)
         for holder in outcome.holders:

@@ -1,4 +1,4 @@
-"""The three things one does with the network: look around, store a record, find the records under a key."""
+"""The three operations on the network: locate peers, store a record, find the records under a key."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -13,21 +13,21 @@ from p2pavg_dht.messages import Answer, Find, Found, Locate, Store, Stored
 from p2pavg_dht.record import Record
 from p2pavg_dht.routing import RoutingTable
 
-# How long the way to a key counts as known, and for how many keys it is remembered.
+# The seconds for which the peers nearest to a key count as known, and the number of keys that are remembered.
 RESOLVED_FOR = 60.0
 MOST_RESOLVED = 1024
 
 
 @dataclass(slots=True)
 class StoreRound:
-    """What came of sending one record to the nearest peers."""
+    """The outcome of sending one record to the nearest peers."""
 
     holders: list[str] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
     records: list[Record] = field(default_factory=list)
 
     def note(self, contact: Contact, answer: Answer) -> None:
-        """`contact` has answered."""
+        """Note the answer of `contact`."""
         assert isinstance(answer, Stored)
         if answer.outcomes[0]:
             self.refused.append(f"{contact.peer_id}: {answer.outcomes[0]}")
@@ -37,7 +37,7 @@ class StoreRound:
 
 
 class Operations:
-    """Lookups for the peer `own_id` over `client`, starting from what `table` knows."""
+    """Lookups of the peer `own_id` over `client`, starting from the contacts of `table`."""
 
     def __init__(self, own_id: str, client: Client, table: RoutingTable) -> None:
         self._own_id = own_id
@@ -46,17 +46,17 @@ class Operations:
         self._resolved: dict[int, float] = {}
 
     async def locate(self, point: int, seeds: Iterable[Contact] = ()) -> None:
-        """Learn who is near `point`, from `seeds` and the contacts known."""
+        """Learn the peers near `point`, starting from `seeds` and the known contacts."""
         lookup = self._lookup(point, seeds)
         request = Locate(self._client.addresses(), point_bytes(point))
         await self._client.walk(lookup, request, _ignore)
         self._note_resolved(point)
 
     async def store(self, record: Record) -> StoreRound:
-        """Send `record` to the K nearest, and on to nearer ones that their answers name.
+        """Send `record` to the K nearest peers, and to nearer ones that their answers name.
 
-        When the way is known this is one wave of calls. When it is not, it is looked up first, so that a
-        large network is not strewn with copies on the way.
+        If the nearest peers are known, this is one wave of calls. If not, they are looked up first, so that
+        no copies are left at peers on the way.
         """
         point = key_point(record.key)
         if not self._known(point):
@@ -67,7 +67,7 @@ class Operations:
         return outcome
 
     async def find(self, key: bytes) -> list[Record]:
-        """All records under `key` that the K nearest hold, as they hold them: not merged yet."""
+        """Return all records under `key` that the K nearest peers hold, not merged yet."""
         found: list[Record] = []
 
         def collect(_: Contact, answer: Answer) -> None:
@@ -80,12 +80,12 @@ class Operations:
         return found
 
     def _lookup(self, point: int, seeds: Iterable[Contact] = ()) -> Lookup:
-        # Twice as many as are asked: the second half steps in for those that do not answer.
+        # Twice as many as are asked. The second half replaces those that do not answer.
         known = [*self._table.nearest(point, 2 * K), *seeds]
         return Lookup(point, known, own_id=self._own_id, wide=self._known(point))
 
     def _known(self, point: int) -> bool:
-        """Whether the nearest contacts in the table are the nearest there are, as far as one can tell."""
+        """Return whether the table's nearest contacts are probably the nearest peers of the whole network."""
         few = len(self._table.live()) < K
         return few or trio.current_time() < self._resolved.get(point, -RESOLVED_FOR) + RESOLVED_FOR
 
@@ -93,9 +93,9 @@ class Operations:
         self._resolved.pop(point, None)
         self._resolved[point] = trio.current_time()
         if len(self._resolved) > MOST_RESOLVED:
-            # Dictionaries keep their order: the first was resolved longest ago.
+            # Dictionaries keep their order, so the first one was resolved longest ago.
             del self._resolved[next(iter(self._resolved))]
 
 
 def _ignore(_: Contact, __: Answer) -> None:
-    """The client has told the routing table already."""
+    """Do nothing with an answer: the client has already updated the routing table."""

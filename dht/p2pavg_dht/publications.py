@@ -1,6 +1,6 @@
-"""What this peer itself says: its records, when they are renewed, and how they are taken back.
+"""The publications of this peer: its records, their renewals and their withdrawals.
 
-Decides and signs; sends nothing. Times are wall clock, in seconds.
+This module decides and signs, but sends nothing. Times are wall clock, in seconds.
 """
 
 from collections.abc import Iterable
@@ -10,7 +10,8 @@ from p2pavg_dht.identity import Signer
 from p2pavg_dht.limits import Limits
 from p2pavg_dht.record import Record, sign_record
 
-# A record survives two lost renewals, and a peer that joins or comes back lacks it for a third of its TTL.
+# With three renewals in a TTL, a record survives two lost ones. A peer that joins or returns lacks the record for at
+# most a third of its TTL.
 RENEWALS_PER_TTL = 3
 
 
@@ -19,7 +20,7 @@ class _Publication:
     record: Record
     ttl: float
     renewed_at: float
-    # Who has confirmed this very record: nobody has to be told twice.
+    # The peers that have confirmed this very record, and need not be told again.
     holders: set[str] = field(default_factory=set)
 
     @property
@@ -28,7 +29,7 @@ class _Publication:
 
 
 class Publications:
-    """The records of `signer`, at most one a key, each renewed until it is withdrawn."""
+    """The records of `signer`, at most one for each key, each renewed until it is withdrawn."""
 
     def __init__(self, signer: Signer, limits: Limits) -> None:
         self._signer = signer
@@ -36,15 +37,15 @@ class Publications:
         self._by_key: dict[bytes, _Publication] = {}
 
     def announce(self, key: bytes, value: bytes, *, ttl: float, now: float) -> Record:
-        """Say `value` under `key` from now on; every signed copy counts for `ttl` seconds.
+        """Publish `value` under `key` from now on. Every signed copy is valid for `ttl` seconds.
 
-        A copy never expires before the one that it replaces, which could otherwise be replayed: a shorter
-        `ttl` takes effect once the earlier record would have expired.
+        A copy never expires before the one that it replaces, because that one could then be replayed. So a
+        shorter `ttl` takes effect when the earlier record would have expired.
         """
         return self._sign(key, value, ttl, now, self._by_key.get(key))
 
     def renew(self, key: bytes, now: float) -> Record | None:
-        """The next copy of what is said under `key`; None when nothing is. A withdrawal stays as it is."""
+        """Return the next copy of the record under `key`; None if there is none. A withdrawal is not signed anew."""
         publication = self._by_key.get(key)
         if publication is None:
             return None
@@ -54,10 +55,10 @@ class Publications:
         return self._sign(key, publication.record.value, publication.ttl, now, publication)
 
     def withdraw(self, key: bytes, now: float) -> Record | None:
-        """The tombstone for what is said under `key`; None when nothing is.
+        """Withdraw the record under `key` and return its tombstone; None if there is no record.
 
-        It lasts as long as the record that it withdraws, and is repeated until then: who was away when it
-        was sent may still hold the record.
+        The tombstone lasts as long as the record that it withdraws, and is repeated until then, because a peer
+        that was away may still hold the record.
         """
         publication = self._by_key.get(key)
         if publication is None or publication.record.withdrawn:
@@ -65,10 +66,10 @@ class Publications:
         return self._sign(key, b"", publication.ttl, now, publication, lifetime=0.0)
 
     def adopt(self, records: Iterable[Record], now: float) -> Record | None:
-        """A copy that outranks those of `records` that are ours and that ours would be refused for.
+        """Return a copy that outranks newer records of this publisher among `records`; None if there are none.
 
-        They are left over from an earlier life of this identity, in which the clock was ahead or the TTL
-        longer. None when there is no such record. `records` must be verified.
+        Such records were left by an earlier process of this identity, whose clock was ahead or whose TTL was
+        longer. While they last, other peers would refuse ours. `records` must be verified.
         """
         ours = [record for record in records if self._obstructs(record)]
         if not ours:
@@ -81,29 +82,29 @@ class Publications:
         return self._sign(said.key, said.value, publication.ttl, now, earlier, lifetime=lifetime)
 
     def due(self, now: float) -> list[bytes]:
-        """The keys to renew at `now`. Forgets the withdrawals that have expired."""
+        """Return the keys to renew at `now`, and forget the withdrawals that have expired."""
         for key, publication in list(self._by_key.items()):
             if publication.record.withdrawn and publication.record.expiration_time <= now:
                 del self._by_key[key]
-        # A clock that was set back must not postpone the renewal by as much.
+        # If the clock was set back, renew now instead of waiting for the clock to catch up.
         return [key for key, p in self._by_key.items() if now >= p.due_at or now < p.renewed_at]
 
     def next_due(self) -> float:
-        """When `due` will next have something; infinity when nothing is said."""
+        """Return the moment of the next renewal; infinity if there is no record."""
         return min((publication.due_at for publication in self._by_key.values()), default=float("inf"))
 
     def said(self) -> list[bytes]:
-        """The keys under which something is said and not withdrawn."""
+        """Return the keys of the records that are not withdrawn."""
         return [key for key, publication in self._by_key.items() if not publication.record.withdrawn]
 
     def confirmed(self, record: Record, peer_id: str) -> None:
-        """`peer_id` holds `record`."""
+        """Note that `peer_id` holds `record`."""
         publication = self._by_key.get(record.key)
         if publication is not None and publication.record == record:
             publication.holders.add(peer_id)
 
     def unconfirmed(self, peer_id: str, now: float) -> list[Record]:
-        """The unexpired records, withdrawals among them, that `peer_id` has not confirmed."""
+        """Return the unexpired records, including withdrawals, that `peer_id` has not confirmed."""
         publications = [p for p in self._by_key.values() if peer_id not in p.holders]
         return [p.record for p in publications if p.record.expiration_time > now]
 
@@ -124,11 +125,11 @@ class Publications:
         lifetime: float | None = None,
     ) -> Record:
         expiration_time = now + (ttl if lifetime is None else lifetime)
-        # Microseconds of the wall clock: the sequence goes on growing when the process starts anew.
+        # Microseconds of the wall clock, so that the sequence keeps growing when the process restarts.
         sequence = max(0, int(now * 1e6))
         if earlier is not None:
             sequence = max(sequence, earlier.record.sequence + 1)
-            # Nobody would have taken, or would take, a record that expires later than this.
+            # No peer would have accepted a record that expires later than this.
             latest = now + self._limits.max_ttl
             expiration_time = max(expiration_time, min(earlier.record.expiration_time, latest))
         record = sign_record(

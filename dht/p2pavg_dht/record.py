@@ -1,8 +1,8 @@
-"""The record: a small signed value under a key, that says itself until when it counts.
+"""Records: small signed values under a key, each with its own expiration time.
 
-One publisher has one record a key; a later one takes its place, and an empty one withdraws it. Whoever
-carries a record changes nothing about it: its signature is checked against the key inside the publisher's
-id, over every field, under a domain tag that no other signature of this identity uses.
+A publisher has one record under each key. A newer record replaces it, and an empty one withdraws it. A peer
+that relays a record cannot change it. The signature covers every field and is checked with the key inside the
+publisher's id, under a domain tag that no other signature of this identity uses.
 """
 
 import math
@@ -21,8 +21,8 @@ KEY_BYTES = 32
 MAX_VALUE_BYTES = 4096
 SIGNATURE_BYTES = 64
 MAX_SEQUENCE = 2**63 - 1
-# What msgpack makes of the other fields: key 34, publisher 54, two numbers 18, value's header 3,
-# signature 66, array 1: 176, rounded up.
+# The bytes of the other fields in msgpack: key 34, publisher 54, two numbers 18, the value's header 3,
+# signature 66, array 1. Together 176, rounded up.
 WIRE_OVERHEAD = 192
 MAX_WIRE_BYTES = WIRE_OVERHEAD + MAX_VALUE_BYTES
 
@@ -31,7 +31,7 @@ FIELDS = 6
 
 
 class RecordError(ValueError):
-    """A record that cannot be or is not genuine; `reason` says why."""
+    """A record is invalid or not genuine; `reason` says why."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -40,13 +40,14 @@ class RecordError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """A signed value. RecordError at construction when a field is not what it must be.
+    """A signed value. The constructor raises RecordError if a field is invalid.
 
-    - `key`: 32 bytes. `publisher`: the peer id of the signer, whose one record under `key` this is.
-    - `sequence`: 0 to 2**63 - 1; the highest wins.
-    - `expiration_time`: wall clock, seconds since 1970; from then on the record does not count.
-    - `value`: up to 4096 bytes; empty = withdrawn.
-    - `signature`: 64 bytes over all of it. Constructing does not check it, `verify` does.
+    - `key`: 32 bytes.
+    - `publisher`: the peer id of the signer, which has only one record under `key`.
+    - `sequence`: 0 to 2**63 - 1. The highest one wins.
+    - `expiration_time`: wall clock, in seconds since 1970. From then on, the record does not count.
+    - `value`: up to 4096 bytes. An empty value means that the record is withdrawn.
+    - `signature`: 64 bytes over all other fields. `verify` checks it; the constructor does not.
     """
 
     key: bytes
@@ -64,31 +65,31 @@ class Record:
 
     @property
     def withdrawn(self) -> bool:
-        """Whether this is a tombstone: it counts in place of the older record and has nothing to say."""
+        """True if this is a tombstone: it replaces the older record and has no value."""
         return not self.value
 
     @property
     def wire_bytes(self) -> int:
-        """The most bytes this record takes in a message."""
+        """The largest number of bytes that this record takes in a message."""
         return WIRE_OVERHEAD + len(self.value)
 
     @property
     def rank(self) -> tuple[int, bool, float, bytes, bytes]:
-        """Orders the records of one publisher under one key: the greatest wins.
+        """The order of the records of one publisher under one key. The greatest one wins.
 
-        An honest publisher never uses a sequence twice; for one that does, everybody still prefers the same
-        record, the withdrawal first.
+        An honest publisher never uses a sequence twice. If a publisher does, all peers still prefer the same
+        record, and a withdrawal before a value.
         """
         return self.sequence, self.withdrawn, self.expiration_time, self.value, self.signature
 
     def live(self, now: float) -> bool:
-        """Whether it says something at wall-clock time `now`."""
+        """Return whether the record is neither expired at wall-clock time `now` nor withdrawn."""
         return self.expiration_time > now and not self.withdrawn
 
 
 def check_fields(key: object, sequence: object, expiration_time: object, value: object) -> None:
-    """RecordError when one of a record's unsigned parts has the wrong type or range."""
-    # `type(...) is`, since True is an int and a subclass of bytes may lie about its length.
+    """Raise RecordError if a field other than the publisher and the signature has the wrong type or range."""
+    # `type(...) is`, because True is an int, and a subclass of bytes may report a false length.
     if type(key) is not bytes or len(key) != KEY_BYTES:
         raise RecordError(f"the key is not {KEY_BYTES} bytes")
     if type(sequence) is not int or not 0 <= sequence <= MAX_SEQUENCE:
@@ -109,7 +110,7 @@ def _check_publisher(publisher: object) -> None:
 
 
 def sign_record(signer: Signer, *, key: bytes, sequence: int, expiration_time: float, value: bytes) -> Record:
-    """A genuine record of `signer`. RecordError when a field is out of range."""
+    """Return a signed record of `signer`. Raise RecordError if a field is out of range."""
     check_fields(key, sequence, expiration_time, value)
     message = _signed_bytes(key, signer.peer_id, sequence, expiration_time, value)
     return Record(
@@ -123,12 +124,12 @@ def sign_record(signer: Signer, *, key: bytes, sequence: int, expiration_time: f
 
 
 def verify(record: Record) -> None:
-    """RecordError unless the publisher signed exactly this. About 0.1 ms; a record seen lately is free."""
+    """Raise RecordError unless the publisher has signed this record. It takes 0.1 ms; recent results are cached."""
     if not _genuine(record):
         raise RecordError("forged: the signature is not the publisher's")
 
 
-# A record is met at eight peers and again at each renewal; 1024 of them are at most 5 MB.
+# The same record comes from eight peers. 1024 cached records take at most 5 MB.
 @lru_cache(maxsize=1024)
 def _genuine(record: Record) -> bool:
     message = _signed_bytes(
@@ -142,14 +143,14 @@ def _genuine(record: Record) -> bool:
 
 
 def _signed_bytes(key: bytes, publisher: str, sequence: int, expiration_time: float, value: bytes) -> bytes:
-    # Fixed widths and length prefixes, big-endian: no two records share these bytes.
+    # Fixed widths and length prefixes, big-endian, so that no two records have the same bytes.
     name = publisher.encode("ascii")
     numbers = struct.pack(">QdI", sequence, expiration_time, len(value))
     return b"".join((DOMAIN, key, struct.pack(">H", len(name)), name, numbers, value))
 
 
 def pack(record: Record) -> Packed:
-    """The fields in the order in which they travel."""
+    """Return the fields of a record in the order of the wire."""
     return (
         record.key,
         record.publisher,
@@ -161,7 +162,7 @@ def pack(record: Record) -> Packed:
 
 
 def unpack(fields: object) -> Record:
-    """The record that `pack` took apart. RecordError when `fields` is anything else; does not verify."""
+    """Make a record of the fields that `pack` returns. Raise RecordError for anything else. Does not verify."""
     if not isinstance(fields, tuple | list) or len(fields) != FIELDS:
         raise RecordError(f"a record has {FIELDS} fields")
     key, publisher, sequence, expiration_time, value, signature = fields
@@ -176,7 +177,7 @@ def unpack(fields: object) -> Record:
 
 
 def merge(records: Iterable[Record]) -> dict[tuple[bytes, str], Record]:
-    """The highest-ranked record of each key and publisher; order and repetition do not matter."""
+    """Return the highest-ranked record of each key and publisher. Order and repetition do not matter."""
     newest: dict[tuple[bytes, str], Record] = {}
     for record in records:
         place = record.key, record.publisher
@@ -187,10 +188,10 @@ def merge(records: Iterable[Record]) -> dict[tuple[bytes, str], Record]:
 
 
 def live_records(records: Iterable[Record], now: float) -> tuple[Record, ...]:
-    """What `records` say together at wall-clock time `now`, ordered by key and publisher.
+    """Merge `records` and return those that are live at wall-clock time `now`, ordered by key and publisher.
 
-    Expired records and tombstones take part in the merge and are dropped after it: a newer record that has
-    ended does not bring back the older one that it replaced.
+    Expired records and tombstones take part in the merge, and are dropped after it. So an older record does
+    not come back when the newer one that replaced it has expired.
     """
     merged = merge(records)
     return tuple(merged[place] for place in sorted(merged) if merged[place].live(now))

@@ -1,9 +1,9 @@
-"""Whom this peer knows: k-buckets of contacts that have answered, and back-off for those that have not.
+"""The routing table: k-buckets of contacts that have answered, and backoff for contacts that have not.
 
-After Maymounkov & Mazières (2002), section 2.4: a bucket keeps the contacts that have been there longest,
-because who has been up for an hour will likely be up for another, and because a flood of new identities
-then cannot displace them. A newcomer enters a full bucket only in place of a contact that has stopped to
-answer. Nobody enters who has not answered a call of ours.
+After Maymounkov & Mazières (2002), section 2.4: a bucket keeps its oldest contacts. A peer that has been up
+for an hour is likely to be up for another, and a flood of new identities cannot displace it. A newcomer enters
+a full bucket only in place of a contact that has stopped answering. A peer enters only after it has answered a
+call of this peer.
 
 All times here are seconds on a monotonic clock.
 """
@@ -14,17 +14,17 @@ from dataclasses import dataclass
 from p2pavg_dht.contact import Contact
 from p2pavg_dht.distance import BITS, K, bucket_of, nearest, peer_point
 
-# The paper's k = 20: more than K, so that with some of them dead there are still K to ask.
+# The paper's k = 20. It is more than K, so that K live contacts remain if some of them are dead.
 BUCKET_CAPACITY = 20
 TOTAL_CONTACTS = 1024
 FIRST_BACKOFF = 2.0
 LONGEST_BACKOFF = 300.0
-# Given up after 2 + 4 + ... + 256 s: about eight minutes of silence.
+# A contact is given up after 2 + 4 + ... + 256 s, about eight minutes of silence.
 MOST_FAILURES = 8
 MOST_BACKOFFS = 1024
-# A contact that has not been heard for so long is asked whether it is still there.
+# A contact that has not answered for so long is called to check that it is still there.
 CHECK_INTERVAL = 120.0
-# A peer that calls us but does not answer our calls is tried again this often at most.
+# A peer that calls this one but does not answer calls is tried again at most this often.
 FORGIVENESS_INTERVAL = 5.0
 
 
@@ -49,35 +49,35 @@ class _Backoff:
 
 
 class RoutingTable:
-    """The contacts of the peer `own_id`. Bounded: 20 a bucket, 1024 in all, 1024 in back-off."""
+    """The contacts of the peer `own_id`. Bounded: 20 in a bucket, 1024 in all, 1024 in backoff."""
 
     def __init__(self, own_id: str) -> None:
         self._own_id = own_id
         self._own_point = peer_point(own_id)
         self._buckets: list[dict[str, _Known]] = [{} for _ in range(BITS + 1)]
-        # By contact, not by peer id: a false address that a stranger named must not discredit a true one.
+        # By contact, not by peer id: a wrong address that a stranger has named must not affect the right one.
         self._backoffs: dict[Contact, _Backoff] = {}
 
     def live(self) -> list[Contact]:
-        """The contacts that answered when last called, those longest known first in each bucket."""
+        """Return the contacts that answered their last call. In each bucket, the longest known come first."""
         return [known.contact for known in self._all() if self._live(known)]
 
     def nearest(self, point: int, count: int = K) -> list[Contact]:
-        """The `count` live contacts nearest to `point`, nearest first."""
+        """Return the `count` live contacts nearest to `point`, nearest first."""
         return nearest(self.live(), point, count)
 
     def prefer_live(self, contact: Contact) -> Contact:
-        """The live contact of the same peer, if there is one: its addresses are proved."""
+        """Return the live contact of the same peer, whose addresses are proved; `contact` if there is none."""
         known = self._known(contact.peer_id)
         return known.contact if known and self._live(known) else contact
 
     def usable(self, contact: Contact, now: float) -> bool:
-        """Whether an operation should call `contact`: not this peer itself, and not in back-off."""
+        """Return whether an operation may call `contact`: it is not this peer itself, and not in backoff."""
         backoff = self._backoffs.get(contact)
         return contact.peer_id != self._own_id and (backoff is None or now >= backoff.over_at)
 
     def wanted(self, contact: Contact, now: float) -> bool:
-        """Whether `contact`, which has just shown itself, should be called to see whether it answers."""
+        """Return whether to call `contact`, which has just called this peer or was named to it."""
         known = self._known(contact.peer_id)
         if contact.peer_id == self._own_id or (known and self._live(known)):
             return False
@@ -87,27 +87,27 @@ class RoutingTable:
         return known is not None or self._has_room(self._bucket(contact.peer_id))
 
     def update_addresses(self, contact: Contact) -> None:
-        """A live contact has said itself, authenticated, where it is now."""
+        """Note the new addresses that an authenticated, live contact has announced itself."""
         known = self._known(contact.peer_id)
         if known and self._live(known) and contact.addresses:
             known.contact = contact
 
     def succeeded(self, contact: Contact, now: float) -> bool:
-        """`contact` has answered a call at `now`. Whether that makes it a new or recovered live contact."""
+        """Note an answer of `contact` at `now`. Return whether it is a new or recovered live contact."""
         known = self._known(contact.peer_id)
         recovered = known is not None and not self._live(known)
         self._backoffs.pop(contact, None)
         if known is None:
             return self._enter(self._bucket(contact.peer_id), contact, now)
         if recovered:
-            # It may have answered at an address that it did not have before.
+            # The contact may have answered at a new address.
             self._backoffs.pop(known.contact, None)
             known.contact = contact
         known.last_answer = now
         return recovered
 
     def failed(self, contact: Contact, now: float) -> None:
-        """A call to `contact` has failed at `now`: nobody is sent there until it has answered again."""
+        """Note that a call to `contact` has failed at `now`. It is not named to others until it answers again."""
         earlier = self._backoffs.pop(contact, None)
         failures = earlier.failures + 1 if earlier else 1
         known = self._known(contact.peer_id)
@@ -115,20 +115,20 @@ class RoutingTable:
             del self._bucket(contact.peer_id)[contact.peer_id]
         self._backoffs[contact] = _Backoff(failures, now)
         if len(self._backoffs) > MOST_BACKOFFS:
-            # Dictionaries keep their order: the first failed longest ago.
+            # Dictionaries keep their order, so the first one failed longest ago.
             del self._backoffs[next(iter(self._backoffs))]
 
     def due(self, now: float) -> list[Contact]:
-        """The contacts to call at `now`: those whose back-off is over and those not heard for long."""
+        """Return the contacts to call at `now`: their backoff is over, or they have not answered for long."""
         return [known.contact for known in self._all() if self._due_at(known) <= now]
 
     def buckets_to_refresh(self) -> list[int]:
-        """The buckets, by number, to look into after looking up oneself, the nearest first.
+        """Return the numbers of the buckets to refresh after a lookup of this peer's own point, nearest first.
 
-        Looking up oneself finds the K nearest, and so everybody who is nearer than the last of them; buckets
-        from there on are looked into (section 2.3 of the paper, joining), unless they have K live contacts
-        already, which lead to everybody there. None while fewer than K are known, since then looking up
-        oneself asks everybody.
+        The lookup of the own point finds the K nearest peers, and so every peer in the buckets nearer than
+        theirs. The remaining buckets are refreshed (section 2.3 of the paper, joining), unless they have K
+        live contacts already. The list is empty while fewer than K peers are known, because the lookup of the
+        own point then asks every peer.
         """
         surroundings = self.nearest(self._own_point, K)
         if len(surroundings) < K:

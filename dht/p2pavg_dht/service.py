@@ -1,4 +1,4 @@
-"""Serving others: what the answer to a request is. Decides; no I/O, no clock."""
+"""Answers to other peers' requests. This module decides; it does no I/O and has no clock."""
 
 from collections.abc import Iterable
 
@@ -14,7 +14,7 @@ UNCHECKED = "not looked at: an earlier record of this message was forged"
 
 
 def serve(request: Request, sender: str, store: RecordStore, table: RoutingTable, now: float) -> Answer:
-    """Carry out `request` of the authenticated peer `sender` at wall-clock time `now`."""
+    """Carry out a request of the authenticated peer `sender` at wall-clock time `now`, and return the answer."""
     match request:
         case Store(_, records):
             outcomes = tuple(_put_all(records, sender, store, now))
@@ -31,7 +31,7 @@ def _put_all(records: Iterable[Record], sender: str, store: RecordStore, now: fl
     forged = False
     for record in records:
         if forged:
-            # Nobody who checks what it stores passes on a forgery, so this sender gets no more of our time.
+            # An honest peer checks records before it relays them. So this sender gets no more processor time.
             yield UNCHECKED
             continue
         refusal = store.put(record, sender=sender, now=now)
@@ -40,6 +40,6 @@ def _put_all(records: Iterable[Record], sender: str, store: RecordStore, now: fl
 
 
 def _closer(table: RoutingTable, point: int, asker: str) -> tuple[Contact, ...]:
-    # Without an address nobody but us could reach it.
+    # A contact without an address is useless to the asking peer.
     others = (contact for contact in table.live() if contact.addresses and contact.peer_id != asker)
     return tuple(nearest(others, point))

@@ -1,17 +1,17 @@
-"""What this peer keeps for others, and why it refuses.
+"""The records that this peer keeps, and the reasons for which it refuses one.
 
-The policy under attack: **a live record is never pushed out by somebody else's.** Who is in stays in until
-it expires, and renewing what is held is refused only where the new value is longer and there is no room for
-the difference. So a flood can keep newcomers out, of one key or of the whole store, for at most the longest
-TTL unless it is paid for again; it cannot remove an honest record. One publisher is held to its allowance
-over all keys, one sender to its allowance of other publishers' records. Many identities that each connect
-themselves are many publishers: admission to a run is not this layer's to decide.
+The policy under attack: **a live record is never displaced by another publisher's.** A record stays until it
+expires. Its renewal is refused only if the new value is longer and there is no room for the difference. So a
+flood cannot remove an honest record. It can keep newcomers out, of one key or of the whole store, for at most
+the longest TTL; after that, the attacker has to send it again. Each publisher has an allowance over all keys.
+Each sender has an allowance of other publishers' records. Many identities that each connect themselves count
+as many publishers: this layer does not decide about admission to a run.
 
-Nothing is refused for being far from this peer's own point: keys are free to choose, so a flood would
-simply choose near ones, while an honest record may meet a peer whose table is out of date.
+No record is refused because it is far from this peer's own point. Publishers choose keys freely, so a flood
+would simply choose near ones. But an honest record may come from a peer whose table is out of date.
 
-Replays: under one key, a publisher's sequence and its expiration time only ever grow. A tombstone thereby
-outlives every record that it withdraws, and when it is gone an older record is refused as expired.
+Replays: under one key, a publisher's sequence and its expiration time only ever grow. So a tombstone outlives
+every record that it withdraws. When it is gone, an older record is refused as expired.
 """
 
 from collections import Counter
@@ -28,7 +28,7 @@ T = TypeVar("T", bound=bytes | str)
 
 
 class Refusal(StrEnum):
-    """Why a record was not taken; the text travels to the sender."""
+    """The reason for which a record was refused. The text is sent to the sender."""
 
     EXPIRED = "already expired"
     TOO_FAR = "expires too far in the future"
@@ -42,7 +42,7 @@ class Refusal(StrEnum):
 
 
 def untimely(record: Record, now: float, limits: Limits) -> Refusal | None:
-    """Why `record` cannot count at wall-clock time `now`, if so."""
+    """Return the refusal of a record that is expired, or expires too late, at wall-clock time `now`."""
     if record.expiration_time <= now:
         return Refusal.EXPIRED
     if record.expiration_time > now + limits.max_ttl + limits.clock_skew:
@@ -63,7 +63,7 @@ class _Usage:
 @dataclass(frozen=True, slots=True)
 class _Entry:
     record: Record
-    # Who brought a record of somebody else; None when the publisher came itself.
+    # The sender of another publisher's record; None if the publisher sent it itself.
     relayed_by: str | None
 
 
@@ -84,13 +84,14 @@ class RecordStore:
 
     @property
     def total_bytes(self) -> int:
-        """The bytes of all records held, as they travel."""
+        """The bytes of all records held, as on the wire."""
         return self._total.bytes
 
     def put(self, record: Record, *, sender: str, now: float) -> Refusal | None:
-        """Keep `record`, brought by the authenticated peer `sender`. The reason when it is not taken.
+        """Store `record`, sent by the authenticated peer `sender`. Return the reason if it is refused.
 
-        What is held already counts as taken. The signature, which costs the most, is checked last.
+        A record that is held already counts as stored. The signature check is the most expensive one, so it
+        comes last.
         """
         self.expire(now)
         held = self._held(record.key, record.publisher)
@@ -107,13 +108,13 @@ class RecordStore:
         return refusal
 
     def records(self, key: bytes, now: float) -> tuple[Record, ...]:
-        """The unexpired records under `key`, withdrawals among them, ordered by publisher."""
+        """Return the unexpired records under `key`, including withdrawals, ordered by publisher."""
         self.expire(now)
         entries = self._keys.get(key, {})
         return tuple(entries[publisher].record for publisher in sorted(entries))
 
     def records_within(self, keys: Iterable[bytes], most_bytes: int, now: float) -> tuple[list[Record], int]:
-        """The unexpired records under `keys` as far as `most_bytes` goes, and how many were left out."""
+        """Return the unexpired records under `keys` that fit into `most_bytes`, and the number left out."""
         taken: list[Record] = []
         omitted = 0
         for record in (record for key in keys for record in self.records(key, now)):
@@ -125,7 +126,7 @@ class RecordStore:
         return taken, omitted
 
     def expire(self, now: float) -> None:
-        """Forget what has expired at wall-clock time `now`."""
+        """Forget the records that have expired at wall-clock time `now`."""
         while self._expirations and self._expirations[0][0] <= now:
             _, key, publisher = heappop(self._expirations)
             entry = self._held(key, publisher)
@@ -156,8 +157,8 @@ class RecordStore:
     def _replace(self, record: Record, held: _Entry | None, sender: str) -> None:
         relayed_by = None if sender == record.publisher else sender
         if held is not None:
-            # Who brought it first goes on paying, so that renewals cannot wander over many senders; only
-            # the publisher itself takes over what was brought for it.
+            # The first sender's allowance keeps the charge, so that renewals cannot be spread over many senders.
+            # Only the publisher itself takes the charge over.
             relayed_by = relayed_by and held.relayed_by
             self._remove(held)
         self._insert(_Entry(record, relayed_by))
@@ -218,6 +219,6 @@ def _forged(record: Record) -> Refusal | None:
 
 
 def _over(usage: _Usage, records: int, size: int, most_records: int, most_bytes: int) -> bool:
-    # What takes no more room than before is never refused for want of it: renewals and withdrawals pass.
+    # A record that takes no more room than before is never refused for lack of room: renewals and withdrawals pass.
     too_many = records > 0 and usage.records + records > most_records
     return too_many or (size > 0 and usage.bytes + size > most_bytes)

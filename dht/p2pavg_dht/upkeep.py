@@ -1,4 +1,4 @@
-"""What goes on in the background of a record node: renewals, expiry, checks on peers, looking around."""
+"""The background work of a record node: renewals, expiry, checks of peers, refreshes of the routing table."""
 
 import logging
 from collections.abc import Awaitable, Callable, Sequence
@@ -18,27 +18,67 @@ from p2pavg_dht.storage import RecordStore
 
 logger = logging.getLogger(__name__)
 
-# The wall clock may jump (a suspended laptop, a corrected clock), so it is looked at again this often.
+# The wall clock may jump (a suspended laptop, a corrected clock), so it is read again this often.
 TICK = 1.0
 SHORTEST_TICK = 0.05
-# Soon after joining, when others are joining too, then ever more rarely.
+# The first refresh comes soon after joining, when other peers join too. The interval then doubles each time.
 FIRST_REFRESH = 0.25
 LONGEST_REFRESH = 300.0
-# Peers that call but do not answer can occupy so many tasks at most, each for RPC_TIMEOUT.
+# Peers that call but do not answer can occupy at most so many tasks, each for RPC_TIMEOUT.
 CHECKERS = 16
 MOST_WAITING = 256
 MOST_BOOTSTRAP = 64
 
 
 class Started(Protocol):
-    """What `nursery.start` passes as `task_status` (trio.TaskStatus[None])."""
+    """The `task_status` that `nursery.start` passes (trio.TaskStatus[None])."""
 
     def started(self) -> None:
-        """It runs."""
+        """Report that the task runs."""
+
+
+class _Checks:
+    """The calls that check whether a contact answers. Contacts that wait for a check are bounded."""
+
+    def __init__(self, client: Client, table: RoutingTable, own_point: int) -> None:
+        self._client = client
+        self._table = table
+        self._own_point = own_point
+        self._checking: set[str] = set()
+        self._to_check, self._checks = trio.open_memory_channel[Contact](MOST_WAITING)
+
+    def check_if_wanted(self, contact: Contact) -> None:
+        """Call `contact` soon, if the routing table wants it."""
+        if self._table.wanted(contact, trio.current_time()):
+            self.check_soon(contact)
+
+    def check_soon(self, contact: Contact) -> None:
+        """Call `contact` soon, unless a check of it is under way."""
+        if contact.peer_id in self._checking:
+            return
+        try:
+            self._to_check.send_nowait(contact)
+        except trio.WouldBlock:
+            logger.debug("%s is not checked: too many contacts wait for a check", contact.peer_id)
+        else:
+            self._checking.add(contact.peer_id)
+
+    async def run(self) -> None:
+        """Make the calls, until cancelled. Several tasks may run it."""
+        # A check asks for the peers near this one, so every check is a refresh as well.
+        async for contact in self._checks:
+            try:
+                await self._client.ask(
+                    contact, Locate(self._client.addresses(), point_bytes(self._own_point))
+                )
+            except RpcError as error:
+                logger.debug("check: %s", error)
+            finally:
+                self._checking.discard(contact.peer_id)
 
 
 class Upkeep:
-    """The background of one node. Nothing happens before `run`; what waits meanwhile is bounded."""
+    """The background work of one node. It begins with `run`. Work that waits for it is bounded."""
 
     def __init__(
         self,
@@ -63,39 +103,39 @@ class Upkeep:
         self._running = False
         self._bootstrap: tuple[Contact, ...] = ()
         self._refresh_wanted = trio.Event()
-        self._checking: set[str] = set()
-        self._to_check, self._checks = trio.open_memory_channel[Contact](MOST_WAITING)
+        self._checks = _Checks(client, table, own_point)
         self._to_tell, self._newcomers = trio.open_memory_channel[Contact](MOST_WAITING)
 
     def remember_bootstrap(self, contacts: Sequence[Contact]) -> None:
-        """Try these again whenever nobody is known."""
+        """Remember contacts, to try them whenever no peer is known."""
         self._bootstrap = tuple(dict.fromkeys((*contacts, *self._bootstrap)))[:MOST_BOOTSTRAP]
 
     def refresh_soon(self) -> None:
-        """Look around in FIRST_REFRESH, and less often from there."""
+        """Refresh the routing table after FIRST_REFRESH, and then at growing intervals."""
         self._refresh_wanted.set()
 
     def check_if_wanted(self, contact: Contact) -> None:
         """Call `contact` soon, if the routing table wants it."""
-        if self._table.wanted(contact, trio.current_time()):
-            self._check_soon(contact)
+        self._checks.check_if_wanted(contact)
 
     def tell_soon(self, contact: Contact) -> None:
-        """Bring `contact`, which has just come (back), the records of ours that it should hold."""
+        """Send `contact`, which is new or has returned, those of this peer's records that it should hold."""
         try:
             self._to_tell.send_nowait(contact)
         except trio.WouldBlock:
-            logger.debug("%s will get our records at their renewal: too many came at once", contact.peer_id)
+            logger.debug(
+                "%s will get our records at their renewal: too many peers came at once", contact.peer_id
+            )
 
     async def run(self, *, task_status: Started) -> None:
-        """Until cancelled. RuntimeError when it runs already."""
+        """Do the background work until cancelled. Raise RuntimeError if it runs already."""
         if self._running:
             raise RuntimeError("this record node runs already")
         self._running = True
         try:
             async with trio.open_nursery() as nursery:
                 for _ in range(CHECKERS):
-                    nursery.start_soon(self._check_contacts)
+                    nursery.start_soon(self._checks.run)
                     nursery.start_soon(self._tell_newcomers)
                 nursery.start_soon(self._refresh)
                 nursery.start_soon(self._tick, nursery)
@@ -110,38 +150,16 @@ class Upkeep:
             for key in self._publications.due(now):
                 nursery.start_soon(self._renew, key)
             self._check_on_peers()
-            # The renewals have begun, and are no longer due, when the next tick is planned.
+            # Wait until the renewals have begun. Then they are no longer due when the next tick is planned.
             await trio.sleep(SHORTEST_TICK)
             await trio.sleep(max(0.0, min(TICK, self._publications.next_due() - self._now())))
 
     def _check_on_peers(self) -> None:
         for contact in self._table.due(trio.current_time()):
-            self._check_soon(contact)
+            self._checks.check_soon(contact)
         if not self._table.live():
             for contact in self._bootstrap:
-                self.check_if_wanted(contact)
-
-    def _check_soon(self, contact: Contact) -> None:
-        if contact.peer_id in self._checking:
-            return
-        try:
-            self._to_check.send_nowait(contact)
-        except trio.WouldBlock:
-            logger.debug("%s is not checked: too many wait for it", contact.peer_id)
-        else:
-            self._checking.add(contact.peer_id)
-
-    async def _check_contacts(self) -> None:
-        # Asking for our own surroundings makes every check a look around as well.
-        async for contact in self._checks:
-            try:
-                await self._client.ask(
-                    contact, Locate(self._client.addresses(), point_bytes(self._own_point))
-                )
-            except RpcError as error:
-                logger.debug("check: %s", error)
-            finally:
-                self._checking.discard(contact.peer_id)
+                self._checks.check_if_wanted(contact)
 
     async def _tell_newcomers(self) -> None:
         async for contact in self._newcomers:

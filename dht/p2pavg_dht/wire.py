@@ -1,7 +1,7 @@
-"""msgpack from strangers: the schema leads, the bytes follow.
+"""A reader of untrusted msgpack that is driven by the schema.
 
-Nothing is decoded that was not asked for. An array's declared length is checked before one element is read,
-a text's before it is allocated, and containers where a scalar belongs are refused by the decoder itself, so
+Only the expected types are decoded. The declared length of an array is checked before any element is read, and
+that of a text before it is allocated. The decoder itself refuses a container in the place of a scalar. So
 neither nesting nor a false length costs memory.
 """
 
@@ -18,17 +18,17 @@ MAX_BINARY_BYTES: Final = 4096
 
 
 class WireError(ValueError):
-    """Bytes that are not what the schema asks for; the text says what was wrong."""
+    """Bytes do not match the schema; the text says what is wrong."""
 
 
 def packed(parts: tuple[object, ...]) -> bytes:
-    """`parts`, nested tuples of scalars, as msgpack."""
+    """Encode `parts`, nested tuples of scalars, as msgpack."""
     encoded: bytes = msgpack.packb(parts)
     return encoded
 
 
 class Reader:
-    """One message, read from its beginning to its end. Every method raises WireError."""
+    """A reader of one message, from its beginning to its end. Every method may raise WireError."""
 
     def __init__(self, message: bytes) -> None:
         if len(message) > MAX_MESSAGE_BYTES:
@@ -46,7 +46,7 @@ class Reader:
         self._unpacker.feed(message)
 
     def array(self, most: int) -> int:
-        """The length of the array that begins here, at most `most`."""
+        """Return the length of the array that begins here, at most `most`."""
         try:
             length = self._unpacker.read_array_header()
         except (ValueError, msgpack.UnpackException) as error:
@@ -56,7 +56,7 @@ class Reader:
         return int(length)
 
     def scalar(self) -> object:
-        """The next value that is no array."""
+        """Return the next value, which is no array."""
         try:
             value: object = self._unpacker.unpack()
         except (ValueError, msgpack.UnpackException) as error:
@@ -64,33 +64,33 @@ class Reader:
         return value
 
     def scalars(self, count: int) -> tuple[object, ...]:
-        """An array of exactly `count` values."""
+        """Return the values of an array of exactly `count` scalars."""
         if self.array(count) != count:
             raise WireError(f"an array of {count} values was expected")
         return tuple(self.scalar() for _ in range(count))
 
     def text(self) -> str:
-        """The next value, a text of at most 256 bytes."""
+        """Return the next value, a text of at most 256 bytes."""
         value = self.scalar()
         if type(value) is not str:
             raise WireError("a text was expected")
         return value
 
     def binary(self, length: int) -> bytes:
-        """The next value, exactly `length` bytes."""
+        """Return the next value, exactly `length` bytes."""
         value = self.scalar()
         if type(value) is not bytes or len(value) != length:
             raise WireError(f"{length} bytes were expected")
         return value
 
     def integer(self, most: int) -> int:
-        """The next value, an integer from 0 to `most`."""
+        """Return the next value, an integer from 0 to `most`."""
         value = self.scalar()
         if type(value) is not int or not 0 <= value <= most:
             raise WireError(f"an integer from 0 to {most} was expected")
         return value
 
     def end(self) -> None:
-        """Nothing may follow."""
+        """Raise WireError if bytes follow."""
         if self._unpacker.tell() != self._length:
             raise WireError("bytes follow after the message's end")

@@ -103,7 +103,7 @@ class Values:
     # ------------------------------------------------------------------ out
 
     def room(self, part: Part) -> memoryview | None:
-        """Return memory that :meth:`contribution` may use for this part and the next ones; ``None`` if it needs none."""
+        """Return memory that :meth:`contribution` may use for this part and the next; ``None`` if it needs none."""
         return None if self._codec.is_identity else self.buffer(part)
 
     def contribution(self, part: Part, out: memoryview | None = None) -> Buffer:

@@ -1,4 +1,4 @@
-"""Multiaddresses: what text is one, and where a listener can be reached."""
+"""Multiaddresses: parsing, and the addresses at which a listener can be reached."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ EXAMPLE = "/ip4/203.0.113.7/tcp/4001"
 
 
 def parse_listen_address(text: str) -> Multiaddr:
-    """An address to listen on, such as ``/ip4/0.0.0.0/tcp/4001`` (port 0: any free one).
+    """Parse an address to listen on, such as ``/ip4/0.0.0.0/tcp/4001``. Port 0 stands for any free port.
 
     Raises:
-        AddressError: naming the text and what is wrong with it.
+        AddressError: the text is no such address; the message says what is wrong with it.
     """
     address = _parse(text)
     names = [protocol.name for protocol in address.protocols()]
@@ -32,10 +32,10 @@ def parse_listen_address(text: str) -> Multiaddr:
 
 
 def parse_peer_address(text: str) -> tuple[Multiaddr, str]:
-    """An address to dial and the peer id that it ends in.
+    """Parse an address to dial. Return it with the peer id at its end.
 
     Raises:
-        AddressError: naming the text and what is wrong with it.
+        AddressError: the text is no such address; the message says what is wrong with it.
     """
     address = _parse(text, f"{EXAMPLE}/p2p/PEER_ID")
     names = [protocol.name for protocol in address.protocols()]
@@ -54,10 +54,10 @@ def parse_peer_address(text: str) -> tuple[Multiaddr, str]:
 
 
 def parse_address_of(peer_id: str, text: str) -> Multiaddr:
-    """An address to dial that names this peer.
+    """Parse an address to dial that must end in this peer's id.
 
     Raises:
-        AddressError: the text is none, or names another peer.
+        AddressError: the text is no such address, or ends in another peer's id.
     """
     address, named = parse_peer_address(text)
     if named != peer_id:
@@ -66,7 +66,7 @@ def parse_address_of(peer_id: str, text: str) -> Multiaddr:
 
 
 def check_is_list(name: str, given: object) -> None:
-    """Raises AddressError when a caller gave one address, or nothing, where a list of them is meant."""
+    """Raise AddressError if a caller gave a single address, or no list at all, instead of a list."""
     if isinstance(given, str) or not isinstance(given, Sequence):
         raise AddressError(f"{name} is a list of addresses such as [{EXAMPLE!r}], not {given!r}")
 
@@ -83,10 +83,10 @@ def _parse(text: str, example: str = EXAMPLE) -> Multiaddr:
 
 
 def reachable_hosts(bound: str) -> list[str]:
-    """The hosts under which a listener bound to ``bound`` can be dialled.
+    """Return the hosts at which other peers can dial a listener that is bound to ``bound``.
 
-    A wildcard (``0.0.0.0``, ``::``) stands for every interface of the machine, and must not be announced itself: it
-    would send others to themselves.
+    A wildcard (``0.0.0.0``, ``::``) stands for every interface of the machine. It must not be announced itself, because
+    a peer that dials it connects to its own machine.
     """
     address = ipaddress.ip_address(bound)
     if not address.is_unspecified:
@@ -102,11 +102,11 @@ def reachable_hosts(bound: str) -> list[str]:
 
 
 def _by_reach(host: str) -> tuple[int, str]:
-    """Public addresses first, loopback last: the first of a list is tried first."""
+    """Sort public addresses first and loopback last, because the first address of a list is tried first."""
     address = ipaddress.ip_address(host)
     return (2 if address.is_loopback else 1 if address.is_private else 0, host)
 
 
 def with_peer_id(addresses: Iterable[str], peer_id: str) -> tuple[str, ...]:
-    """Each address with ``/p2p/<peer id>`` at its end."""
+    """Append ``/p2p/<peer id>`` to each address."""
     return tuple(f"{address}/p2p/{peer_id}" for address in addresses)

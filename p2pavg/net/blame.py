@@ -1,9 +1,9 @@
-"""An unexpected exception while one peer's message is handled costs that peer, never the process.
+"""A guard for the handling of one peer's message: an unexpected exception costs that peer, never the process.
 
-Messages are checked when they are decoded and again by the rules, so no message should cause an exception. Should one
-do so all the same, it is a bug of this project that the peer's message reached. The peer is dropped and the bug is
-logged with its traceback; the caller's training loop goes on. Use it around the handling of messages only: an exception
-in a timer or in an own action was caused by no message and must stay loud.
+Messages are checked when they are decoded, and again by the rules, so no message should cause an exception. If one
+does, it has found a bug of this project. Then the peer is dropped, the bug is logged with its traceback, and the
+caller's training loop goes on. Use the guard around the handling of messages only. An exception in a timer or in an
+action of this process was not caused by a message, and must stay loud.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ def guarded(
     what: str = "a message",
     expected: tuple[type[Exception], ...] = (),
 ) -> Iterator[None]:
-    """Log an exception that leaves the block, and call ``on_fault(peer_id, exception)`` once instead of raising it.
+    """Log an exception that leaves the block, and call ``on_fault(peer_id, exception)`` instead of raising it.
 
-    What comes after the statement that raised is not run; the statement after the block is. Cancellation,
-    KeyboardInterrupt and every other exception that is no ``Exception`` pass through, also in an exception group.
-    What ``on_fault`` itself raises passes through as well: by then the peer is no longer to blame.
+    The rest of the block is skipped, and the statement after the block runs. Cancellation, KeyboardInterrupt and every
+    other exception that is no ``Exception`` pass through, also inside an exception group. An exception of ``on_fault``
+    passes through too, because the peer has not caused it.
 
     Args:
-        peer_id: the peer whose message is handled; authenticated, or the log would accuse another peer.
-        on_fault: has to drop the peer, so that it cannot repeat the message. Synchronous.
-        what: the thing that is handled, for the log: ``"a vote"``.
+        peer_id: the peer whose message is handled. It must be authenticated, or the log would accuse another peer.
+        on_fault: a synchronous function that drops the peer, so that it cannot repeat the message.
+        what: the name of the message in the log, such as ``"a vote"``.
         expected: exceptions that the code around the block handles itself; they pass through.
     """
     try:

@@ -1,4 +1,4 @@
-"""How a connection to a peer comes about: one dial a peer at a time, and an inbound connection is as good."""
+"""Dialling: one dial per peer at a time, which an inbound connection of the same peer makes unnecessary."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ _STAGGER_SECONDS = 0.25  # RFC 8305, section 5
 DialOne = Callable[[PeerId, str], Awaitable[None]]
 """Connect to a peer at one address.
 
-Raises UnreachableError or AddressError, with the reason; RefusedError where the peer was before and nobody is now.
+Raises UnreachableError or AddressError with the reason. Raises RefusedError if the connection was refused at a host
+where the peer was met before.
 """
 
 
@@ -26,14 +27,14 @@ class _Attempt:
     def __init__(self, deadline: float) -> None:
         self.scope = trio.CancelScope(deadline=deadline)
         self.reasons: list[str] = []
-        self.others = 0  # that failed for another reason than a refusal
+        self.others = 0  # addresses that failed for a reason other than a refusal
 
 
 class Dialler:
-    """Waits for a connection, whoever makes it.
+    """Waits for a connection to a peer, whichever side makes it.
 
-    A dial goes on when an inbound connection arrives before it is done: where two dial each other at once, and each
-    gave up its own dial for the other's, both would lose both.
+    A dial goes on even if an inbound connection arrives before it is done. If two peers dial each other at once and
+    each gave up its own dial in favour of the other's, both connections would be lost.
     """
 
     def __init__(
@@ -46,14 +47,15 @@ class Dialler:
         self._changed = trio.Event()
 
     def something_changed(self) -> None:
-        """To be called when there is one more connection."""
+        """Wake the waiting calls. To be called when there is one more connection."""
         self._changed.set()
         self._changed = trio.Event()
 
     async def connect(self, peer_id: PeerId, addresses: Sequence[str], *, wait_inbound: bool = False) -> None:
-        """Return once there is a connection.
+        """Wait until there is a connection to the peer, and dial it if no other call does.
 
         Raises:
+            RefusedError: every address refused the connection, and ``wait_inbound`` is false.
             UnreachableError: no address answered, and ``wait_inbound`` is false; the message says why.
         """
         mine: _Attempt | None = None
@@ -78,7 +80,7 @@ class Dialler:
         return attempt
 
     async def _run(self, attempt: _Attempt, peer_id: PeerId, addresses: Sequence[str]) -> None:
-        """Try the addresses in their order, the next one as soon as the one before failed or took 0.25 s."""
+        """Try the addresses in order. The next one begins when the one before has failed, or after 0.25 s."""
         try:
             with attempt.scope:
                 async with trio.open_nursery() as nursery:

@@ -1,7 +1,7 @@
 """Messages on a stream: a length of four bytes, big-endian, then that many bytes.
 
-The length is checked against the caller's bound before anything is allocated. Bulk payloads follow a message raw and
-are read straight into the caller's buffer.
+The length is checked against the caller's limit before anything is allocated. Bulk payloads follow a message without
+framing, and are read directly into the caller's buffer.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ LENGTH_BYTES = 4
 # 4 MiB by default, libp2p's own protocols 64 KiB to 4 MiB.
 MAX_CONTROL_BYTES = 256 * 1024
 
-# For a message, from its first byte to its last. A roster of 64 KiB takes 8 s on the slowest link that is supported
-# without setting a bandwidth, 64 kbit/s; whoever takes longer holds memory for nothing.
+# The timeout of a message, from its first byte to its last. A roster of 64 KiB takes 8 s on a link of 64 kbit/s, the
+# slowest that is supported without setting a bandwidth. A sender that takes longer occupies memory for nothing.
 MESSAGE_SECONDS = 10.0
 
-_READ_CHUNK = 256 * 1024  # a stream's first window: more is never there to be read at once
+_READ_CHUNK = 256 * 1024  # the initial window of a stream; a read rarely finds more
 
 
 async def send_message(stream: Stream, message: Buffer) -> None:
-    """Send one message with its length before it."""
+    """Send one message, preceded by its length."""
     await stream.send_all(len(message).to_bytes(LENGTH_BYTES, "big") + bytes(message))
 
 
 async def receive_message(stream: Stream, *, max_bytes: int = MAX_CONTROL_BYTES) -> bytes | None:
-    """The next message, or ``None`` when the other side closed its half between two messages.
+    """Return the next message; ``None`` if the other side closed its half between two messages.
 
     Raises:
         RemoteProtocolError: the announced length is zero or above ``max_bytes``, or the message was not complete
@@ -51,7 +51,11 @@ async def receive_message(stream: Stream, *, max_bytes: int = MAX_CONTROL_BYTES)
 
 
 async def _receive_exactly(stream: Stream, count: int) -> bytearray:
-    """Grows with what arrives: four bytes from a stranger reserve no memory. The transport knows how much there is."""
+    """Return exactly ``count`` bytes.
+
+    The buffer grows with the bytes that arrive, so a stranger cannot reserve memory by announcing a long message. The
+    transport is told how many bytes the buffer holds.
+    """
     received = bytearray()
     try:
         while len(received) < count:

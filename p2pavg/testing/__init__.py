@@ -1,4 +1,4 @@
-"""For tests, ours and yours: a network in memory that behaves as badly as the real one, from a seed."""
+"""Tools for tests: a seeded network in memory with the faults of a real one, and swarms of real processes."""
 
 from p2pavg.group.milestones import Milestone
 from p2pavg.testing.faults import (

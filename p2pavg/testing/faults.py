@@ -1,6 +1,6 @@
-"""What goes wrong in a :class:`~p2pavg.testing.MemoryNetwork`, and when: by a plan that a seed or a test makes.
+"""Fault plans for a :class:`~p2pavg.testing.MemoryNetwork`: a test or a seed determines each fault and its moment.
 
-A fault happens at a moment, or when a peer has reached something in a round for the n-th time:
+A fault happens at a moment, or when a peer has reached a milestone of a round for the n-th time:
 
     FaultPlan(
         (
@@ -30,16 +30,16 @@ from p2pavg.testing.memory import MemoryNetwork
 
 @dataclass(frozen=True, slots=True)
 class At:
-    """So many seconds after the plan began."""
+    """The moment ``seconds`` after the plan began."""
 
     seconds: float
 
 
 @dataclass(frozen=True, slots=True)
 class After:
-    """When a peer has reached a milestone for the ``count``-th time, and so many seconds have passed since.
+    """The moment ``seconds`` after a peer has reached a milestone for the ``count``-th time.
 
-    ``of`` is that peer; ``None`` is the one that the fault happens to.
+    ``of`` is that peer; ``None`` stands for the peer that the fault happens to.
     """
 
     milestone: Milestone
@@ -50,14 +50,14 @@ class After:
 
 @dataclass(frozen=True, slots=True)
 class Crash:
-    """As SIGKILL. What runs on the peer is cancelled (:func:`~p2pavg.testing.run_peers`)."""
+    """Kill a peer, like SIGKILL. Its work is cancelled (:func:`~p2pavg.testing.run_peers`)."""
 
     peer: int
 
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """As SIGSTOP, and SIGCONT after so many seconds; ``None`` is never."""
+    """Freeze a peer, like SIGSTOP, and resume it after ``seconds``; ``None`` is never."""
 
     peer: int
     seconds: float | None = None
@@ -65,7 +65,7 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class Disconnect:
-    """The connections of a peer with another break; they may make new ones."""
+    """Break the connections between two peers. They may make new ones."""
 
     peer: int
     other: int
@@ -73,7 +73,7 @@ class Disconnect:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Nothing passes between two peers for so many seconds, and nobody is told."""
+    """Cut the link between two peers for ``seconds``. Neither peer is told."""
 
     peer: int
     other: int
@@ -82,20 +82,20 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """Nothing passes between these and all others for so many seconds, and nobody is told."""
+    """Cut the links between these peers and all others for ``seconds``. No peer is told."""
 
     peers: tuple[int, ...]
     seconds: float | None = None
 
     @property
     def peer(self) -> int:
-        """The one whose milestones count."""
+        """The peer whose milestones count."""
         return self.peers[0]
 
 
 @dataclass(frozen=True, slots=True)
 class Throttle:
-    """A peer sends no more than so many bytes/s for so many seconds."""
+    """Limit a peer to ``bandwidth`` bytes/s for ``seconds``."""
 
     peer: int
     bandwidth: float
@@ -104,7 +104,7 @@ class Throttle:
 
 @dataclass(frozen=True, slots=True)
 class Delay:
-    """What goes from and to a peer takes so many seconds one way, drawn evenly, for so many seconds."""
+    """Delay the frames from and to a peer for ``seconds``, by a one-way latency that is drawn evenly."""
 
     peer: int
     latency: tuple[float, float]
@@ -116,14 +116,14 @@ Happening: TypeAlias = Crash | Stop | Disconnect | Cut | Partition | Throttle | 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One thing that goes wrong."""
+    """One fault, and the moment of it."""
 
     what: Happening
     when: At | After
 
 
 class FaultPlan:
-    """What goes wrong in one run."""
+    """The faults of one run."""
 
     def __init__(self, faults: Sequence[Fault] = ()) -> None:
         self.faults = tuple(faults)
@@ -133,17 +133,17 @@ class FaultPlan:
 
     @classmethod
     def draw(cls, seed: int, *, peers: int, faults: int, parts: int = 4, seconds: float = 60.0) -> FaultPlan:
-        """So many faults of any kind at any point of a round of ``peers`` peers; the same for the same numbers.
+        """Draw faults of any kind, at any point of a round of ``peers`` peers. Equal arguments give equal plans.
 
         Args:
-            parts: how many parts a member sends of each kind, about.
-            seconds: how long what ends lasts, at most.
+            parts: about how many parts of each kind a member sends.
+            seconds: the longest duration of a fault that ends.
         """
         dice = random.Random(f"faults/{seed}")
         return cls([_draw_fault(dice, peers, parts, seconds) for _ in range(faults)])
 
     async def carry_out(self, network: MemoryNetwork, peer_ids: Sequence[PeerId]) -> None:
-        """Until cancelled."""
+        """Cause the faults, until cancelled."""
         indices = {peer_id: index for index, peer_id in enumerate(peer_ids)}
         reached: Counter[tuple[int, Milestone]] = Counter()
         async with trio.open_nursery() as nursery:
@@ -212,7 +212,7 @@ async def _happen_later(
 def _happen(
     network: MemoryNetwork, peer_ids: Sequence[PeerId], what: Happening, nursery: trio.Nursery
 ) -> None:
-    """To peers that are still there; what ends by itself is ended in the nursery."""
+    """Cause a fault of a peer that still runs. A fault with a duration is ended by a task of the nursery."""
     here = [peer_id for peer_id in peer_ids if network.has(peer_id)]
     peer_id = peer_ids[what.peer]
     if peer_id not in here:

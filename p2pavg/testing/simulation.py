@@ -1,4 +1,4 @@
-"""Real peers in simulated surroundings: the matchmaker, exchange and record node of production on virtual time."""
+"""Simulated peers: the matchmaker, exchange and record node of production, on a network in memory and virtual time."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ EPOCH = 1_800_000_000.0
 
 
 def simulated_clock() -> float:
-    """Wall-clock seconds that go with trio's clock."""
+    """Return wall-clock seconds that follow trio's clock."""
     return EPOCH + trio.current_time()
 
 
 def simulated_signer(index: int) -> Ed25519Signer:
-    """The identity of the ``index``-th peer, the same in every run."""
+    """Return the identity of the ``index``-th peer, the same in every run."""
     return Ed25519Signer(sha256(b"p2pavg simulated peer %d" % index).digest())
 
 
 async def run_on_loop(function: Callable[..., T], *args: object) -> T:
-    """In the place of a worker thread: a virtual clock would jump while it waits for one."""
+    """Run a function on the event loop. During a wait for a worker thread, the virtual clock would jump."""
     await trio.lowlevel.checkpoint()
     return function(*args)
 
@@ -43,7 +43,7 @@ async def run_on_loop(function: Callable[..., T], *args: object) -> T:
 async def simulated_peer(
     network: MemoryNetwork, index: int, *, bootstrap: Sequence[str] = ()
 ) -> AsyncIterator[Peer]:
-    """The ``index``-th peer of a network, as :func:`p2pavg.open_peer` makes one of the real network."""
+    """Open the ``index``-th peer of a network, as :func:`p2pavg.open_peer` opens one on the real network."""
     signer = simulated_signer(index)
     async with (
         network.transport(signer) as transport,
@@ -60,11 +60,11 @@ async def simulated_peer(
 
 
 def simulate(main: Callable[[], Awaitable[T]], *, seed: int = 0) -> T:
-    """Run ``main`` on a virtual clock, and its tasks in an order that follows from the seed.
+    """Run ``main`` on a virtual clock, with an order of tasks that follows from the seed.
 
-    With ``PYTHONHASHSEED`` set, a run is the same as another of the same seed, to the last message.
+    With ``PYTHONHASHSEED`` set, two runs of the same seed are equal to the last message.
     """
-    # trio has no public way; hypothesis-trio does the same.
+    # trio has no public function for this; hypothesis-trio does the same.
     scheduler: Any = importlib.import_module("trio._core._run")
     before = scheduler._ALLOW_DETERMINISTIC_SCHEDULING
     scheduler._ALLOW_DETERMINISTIC_SCHEDULING = True
@@ -84,15 +84,15 @@ async def run_peers(
     *,
     plan: FaultPlan | None = None,
 ) -> dict[int, T]:
-    """Run ``work(peer, index)`` on so many peers at once, while things go wrong by a plan.
+    """Run ``work(peer, index)`` on ``count`` peers at once, while a plan causes faults.
 
-    The plan begins when all peers have joined. A peer that crashes takes its work with it.
+    The plan begins when all peers have joined. The work of a peer that crashes is cancelled.
 
     Returns:
-        What the work returned, by index; nothing of those that crashed.
+        The result of each peer's work by index, without the peers that crashed.
     """
     results: dict[int, T] = {}
-    everybody = trio.Event()
+    all_joined = trio.Event()
     signers = [simulated_signer(index) for index in range(count)]
 
     async def live(index: int, bootstrap: Sequence[str], done: trio.Event) -> None:
@@ -103,12 +103,14 @@ async def run_peers(
             ):
                 nursery.start_soon(cancel_when_crashed, peer, scope)
                 done.set()
-                await everybody.wait()
+                await all_joined.wait()
                 results[index] = await work(peer, index)
                 working.discard(index)
                 if not working:
                     finished.set()
-                await finished.wait()  # as somebody's bootstrap peer, or the keeper of somebody's records
+                await (
+                    finished.wait()
+                )  # other peers may need this one as a bootstrap peer, or for their records
                 nursery.cancel_scope.cancel()
         working.discard(index)
         if not working:
@@ -128,14 +130,14 @@ async def run_peers(
             await done.wait()
         if plan is not None:
             nursery.start_soon(plan.carry_out, network, [signer.peer_id for signer in signers])
-        everybody.set()
+        all_joined.set()
         await finished.wait()
         nursery.cancel_scope.cancel()
     return results
 
 
 async def cancel_when_crashed(peer: Peer, scope: trio.CancelScope) -> None:
-    """End what runs on a simulated peer when that has crashed."""
+    """Cancel the work of a simulated peer when the peer has crashed."""
     transport = peer.context.transport
     assert isinstance(transport, MemoryTransport)
     await transport.crashed.wait()
@@ -144,7 +146,7 @@ async def cancel_when_crashed(peer: Peer, scope: trio.CancelScope) -> None:
 
 @asynccontextmanager
 async def simulated_peers(network: MemoryNetwork, count: int, *, first: int = 0) -> AsyncIterator[list[Peer]]:
-    """So many peers; the first is everybody's bootstrap peer. They leave all at once."""
+    """Open ``count`` peers. The first one is the bootstrap peer of all others. They leave all at once."""
     peers: dict[int, Peer] = {}
 
     async def live(

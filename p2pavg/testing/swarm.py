@@ -1,10 +1,10 @@
 """Real peers in real processes on this machine, which a test may kill, stop, resume and restart.
 
-Every process runs one function of yours, ``work(member)``, with a :class:`Member` that tells it who it is and carries
-what it reports back and what it is told. Those that are started together bootstrap from the first of them; who comes
-later is given the addresses of all that run then, so the first may die like any other.
+Every process runs one function of the test, ``work(member)``. Its :class:`Member` holds the process' index, and carries
+reports to the test and messages from it. Processes that are started together bootstrap from the first of them. A
+process that is added later gets the addresses of all running ones, so the first process may die like any other.
 
-Needs a system with POSIX signals for ``stop`` and ``resume``.
+``stop`` and ``resume`` need a system with POSIX signals.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _LOOK_SECONDS = 0.05
 
 
 class Member:
-    """What a process of a swarm knows, and its line to the test."""
+    """A process of a swarm, seen from inside: its settings, and its channel to the test."""
 
     def __init__(
         self, index: int, bootstrap: Sequence[str], arguments: Mapping[str, Any], reports: TextIO
@@ -40,27 +40,27 @@ class Member:
         self.index = index
         self.bootstrap = tuple(bootstrap)
         self.arguments = dict(arguments)
-        """What the swarm was given for every process, and for this one."""
+        """The arguments of the swarm for every process, updated with those for this one."""
         self._told: queue.Queue[dict[str, Any]] = queue.Queue()
         self._reports = reports
 
     def report(self, **event: Any) -> None:
-        """Send one event, of what JSON can carry, to :meth:`SwarmProcess.events`.
+        """Send an event of JSON values to :meth:`SwarmProcess.events`.
 
-        What the process prints goes to its standard error, which is the test's.
+        The process' standard output is not used for this: it is redirected to the test's standard error.
         """
         self._reports.write(json.dumps(event) + "\n")
         self._reports.flush()
 
     def told(self, timeout: float) -> dict[str, Any] | None:
-        """The next message of :meth:`SwarmProcess.tell`; ``None`` when none came within ``timeout`` seconds."""
+        """Return the next message of :meth:`SwarmProcess.tell`; ``None`` if none came within ``timeout`` seconds."""
         try:
             return self._told.get(timeout=timeout)
         except queue.Empty:
             return None
 
     def listen(self, lines: Iterable[str]) -> None:
-        """Take what the test says, for :meth:`told`, until it has nothing more to say."""
+        """Queue the test's messages for :meth:`told`, until the test closes the channel."""
         for line in lines:
             self._told.put(json.loads(line))
 
@@ -68,11 +68,11 @@ class Member:
     def averager(
         self, config: AveragingConfig, *, identity: str | os.PathLike[str] | None = None
     ) -> Iterator[blocking.Averager]:
-        """An averager on the loopback interface that knows the swarm; reports its address, for the others.
+        """Open an averager on the loopback interface that joins the swarm, and report its address to the test.
 
         Args:
-            config: the run, and how to average in it.
-            identity: the key file, made when missing: a process that is restarted with it has the same peer id again.
+            config: the run and its settings.
+            identity: the key file, created if missing. A process that is restarted with it keeps its peer id.
         """
         with blocking.open_averager(
             config, bootstrap=self.bootstrap, listen=["/ip4/127.0.0.1/tcp/0"], identity=identity
@@ -90,11 +90,11 @@ class SwarmProcess:
         self.index = index
         self.process = process
         self.arguments = dict(arguments or {})
-        """What it is given as :attr:`Member.arguments`."""
+        """The value of :attr:`Member.arguments` in the process."""
         self.peer_id = ""
-        """Known when it has joined."""
+        """The peer id; empty until the process has joined."""
         self.address = ""
-        """Where others dial it; known when it has joined."""
+        """The address at which other peers dial it; empty until the process has joined."""
         self._events: queue.Queue[dict[str, Any] | None] = queue.Queue()
         self._before_joining: deque[dict[str, Any]] = deque()
         threading.Thread(target=self._read, daemon=True).start()
@@ -102,21 +102,21 @@ class SwarmProcess:
     def _read(self) -> None:
         assert self.process.stdout is not None
         for line in self.process.stdout:
-            if line.endswith("\n"):  # else it was killed before it had said it all
+            if line.endswith("\n"):  # else the process was killed in the middle of a line
                 self._events.put(json.loads(line))
         self._events.put(None)
 
     @property
     def running(self) -> bool:
-        """Whether the process has not ended; one that is stopped has not."""
+        """True if the process has not ended. A stopped process has not ended."""
         return self.process.poll() is None
 
     def wait_joined(self, timeout: float = START_SECONDS) -> str:
-        """Its address, when it has one: its averager is open and others can reach it.
+        """Wait until the process' averager is open and other peers can reach it. Return its address.
 
         Raises:
             EOFError: the process has ended.
-            TimeoutError: it has not joined within ``timeout`` seconds.
+            TimeoutError: the process has not joined within ``timeout`` seconds.
         """
         end = time.monotonic() + timeout
         while not self.address:
@@ -128,18 +128,18 @@ class SwarmProcess:
         return self.address
 
     def tell(self, **message: Any) -> None:
-        """Send one message, of what JSON can carry, to :meth:`Member.told`. A process that has ended hears nothing."""
+        """Send a message of JSON values to :meth:`Member.told`. Nothing happens if the process has ended."""
         assert self.process.stdin is not None
         with suppress(BrokenPipeError):
             self.process.stdin.write(json.dumps(message) + "\n")
             self.process.stdin.flush()
 
     def event(self, timeout: float) -> dict[str, Any]:
-        """The next report.
+        """Return the next report.
 
         Raises:
             EOFError: the process has ended.
-            TimeoutError: nothing was reported within ``timeout`` seconds.
+            TimeoutError: the process reported nothing within ``timeout`` seconds.
         """
         return self._before_joining.popleft() if self._before_joining else self._next(timeout)
 
@@ -154,7 +154,7 @@ class SwarmProcess:
         return found
 
     def events(self, timeout: float) -> Iterator[dict[str, Any]]:
-        """Every further report until the process ends, all within ``timeout`` seconds."""
+        """Yield every further report until the process ends, all within ``timeout`` seconds."""
         end = time.monotonic() + timeout
         while True:
             try:
@@ -163,20 +163,20 @@ class SwarmProcess:
                 return
 
     def kill(self) -> None:
-        """SIGKILL."""
+        """Send SIGKILL."""
         self.process.kill()
 
     def stop(self) -> None:
-        """SIGSTOP: it stands still and its connections stay open."""
+        """Send SIGSTOP: the process stands still, and its connections stay open."""
         self.process.send_signal(signal.SIGSTOP)
 
     def resume(self) -> None:
-        """SIGCONT."""
+        """Send SIGCONT."""
         self.process.send_signal(signal.SIGCONT)
 
 
 def _name_of(work: Callable[[Member], None]) -> str:
-    """As a fresh process finds it."""
+    """Return the name by which a new process can import a function."""
     if "." in work.__qualname__:
         raise ValueError(f"work must be a function of a module's top level, got {work.__qualname__}")
     if work.__module__ != "__main__":
@@ -186,24 +186,24 @@ def _name_of(work: Callable[[Member], None]) -> str:
     if spec is not None:  # of `python -m`
         return f"{spec.name}:{work.__name__}"
     if getattr(main, "__file__", None) is None:
-        raise ValueError("work must be a function of a file: what is typed in has none")
+        raise ValueError("work must be a function of a file; a function typed into a console has none")
     return f"{os.path.abspath(str(main.__file__))}:{work.__name__}"
 
 
 class LocalSwarm:
-    """Processes that run ``work``, each with its index and the addresses of others.
+    """Processes that run ``work``, each with its index and the addresses of other processes.
 
     Args:
-        work: a function of a module's top level, or its name as ``"module:function"``. A fresh process finds the
-            module from the current folder, and that of the script that runs by its file.
-        peers: how many processes :meth:`start` starts.
-        arguments: given to each as :attr:`Member.arguments`; of what JSON can carry.
+        work: a function of a module's top level, or its name as ``"module:function"``. A new process imports the module
+            from the current folder. A function of the running script is found by the script's file.
+        peers: the number of processes that :meth:`start` starts.
+        arguments: JSON values that each process gets as :attr:`Member.arguments`.
 
-    Use it in a ``with`` block: leaving it ends every process, and those that they have started. They also
-    end when this one dies. A Ctrl-C in the terminal reaches this process only, which then leaves its block.
+    Use it in a ``with`` block. Leaving the block ends every process, and the processes that they have started. They
+    also end when this process dies. A Ctrl-C in the terminal reaches this process only, which then leaves its block.
 
     Raises:
-        ValueError: ``work`` is a function that a fresh process cannot find.
+        ValueError: ``work`` is a function that a new process cannot import.
     """
 
     def __init__(
@@ -217,12 +217,12 @@ class LocalSwarm:
         self.peers = peers
         self.arguments = dict(arguments or {})
         self.processes: list[SwarmProcess] = []
-        """By index: the last process that was started with each."""
+        """The processes by index: for each index, the one that was started last."""
         self._launched: list[SwarmProcess] = []
 
     @property
     def bootstrap(self) -> list[str]:
-        """What a new process is given to join with: the addresses of all that have joined and run."""
+        """The bootstrap addresses of a new process: those of all processes that have joined and still run."""
         return [process.address for process in self.processes if process.address and process.running]
 
     def start(self) -> None:
@@ -239,12 +239,12 @@ class LocalSwarm:
         """Wait until every process has ended by itself.
 
         Raises:
-            RuntimeError: one ended with another exit code than 0; its traceback is on standard error.
-            TimeoutError: one still runs ``timeout`` seconds from now.
+            RuntimeError: a process ended with an exit code other than 0; its traceback is on standard error.
+            TimeoutError: a process still runs ``timeout`` seconds from now.
         """
         end = time.monotonic() + timeout
         while True:
-            is_late = time.monotonic() >= end  # before the look at what has ended
+            is_late = time.monotonic() >= end  # decided before the processes are polled
             codes = {found.index: found.process.poll() for found in self.processes}
             for index, code in codes.items():
                 if code:
@@ -257,26 +257,27 @@ class LocalSwarm:
             time.sleep(_LOOK_SECONDS)
 
     def add(self, *, arguments: Mapping[str, Any] | None = None, wait: bool = True) -> SwarmProcess:
-        """One more process.
+        """Start one more process.
 
         Args:
-            arguments: for this process, beside the swarm's and before them.
-            wait: return when it has joined; else at once, and :meth:`SwarmProcess.wait_joined` is the caller's.
+            arguments: updates of the swarm's arguments for this process.
+            wait: wait until the process has joined. If false, the caller should call
+                :meth:`SwarmProcess.wait_joined`.
         """
         return self._add(len(self.processes), {**self.arguments, **(arguments or {})}, wait)
 
     def restart(
         self, index: int, *, arguments: Mapping[str, Any] | None = None, wait: bool = True
     ) -> SwarmProcess:
-        """Another process in the place of one that has ended; it is killed if it has not.
+        """Replace a process by a new one. The former process is killed if it still runs.
 
-        It has the same index and the same arguments, and so the same peer id where ``work`` opens its averager with a
-        key file that these name. What the former process has reported stays with its :class:`SwarmProcess`.
+        The new process has the same index and arguments. If the arguments name a key file with which ``work`` opens its
+        averager, it also has the same peer id. The former process' reports stay with its :class:`SwarmProcess`.
 
         Args:
-            index: of the former process, in :attr:`processes`.
-            arguments: to be changed.
-            wait: as of :meth:`add`.
+            index: the former process' index in :attr:`processes`.
+            arguments: updates of the former process' arguments.
+            wait: as in :meth:`add`.
         """
         former = self.processes[index]
         former.kill()
@@ -292,7 +293,7 @@ class LocalSwarm:
         return process
 
     def _launch(self, index: int, arguments: Mapping[str, Any]) -> SwarmProcess:
-        """A process that imports what it needs, and then waits to be told who it is."""
+        """Start a process. It imports what it needs, and then waits for its index and arguments."""
         process = subprocess.Popen(
             [sys.executable, "-m", "p2pavg.testing.swarm_process", self.work],
             stdin=subprocess.PIPE,
@@ -316,8 +317,8 @@ class LocalSwarm:
     ) -> None:
         for found in self._launched:
             if found.process.stdin is not None:
-                with suppress(BrokenPipeError):  # it was told something that it did not live to hear
-                    found.process.stdin.close()  # the member's sign to leave
+                with suppress(BrokenPipeError):  # the process ended before it read its last message
+                    found.process.stdin.close()  # tells the member to leave
             if found.running:
                 found.resume()
         for found in self._launched:
@@ -326,7 +327,7 @@ class LocalSwarm:
             except subprocess.TimeoutExpired:
                 found.kill()
                 found.process.wait()
-            with suppress(ProcessLookupError, PermissionError):  # those that it has started itself
+            with suppress(ProcessLookupError, PermissionError):  # kill the processes that it has started
                 os.killpg(found.process.pid, signal.SIGKILL)
             if found.process.stdout is not None:
                 found.process.stdout.close()

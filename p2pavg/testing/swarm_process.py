@@ -1,4 +1,4 @@
-"""What every process of a :class:`p2pavg.testing.LocalSwarm` runs: ``python -m p2pavg.testing.swarm_process``."""
+"""The main program of each process of a :class:`p2pavg.testing.LocalSwarm`."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from p2pavg.testing.swarm import Member
 
 
 def _listen(member: Member) -> None:
-    """The parent holds the other end: it is closed when the parent leaves the swarm, or dies."""
+    """Receive the test's messages, and exit when the test closes the pipe or dies."""
     member.listen(sys.stdin)
     os._exit(1)
 
 
 def _module(name: str) -> ModuleType:
-    """By its name, or of a script by its file."""
+    """Import a module by its name, or a script by its file."""
     if not os.path.isabs(name):
         return importlib.import_module(name)
-    sys.path.insert(0, os.path.dirname(name))  # as where it is run itself
+    sys.path.insert(0, os.path.dirname(name))  # like Python does for a script
     loader = SourceFileLoader("p2pavg_swarm_script", name)
     module = ModuleType(loader.name)
     module.__file__ = name
@@ -34,15 +34,15 @@ def _module(name: str) -> ModuleType:
 
 
 def _main() -> None:
-    # Its standard output is the line to the test; what anything here prints is not for that.
+    # Standard output carries the reports to the test. Redirect everything that the process prints to standard error.
     reports = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     module, _, name = sys.argv[1].rpartition(":")
     function: Callable[[Member], None] = getattr(_module(module), name)
-    # What a peer imports when it is opened; meanwhile the first process finds out its address.
+    # Import what opening a peer needs, while the first process determines its address.
     importlib.import_module("p2pavg.net.libp2p.transport")
     line = sys.stdin.readline()
-    if not line:  # the parent has left before it said who this is
+    if not line:  # the parent has left before it sent the setup
         return
     setup = json.loads(line)
     member = Member(setup["index"], setup["bootstrap"], setup["arguments"], reports)

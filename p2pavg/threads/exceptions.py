@@ -1,4 +1,4 @@
-"""One exception is raised as itself, although nurseries wrap everything into groups."""
+"""Unwrapping of exception groups, into which nurseries wrap every exception."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def bare_exceptions() -> Iterator[None]:
-    """Raise the only exception of a group in the group's place; several stay a group."""
+    """Raise the only exception of a group instead of the group. A group of several exceptions is raised unchanged."""
     try:
         yield
     except BaseExceptionGroup as group:

@@ -1,4 +1,4 @@
-"""A background thread that runs trio, and calls into it from other threads."""
+"""A background thread that runs trio, and calls from other threads into it."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 R = TypeVar("R")
 
-# A peer leaves within 5 s: withdrawing, serving the others and closing connections are each bounded.
+# The timeout of stop(). A peer leaves within 5 s: withdrawing, serving other peers and closing are each bounded.
 STOP_SECONDS = 10.0
 
 Live = Callable[[Callable[[R], None], trio.Event], Awaitable[None]]
-"""Runs for as long as the thread: says what callers get, then ends when the event is set."""
+"""The main function of the thread: it passes the start result to the callback, and returns when the event is set."""
 
 
 class TrioThread(Generic[R]):
     """Runs ``live`` in trio, in a thread of its own.
 
-    Whatever ends it early reaches everybody who waits for it or calls it later.
+    If an exception ends it early, every waiting call and every later call raises that exception.
     """
 
     def __init__(self, live: Live[R], *, name: str) -> None:
@@ -57,12 +57,12 @@ class TrioThread(Generic[R]):
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> R:
-        """Begin, and wait for what ``live`` gives; raises what kept it from giving anything."""
+        """Start the thread and return the start result of ``live``. Raise the exception that prevented the start."""
         self._thread.start()
         return self._ready.result()
 
     def call(self, function: Callable[[], Awaitable[T]]) -> T:
-        """``await function()`` in the thread. Interrupting the caller cancels it there."""
+        """Run ``await function()`` in the thread and return its result. Interrupting the caller cancels it there."""
         future: concurrent.futures.Future[T] = concurrent.futures.Future()
         self._check_process()
         with self._lock:
@@ -73,7 +73,7 @@ class TrioThread(Generic[R]):
             self._soon(lambda: self._spawn(function, future, scope))
             return future.result()
         except ClosedError:
-            # Closed although nobody leaves: by what ends the thread, in a moment, and says why.
+            # Closed although stop() was not called: an exception is ending the thread. Wait for it and raise it.
             if not self._stopping:
                 self._thread.join(STOP_SECONDS)
                 self.check()
@@ -89,7 +89,10 @@ class TrioThread(Generic[R]):
     async def hold(
         self, enter: Callable[..., AbstractAsyncContextManager[T]], *args: object
     ) -> tuple[T, Callable[[], None]]:
-        """In the thread: what ``enter(*args)`` gives, and a function for any other thread that leaves it and waits."""
+        """Enter ``enter(*args)`` in the thread. Return its value, and a function that leaves it and waits.
+
+        Call this in the thread, and the returned function in any other thread.
+        """
         assert self._nursery is not None
         leave, left = trio.Event(), trio.Event()
 
@@ -112,16 +115,16 @@ class TrioThread(Generic[R]):
         try:
             self.call(close)
         except ClosedError:
-            return  # the thread has ended, and with it all that it held
+            return  # the thread has ended, and has left the context manager
 
     def check(self) -> None:
-        """Raise what ended the thread, or ClosedError when it was stopped or belongs to a parent process."""
+        """Raise the exception that ended the thread; ClosedError if it was stopped or belongs to a parent process."""
         self._check_process()
         with self._lock:
             self._check()
 
     def stop(self) -> None:
-        """End ``live`` and the thread; raises what had ended it before, unless a caller was told already."""
+        """End ``live`` and the thread. Raise the exception that ended it before, unless a caller got it already."""
         if os.getpid() != self._process:
             return
         self._stopping = True
@@ -134,7 +137,7 @@ class TrioThread(Generic[R]):
             raise self._error
 
     def _check_process(self) -> None:
-        # Before the lock is taken: at the fork, a thread that the child does not have may have held it.
+        # Check before taking the lock. At the fork, a thread that the child does not have may have held it.
         if os.getpid() != self._process:
             raise ClosedError(
                 f"this averager belongs to process {self._process} and cannot be used after a fork"
@@ -159,9 +162,9 @@ class TrioThread(Generic[R]):
     def _run(self) -> None:
         error: BaseException | None = None
         try:
-            be_nice()  # the loop that trains goes first
+            be_nice()  # the training loop has priority
             trio.run(self._main)
-        except BaseException as raised:  # noqa: BLE001 - it is raised again where somebody waits for it
+        except BaseException as raised:  # noqa: BLE001 - it is raised again in the threads that wait
             error = raised
         with self._lock:
             self._error, self._ended = error, True

@@ -1,7 +1,7 @@
-"""Work off the event loop, on threads that use one core each.
+"""Worker threads that keep computation off the event loop, each on one core.
 
-Torch's own thread pool would make every averager of a machine compete for every core, and the training loop with them:
-a thread that works here uses one thread of torch, and the rest of the process keeps what it had.
+With torch's own thread pool, every averager of a machine would compete with the training loop for every core. So a
+worker uses a single thread of torch, and the rest of the process keeps its setting.
 """
 
 from __future__ import annotations
@@ -32,20 +32,24 @@ class RunInThread(Protocol):
 
 
 class Workers:
-    """Runs functions in a thread of its own, one at a time.
+    """Runs functions in a thread of its own, one at a time. It must be closed.
 
-    Not in one of trio's: trio lends its threads to everybody, and this one keeps a single thread of torch. Close it.
+    It does not use trio's threads. Those are shared with the program, and this thread is limited to one thread of
+    torch.
     """
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="p2pavg-worker", initializer=prepare_thread)
 
     def close(self) -> None:
-        """End the thread, once what it does is done."""
+        """End the thread when its current function has returned."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     async def run(self, function: Callable[..., T], *args: object) -> T:
-        """``function(*args)`` in the thread; a cancelled caller waits for it, so what it works on stays alive."""
+        """Run ``function(*args)`` in the thread.
+
+        A cancelled caller waits for its end, so that its arguments stay valid.
+        """
         await trio.lowlevel.checkpoint_if_cancelled()
         token, done = trio.lowlevel.current_trio_token(), trio.Event()
         future = self._pool.submit(function, *args)
@@ -61,10 +65,10 @@ class Workers:
 
 
 async def in_own_thread(work: Callable[[], T], *, stop: Callable[[], None], name: str) -> T:
-    """``work()`` in a thread that ends with this call, and is prepared as those of :class:`Workers`.
+    """Run ``work()`` in a thread that ends with this call, and is prepared like those of :class:`Workers`.
 
     Args:
-        stop: makes ``work`` return or raise soon; called when the caller is cancelled.
+        stop: makes ``work`` return or raise soon; called if the caller is cancelled.
     """
 
     def prepare_and_work() -> T:
@@ -85,7 +89,7 @@ async def in_own_thread(work: Callable[[], T], *, stop: Callable[[], None], name
         return await _until_it_reports(start, stop)
     finally:
         for thread in threads:
-            thread.join()  # it has nothing left to do
+            thread.join()  # the thread has already reported its result
 
 
 async def _until_it_reports(
@@ -111,14 +115,14 @@ async def _until_it_reports(
 
 
 class ToLoop:
-    """Calls functions on the event loop, in order, soon; many calls at once cost one wake-up. Made on the loop."""
+    """Schedules functions on the event loop, in order. Many calls at once cost one wake-up. Create it on the loop."""
 
     def __init__(self) -> None:
         self._token = trio.lowlevel.current_trio_token()
         self._calls: deque[tuple[Callable[..., object], tuple[Any, ...]]] = deque()
 
     def __call__(self, function: Callable[..., object], *args: object) -> None:
-        """From any thread. What is called must not raise."""
+        """Schedule a function, from any thread. The function must not raise."""
         self._calls.append((function, args))
         self._token.run_sync_soon(self._drain, idempotent=True)
 
@@ -129,29 +133,32 @@ class ToLoop:
 
 
 NICENESS = 5
-"""Of the threads that work: a training loop on the same cores goes first, as far as the system tells them apart."""
+"""The niceness of worker threads. A training loop on the same cores has priority, where the system supports it."""
 
 
 def prepare_thread() -> None:
-    """To be called once by a thread that works for the averager: one thread of torch, and a lower priority."""
+    """Limit this thread to one thread of torch, and lower its priority. Each worker thread calls it once."""
     _use_one_thread_here()
     be_nice()
 
 
 def be_nice() -> None:
-    """Lower the priority of this thread, where threads have one: on Linux."""
+    """Lower the priority of this thread, on Linux, where each thread has a priority."""
     if not hasattr(os, "setpriority") or os.uname().sysname != "Linux":
         return
     try:
         thread = threading.get_native_id()
         if os.getpriority(os.PRIO_PROCESS, thread) < NICENESS:
             os.setpriority(os.PRIO_PROCESS, thread, NICENESS)
-    except OSError as error:  # a sandbox may forbid it; the work is done all the same
+    except OSError as error:  # a sandbox may forbid it; the worker runs all the same
         logger.debug("no lower priority for a worker: %s", error)
 
 
 def _use_one_thread_here() -> None:
-    """torch.set_num_threads() sets the calling thread and the default of threads that begin later: undo the latter."""
+    """Limit the calling thread to one thread of torch.
+
+    torch.set_num_threads() also sets the default of threads that start later. A short-lived thread restores it.
+    """
     with _lock:
         before = torch.get_num_threads()
         torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""Tensors on a GPU go through a whole round and come back to it."""
+"""Tensors on a GPU go through a whole round, and the average returns to the GPU."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.gpu
 async def test_a_round_of_a_gpu_and_a_cpu(
     autojump_clock: MockClock, compression: str | None, dtype: torch.dtype
 ) -> None:
-    """One peer's tensors are on the GPU, the other's are not; both get the same average, each on its device."""
+    """One peer's tensors are on a GPU, the other's on the CPU. Both get the same average, each on its device."""
     config = p2pavg.AveragingConfig(run_id="gpu", group_size=2, match_timeout=5.0, compression=compression)
     results: dict[str, torch.Tensor] = {}
 

@@ -41,7 +41,7 @@ def scales_and_codes(codec: Blockwise8, payload: memoryview, elements: int) -> t
 
 @pytest.mark.parametrize("elements", LENGTHS)
 @pytest.mark.parametrize("name", [name for name in CODECS if not name.startswith("blockwise8")])
-def test_payload_is_that_of_the_cpu(name: str, elements: int) -> None:
+def test_payload_equals_that_of_the_cpu(name: str, elements: int) -> None:
     codec = resolve_codec(name)
     values = sample(elements)
     assert bytes(codec.encode(values.cuda())) == bytes(codec.encode(values))
@@ -81,15 +81,15 @@ def test_bad_numbers_are_refused(name: str, bad: float) -> None:
 
 
 @pytest.mark.parametrize("codec", [Blockwise8(), Int8(), resolve_codec("bf16")], ids=lambda codec: codec.name)
-def test_values_of_another_stream_are_waited_for(codec: Codec) -> None:
-    """What the current stream has been given to do is done before the values are read."""
+def test_encoding_waits_for_the_current_stream(codec: Codec) -> None:
+    """The work that is queued on the current stream is done before the values are read."""
     elements = 1 << 22
     expected = bytes(codec.encode(torch.full((elements,), 3.0)))
     values = torch.zeros(elements, device="cuda")
     torch.cuda.synchronize()
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     with torch.cuda.stream(stream):
-        torch.cuda._sleep(100_000_000)  # type: ignore[no-untyped-call]  # clock cycles: some 50 ms
+        torch.cuda._sleep(100_000_000)  # type: ignore[no-untyped-call]  # clock cycles, about 50 ms
         values.fill_(3.0)
         assert bytes(codec.encode(values)) == expected
         assert torch.cuda.current_stream() == stream

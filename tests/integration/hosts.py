@@ -1,4 +1,4 @@
-"""Hosts on loopback over real libp2p, and what their tests ask of them."""
+"""Hosts on loopback over real libp2p, and helpers of their tests."""
 
 import functools
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -19,7 +19,7 @@ seeds = iter(number.to_bytes(32, "big") for number in range(1, 100_000))
 
 
 def watched(test: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]]:
-    """What is missing shows as waiting for ever."""
+    """Add a watchdog to a test, because a missing guard would make it wait without end."""
 
     @functools.wraps(test)
     async def bounded(*args: Any, **kwargs: Any) -> None:
@@ -31,14 +31,14 @@ def watched(test: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[Non
 
 @asynccontextmanager
 async def open_host(*listen: str) -> AsyncIterator[Libp2pTransport]:
-    """One that echoes; without an address it only dials."""
+    """Open a host that echoes. Without an address, it only dials."""
     async with open_libp2p_transport(seed=next(seeds), listen=listen) as host:
         host.serve(ECHO, echo)
         yield host
 
 
 async def eventually(condition: Callable[[], bool]) -> None:
-    """For what no event announces; the watchdog bounds it."""
+    """Poll for a condition that no event announces; the watchdog bounds the wait."""
     while not condition():
         await trio.sleep(0.005)
 

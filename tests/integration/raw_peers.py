@@ -1,4 +1,4 @@
-"""Strangers that speak libp2p's own layers themselves, and so can speak them badly."""
+"""Strangers that write the frames of libp2p's layers themselves, and so can break the protocols."""
 
 import struct
 from collections.abc import AsyncIterator, Callable
@@ -36,12 +36,12 @@ async def open_tcp(host: Transport) -> trio.SocketStream:
 
 
 def line(text: bytes) -> bytes:
-    """A line of protocol negotiation of fewer than 127 bytes."""
+    """Encode a line of protocol negotiation of fewer than 127 bytes."""
     return bytes([len(text) + 1]) + text + b"\n"
 
 
 class RawPeer:
-    """A stranger that has shaken hands, and from there on writes its own yamux frames."""
+    """A stranger that has finished the handshake, and then writes its own yamux frames."""
 
     def __init__(self, tcp: trio.SocketStream, secured: ISecureConn, peer_id: str) -> None:
         self.tcp = tcp
@@ -76,12 +76,12 @@ class RawPeer:
         return taken
 
     async def read(self) -> tuple[int, int, int, int, bytes]:
-        """The next frame: kind, flags, stream id, length, body."""
+        """Return the next frame: kind, flags, stream id, length, body."""
         version, kind, flags, stream_id, length = struct.unpack(
             YAMUX_HEADER_FORMAT, await self._read_exactly(HEADER_SIZE)
         )
         assert version == 0
-        assert kind in (0, 1, 2, 3), "the frames are torn"
+        assert kind in (0, 1, 2, 3), "the stream of frames is corrupt"
         body = await self._read_exactly(length) if kind == TYPE_DATA else b""
         return kind, flags, stream_id, length, body
 

@@ -1,4 +1,4 @@
-"""Trials of four real processes that average, one of which is lost in the midst of a round."""
+"""Trials of four real processes that average, one of which is lost in the middle of a round."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ WAIT_SECONDS = 120.0
 
 @dataclass
 class Trial:
-    """What came of one."""
+    """The result of one trial."""
 
     signal: str
     role: str
     moment: float
-    """When the victim was lost, as a part of an undisturbed exchange."""
+    """The moment of the loss, as a fraction of an undisturbed exchange."""
     undisturbed: float
-    """Seconds that exchanges took in which nothing happened, in this run, the median."""
+    """The median duration of undisturbed exchanges in this run, in seconds."""
     peers: int
-    """How many contributions are in the survivors' result."""
+    """The number of contributions in the survivors' result."""
     took: float
-    """Seconds of the survivors' exchange, the longest."""
+    """The longest duration of the survivors' exchange, in seconds."""
     error: float
 
     @property
     def grace(self) -> float:
-        """Seconds that it may take beyond twice an undisturbed exchange: one, and five more to notice silence."""
+        """The seconds allowed beyond twice an undisturbed exchange: one, and five more to notice silence."""
         return 1.0 + (5.0 if self.signal == "SIGSTOP" else 0.0)
 
 
 @dataclass
 class Trials:
-    """Four processes, of which one is lost again and again, and replaced."""
+    """Four processes, of which one after another is lost and replaced."""
 
     swarm: LocalSwarm
     bound: float
@@ -47,16 +47,16 @@ class Trials:
     undisturbed: list[float] = field(default_factory=list)
 
     def round(self, processes: list[SwarmProcess]) -> list[dict[str, Any]]:
-        """What the next round of each came to."""
+        """Return the next result of each process."""
         return [next(event for event in iter_events(process) if "result" in event) for process in processes]
 
     def settle(self) -> None:
-        """Rounds until all four have averaged with one another and nothing else."""
+        """Run rounds until all four processes have averaged in one group."""
         first, *others = self.living
         for _ in range(5):
             [result] = self.round([first])
             if len(result.get("peers", [])) == PEERS:
-                for process in others:  # who was a round behind has one result more
+                for process in others:  # a process that is a round behind has one more result
                     while self.round([process])[0].get("group_id") != result["group_id"]:
                         pass
                 self.undisturbed.append(result["exchange_duration"])
@@ -64,7 +64,7 @@ class Trials:
         raise AssertionError("four processes do not come together")
 
     def lose(self, signal: str, role: str, moment: float) -> Trial:
-        """One trial. AssertionError when a survivor's result is not what is promised."""
+        """Run one trial. Raise AssertionError if a survivor's result breaks a guarantee."""
         victim, *survivors = self.living
         for process in self.living:
             late = (process is not victim) == (role == "leader")
@@ -108,21 +108,25 @@ class Trials:
         return Trial(signal, role, moment, usual, len(peers), took, error)
 
     def _check_return(self, victim: SwarmProcess, trial: Trial) -> None:
-        """It was given up, and has what it had; or it was in, and has the result, or heard that it was in."""
+        """Check the report of a resumed victim.
+
+        If the others have given it up, it keeps its contribution. If its contribution was used, it has the result or
+        knows that it was used.
+        """
         [back] = self.round([victim])
         assert back["used"] == (trial.peers == PEERS), back
         assert back["result"] in (("Success", "Failed") if back["used"] else ("Failed",)), back
 
 
 def iter_events(process: SwarmProcess) -> Iterator[dict[str, Any]]:
-    """What a process reports."""
+    """Yield the reports of a process."""
     while True:
         yield process.event(WAIT_SECONDS)
 
 
 @contextmanager
 def trials(compression: str | None, elements: int) -> Iterator[Trials]:
-    """Four processes with so many elements."""
+    """Start four processes whose vectors have ``elements`` elements."""
     config = {
         "group_size": PEERS,
         "min_group_size": 2,

@@ -1,4 +1,4 @@
-"""What the processes of the swarm tests do."""
+"""The work functions of the processes in the swarm tests."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def configure(member: Member) -> p2pavg.AveragingConfig:
 
 
 def describe(result: p2pavg.RoundResult, exact: torch.Tensor) -> dict[str, object]:
-    """A result as JSON carries it; the average by its digest and its distance from the exact one."""
+    """Return a result as JSON values, with the average's digest and its distance from the exact mean."""
     if not isinstance(result, p2pavg.Success):
         return {"result": type(result).__name__, "reason": result.reason}
     assert isinstance(result.averaged, list)
@@ -58,7 +58,7 @@ def exact_mean(count: int, elements: int, weights: list[float], seed: int = 0) -
 
 
 def average_once(member: Member) -> None:
-    """One round of everybody, each with its own values and weight."""
+    """Run one round of all processes, each with its own values and weight."""
     count, elements = member.arguments["count"], member.arguments["elements"]
     weights = member.arguments.get("weights") or [1.0] * count
     with member.averager(configure(member)) as averager:
@@ -70,16 +70,16 @@ def average_once(member: Member) -> None:
 
 
 def tile(peer_id: str) -> torch.Tensor:
-    """The values that a peer repeats in :func:`survive`: whoever knows its id knows them."""
+    """Return the values that a peer repeats in :func:`survive`, which follow from its id."""
     seed = int.from_bytes(hashlib.sha256(peer_id.encode()).digest()[:4], "big")
     return torch.randn(TILE, generator=torch.Generator().manual_seed(seed))
 
 
 def survive(member: Member) -> None:
-    """Round after round until the process is ended: when a group stood, what came of it, what is accumulated then.
+    """Run rounds until the process is ended. Report each group, its result, and the contribution that is left.
 
-    ``elements`` is a multiple of TILE. Told that it is ``late``, this process announces itself later than others from
-    then on, and so does not lead.
+    ``elements`` is a multiple of TILE. If the test tells it that it is ``late``, this process announces itself later
+    than others from then on, and so does not lead.
     """
     elements, late = member.arguments["elements"], False
     with member.averager(configure(member)) as averager:
@@ -111,14 +111,14 @@ def survive(member: Member) -> None:
 
 
 def await_withheld(averager: blocking.Averager) -> None:
-    """Until it is known what became of a contribution: the others may be slow to say so."""
+    """Wait until the fate of a withheld contribution is known. The other members may report it late."""
     until = time.monotonic() + 60.0
     while averager.unresolved_weight and time.monotonic() < until:
         time.sleep(0.05)
 
 
 def what_survived(result: p2pavg.RoundResult) -> dict[str, object]:
-    """A result as JSON carries it, with its distance from the mean of those that it names."""
+    """Return a result as JSON values, with its distance from the mean of the peers that it names."""
     if not isinstance(result, p2pavg.Success):
         return {"result": type(result).__name__, "reason": result.reason}
     assert isinstance(result.averaged, list)
@@ -136,7 +136,7 @@ def what_survived(result: p2pavg.RoundResult) -> dict[str, object]:
 
 
 def soak(member: Member) -> None:
-    """Many rounds, and what the process holds after the tenth and at the end."""
+    """Run many rounds, and report the process' memory and files after the tenth round and at the end."""
     count, elements, rounds = (member.arguments[name] for name in ("count", "elements", "rounds"))
     process = psutil.Process()
     lost: list[str] = []
@@ -157,7 +157,7 @@ def soak(member: Member) -> None:
 
 
 def lone(member: Member) -> None:
-    """A step with nobody there."""
+    """Make a step without any other peer."""
     with member.averager(configure(member)) as averager:
         averager.accumulate([torch.ones(3)])
         began = time.monotonic()
@@ -166,7 +166,7 @@ def lone(member: Member) -> None:
 
 
 def rounds(member: Member) -> None:
-    """Rounds whose members become ready at different moments, with how long each took to find its group."""
+    """Run rounds whose members become ready at different moments, and report the time to find each group."""
     pauses = random.Random(member.index)
     mine = values(member.index, member.arguments["elements"])
     with member.averager(configure(member)) as averager:
@@ -186,7 +186,7 @@ def rounds(member: Member) -> None:
 
 
 def stay(member: Member) -> None:
-    """Stay, and repeat what one is told."""
+    """Stay in the swarm, and report each message of the test."""
     with member.averager(configure(member), identity=member.arguments.get("identity")):
         member.report(bootstrap=member.bootstrap, arguments=member.arguments)
         while True:
@@ -196,7 +196,7 @@ def stay(member: Member) -> None:
 
 
 def talk(member: Member) -> None:
-    """Prints, and reports before it has joined, and after."""
+    """Print, and report before and after joining."""
     print("not a report")
     member.report(before=1)
     os.write(1, b"{}\n")
@@ -205,7 +205,7 @@ def talk(member: Member) -> None:
 
 
 def start_another(member: Member) -> None:
-    """A process that would outlive this one, and holds what it inherited."""
+    """Start a process that would outlive this one, and that holds the descriptors it inherited."""
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     member.report(pid=child.pid)
     child.wait()

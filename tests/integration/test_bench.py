@@ -1,4 +1,4 @@
-"""The benchmarks, so small that their figures mean nothing: they work and say what they should. Without hivemind."""
+"""The benchmarks at a tiny size, without hivemind: they run, and print what they should. The figures mean nothing."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from scripts.benchmarks.systems import gloo
 from scripts.benchmarks.vectors import vectors
 
 ROOT = Path(__file__).parents[2]
-SECONDS = 60.0  # a watchdog
+SECONDS = 60.0  # the watchdog
 Line = dict[str, Any]
 
 
 def bench(name: str, *options: str) -> list[Line]:
-    """What a small run prints, line by line."""
+    """Return the lines that a small run prints."""
     command = [sys.executable, "-m", "scripts.benchmarks.main", name, "--small", *options]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=SECONDS, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr
@@ -31,7 +31,7 @@ def bench(name: str, *options: str) -> list[Line]:
 
 
 def medians(lines: list[Line]) -> dict[tuple[str, str], float]:
-    """By system and figure; of each the range is around the median."""
+    """Parse the figures by system and name, and check that each range contains the median."""
     found = {}
     for line in lines:
         if "figure" in line:
@@ -41,7 +41,7 @@ def medians(lines: list[Line]) -> dict[tuple[str, str], float]:
     return found
 
 
-def test_allreduce_measures_all_systems_in_one_call() -> None:
+def test_allreduce_measures_all_systems_in_one_run() -> None:
     lines = bench("allreduce", "--hivemind-python", "none", "--codecs", "blockwise8")
     found = medians(lines)
     ours = {figure for system, figure in found if system == "p2pavg blockwise8"}
@@ -53,7 +53,7 @@ def test_allreduce_measures_all_systems_in_one_call() -> None:
     assert [line["skipped"] for line in lines if line["system"] == "hivemind"] == ["left out"]
 
 
-def test_wan_says_what_fraction_of_the_bound_is_reached() -> None:
+def test_wan_reports_the_fraction_of_the_bound() -> None:
     try:
         netns.check()
     except netns.NoNamespacesError as error:
@@ -105,8 +105,8 @@ def test_scale() -> None:
     assert found["p2pavg", "records held by a peer"] > 0
 
 
-def test_a_wrong_result_is_an_error_and_not_a_time() -> None:
-    exact = replace(gloo(), tolerance=-1.0)  # nothing is exact enough
+def test_a_wrong_result_is_reported_as_an_error() -> None:
+    exact = replace(gloo(), tolerance=-1.0)  # no result is exact enough
     with vectors(2, 1_000) as folder:
         setup = {"elements": 1_000, "vectors": str(folder)}
         with Crew(exact, [Place()] * 2, setup) as crew:
@@ -115,7 +115,7 @@ def test_a_wrong_result_is_an_error_and_not_a_time() -> None:
                 crew.round()
 
 
-def test_an_error_is_a_line_too(tmp_path: Path) -> None:
+def test_an_error_has_its_own_line(tmp_path: Path) -> None:
     report = Report(tmp_path / "lines")
     report.figure("some", "time", "s", [3.0, 1.0, 2.0], peers=4)
     report.error("some", "p2pavg", "the result is wrong")

@@ -1,4 +1,4 @@
-"""The averager of ordinary training loops, between real peers on loopback."""
+"""The blocking averager for ordinary training loops, between real peers on loopback."""
 
 from __future__ import annotations
 
@@ -70,21 +70,21 @@ def test_a_round_of_two() -> None:
         assert (first.weight, first.accumulated) == (0.0, None)
 
 
-def test_the_compression_ratio_is_of_the_bytes_that_are_told() -> None:
+def test_the_compression_ratio_matches_the_reported_bytes() -> None:
     elements = 200_000
     with two_averagers(compression="blockwise8") as (first, second):
         for averager in (first, second):
             averager.accumulate([torch.randn(elements)])
         for result in step_together(first, second):
             assert isinstance(result, Success)
-            # Half of the vector out and in to be averaged, and half of it in and out again.
+            # Half of the vector goes out and in as contributions, and half of it in and out as averages.
             moved = result.bytes_sent + result.bytes_received
             assert result.compression_ratio == pytest.approx(4 * 2 * elements / moved)
             assert result.compression_ratio > 3.5
 
 
 @pytest.mark.parametrize("compression", ["fp32", "fp16", "blockwise8"])
-def test_everything_that_travels_is_counted(compression: str) -> None:
+def test_all_transferred_bytes_are_counted(compression: str) -> None:
     elements = 200_000
     codec = config(compression=compression).codec
     with two_averagers(compression=compression) as (first, second):
@@ -97,7 +97,7 @@ def test_everything_that_travels_is_counted(compression: str) -> None:
             assert 2 * half < result.bytes_received < 2.01 * half
 
 
-def test_a_mapping_comes_back_as_one() -> None:
+def test_a_mapping_is_returned_as_a_mapping() -> None:
     with two_averagers() as (first, second):
         for averager, value in ((first, 1.0), (second, 3.0)):
             averager.accumulate({"z": torch.full((2, 2), value), "a": torch.tensor(-value)})
@@ -111,10 +111,12 @@ def test_a_mapping_comes_back_as_one() -> None:
 def test_a_step_without_waiting_is_collected_by_a_later_one() -> None:
     with two_averagers() as (first, second):
         first.accumulate([torch.ones(4)], weight=2.0)
-        begun = first.step(wait=0)  # nobody else is ready yet: if this waited, it would wait for the second
+        begun = first.step(
+            wait=0
+        )  # no other peer is ready yet: if this call waited, it would wait for the second peer
         assert begun == InProgress(ready_peers=1, target_size=2, reason="a group is being formed")
         assert first.weight == 0.0
-        first.accumulate([torch.full((4,), 100.0)], weight=7.0)  # the next round's
+        first.accumulate([torch.full((4,), 100.0)], weight=7.0)  # of the next round
         second.accumulate([torch.full((4,), 5.0)], weight=2.0)
         other = second.step(wait=None)
         result = first.step(wait=WATCHDOG_SECONDS)
@@ -124,7 +126,7 @@ def test_a_step_without_waiting_is_collected_by_a_later_one() -> None:
         assert torch.equal(first.accumulated[0], torch.full((4,), 100.0))  # type: ignore[index]
 
 
-def test_one_declares_and_observes_to_the_other() -> None:
+def test_one_peer_declares_and_the_other_observes() -> None:
     with two_averagers() as (first, second):
         value = torch.randn(400, 500)
         first.accumulate([value], weight=2.0, metrics={"loss": 2.5, "accuracy": 0.5})
@@ -151,10 +153,10 @@ def test_each_argument_of_a_step_reaches_the_round() -> None:
         begun = alone.step(wait=0, observe=True, group_size=3)
         assert isinstance(begun, InProgress)
         assert begun.target_size == 3
-        assert alone.weight == 1.0, "it observes"
+        assert alone.weight == 1.0, "the peer observes"
 
 
-def test_a_wait_that_ends_leaves_the_round_running() -> None:
+def test_the_round_goes_on_after_a_wait_timeout() -> None:
     with two_averagers() as (first, second):
         first.accumulate([torch.ones(4)])
         for _ in range(3):
@@ -162,10 +164,12 @@ def test_a_wait_that_ends_leaves_the_round_running() -> None:
         second.accumulate([torch.ones(4)])
         assert isinstance(second.step(wait=None), Success)
         assert isinstance(first.step(wait=WATCHDOG_SECONDS), Success)
-        assert first.step(wait=None) == NoPeers(reason="nothing is accumulated"), "a result was given twice"
+        assert first.step(wait=None) == NoPeers(reason="nothing is accumulated"), (
+            "a result was returned twice"
+        )
 
 
-def test_nothing_accumulated_is_not_waited_for() -> None:
+def test_a_step_without_contribution_does_not_wait() -> None:
     with open_averager(config(match_timeout=1800.0), listen=LOOPBACK) as alone:
         assert alone.step(wait=None) == NoPeers(reason="nothing is accumulated")
         alone.accumulate([torch.ones(2)])
@@ -173,7 +177,7 @@ def test_nothing_accumulated_is_not_waited_for() -> None:
         assert alone.step(wait=None) == NoPeers(reason="nothing is accumulated")
 
 
-def test_nobody_there_by_the_match_timeout() -> None:
+def test_no_other_peer_within_the_match_timeout() -> None:
     with open_averager(config(match_timeout=0.3), listen=LOOPBACK) as alone:
         alone.accumulate([torch.ones(2)], weight=3.0)
         assert isinstance(alone.step(wait=None), NoPeers)
@@ -185,7 +189,7 @@ def test_nobody_there_by_the_match_timeout() -> None:
 
 
 @pytest.mark.parametrize("wait", [-1, float("nan"), "5", True])
-def test_a_wait_that_is_no_time(wait: Any) -> None:
+def test_an_invalid_wait_is_refused(wait: Any) -> None:
     with open_averager(config(), listen=LOOPBACK) as alone:
         alone.accumulate([torch.ones(2)])
         with pytest.raises(ValueError, match="wait must be None or a number of seconds"):
@@ -194,7 +198,7 @@ def test_a_wait_that_is_no_time(wait: Any) -> None:
 
 
 def test_many_threads_use_one_averager() -> None:
-    """One accumulates, two step: no weight is lost, none counts twice, and every result is given to one of them."""
+    """One thread accumulates, two step: no weight is lost or counted twice, and each result goes to one thread."""
     calls, rounds = 60, 3
     collected: list[Success] = []
     failures: list[RoundResult] = []
@@ -233,7 +237,7 @@ def test_many_threads_use_one_averager() -> None:
         name = first.peer_id
     assert failures == []
     assert sorted(result.group_id for result in collected) == sorted(result.group_id for result in others)
-    # The last round may have begun and been broken off at the end: that counts as accumulated again.
+    # The last round may have been interrupted by the end. Its contribution then counts as accumulated again.
     assert sum(result.weights[name] for result in collected) + first.weight == calls + sum(extra)
 
 
@@ -253,7 +257,7 @@ def test_torch_keeps_its_threads() -> None:
         torch.set_num_threads(before)
 
 
-def test_who_it_is_and_where() -> None:
+def test_the_peer_id_and_addresses() -> None:
     with two_averagers() as (first, second):
         assert first.peer_id != second.peer_id
         for averager in (first, second):

@@ -1,4 +1,4 @@
-"""How a block is left: errors, forks, Ctrl-C. Whatever happens, the thread ends and its sockets close."""
+"""Leaving the averager's block: after errors, forks and Ctrl-C, the thread ends and its sockets are closed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from p2pavg.blocking import Averager, open_averager
 from p2pavg_dht import Ed25519Signer, RecordNode
 from tests.integration.test_blocking import LOOPBACK, WATCHDOG_SECONDS, config, step_together, two_averagers
 
-SOMEBODY = Ed25519Signer(b"s" * 32).peer_id
+SOME_PEER = Ed25519Signer(b"s" * 32).peer_id
 
 
 class BoomError(Exception):
@@ -43,7 +43,7 @@ class BoomError(Exception):
 
 @pytest.fixture(autouse=True)
 def _ctrl_c_is_heard() -> Iterator[None]:
-    """Also in a run in a shell's background, which ignores it, and lets its children ignore it."""
+    """Restore the default handler of SIGINT, because a shell makes background jobs and their children ignore it."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -62,31 +62,31 @@ def _nothing_is_left() -> Iterator[None]:
 
 
 class TestLeaving:
-    def test_the_thread_and_its_sockets_are_there_until_then(self) -> None:
+    def test_the_thread_and_its_sockets_end_with_the_block(self) -> None:
         before = open_sockets()
         with open_averager(config(), listen=LOOPBACK):
             assert [thread.name for thread in threading.enumerate()].count("p2pavg") == 1
             assert len(open_sockets() - before) >= 1
 
-    def test_with_connections_open(self) -> None:
+    def test_leaving_with_open_connections(self) -> None:
         with two_averagers() as averagers:
             for averager in averagers:
                 averager.accumulate([torch.ones(3)])
             assert all(isinstance(result, Success) for result in step_together(*averagers))
 
-    def test_with_an_error_of_the_block(self) -> None:
+    def test_leaving_with_an_error_of_the_block(self) -> None:
         with pytest.raises(BoomError), open_averager(config(), listen=LOOPBACK):
             raise BoomError
 
-    def test_with_a_round_that_runs(self) -> None:
+    def test_leaving_during_a_round(self) -> None:
         with open_averager(config(), listen=LOOPBACK) as averager:
             averager.accumulate([torch.full((3,), 2.0)], weight=4.0)
             assert isinstance(averager.step(wait=0), InProgress)
             assert averager.weight == 0
-        assert averager.weight == 4.0, "the round took its contribution along"
+        assert averager.weight == 4.0, "the round has taken the contribution"
         assert torch.equal(averager.accumulated[0], torch.full((3,), 2.0))  # type: ignore[index]
 
-    def test_afterwards_it_is_closed(self) -> None:
+    def test_calls_after_the_block_raise_closed_error(self) -> None:
         with open_averager(config(), listen=LOOPBACK) as averager:
             averager.accumulate([torch.ones(3)])
         with pytest.raises(ClosedError, match="the averager is closed"):
@@ -96,7 +96,7 @@ class TestLeaving:
                 averager.step(wait=wait)
         assert averager.weight == 1.0
 
-    def test_a_step_of_another_thread_that_waits(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_waiting_step_of_another_thread_raises(self, monkeypatch: pytest.MonkeyPatch) -> None:
         waiting = threading.Event()
         seen: list[BaseException] = []
         when_waiting_for_a_round(monkeypatch, waiting.set)
@@ -118,7 +118,7 @@ class TestLeaving:
 
 
 def when_waiting_for_a_round(monkeypatch: pytest.MonkeyPatch, function: Callable[[], object]) -> None:
-    """Called in the background thread, each time when a step begins to wait there."""
+    """A function that is called in the background thread whenever a step begins to wait there."""
     from p2pavg.round.round import Round
 
     changed = Round.changed
@@ -133,7 +133,7 @@ def when_waiting_for_a_round(monkeypatch: pytest.MonkeyPatch, function: Callable
 class TestErrorsOfTheBackground:
     @pytest.fixture
     def failing(self, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-        """Makes the record node of the peer fail, when set."""
+        """A flag that makes the record node of the peer fail."""
         fail = threading.Event()
 
         async def run(_node: RecordNode, *, task_status: Any = trio.TASK_STATUS_IGNORED) -> None:
@@ -144,7 +144,7 @@ class TestErrorsOfTheBackground:
         monkeypatch.setattr(RecordNode, "run", run)
         return fail
 
-    def test_a_step_that_waits_raises_it(
+    def test_a_waiting_step_raises_the_error(
         self, failing: threading.Event, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         when_waiting_for_a_round(monkeypatch, failing.set)
@@ -157,7 +157,7 @@ class TestErrorsOfTheBackground:
                     later()
             assert averager.weight == 1.0
 
-    def test_leaving_raises_it_when_nobody_was_told(self, failing: threading.Event) -> None:
+    def test_leaving_raises_an_unreported_error(self, failing: threading.Event) -> None:
         def block() -> None:
             with open_averager(config(), listen=LOOPBACK):
                 failing.set()
@@ -166,7 +166,7 @@ class TestErrorsOfTheBackground:
         with pytest.raises(BoomError, match="the record node broke"):
             block()
 
-    def test_an_error_while_it_opens(self, failing: threading.Event) -> None:
+    def test_an_error_during_opening_is_raised(self, failing: threading.Event) -> None:
         failing.set()
         with contextlib.suppress(BoomError), open_averager(config(), listen=LOOPBACK) as averager:
             averager.accumulate([torch.ones(3)])
@@ -193,7 +193,7 @@ class TestMistakes:
             "127.0.0.1:4001",
             "/ip4/127.0.0.1",
             "/ip4/127.0.0.1/udp/0",
-            f"/ip4/127.0.0.1/tcp/0/p2p/{SOMEBODY}",
+            f"/ip4/127.0.0.1/tcp/0/p2p/{SOME_PEER}",
             "",
         ],
     )
@@ -208,7 +208,7 @@ class TestMistakes:
         with pytest.raises(AddressError):
             never_entered(bootstrap=[bootstrap])
 
-    def test_an_identity_that_others_can_read(self, tmp_path: Path) -> None:
+    def test_an_identity_that_other_users_can_read(self, tmp_path: Path) -> None:
         file = tmp_path / "peer.key"
         file.write_bytes(b"k" * 32)
         file.chmod(0o644)
@@ -222,19 +222,19 @@ class TestMistakes:
             with pytest.raises(ListenError, match=r"cannot listen on .*: Address already in use"):
                 never_entered(listen=[f"/ip4/127.0.0.1/tcp/{taken.getsockname()[1]}"])
 
-    def test_nobody_to_bootstrap_from(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_no_bootstrap_peer_answers(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("p2pavg.peer.BOOTSTRAP_SECONDS", 0.3)
-        with socket.socket() as silent:  # bound, and never listening
+        with socket.socket() as silent:  # bound, but not listening
             silent.bind(("127.0.0.1", 0))
-            address = f"/ip4/127.0.0.1/tcp/{silent.getsockname()[1]}/p2p/{SOMEBODY}"
+            address = f"/ip4/127.0.0.1/tcp/{silent.getsockname()[1]}/p2p/{SOME_PEER}"
             with pytest.raises(BootstrapError, match="no bootstrap peer could be reached") as caught:
                 never_entered(bootstrap=[address])
         assert address in str(caught.value)
 
-    def test_a_peer_of_another_name(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_bootstrap_peer_with_another_id(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("p2pavg.peer.BOOTSTRAP_SECONDS", 1.0)
         with open_averager(config(), listen=LOOPBACK) as somebody_else:
-            address = somebody_else.addresses[0].replace(somebody_else.peer_id, SOMEBODY)
+            address = somebody_else.addresses[0].replace(somebody_else.peer_id, SOME_PEER)
             with pytest.raises(BootstrapError):
                 never_entered(bootstrap=[address])
 
@@ -256,11 +256,11 @@ class TestOtherProcesses:
                     ClosedError, match=rf"belongs to process {os.getppid()} and cannot be used after a fork"
                 ):
                     use()
-            averager._thread.stop()  # as at the end of the block: nothing to do, nobody to wait for
+            averager._thread.stop()  # as at the end of the block: nothing to do and nothing to wait for
 
         with two_averagers() as averagers:
             with warnings.catch_warnings():
-                # Python 3.12 and later warn of exactly what this test is about.
+                # Python 3.12 and later warn about forks of a process with threads, which this test is about.
                 warnings.filterwarnings(
                     "ignore", "This process .* is multi-threaded, use of fork", DeprecationWarning
                 )
@@ -279,10 +279,10 @@ class TestOtherProcesses:
                 averager.accumulate([torch.ones(3)])
             assert all(isinstance(result, Success) for result in step_together(*averagers))
 
-    # Python 3.12 and later warn when torch forks its workers beside our thread; they use nothing of it.
+    # Python 3.12 and later warn when torch forks its workers beside our thread. The workers do not use the thread.
     @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork:DeprecationWarning")
     @pytest.mark.parametrize("method", ["fork", "spawn"])
-    def test_a_loader_with_workers(self, method: str) -> None:
+    def test_a_data_loader_with_workers(self, method: str) -> None:
         samples = TensorDataset(torch.arange(12.0).view(12, 1))
         loader = DataLoader(samples, batch_size=4, num_workers=2, multiprocessing_context=method)
         with two_averagers() as averagers:
@@ -319,7 +319,7 @@ finally:
 """
 
 
-def test_ctrl_c_in_a_step_that_waits() -> None:
+def test_ctrl_c_during_a_waiting_step() -> None:
     with subprocess.Popen(
         [sys.executable, "-W", "error", "-c", INTERRUPTED],
         stdout=subprocess.PIPE,
@@ -333,7 +333,7 @@ def test_ctrl_c_in_a_step_that_waits() -> None:
             out, err = process.communicate(timeout=5)
         finally:
             process.kill()
-    # As the interpreter ends by itself after a KeyboardInterrupt that nobody catches.
+    # The interpreter ends like this after an uncaught KeyboardInterrupt.
     assert process.returncode == -signal.SIGINT
     assert out == "1.0 []\n"
     assert err.count("Traceback") == 1
@@ -341,7 +341,7 @@ def test_ctrl_c_in_a_step_that_waits() -> None:
     assert "Exception" not in err
 
 
-def test_ctrl_c_ends_the_waiting_and_not_the_round(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_ends_the_wait_but_not_the_round(monkeypatch: pytest.MonkeyPatch) -> None:
     main = threading.main_thread().ident
     assert main == threading.get_ident()
     interrupt = [signal.SIGINT]

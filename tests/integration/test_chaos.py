@@ -1,4 +1,4 @@
-"""The checker of ``scripts/chaos`` on histories made by hand, its plan, and one short run with real processes."""
+"""The checker of ``scripts/chaos`` on hand-made histories, its plan, and a short run with real processes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def mean(*parts: tuple[float, SampleId]) -> list[float]:
 
 
 class History(Life):
-    """A life, told briefly."""
+    """Build the history of a process from a short notation."""
 
     def sample(self, at: float, number: int, weight: float) -> History:
         self.events.append({"event": "sample", "at": at, "number": number, "weight": weight})
@@ -72,7 +72,7 @@ def found(*lives: Life) -> Findings:
 
 
 def wrong(*lives: Life) -> str:
-    """What is wrong; exactly one thing."""
+    """Return the only violation that the checker finds."""
     [text] = found(*lives).violations
     return text
 
@@ -82,7 +82,10 @@ SECOND = mean((4.0, (0, 0, 1)), (8.0, (1, 0, 1)))
 
 
 def right() -> tuple[History, History]:
-    """Two processes that average twice, with a round in which one found nobody in between, and a sample left."""
+    """Return histories of two processes that average twice.
+
+    In between, one of them has a round without a group. At the end, one sample is left.
+    """
     a = History(0, 0, A).sample(0, 0, 1.0).begun(0, 1.0).success(2, 0, "g1", {A: 1.0, B: 2.0}, FIRST)
     b = History(1, 0, B).sample(0, 0, 2.0).begun(1, 2.0).success(2, 0, "g1", {A: 1.0, B: 2.0}, FIRST)
     a.sample(3, 1, 4.0).begun(3, 4.0).result(8, 4.0, "NoPeers", reason="nobody")
@@ -92,12 +95,12 @@ def right() -> tuple[History, History]:
 
 
 class TestRight:
-    def test_two_that_average_twice(self) -> None:
+    def test_two_processes_average_twice(self) -> None:
         findings = found(*right())
         assert findings.violations == []
         assert [len(result.samples) for result in findings.committed] == [2, 2]
 
-    def test_what_a_round_gave_back_is_in_a_later_one(self) -> None:
+    def test_a_returned_contribution_counts_in_a_later_round(self) -> None:
         a = History(0, 0, A).sample(0, 0, 1.0).begun(0, 1.0).sample(1, 1, 4.0).failed(2, 5.0, used=False)
         b = History(1, 0, B).sample(0, 0, 2.0).begun(3, 2.0)
         weights, average = (
@@ -108,14 +111,14 @@ class TestRight:
         b.success(4, 0, "g", weights, average).left(9, 0)
         assert found(a, b).violations == []
 
-    def test_used_as_another_reports_it(self) -> None:
+    def test_a_contribution_that_another_peer_reports_as_used(self) -> None:
         a = History(0, 0, A).sample(0, 0, 1.0).begun(0, 1.0).failed(3, 0, used=True).left(9, 0)
         b = History(1, 0, B).sample(0, 0, 2.0).begun(0, 2.0)
         b.success(2, 0, "g", {A: 1.0, B: 2.0}, FIRST).left(9, 0)
         assert found(a, b).violations == []
 
     @pytest.mark.parametrize("used", [True, False])
-    def test_withheld_and_found_out(self, used: bool) -> None:
+    def test_a_withheld_contribution_that_is_resolved_later(self, used: bool) -> None:
         a = History(0, 0, A).sample(0, 0, 1.0).begun(0, 1.0).failed(3, 0, used=None)
         b = History(1, 0, B).sample(0, 0, 2.0).begun(0, 2.0)
         if used:
@@ -126,9 +129,9 @@ class TestRight:
             a.left(9, 1.0)
         assert found(a, b).violations == []
 
-    def test_given_back_in_the_moment_before_a_round_takes_it(self) -> None:
+    def test_a_contribution_returned_just_before_a_round_takes_it(self) -> None:
         a = History(0, 0, A).sample(0, 0, 1.0).begun(0, 1.0).failed(3, 0, used=None)
-        a.sample(4, 1, 4.0).begun(4, 4.0)  # and the 1.0 comes back now
+        a.sample(4, 1, 4.0).begun(4, 4.0)  # and the 1.0 is returned now
         b = History(1, 0, B).sample(4, 0, 2.0).begun(4, 2.0)
         weights = {A: 5.0, B: 2.0}
         average = mean((1.0, (0, 0, 0)), (4.0, (0, 0, 1)), (2.0, (1, 0, 0)))
@@ -136,21 +139,21 @@ class TestRight:
         b.success(5, 0, "g", weights, average).left(9, 0)
         assert found(a, b).violations == []
 
-    def test_still_withheld_at_the_end(self) -> None:
+    def test_a_contribution_still_withheld_at_the_end(self) -> None:
         a = History(0, 0, A).sample(0, 0, 1.0).begun(0, 1.0).failed(3, 0, used=None).left(9, 0, 1.0)
         findings = found(a)
         assert findings.violations == []
         assert findings.undecided == 1
 
-    def test_a_killed_process_s_samples_are_in_one_result_or_none(self) -> None:
+    def test_samples_of_a_killed_process_are_in_at_most_one_result(self) -> None:
         a, b = right()
-        del b.events[-2:]  # it did not live to report its second result
+        del b.events[-2:]  # it was killed before it reported its second result
         b.killed = 13
         b.sample(12.5, 2, 32.0)
         restarted = History(1, 1, B).sample(15, 0, 64.0).left(20, 64.0)
         assert found(a, b, restarted).violations == []
 
-    def test_a_stopped_process_takes_longer(self) -> None:
+    def test_a_step_of_a_stopped_process_may_take_longer(self) -> None:
         a = History(0, 0, A).sample(0, 0, 1.0).begun(0, 1.0).failed(70, 1.0, used=False).left(71, 1.0)
         assert "took 70.0 s" in wrong(a)
         a.stops.append((1.0, 60.0))
@@ -158,7 +161,7 @@ class TestRight:
 
 
 class TestExcused:
-    """Used, in a result that nobody lived to report."""
+    """A contribution was used in a result that no process reported, because those that held it were killed."""
 
     def used(self) -> History:
         return History(0, 0, A).sample(0, 0, 1.0).begun(10, 1.0).failed(13, 0, used=True).left(20, 0)
@@ -167,25 +170,25 @@ class TestExcused:
         life = History(1, 0, B, killed=killed)
         return life.sample(0, 0, 2.0).begun(begun, 2.0)
 
-    def test_who_was_killed_in_a_step_of_that_time_may_have_held_it(self) -> None:
+    def test_a_process_killed_during_that_step_may_have_held_the_result(self) -> None:
         findings = found(self.used(), self.killed(9, 12))
         assert findings.violations == []
         assert findings.excused == 1
 
     @pytest.mark.parametrize(("begun", "killed"), [(14, 15), (8, 9)])
-    def test_not_in_a_step_of_another_time(self, begun: float, killed: float) -> None:
+    def test_a_process_killed_in_another_step_is_no_excuse(self, begun: float, killed: float) -> None:
         assert "no known result contains it" in wrong(self.used(), self.killed(begun, killed))
 
-    def test_not_after_it_reported_another_result(self) -> None:
+    def test_a_process_that_reported_another_result_is_no_excuse(self) -> None:
         killed = self.killed(9, 12).failed(11, 2.0, used=False)
         assert "no known result contains it" in wrong(self.used(), killed)
 
-    def test_not_if_nobody_was_killed(self) -> None:
+    def test_no_excuse_if_no_process_was_killed(self) -> None:
         survivor = self.killed(9, 12).failed(11, 2.0, used=False).left(20, 2.0)
         survivor.killed = None
         assert "no known result contains it" in wrong(self.used(), survivor)
 
-    def test_withheld_and_gone(self) -> None:
+    def test_a_withheld_contribution_of_a_killed_process(self) -> None:
         a = History(0, 0, A).sample(0, 0, 1.0).begun(10, 1.0).failed(13, 0, used=None).left(20, 0)
         assert "no known result contains it" in wrong(a)
         assert found(a, self.killed(9, 12)).violations == []
@@ -219,7 +222,7 @@ class TestWrong:
         b.events[2] = {**b.events[2], "weights": {B: 2.0, C: 1.0}}
         assert "differ in the weights of group g1" in wrong(a, b)
 
-    def test_a_result_without_who_holds_it(self) -> None:
+    def test_a_result_that_omits_its_own_peer(self) -> None:
         a, b = right()
         c = History(2, 0, C).sample(0, 0, 1.5).begun(0, 1.5)
         c.events.append({**a.events[2]})
@@ -240,8 +243,8 @@ class TestWrong:
         c.success(12, 0, "g3", {A: 4.0, C: 0.5}, average)
         assert "sample 1 of process 0, life 0, is in two results" in wrong(a, b, c.left(20, 0))
 
-    def test_in_two_results_though_its_process_was_killed(self) -> None:
-        """Nothing excuses that."""
+    def test_a_sample_of_a_killed_process_in_two_results(self) -> None:
+        """No kill excuses a sample in two results."""
         a, b = right()
         a.events = a.events[:-2]
         a.killed = 12
@@ -250,7 +253,7 @@ class TestWrong:
         c.success(12, 0, "g3", {A: 4.0, C: 0.5}, average)
         assert "is in two results" in wrong(a, b, c.left(20, 0))
 
-    def test_kept_and_in_a_result(self) -> None:
+    def test_a_contribution_both_kept_and_in_a_result(self) -> None:
         a, b = right()
         a.events = a.events[:-2]
         a.failed(13, 20.0, used=False).left(20, 20.0)
@@ -258,7 +261,7 @@ class TestWrong:
         assert any("was told that it was in no result" in text for text in findings.violations)
         assert any("and accumulated still" in text for text in findings.violations)
 
-    def test_told_that_it_was_not_used_and_killed_later(self) -> None:
+    def test_a_contribution_reported_unused_by_a_process_killed_later(self) -> None:
         a, b = right()
         a.events = a.events[:-2]
         a.failed(13, 20.0, used=False)
@@ -267,23 +270,23 @@ class TestWrong:
         assert any("was told that it was in no result" in text for text in findings.violations)
 
     @pytest.mark.parametrize("weight", [0.0, 20.0])
-    def test_a_sample_lost_or_counted_twice_in_the_accumulator(self, weight: float) -> None:
+    def test_a_sample_lost_or_doubled_in_the_accumulator(self, weight: float) -> None:
         a, b = right()
         a.events[-1] = {**a.events[-1], "weight": weight}
         assert "samples that are left weigh 16.0" in wrong(a, b)
 
-    def test_withheld_that_nothing_adds_up_to(self) -> None:
+    def test_a_withheld_weight_that_matches_no_contributions(self) -> None:
         a, b = right()
         a.events[-1] = {**a.events[-1], "unresolved_weight": 0.25}
         assert "withholds a weight of 0.25" in wrong(a, b)
 
-    def test_withheld_used_and_given_back(self) -> None:
+    def test_a_withheld_contribution_used_and_returned(self) -> None:
         a = History(0, 0, A).sample(0, 0, 1.0).begun(0, 1.0).failed(3, 0, used=None).left(9, 1.0)
         b = History(1, 0, B).sample(0, 0, 2.0).begun(0, 2.0)
         b.success(2, 0, "g", {A: 1.0, B: 2.0}, FIRST).left(9, 0)
         assert "is in the result of group g, and accumulated still" in wrong(a, b)
 
-    def test_a_contribution_of_a_step_that_was_over(self) -> None:
+    def test_a_contribution_of_a_finished_step(self) -> None:
         a, b = right()
         late = copy.deepcopy(b)
         late.events = [
@@ -295,15 +298,15 @@ class TestWrong:
     def test_a_step_that_takes_too_long(self) -> None:
         a, b = right()
         a.events = [{**event, "at": event["at"] + (50 if event["at"] > 19 else 0)} for event in a.events]
-        assert found(a, b).violations == []  # between steps, it may take its time
+        assert found(a, b).violations == []  # a pause between steps is allowed
         c = History(2, 0, C).sample(0, 0, 1.5).begun(0, 1.5).failed(41, 1.5, used=False).left(42, 1.5)
         assert "a step of process 2 took 41.0 s" in wrong(a, b, c)
 
-    def test_a_step_that_hangs_until_its_process_is_killed(self) -> None:
+    def test_a_step_that_hangs_until_the_kill(self) -> None:
         c = History(2, 0, C, killed=100).sample(0, 0, 1.5).begun(0, 1.5)
         assert "a step of process 2 took 100.0 s" in wrong(c)
 
-    def test_a_process_that_never_says_what_is_left(self) -> None:
+    def test_a_process_without_a_final_report(self) -> None:
         a, b = right()
         a.events.pop()
         assert "process 0 did not say what is left" in wrong(a, b)
@@ -318,7 +321,7 @@ class TestWrong:
 class TestPlan:
     @pytest.mark.parametrize("seed", range(30))
     @pytest.mark.parametrize("peers", [4, 5, 8])
-    def test_at_least_half_are_there_and_everything_is_undone(self, seed: int, peers: int) -> None:
+    def test_half_of_the_processes_always_run_and_faults_end(self, seed: int, peers: int) -> None:
         plan = draw(seed, peers=peers, seconds=120.0)
         assert plan == draw(seed, peers=peers, seconds=120.0) == sorted(plan)
         states = dict.fromkeys(range(peers), "runs")
@@ -335,19 +338,19 @@ class TestPlan:
             assert 2 * list(states.values()).count("runs") >= peers, plan
         assert set(states.values()) == {"runs"}
 
-    def test_everything_happens_to_everybody(self) -> None:
+    def test_every_fault_happens_to_every_process(self) -> None:
         plan = draw(0, peers=8, seconds=300.0)
         assert {action.what for action in plan} == {"kill", "stop", "resume", "restart"}
         assert {action.slot for action in plan if action.what == "kill"} == set(range(8))
         assert {action.slot for action in plan if action.what == "stop"} == set(range(8))
 
-    def test_seeds_differ(self) -> None:
+    def test_different_seeds_give_different_plans(self) -> None:
         assert draw(0, peers=8, seconds=60.0) != draw(1, peers=8, seconds=60.0)
 
 
 class TestSketch:
     @pytest.mark.parametrize("elements", [1, 63, 64, 1_000, 50_000])
-    def test_it_is_linear_and_keeps_norms(self, elements: int) -> None:
+    def test_a_sketch_is_linear_and_keeps_norms(self, elements: int) -> None:
         _, one = draw_sample(0, 0, 0, 0, elements)
         _, other = draw_sample(0, 0, 0, 1, elements)
         assert not torch.equal(one, other)
@@ -363,8 +366,8 @@ class TestSketch:
         assert sum(weights) - sum(weights[:500]) == sum(weights[500:])
 
 
-def test_four_processes_of_which_some_are_killed_stopped_and_restarted(tmp_path: Path) -> None:
-    """The first, from which the others bootstrapped, among them."""
+def test_four_processes_with_kills_stops_and_restarts(tmp_path: Path) -> None:
+    """The first process, from which the others bootstrapped, is among them."""
     how = Setting(
         peers=4, seconds=15.0, seed=3, group_size=3, elements=20_000, match_timeout=3.0, calm_seconds=5.0
     )

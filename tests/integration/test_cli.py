@@ -1,4 +1,4 @@
-"""The command line as a user runs it: what it prints where, how it ends, and what mistakes look like."""
+"""The command line as a user runs it: its output, its exit codes, and its messages about mistakes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from p2pavg.cli.main import main
 from p2pavg_dht import Ed25519Signer
 
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
-SOMEBODY = Ed25519Signer(b"s" * 32).peer_id
+SOME_PEER = Ed25519Signer(b"s" * 32).peer_id
 WATCHDOG_SECONDS = 60.0
 LEAVE_SECONDS = 3.0
 FULL_ADDRESS = re.compile(r"/ip4/127\.0\.0\.1/tcp/[1-9][0-9]*/p2p/12D3KooW[1-9A-HJ-NP-Za-km-z]{44}")
@@ -48,7 +48,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 class Daemon:
-    """A ``p2pavg peer`` that runs; its output is read as it comes."""
+    """A running ``p2pavg peer``. Its output is read as it arrives."""
 
     def __init__(self, *arguments: str) -> None:
         self.process = subprocess.Popen(
@@ -75,7 +75,7 @@ class Daemon:
         self._lines.put(None)
 
     def wait_for(self, pattern: str) -> str:
-        """The first line, of either stream, with this in it."""
+        """Return the first line of either stream that contains a text."""
         while (line := self._lines.get(timeout=WATCHDOG_SECONDS)) is not None:
             if re.search(pattern, line):
                 return line
@@ -85,7 +85,7 @@ class Daemon:
         return self.wait_for(r"^/ip4/").strip()
 
     def leave(self, number: signal.Signals = signal.SIGTERM) -> int:
-        """The exit code; TimeoutExpired when it takes more than three seconds."""
+        """Return the exit code. Raise TimeoutExpired if the process takes more than three seconds."""
         self.process.send_signal(number)
         code = self.process.wait(LEAVE_SECONDS)
         self.join()
@@ -139,7 +139,7 @@ class TestInformation:
         done = run("--version")
         assert (done.returncode, done.stdout, done.stderr) == (0, f"p2pavg {p2pavg.__version__}\n", "")
 
-    def test_an_identity_is_made_once_and_then_shown(self, tmp_path: Path) -> None:
+    def test_an_identity_is_created_once_and_then_shown(self, tmp_path: Path) -> None:
         file = tmp_path / "peer.key"
         first, second = run("identity", str(file)), run("identity", str(file))
         assert (first.returncode, first.stderr) == (0, "")
@@ -149,7 +149,7 @@ class TestInformation:
 
 class TestPeer:
     @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
-    def test_one_line_on_stdout_and_a_quick_leave(self, tmp_path: Path, number: signal.Signals) -> None:
+    def test_a_peer_prints_one_line_and_leaves_quickly(self, tmp_path: Path, number: signal.Signals) -> None:
         file = tmp_path / "peer.key"
         with daemon("--identity", str(file)) as peer:
             address = peer.address()
@@ -165,7 +165,7 @@ class TestPeer:
             address = first.address()
             with daemon("--bootstrap", address) as second:
                 assert FULL_ADDRESS.fullmatch(second.address())
-                assert first.leave(signal.SIGINT) == 0, "with another peer connected"
+                assert first.leave(signal.SIGINT) == 0, "while another peer is connected"
                 assert second.process.poll() is None
                 assert second.leave(signal.SIGTERM) == 0
             for peer in (first, second):
@@ -174,13 +174,13 @@ class TestPeer:
             assert any(line for line in first.log if " DEBUG " in line or " INFO " in line)
 
     @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
-    def test_it_leaves_while_it_bootstraps(self, number: signal.Signals) -> None:
-        """From somebody who accepts and says nothing."""
+    def test_a_peer_can_leave_during_bootstrap(self, number: signal.Signals) -> None:
+        """The bootstrap peer accepts the connection and then says nothing."""
         with socket.socket() as silent:
             silent.bind(("127.0.0.1", 0))
             silent.listen()
             silent.settimeout(WATCHDOG_SECONDS)
-            address = f"/ip4/127.0.0.1/tcp/{silent.getsockname()[1]}/p2p/{SOMEBODY}"
+            address = f"/ip4/127.0.0.1/tcp/{silent.getsockname()[1]}/p2p/{SOME_PEER}"
             with daemon("--bootstrap", address) as peer:
                 connection, _ = silent.accept()
                 with connection:
@@ -188,8 +188,8 @@ class TestPeer:
                 assert peer.out == []
                 assert "Traceback" not in "".join(peer.log)
 
-    def test_it_helps_a_run_of_two(self) -> None:
-        """As an auxiliary: it reduces a share, and nothing of its own is in the average."""
+    def test_an_auxiliary_peer_helps_a_run_of_two(self) -> None:
+        """As an auxiliary, it reduces a share and contributes nothing to the average."""
         config = p2pavg.AveragingConfig(run_id="helped", group_size=2, match_timeout=30.0, compression="fp32")
         with daemon("--run-id", "helped", "--max-upload-mbps", "80", "--max-download-mbps", "90") as helper:
             address = helper.address()
@@ -213,10 +213,10 @@ class TestPeer:
                         assert torch.equal(result.averaged[0], torch.full((1000,), 3.0))  # type: ignore[index]
                     if results[0].auxiliaries:  # type: ignore[union-attr]
                         break
-                    if not helping:  # it looks for new runs every few seconds
+                    if not helping:  # the peer looks for new runs every few seconds
                         helper.wait_for(r"helping peers that average 1 tensors of 1000 elements")
                         helping = True
-                    assert time.monotonic() < give_up, "it never took part"
+                    assert time.monotonic() < give_up, "the auxiliary never took part"
                 assert [result.auxiliaries for result in results] == [(name,), (name,)]  # type: ignore[union-attr]
                 helper.wait_for(r"reduced [1-9][0-9]* elements for 2 peers")
             assert helper.leave() == 0
@@ -249,7 +249,7 @@ class TestMistakes:
         ],
         ids=lambda value: " ".join(value) if isinstance(value, list) else "",
     )
-    def test_what_is_no_address_or_run_or_rate(self, arguments: list[str], pattern: str) -> None:
+    def test_malformed_addresses_runs_and_rates_are_refused(self, arguments: list[str], pattern: str) -> None:
         if "--listen" not in arguments:
             arguments = ["--listen", LOOPBACK, *arguments]
         is_one_line(run("peer", *arguments), pattern)
@@ -266,7 +266,7 @@ class TestMistakes:
     @pytest.mark.parametrize(
         "command", [["identity"], ["peer", "--listen", LOOPBACK, "--identity"]], ids=" ".join
     )
-    def test_a_key_that_others_can_read(self, tmp_path: Path, command: list[str]) -> None:
+    def test_a_key_that_other_users_can_read(self, tmp_path: Path, command: list[str]) -> None:
         file = tmp_path / "peer.key"
         file.write_bytes(b"k" * 32)
         file.chmod(0o640)
@@ -300,14 +300,14 @@ class TestMistakes:
         out, err = capsys.readouterr()
         assert (out, "Error" in err) == ("", True)
 
-    def test_nobody_to_bootstrap_from(self) -> None:
-        """The whole time-out, cut short where the test may."""
+    def test_no_bootstrap_peer_answers(self) -> None:
+        """The test shortens the timeout of the bootstrap, and waits for all of it."""
         shortened = (
             "import p2pavg.peer as p; p.BOOTSTRAP_SECONDS = 0.3; from p2pavg.cli.main import main; main()"
         )
-        with socket.socket() as nobody:
-            nobody.bind(("127.0.0.1", 0))
-            address = f"/ip4/127.0.0.1/tcp/{nobody.getsockname()[1]}/p2p/{SOMEBODY}"
+        with socket.socket() as silent:
+            silent.bind(("127.0.0.1", 0))
+            address = f"/ip4/127.0.0.1/tcp/{silent.getsockname()[1]}/p2p/{SOME_PEER}"
             done = subprocess.run(
                 [sys.executable, "-c", shortened, "peer", "--listen", LOOPBACK, "--bootstrap", address],
                 capture_output=True,

@@ -28,7 +28,7 @@ def run_demo(output: Path, *options: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module", params=[("blockwise8", 1e-2), ("fp32", 1e-4)], ids=lambda param: param[0])
 def outcome(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, float]:
-    """The JSON object of a run, and how far from the reference its codec may end."""
+    """Return the JSON object of a run, and the distance from the reference that its codec allows."""
     compression, tolerance = request.param
     output = tmp_path_factory.mktemp("demo")
     options = ["--peers", str(PEERS), "--steps", str(STEPS), "--compression", compression]

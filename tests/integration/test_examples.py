@@ -1,4 +1,4 @@
-"""The examples as a user runs them, from another folder than the clone, with fewer steps."""
+"""The examples as a user runs them, from a folder other than the clone, with fewer steps."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ SAID = {
 }
 
 
-def test_there_are_no_others() -> None:
+def test_every_example_is_tested() -> None:
     assert {path.stem for path in EXAMPLES.glob("*.py")} == set(SHORT)
 
 
 @pytest.mark.parametrize("name", SHORT)
-def test_it_runs_as_it_stands(name: str, tmp_path: Path) -> None:
+def test_the_example_runs_unchanged(name: str, tmp_path: Path) -> None:
     run = subprocess.run(
         [sys.executable, str(EXAMPLES / f"{name}.py"), *SHORT[name]],
         cwd=tmp_path,

@@ -1,4 +1,4 @@
-"""Attacks by strangers on real peers over loopback: what they cost, and that honest peers get through meanwhile."""
+"""Attacks by strangers on real peers over loopback: their cost is bounded, and honest peers are still served."""
 
 import time
 from collections.abc import AsyncIterator
@@ -58,8 +58,8 @@ SAID = {
 
 @pytest.mark.parametrize("said", SAID)
 @watched
-async def test_unfinished_connections_keep_no_new_peer_out(said: str) -> None:
-    """512 of them from the new peer's own address; each that is closed is renewed."""
+async def test_unfinished_connections_do_not_keep_a_new_peer_out(said: str) -> None:
+    """The attacker holds 512 connections from the new peer's own address, and renews each closed one."""
     async with open_host(LOOPBACK) as host, trio.open_nursery() as attackers:
         opened = 0
 
@@ -93,7 +93,7 @@ async def until_closed(tcp: trio.SocketStream) -> None:
 
 
 async def send_unfinished(stream: Stream) -> None:
-    """All but the last byte of a record message of the largest size."""
+    """Return a record message of the largest size without its last byte."""
     try:
         await stream.send_all(MAX_MESSAGE_BYTES.to_bytes(4, "big"))
         await stream.send_all(bytes(MAX_MESSAGE_BYTES - 1))
@@ -112,7 +112,7 @@ async def open_and_send(attacker: Libp2pTransport, host: Libp2pTransport, protoc
 async def flood_with_unfinished(
     attackers: list[Libp2pTransport], host: Libp2pTransport, protocol: str
 ) -> None:
-    """120 streams of each attacker. Returns when every byte was sent, or its stream was reset."""
+    """Open 120 streams for each attacker. Return when every byte was sent, or its stream was reset."""
     for attacker in attackers:
         await attacker.dial(host.addresses[0], timeout=TIMEOUT)
     async with trio.open_nursery() as nursery:
@@ -123,19 +123,19 @@ async def flood_with_unfinished(
 
 @watched
 async def test_unfinished_record_messages_hold_little_memory() -> None:
-    """Two connections of 120 streams each: 240 MiB, if all were held."""
+    """Two connections have 120 streams each: 240 MiB, if all were held."""
     async with open_peer() as (_, host), open_host() as one, open_host() as other:
         before = psutil.Process().memory_info().rss
         await flood_with_unfinished([one, other], host, PROTOCOL)
         assert psutil.Process().memory_info().rss - before < 120 * MIB
-        assert host._memory.held() <= 2 * 8 * MIB + 2 * MIB
+        assert host._connections.memory.held() <= 2 * 8 * MIB + 2 * MIB
         async with open_peer(host.addresses[0]) as (newcomer, _):
             assert [contact.peer_id for contact in newcomer.records.contacts] == [host.peer_id]
 
 
 @watched
 async def test_strangers_share_one_memory_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever protocol they use; those that hold most lose streams, an honest message passes."""
+    """The budget covers all protocols. The peers that hold most lose streams, and an honest message arrives."""
     monkeypatch.setattr(
         memory_budget.MemoryBudget.__init__,
         "__kwdefaults__",
@@ -146,14 +146,14 @@ async def test_strangers_share_one_memory_budget(monkeypatch: pytest.MonkeyPatch
     async def receive(stream: Stream) -> None:
         nonlocal most
         message = await receive_message(stream, max_bytes=MAX_MESSAGE_BYTES)
-        most = max(most, host._memory.held())
+        most = max(most, host._connections.memory.held())
         assert message is not None
         await send_message(stream, len(message).to_bytes(4, "big"))
 
     async def watch() -> None:
         nonlocal most
         while True:
-            most = max(most, host._memory.held())
+            most = max(most, host._connections.memory.held())
             await trio.lowlevel.checkpoint()
 
     async with open_host(LOOPBACK) as host, open_host() as one, open_host() as other, open_host() as honest:
@@ -175,7 +175,7 @@ async def test_strangers_share_one_memory_budget(monkeypatch: pytest.MonkeyPatch
 
 @watched
 async def test_a_flood_of_finds_is_answered_within_its_budget() -> None:
-    """34 bytes of a question bring 64 KiB of an answer."""
+    """A request of 34 bytes brings an answer of 64 KiB."""
     key = sha256(b"many").digest()
     async with open_peer() as (peer, host), open_host() as attacker:
         signers = [Ed25519Signer(next(seeds)) for _ in range(20)]
@@ -204,7 +204,7 @@ async def test_a_flood_of_finds_is_answered_within_its_budget() -> None:
 
         with trio.move_on_after(
             3.0
-        ):  # time enough for all 800 answers, if they came as fast as they are asked for
+        ):  # enough time for all 800 answers, if they came at the rate of the requests
             async with trio.open_nursery() as nursery:
                 for _ in range(8):
                     nursery.start_soon(flood)
@@ -220,7 +220,7 @@ async def test_a_flood_of_finds_is_answered_within_its_budget() -> None:
 
 
 class Liar:
-    """Answers each record call with eight invented peers, each with many addresses at a third party."""
+    """Answer each record call with eight invented peers, each with many addresses at a third party."""
 
     def __init__(self, port: int) -> None:
         self.answers = 0
@@ -249,8 +249,8 @@ class Liar:
 
 
 @watched
-async def test_invented_contacts_are_not_dialled_for_long() -> None:
-    """Six answers caused 206 connections to the third party."""
+async def test_dials_of_invented_contacts_are_bounded() -> None:
+    """Without the budget, six answers caused 206 connections to the third party."""
     connections = 0
 
     async def count(tcp: trio.SocketStream) -> None:

@@ -20,8 +20,8 @@ class OnLoopback:
         listen = ["/ip4/127.0.0.1/tcp/0"] if listening else []
         return open_libp2p_transport(seed=next(self._seeds), listen=listen)
 
-    def address_of_nobody(self) -> str:
-        with socket.socket() as bound:  # and never listening
+    def unused_address(self) -> str:
+        with socket.socket() as bound:  # but not listening
             bound.bind(("127.0.0.1", 0))
             port = bound.getsockname()[1]
         return f"/ip4/127.0.0.1/tcp/{port}/p2p/{Ed25519Signer(next(self._seeds)).peer_id}"

@@ -1,4 +1,4 @@
-"""What :class:`p2pavg.testing.LocalSwarm` does with its processes."""
+""":class:`p2pavg.testing.LocalSwarm` and its processes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ def test_a_restarted_process_has_its_index_its_arguments_and_its_peer_id(tmp_pat
         assert first.event(60.0) == {"bootstrap": [], "arguments": first.arguments}
         assert second.event(60.0) == {"bootstrap": [first.address], "arguments": {"color": "blue"}}
 
-        again = swarm.restart(0, arguments={"life": 1})  # the one that the other bootstrapped from, and alive
+        again = swarm.restart(
+            0, arguments={"life": 1}
+        )  # the process from which the other bootstrapped, which still runs
         assert not first.running
         assert swarm.processes == [again, second]
         assert (again.index, again.peer_id) == (0, first.peer_id)
@@ -49,7 +51,7 @@ def test_a_restarted_process_has_its_index_its_arguments_and_its_peer_id(tmp_pat
     assert not any(process.running for process in (first, second, again, third))
 
 
-def test_half_a_report_of_a_process_that_was_killed_is_no_report() -> None:
+def test_an_incomplete_report_of_a_killed_process_is_dropped() -> None:
     command = "print('{\"whole\": 1}'); print('{\"half', end='', flush=True)"
     process = subprocess.Popen([sys.executable, "-c", command], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
@@ -57,7 +59,7 @@ def test_half_a_report_of_a_process_that_was_killed_is_no_report() -> None:
         assert list(SwarmProcess(0, process).events(60.0)) == [{"whole": 1}]
 
 
-def test_a_process_that_never_joins_is_told_from_one_that_has_ended(tmp_path: Path) -> None:
+def test_a_process_that_never_joins_differs_from_one_that_has_ended(tmp_path: Path) -> None:
     with LocalSwarm(WORK, peers=0) as swarm:
         process = swarm.add(wait=False)
         process.stop()
@@ -97,8 +99,8 @@ if __name__ == "__main__":
 """
 
 
-def test_a_script_runs_its_own_functions(tmp_path: Path) -> None:
-    """From another folder, with what lies beside it, and without running it again."""
+def test_a_function_of_a_script_is_found(tmp_path: Path) -> None:
+    """The script is imported from another folder, with the modules beside it, and is not run again."""
     (tmp_path / "beside.py").write_text("WORD = 'found'")
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
@@ -113,26 +115,26 @@ def test_a_function_of_a_module_is_its_name() -> None:
     assert LocalSwarm(stay, peers=0).work == WORK
 
 
-def test_a_function_that_no_process_can_find_is_refused() -> None:
+def test_a_function_that_cannot_be_imported_is_refused() -> None:
     with pytest.raises(ValueError, match="top level"):
         LocalSwarm(lambda _: None, peers=0)
 
 
-def test_a_process_that_does_not_end_is_told_of() -> None:
+def test_a_process_that_does_not_end_is_reported() -> None:
     with LocalSwarm(stay, peers=0) as swarm:
         swarm.add()
         with pytest.raises(TimeoutError, match="process 0 still runs"):
             swarm.wait_ended(0.1)
 
 
-def test_what_a_process_prints_is_no_report() -> None:
+def test_output_of_a_process_is_no_report() -> None:
     with LocalSwarm(talk, peers=0) as swarm:
         process = swarm.add()
         assert process.event(60.0) == {"before": 1}
         assert process.event(60.0) == {"after": 2}
 
 
-def test_a_failed_process_is_told_of_while_others_run() -> None:
+def test_a_failed_process_is_reported_while_others_run() -> None:
     with LocalSwarm(stay, peers=0) as swarm:
         swarm.add()
         swarm.add().kill()
@@ -140,7 +142,7 @@ def test_a_failed_process_is_told_of_while_others_run() -> None:
             swarm.wait_ended(60.0)
 
 
-def test_leaving_ends_what_the_processes_have_started() -> None:
+def test_leaving_ends_the_children_of_the_processes() -> None:
     with LocalSwarm(start_another, peers=0) as swarm:
         child = psutil.Process(swarm.add(wait=False).event(60.0)["pid"])
         assert child.is_running()

@@ -1,4 +1,4 @@
-"""What ``open_peer`` takes for addresses, over real sockets."""
+"""The addresses that ``open_peer`` accepts, over real sockets."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ async def test_a_bootstrap_peer_may_be_given_by_name() -> None:
                 assert [contact.peer_id for contact in second.records.contacts] == [first.id]
 
 
-async def test_a_name_that_nobody_has_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_unknown_host_name_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("p2pavg.peer.BOOTSTRAP_SECONDS", 0.5)
     async with p2pavg.open_peer(listen=LOOPBACK) as first:
         address = f"/dns4/nobody.invalid/tcp/1/p2p/{first.id}"
@@ -32,14 +32,16 @@ async def test_a_name_that_nobody_has_is_said(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("given", ["/ip4/127.0.0.1/tcp/1", None])
 @pytest.mark.parametrize("name", ["listen", "bootstrap"])
-async def test_one_address_where_a_list_is_meant_is_refused(name: str, given: Any) -> None:
+async def test_a_single_address_instead_of_a_list_is_refused(name: str, given: Any) -> None:
     arguments: dict[str, Any] = {name: given}
     with pytest.raises(p2pavg.AddressError, match=f"{name} is a list of addresses"):
         async with p2pavg.open_peer(**arguments):
             pass
 
 
-async def test_an_identity_that_another_process_uses_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_identity_in_use_by_another_process_causes_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async with p2pavg.open_peer(listen=LOOPBACK) as peer:
         elsewhere = f"/ip4/203.0.113.7/tcp/4001/p2p/{peer.id}"
         with caplog.at_level(logging.WARNING):

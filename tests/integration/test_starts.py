@@ -1,4 +1,4 @@
-"""The documented program, started as a user starts it: three DiLoCo peers at once, and one that is too late."""
+"""The documented program, started as by a user: three DiLoCo peers at once, and one that is too late."""
 
 from __future__ import annotations
 
@@ -17,13 +17,16 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_three_peers_that_start_at_once_end_in_one_lineage(path: Path) -> None:
-    """``scripts/starts`` does it twenty times."""
+    """``scripts/starts`` repeats this twenty times."""
     ended = starts.start(0.0, path)
     assert ended.together, "\n---\n".join(ended.logs)
 
 
-def test_a_peer_that_is_too_late_says_so_and_ends(path: Path) -> None:
-    """The others are in the midst of their updates when it comes; on a slow machine they may still wait for it."""
+def test_a_peer_that_is_too_late_reports_it_and_ends(path: Path) -> None:
+    """The other peers are in the middle of their updates when it starts.
+
+    On a slow machine they may still wait for it.
+    """
     ended = starts.start(7.0, path)
     assert ended.told or ended.together, "\n---\n".join(ended.logs)
     assert ended.stuck == 0

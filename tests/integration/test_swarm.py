@@ -1,4 +1,4 @@
-"""Real processes, real connections: what is promised of a round."""
+"""The guarantees of a round, with real processes and real connections."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WORK = "tests.integration.swarm_work:"
 
 
 def run(work: str, peers: int, timeout: float = 90.0, **arguments: Any) -> list[list[dict[str, Any]]]:
-    """What each process reported after its address."""
+    """Return the reports of each process after its address."""
     with LocalSwarm(WORK + work, peers=peers, arguments={"count": peers, **arguments}) as swarm:
         swarm.start()
         return [list(process.events(timeout)) for process in swarm.processes]
@@ -50,7 +50,7 @@ def test_two_groups_of_four_out_of_eight_processes() -> None:
 
 @pytest.mark.parametrize("compression", [None, "blockwise8"], ids=["fp32", "blockwise8"])
 def test_a_process_that_is_killed_or_stopped_costs_its_own_contribution_only(compression: str | None) -> None:
-    """The leader, a follower; early, late: survivors end the same round, with one right result."""
+    """The leader or a follower is lost, early or late. The survivors end the same round with one correct result."""
     with trials(compression, 64 * TILE) as tried:
         for signal, role, moment in [
             ("SIGKILL", "leader", 0.1),
@@ -58,9 +58,9 @@ def test_a_process_that_is_killed_or_stopped_costs_its_own_contribution_only(com
             ("SIGKILL", "leader", 0.9),
             ("SIGSTOP", "follower", 0.3),
             ("SIGSTOP", "leader", 0.6),
-        ][: 5 if compression else 3]:  # silence is noticed alike whatever the codec
+        ][: 5 if compression else 3]:  # the codec does not matter for the detection of silence
             trial = tried.lose(signal, role, moment)
-            assert trial.took < 25.0, trial  # of 30 s until the group gives up
+            assert trial.took < 25.0, trial  # of the 30 s after which the group would give up
 
 
 def test_memory_and_files_do_not_grow_with_the_rounds() -> None:
@@ -68,7 +68,8 @@ def test_memory_and_files_do_not_grow_with_the_rounds() -> None:
     for events in run("soak", 3, elements=100_000, rounds=40, config=config):
         early, late = events
         assert (early["round"], late["round"]) == (9, 39)
-        # Nobody is taken for lost who only ended sooner. (A busy machine may keep one silent.)
+        # A member that merely ended sooner is not reported as lost. (On a busy machine, a member may be silent for
+        # long.)
         assert all("silent" in reason for reason in late["lost"]), late
         assert late["files"] <= early["files"] + 2, (early, late)
         assert late["rss"] <= early["rss"] * 1.1 + 16e6, (early, late)

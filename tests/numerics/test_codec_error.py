@@ -1,8 +1,8 @@
-"""How much of a vector a codec loses: relative L2 error of one leg and of the two legs of an all-reduce.
+"""The error of the codecs: relative L2 error of one leg, and of the two legs of an all-reduce.
 
 One leg: encode and decode. Two legs: four peers encode their contributions, the reducer decodes and averages
-them, encodes the average, and everybody decodes that; the error is relative to the exact mean. The figures
-are held to from both sides, so that a change for the better is noticed as well.
+them, encodes the average, and all peers decode that. The error is relative to the exact mean. The figures
+are bounded from both sides, so that an improvement is noticed too.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ def normal(generator: torch.Generator) -> torch.Tensor:
 
 
 def student_t3(generator: torch.Generator) -> torch.Tensor:
-    """Heavy tails, as gradients have them; its fourth moment is infinite."""
+    """Draw numbers with heavy tails, like gradients: the fourth moment of the distribution is infinite."""
     chi_square = torch.randn(3, ELEMENTS, generator=generator).square().sum(0)
     return normal(generator) / (chi_square / 3).sqrt()
 
@@ -83,8 +83,8 @@ def test_the_default_stays_within_one_and_a_half_percent() -> None:
     assert two_legs(resolve_codec("blockwise8"), normal) <= 0.015
 
 
-def test_dynamic_levels_keep_small_elements_which_linear_ones_lose() -> None:
-    """What `int8` rounds to zero changes the second moments of an optimizer such as Adam."""
+def test_dynamic_levels_keep_small_elements_that_linear_ones_lose() -> None:
+    """Elements that `int8` rounds to zero change the second moments of an optimizer such as Adam."""
     values = normal(torch.Generator().manual_seed(0))
     lost = {}
     for name in ("int8:256", "blockwise8:256"):
@@ -95,8 +95,8 @@ def test_dynamic_levels_keep_small_elements_which_linear_ones_lose() -> None:
     assert 0.003 < lost["int8:256"] < 0.03
 
 
-def test_a_large_block_beside_a_small_one_costs_it_nothing() -> None:
-    """Errors are relative to each block: a layer with small gradients is as exact as one with large ones."""
+def test_blocks_do_not_affect_each_others_error() -> None:
+    """Errors are relative to each block, so a layer with small gradients is as exact as one with large ones."""
     values = normal(torch.Generator().manual_seed(0))
     values[ELEMENTS // 2 :] *= 1e-12
     for name in ("int8:256", "blockwise8:64"):

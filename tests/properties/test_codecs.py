@@ -23,7 +23,7 @@ TINY = 2.0**-126
 
 every_codec = pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.name)
 
-# Numbers of one size, and numbers of all sizes from denormal to the largest, beside each other.
+# Numbers of one magnitude, and mixed numbers of all magnitudes from denormal to the largest.
 magnitudes = st.one_of(
     st.floats(-10.0, 10.0, width=32),
     st.floats(-MAX_MAGNITUDE, MAX_MAGNITUDE, width=32),
@@ -34,7 +34,7 @@ magnitudes = st.one_of(
 
 @st.composite
 def vectors(draw: st.DrawFn) -> torch.Tensor:
-    """Up to 700 numbers: a few drawn, repeated in blocks of drawn scales."""
+    """Draw up to 700 numbers: a few values, repeated in blocks of drawn scales."""
     pattern = draw(st.lists(magnitudes, min_size=0, max_size=40))
     repeats = draw(st.integers(1, 18))
     values = torch.tensor(pattern * repeats, dtype=torch.float32)[: draw(st.integers(0, 700))]
@@ -45,7 +45,7 @@ def vectors(draw: st.DrawFn) -> torch.Tensor:
 
 
 def bound(codec: Codec, values: torch.Tensor) -> torch.Tensor:
-    """The largest error of each element, float64 (n,)."""
+    """Return the largest allowed error of each element, float64 (n,)."""
     exact = values.double().abs()
     match codec:
         case Fp32():
@@ -63,17 +63,17 @@ def bound(codec: Codec, values: torch.Tensor) -> torch.Tensor:
 
 
 def block_maxima(magnitudes: torch.Tensor, size: int) -> torch.Tensor:
-    """For each element the maximum of its block."""
+    """Return the maximum of each element's block."""
     padded = torch.nn.functional.pad(magnitudes, (0, -len(magnitudes) % size)).view(-1, size)
     return padded.amax(1, keepdim=True).expand_as(padded).reshape(-1)[: len(magnitudes)]
 
 
 def blockwise8_bound(magnitudes: torch.Tensor, maxima: torch.Tensor) -> torch.Tensor:
-    """Half the gap between the levels around x / maximum, and what rounding that to half precision adds."""
+    """Return half the gap between the levels around x / maximum, plus the error of half precision."""
     quotients = torch.where(maxima > 0, magnitudes / maxima, 0.0).clamp(max=1.0)
     levels = LEVELS[LEVELS >= 0].double()
-    # All levels but 1 have their negative, so that a negative number next to the maximum is up to a whole gap
-    # away from its level; elsewhere it is half of the gap that the number, as rounded, lies in.
+    # The negative of every level but 1 is a level, so a negative number near the maximum is up to a whole gap
+    # away from its level. Elsewhere, the distance is up to half of the gap that contains the rounded number.
     rounding = quotients * 2.0**-11 + 2.0**-24
     upper = torch.searchsorted(levels, (quotients + rounding).clamp(max=1.0)).clamp(1, len(levels) - 1)
     half_gap = (levels[upper] - levels[upper - 1]) / 2
@@ -94,15 +94,15 @@ def test_round_trip_error(codec: Codec, values: torch.Tensor) -> None:
     assert bool((error <= bound(codec, values)).all())
     assert bool((decoded[values == 0] == 0).all())
     assert bool((decoded.abs() <= MAX_MAGNITUDE).all())
-    # No number changes its sign.
+    # The sign of a number never changes.
     assert bool((decoded.sign() * values.sign() >= 0).all())
 
 
 @every_codec
 @settings(max_examples=60, deadline=None)
 @given(values=vectors())
-def test_what_was_decoded_encodes_again(codec: Codec, values: torch.Tensor) -> None:
-    """A peer that forwards what it received is never refused, and its payload is accepted."""
+def test_decoded_values_can_be_encoded_again(codec: Codec, values: torch.Tensor) -> None:
+    """A peer that forwards decoded numbers can always encode them, and its payload is accepted."""
     decoded = codec.decode(codec.encode(values), values.numel())
     codec.decode(codec.encode(decoded), values.numel())
 
@@ -122,7 +122,7 @@ def test_accumulate_adds_weighted_decoded_vector(codec: Codec, values: torch.Ten
 
 @st.composite
 def hostile(draw: st.DrawFn, codec: Codec) -> tuple[bytes, int]:
-    """Bytes and an element count: noise, mostly of the right length, or a valid payload with changes."""
+    """Draw bytes and an element count: noise, mostly of the right length, or a changed valid payload."""
     elements = draw(st.integers(0, 300))
     nbytes = codec.encoded_nbytes(elements)
     if draw(st.booleans()):

@@ -1,4 +1,4 @@
-"""Whatever bytes come in: a checked message, or RemoteProtocolError and nothing else."""
+"""Any bytes are decoded to a checked message, or raise RemoteProtocolError and no other exception."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ ENTRY = RunEntry(
 
 @settings(deadline=None)
 @given(fields)
-def test_every_message_comes_back(fields: list[Any]) -> None:
+def test_every_message_survives_the_wire(fields: list[Any]) -> None:
     assert unpack(pack(*fields), *map(type, fields)) == tuple(fields)
 
 
@@ -68,7 +68,7 @@ def test_arbitrary_bytes_against_any_schema(data: bytes, types: list[type]) -> N
 
 
 def fits(read: Callable[[bytes], object], again: Callable[[Any], bytes], data: bytes) -> None:
-    """What is read is what somebody could have said."""
+    """Check that a decoded message could have been encoded by an honest peer."""
     try:
         found = read(data)
     except RemoteProtocolError:
@@ -78,7 +78,7 @@ def fits(read: Callable[[bytes], object], again: Callable[[Any], bytes], data: b
 
 @settings(deadline=None)
 @given(headers)
-def test_every_lane_header_comes_back_and_is_short(header: LaneHeader) -> None:
+def test_every_lane_header_survives_the_wire_and_is_short(header: LaneHeader) -> None:
     message = encode_header(header)
     assert decode_header(message) == header
     assert len(message) <= MAX_HEADER_BYTES
@@ -86,14 +86,14 @@ def test_every_lane_header_comes_back_and_is_short(header: LaneHeader) -> None:
 
 @settings(deadline=None)
 @given(st.binary(max_size=100) | st.lists(objects, max_size=7).map(msgpack.packb))
-def test_lane_headers_and_run_entries_of_strangers(data: bytes) -> None:
+def test_arbitrary_lane_headers_and_run_entries(data: bytes) -> None:
     fits(decode_header, encode_header, data)
     fits(read_entry, encode_entry, data)
 
 
 @settings(deadline=None)
 @given(st.integers(0, 5), objects)
-def test_one_field_of_another_kind(position: int, value: object) -> None:
+def test_one_field_of_another_type(position: int, value: object) -> None:
     for valid, read, again in (
         (encode_header(HEADER), decode_header, encode_header),
         (encode_entry(ENTRY), read_entry, encode_entry),

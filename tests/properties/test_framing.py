@@ -16,7 +16,7 @@ MAX_BYTES = 300
 
 
 class Recorded(Stream):
-    """A stream whose other side has sent some bytes in some pieces, and then closed its half or reset it."""
+    """A stream whose other side has sent bytes in pieces, and has then closed its half or reset it."""
 
     remote = "somebody"
 
@@ -64,7 +64,7 @@ contents = st.binary(min_size=1, max_size=MAX_BYTES)
 
 
 @given(st.lists(contents, max_size=5), places)
-def test_messages_arrive_however_they_are_cut(messages: list[bytes], places: list[int]) -> None:
+def test_messages_survive_any_fragmentation(messages: list[bytes], places: list[int]) -> None:
     async def main() -> None:
         sender = Recorded()
         for message in messages:
@@ -121,7 +121,7 @@ def test_a_length_out_of_bounds_is_refused_before_more_is_read(length: int, rest
     trio.run(main)
 
 
-def test_memory_grows_with_what_arrives_and_not_with_what_is_announced() -> None:
+def test_memory_grows_with_arrived_not_with_announced_bytes() -> None:
     announced = 256 * 1024 * 1024
 
     async def main() -> None:
@@ -139,7 +139,7 @@ def test_memory_grows_with_what_arrives_and_not_with_what_is_announced() -> None
 
 
 @given(st.binary(max_size=1000), st.integers(0, 1000), places)
-def test_exactly_as_many_bytes_as_the_buffer_has(data: bytes, wanted: int, places: list[int]) -> None:
+def test_reading_into_a_buffer_fills_it_exactly(data: bytes, wanted: int, places: list[int]) -> None:
     async def main() -> None:
         stream = Recorded(cut(data, places))
         buffer = bytearray(wanted)

@@ -1,4 +1,4 @@
-"""Matchmaking's decoders before strangers: a message whose every record is genuine, or RemoteProtocolError."""
+"""Matchmaking's decoders with untrusted bytes: a message of genuine records, or RemoteProtocolError."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def candidates_in(message: Message) -> list[Candidate]:
 
 
 def check(data: bytes) -> Message | None:
-    """What a peer makes of these bytes; every record in it is one that its publisher signed."""
+    """Decode bytes as a peer does, and check that every record in the message is genuine."""
     try:
         message = decode(data)
     except RemoteProtocolError:
@@ -107,7 +107,7 @@ def check(data: bytes) -> Message | None:
 
 @settings(deadline=None)
 @given(messages)
-def test_every_message_comes_back(message: Message) -> None:
+def test_every_message_survives_the_wire(message: Message) -> None:
     assert check(encode(message)) == message
 
 
@@ -151,7 +151,7 @@ def test_changed_bytes(data: bytes) -> None:
 
 
 def replaced(tree: Any, path: list[int], value: object) -> Any:
-    """A nested list with the element on a path replaced; indices count round."""
+    """Return a nested list with the element at a path replaced. Indices wrap around."""
     if not path or not isinstance(tree, list) or not tree:
         return value
     index = path[0] % len(tree)
@@ -160,15 +160,15 @@ def replaced(tree: Any, path: list[int], value: object) -> Any:
 
 @settings(deadline=None)
 @given(messages, st.lists(st.integers(0, 200), min_size=1, max_size=3), objects)
-def test_one_part_of_another_kind(message: Message, path: list[int], value: object) -> None:
+def test_one_part_of_another_type(message: Message, path: list[int], value: object) -> None:
     data = encode(message)
     check(data[:1] + msgpack.packb(replaced(msgpack.unpackb(data[1:]), path, value)))
 
 
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 20), min_size=1, max_size=2), objects)
-def test_what_a_peer_really_signs_may_be_anything(path: list[int], value: object) -> None:
-    """The signature is genuine: only the meaning is left to check, in each message that carries one."""
+def test_signed_values_may_be_anything(path: list[int], value: object) -> None:
+    """The signature is genuine, so only the content of the record is left to check, in each kind of message."""
     record = pack_record(signed(0, msgpack.packb(replaced(VALUE, path, value))))
     for kind in range(3):
         check(bytes([kind]) + msgpack.packb([record]))
@@ -179,7 +179,7 @@ def test_what_a_peer_really_signs_may_be_anything(path: list[int], value: object
 
 @settings(deadline=None)
 @given(st.binary(max_size=200))
-def test_what_a_peer_really_signs_may_be_any_bytes(value: bytes) -> None:
+def test_signed_values_may_be_any_bytes(value: bytes) -> None:
     check(b"\x00" + msgpack.packb([pack_record(signed(0, value))]))
 
 

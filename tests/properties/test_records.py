@@ -1,4 +1,4 @@
-"""What holds for every input: decoders refuse with their own error, stores keep their bounds."""
+"""Properties for every input: decoders refuse with their own error, and stores keep their limits."""
 
 from collections import Counter
 from contextlib import suppress
@@ -140,7 +140,7 @@ def test_merging_ignores_order_and_repetition(some: list[Record], random: object
 
 
 @given(st.lists(records, max_size=12), st.integers(0, 100))
-def test_what_is_live_is_one_newest_record_a_publisher_and_key(some: list[Record], now: int) -> None:
+def test_live_records_are_the_newest_of_each_publisher_and_key(some: list[Record], now: int) -> None:
     live = live_records(some, now)
     assert len({(record.key, record.publisher) for record in live}) == len(live)
     for record in live:
@@ -155,7 +155,7 @@ puts = st.tuples(records, st.sampled_from(SIGNERS), st.integers(0, 3), st.boolea
 
 @settings(max_examples=200)
 @given(st.lists(puts, max_size=40))
-def test_a_store_keeps_its_promises_whatever_comes(
+def test_a_store_keeps_its_invariants_for_any_input(
     sequence: list[tuple[Record, Ed25519Signer, int, bool]],
 ) -> None:
     store, now = RecordStore(LIMITS), 0.0
@@ -176,7 +176,7 @@ def test_a_store_keeps_its_promises_whatever_comes(
                 assert offered.rank >= earlier.rank
                 assert offered.expiration_time >= earlier.expiration_time
             newest[place] = offered
-        # Whatever happened to this record, nobody else's was touched.
+        # Whether this record was stored or refused, no other publisher's record has changed.
         assert {**before, place: None} == {**held, place: None}
 
 

@@ -1,4 +1,4 @@
-"""Both ends of a TLS connection between two peers: who is let in, with a ticket, and who is dialled, with theirs."""
+"""Both ends of a TLS connection between two peers: accept a peer that has a ticket, dial a peer with its ticket."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _STAGGER_SECONDS = 0.25  # RFC 8305, section 5
 
 
 class Visitor:
-    """A peer that may come in once."""
+    """A peer that may connect once, with its ticket."""
 
     def __init__(self, peer_id: PeerId, certificate: bytes, context: ssl.SSLContext) -> None:
         self.peer_id = peer_id
@@ -37,11 +37,11 @@ class Visitor:
         self.deadline = trio.current_time() + TICKET_SECONDS
         self.decided = trio.Event()
         self.reason = ""
-        """Why it did not come in."""
+        """The reason for which the peer has not connected; empty if it has."""
         self._connection: TlsConnection | None = None
 
     def come_in(self, connection: TlsConnection) -> None:
-        """It is here, and is who it says; nobody may be waiting for it any more."""
+        """Hand over the peer's authenticated connection. If it comes too late, the connection is closed."""
         if self.decided.is_set():
             connection.close()
             return
@@ -49,19 +49,19 @@ class Visitor:
         self.decided.set()
 
     def stay_out(self, reason: str) -> None:
-        """It does not come, or not any more."""
+        """Give the peer up: note the reason, unless the peer has connected already."""
         if not self.decided.is_set():
             self.reason = reason
             self.decided.set()
 
     def take(self) -> TlsConnection | None:
-        """The connection, for the caller to own."""
+        """Return the connection, which the caller owns from now on; ``None`` if there is none."""
         connection, self._connection = self._connection, None
         return connection
 
 
 class Doorway:
-    """What a process needs to make TLS connections with peers whose certificates it has been told."""
+    """The maker of TLS connections with peers that have named their certificates."""
 
     def __init__(self, peer_id: PeerId, gate: DialGate) -> None:
         self._peer_id = peer_id
@@ -72,12 +72,12 @@ class Doorway:
 
     @cached_property
     def own(self) -> OwnCertificate:
-        """This process' certificate, made when it is first needed."""
+        """The certificate of this process, made at its first use."""
         return OwnCertificate(self._peer_id)
 
     @contextmanager
     def expecting(self, peer_id: PeerId, certificate: bytes) -> Iterator[Visitor]:
-        """Let the peer in once, for as long as the block runs and the ticket is valid.
+        """Accept one connection of the peer, while the block runs and the ticket is valid.
 
         Raises:
             OSError: OpenSSL does not take the certificate.
@@ -88,7 +88,7 @@ class Doorway:
             yield visitor
         finally:
             self._expected.pop(visitor.ticket.hex(), None)
-            visitor.stay_out("it is too late")
+            visitor.stay_out("the wait for it has ended")
             if (unclaimed := visitor.take()) is not None:
                 unclaimed.close()
 
@@ -100,7 +100,10 @@ class Doorway:
         return visitor.context
 
     async def accept(self, plain: socket.socket) -> None:
-        """Finish an inbound handshake and tell who expects it; whatever is wrong costs the stranger only."""
+        """Finish an inbound handshake and hand the connection to its visitor.
+
+        Any failure costs this connection only.
+        """
         try:
             connection = TlsConnection(self._listening, plain)
         except OSError as error:
@@ -119,10 +122,10 @@ class Doorway:
     async def dial(
         self, peer_id: PeerId, certificate: bytes, ticket: bytes, addresses: Sequence[str]
     ) -> TlsConnection:
-        """Connect to the first address at which the peer answers, the next one 0.25 s after the one before.
+        """Connect to the first address at which the peer answers. Each address is tried 0.25 s after the one before.
 
         Raises:
-            UnreachableError: with the reason of each address.
+            UnreachableError: no address answered; the message has the reason of each.
             OSError: OpenSSL does not take the certificate.
         """
         call = _Call(peer_id, certificate, ticket, self.own.client_context(certificate), self._gate)
@@ -130,7 +133,7 @@ class Doorway:
 
 
 class _Call:
-    """One dial of one peer, at several addresses."""
+    """One dial of a peer at several addresses."""
 
     def __init__(
         self, peer_id: PeerId, certificate: bytes, ticket: bytes, context: ssl.SSLContext, gate: DialGate

@@ -1,8 +1,8 @@
-"""TLS between two peers that know each other already: each trusts exactly the one certificate that the other named.
+"""TLS between two peers that know each other: each trusts exactly the one certificate that the other has named.
 
-A process makes a certificate of its own when it first needs one, and never stores it. The other side learns it over a
-libp2p stream, which is authenticated. OpenSSL verifies: each context here has verification on, and one trust anchor
-or none.
+A process makes its certificate at the first use and never stores it. The other peer learns it over a libp2p stream,
+which is authenticated. OpenSSL does the verification: each context here has it switched on, with one trust anchor or
+none.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from p2pavg.errors import RemoteProtocolError
 
 MAX_CERTIFICATE_BYTES = 4096
 
-# Where open files have names, by their numbers: on Linux, and on most other systems.
+# Directories in which open files have names: on Linux, and on most other systems.
 _PROC_FD = Path("/proc/self/fd")
 _DEV_FD = Path("/dev/fd")
 
@@ -34,11 +34,11 @@ _CLOCK_SKEW = timedelta(days=1)
 _LIFE = timedelta(days=3653)
 
 ChooseContext = Callable[[ssl.SSLObject | ssl.SSLSocket, str | None], ssl.SSLContext | None]
-"""The context for a connection that asks for this name; ``None`` refuses it."""
+"""Returns the context for a connection with this server name; ``None`` refuses the connection."""
 
 
 class OwnCertificate:
-    """This process' certificate, and the key that belongs to it."""
+    """The certificate of this process, and its private key."""
 
     def __init__(self, common_name: str) -> None:
         key = ec.generate_private_key(ec.SECP256R1())
@@ -49,29 +49,30 @@ class OwnCertificate:
         )
 
     def client_context(self, trusted: bytes) -> ssl.SSLContext:
-        """For a connection to the one server whose certificate is ``trusted``."""
+        """Return a context for connections to the one server whose certificate is ``trusted``."""
         context = _bare_context(ssl.PROTOCOL_TLS_CLIENT)
         return self._between_two(context, trusted)
 
     def server_context(self, trusted: bytes) -> ssl.SSLContext:
-        """For a connection of the one client whose certificate is ``trusted``."""
+        """Return a context for connections of the one client whose certificate is ``trusted``."""
         context = _bare_context(ssl.PROTOCOL_TLS_SERVER)
         return self._between_two(context, trusted)
 
     def _between_two(self, context: ssl.SSLContext, trusted: bytes) -> ssl.SSLContext:
         context.load_verify_locations(cadata=trusted)
-        with _readable_as_file(self._pem) as path:  # ssl loads a key from files only
+        with _readable_as_file(self._pem) as path:  # the ssl module loads keys from files only
             context.load_cert_chain(path)
         return context
 
 
 @contextmanager
 def _readable_as_file(secret: bytes) -> Iterator[str]:
-    """A path under which ``secret`` can be read while the block runs. A process that is killed leaves no file behind.
+    """Return a path from which ``secret`` can be read while the block runs.
 
-    On Linux it is memory that has no name in any directory. On other systems it is a file that has lost its name before
-    anything is written to it. Where a file needs a name, it is one that only this user may read, in a directory that
-    only this user may open, and that is removed at the end of the block. There alone a killed process leaves it.
+    - On Linux, the path leads to anonymous memory, which has no name in any directory.
+    - On systems with ``/dev/fd``, it leads to a file that is unlinked before anything is written to it.
+    - Elsewhere, it is a file that only this user may read, in a directory that only this user may open. Both are
+      removed at the end of the block. Only here does a killed process leave the secret behind.
     """
     if hasattr(os, "memfd_create") and _PROC_FD.is_dir():
         with open(os.memfd_create("p2pavg", os.MFD_CLOEXEC), "wb") as file:
@@ -82,7 +83,7 @@ def _readable_as_file(secret: bytes) -> Iterator[str]:
     elif _DEV_FD.is_dir():
         with TemporaryFile(prefix="p2pavg-") as file:
             file.write(secret)
-            file.seek(0)  # there, opening it again shares the position
+            file.seek(0)  # opening a path in /dev/fd shares the position
             yield f"{_DEV_FD}/{file.fileno()}"
     else:
         with TemporaryDirectory(prefix="p2pavg-") as directory:
@@ -93,10 +94,10 @@ def _readable_as_file(secret: bytes) -> Iterator[str]:
 
 
 def listening_context(choose: ChooseContext) -> ssl.SSLContext:
-    """For connections of which only the first message will say whose they are.
+    """Return a context for inbound connections whose peer is unknown until their first message.
 
-    Whoever gets past ``choose`` goes on with the context that it names. This one trusts nobody and has no certificate
-    to show, so that nothing can be agreed with it.
+    ``choose`` maps the server name in that message to the context that continues the handshake. The context returned
+    here has no certificate and trusts none, so that no handshake can finish with it.
     """
 
     def on_name(connection: ssl.SSLObject | ssl.SSLSocket, name: str | None, _: ssl.SSLContext) -> int | None:
@@ -112,7 +113,7 @@ def listening_context(choose: ChooseContext) -> ssl.SSLContext:
 
 
 def check_certificate(der: bytes) -> None:
-    """Raises RemoteProtocolError unless ``der`` is one certificate of the kind that :class:`OwnCertificate` makes."""
+    """Raise RemoteProtocolError unless ``der`` is one certificate of the kind that :class:`OwnCertificate` makes."""
     if not 0 < len(der) <= MAX_CERTIFICATE_BYTES:
         raise RemoteProtocolError(f"a certificate of {len(der)} bytes; {MAX_CERTIFICATE_BYTES} are allowed")
     try:
@@ -121,7 +122,7 @@ def check_certificate(der: bytes) -> None:
         canonical = certificate.public_bytes(Encoding.DER)
     except (ValueError, TypeError, UnsupportedAlgorithm) as error:
         raise RemoteProtocolError(f"not a certificate: {error}") from None
-    # Whatever else OpenSSL can verify, a stranger would choose what is slowest.
+    # OpenSSL can verify other kinds of keys too. A stranger would choose the slowest one.
     if not isinstance(key, ec.EllipticCurvePublicKey) or not isinstance(key.curve, ec.SECP256R1):
         raise RemoteProtocolError("a certificate whose key is not on the curve P-256")
     if canonical != der:
@@ -129,21 +130,24 @@ def check_certificate(der: bytes) -> None:
 
 
 def check_connection(connection: ssl.SSLObject | ssl.SSLSocket, trusted: bytes) -> None:
-    """Raises ``ssl.SSLError`` unless the handshake ended as it must: OpenSSL has seen to it, so this never raises."""
+    """Raise ``ssl.SSLError`` unless the peer showed ``trusted`` over TLS 1.3.
+
+    A second check: OpenSSL has verified both already, so this is not expected to raise.
+    """
     if connection.getpeercert(binary_form=True) != trusted:
-        raise ssl.SSLError("the other side has shown another certificate than the one it had named")
+        raise ssl.SSLError("the other side has shown another certificate, not the one that it had named")
     if connection.version() != "TLSv1.3":
         raise ssl.SSLError(f"agreed on {connection.version()} instead of TLS 1.3")
 
 
 def _bare_context(protocol: int) -> ssl.SSLContext:
     context = ssl.SSLContext(protocol)
-    context.check_hostname = False  # the name is a ticket; who it is says the certificate
+    context.check_hostname = False  # the name is a ticket; the certificate proves the identity
     context.verify_mode = ssl.CERT_REQUIRED
     context.verify_flags |= ssl.VERIFY_X509_STRICT
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     if protocol == ssl.PROTOCOL_TLS_SERVER:
-        # A client that never reads would close over an unread one, and its close would be a reset.
+        # Session tickets. A client that never reads would close with one unread, and the system would send a reset.
         context.num_tickets = 0
     return context
 

@@ -1,4 +1,4 @@
-"""Inbound lanes: how many there may be, and who reads them when there is something to read."""
+"""Inbound lanes: their limits, and the task that calls the handler when there is something to read."""
 
 from __future__ import annotations
 
@@ -15,46 +15,46 @@ from p2pavg.net.transport import DirectLaneHandler, PeerId
 
 logger = logging.getLogger(__name__)
 
-# The sender lets go first: a receiver that did might do so when the next message is on its way.
+# The sender closes an idle lane first. If the receiver did, the next message might be on its way already.
 _INBOUND_IDLE_SECONDS = IDLE_SECONDS + 60.0
 
 
 class InboundLanes:
-    """The lanes on which others send to this process."""
+    """The lanes on which other peers send to this process."""
 
     def __init__(self, nursery: trio.Nursery, share: float = 1.0) -> None:
         self.lanes: set[TlsLane] = set()
         self.slots = InboundSlots(share)
         self._idle: dict[TlsLane, None] = {}
-        """Lanes that nothing is read from, those that were used longest ago first."""
+        """Idle lanes, the least recently used first."""
         self._nursery = nursery
         self._closed = False
         self._handler: DirectLaneHandler | None = None
         self._handler_set = trio.Event()
 
     def serve(self, handler: DirectLaneHandler, wanted: Callable[[PeerId], bool] | None) -> None:
-        """What :meth:`Transport.serve_lanes` says."""
+        """Serve inbound lanes, see :meth:`Transport.serve_lanes`."""
         self._handler = handler
         if wanted is not None:
             self.slots.wanted = wanted
         self._handler_set.set()
 
     def close(self) -> None:
-        """Abort every lane, and take no more."""
+        """Abort every lane, and accept no more."""
         self._closed = True
         for lane in self.lanes:
             lane.abort()
 
     def refusal(self, peer_id: PeerId) -> str:
-        """Why the peer may have no lane now; empty if it may."""
+        """Return the reason for which the peer may have no lane now; empty if it may have one."""
         if self._closed:
-            return "it is closing"
+            return "its transport is closing"
         if self.slots.is_full() and self.slots.wanted(peer_id):
             self._drop_an_idle_one()
         return self.slots.refusal(peer_id)
 
     def _drop_an_idle_one(self) -> None:
-        """Make room for a member of a group. A sender whose idle lane ends makes another when it needs one."""
+        """Drop an idle lane to make room for a member of a group. Its sender makes a new lane when it needs one."""
         for lane in self._idle:
             if not self.slots.wanted(lane.remote):
                 del self._idle[lane]
@@ -63,7 +63,7 @@ class InboundLanes:
                 return
 
     def adopt(self, connection: TlsConnection, slot: Slot) -> None:
-        """There is one more lane: attend to it for as long as it lives."""
+        """Add a lane, and attend to it for as long as it lives."""
         lane = TlsLane(connection, slot.peer_id)
         slot.used = True
         self.lanes.add(lane)
@@ -94,10 +94,10 @@ class InboundLanes:
         before = lane.bytes_received
         await self._handler(lane)
         if lane.bytes_received == before and not lane.aborted:
-            raise ClosedError("its handler read nothing")  # and would be called for ever
+            raise ClosedError("its handler read nothing")  # the loop would call it without end
 
     async def _has_something(self, lane: TlsLane) -> bool:
-        """Wait for bytes and for somebody to read them; false when there will be none."""
+        """Wait for bytes and for a handler. Return false if the lane has ended, or was idle for too long."""
         with trio.move_on_after(_INBOUND_IDLE_SECONDS):
             if lane.aborted:
                 return False
@@ -112,7 +112,7 @@ class InboundLanes:
 
 
 class Slot:
-    """A place for one inbound lane, which goes back unless a lane uses it."""
+    """A place for one inbound lane. It must be released unless a lane uses it."""
 
     def __init__(self, slots: InboundSlots, peer_id: PeerId) -> None:
         self.peer_id = peer_id
@@ -121,6 +121,6 @@ class Slot:
         slots.take(peer_id)
 
     def release(self) -> None:
-        """Nobody waits for a lane any more."""
+        """Return the place, unless a lane uses it."""
         if not self.used:
             self._slots.give_back(self.peer_id)

@@ -1,4 +1,4 @@
-"""What lanes there may be: which idle ones are kept, how many strangers may have, and whom to try no more."""
+"""Limits of lanes: the idle lanes that are kept, the lanes that strangers may have, and the peers not to try again."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ MAX_IDLE_PER_PEER = 4
 MAX_IDLE = 128
 MAX_INBOUND_PER_PEER = 16
 MAX_INBOUND = 512
-# Of peers that no expected group has as a member. A lane may be asked for just before its group is known here, or just
-# after; who is in no group at all has no use for one.
+# Lanes of peers that are in no expected group. A lane may be requested just before its group is known here, or just
+# after its end. Peers outside every group have no use for a lane.
 MAX_UNEXPECTED_PER_PEER = 2
 MAX_UNEXPECTED = 16
 IDLE_SECONDS = 600.0
@@ -25,13 +25,13 @@ NOWHERE_SECONDS = 60.0
 
 
 class IdleLanes:
-    """Outbound lanes that nobody uses, the oldest first."""
+    """Outbound lanes that are not in use, the least recently used first."""
 
     def __init__(self) -> None:
         self._lanes: dict[TlsLane, None] = {}
 
     def put(self, lane: TlsLane) -> None:
-        """Keep one more, and abort what is too many then."""
+        """Keep one more lane, and abort the oldest ones above the limits."""
         self._lanes[lane] = None
         if len(self._of(lane.remote)) > MAX_IDLE_PER_PEER:
             self._drop(self._of(lane.remote)[0])
@@ -39,18 +39,21 @@ class IdleLanes:
             self._drop(next(iter(self._lanes)))
 
     def take(self, peer_id: PeerId) -> TlsLane | None:
-        """The one that was used last: the others may grow old. One that is not acknowledged yet stays."""
+        """Return the most recently used lane of a peer, so that surplus lanes grow old and are closed.
+
+        A lane that is not acknowledged yet is skipped and stays.
+        """
         for lane in reversed(self._of(peer_id)):
             if lane.owed:
                 continue
             del self._lanes[lane]
-            if not lane.is_readable():  # nothing is owed: what can be read is the end
+            if not lane.is_readable():  # without an acknowledgement to come, only the end can be read
                 return lane
             lane.abort()
         return None
 
     def forget(self, lane: TlsLane) -> None:
-        """It has ended."""
+        """Forget a lane that has ended."""
         self._lanes.pop(lane, None)
 
     def _of(self, peer_id: PeerId) -> list[TlsLane]:
@@ -62,62 +65,62 @@ class IdleLanes:
 
 
 class InboundSlots:
-    """How many inbound lanes there are, of each peer and of all.
+    """The number of inbound lanes, of each peer and in all.
 
     Args:
-        share: what part of MAX_INBOUND there may be, where the system lets this process open few files.
+        share: the share of MAX_INBOUND that is allowed, where this process may open few files.
     """
 
     def __init__(self, share: float = 1.0) -> None:
         self._taken: Counter[PeerId] = Counter()
         self._share = share
         self.wanted: Callable[[PeerId], bool] = lambda _: True
-        """True if lanes of a peer are expected now."""
+        """A function that returns true if lanes of a peer are expected now."""
 
     def refusal(self, peer_id: PeerId) -> str:
-        """Why the peer may have no more; empty if it may."""
+        """Return the reason for which the peer may have no more lanes; empty if it may."""
         wanted = self.wanted(peer_id)
         most = MAX_INBOUND_PER_PEER if wanted else MAX_UNEXPECTED_PER_PEER
         if self._taken[peer_id] >= most:
-            return f"it holds {most} lanes already" + (
+            return f"the sender holds {most} lanes already" + (
                 "" if wanted else ", and is in no group with this peer now"
             )
         unwanted = sum(count for other, count in self._taken.items() if not self.wanted(other))
         if not wanted and unwanted >= MAX_UNEXPECTED:
-            return "it is in no group with this peer now"
+            return "the sender is in no group with this peer now"
         if self.is_full():
             return f"there are {self._taken.total()} lanes already"
         return ""
 
     def is_full(self) -> bool:
-        """Return whether there may be no more."""
+        """Return whether the limit of all lanes is reached."""
         return self._taken.total() >= int(MAX_INBOUND * self._share)
 
     def take(self, peer_id: PeerId) -> None:
-        """One more."""
+        """Count one more lane of a peer."""
         self._taken[peer_id] += 1
 
     def give_back(self, peer_id: PeerId) -> None:
-        """One less."""
+        """Count one lane less of a peer."""
         self._taken[peer_id] -= 1
-        self._taken += Counter()  # peers that have none take no room
+        self._taken += Counter()  # drops the peers without lanes
 
 
 class Nowhere:
-    """Peers to which no direct way was found a short while ago, and why."""
+    """Peers to which no lane could be made a short while ago, with the reason."""
 
     def __init__(self) -> None:
         self._found: OrderedDict[PeerId, tuple[float, str]] = OrderedDict()
 
     def add(self, peer_id: PeerId, reason: str) -> None:
-        """Do not try this peer again for a minute."""
+        """Let :meth:`check` refuse this peer for a minute."""
         self._found[peer_id] = (trio.current_time() + NOWHERE_SECONDS, reason)
         self._found.move_to_end(peer_id)
         while len(self._found) > MAX_NOWHERE:
             self._found.popitem(last=False)
 
     def check(self, peer_id: PeerId) -> None:
-        """Raises UnreachableError when trying would only take time."""
+        """Raise UnreachableError if an attempt has failed within the last minute."""
         until, reason = self._found.get(peer_id, (0.0, ""))
         if trio.current_time() < until:
             raise UnreachableError(f"no direct way to {peer_id} was found a moment ago: {reason}")

@@ -1,14 +1,14 @@
-"""What two peers say to each other, on a libp2p stream, to get a direct lane.
+"""The messages with which two peers negotiate a direct lane, on a libp2p stream.
 
-    sender    Ask         my certificate
-    receiver  Offer       no, because ...; or my certificate, a ticket, and where I listen
-    sender dials, and shows the ticket
-    receiver  Verdict 1   you are in; or you are not, because ...
-    sender    Back        if that came to nothing: a ticket of mine, and where I listen
-    receiver dials, and shows that ticket
-    receiver  Verdict 2   I am in; or I am not, because ...
+    sender    Ask         the sender's certificate
+    receiver  Offer       the receiver's certificate, a ticket and its addresses; or a refusal with its reason
+    sender dials and shows the ticket
+    receiver  Verdict 1   the sender's dial has succeeded; or it has failed, with the reason
+    sender    Back        only after a failure: the sender's ticket and addresses
+    receiver dials and shows that ticket
+    receiver  Verdict 2   the receiver's dial has succeeded; or it has failed, with the reason
 
-The lane carries data from the sender to the receiver, whoever dialled.
+The lane carries data from the sender to the receiver, whichever of the two has dialled.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ _MAX_REASON = 500
 
 @dataclass(frozen=True)
 class Ask:
-    """The certificate of who wants a lane."""
+    """The request for a lane, with the sender's certificate."""
 
     certificate: bytes
 
     def encode(self) -> bytes:
-        """As sent."""
+        """Return the message as bytes."""
         return pack(self.certificate)
 
     @classmethod
     def decode(cls, message: bytes) -> Self:
-        """Raises RemoteProtocolError."""
+        """Read a message. Raises RemoteProtocolError if it is malformed."""
         (certificate,) = unpack(message, bytes)
         check_certificate(certificate)
         return cls(certificate)
@@ -48,7 +48,7 @@ class Ask:
 
 @dataclass(frozen=True)
 class Offer:
-    """How to reach who was asked; or ``refusal``, which says why not."""
+    """The receiver's certificate, ticket and addresses; or a ``refusal``, which is the reason."""
 
     refusal: str = ""
     certificate: bytes = b""
@@ -56,12 +56,12 @@ class Offer:
     addresses: tuple[str, ...] = ()
 
     def encode(self) -> bytes:
-        """As sent."""
+        """Return the message as bytes."""
         return pack(self.refusal, self.certificate, self.ticket, self.addresses[:MAX_ADDRESSES])
 
     @classmethod
     def decode(cls, message: bytes) -> Self:
-        """Raises RemoteProtocolError."""
+        """Read a message. Raises RemoteProtocolError if it is malformed."""
         refusal, certificate, ticket, addresses = unpack(message, str, bytes, bytes, tuple)
         if refusal:
             return cls(_checked_reason(refusal))
@@ -71,36 +71,36 @@ class Offer:
 
 @dataclass(frozen=True)
 class Back:
-    """How to reach who asked."""
+    """The sender's ticket and addresses, for a dial in the other direction."""
 
     ticket: bytes
     addresses: tuple[str, ...]
 
     def encode(self) -> bytes:
-        """As sent."""
+        """Return the message as bytes."""
         return pack(self.ticket, self.addresses[:MAX_ADDRESSES])
 
     @classmethod
     def decode(cls, message: bytes) -> Self:
-        """Raises RemoteProtocolError."""
+        """Read a message. Raises RemoteProtocolError if it is malformed."""
         ticket, addresses = unpack(message, bytes, tuple)
         return cls(_checked_ticket(ticket), _checked_addresses(addresses))
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether the first, or the second, way to a lane has led to one: if so, ``reason`` is empty."""
+    """The result of the first or the second dial: ``reason`` is empty if it has made a lane."""
 
     attempt: int
     reason: str
 
     def encode(self) -> bytes:
-        """As sent."""
+        """Return the message as bytes."""
         return pack(self.attempt, self.reason[:_MAX_REASON])
 
     @classmethod
     def decode(cls, message: bytes) -> Self:
-        """Raises RemoteProtocolError."""
+        """Read a message. Raises RemoteProtocolError if it is malformed."""
         attempt, reason = unpack(message, int, str)
         if attempt not in (1, 2):
             raise RemoteProtocolError(f"a verdict of attempt {attempt}")
@@ -108,7 +108,7 @@ class Verdict:
 
 
 def _checked_reason(reason: str) -> str:
-    """It is shown to people: one line that they can read."""
+    """Check the length of a reason, and make it one printable line: it is shown to people."""
     if len(reason) > _MAX_REASON:
         raise RemoteProtocolError(f"a reason of {len(reason)} characters")
     return reason if reason.isprintable() else ascii(reason)
@@ -121,10 +121,10 @@ def _checked_ticket(ticket: bytes) -> bytes:
 
 
 def _checked_addresses(addresses: tuple[object, ...]) -> tuple[str, ...]:
-    """Whether each is an address of the peer is checked when it is dialled."""
+    """Check the number and size of addresses. The dial checks that an address belongs to the peer."""
     if len(addresses) > MAX_ADDRESSES:
         raise RemoteProtocolError(f"{len(addresses)} addresses were named")
     for address in addresses:
         if not isinstance(address, str) or not 0 < len(address) <= MAX_ADDRESS_CHARS:
-            raise RemoteProtocolError("a message names an address that is none")
+            raise RemoteProtocolError("a message holds an address that is empty, too long or no text")
     return tuple(str(address) for address in addresses)

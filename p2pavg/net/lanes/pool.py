@@ -1,8 +1,43 @@
-"""Direct lanes: how they come about, who serves them, and which are kept.
+"""Direct lanes: how they are made, served and kept.
 
-libp2p's Noise and yamux, in Python, take seven times the processor that a TLS connection takes, whose bytes OpenSSL
-moves in a worker thread. So tensors travel over lanes where one can be had, and libp2p's streams are for everything
-else. A lane has the peer's identity from a libp2p stream: there the two tell each other their certificates.
+Theory of operation
+===================
+
+A lane is a TLS connection that carries tensors from one peer, the sender, to another, the receiver. libp2p's Noise and
+yamux, in Python, take seven times the processor time of TLS, whose bytes OpenSSL moves in a worker thread. So tensors
+travel over lanes where a lane can be made, and over libp2p streams otherwise.
+
+What it guarantees:
+
+* The other end of a lane is the peer whose identity a libp2p stream has proved. The two peers exchange certificates on
+  that stream, and each trusts exactly the one certificate that the other has named.
+* :meth:`LaneKeeper.open` returns a lane or raises UnreachableError within its timeout.
+* An inbound TLS connection without a valid ticket gets no further than its first message.
+* The lanes of one process are bounded, for each peer and in all. Members of a group get a place before other peers.
+
+How a lane is made (the messages are in ``messages``):
+
+1. The sender opens a libp2p stream and sends its certificate. The receiver refuses, or offers a certificate, a ticket
+   and its addresses.
+2. The sender dials those addresses and shows the ticket as the TLS server name. The receiver sends a verdict.
+3. If that fails, the sender sends a ticket and addresses of its own, and the receiver dials back. So one of the two
+   peers may be behind a home router. Data flows from the sender to the receiver in either case.
+
+What can happen, and the answer:
+
+* **Neither way works.** The peer is not tried again for a minute, because the search would take time in every round.
+* **The caller is cancelled or times out.** The libp2p stream is reset. The receiver sees its end, and frees the place
+  that it held for the lane.
+* **A kept lane is not acknowledged yet.** It stays with the idle lanes, but only an acknowledged lane is given out.
+* **A lane ends while it is idle.** A task watches each outbound lane and removes it when it ends. A receiver
+  may end an idle lane of a peer outside its groups to make room for a member.
+* **Both ends consider an idle lane too old.** The sender closes first. If the receiver did, it might close while the
+  next message is on its way.
+* **A lane has carried 128 GiB.** It is not kept: AES-GCM is safe up to about 380 GiB under one key, and Python cannot
+  renew the key.
+
+Why this way: OpenSSL checks the certificates, so there is no cryptography of our own. The ticket tells the receiver
+which peer connects before it must decide which certificate to trust.
 """
 
 from __future__ import annotations
@@ -27,17 +62,22 @@ from p2pavg.threads.exceptions import bare_exceptions
 logger = logging.getLogger(__name__)
 
 ANSWER_SECONDS = 10.0
-DIAL_SECONDS = 2.0  # each way, one after the other
+DIAL_SECONDS = 2.0  # for each of the two ways, which are tried one after the other
 
 # AES-GCM stays safe for 2^24.5 records of 16 KiB under one key (RFC 8446, section 5.5), and Python cannot renew it.
 _MAX_LANE_BYTES = 1 << 37
 
 DialledAddresses = Callable[[PeerId], Sequence[str]]
-"""Where the open connections lead that this process made to a peer."""
+"""Returns the remote addresses of the open connections to a peer that this process has dialled."""
 
 
 class LaneKeeper:
-    """The lanes of one transport."""
+    """The lanes of one transport.
+
+    Args:
+        dialled_addresses: finds the addresses at which the peer was dialled successfully.
+        share: the share of the usual number of inbound lanes, where this process may open few files.
+    """
 
     def __init__(
         self,
@@ -61,11 +101,11 @@ class LaneKeeper:
 
     @property
     def lanes(self) -> list[TlsLane]:
-        """Every lane that has not ended, both ways."""
+        """The outbound and inbound lanes that have not ended."""
         return [*self._outbound, *self._inbound.lanes]
 
     def close(self) -> None:
-        """Abort every lane, end every search, and make no more."""
+        """Abort every lane and every search, and make no more lanes."""
         self._closed = True
         for scope in self._searches:
             scope.cancel()
@@ -76,7 +116,7 @@ class LaneKeeper:
     # -- the sender's side
 
     async def open(self, peer_id: PeerId, addresses: Sequence[str], timeout: float) -> TlsLane:
-        """What :meth:`Transport.open_lane` says."""
+        """Return a kept lane or make one, see :meth:`Transport.open_lane`."""
         if self._closed:
             raise ClosedError("the transport is closed")
         if (kept := self._take(peer_id)) is not None:
@@ -107,7 +147,7 @@ class LaneKeeper:
         return None
 
     def keep(self, lane: DirectLane) -> None:
-        """What :meth:`Transport.keep_lane` says."""
+        """Keep a lane for its next use, see :meth:`Transport.keep_lane`."""
         if (
             not isinstance(lane, TlsLane)
             or lane not in self._outbound
@@ -116,7 +156,7 @@ class LaneKeeper:
         ):
             lane.abort()
             return
-        if lane.owed:  # whoever used it did not wait for it
+        if lane.owed:  # its user did not wait for the acknowledgement
             lane.finish()
         self._outbound[lane].deadline = trio.current_time() + IDLE_SECONDS
         self._idle.put(lane)
@@ -131,11 +171,11 @@ class LaneKeeper:
                 search.peer_id, PROTOCOL, addresses=search.addresses, timeout=timeout, wait_inbound=True
             )
         except UnreachableError:
-            search.futile = self._transport.is_connected(search.peer_id)  # it has no lanes
+            search.futile = self._transport.is_connected(search.peer_id)  # then the peer serves no lanes
             raise
         try:
             lane = self._adopt_outbound(await self._ask(stream, search), search.peer_id)
-            await stream.aclose()  # which is never cancelled
+            await stream.aclose()  # aclose() cannot be cancelled
         except (StreamBrokenError, RemoteProtocolError) as error:
             search.futile = isinstance(error, RemoteProtocolError)
             raise UnreachableError(f"{search.peer_id} gave no direct lane: {error}") from None
@@ -148,7 +188,7 @@ class LaneKeeper:
         offer = Offer.decode(await _next(stream))
         if offer.refusal:
             raise UnreachableError(f"{search.peer_id} gives no direct lane: {offer.refusal}")
-        search.futile = True  # unless one of the two ways leads somewhere
+        search.futile = True  # holds only if both ways fail
         for way in (self._go_there, self._let_come):
             try:
                 return await way(stream, search, offer)
@@ -168,13 +208,13 @@ class LaneKeeper:
 
     async def _let_come(self, stream: Stream, search: _Search, offer: Offer) -> TlsConnection:
         if not self._transport.addresses:
-            raise UnreachableError("and this peer listens nowhere, so that the other one cannot dial either")
+            raise UnreachableError("and this peer listens nowhere, so the other peer cannot dial back")
         with self._doorway.expecting(search.peer_id, offer.certificate) as visitor:
             await send_message(stream, Back(visitor.ticket, self._transport.addresses).encode())
             await _expect_verdict(stream, 2)
             await visitor.decided.wait()
             if (connection := visitor.take()) is None:
-                raise UnreachableError(f"it dialled back, and {visitor.reason}")
+                raise UnreachableError(f"the peer dialled back, but {visitor.reason}")
             return connection
 
     def _adopt_outbound(self, connection: TlsConnection, peer_id: PeerId) -> TlsLane:
@@ -186,7 +226,7 @@ class LaneKeeper:
         return lane
 
     async def _watch(self, lane: TlsLane) -> None:
-        """For as long as the lane lives."""
+        """Attend to an outbound lane for as long as it lives."""
         try:
             with self._outbound[lane]:
                 await lane.watch()
@@ -200,7 +240,7 @@ class LaneKeeper:
     # -- both sides
 
     def _candidates(self, peer_id: PeerId, known: Sequence[str], named: Sequence[str]) -> list[str]:
-        """What has worked before comes first."""
+        """Return the addresses to dial: those that have worked before, then those that the peer has named."""
         known = self._dialled_addresses(peer_id) or known
         return list(dict.fromkeys([*known, *named]))[:MAX_ADDRESSES]
 
@@ -211,13 +251,13 @@ class LaneKeeper:
             try:
                 return await self._doorway.dial(peer_id, certificate, ticket, addresses)
             except OSError as error:
-                raise RemoteProtocolError(f"no TLS with its certificate: {error}") from None
-        raise UnreachableError(f"nobody answered within {DIAL_SECONDS:.0f} s at {', '.join(addresses)}")
+                raise RemoteProtocolError(f"OpenSSL does not take the peer's certificate: {error}") from None
+        raise UnreachableError(f"no answer within {DIAL_SECONDS:.0f} s at {', '.join(addresses)}")
 
     # -- the receiver's side
 
     def serve(self, handler: DirectLaneHandler, wanted: Callable[[PeerId], bool] | None = None) -> None:
-        """What :meth:`Transport.serve_lanes` says."""
+        """Serve inbound lanes, see :meth:`Transport.serve_lanes`."""
         self._inbound.serve(handler, wanted)
 
     async def _answer(self, stream: Stream) -> None:
@@ -235,7 +275,7 @@ class LaneKeeper:
                 slot.release()
 
     async def _answer_with_offer(self, stream: Stream, ask: Ask, slot: Slot) -> None:
-        """Until the sender closes the stream, as it does when it has what it wants, or wants no more."""
+        """Offer a lane, and help the sender to make it, until the sender closes the stream."""
         own = self._doorway.own.der
         with self._doorway.expecting(stream.remote, ask.certificate) as visitor:
             await send_message(stream, Offer("", own, visitor.ticket, self._transport.addresses).encode())
@@ -244,7 +284,7 @@ class LaneKeeper:
                 back = await receive_message(stream, max_bytes=MAX_MESSAGE_BYTES)
                 if back is None:
                     nursery.cancel_scope.cancel()
-                # Its verdict is sent all the same: one that is cancelled half-way would spoil the stream.
+                # _admit still sends its verdict. Cancelling it in the middle of the write would break the stream.
                 visitor.stay_out("the sender wants to be dialled")
         if back is not None:
             await self._dial_back(stream, ask, Back.decode(back), slot)
@@ -258,13 +298,13 @@ class LaneKeeper:
         try:
             await send_message(stream, Verdict(1, visitor.reason).encode())
         except StreamBrokenError as error:
-            logger.info("%s asked for a lane and went away: %s", stream.remote, error)
+            logger.info("%s asked for a lane and then left: %s", stream.remote, error)
 
     async def _dial_back(self, stream: Stream, ask: Ask, back: Back, slot: Slot) -> None:
         reason = ""
         try:
             if slot.used:
-                raise UnreachableError("it is in already")  # noqa: TRY301 - as any other reason
+                raise UnreachableError("the first dial has succeeded")  # noqa: TRY301 - as any other reason
             addresses = self._candidates(stream.remote, (), back.addresses)
             connection = await self._dial(stream.remote, ask.certificate, back.ticket, addresses)
         except UnreachableError as error:
@@ -275,7 +315,7 @@ class LaneKeeper:
 
 
 class _Search:
-    """One attempt at a lane, and what is learned on the way."""
+    """One attempt to make a lane: the reasons of its failures, and a note if another attempt would be futile."""
 
     def __init__(self, peer_id: PeerId, addresses: Sequence[str]) -> None:
         self.peer_id = peer_id
@@ -292,9 +332,13 @@ async def _next(stream: Stream) -> bytes:
 
 
 async def _expect_verdict(stream: Stream, attempt: int) -> None:
-    """Raises UnreachableError with the receiver's reason. Verdicts of an attempt that was given up are passed over."""
+    """Wait for the verdict of an attempt, and skip the verdicts of earlier ones.
+
+    Raises:
+        UnreachableError: the attempt has failed; the message is the receiver's reason.
+    """
     while (verdict := Verdict.decode(await _next(stream))).attempt != attempt:
         if verdict.attempt > attempt:
             raise RemoteProtocolError(f"a verdict of attempt {verdict.attempt} instead of {attempt}")
     if verdict.reason:
-        raise UnreachableError(f"it said: {verdict.reason}")
+        raise UnreachableError(f"the peer reported: {verdict.reason}")

@@ -1,7 +1,7 @@
-"""A TLS connection whose bytes pass through memory: what OpenSSL makes of them, and a socket that carries the result.
+"""A TLS connection through memory buffers: OpenSSL encrypts between buffers, and this class moves them over a socket.
 
-Where OpenSSL uses the socket itself, it asks the system twice for each record of 16 KiB that it reads and once for
-each that it writes. Here many records go at once, which takes a quarter of the processor's time away.
+If OpenSSL used the socket itself, it would make two system calls for each record of 16 KiB that it reads, and one for
+each that it writes. Moving many records at once saves a quarter of the processor time.
 """
 
 from __future__ import annotations
@@ -18,18 +18,20 @@ import trio
 from p2pavg.net.lanes.certificates import check_connection
 from p2pavg.net.transport import Buffer
 
-# What is encrypted, and then handed to the system, at once; a lane's thread gives up the GIL as often.
+# The bytes that are encrypted and then handed to the system at once. A lane's thread releases the GIL once per piece.
 PIECE_BYTES = 256 * 1024
 
 _READ_BYTES = 256 * 1024
 _HANDSHAKE_READ_BYTES = 16 * 1024
 
-# A silent peer that has gone is noticed after 60 s, and a router on the way does not forget the connection.
+# A dead peer is noticed after 60 s, and a router on the way keeps the connection in its table.
 _KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
 
 
 class TlsConnection:
-    """One end, a client's when there is a ``server_name``. Takes over ``plain``. Not to be used by two threads at once.
+    """One end of a TLS connection: the client's if there is a ``server_name``.
+
+    It takes over the socket ``plain``. Two threads must not use it at once.
 
     Raises:
         OSError: the other side has gone already.
@@ -51,16 +53,16 @@ class TlsConnection:
             raise
 
     async def shake_hands(self, trusted: Callable[[], bytes]) -> None:
-        """Finish the handshake, and leave the connection in blocking mode; closed, if that fails or is cancelled.
+        """Finish the handshake and switch to blocking mode. If that fails or is cancelled, close the connection.
 
-        It waits in trio, not in a thread: strangers that begin and then say nothing would occupy one each. What is
-        computed between two waits takes a millisecond.
+        The handshake waits in trio and not in a thread, because each silent stranger would occupy a thread. The
+        computation between two waits takes about a millisecond.
 
         Args:
-            trusted: the certificate that the other side must have shown, asked for at the end.
+            trusted: returns the certificate that the other side must have shown; called at the end.
 
         Raises:
-            OSError: the other side is gone, or is not the one that the context trusts.
+            OSError: the other side is gone, or has shown a certificate that the context does not trust.
         """
         try:
             while not self._has_shaken_hands():
@@ -70,7 +72,7 @@ class TlsConnection:
                     raise OSError("the other side ended the connection")  # noqa: TRY301 - as any other end
             await self._send_what_waits()
             check_connection(self.tls, trusted())
-            self._socket.setblocking(True)  # with a timeout instead, Python would poll before each read
+            self._socket.setblocking(True)  # with a socket timeout, Python would poll before each read
         except BaseException as error:
             if isinstance(error, ssl.SSLError):
                 with suppress(OSError):  # the alert that tells the other side why; it may be gone
@@ -94,7 +96,7 @@ class TlsConnection:
                 await trio.lowlevel.wait_writable(self._socket.fileno())
 
     def _receive_without_waiting(self) -> bool:
-        """Take what the system has. False when the other side has ended the connection."""
+        """Receive what has arrived. Return false if the other side has ended the connection."""
         try:
             found = self._socket.recv(_HANDSHAKE_READ_BYTES, _DONT_WAIT)
         except BlockingIOError:
@@ -105,12 +107,12 @@ class TlsConnection:
     # -- blocking, once the handshake is done
 
     def keep_unsent_below(self, count: int) -> None:
-        """Let :meth:`send` block while the system holds so many bytes that the link has not taken, where it can."""
+        """Let :meth:`send` block while the system holds ``count`` unsent bytes, where the system supports that."""
         if hasattr(trio.socket, "TCP_NOTSENT_LOWAT"):
             self._socket.setsockopt(socket.IPPROTO_TCP, trio.socket.TCP_NOTSENT_LOWAT, count)
 
     def wait_for_room(self) -> None:
-        """Until the system takes more, or the connection has ended."""
+        """Block until the system accepts more bytes, or the connection has ended."""
         if hasattr(select, "poll"):
             poll = select.poll()
             poll.register(self._socket, select.POLLOUT)
@@ -119,14 +121,14 @@ class TlsConnection:
             select.select([], [self._socket], [])
 
     def send(self, data: Buffer) -> None:
-        """All of it, at most PIECE_BYTES. Raises OSError."""
+        """Send all of ``data``, at most PIECE_BYTES. Raises OSError."""
         left = memoryview(data)
         while left:
             left = left[self.tls.write(left) :]
         self._socket.sendall(self._to_send.read())
 
     def receive_into(self, view: memoryview) -> int:
-        """At least one byte, at most a record's; 0 at the end. Raises OSError."""
+        """Receive at least one byte and at most one record. Return the count; 0 at the end. Raises OSError."""
         while True:
             try:
                 return int(self.tls.read(len(view), view))
@@ -143,7 +145,7 @@ class TlsConnection:
     # -- without waiting
 
     def receive_nowait(self, count: int) -> bytes | None:
-        """Up to so many bytes, or ``None`` when no record is complete; empty at the end. Raises OSError."""
+        """Return up to ``count`` bytes; ``None`` if no record is complete; empty at the end. Raises OSError."""
         found = self._read_what_is_here(count)
         if found is None:
             found = self._read_what_is_here(count) if self._receive_without_waiting() else b""
@@ -156,17 +158,17 @@ class TlsConnection:
             return None
 
     def holds_bytes(self) -> bool:
-        """Whether anything has been taken from the system that was not read yet."""
+        """Return whether bytes were received from the system that are not read yet."""
         return bool(self.tls.pending() or self._received.pending)
 
     def is_readable(self) -> bool:
-        """Whether anything has arrived, be it the end. Raises OSError or ValueError once it is closed."""
+        """Return whether bytes or the end have arrived. Raises OSError or ValueError once it is closed."""
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
         return self.holds_bytes() or bool(poll.poll(0))
 
     def has_ended(self) -> bool:
-        """Whether the other side has closed and nothing is left to read. Raises OSError."""
+        """Return whether the other side has closed and nothing is left to read. Raises OSError."""
         if self.holds_bytes():
             return False
         try:
@@ -177,24 +179,24 @@ class TlsConnection:
     # -- from any thread
 
     def fileno(self) -> int:
-        """The socket's descriptor; -1 once it is closed."""
+        """Return the socket's descriptor; -1 once it is closed."""
         return self._socket.fileno()
 
     def shut_down(self) -> None:
-        """End both directions: whoever waits, here or there, hears of it."""
+        """End both directions. Calls that are blocked at either end return."""
         with suppress(OSError):  # the other side was faster
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Let go of the descriptor; nobody may be using it."""
+        """Close the descriptor. No thread may be using it."""
         self._socket.close()
 
     def detach(self) -> int:
-        """The descriptor, which this connection forgets."""
+        """Detach the descriptor from this connection and return it."""
         return self._socket.detach()
 
 
-# Windows has no such flag; there, readiness is always asked for before.
+# Windows has no such flag. There, callers always poll for readiness before.
 _DONT_WAIT = getattr(socket, "MSG_DONTWAIT", 0)
 
 

@@ -1,4 +1,4 @@
-"""One listening port for two protocols: the first byte of a connection says which.
+"""One listening port for two protocols, which the first byte of a connection tells apart.
 
 A TLS handshake begins with 0x16. libp2p's negotiation begins with the length of a line, 0x13 in every implementation.
 """
@@ -24,19 +24,19 @@ from p2pavg.net.limits.entrance import Entrance
 
 logger = logging.getLogger(__name__)
 
-# For the first line, or the whole TLS handshake: a few round trips. How many may take so long at once says
-# p2pavg.net.limits.admission.
+# The timeout of the first line, or of the whole TLS handshake: a few round trips. p2pavg.net.limits.admission limits
+# the number of connections that may be in this state.
 UNDECIDED_SECONDS = 10.0
 
-# Connections that the system has accepted and this process has not. Its default of 128 is full in a moment when many
-# come, and one that finds it full tries again a second later.
+# The backlog: connections that the system has accepted and this process has not. trio's default of 128 fills quickly
+# when many peers connect at once, and a peer that finds it full retries a second later.
 BACKLOG = 1024
 
 _TLS_HANDSHAKE = b"\x16"
 _LIBP2P_GREETING = b"\x13/multistream/1.0.0\n"
 
 OnTls = Callable[[socket.socket], Awaitable[None]]
-"""Takes over an inbound connection whose first byte, still unread, begins a TLS handshake; and finishes that."""
+"""Takes over an inbound connection that begins a TLS handshake, with all bytes unread, and finishes the handshake."""
 
 
 async def _refuse(plain: socket.socket) -> None:
@@ -44,7 +44,7 @@ async def _refuse(plain: socket.socket) -> None:
 
 
 class SniffingTCP(TCP):
-    """libp2p's TCP, whose listeners pass on what is TLS, and hold no more connections than there are places."""
+    """libp2p's TCP transport. Its listeners pass TLS connections on, and hold no more connections than allowed."""
 
     def __init__(self, entrance: Entrance) -> None:
         super().__init__()
@@ -54,11 +54,11 @@ class SniffingTCP(TCP):
 
     @property
     def undecided(self) -> list[trio.socket.SocketType]:
-        """Connections that neither protocol has taken yet, the oldest first."""
+        """Connections whose protocol is not known yet, the oldest first."""
         return list(self._undecided)
 
     def create_listener(self, handler_function: THandler) -> TCPListener:
-        """A listener whose handler gets what is not TLS."""
+        """Make a listener whose handler gets the libp2p connections."""
 
         async def sort(found: ReadWriteCloser) -> None:
             assert isinstance(found, TrioTCPStream)
@@ -72,7 +72,7 @@ class SniffingTCP(TCP):
         return TCPListener(sort)
 
     async def dial(self, maddr: Multiaddr) -> IRawConnection:
-        """libp2p's, with a stream that reads ahead."""
+        """Dial as libp2p does, but with a stream that reads ahead."""
         connection = await super().dial(maddr)
         assert isinstance(connection, RawConnection)
         assert isinstance(connection.stream, TrioTCPStream)
@@ -80,7 +80,10 @@ class SniffingTCP(TCP):
         return connection
 
     async def _libp2p_stream(self, found: TrioTCPStream) -> ReadAheadStream | None:
-        """The stream, if libp2p's greeting came on it. Otherwise it was passed on, or is for the listener to close."""
+        """Return the stream if libp2p's greeting came on it.
+
+        Otherwise return ``None``: the connection was passed on as TLS, or the listener must close it.
+        """
         opened = found.stream.socket
         with trio.move_on_after(UNDECIDED_SECONDS) as scope:
             self._undecided[opened] = scope
@@ -102,7 +105,7 @@ class SniffingTCP(TCP):
 
 
 def accept_more_at_once(listener: TCPListener) -> None:
-    """Let the system hold BACKLOG connections that this process has not accepted yet."""
+    """Set the backlog of a listener to BACKLOG."""
     for opened in listener.listeners:
         opened.socket.listen(BACKLOG)
 
@@ -110,5 +113,5 @@ def accept_more_at_once(listener: TCPListener) -> None:
 def _host_of(opened: trio.socket.SocketType) -> str:
     try:
         return str(opened.getpeername()[0])
-    except OSError:  # it is gone already
+    except OSError:  # the connection is gone already
         return ""

@@ -1,8 +1,9 @@
-"""What py-libp2p 0.8.1 does more often than it must, and how to do it less often.
+"""Faster replacements for parts of py-libp2p 0.8.1 that do more work than they must.
 
-A round of a small vector is a few dozen messages a peer. libp2p lets the event loop go round some twenty times for
-each: whenever a lock is taken, and twice for every frame that is read. Nothing outside :mod:`p2pavg.net.libp2p`
-imports this module; ``tests/unit/net/libp2p/test_speed.py`` holds that what it replaces still does the same.
+In a round of a small vector, each peer handles a few dozen messages. For each of them, libp2p makes about twenty turns
+of the event loop: one whenever a lock is taken, and two for every frame that is read. Nothing outside
+:mod:`p2pavg.net.libp2p` imports this module. The tests in ``tests/unit/net/libp2p`` check that the replacements behave
+like the originals.
 """
 
 from __future__ import annotations
@@ -34,28 +35,28 @@ READ_AHEAD_BYTES = 64 * 1024
 
 
 class EagerLock:
-    """A lock that is taken at once when it is free.
+    """A lock that is acquired at once when it is free.
 
-    trio's lets all other tasks run first. libp2p takes a dozen locks for every frame, with nobody else at most of them,
-    and reads from a socket or writes to one in between, where all others have their turn.
+    trio's lock first lets all other tasks run. libp2p acquires a dozen locks for every frame, most of them without
+    contention. In between it reads from a socket or writes to one, and there the other tasks get their turn.
     """
 
     def __init__(self) -> None:
         self._lock = trio.Lock()
 
     async def acquire(self) -> None:
-        """Wait only when somebody holds it; then it is fair as trio's is."""
+        """Acquire the lock. Wait only if another task holds it; then it is as fair as trio's lock."""
         try:
             self._lock.acquire_nowait()
         except trio.WouldBlock:
             await self._lock.acquire()
 
     def release(self) -> None:
-        """Only by the task that holds it."""
+        """Release the lock. Only the task that holds it may do so."""
         self._lock.release()
 
     def locked(self) -> bool:
-        """Whether somebody holds it."""
+        """Return whether a task holds the lock."""
         return self._lock.locked()
 
     async def __aenter__(self) -> None:
@@ -68,7 +69,7 @@ class EagerLock:
 
 
 class _TrioWithEagerLocks(ModuleType):
-    """trio as some of libp2p's modules see it."""
+    """The module ``trio`` as some of libp2p's modules see it, with eager locks."""
 
     Lock = EagerLock
 
@@ -77,20 +78,21 @@ class _TrioWithEagerLocks(ModuleType):
 
 
 def install() -> None:
-    """Let libp2p's modules make eager locks from now on; calling it twice does nothing more."""
+    """Let libp2p's modules make eager locks from now on. A second call changes nothing."""
     for module in (_yamux, _net_stream, _rw_lock, _io_trio):
         module.trio = _TrioWithEagerLocks("trio")  # type: ignore[attr-defined]
 
 
 class ReadAheadStream(TrioTCPStream):
-    """A TCP stream that takes what is there, and hands it out piece by piece.
+    """A TCP stream that reads all available bytes, and returns them piece by piece.
 
-    A frame of Noise is read as two bytes of length and the rest: two system calls, and two turns of the event loop.
+    libp2p reads a frame of Noise in two steps, its length and its body. Without reading ahead, that takes two system
+    calls and two turns of the event loop.
     """
 
     @classmethod
     def of(cls, stream: TrioTCPStream) -> ReadAheadStream:
-        """The same stream, which nobody has read from yet."""
+        """Turn a stream from which nothing has been read yet into one that reads ahead."""
         stream.__class__ = cls
         assert isinstance(stream, cls)
         stream._ahead = memoryview(b"")
@@ -100,10 +102,10 @@ class ReadAheadStream(TrioTCPStream):
     _ahead: memoryview
     _ahead_lock: EagerLock
     arrival: Arrival | None = None
-    """Of an inbound connection, its place among the others."""
+    """The place of an inbound connection among the others; ``None`` for an outbound connection."""
 
     async def look_ahead(self, count: int) -> bytes:
-        """Wait for the first ``count`` bytes and return them; fewer when the stream ends before. They stay unread."""
+        """Return the first ``count`` bytes without consuming them; fewer if the stream ends before."""
         async with self._ahead_lock:
             while len(self._ahead) < count:
                 found = await super().read(READ_AHEAD_BYTES)
@@ -124,7 +126,7 @@ class ReadAheadStream(TrioTCPStream):
 
 
 class EagerMultiselectClient(MultiselectClient):
-    """Says what it speaks and what it wants in one write, where it wants one protocol."""
+    """The client of a negotiation. It sends its greeting and its request in one write, if it wants one protocol."""
 
     async def select_one_of(
         self,
@@ -149,16 +151,18 @@ class EagerMultiselectClient(MultiselectClient):
 
 
 def holds_more(stream: ReadWriteCloser) -> bool:
-    """Whether bytes of a stream have come that nobody has read."""
+    """Return whether unread bytes of a stream have arrived."""
     muxed = getattr(stream, "muxed_stream", None)
     return isinstance(muxed, YamuxStream) and bool(muxed.conn.stream_buffers.get(muxed.stream_id))
 
 
 class OneAnswerMultiselect(Multiselect):
-    """Says what it speaks together with its answer, in one write, to a client that has said all it wants at once.
+    """The server of a negotiation. It sends its greeting together with its answer, in one write.
+
+    It does so only for a client that has sent its greeting and its request at once.
 
     Args:
-        holds_more: of a stream, whether bytes have come that nobody has read.
+        holds_more: returns whether unread bytes of a stream have arrived.
     """
 
     def __init__(
@@ -178,7 +182,7 @@ class OneAnswerMultiselect(Multiselect):
 
 
 class _GreetsLater(MultiselectCommunicator):
-    """Keeps its first line until there is a second, or until the other side waits for it."""
+    """A communicator that keeps its first line until there is a second one, or until the other side waits for it."""
 
     def __init__(self, stream: ReadWriteCloser, holds_more: Callable[[ReadWriteCloser], bool]) -> None:
         super().__init__(stream)

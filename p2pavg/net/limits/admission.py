@@ -1,15 +1,16 @@
-"""Which connections a process holds, and which give way when there are too many.
+"""Admission of connections: the connections that a process holds, and those that give way when there are too many.
 
-Decides; no I/O, no clock. Limits count a source, which is an address and its prefix, before they count the whole. When
-there are too many, the *greediest* source loses one. So an attacker with a few addresses competes with itself only.
+This module decides; it does no I/O and has no clock. Each source, which is an address and its prefix, has a limit of
+its own below the limit of all connections. If there are too many, the *greediest* source loses one. So an attacker with
+a few addresses competes only with itself.
 
-Three rules keep the limits from being used against honest peers:
+Three rules prevent the use of the limits against honest peers:
 
-* Nobody is refused for what others on the same address do: within one source the oldest gives way to the newest. A
-  household, a university or a test on one machine may have many peers behind one address.
-* Among the unfinished connections of a source, the fullest stage of the handshake loses its oldest one. So those that
-  stop in one stage on purpose give way to each other, and not to one that goes on.
-* A peer that has answered this one stays when strangers come, and a peer of a common round stays before both.
+* No peer is refused because of other peers at the same address: within one source, the oldest connection gives way to
+  the newest. A household, a university or a test on one machine may have many peers behind one address.
+* Among the unfinished connections of a source, the fullest stage of the handshake loses its oldest one. Connections
+  that stop in one stage on purpose give way to each other, and not to one that makes progress.
+* A peer that has answered this one has priority over strangers, and a companion has priority over both.
 """
 
 from __future__ import annotations
@@ -23,40 +24,41 @@ from p2pavg.net.limits.sources import prefix_of
 
 
 class Standing(IntEnum):
-    """How well a peer is known here. A higher one never gives way to a lower one."""
+    """The standing of a peer. A connection of a higher standing never gives way to one of a lower."""
 
     STRANGER = 0
     ANSWERED = 1
-    """It has answered a call of this peer."""
+    """The peer has answered a call of this one."""
     COMPANION = 2
-    """It was named by this peer's user, or was in a group with this peer."""
+    """The peer was named by this process' user, or was in a group with this peer."""
 
 
 class Stage(IntEnum):
-    """How far an inbound connection is."""
+    """The progress of an inbound connection."""
 
     SILENT = 0
-    """It has not sent the first line of the protocol."""
+    """The first line of the protocol has not arrived."""
     SPEAKING = 1
-    """It is in its handshake."""
+    """The handshake is under way."""
     CONNECTED = 2
-    """It has proved an identity."""
+    """The peer has proved its identity."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectionLimits:
-    """How many connections of which kind there may be.
+    """The number of connections of each kind that are allowed.
 
-    - ``connections``: libp2p connections in both directions. A swarm of 16 needs 15 and record calls a few dozen. 512
-      take 512 files and about 22 MB.
-    - ``inbound``: those that others made. The rest is for peers that this one dials.
-    - ``per_host``, ``per_prefix``: inbound ones of one address and of one /24 or /48, without companions. A test swarm
-      of 64 processes on one machine has 63 a process, two where both dialled: 128. Three such addresses make a prefix's
-      share no larger than half of all.
-    - ``per_peer``: of one identity. Two that dial each other at once have two; a restart leaves one or two behind.
-    - ``unfinished``, ``unfinished_per_host``, ``unfinished_per_prefix``: those that have not proved an identity. trio
+    - ``connections``: libp2p connections in both directions. A swarm of 16 needs 15, and record calls need a few dozen.
+      512 connections take 512 files and about 22 MB.
+    - ``inbound``: connections that other peers made. The rest is for peers that this one dials.
+    - ``per_host``, ``per_prefix``: inbound connections of one address, and of one /24 or /48, without companions. In a
+      test swarm of 64 processes on one machine, each process has up to 126, two for each pair that dialled each other
+      at once. A prefix may have half of all inbound connections.
+    - ``per_peer``: connections of one identity. Two peers that dial each other at once have two, and a restart leaves
+      one or two behind.
+    - ``unfinished``, ``unfinished_per_host``, ``unfinished_per_prefix``: connections without a proved identity. trio
       accepts one connection each time that all tasks have had their turn, and a handshake takes about 30 such turns. So
-      an honest peer is through before 256 others have come, even from its own address.
+      an honest peer finishes before 256 others have come, even from its own address.
     """
 
     connections: int = 512
@@ -69,14 +71,14 @@ class ConnectionLimits:
     unfinished_per_prefix: int = 384
 
     def scaled(self, factor: float) -> ConnectionLimits:
-        """Return these limits times ``factor``, each at least 4, for a process that may open fewer files."""
+        """Return these limits times ``factor``, each at least 4, for a process that may open only few files."""
         names = [name for name in self.__slots__ if name != "per_peer"]
         return replace(self, **{name: max(4, int(getattr(self, name) * factor)) for name in names})
 
 
 @dataclass(eq=False, slots=True)
 class Arrival:
-    """One connection, from the moment at which it is accepted or made."""
+    """One connection, from the moment at which it was accepted or made."""
 
     host: str
     inbound: bool
@@ -90,12 +92,12 @@ class Arrival:
 
 
 class Admission:
-    """The connections that there are.
+    """The connections of this process, and the decisions about new ones.
 
     Args:
-        limits: how many there may be.
-        standing_of: of a peer id.
-        standing_at: of a host: the highest one among the peers that were met there.
+        limits: the number of connections that are allowed.
+        standing_of: returns the standing of a peer id.
+        standing_at: returns the highest standing among the peers that were met at a host.
     """
 
     def __init__(
@@ -116,11 +118,11 @@ class Admission:
 
     @property
     def unfinished(self) -> list[Arrival]:
-        """Those that have proved no identity, the oldest first."""
+        """The connections without a proved identity, the oldest first."""
         return list(self._unfinished)
 
     def arrive(self, host: str) -> tuple[Arrival, list[Arrival]]:
-        """Count an inbound connection that was just accepted. Returns it, and those to drop for it."""
+        """Count an inbound connection that was just accepted. Return it, and the connections to drop for it."""
         arrival = self._new(host, inbound=True)
         victims = []
         while (victim := self._too_many_unfinished(arrival)) is not None:
@@ -134,9 +136,9 @@ class Admission:
         arrival.stage = max(arrival.stage, Stage.SPEAKING)
 
     def connect(self, arrival: Arrival, peer_id: str) -> list[Arrival] | None:
-        """Count a connection that has proved ``peer_id``. Returns those to drop for it; ``None`` refuses it.
+        """Count a connection that has proved ``peer_id``. Return the connections to drop for it; ``None`` refuses it.
 
-        A connection that was dropped meanwhile is refused.
+        A connection that was dropped during its handshake is refused.
         """
         if arrival not in self._unfinished:
             return None
@@ -156,15 +158,15 @@ class Admission:
         return victims
 
     def dialled(self, host: str, peer_id: str) -> tuple[Arrival, list[Arrival]]:
-        """Count a connection that this process made. Returns it, and those to drop for it."""
+        """Count a connection that this process made. Return it, and the connections to drop for it."""
         arrival = self._new(host, inbound=False)
         self._unfinished[arrival] = None
         victims = self.connect(arrival, peer_id)
-        assert victims is not None  # what this process wants itself is never refused
+        assert victims is not None  # an outbound connection is never refused
         return arrival, victims
 
     def leave(self, arrival: Arrival) -> None:
-        """Forget a connection that has ended; nothing happens when it was dropped before."""
+        """Forget a connection that has ended. Nothing happens if it was dropped before."""
         self._unfinished.pop(arrival, None)
         self._connected.pop(arrival, None)
 
@@ -193,7 +195,7 @@ class Admission:
     # -- connected
 
     def _crowds(self, newcomer: Arrival) -> Iterable[tuple[list[Arrival], int]]:
-        """Yield those among which the newcomer must find a place, and how many there may be, it included."""
+        """Yield each crowd in which the newcomer needs a place, with its limit, which includes the newcomer."""
         limits, connected = self.limits, list(self._connected)
         yield [other for other in connected if other.peer_id == newcomer.peer_id], limits.per_peer
         if newcomer.inbound:
@@ -209,7 +211,7 @@ class Admission:
         yield connected, limits.connections
 
     def _who_gives_way(self, newcomer: Arrival, crowd: list[Arrival]) -> Arrival | None:
-        """``None`` when everyone else in the crowd has a better claim than the newcomer."""
+        """Return the connection that gives way; ``None`` if each one of the crowd has a better claim."""
         if all(other.peer_id == newcomer.peer_id for other in crowd):
             return min(crowd, key=_age)
         lowest = min(self._standing(other) for other in crowd)
@@ -221,7 +223,8 @@ class Admission:
             return victim
         if mine < lowest:
             return None
-        # Among equals, who has many gives way to who has few. Where everyone has one, those that are in stay in.
+        # Among equals, a prefix with many connections gives way to one with few. Otherwise the newcomer's own prefix
+        # makes room. If that has no connection either, the newcomer is refused.
         own_prefix = sum(other.prefix == newcomer.prefix for other in low)
         if own_prefix + 1 < len(greediest):
             return victim
@@ -233,12 +236,12 @@ class Admission:
 
 
 class Acquaintances:
-    """Peers that are no strangers, and the hosts at which peers were met. Bounded: the oldest are forgotten.
+    """The peers that are no strangers, and the hosts at which peers were met. Bounded: the oldest are forgotten.
 
     Args:
-        most: peers of each standing, and peers with hosts. A group has at most 128 members, and the record table holds
-            at most 1024 contacts.
-        most_hosts: of one peer, which a laptop on its way may change.
+        most: the number of peers of each standing, and of peers with hosts. A group has at most 128 members, and the
+            record table holds at most 1024 contacts.
+        most_hosts: the number of hosts of one peer. A travelling laptop has several.
     """
 
     def __init__(self, most: int = 1024, most_hosts: int = 8) -> None:
@@ -294,7 +297,7 @@ class Acquaintances:
 
 
 def _put_last(kept: OrderedDict[str, None], name: str, most: int) -> list[str]:
-    """Add a name, as the newest. Returns the oldest ones that were forgotten for it."""
+    """Add a name as the newest one. Return the oldest names, which were forgotten for it."""
     kept[name] = None
     kept.move_to_end(name)
     return [kept.popitem(last=False)[0] for _ in range(len(kept) - most)]
@@ -305,7 +308,10 @@ def _age(arrival: Arrival) -> int:
 
 
 def _oldest_of_the_fullest_stage(arrivals: list[Arrival]) -> Arrival:
-    """Connections that stay in one stage on purpose fill it, and give way to each other."""
+    """Return the oldest connection of the stage with the most connections.
+
+    Connections that stay in one stage on purpose fill that stage, and so give way to each other.
+    """
     ((fullest, _),) = Counter(arrival.stage for arrival in arrivals).most_common(1)
     return min((arrival for arrival in arrivals if arrival.stage == fullest), key=_age)
 

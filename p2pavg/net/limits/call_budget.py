@@ -1,8 +1,8 @@
-"""What the record calls of others may cost this process: time of its processor, and bytes of answers.
+"""The budget of inbound record calls: processor time, and bytes of answers.
 
-Decides; no I/O, no clock. Each call is charged to its caller and to the caller's prefix
-(:mod:`p2pavg.net.limits.sources`), after it was answered, with what it took. A caller in debt waits, and is refused
-when the wait would be long.
+This module decides; it does no I/O and has no clock. After each answer, the call's cost is charged to its caller and to
+the caller's prefix (:mod:`p2pavg.net.limits.sources`). A caller in debt has to wait, and is refused if the wait would
+be long.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from p2pavg.net.limits.rate import TokenBucket
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallRates:
-    """What callers may use on average, and at once after a pause.
+    """The rates that callers may use on average, and the bursts after a pause.
 
-    A peer in a run makes a few dozen calls to one other peer while it joins and a few a second in rounds; a call takes
-    about 1 ms and an answer has a few KiB, 64 KiB under the ready key of a large run. The burst is 1,000 such calls, or
-    64 of the large answers: enough for joining, and for withdrawing all that a peer says.
+    A peer makes a few dozen calls to another peer while it joins a run, and a few calls a second in rounds. A call
+    takes about 1 ms. An answer has a few KiB, or 64 KiB under the ready key of a large run. The burst is 1,000 such
+    calls, or 64 of the large answers. That is enough for joining, and for withdrawing all records of a peer.
 
-    - ``peer_seconds``, ``peer_burst_seconds``: processor time of one identity: 5 % of a core.
+    - ``peer_seconds``, ``peer_burst_seconds``: processor time for one identity: 5 % of a core.
     - ``peer_bytes``, ``peer_burst_bytes``: answers to one identity: 2 Mbit/s.
-    - ``prefix_factor``: what a /24 or /48 may use: eight peers at their limit, so 40 % of a core and 16 Mbit/s.
+    - ``prefix_factor``: the rates of a /24 or /48: eight peers at their limit, so 40 % of a core and 16 Mbit/s.
     """
 
     peer_seconds: float = 0.05
@@ -33,15 +33,16 @@ class CallRates:
     prefix_factor: float = 8.0
 
 
-# The other side gives a call up after 5 s (RPC_TIMEOUT), dialling included.
+# The caller's timeout is 5 s (RPC_TIMEOUT), which includes dialling.
 LONGEST_DELAY = 2.0
 
-# What a call costs for each second that it takes to find its answer: tasks, frames and encryption of a small answer
-# took half as long again on loopback. In simulations, where the clock stands still meanwhile, only bytes are charged.
+# The processor time of a call, relative to the time that finding its answer takes. On loopback, the tasks, frames and
+# encryption of a small answer take half as long again. In simulations the clock stands still during a call, so only
+# bytes are charged there.
 OVERHEAD = 1.5
 
-# Of peers, and as many of prefixes: more than a process has connections and contacts. A caller that is forgotten has a
-# full bucket again: an attacker that needs thousands of identities for that meets its prefixes' limits first.
+# The number of accounts of peers, and of prefixes: more than a process has connections and contacts. A forgotten caller
+# has a full bucket again. An attacker needs thousands of identities for that, and meets its prefixes' limits first.
 MAX_ACCOUNTS = 4096
 
 
@@ -62,16 +63,16 @@ class CallBudget:
         self._accounts: OrderedDict[tuple[str, str], _Account] = OrderedDict()
 
     def delay(self, now: float, peer_id: str, prefix: str) -> float | None:
-        """Seconds to wait before the next call of this peer is answered; ``None`` refuses it."""
+        """Return the seconds to wait before the next call of this peer is answered; ``None`` refuses the call."""
         delay = max(account.take(now, 0.0, 0) for account in self._accounts_of(peer_id, prefix))
         return delay if delay <= LONGEST_DELAY else None
 
     def charge(self, now: float, peer_id: str, prefix: str, *, seconds: float, count: int) -> None:
-        """Note what a call has taken.
+        """Charge a call to its caller and to the caller's prefix.
 
         Args:
-            seconds: of the processor, to find the answer.
-            count: bytes of the answer.
+            seconds: the processor time that it took to find the answer.
+            count: the bytes of the answer.
         """
         for account in self._accounts_of(peer_id, prefix):
             account.take(now, OVERHEAD * seconds, count)

@@ -1,4 +1,4 @@
-"""Carries out what :mod:`p2pavg.net.limits.dial_policy` decides; looks up the names that this process' user gave."""
+"""The gate of all dials: it applies :mod:`p2pavg.net.limits.dial_policy`, and looks up names that the user gave."""
 
 from __future__ import annotations
 
@@ -18,20 +18,21 @@ from p2pavg.net.limits.admission import Acquaintances
 from p2pavg.net.limits.dial_policy import DialBudget, DialPolicy, Network
 from p2pavg.net.transport import PeerId
 
-# Interfaces change when a laptop moves or a VPN starts; to list them takes 0.3 ms.
+# The interfaces are listed this often: they change when a laptop moves or a VPN starts. Listing takes 0.3 ms.
 INTERFACES_SECONDS = 30.0
 
-# Threads that look up names. A look-up that hangs takes one for a minute; trio's own 40 are the program's.
+# Threads that look up names. A look-up that hangs occupies one for a minute. trio's own 40 threads belong to the
+# program.
 NAME_THREADS = 4
 
 _FAMILIES = {"dns": socket.AF_UNSPEC, "dns4": socket.AF_INET, "dns6": socket.AF_INET6}
 
 
 class DialGate:
-    """Every dial of one transport passes here.
+    """The gate that every dial of one transport passes.
 
     Args:
-        acquaintances: says at which hosts which peers were met.
+        acquaintances: the hosts at which peers were met.
     """
 
     def __init__(self, acquaintances: Acquaintances) -> None:
@@ -44,11 +45,11 @@ class DialGate:
         self._names = trio.CapacityLimiter(NAME_THREADS)
 
     def listens_at(self, host: str) -> None:
-        """Note a host at which this process listens, as its user said."""
+        """Note a host at which this process listens, according to its user."""
         self.policy.told_by_user(host)
 
     def told_by_user(self, address: str) -> None:
-        """Note an address that this process' own user named: it is always dialled, and may hold a name."""
+        """Note an address that this process' own user named. It is always dialled, and may hold a DNS name."""
         self._from_user.add(address)
         self.policy.told_by_user(_host_of(Multiaddr(address)))
 
@@ -57,7 +58,7 @@ class DialGate:
 
         Raises:
             AddressError: the text is no address of this peer.
-            UnreachableError: it is not to be dialled, or its name stands for nothing; the message says why.
+            UnreachableError: the address must not be dialled, or its name is unknown; the message says why.
         """
         address = parse_address_of(peer_id, text)
         if not self._acquaintances.has_met_anyone():
@@ -73,10 +74,10 @@ class DialGate:
 
     @asynccontextmanager
     async def dialling(self, peer_id: PeerId, text: str, address: Multiaddr) -> AsyncIterator[None]:
-        """Wait until a dial of ``address``, for which ``text`` stands, may begin. The block is the dial.
+        """Wait until a dial of ``address``, which ``text`` stands for, may begin. The block is the dial.
 
         Raises:
-            UnreachableError: too many dials of this host have failed of late.
+            UnreachableError: too many dials of this host have failed recently.
         """
         if text in self._from_user:
             yield
@@ -103,7 +104,7 @@ class DialGate:
             self.policy.own_networks = own_networks()
 
     async def _look_up(self, address: Multiaddr) -> list[Multiaddr]:
-        """libp2p's TCP dials no names."""
+        """Look up the DNS name in an address, because libp2p's TCP transport dials no names."""
         name = _protocol_of(address)
         if name not in _FAMILIES:
             return [address]

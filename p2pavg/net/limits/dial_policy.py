@@ -1,10 +1,10 @@
-"""Which addresses that other peers name are dialled, and how many dials of them may fail.
+"""The policy for dialling addresses that other peers name, and the budget of their failed dials.
 
-Decides; no I/O, no clock. Records, rosters and answers name addresses that their writers chose. Without these rules a
-stranger could let this process connect to services of its own machine and its local network, or let all peers of a run
-connect to a third party at once.
+This module decides; it does no I/O and has no clock. Records, rosters and answers hold addresses that their writers
+chose. Without these rules, a stranger could make this process connect to services of its own machine or local network.
+It could also make all peers of a run connect to a third party at once.
 
-What this process' own user names (where it listens, its bootstrap addresses) is always dialled.
+Addresses that this process' own user names (listen and bootstrap addresses) are always dialled.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from p2pavg.net.limits.sources import Address, parse_host, prefix_of
 
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
-# Networks in which an address means another machine for each that dials it.
+# Private networks: an address there stands for a different machine in each network.
 _LOCAL = [
     ipaddress.ip_network(text)
     for text in (
@@ -31,7 +31,7 @@ _LOCAL = [
     )
 ]
 
-# No peer is ever there: unspecified, link-local (169.254.169.254 is the credentials service of cloud machines),
+# Networks without peers: unspecified, link-local (169.254.169.254 is the credentials service of cloud machines),
 # multicast, reserved, broadcast, and IPv6 forms that lead to an IPv4 address of the sender's choice.
 # 192.0.2.0/24, 198.51.100.0/24 and 203.0.113.0/24 are not in the list: test laboratories use them.
 _NEVER = [
@@ -55,13 +55,13 @@ _NEVER = [
     )
 ]
 
-# How far one private address that the user named says where this process is: private networks of several subnets, such
-# as a cloud's or a cluster's, are /16 at most as a rule, and /48 of IPv6.
+# The network around a private address that the user named, in which this process may dial. Private networks of several
+# subnets, such as those of a cloud or a cluster, are usually /16 at most, and /48 in IPv6.
 _USERS_BITS = {4: 16, 6: 48}
 
 
 class DialPolicy:
-    """Whether a host that another peer named may be dialled.
+    """The decision whether a host that another peer named may be dialled.
 
     Args:
         own_networks: the subnets of this machine's interfaces, loopback not among them.
@@ -83,10 +83,10 @@ class DialPolicy:
             self._from_user.add(ipaddress.ip_network((address, bits), strict=False))
 
     def refusal(self, host: str, *, met_there: bool = False) -> str:
-        """Return why a host that another peer named is not dialled; empty if it may be.
+        """Return the reason for which a host that another peer named is not dialled; empty if it may be dialled.
 
         Args:
-            met_there: whether that very peer was connected from this host. Then it names itself.
+            met_there: true if the peer to dial was connected from this host before.
         """
         address = parse_host(host)
         if address is None:
@@ -106,29 +106,30 @@ def _is_in(address: Address, networks: Iterable[Network]) -> bool:
     return any(address.version == network.version and address in network for network in networks)
 
 
-# Dials that fail, at one host. 8 at once suffice for a peer with all its addresses, and for several that have left
-# together; then one every 5 s is less than a browser tries at a server that is down.
+# Failed dials at one host. 8 at once are enough for a peer with all its addresses, and for several peers that have left
+# together. After that, one every 5 s is less than a browser tries at a server that is down.
 HOST_FAILURES = 8
 HOST_FAILURES_PER_SECOND = 0.2
 
-# In one /24 or /48: as for four hosts.
+# A /24 or /48 has the budget of four hosts.
 PREFIX_FACTOR = 4
 
-# Everywhere. A lookup among dead peers makes 64 calls at most (MOST_CALLS), each to a few addresses, and there are some
-# in a minute. 8 connections a second that come to nothing are less than a web page opens.
+# Failed dials at all hosts. A lookup among dead peers makes 64 calls at most (MOST_CALLS), each to a few addresses, and
+# there are several lookups in a minute. A web page opens more than 8 connections a second.
 ALL_FAILURES = 256
 ALL_FAILURES_PER_SECOND = 8.0
 
-# Of one peer at hosts at which it was met: the limits of others do not keep this process from a peer that it knows.
+# Failed dials of one peer at hosts at which it was met. This budget is separate, so that failures of other peers do not
+# keep this process from a peer that it knows.
 PEER_FAILURES = 16
 PEER_FAILURES_PER_SECOND = 1.0
 
-# The one that was dialled longest ago is forgotten: by then ALL_FAILURES has been used up several times.
+# The least recently dialled account is forgotten. By then, ALL_FAILURES has been used up several times.
 MAX_ACCOUNTS = 4096
 
 
 class _Account:
-    """Dials under way, and failures that may still come."""
+    """The dials under way, and the failures that are still allowed."""
 
     def __init__(self, failures: float, per_second: float) -> None:
         self._bucket = TokenBucket(per_second, failures)
@@ -139,25 +140,25 @@ class _Account:
         return self._bucket.level(now)
 
     def failed(self, now: float) -> None:
-        """One has failed."""
+        """Note that a dial has failed."""
         self._bucket.take(now, 1.0)
 
 
 class DialBudget:
-    """How many dials of addresses that others named may be under way, and may fail.
+    """The budget of dials to addresses that other peers named: those under way and those that fail.
 
-    A dial costs nothing when the peer that was meant answers. So a swarm at one address is dialled as fast as it
-    answers, and invented peers at a third party are not.
+    A dial costs nothing if the right peer answers. So a swarm at one address is dialled as fast as it answers, while
+    invented peers at a third party's address use up the budget.
     """
 
     def __init__(self) -> None:
         self._accounts: OrderedDict[tuple[str, str], _Account] = OrderedDict()
 
     def may_begin(self, now: float, host: str, met_peer: str = "") -> bool | None:
-        """Return whether a dial may begin: ``None`` if it may when one that is under way has ended.
+        """Return whether a dial may begin; ``None`` if it must wait until a dial under way has ended.
 
         Args:
-            met_peer: the peer that is dialled, if it was met at this host.
+            met_peer: the peer to dial, if it was met at this host.
         """
         accounts = self._accounts_of(host, met_peer, keep=False)
         if any(account.left(now) < 1.0 for account in accounts):
@@ -165,12 +166,12 @@ class DialBudget:
         return all(account.left(now) - account.under_way >= 1.0 for account in accounts) or None
 
     def begin(self, host: str, met_peer: str = "") -> None:
-        """A dial begins."""
+        """Note that a dial begins."""
         for account in self._accounts_of(host, met_peer):
             account.under_way += 1
 
     def end(self, now: float, host: str, met_peer: str = "", *, failed: bool) -> None:
-        """A dial has ended; one that was given up has failed."""
+        """Note that a dial has ended. A dial that was given up counts as failed."""
         for account in self._accounts_of(host, met_peer):
             account.under_way = max(0, account.under_way - 1)
             if failed:
@@ -191,7 +192,7 @@ class DialBudget:
         ]
 
     def _account(self, key: tuple[str, str], failures: float, per_second: float, *, keep: bool) -> _Account:
-        """Return an account; one that is only looked at takes no place, or questions could push others out."""
+        """Return an account. If it is only looked at, it takes no place: questions must not push out other accounts."""
         found = self._accounts.get(key)
         if found is None:
             found = _Account(failures, per_second)

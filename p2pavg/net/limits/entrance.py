@@ -1,4 +1,4 @@
-"""Carries out what :mod:`p2pavg.net.limits.admission` decides: drops connections, and refuses them."""
+"""The entrance of a transport: it applies :mod:`p2pavg.net.limits.admission`, and drops or refuses connections."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ logger = logging.getLogger(__name__)
 
 
 class NoPlaceError(P2PAvgError):
-    """A connection is not taken: there are too many, and all others have a better claim."""
+    """A connection was refused: there are too many, and all others have a better claim."""
 
 
 class Entrance:
-    """The connections of one transport, and how each is dropped."""
+    """The connections of one transport, each with a function that drops it."""
 
     def __init__(self, admission: Admission) -> None:
         self.admission = admission
@@ -27,7 +27,7 @@ class Entrance:
 
     @contextmanager
     def arriving(self, host: str) -> Iterator[Arrival]:
-        """Count an inbound connection for as long as the block runs, which is cancelled when it is to give way."""
+        """Count an inbound connection while the block runs. The block is cancelled if the connection must give way."""
         arrival, victims = self.admission.arrive(host)
         with trio.CancelScope() as scope:
             self._drops[arrival] = scope.cancel
@@ -41,7 +41,7 @@ class Entrance:
         """Count an inbound connection that has proved ``peer_id``.
 
         Raises:
-            NoPlaceError: it is not taken.
+            NoPlaceError: the connection is refused.
         """
         victims = self.admission.connect(arrival, peer_id)
         if victims is None:

@@ -1,7 +1,7 @@
-"""How many bytes that others have sent, and that this process has not used yet, it holds in all.
+"""The memory budget: a limit of all bytes that other peers have sent and that this process has not used yet.
 
-Decides; no I/O. Each stream and each connection has a limit of its own (:mod:`p2pavg.net.libp2p.guards`), but their sum
-over 512 connections is far more than a machine has.
+This module decides; it does no I/O. Each stream and each connection has its own limit
+(:mod:`p2pavg.net.libp2p.guarded_yamux`). But the sum of these limits over 512 connections is more than a machine has.
 """
 
 from __future__ import annotations
@@ -10,37 +10,40 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
-# Unread bytes and unfinished messages of all peers that share no group with this one. The largest message of such a
-# peer is a record message of 1 MiB, and an honest one is complete within a second: 64 at once are more than come.
+# Unread bytes and unfinished messages of all peers that share no group with this one. Their largest message is a record
+# message of 1 MiB. An honest one is complete within a second, so 64 of them at once are more than ever occur.
 STRANGERS_BYTES = 64 * 1024 * 1024
 
-# Of all peers. A member of a group that sends parts over a stream fills a window of up to 4 MiB; 16 members with two
-# such streams each have 128 MiB on the way at most.
+# The same of all peers. A member of a group that sends parts over a stream fills a window of up to 4 MiB. 16 members
+# with two such streams each have at most 128 MiB on the way.
 TOTAL_BYTES = 256 * 1024 * 1024
 
 
 class Holder(Protocol):
-    """One connection's bytes."""
+    """The bytes that one connection holds."""
 
     @property
     def owner(self) -> str:
         """The peer that sent them."""
 
     def held(self) -> int:
-        """Return how many there are."""
+        """Return the number of bytes that the connection holds."""
 
     def shed(self) -> int:
-        """Give up the stream that holds most; how many bytes that makes free, 0 when there is nothing to give up."""
+        """Give up the stream that holds the most bytes.
+
+        Return the number of bytes freed; 0 if there is no such stream.
+        """
 
 
 class MemoryBudget:
     """The bytes of all connections together.
 
     Args:
-        holders: every connection there is.
-        is_companion: whether a peer is in a group with this one, or was.
-        strangers_bytes: what all others may hold together.
-        total_bytes: what all may.
+        holders: returns every connection.
+        is_companion: returns whether a peer is or was in a group with this one.
+        strangers_bytes: the limit of all peers that are no companions.
+        total_bytes: the limit of all peers.
     """
 
     def __init__(
@@ -54,20 +57,20 @@ class MemoryBudget:
         self._holders = holders
         self._is_companion = is_companion
         self._limits = {False: strangers_bytes, True: total_bytes}
-        self._room = 0  # so many bytes may still come before it has to be counted what there is
+        self._room = 0  # bytes that may still arrive before all holders must be counted again
 
     def arrived(self, count: int) -> None:
-        """Note that ``count`` bytes have come. The greediest peer loses streams while there are too many."""
+        """Note that ``count`` bytes have arrived. While there are too many, the greediest peer loses streams."""
         self._room -= count
         if self._room < 0:
             self._room = min(self._shed(companions=False), self._shed(companions=True))
 
     def held(self) -> int:
-        """Return how many bytes there are."""
+        """Return the number of bytes that all connections hold."""
         return sum(holder.held() for holder in self._holders())
 
     def _shed(self, *, companions: bool) -> int:
-        """Return how much room is left, once the greediest have given up what is too much."""
+        """Let the greediest peers give up streams until the limit is kept. Return the room that is left."""
         by_peer: defaultdict[str, list[Holder]] = defaultdict(list)
         sizes: defaultdict[str, int] = defaultdict(int)
         for holder in self._holders():
@@ -85,5 +88,6 @@ class MemoryBudget:
                 continue
             sizes[greediest] -= freed
             total -= freed
-        # A sixteenth at a time, so that counting costs little also where much is held for long.
+        # Count again after a sixteenth of the limit at the latest. So counting is cheap even if the budget stays nearly
+        # full.
         return max(0, min(limit - total, limit // 16))

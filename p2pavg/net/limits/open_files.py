@@ -1,4 +1,4 @@
-"""How many files this process may open, and what of that connections may take."""
+"""The limit of open files, and the share of it that connections may use."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ if sys.platform != "win32":
 
 logger = logging.getLogger(__name__)
 
-# Far above what this library uses, and what servers such as nginx and etcd ask for. Some systems allow 2^20 or more,
-# and a program that closes all descriptors before it starts another one would then take seconds.
+# Far above the needs of this library, and the value that servers such as nginx and etcd ask for. Some systems allow
+# 2^20 or more. With such a limit, a program that closes all descriptors before it starts another program takes seconds.
 WANTED_FILES = 65536
 
-# Left to the program: data sets, worker processes, log files, libraries. A DataLoader with 16 workers takes about 100.
+# Files left to the program: data sets, worker processes, log files. A DataLoader with 16 workers takes about 100.
 RESERVED_FILES = 256
 
 
 def raise_file_limit() -> int | None:
-    """Raise the soft limit of open files as far as the system allows, WANTED_FILES at most; return what it is then.
+    """Raise the soft limit of open files as far as the system allows, WANTED_FILES at most, and return it.
 
-    ``None`` where the system has no such limit. The limit is never lowered.
+    Return ``None`` if the system has no such limit. The limit is never lowered.
     """
     if sys.platform == "win32":
         return None
@@ -41,9 +41,9 @@ def raise_file_limit() -> int | None:
 
 
 def share_of_files(limit: int | None, wanted: int) -> float:
-    """Return what part of ``wanted`` files connections may use, above 0 and at most 1.
+    """Return the share of ``wanted`` files that connections may use, above 0 and at most 1.
 
-    Half of a low limit is the program's, and RESERVED_FILES of a high one.
+    The program keeps half of a low limit, and RESERVED_FILES of a high one.
     """
     if limit is None:
         return 1.0

@@ -1,7 +1,4 @@
-"""How much may be sent or received in a time.
-
-:class:`TokenBucket` decides and knows no clock; :class:`RateLimit` asks one, and is for threads and tasks at once.
-"""
+"""Rate limits: :class:`TokenBucket` decides without a clock, :class:`RateLimit` adds a clock and is thread-safe."""
 
 from __future__ import annotations
 
@@ -9,28 +6,31 @@ import threading
 import time
 from collections.abc import Callable
 
-# What travels for each byte of payload. A segment of 1448 bytes is a packet of 1500: 20 bytes of IP, 20 of TCP, 12 of
-# TCP's timestamps. A TLS 1.3 record of 16384 bytes takes 22 more: 5 of header, 1 of type, 16 of tag. Noise takes 18 of
-# up to 65519, yamux 12 of a frame. 1500/1448 * 16406/16384 = 1.0373, and 1.04 leaves room for pings and votes.
-# What acknowledges the other direction is not in it: at most 52 bytes for two segments of that, 2 %, and on common
-# network cards much less.
+# Bytes on the link for each byte of payload. A TCP segment of 1448 bytes travels in a packet of 1500 bytes: 20 for IP,
+# 20 for TCP, 12 for TCP's timestamps. A TLS 1.3 record of 16384 bytes has 22 more: 5 for the header, 1 for the type, 16
+# for the tag. Noise adds 18 bytes to up to 65519, yamux 12 to each frame. 1500/1448 * 16406/16384 = 1.0373, and 1.04
+# leaves room for pings and votes. Acknowledgements of the other direction are not counted: at most 52 bytes for two
+# segments, which is 2 %, and much less on common network cards.
 WIRE_OVERHEAD = 1.04
 
 BURST_SECONDS = 0.05
 MIN_BURST_BYTES = 32 * 1024
-"""A write's piece goes as a whole anyhow. On a slow link this makes up for tasks that wake up late."""
+"""The smallest burst.
+
+A piece of a write goes as a whole anyhow. On a slow link, it makes up for tasks that wake late.
+"""
 
 
 class TokenBucket:
-    """When bytes may go so that their rate is kept.
+    """A token bucket that may go into debt.
 
-    Whoever wants to send takes first and waits afterwards. So what is taken may be more than the bucket holds, and goes
-    when it has been earned: in any window at most ``rate * window`` and the larger of the burst and the largest that
-    was taken at once.
+    A sender first takes its bytes and then waits. So it may take more than the bucket holds, and it sends when the debt
+    is paid. In any window, the bytes sent are at most ``rate * window`` plus a burst. This burst is ``burst_bytes``, or
+    the largest single take if that is more.
 
     Args:
         rate_bytes_per_second: above 0.
-        burst_bytes: what may go at once after a pause, above 0.
+        burst_bytes: the bytes that may go at once after a pause, above 0.
     """
 
     def __init__(self, rate_bytes_per_second: float, burst_bytes: float) -> None:
@@ -38,32 +38,32 @@ class TokenBucket:
             raise ValueError(f"a rate and a burst are above 0, not {rate_bytes_per_second}, {burst_bytes}")
         self._rate = rate_bytes_per_second
         self._burst = burst_bytes
-        self._level = float(burst_bytes)  # below 0: taken, and not yet earned
+        self._level = float(burst_bytes)  # a negative level is a debt
         self._last: float | None = None
 
     def take(self, now: float, count: float) -> float:
-        """Seconds from now until these bytes may go. They are taken, even when they never go.
+        """Take ``count`` bytes and return the seconds from now until they may go. They cannot be given back.
 
         Args:
             now: seconds of a clock that does not run backwards; an earlier moment counts as the last one.
-            count: bytes, or what else the rate counts; 0 or more.
+            count: bytes, or another unit that the rate counts; 0 or more.
         """
         self._level = self.level(now) - count
         self._last = now if self._last is None else max(now, self._last)
         return max(0.0, -self._level / self._rate)
 
     def level(self, now: float) -> float:
-        """Return how much may go at once; below 0 what was taken and is not earned yet. Takes nothing."""
+        """Return how much may go at once; a negative number is a debt. Takes nothing."""
         last = now if self._last is None else self._last
         return min(self._burst, self._level + self._rate * max(0.0, now - last))
 
 
 class RateLimit:
-    """A limit that all who send, or all who receive, share. For any threads and tasks at once.
+    """A limit that all senders, or all receivers, of this process share. Threads and tasks may use it at once.
 
     Args:
         mbps: Mbit/s on the link, headers included, above 0; ``None`` is without limit.
-        clock: seconds that do not run backwards.
+        clock: returns seconds that do not run backwards.
     """
 
     def __init__(self, mbps: float | None, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -76,11 +76,11 @@ class RateLimit:
 
     @property
     def unlimited(self) -> bool:
-        """Whether there is no limit."""
+        """True if there is no limit."""
         return self._bucket is None
 
     def delay(self, count: int) -> float:
-        """Seconds to wait before so many bytes of payload may go; they are taken from the limit already."""
+        """Take ``count`` bytes of payload, and return the seconds to wait before they may go."""
         if self._bucket is None:
             return 0.0
         with self._lock:

@@ -1,6 +1,7 @@
-"""Where a connection comes from, as limits count it: its address, and the network that the address is in.
+"""The source of a connection, as limits count it: its address, and the network of that address.
 
-Decides; no I/O. One machine owns a whole /64 of IPv6, and a rented one often a /48: addresses alone say little there.
+This module decides; it does no I/O. In IPv6, one machine owns a whole /64, and a rented one often a /48. So a limit per
+address alone would be no limit.
 """
 
 from __future__ import annotations
@@ -9,12 +10,12 @@ import ipaddress
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
-# The smallest networks that are routed on the internet: who can use one address of a /24 can often use all of it.
+# The smallest networks that are routed on the internet. An attacker with one address of a /24 can often use all of it.
 _PREFIX_BITS = {4: 24, 6: 48}
 
 
 def parse_host(host: str) -> Address | None:
-    """Return the IP address that ``host`` is, with IPv4 inside IPv6 taken out; ``None`` for a name or for nothing."""
+    """Parse an IP address, and unpack IPv4 inside IPv6. Return ``None`` for a name or an empty text."""
     try:
         address = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:

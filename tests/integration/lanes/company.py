@@ -1,4 +1,4 @@
-"""What the tests of direct lanes share: hosts on loopback, and who receives."""
+"""Helpers of the tests of direct lanes: hosts on loopback, and receivers."""
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
@@ -24,7 +24,7 @@ in_thread = trio.to_thread.run_sync
 
 
 class Inbox:
-    """Serves lanes: messages of a length and a body, each kept and acknowledged."""
+    """A handler of lanes that keeps and acknowledges each message, which has a length and a body."""
 
     def __init__(self) -> None:
         self.lanes: list[TlsLane] = []
@@ -34,7 +34,7 @@ class Inbox:
         assert isinstance(lane, TlsLane)
         self.lanes.append(lane)
         self._send.send_nowait(await in_thread(read_message, lane))
-        with suppress(StreamBrokenError):  # the sender may have gone
+        with suppress(StreamBrokenError):  # the sender may be gone
             await in_thread(lane.acknowledge)
 
 
@@ -65,7 +65,7 @@ def keeper(host: Libp2pTransport) -> LaneKeeper:
 
 
 async def assert_goes_on(host: Libp2pTransport) -> None:
-    """It still speaks libp2p, and still gives lanes, to somebody new."""
+    """Assert that a host still serves streams and lanes to a new peer."""
     inbox = Inbox()
     host.serve_lanes(inbox)
     async with open_host() as stranger:
@@ -75,7 +75,7 @@ async def assert_goes_on(host: Libp2pTransport) -> None:
 
 
 async def until_still(value: Callable[[], int]) -> None:
-    """Until a thread makes no progress any more, as far as can be seen."""
+    """Wait until a thread seems to make no more progress."""
     before = -1
     while before != (before := value()):
         await trio.sleep(0.1)

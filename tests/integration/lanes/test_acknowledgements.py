@@ -1,4 +1,4 @@
-"""What its receiver has taken, a lane says; and nothing else."""
+"""The acknowledgements of lanes: they cover exactly the bytes that the receiver has taken."""
 
 import pytest
 import trio
@@ -12,12 +12,12 @@ from tests.integration.lanes.company import in_thread, keeper, lane_to, pair, po
 
 
 class Receives:
-    """Serves lanes: reads a message, and acknowledges it when it is let to."""
+    """A handler of lanes that reads a message, and acknowledges it when the test permits."""
 
     def __init__(self, *, at_once: bool = True) -> None:
         self.lanes: list[TlsLane] = []
         self.read = trio.Semaphore(0)
-        """Released with each message that was read."""
+        """A semaphore that is released for each message read."""
         self.acknowledge = trio.Semaphore(1000 if at_once else 0)
         self.word = b"\x06"
 
@@ -34,7 +34,7 @@ class Receives:
 
 
 async def cancelled_before_the_answer(lane: TlsLane) -> None:
-    """As when an attempt ends while its lane waits for the receiver's word."""
+    """Cancel a sender that waits for the acknowledgement, as the end of an attempt does."""
     async with trio.open_nursery() as nursery:
         nursery.start_soon(lane.acknowledged)
         await eventually(lambda: lane.owed)
@@ -43,7 +43,7 @@ async def cancelled_before_the_answer(lane: TlsLane) -> None:
 
 
 @watched
-async def test_one_use_after_another_is_acknowledged() -> None:
+async def test_each_use_of_a_lane_is_acknowledged() -> None:
     async with pair() as (here, there):
         inbox = Receives()
         there.serve_lanes(inbox)
@@ -69,7 +69,7 @@ async def test_a_lane_that_was_dialled_back_is_acknowledged_too() -> None:
 
 
 @watched
-async def test_nothing_is_acknowledged_before_the_receiver_says_so() -> None:
+async def test_no_acknowledgement_before_the_receiver_sends_it() -> None:
     async with pair() as (here, there):
         inbox = Receives(at_once=False)
         there.serve_lanes(inbox)
@@ -91,8 +91,8 @@ async def test_nothing_is_acknowledged_before_the_receiver_says_so() -> None:
 
 
 @watched
-async def test_an_acknowledgement_that_comes_before_the_sender_waits_for_it_counts() -> None:
-    """The last write may return later than the receiver has answered it."""
+async def test_an_early_acknowledgement_counts() -> None:
+    """The receiver's acknowledgement may arrive before the last write has returned."""
     async with pair() as (here, there):
         inbox = Receives()
         there.serve_lanes(inbox)
@@ -106,8 +106,8 @@ async def test_an_acknowledgement_that_comes_before_the_sender_waits_for_it_coun
 
 @pytest.mark.parametrize("waited", [True, False])
 @watched
-async def test_a_lane_is_not_handed_out_before_its_acknowledgement_has_come(waited: bool) -> None:
-    """The next use would take it for its own; also when whoever sent last did not live to wait for it."""
+async def test_an_unacknowledged_lane_is_not_reused(waited: bool) -> None:
+    """The next user would take the acknowledgement for its own, also if the last user was cancelled."""
     async with pair() as (here, there):
         inbox = Receives(at_once=False)
         there.serve_lanes(inbox)
@@ -126,8 +126,8 @@ async def test_a_lane_is_not_handed_out_before_its_acknowledgement_has_come(wait
 
 
 @watched
-async def test_a_lane_that_was_kept_unacknowledged_is_as_good_after_it() -> None:
-    """Of the next use nothing is acknowledged by the word for the last one."""
+async def test_a_kept_lane_is_reused_after_its_late_acknowledgement() -> None:
+    """The acknowledgement of the last use does not acknowledge the next use."""
     async with pair() as (here, there):
         inbox = Receives(at_once=False)
         there.serve_lanes(inbox)
@@ -142,7 +142,7 @@ async def test_a_lane_that_was_kept_unacknowledged_is_as_good_after_it() -> None
         await inbox.read.acquire()
         await inbox.read.acquire()
         await cancelled_before_the_answer(lane)
-        assert lane.owed, "the first word was for the first use"
+        assert lane.owed, "the first acknowledgement was for the first use"
         inbox.acknowledge.release()
         await eventually(lambda: not lane.owed)
         assert not lane.aborted
@@ -150,8 +150,8 @@ async def test_a_lane_that_was_kept_unacknowledged_is_as_good_after_it() -> None
 
 @pytest.mark.parametrize("when", ["while it is waited for", "before"])
 @watched
-async def test_a_receiver_that_drops_the_lane_after_all_was_sent_has_not_acknowledged(when: str) -> None:
-    """What the system took is lost with the connection."""
+async def test_a_receiver_that_drops_the_lane_at_the_end_has_not_acknowledged(when: str) -> None:
+    """Bytes that the operating system has taken are lost with the connection."""
     async with pair() as (here, there):
         inbox = Receives(at_once=False)
         there.serve_lanes(inbox)
@@ -198,7 +198,7 @@ async def test_a_lane_that_this_process_drops_is_not_acknowledged() -> None:
 
 @pytest.mark.parametrize("word", [b"\x15", b"\x00", b"a long story" * 1000])
 @watched
-async def test_another_word_than_the_acknowledgement_ends_the_lane(word: bytes) -> None:
+async def test_a_byte_other_than_the_acknowledgement_ends_the_lane(word: bytes) -> None:
     async with pair() as (here, there):
         inbox = Receives()
         inbox.word = word
@@ -218,8 +218,8 @@ async def test_another_word_than_the_acknowledgement_ends_the_lane(word: bytes) 
 
 
 @watched
-async def test_a_lane_on_which_more_is_said_than_was_asked_for_is_not_handed_out() -> None:
-    """A second word would be the acknowledgement of what has not been sent yet."""
+async def test_a_lane_with_a_surplus_acknowledgement_is_not_reused() -> None:
+    """A second acknowledgement would acknowledge bytes that are not sent yet."""
     async with pair() as (here, there):
         inbox = Receives()
         there.serve_lanes(inbox)
@@ -234,7 +234,7 @@ async def test_a_lane_on_which_more_is_said_than_was_asked_for_is_not_handed_out
 
 
 @watched
-async def test_a_lane_whose_receiver_drops_it_unasked_is_not_handed_out() -> None:
+async def test_a_lane_dropped_by_its_receiver_is_not_reused() -> None:
     async with pair() as (here, there):
         inbox = Receives(at_once=False)
         there.serve_lanes(inbox)

@@ -1,4 +1,4 @@
-"""Who gets a direct lane: tickets, certificates, and what else comes to the port."""
+"""The admission of direct lanes: tickets, certificates, and other connections to the port."""
 
 import socket
 import ssl
@@ -38,7 +38,7 @@ async def ask(here: Transport, there: Transport, own: OwnCertificate) -> tuple[S
 
 
 def call(port: int, context: ssl.SSLContext, name: str | None) -> bytes:
-    """What a client reads that sends a message with its handshake."""
+    """Return the bytes that a client reads if it sends a message with its handshake."""
     with (
         socket.create_connection(("127.0.0.1", port)) as plain,
         context.wrap_socket(plain, server_hostname=name) as connection,
@@ -65,7 +65,7 @@ async def assert_refused(host: Libp2pTransport, context: ssl.SSLContext, name: s
 
 
 @watched
-async def test_who_has_no_ticket_is_refused() -> None:
+async def test_a_client_without_a_ticket_is_refused() -> None:
     async with pair() as (here, there):
         own = OwnCertificate("me")
         stream, offer = await ask(here, there, own)
@@ -78,7 +78,7 @@ async def test_who_has_no_ticket_is_refused() -> None:
 
 @pytest.mark.parametrize("who", ["another", "nobody"])
 @watched
-async def test_a_ticket_is_worth_nothing_without_its_certificate(who: str) -> None:
+async def test_a_ticket_with_another_certificate_is_refused(who: str) -> None:
     async with pair() as (here, there):
         stream, offer = await ask(here, there, OwnCertificate("me"))
         mallory = OwnCertificate("mallory").client_context(offer.certificate)
@@ -90,7 +90,7 @@ async def test_a_ticket_is_worth_nothing_without_its_certificate(who: str) -> No
 
 
 @watched
-async def test_what_openssl_lets_through_is_looked_at_again() -> None:
+async def test_the_connection_is_checked_again_after_openssl() -> None:
     async with pair() as (here, there):
         own = OwnCertificate("me")
         stream, offer = await ask(here, there, own)
@@ -103,7 +103,7 @@ async def test_what_openssl_lets_through_is_looked_at_again() -> None:
 
 
 @watched
-async def test_a_ticket_is_good_for_one_lane() -> None:
+async def test_a_ticket_is_valid_for_one_lane() -> None:
     async with pair() as (here, there):
         own = OwnCertificate("me")
         stream, offer = await ask(here, there, own)
@@ -137,8 +137,8 @@ async def test_an_old_ticket_is_refused(how: str, monkeypatch: pytest.MonkeyPatc
 
 
 @watched
-async def test_a_receiver_with_another_certificate_is_not_believed() -> None:
-    """Somebody else answers at the address: nothing may be sent to them."""
+async def test_a_receiver_with_another_certificate_is_refused() -> None:
+    """If another peer answers at the address, nothing may be sent to it."""
     async with pair() as (here, there):
         mallory = OwnCertificate("mallory")
         door = keeper(there)._doorway
@@ -185,7 +185,7 @@ BAD_OFFERS = [
 
 @pytest.mark.parametrize("message", BAD_OFFERS)
 @watched
-async def test_a_bad_offer_is_no_lane(message: bytes) -> None:
+async def test_a_bad_offer_makes_no_lane(message: bytes) -> None:
     async def offer(stream: Stream) -> None:
         await receive_message(stream)
         await send_message(stream, message)
@@ -211,7 +211,7 @@ async def test_a_bad_back_costs_its_stream(message: bytes) -> None:
         await eventually(lambda: not keeper(there)._inbound.slots._taken)
 
 
-def test_a_certificate_is_looked_at_before_openssl_gets_it() -> None:
+def test_a_certificate_is_checked_before_openssl_reads_it() -> None:
     with pytest.raises(RemoteProtocolError, match="not a certificate"):
         Offer.decode(BAD_OFFERS[0])
     with pytest.raises(RemoteProtocolError, match="not a certificate"):
@@ -219,7 +219,7 @@ def test_a_certificate_is_looked_at_before_openssl_gets_it() -> None:
 
 
 @watched
-async def test_a_refused_dial_says_so_and_leaves_no_socket() -> None:
+async def test_a_refused_dial_raises_and_leaves_no_socket() -> None:
     async with pair() as (here, there):
         await here.dial(there.addresses[0], timeout=TIMEOUT)
         stream, _ = await ask(here, there, OwnCertificate("me"))
@@ -232,7 +232,7 @@ async def test_a_refused_dial_says_so_and_leaves_no_socket() -> None:
 
 
 @watched
-async def test_addresses_of_others_are_not_dialled() -> None:
+async def test_addresses_of_other_peers_are_not_dialled() -> None:
     async with pair() as (here, there), open_host(LOOPBACK) as third:
         stream, _ = await ask(here, there, OwnCertificate("me"))
         await send_message(stream, Back(bytes(16), third.addresses).encode())
@@ -259,7 +259,7 @@ async def test_garbage_and_silence_on_the_port_are_harmless(said: bytes) -> None
 
 
 @watched
-async def test_the_silent_give_way_to_those_who_speak() -> None:
+async def test_silent_connections_give_way_to_speaking_ones() -> None:
     limits = ConnectionLimits(unfinished=3)
     seed = next(seeds)
     async with (
@@ -289,7 +289,7 @@ async def receive_end(tcp: trio.SocketStream) -> bytes:
 
 
 @watched
-async def test_the_silent_are_left_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_silent_connections_are_closed_after_a_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sniffing, "UNDECIDED_SECONDS", 0.1)
     async with open_host(LOOPBACK) as host:
         for said in (b"", b"\x16"):

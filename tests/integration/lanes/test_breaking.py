@@ -1,4 +1,4 @@
-"""What ends a lane in use: abort, an early end, a handler that fails."""
+"""The end of a lane in use: by abort, by an early end, or by a handler that fails."""
 
 import logging
 import threading
@@ -15,8 +15,8 @@ from tests.integration.lanes.company import assert_goes_on, in_thread, keeper, l
 
 
 @watched
-async def test_abort_wakes_who_is_blocked() -> None:
-    """Both a sender whose receiver does not read, and a receiver whose sender does not send."""
+async def test_abort_wakes_blocked_threads() -> None:
+    """A sender is blocked because its receiver does not read, and a receiver because its sender does not send."""
     blocked = trio.Event()
     woken: list[str] = []
 
@@ -76,12 +76,12 @@ async def test_abort_wakes_a_receiver() -> None:
 
 @watched
 async def test_a_descriptor_is_not_closed_under_its_reader() -> None:
-    """It might be another connection's at once, and the reader would read that."""
+    """The system could give the descriptor to another connection, from which the reader would then read."""
     async with pair() as (here, there):
         lane = await lane_to(here, there)
-        with lane._user():
+        with lane._shared.user():
             lane.abort()
-            await eventually(lambda: lane._users == 1)  # the watcher has left
+            await eventually(lambda: lane._shared.users == 1)  # the watching task has ended
             assert lane._connection.fileno() >= 0
         assert lane._connection.fileno() == -1
 
@@ -114,7 +114,7 @@ ERRORS = [StreamBrokenError("gone"), RemoteProtocolError("lies"), ClosedError("s
 
 @pytest.mark.parametrize("error", ERRORS)
 @watched
-async def test_what_a_handler_raises_costs_its_lane(
+async def test_an_exception_of_a_handler_ends_its_lane(
     error: Exception, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def fail(lane: DirectLane) -> None:
@@ -134,7 +134,7 @@ async def test_what_a_handler_raises_costs_its_lane(
 
 
 @watched
-async def test_a_handler_that_reads_nothing_is_not_called_for_ever() -> None:
+async def test_a_handler_that_reads_nothing_ends_its_lane() -> None:
     calls = []
 
     async def read_nothing(lane: DirectLane) -> None:

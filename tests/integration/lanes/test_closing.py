@@ -1,4 +1,4 @@
-"""What is left of lanes: after a search, and a close."""
+"""Cancelled searches and closed transports leave no lane behind."""
 
 import socket
 import threading
@@ -16,8 +16,8 @@ from tests.integration.lanes.company import descriptors, in_thread, keeper, lane
 
 
 @watched
-async def test_a_cancelled_search_leaves_nothing() -> None:
-    """In each of its waits: for the offer, for the handshake, for the verdict."""
+async def test_a_cancelled_search_leaves_nothing_behind() -> None:
+    """The search is cancelled in each of its waits: for the offer, the handshake and the verdict."""
     stuck = trio.Event()
 
     async def hold(plain: socket.socket) -> None:
@@ -44,19 +44,19 @@ async def test_a_cancelled_search_leaves_nothing() -> None:
                 nursery.start_soon(lane_to, here, there)
                 await stuck.wait()
                 nursery.cancel_scope.cancel()
-            if place == "handshake":  # which the receiver of this test would never end
+            if place == "handshake":  # the receiver of this test would never end it
                 host._tcp.on_tls = accept
                 for scope in list(host._tcp._undecided.values()):
                     scope.cancel()
             await eventually(lambda: descriptors() <= before)
             assert threading.active_count() <= threads
             assert len(keeper(here).lanes) == 1
-        with pytest.raises(UnreachableError, match="within"):  # and nothing was remembered
+        with pytest.raises(UnreachableError, match="within"):  # the failure was not remembered
             await here.open_lane(there.peer_id, timeout=0.05)
 
 
 @watched
-async def test_closing_ends_lanes_that_are_idle_and_in_use() -> None:
+async def test_closing_ends_idle_and_busy_lanes() -> None:
     begun: list[DirectLane] = []
     blocked: list[str] = []
 
@@ -72,7 +72,7 @@ async def test_closing_ends_lanes_that_are_idle_and_in_use() -> None:
             lane.send(bytes(1 << 28))
         blocked.append("writer")
 
-    async with pair():  # what is made once a process
+    async with pair():  # objects that are made once in a process
         pass
     before = descriptors()
     async with trio.open_nursery() as nursery, pair() as (here, there):
@@ -94,7 +94,7 @@ async def test_closing_ends_lanes_that_are_idle_and_in_use() -> None:
 
 
 @watched
-async def test_closing_aborts_before_it_waits_for_anybody() -> None:
+async def test_closing_aborts_lanes_before_it_waits() -> None:
     async with pair() as (here, there):
         lanes = [await lane_to(here, there) for _ in range(2)]
         here.keep_lane(lanes[0])

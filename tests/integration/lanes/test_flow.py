@@ -1,4 +1,4 @@
-"""Senders that wait for room, and receivers that take a few bytes."""
+"""Flow control of lanes: senders that wait for room, and short reads in trio."""
 
 import fcntl
 import select
@@ -18,7 +18,7 @@ from tests.integration.lanes.company import in_thread, lane_to, pair, until_stil
 
 
 class Flood:
-    """Sends a piece whenever there is room, in a thread, until it is told that it is enough."""
+    """A thread that sends a piece whenever there is room, until it is stopped."""
 
     PIECE = bytes(12 * 1024)
     UNSENT = 64 * 1024
@@ -30,7 +30,7 @@ class Flood:
         self._lane = lane
 
     async def run(self) -> None:
-        """A thread that is not woken is left behind when the watchdog barks."""
+        """Run a function in a thread. If the thread is never woken, the watchdog abandons it."""
         await trio.to_thread.run_sync(self._send, abandon_on_cancel=True)  # type: ignore[call-arg]  # trio-typing's stubs
 
     def _send(self) -> None:
@@ -45,20 +45,20 @@ class Flood:
             self.error = error
 
     async def stuck(self) -> None:
-        """Until it waits, and the buffers of both sides are full, as far as can be seen."""
+        """Wait until the sender seems to be blocked because the buffers of both sides are full."""
         await eventually(lambda: self._lane.bytes_sent > 0)
-        for _ in range(10):  # the system may find more room when one of its timers runs out
+        for _ in range(10):  # the system may make more room when one of its timers expires
             await until_still(lambda: self._lane.bytes_sent)
         await eventually(self._is_stuck)
 
     def _is_stuck(self) -> bool:
-        """Whether it waits, or is about to, while the system takes no more."""
+        """Return whether the sender waits, or is about to, because the system takes no more bytes."""
         poll = select.poll()
         poll.register(self._lane._connection.fileno(), select.POLLOUT)
         return self.waits and not poll.poll(0)
 
     def held_back(self) -> int:
-        """Bytes that the system holds and has not sent, where it tells."""
+        """Return the bytes that the system holds and has not sent, if it can tell."""
         if sys.platform != "linux":
             return 0
         siocoutqnsd = 0x894B
@@ -67,7 +67,7 @@ class Flood:
 
 
 class Drain:
-    """Serves lanes: reads when it is let to, and then for ever."""
+    """A handler of lanes that reads without end once the test permits."""
 
     def __init__(self) -> None:
         self.let = trio.Event()
@@ -85,7 +85,7 @@ class Drain:
 
 
 @watched
-async def test_who_waits_for_room_goes_on_once_the_other_side_reads() -> None:
+async def test_a_sender_goes_on_when_the_other_side_reads() -> None:
     async with pair() as (here, there):
         drain = Drain()
         there.serve_lanes(drain)
@@ -104,7 +104,7 @@ async def test_who_waits_for_room_goes_on_once_the_other_side_reads() -> None:
 
 
 @watched
-async def test_abort_wakes_who_waits_for_room() -> None:
+async def test_abort_wakes_a_sender_that_waits_for_room() -> None:
     async with pair() as (here, there):
         drain = Drain()
         there.serve_lanes(drain)
@@ -121,7 +121,7 @@ async def test_abort_wakes_who_waits_for_room() -> None:
 
 
 class Few:
-    """Serves lanes: reads six bytes in trio, and then four in a thread."""
+    """A handler of lanes that reads six bytes in trio, and then four in a thread."""
 
     def __init__(self) -> None:
         self.lanes: list[TlsLane] = []
@@ -145,7 +145,7 @@ class Few:
 
 
 @watched
-async def test_a_few_bytes_come_whole_and_what_follows_is_left() -> None:
+async def test_a_short_read_in_trio_leaves_later_bytes_unread() -> None:
     async with pair() as (here, there):
         few = Few()
         there.serve_lanes(few)
@@ -160,7 +160,7 @@ async def test_a_few_bytes_come_whole_and_what_follows_is_left() -> None:
 
 
 @watched
-async def test_a_few_bytes_that_end_early_are_broken() -> None:
+async def test_a_short_read_in_trio_that_ends_early_raises() -> None:
     async with pair() as (here, there):
         few = Few()
         there.serve_lanes(few)

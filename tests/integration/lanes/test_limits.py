@@ -1,4 +1,4 @@
-"""How many lanes a peer keeps and holds, and for how long."""
+"""The limits of the lanes that a peer keeps and holds, and their lifetimes."""
 
 import os
 
@@ -31,7 +31,7 @@ async def test_few_idle_lanes_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @watched
-async def test_a_peer_holds_so_many_lanes_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_lanes_of_a_peer_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "MAX_INBOUND_PER_PEER", 2)
     monkeypatch.setattr(limits, "MAX_INBOUND", 3)
     async with pair() as (here, there), open_host() as third:
@@ -65,8 +65,8 @@ async def test_a_peer_of_no_group_gets_few_lanes(monkeypatch: pytest.MonkeyPatch
 
 
 @watched
-async def test_idle_lanes_of_others_make_room_for_a_member(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A member of an old group that keeps its lanes keeps no member of a new one out."""
+async def test_idle_lanes_of_other_peers_make_room_for_a_member(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A member of an old group that keeps its lanes must not keep out a member of a new group."""
     monkeypatch.setattr(limits, "MAX_INBOUND", 3)
     async with pair() as (here, there), open_host() as member:
         expected = {here.peer_id}
@@ -89,7 +89,7 @@ async def test_a_lane_that_has_carried_much_is_not_kept(monkeypatch: pytest.Monk
         assert lane.aborted
 
 
-def test_whom_not_to_try_is_a_short_list(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_list_of_unreachable_peers_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trio, "current_time", lambda: 100.0)
     monkeypatch.setattr(limits, "MAX_NOWHERE", 2)
     nowhere = limits.Nowhere()
@@ -102,7 +102,7 @@ def test_whom_not_to_try_is_a_short_list(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @watched
-async def test_a_forked_child_lets_go_of_lanes() -> None:
+async def test_a_forked_child_closes_its_lanes() -> None:
     async with pair() as (here, there):
         await lane_to(here, there)
         numbers = [lane._connection.fileno() for lane in keeper(here).lanes + keeper(there).lanes]
@@ -127,4 +127,4 @@ async def test_a_network_may_have_no_lanes() -> None:
     async with MemoryNetwork().transport(Ed25519Signer(next(seeds))) as here:
         here.serve_lanes(Inbox())
         with pytest.raises(UnreachableError, match="this network has no direct lanes"):
-            await here.open_lane("somebody else", timeout=1.0)
+            await here.open_lane("another peer", timeout=1.0)

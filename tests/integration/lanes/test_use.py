@@ -1,4 +1,4 @@
-"""What arrives over direct lanes, and when a lane is used again."""
+"""Data over direct lanes, and the reuse of lanes."""
 
 import os
 
@@ -30,7 +30,7 @@ async def test_bytes_arrive_whole_and_in_order() -> None:
 
 
 @watched
-async def test_a_kept_lane_is_used_again() -> None:
+async def test_a_kept_lane_is_reused() -> None:
     async with pair() as (here, there):
         inbox = Inbox()
         there.serve_lanes(inbox)
@@ -48,7 +48,7 @@ async def test_a_kept_lane_is_used_again() -> None:
 
 
 @watched
-async def test_lanes_wait_until_somebody_serves_them() -> None:
+async def test_lanes_wait_until_a_handler_is_set() -> None:
     async with pair() as (here, there):
         await post(await lane_to(here, there), b"early")
         inbox = Inbox()
@@ -57,8 +57,8 @@ async def test_lanes_wait_until_somebody_serves_them() -> None:
 
 
 @watched
-async def test_bytes_that_are_decrypted_already_wake_the_handler() -> None:
-    """Two messages in one TLS record: the socket has nothing more to say after the first."""
+async def test_already_decrypted_bytes_wake_the_handler() -> None:
+    """Two messages are in one TLS record, so the socket is not readable again after the first."""
     async with pair() as (here, there):
         inbox = Inbox()
         there.serve_lanes(inbox)
@@ -85,8 +85,8 @@ async def test_an_idle_lane_whose_receiver_has_closed_is_dropped() -> None:
 
 
 @watched
-async def test_a_lane_that_closed_this_moment_is_not_handed_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The watcher may not have run yet."""
+async def test_a_lane_that_has_just_closed_is_not_reused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The task that watches the lane may not have run yet."""
 
     async def see_nothing(*_: object) -> None:
         await trio.sleep_forever()
@@ -111,7 +111,7 @@ async def test_an_idle_lane_whose_sender_has_closed_is_dropped() -> None:
         lane.abort()
         await eventually(lambda: not keeper(there).lanes)
         await eventually(lambda: not keeper(here).lanes)
-        assert not inbox.lanes, "there was nothing to read"
+        assert not inbox.lanes, "the handler was called without bytes to read"
 
 
 @pytest.mark.parametrize("side", ["sender", "receiver"])
@@ -129,7 +129,7 @@ async def test_lanes_that_stay_idle_are_dropped(side: str, monkeypatch: pytest.M
 
 
 @watched
-async def test_two_open_lanes_to_each_other_at_once() -> None:
+async def test_two_peers_open_lanes_to_each_other_at_once() -> None:
     async with pair() as (here, there):
         inboxes = {}
         for host in (here, there):

@@ -1,4 +1,4 @@
-"""How a lane comes about: who dials whom, and what is remembered of who cannot."""
+"""The two ways to make a lane, by a dial in either direction, and the memory of failed searches."""
 
 import socket
 from typing import Any, cast
@@ -38,13 +38,13 @@ async def test_a_receiver_that_cannot_be_dialled_dials_back() -> None:
 async def test_a_lane_needs_no_address_where_a_connection_is_open() -> None:
     async with pair() as (here, there):
         await here.dial(there.addresses[0], timeout=TIMEOUT)
-        there._addresses = ()  # nor does the other side name any
+        there._addresses = ()  # the other side names no address either
         here._addresses = ()
         await here.open_lane(there.peer_id, timeout=TIMEOUT)
 
 
 def closed_door(host: Libp2pTransport) -> None:
-    """As behind a router: libp2p is connected, and nobody can dial."""
+    """Make a host whose lanes cannot be dialled, as behind a router, although libp2p is connected."""
 
     async def drop(plain: socket.socket) -> None:
         plain.close()
@@ -53,7 +53,7 @@ def closed_door(host: Libp2pTransport) -> None:
 
 
 @watched
-async def test_no_way_at_all_is_said_and_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_failed_search_is_reported_and_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     async with pair() as (here, there):
         closed_door(here)
         closed_door(there)
@@ -68,7 +68,7 @@ async def test_no_way_at_all_is_said_and_remembered(monkeypatch: pytest.MonkeyPa
 
 
 @watched
-async def test_neither_listens() -> None:
+async def test_no_lane_if_neither_peer_listens() -> None:
     async with open_host(LOOPBACK) as here, open_host() as there:
         await there.dial(here.addresses[0], timeout=TIMEOUT)
         here._addresses = ()
@@ -87,7 +87,7 @@ async def test_a_peer_without_lanes_is_remembered_too() -> None:
 
 
 @watched
-async def test_a_silent_answer_ends_with_the_timeout_and_says_so() -> None:
+async def test_a_silent_receiver_ends_with_a_timeout() -> None:
     async def say_nothing(stream: Stream) -> None:
         await trio.sleep_forever()
 
@@ -96,11 +96,11 @@ async def test_a_silent_answer_ends_with_the_timeout_and_says_so() -> None:
         await here.dial(there.addresses[0], timeout=TIMEOUT)
         with pytest.raises(UnreachableError, match=r"within 0\.2 s"):
             await here.open_lane(there.peer_id, timeout=0.2)
-        assert there.peer_id not in keeper(here)._nowhere._found, "nobody knows whether there is a way"
+        assert there.peer_id not in keeper(here)._nowhere._found, "it is unknown whether a lane could be made"
 
 
 @watched
-async def test_whoever_asks_and_then_says_nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_silent_sender_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool, "ANSWER_SECONDS", 0.1)
     async with pair() as (here, there):
         for first in (b"", Ask(OwnCertificate("me").der).encode()):

@@ -6,7 +6,7 @@ import torch
 
 @pytest.fixture(autouse=True)
 def _one_torch_thread() -> Iterator[None]:
-    # Several threads for vectors this small cost more than they save, and tests may share a machine.
+    # For such small vectors, several threads cost more than they save, and tests may share a machine.
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -44,7 +44,7 @@ VECTORS = {function.__name__: function for function in (normal, heavy_tailed, ov
 def encoded_by_both(
     name: str, block_size: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """x / scale, its scales (with x / scale, they determine x), our codes and theirs."""
+    """Return x / scale, the scales (which determine x together with it), our codes and those of bitsandbytes."""
     from bitsandbytes.functional import quantize_blockwise
 
     values = VECTORS[name](torch.Generator().manual_seed(1))
@@ -58,26 +58,26 @@ def encoded_by_both(
 
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
 @pytest.mark.parametrize("name", VECTORS)
-def test_codes_differ_by_one_at_most_above_a_hundred_thousandth(name: str, block_size: int) -> None:
+def test_codes_differ_by_at_most_one_above_1e_5(name: str, block_size: int) -> None:
     quotients, _, ours, theirs = encoded_by_both(name, block_size)
     apart = (ours - theirs).abs()[quotients.abs() >= 1e-5]
     assert apart.max().item() <= 1
     allowed = (
         0.15 if name == "over_many_decades" else 0.01
-    )  # many small elements, where their steps are coarse
+    )  # many small elements, for which the steps of bitsandbytes are coarse
     assert (apart > 0).double().mean().item() < allowed
 
 
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
 @pytest.mark.parametrize("name", VECTORS)
-def test_our_codes_are_nearest_or_next_to_it(name: str, block_size: int) -> None:
+def test_our_codes_are_the_nearest_or_next_to_it(name: str, block_size: int) -> None:
     quotients, _, ours, _ = encoded_by_both(name, block_size)
     levels = LEVELS.double()
     nearest = torch.searchsorted((levels[1:] + levels[:-1]) / 2, quotients)
     apart = (ours - nearest).abs()
     assert apart.max().item() <= 1
     assert (apart > 0).double().mean().item() < 0.007
-    # The other level is chosen only where it is as good, to within the rounding to half precision.
+    # The second nearest level is chosen only if it is as near, within the rounding to half precision.
     loss = (levels[ours] - quotients).abs() - (levels[nearest] - quotients).abs()
     half_rounding = quotients.abs() * 2.0**-10 + 2.0**-24
     assert bool((loss <= half_rounding).all())
@@ -119,8 +119,8 @@ def test_accuracy_is_the_same() -> None:
 
 
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
-def test_what_a_gpu_is_asked_for(block_size: int) -> None:
-    """The steps taken on CUDA tensors, run on the CPU: the call of bitsandbytes, checks, and tiny blocks."""
+def test_the_call_for_gpu_tensors(block_size: int) -> None:
+    """Run the steps for CUDA tensors on the CPU: the call of bitsandbytes, the checks, and tiny blocks."""
     rows = normal(torch.Generator().manual_seed(3)).view(-1, block_size)
     rows[1], rows[2], rows[3, 5:] = 0.0, 1e-40, 0.0
     scales, codes = _quantize_cuda(rows.clone(), 0)

@@ -1,4 +1,4 @@
-"""Bytes seen as tensors: shared where they can be, copied where they must be, and released after use."""
+"""Views of bytes as tensors: shared if possible, copied if necessary, and released after use."""
 
 import pytest
 import torch
@@ -17,13 +17,13 @@ def test_payload_is_not_copied() -> None:
 
 def test_payload_lives_as_long_as_its_tensor() -> None:
     seen = read_only_bytes(bytes(range(200)) * 1000)
-    other = [bytes(200_000) for _ in range(20)]  # what would reuse the memory
+    other = [bytes(200_000) for _ in range(20)]  # objects that would reuse the memory
     assert seen[:200].tolist() == list(range(200))
     assert len(other) == 20
 
 
 def test_buffers_are_released_after_each_call() -> None:
-    """A bytearray cannot be resized while something holds a view of it."""
+    """A bytearray cannot be resized while an object holds a view of it."""
     codec = Blockwise8()
     payload = bytearray(codec.encoded_nbytes(100))
     codec.encode(torch.ones(100), payload)

@@ -1,4 +1,4 @@
-"""Every codec passes the conformance suite; names and values identify codecs."""
+"""Every codec passes the conformance suite. Names and values identify codecs."""
 
 import dataclasses
 

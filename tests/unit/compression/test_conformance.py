@@ -1,4 +1,4 @@
-"""The conformance suite finds codecs that break a promise: one broken on purpose for each."""
+"""The conformance suite finds broken codecs: for each promise, one codec breaks it on purpose."""
 
 import contextlib
 import struct
@@ -15,7 +15,7 @@ TWO_THREADS = threading.Barrier(2)
 
 
 class Wrapped(Codec):
-    """int8 in blocks of 64 through overridable methods."""
+    """A codec of int8 in blocks of 64, with methods that a subclass can override."""
 
     inner = Int8(block_size=64)
     granularity = 64
@@ -40,7 +40,7 @@ class Wrapped(Codec):
         return hash(type(self))
 
 
-def test_a_codec_of_ones_own_passes() -> None:
+def test_a_custom_codec_passes() -> None:
     check_codec(Wrapped())
 
 
@@ -107,12 +107,12 @@ class SharesScratchBetweenThreads(Wrapped):
         shared = SHARED[:elements].copy_(self.inner.decode(payload, elements))
         if threading.current_thread() is not threading.main_thread():
             with contextlib.suppress(threading.BrokenBarrierError):
-                TWO_THREADS.wait(timeout=5)  # so that the second has overwritten what the first decoded
+                TWO_THREADS.wait(timeout=5)  # so that the second call has overwritten the result of the first
         return shared.clone()
 
 
 class DecodesInfinity(Codec):
-    """fp32 without any look at the numbers."""
+    """A codec of fp32 that does not check the numbers."""
 
     granularity = 1
     name = "unchecked"

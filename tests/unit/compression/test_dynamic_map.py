@@ -9,14 +9,14 @@ from p2pavg_compression.dynamic_map import CODE_OF_HALF, LEVEL_PAIRS, LEVELS, ZE
 
 
 def test_levels_are_frozen() -> None:
-    """A level that changes in its last bit makes peers differ in theirs."""
+    """If the last bit of a level changed, peers of different versions would decode different bits."""
     digest = "e732639a65f497b4ad684bb166a4467708255edd5207757de8b8f0c7e1fda89c"
     assert hashlib.sha256(dynamic_levels().tobytes()).hexdigest() == digest
     assert hashlib.sha256(LEVELS.numpy().tobytes()).hexdigest() == digest
 
 
 def test_levels_are_those_of_bitsandbytes() -> None:
-    """Bit for bit with AVX2 and better; without, bitsandbytes itself is two units in the last place away."""
+    """With AVX2 or better, equal bit for bit; without, bitsandbytes differs by two units in the last place."""
     from bitsandbytes.functional import create_dynamic_map
 
     theirs = create_dynamic_map()  # type: ignore[no-untyped-call]
@@ -31,13 +31,13 @@ def test_structure() -> None:
     assert np.all(np.diff(levels) > 0)
     assert levels[ZERO_CODE] == 0.0
     assert levels[255] == 1.0
-    # Every level but 0 and 1 has its negative.
+    # The negative of every level except 0 and 1 is a level too.
     assert np.array_equal(np.sort(-levels[levels < 0]), levels[(levels > 0) & (levels < 1)])
     decades = np.floor(np.log10(levels[levels > 0])).astype(int)
     assert np.bincount(decades + 7).tolist() == [1, 2, 4, 8, 16, 32, 64, 1]
 
 
-def test_every_half_is_given_its_nearest_level() -> None:
+def test_every_half_precision_number_gets_its_nearest_level() -> None:
     halves = np.arange(65_536, dtype=np.uint16).view(np.float16)
     finite = np.isfinite(halves)
     values = halves[finite].astype(np.float64)

@@ -1,4 +1,4 @@
-"""What a stranger may send: each kind of bad payload is refused, says why, and changes nothing."""
+"""Payloads of strangers: each kind of bad payload is refused with a reason, and changes nothing."""
 
 import struct
 
@@ -61,7 +61,7 @@ def test_padding_that_is_not_zero(codec: Codec) -> None:
         refuses(codec, payload, "padding that is not zero")
 
 
-def test_int8_code_that_means_nothing() -> None:
+def test_unused_int8_code() -> None:
     payload = payload_of(Int8())
     payload[-1] = 0x80
     refuses(Int8(), payload, "code -128")
@@ -92,6 +92,6 @@ def test_wrong_length(codec: Codec) -> None:
 
 
 @pytest.mark.parametrize("codec", [Fp32(), *BLOCK_CODECS], ids=lambda codec: codec.name)
-def test_length_is_compared_before_memory_is_taken(codec: Codec) -> None:
+def test_length_is_checked_before_memory_is_allocated(codec: Codec) -> None:
     with pytest.raises(CodecError, match="bytes, expected"):
         codec.decode(bytes(64), 1 << 50)

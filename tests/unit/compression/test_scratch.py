@@ -1,4 +1,4 @@
-"""Working memory goes from threads that have ended to those that begin, and to one at a time."""
+"""New threads reuse the working memory of ended ones, and no two live threads share it."""
 
 import os
 import subprocess
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 @pytest.fixture(autouse=True)
 def _nothing_idle() -> Iterator[None]:
-    """What threads of other tests have left is put aside."""
+    """Put aside the buffers that threads of other tests have left."""
     idle = scratch_module._idle
     kept = idle[:]
     idle.clear()
@@ -47,13 +47,13 @@ def test_a_thread_keeps_its_buffers() -> None:
         assert buffer.device.type == "cpu"
 
 
-def test_buffers_of_a_thread_that_has_ended_are_used_again() -> None:
+def test_buffers_of_an_ended_thread_are_reused() -> None:
     first = in_a_new_thread(addresses)
     assert [in_a_new_thread(addresses) for _ in range(5)] == [first] * 5
     assert len(scratch_module._idle) == 1
 
 
-def test_buffers_are_used_again_also_when_the_thread_fails() -> None:
+def test_buffers_of_a_failed_thread_are_reused() -> None:
     def fail() -> None:
         addresses()
         raise ValueError
@@ -64,7 +64,7 @@ def test_buffers_are_used_again_also_when_the_thread_fails() -> None:
     assert in_a_new_thread(addresses) == first
 
 
-def test_no_two_threads_have_the_same_at_once() -> None:
+def test_two_live_threads_never_share_buffers() -> None:
     threads = 6
     together = threading.Barrier(threads)
 
@@ -77,11 +77,13 @@ def test_no_two_threads_have_the_same_at_once() -> None:
         with ThreadPoolExecutor(threads) as pool:
             found = [future.result() for future in [pool.submit(work) for _ in range(threads)]]
         assert len({address for each in found for address in each}) == 3 * threads
-    assert len(scratch_module._idle) == threads, "of each generation the next one took them all"
+    assert len(scratch_module._idle) == threads, (
+        "each generation of threads must reuse all buffers of the one before"
+    )
 
 
-def test_short_lived_threads_do_not_spoil_each_others_work() -> None:
-    """Each encodes other values, with new threads all the time, and finds what one thread alone finds."""
+def test_short_lived_threads_do_not_disturb_each_other() -> None:
+    """Many new threads encode different values, and get the same results as a single thread."""
     codecs = [Int8(block_size=64), Blockwise8(block_size=64)]
     values = [torch.randn(5000, generator=torch.Generator().manual_seed(seed)) for seed in range(6)]
     alone = [[bytes(codec.encode(each)) for codec in codecs] for each in values]
@@ -136,7 +138,7 @@ done.wait()
     "script",
     [pytest.param(script, id=name) for name, script in SCRIPTS.items()],
 )
-def test_a_process_that_used_a_codec_ends_without_a_word(script: str) -> None:
+def test_a_process_that_used_a_codec_ends_without_output(script: str) -> None:
     begin = """
 import threading, time, torch
 from p2pavg_compression import Blockwise8

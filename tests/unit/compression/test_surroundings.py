@@ -1,4 +1,4 @@
-"""Codecs do not depend on the state that a program sets in torch, and import no more than they need."""
+"""Codecs do not depend on the global state of torch, and import only what they need."""
 
 import os
 import subprocess
@@ -45,8 +45,8 @@ def test_default_device_and_dtype_do_not_matter(codec: Codec) -> None:
     assert decoded.device.type == "cpu"
 
 
-def test_inference_mode_leaves_nothing_behind(codec: Codec) -> None:
-    """Buffers that a thread made under inference_mode would be unusable outside of it."""
+def test_buffers_made_under_inference_mode_stay_usable(codec: Codec) -> None:
+    """Without a guard, buffers that a thread made under inference_mode would be unusable outside of it."""
 
     def inside_then_outside() -> tuple[list[float], list[float]]:
         with torch.inference_mode():
@@ -96,7 +96,7 @@ def test_empty_tensor_with_an_unusual_device_is_refused(codec: Codec) -> None:
         codec.decode(b"", 0, torch.empty(0, device="meta"))
 
 
-def test_not_a_tensor_is_refused(codec: Codec) -> None:
+def test_an_argument_that_is_no_tensor_is_refused(codec: Codec) -> None:
     with pytest.raises(ValueError, match="values must be a tensor, got list"):
         codec.encode([1.0, 2.0])  # type: ignore[arg-type]
 

@@ -1,4 +1,4 @@
-"""Payloads byte by byte: peers of different versions exchange these, so they must not change by accident."""
+"""Payloads byte by byte. Peers of different versions exchange them, so they must not change by accident."""
 
 import struct
 
@@ -24,7 +24,7 @@ def test_golden_payload(codec: Codec, golden: str) -> None:
 
 
 def test_int8_layout() -> None:
-    """Scales, zeros up to byte 64, codes in two's complement; the short block has its own scale."""
+    """The layout is: scales, zeros up to byte 64, codes in two's complement. The short block has its own scale."""
     values = torch.cat([torch.arange(-127.0, -63.0), torch.zeros(64), torch.tensor([12.7, -0.1])])
     scales = struct.pack("<3f", 1.0, 0.0, 12.7 / 127)
     codes = bytes(256 + code for code in range(-127, -63)) + bytes(64) + bytes([127, 255])
@@ -47,6 +47,6 @@ def test_blockwise8_layout() -> None:
 
 
 def test_int8_scale_is_the_maximum_times_the_reciprocal() -> None:
-    """For these maxima division would round to another scale."""
+    """For these maxima, division would round to a different scale."""
     for maximum, scale in {9.0: "4422913d", 13.0: "46a3d13d"}.items():
         assert bytes(Int8().encode(torch.tensor([maximum])))[:4].hex() == scale

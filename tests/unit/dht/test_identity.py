@@ -14,7 +14,7 @@ def test_the_peer_id_is_the_one_that_libp2p_gives_this_key() -> None:
     assert SIGNER.peer_id.startswith("12D3Koo")
 
 
-def test_the_key_inside_the_peer_id_verifies_what_the_signer_signs() -> None:
+def test_the_key_inside_the_peer_id_verifies_signatures() -> None:
     public_key_of(SIGNER.peer_id).verify(SIGNER.sign(b"message"), b"message")
 
 
@@ -24,13 +24,13 @@ def test_the_key_inside_the_peer_id_verifies_what_the_signer_signs() -> None:
         ("", "52 characters, not 0"),
         (SIGNER.peer_id + "1", "52 characters, not 53"),
         ("1" * 10_000_000, "52 characters, not 10000000"),
-        # A trailing blank that base58 decoders forgive would be a second name of the same peer.
+        # base58 decoders accept a trailing blank, which would be a second name of the same peer.
         (SIGNER.peer_id[:-1] + " ", "not canonical base58"),
         (SIGNER.peer_id[:-1] + "0", "not base58"),
         (SIGNER.peer_id[:-1] + "é", "not base58"),
         ("z" * 52, "not the peer id of an Ed25519 key"),
         ("1" * 52, "not the peer id of an Ed25519 key"),
-        # An RSA key's id is the hash of the key, which verifies nothing.
+        # The id of an RSA key is the hash of the key, with which no signature can be checked.
         ("QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N", "52 characters, not 46"),
     ],
 )

@@ -15,13 +15,13 @@ def lookup(seeds: list[Contact], *, wide: bool = True) -> Lookup:
     return Lookup(POINT, seeds, own_id=ME.peer_id, wide=wide)
 
 
-def test_alone_there_is_nothing_to_ask() -> None:
+def test_a_peer_without_contacts_makes_no_call() -> None:
     alone = lookup([])
     assert alone.next_calls(0.0) == []
     assert alone.finished
 
 
-def test_a_known_way_is_one_wave_to_the_k_nearest() -> None:
+def test_a_wide_lookup_asks_the_k_nearest_at_once() -> None:
     known = lookup(PEERS[:20])
     assert known.next_calls(0.0) == PEERS[:K]
     assert not known.finished
@@ -31,7 +31,7 @@ def test_a_known_way_is_one_wave_to_the_k_nearest() -> None:
     assert known.finished
 
 
-def test_an_unknown_way_is_felt_for_with_few_calls_until_nothing_nearer_comes() -> None:
+def test_a_narrow_lookup_makes_few_calls_until_no_nearer_peer_is_named() -> None:
     unknown = lookup(PEERS[20:40], wide=False)
     first = unknown.next_calls(0.0)
     assert first == PEERS[20 : 20 + ALPHA]
@@ -48,7 +48,7 @@ def test_a_failed_peer_is_replaced_by_the_next_nearest() -> None:
     assert replaced.next_calls(0.0) == [PEERS[K]]
 
 
-def test_a_stalled_call_is_hedged_and_not_waited_for_once_a_majority_has_answered() -> None:
+def test_a_majority_of_answers_ends_the_wait_for_stalled_calls() -> None:
     hedged = lookup(PEERS[:20])
     hedged.next_calls(0.0)
     for peer in PEERS[1:K]:
@@ -63,19 +63,19 @@ def test_a_stalled_call_is_hedged_and_not_waited_for_once_a_majority_has_answere
     assert hedged.stalled == [PEERS[0]]
 
 
-def test_short_of_a_majority_the_stalled_are_waited_for() -> None:
+def test_stalled_calls_are_awaited_without_a_majority() -> None:
     few = lookup(PEERS[:7])
     few.next_calls(0.0)
     for peer in PEERS[:3]:
         few.answered(peer.peer_id, [])
     few.notice_stalls(HEDGE_DELAY)
-    # With ourselves 4 of 8: another half of the same 8 might have met other peers.
+    # With this peer, 4 of 8 have answered. Another half of the same 8 might not overlap with them.
     assert not few.finished
     few.answered(PEERS[3].peer_id, [])
     assert few.finished
 
 
-def test_the_only_other_peer_is_waited_for() -> None:
+def test_the_only_other_peer_is_awaited() -> None:
     pair = lookup(PEERS[:1])
     pair.next_calls(0.0)
     pair.notice_stalls(HEDGE_DELAY)
@@ -92,7 +92,7 @@ def test_a_late_answer_counts() -> None:
     assert late.next_calls(1.0) == [PEERS[1]]
 
 
-def test_a_liar_that_names_ever_nearer_peers_is_not_followed_for_ever() -> None:
+def test_a_lookup_of_invented_peers_is_bounded() -> None:
     liar = lookup(PEERS[100:], wide=True)
     named = PEERS[100:]
     asked = 0
@@ -119,7 +119,7 @@ def test_no_answer_can_name_more_than_k() -> None:
     assert len(greedy._candidates) == 2 + K
 
 
-def test_a_failed_peer_is_tried_at_another_address_that_somebody_else_knows() -> None:
+def test_a_failed_peer_is_tried_at_another_address() -> None:
     false, true = Contact(PEERS[0].peer_id, ("/false",)), Contact(PEERS[0].peer_id, ("/true",))
     mended = lookup([false, PEERS[1]])
     mended.next_calls(0.0)

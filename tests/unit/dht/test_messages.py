@@ -100,7 +100,7 @@ FIELDS = pack(RECORD)
         (message(1, [], [[*FIELDS[:4], bytes(4097), FIELDS[5]]]), "a value was expected"),
         (message(1, [], [[*FIELDS[:3], 5, *FIELDS[4:]]]), "finite float"),
         (message(1, [], [[*FIELDS[:4], [b"x"], FIELDS[5]]]), "a value was expected"),
-        # An extension type of no length where the value belongs.
+        # An empty extension type in the place of the value.
         (message(1, [], [[*FIELDS[:4], b"", FIELDS[5]]]).replace(b"\xc4\0", b"\xc7\0\5"), "not bytes"),
         (encode(Located(())), "an answer came"),
     ],
@@ -142,7 +142,7 @@ def test_a_false_length_allocates_nothing() -> None:
     assert peak < 3 * MAX_MESSAGE_BYTES
 
 
-def test_what_does_not_fit_is_not_encoded() -> None:
+def test_a_message_that_is_too_long_is_not_encoded() -> None:
     big = sign_record(SIGNER, key=KEY, sequence=1, expiration_time=1.0, value=bytes(4096))
     with pytest.raises(MessageError, match="at most 1048576 bytes"):
         encode(Found((), (big,) * 300))
@@ -159,6 +159,6 @@ def test_what_does_not_fit_is_not_encoded() -> None:
         (5, (), "a peer id is a text"),
     ],
 )
-def test_a_contact_that_cannot_be_does_not_exist(peer_id: Any, addresses: Any, reason: str) -> None:
+def test_an_invalid_contact_cannot_be_constructed(peer_id: Any, addresses: Any, reason: str) -> None:
     with pytest.raises(ContactError, match=reason):
         Contact(peer_id, addresses)

@@ -1,4 +1,4 @@
-"""One node against scripted peers: what it believes, what it refuses, what it may be asked."""
+"""One node against scripted peers: the records that it accepts or refuses, and the requests that it answers."""
 
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -42,7 +42,7 @@ Answering = Callable[[Contact, bytes], Awaitable[bytes]]
 
 
 class Script:
-    """An Rpc that answers as told, and remembers what was asked."""
+    """An Rpc with scripted answers that records its requests."""
 
     def __init__(self, answering: Answering) -> None:
         self.answering = answering
@@ -106,7 +106,7 @@ async def ask(asked: RecordNode, request: Store | Find | Locate, sender: Ed25519
         (KEY, b"v", float("nan"), "ttl must be positive"),
     ],
 )
-async def test_what_cannot_be_published_is_named(key: bytes, value: bytes, ttl: float, reason: str) -> None:
+async def test_a_bad_argument_of_publish_is_named(key: bytes, value: bytes, ttl: float, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         await node()[0].publish(key, value, ttl=ttl)
 
@@ -119,7 +119,7 @@ async def test_keys_have_32_bytes_everywhere() -> None:
         await alone.withdraw(b"short")
 
 
-async def test_what_was_not_published_is_withdrawn_without_a_word() -> None:
+async def test_withdrawing_an_unpublished_key_makes_no_call() -> None:
     joined, script = node()
     await joined.join([contact(ALICE)])
     script.asked.clear()
@@ -133,13 +133,13 @@ async def test_requests_carry_the_first_sixteen_addresses() -> None:
     assert script.asked[0][1].addresses == ("/a",) * 16
 
 
-async def test_joining_through_oneself_or_nobody_knows_nobody() -> None:
+async def test_joining_through_itself_or_no_contact_finds_no_peer() -> None:
     alone, script = node()
     assert await alone.join([contact(ME)]) == 0
     assert script.asked == []
 
 
-async def test_a_store_is_answered_with_what_is_there() -> None:
+async def test_a_store_is_answered_with_the_records_held() -> None:
     asked, _ = node()
     assert await ask(asked, Store((), (record(BOB),)), BOB) == Stored((), (record(BOB),), ("",), 0)
     answer = await ask(asked, Store((), (record(ALICE),)))
@@ -153,7 +153,7 @@ async def test_a_refusal_names_its_reason() -> None:
     assert answer.outcomes == (Refusal.EXPIRED, Refusal.TOO_FAR, "")
 
 
-async def test_after_a_forgery_the_rest_of_the_message_is_not_looked_at() -> None:
+async def test_records_after_a_forged_one_are_not_checked() -> None:
     asked, _ = node()
     forged = replace(record(BOB), value=b"forged")
     answer = await ask(asked, Store((), (record(), forged, record(CAROL))))
@@ -174,7 +174,7 @@ async def test_an_answer_for_a_full_key_fits_into_a_message() -> None:
 
 
 @pytest.mark.parametrize("request_", [b"", b"\x93\x02", b"garbage"])
-async def test_a_malformed_request_is_the_callers_to_reset(request_: bytes) -> None:
+async def test_a_malformed_request_raises(request_: bytes) -> None:
     with pytest.raises(MessageError):
         await node()[0].handle(ALICE.peer_id, request_)
 
@@ -184,7 +184,7 @@ async def test_a_sender_that_has_no_peer_id_is_malformed() -> None:
         await node()[0].handle("nobody", encode(Find((), KEY)))
 
 
-async def test_who_calls_is_known_once_it_answers_a_call() -> None:
+async def test_a_caller_becomes_known_when_it_answers_a_call() -> None:
     asked, script = node()
     async with trio.open_nursery() as nursery:
         await nursery.start(asked.run)  # type: ignore[arg-type]
@@ -196,7 +196,7 @@ async def test_who_calls_is_known_once_it_answers_a_call() -> None:
         nursery.cancel_scope.cancel()
 
 
-async def test_who_calls_and_does_not_answer_stays_unknown_and_is_not_called_each_time() -> None:
+async def test_a_caller_that_does_not_answer_stays_unknown() -> None:
     async def refusing(_: Contact, __: bytes) -> bytes:
         raise RpcError("refused")
 
@@ -211,14 +211,14 @@ async def test_who_calls_and_does_not_answer_stays_unknown_and_is_not_called_eac
         nursery.cancel_scope.cancel()
 
 
-async def test_a_known_peer_that_has_moved_is_known_where_it_says_it_is() -> None:
+async def test_a_known_peer_may_announce_new_addresses() -> None:
     asked, _ = node()
     await asked.join([contact(ALICE)])
     await ask(asked, Find(("/moved",), KEY), ALICE)
     assert asked.contacts == (Contact(ALICE.peer_id, ("/moved",)),)
 
 
-async def test_others_are_told_of_peers_that_they_can_reach_and_do_not_know() -> None:
+async def test_answers_name_reachable_peers_other_than_the_caller() -> None:
     asked, _ = node()
     await asked.join([contact(ALICE), contact(BOB), Contact(CAROL.peer_id, ())])
     assert len(asked.contacts) == 3
@@ -226,11 +226,11 @@ async def test_others_are_told_of_peers_that_they_can_reach_and_do_not_know() ->
     assert set((await ask(asked, Find((), KEY), CAROL)).closer) == {contact(ALICE), contact(BOB)}
 
 
-async def test_after_joining_late_one_looks_around_soon(autojump_clock: MockClock) -> None:
+async def test_a_late_join_refreshes_the_table_soon(autojump_clock: MockClock) -> None:
     late, script = node()
     async with trio.open_nursery() as nursery:
         await nursery.start(late.run)  # type: ignore[arg-type]
-        # Long after its start it looks around only every five minutes.
+        # Long after its start, the node refreshes its table only every five minutes.
         begin = autojump_clock.current_time()
         await trio.sleep_until(begin + 1000.0)
         await late.join([contact(ALICE)])
@@ -262,7 +262,7 @@ async def test_a_node_runs_once() -> None:
         saying(Found((), ()), b"more"),
     ],
 )
-async def test_who_answers_nonsense_is_not_believed_and_not_asked_again(answering: Answering) -> None:
+async def test_a_peer_with_malformed_answers_is_not_asked_again(answering: Answering) -> None:
     deceived, script = node(answering)
     await deceived.join([contact(ALICE)])
     assert await deceived.find(KEY) == ()
@@ -281,12 +281,12 @@ async def test_a_store_answered_for_another_number_of_records_is_not_counted(
     assert (await deceived.publish(KEY, b"v", ttl=60.0)).stored == 1
 
 
-async def test_records_that_cannot_count_yet_or_any_more_are_left_out() -> None:
+async def test_expired_and_future_records_are_left_out() -> None:
     far = record(BOB, ttl=1e6)
     told, _ = node(saying(Found((), (record(ALICE), far, record(CAROL, ttl=-5.0)))))
     await told.join([contact(ALICE)])
     assert await told.find(KEY) == (record(ALICE),)
-    # Who has another clock is no liar.
+    # A peer whose clock differs is not treated as malicious.
     assert told.contacts == (contact(ALICE),)
 
 
@@ -298,13 +298,13 @@ async def test_refusals_name_the_peer_and_the_reason() -> None:
     assert published.refused == (f"{ALICE.peer_id}: no room",)
 
 
-async def test_made_up_peers_cost_a_bounded_number_of_calls(autojump_clock: MockClock) -> None:
+async def test_invented_peers_cost_a_bounded_number_of_calls(autojump_clock: MockClock) -> None:
     made = 1000
 
     async def inventing(to: Contact, _: bytes) -> bytes:
         nonlocal made
         if to != contact(ALICE):
-            raise RpcError("nobody is there")
+            raise RpcError("no answer")
         made += 8
         fakes = [Ed25519Signer(number.to_bytes(32, "big")) for number in range(made - 8, made)]
         return encode(Found(tuple(map(contact, fakes)), (record(ALICE),)))
@@ -317,7 +317,7 @@ async def test_made_up_peers_cost_a_bounded_number_of_calls(autojump_clock: Mock
     assert len(script.asked) <= 64
 
 
-async def test_a_call_that_hangs_ends_at_the_time_limit(autojump_clock: MockClock) -> None:
+async def test_a_hanging_call_ends_at_its_timeout(autojump_clock: MockClock) -> None:
     async def hanging(_: Contact, __: bytes) -> bytes:
         await trio.sleep_forever()
         raise AssertionError
@@ -346,7 +346,7 @@ async def test_withdrawing_everything_is_bounded_in_time(autojump_clock: MockClo
     assert autojump_clock.current_time() - begin <= WITHDRAW_TIMEOUT + 0.01
 
 
-async def test_an_error_that_is_not_the_networks_is_not_swallowed() -> None:
+async def test_an_error_other_than_the_networks_is_raised() -> None:
     async def broken(_: Contact, __: bytes) -> bytes:
         raise ZeroDivisionError
 

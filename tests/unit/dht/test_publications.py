@@ -34,7 +34,7 @@ def test_the_sequence_grows_across_restarts_and_while_the_clock_stands_still_or_
     assert publications().announce(KEY, b"v", ttl=60.0, now=NOW + 0.001).sequence > sequences[-1]
 
 
-def test_a_withdrawal_lasts_as_long_as_what_it_withdraws_and_is_repeated_until_then() -> None:
+def test_a_withdrawal_lasts_as_long_as_its_record_and_is_repeated() -> None:
     said = publications()
     record = said.announce(KEY, b"v", ttl=60.0, now=NOW)
     tombstone = said.withdraw(KEY, NOW + 1)
@@ -48,7 +48,7 @@ def test_a_withdrawal_lasts_as_long_as_what_it_withdraws_and_is_repeated_until_t
     assert said.renew(KEY, NOW + 60) is None
 
 
-def test_only_what_is_said_can_be_withdrawn_and_only_once() -> None:
+def test_only_a_published_record_can_be_withdrawn_and_only_once() -> None:
     said = publications()
     assert said.withdraw(KEY, NOW) is None
     said.announce(KEY, b"v", ttl=60.0, now=NOW)
@@ -64,7 +64,7 @@ def test_a_copy_never_expires_before_the_one_it_replaces() -> None:
     assert said.announce(KEY, b"w", ttl=10.0, now=NOW).expiration_time == NOW + 600.0
 
 
-def test_a_clock_that_was_far_ahead_does_not_make_records_that_everybody_refuses() -> None:
+def test_a_clock_that_was_far_ahead_makes_no_unacceptable_records() -> None:
     said = publications()
     said.announce(KEY, b"v", ttl=60.0, now=NOW + 100_000)
     assert said.announce(KEY, b"v", ttl=60.0, now=NOW).expiration_time == NOW + Limits().max_ttl
@@ -76,7 +76,7 @@ def test_a_clock_that_was_set_back_does_not_postpone_the_renewal() -> None:
     assert said.due(NOW - 3600) == [KEY]
 
 
-def test_what_an_earlier_life_left_is_outranked() -> None:
+def test_a_record_of_an_earlier_process_is_outranked() -> None:
     said = publications()
     ours = said.announce(KEY, b"v", ttl=60.0, now=NOW)
     left = earlier_life(sequence=ours.sequence + 1000, ttl=300.0)
@@ -88,7 +88,7 @@ def test_what_an_earlier_life_left_is_outranked() -> None:
     assert said.adopt([left, ours], NOW) is None
 
 
-def test_a_longer_life_that_was_left_is_outlived_even_when_ours_ranks_higher() -> None:
+def test_a_record_of_an_earlier_process_is_outlived() -> None:
     said = publications()
     said.announce(KEY, b"v", ttl=60.0, now=NOW)
     again = said.adopt([earlier_life(sequence=1, ttl=300.0)], NOW)
@@ -96,7 +96,7 @@ def test_a_longer_life_that_was_left_is_outlived_even_when_ours_ranks_higher() -
     assert again.expiration_time == NOW + 300.0
 
 
-def test_a_withdrawal_outranks_what_an_earlier_life_left() -> None:
+def test_a_withdrawal_outranks_a_record_of_an_earlier_process() -> None:
     said = publications()
     said.announce(KEY, b"v", ttl=60.0, now=NOW)
     tombstone = said.withdraw(KEY, NOW)
@@ -109,7 +109,7 @@ def test_a_withdrawal_outranks_what_an_earlier_life_left() -> None:
     assert again.expiration_time == left.expiration_time
 
 
-def test_others_records_are_not_adopted() -> None:
+def test_records_of_other_publishers_are_not_adopted() -> None:
     said = publications()
     said.announce(KEY, b"v", ttl=60.0, now=NOW)
     other = sign_record(
@@ -118,7 +118,7 @@ def test_others_records_are_not_adopted() -> None:
     assert said.adopt([other], NOW) is None
 
 
-def test_who_has_confirmed_a_record_need_not_be_told_until_it_changes() -> None:
+def test_a_confirmed_record_is_not_sent_again_until_it_changes() -> None:
     said = publications()
     record = said.announce(KEY, b"v", ttl=60.0, now=NOW)
     assert said.unconfirmed("peer", NOW) == [record]

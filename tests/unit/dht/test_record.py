@@ -39,7 +39,7 @@ def test_the_signature_never_changes() -> None:
     )
 
 
-def test_a_genuine_record_is_believed() -> None:
+def test_a_genuine_record_is_accepted() -> None:
     verify(GOLDEN)
     verify(unpack(pack(GOLDEN)))
 
@@ -61,7 +61,7 @@ def test_a_record_changed_in_any_field_is_forged(change: dict[str, Any]) -> None
         verify(replace(GOLDEN, **change))
 
 
-def test_a_signature_without_the_domain_tag_is_worth_nothing() -> None:
+def test_a_signature_without_the_domain_tag_is_refused() -> None:
     message = b"k" * 32 + b"\x00\x34" + SIGNER.peer_id.encode() + bytes(20)
     record = replace(GOLDEN, sequence=0, expiration_time=0.0, value=b"", signature=SIGNER.sign(message))
     with pytest.raises(RecordError, match="forged"):
@@ -89,7 +89,7 @@ def test_a_signature_without_the_domain_tag_is_worth_nothing() -> None:
         ({"signature": None}, "the signature is not 64 bytes"),
     ],
 )
-def test_a_record_with_an_impossible_field_cannot_exist(change: dict[str, Any], reason: str) -> None:
+def test_a_record_with_an_invalid_field_cannot_be_constructed(change: dict[str, Any], reason: str) -> None:
     with pytest.raises(RecordError, match=reason):
         replace(GOLDEN, **change)
 
@@ -100,12 +100,12 @@ def test_only_six_fields_are_a_record(fields: object) -> None:
         unpack(fields)
 
 
-def test_nothing_impossible_is_signed() -> None:
+def test_invalid_fields_are_not_signed() -> None:
     with pytest.raises(RecordError, match="at most 4096"):
         sign_record(SIGNER, key=bytes(32), sequence=0, expiration_time=0.0, value=bytes(4097))
 
 
-def test_no_record_takes_more_room_in_a_message_than_it_is_counted_for() -> None:
+def test_wire_bytes_bound_the_encoded_size() -> None:
     biggest = sign_record(
         SIGNER, key=bytes(32), sequence=MAX_SEQUENCE, expiration_time=1e300, value=bytes(4096)
     )
@@ -117,15 +117,15 @@ def _record(sequence: int, expiration_time: float, value: bytes, signer: Ed25519
     return sign_record(signer, key=bytes(32), sequence=sequence, expiration_time=expiration_time, value=value)
 
 
-def test_of_one_publisher_the_highest_sequence_counts() -> None:
+def test_the_highest_sequence_of_a_publisher_counts() -> None:
     old, new, others = _record(1, 100.0, b"old"), _record(2, 100.0, b"new"), _record(1, 100.0, b"x", OTHER)
     assert set(live_records([new, old, others, old], 0.0)) == {new, others}
     assert merge([old, new]) == merge([new, old])
 
 
-def test_a_withdrawal_hides_what_it_withdrew_and_is_not_shown() -> None:
+def test_a_withdrawal_hides_its_record_and_itself() -> None:
     assert live_records([_record(1, 100.0, b"old"), _record(2, 100.0, b"")], 0.0) == ()
 
 
-def test_a_record_that_has_ended_does_not_bring_back_the_one_it_replaced() -> None:
+def test_an_expired_record_does_not_restore_the_one_it_replaced() -> None:
     assert live_records([_record(1, 100.0, b"old"), _record(2, 50.0, b"new")], 60.0) == ()

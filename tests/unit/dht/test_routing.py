@@ -16,7 +16,7 @@ PEERS = [
 ]
 ME, *OTHERS = PEERS
 OWN_POINT = peer_point(ME.peer_id)
-# Half of all peers differ from us in the first bit: more than the farthest bucket holds.
+# Half of all peers differ from this one in the first bit. That is more than the farthest bucket holds.
 FAR = [peer for peer in OTHERS if bucket_of(OWN_POINT, peer_point(peer.peer_id)) == BITS]
 A, B, C = OTHERS[:3]
 
@@ -32,7 +32,7 @@ def table_of(peers: list[Contact]) -> RoutingTable:
     return table
 
 
-def test_points_lie_as_kademlia_has_it() -> None:
+def test_buckets_follow_kademlia() -> None:
     assert bucket_of(0b1000, 0b1000) == 0
     assert bucket_of(0b1000, 0b1011) == 2
     assert bucket_of(OWN_POINT, flipped(OWN_POINT, 250)) == 250
@@ -45,7 +45,7 @@ def test_the_nearest_are_nearest_by_xor_and_there_are_k_of_them() -> None:
     assert table_of(OTHERS[:15]).nearest(point) == by_distance[:K]
 
 
-def test_only_who_has_answered_is_known() -> None:
+def test_only_peers_that_have_answered_are_known() -> None:
     table = RoutingTable(ME.peer_id)
     assert table.wanted(A, 0.0)
     assert table.live() == []
@@ -54,7 +54,7 @@ def test_only_who_has_answered_is_known() -> None:
     assert not table.wanted(A, 0.0)
 
 
-def test_one_does_not_know_oneself() -> None:
+def test_a_peer_is_not_in_its_own_table() -> None:
     table = RoutingTable(ME.peer_id)
     assert not table.succeeded(ME, 0.0)
     assert not table.wanted(ME, 0.0)
@@ -62,7 +62,7 @@ def test_one_does_not_know_oneself() -> None:
     assert table.live() == []
 
 
-def test_who_failed_is_not_named_until_it_answers_again() -> None:
+def test_a_failed_peer_is_not_named_until_it_answers_again() -> None:
     table = table_of([A, B])
     table.failed(A, 10.0)
     assert table.live() == [B]
@@ -88,27 +88,27 @@ def test_backing_off_doubles_and_is_capped() -> None:
     assert stranger.usable(A, LONGEST_BACKOFF)
 
 
-def test_who_fails_too_often_is_forgotten() -> None:
+def test_a_peer_that_fails_too_often_is_forgotten() -> None:
     table = table_of([A])
     for _ in range(MOST_FAILURES):
         table.failed(A, 0.0)
     assert table.due(1e9) == []
 
 
-def test_who_calls_is_forgiven_but_not_called_back_all_the_time() -> None:
+def test_a_failed_caller_is_called_back_at_most_every_few_seconds() -> None:
     table = table_of([A])
     table.failed(A, 10.0)
     assert not table.wanted(A, 10.0 + FORGIVENESS_INTERVAL - 0.1)
     assert table.wanted(A, 10.0 + FORGIVENESS_INTERVAL)
 
 
-def test_contacts_not_heard_for_long_are_due() -> None:
+def test_contacts_that_have_not_answered_for_long_are_due() -> None:
     table = table_of([A])
     assert table.due(CHECK_INTERVAL - 0.1) == []
     assert table.due(CHECK_INTERVAL) == [A]
 
 
-def test_a_full_bucket_keeps_those_it_has() -> None:
+def test_a_full_bucket_keeps_its_contacts() -> None:
     table = table_of(FAR)
     assert table.live() == FAR[:BUCKET_CAPACITY]
     assert not table.wanted(FAR[-1], 0.0)
@@ -122,7 +122,7 @@ def test_a_newcomer_takes_the_place_of_one_that_failed() -> None:
     assert set(table.live()) == {*FAR[:3], *FAR[4:BUCKET_CAPACITY], FAR[-1]}
 
 
-def test_where_there_is_room_nobody_is_replaced() -> None:
+def test_no_contact_is_replaced_while_there_is_room() -> None:
     table = table_of(FAR[:3])
     table.failed(FAR[0], 10.0)
     table.succeeded(FAR[3], 10.0)
@@ -131,7 +131,7 @@ def test_where_there_is_room_nobody_is_replaced() -> None:
     assert table.live()[0] == FAR[0]
 
 
-def test_addresses_that_a_stranger_names_do_not_displace_or_discredit_proved_ones() -> None:
+def test_addresses_named_by_strangers_do_not_affect_proved_ones() -> None:
     table = table_of([A])
     assert table.prefer_live(moved(A)) == A
     table.failed(moved(A), 1.0)
@@ -139,13 +139,13 @@ def test_addresses_that_a_stranger_names_do_not_displace_or_discredit_proved_one
     assert table.live() == [A]
 
 
-def test_who_moved_is_believed_when_it_says_so_itself() -> None:
+def test_a_peer_may_announce_its_new_address_itself() -> None:
     table = table_of([A])
     table.update_addresses(moved(A))
     assert table.live() == [moved(A)]
 
 
-def test_who_failed_may_be_found_at_another_address() -> None:
+def test_a_failed_peer_may_be_found_at_another_address() -> None:
     table = table_of([A])
     table.failed(A, 1.0)
     assert table.prefer_live(moved(A)) == moved(A)
@@ -161,7 +161,7 @@ def test_backoffs_are_bounded() -> None:
     assert len(table._backoffs) == MOST_BACKOFFS
 
 
-def test_buckets_are_looked_into_from_the_surroundings_outwards() -> None:
+def test_buckets_beyond_the_nearest_peers_are_refreshed() -> None:
     assert table_of(OTHERS[: K - 1]).buckets_to_refresh() == []
     table = table_of(OTHERS)
     buckets = table.buckets_to_refresh()

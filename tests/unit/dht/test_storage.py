@@ -1,4 +1,4 @@
-"""What a store takes, what it refuses and why, and that a flood does not push anybody out."""
+"""The records that a store accepts or refuses; a flood displaces no honest record."""
 
 from dataclasses import replace
 from typing import Any
@@ -44,14 +44,14 @@ def test_a_record_is_kept_until_it_expires() -> None:
     assert (len(store), store.total_bytes) == (0, 0)
 
 
-def test_the_same_record_again_counts_as_taken() -> None:
+def test_the_same_record_again_counts_as_stored() -> None:
     store = RecordStore(Limits())
     assert put(store, record()) is None
     assert put(store, record()) is None
     assert len(store) == 1
 
 
-def test_a_higher_sequence_takes_the_place_of_a_lower_one() -> None:
+def test_a_higher_sequence_replaces_a_lower_one() -> None:
     store = RecordStore(Limits())
     put(store, record(sequence=1))
     assert put(store, record(sequence=2, value=b"newer")) is None
@@ -64,7 +64,7 @@ def test_a_lower_sequence_is_a_replay() -> None:
     assert put(store, record(sequence=1)) is Refusal.REPLAYED
 
 
-def test_of_two_records_with_one_sequence_every_store_keeps_the_same() -> None:
+def test_all_stores_keep_the_same_of_two_records_with_one_sequence() -> None:
     one, other = record(value=b"one"), record(value=b"other")
     stores = RecordStore(Limits()), RecordStore(Limits())
     for store, order in zip(stores, ((one, other), (other, one)), strict=True):
@@ -73,7 +73,7 @@ def test_of_two_records_with_one_sequence_every_store_keeps_the_same() -> None:
     assert stores[0].records(KEY, NOW) == stores[1].records(KEY, NOW)
 
 
-def test_what_is_withdrawn_stays_withdrawn() -> None:
+def test_a_withdrawn_record_stays_withdrawn() -> None:
     store = RecordStore(Limits())
     put(store, record(sequence=1))
     assert put(store, record(sequence=2, value=b"")) is None
@@ -82,8 +82,8 @@ def test_what_is_withdrawn_stays_withdrawn() -> None:
     assert put(store, record(sequence=1), at=NOW + 60.0) is Refusal.EXPIRED
 
 
-def test_a_record_that_would_end_before_the_one_it_replaces_is_refused() -> None:
-    # Once it had ended, the older one could be replayed.
+def test_a_record_that_expires_before_the_one_it_replaces_is_refused() -> None:
+    # After its expiration, the older record could be replayed.
     store = RecordStore(Limits())
     put(store, record(sequence=1, ttl=60.0))
     assert put(store, record(sequence=2, ttl=59.0, value=b"")) is Refusal.SHORTENED
@@ -117,7 +117,7 @@ def test_a_record_changed_in_any_field_is_forged(change: dict[str, Any]) -> None
     assert len(store) == 0
 
 
-def test_a_forgery_does_not_touch_what_is_held() -> None:
+def test_a_forgery_does_not_affect_the_record_held() -> None:
     store = RecordStore(Limits())
     put(store, record())
     assert put(store, replace(record(), sequence=2), sender=BOB) is Refusal.FORGED
@@ -135,12 +135,12 @@ def test_a_publisher_has_its_allowance_of_bytes() -> None:
     store = RecordStore(Limits(bytes_per_publisher=MAX_WIRE_BYTES))
     assert put(store, record(value=bytes(2000))) is None
     assert put(store, record(key=numbered_key(1), value=bytes(2000))) is Refusal.PUBLISHER_QUOTA
-    # The longer value of a record that is held needs room, too.
+    # A longer value of a record that is held needs room too.
     assert put(store, record(sequence=2, value=bytes(4096))) is None
     assert put(store, record(key=numbered_key(1), value=b"")) is Refusal.PUBLISHER_QUOTA
 
 
-def test_a_key_has_room_for_so_many_publishers_and_bytes() -> None:
+def test_a_key_has_limits_of_publishers_and_bytes() -> None:
     few = RecordStore(Limits(publishers_per_key=2))
     outcomes = [put(few, record(signer)) for signer in SIGNERS[:3]]
     assert outcomes == [None, None, Refusal.KEY_FULL]
@@ -164,20 +164,20 @@ def test_a_sender_has_its_allowance_of_other_publishers_records() -> None:
     store = RecordStore(Limits(relayed_per_sender=2))
     outcomes = [put(store, record(signer), sender=ALICE) for signer in CROWD[:3]]
     assert outcomes == [None, None, Refusal.SENDER_QUOTA]
-    # Renewals of what it brought, its own records, and everybody else's own are not concerned.
+    # Renewals of relayed records, the sender's own records and those sent by their publishers are not limited by it.
     assert put(store, record(CROWD[0], sequence=2), sender=ALICE) is None
     assert put(store, record(ALICE), sender=ALICE) is None
     assert put(store, record(CROWD[2]), sender=CROWD[2]) is None
 
 
-def test_a_publisher_that_comes_itself_relieves_who_brought_its_record() -> None:
+def test_a_publisher_takes_over_the_charge_of_its_relayed_record() -> None:
     store = RecordStore(Limits(relayed_per_sender=1))
     put(store, record(CROWD[0]), sender=ALICE)
     put(store, record(CROWD[0], sequence=2), sender=CROWD[0])
     assert put(store, record(CROWD[1]), sender=ALICE) is None
 
 
-def test_who_brought_a_record_first_goes_on_paying_when_another_renews_it() -> None:
+def test_the_first_sender_of_a_record_keeps_the_charge() -> None:
     store = RecordStore(Limits(relayed_per_sender=1))
     put(store, record(CROWD[0]), sender=ALICE)
     put(store, record(CROWD[0], sequence=2), sender=BOB)
@@ -185,14 +185,14 @@ def test_who_brought_a_record_first_goes_on_paying_when_another_renews_it() -> N
     assert put(store, record(CROWD[1]), sender=BOB) is None
 
 
-def test_expiry_gives_everything_back() -> None:
+def test_expiry_frees_every_allowance() -> None:
     store = RecordStore(Limits(total_records=1, publishers_per_key=1, relayed_per_sender=1))
     put(store, record(BOB, ttl=10.0), sender=ALICE)
     assert put(store, record(CAROL), sender=ALICE) is Refusal.SENDER_QUOTA
     assert put(store, record(CAROL), sender=ALICE, at=NOW + 10.0) is None
 
 
-def test_a_flood_pushes_nobody_out_and_does_not_hinder_renewal_or_withdrawal() -> None:
+def test_a_flood_displaces_no_record_and_no_renewal() -> None:
     store = RecordStore(Limits(publishers_per_key=4, total_records=6, total_bytes=6 * MAX_WIRE_BYTES))
     put(store, record(ALICE))
     for key in (KEY, numbered_key(1), numbered_key(2)):
@@ -212,7 +212,7 @@ def test_constant_renewal_does_not_grow_the_list_of_expirations() -> None:
     assert store.records(KEY, NOW + 559.0) == ()
 
 
-def test_an_answer_carries_what_fits_and_says_what_it_left_out() -> None:
+def test_an_answer_holds_the_records_that_fit_and_counts_the_others() -> None:
     store = RecordStore(Limits())
     for signer in SIGNERS[:3]:
         put(store, record(signer))

@@ -1,4 +1,4 @@
-"""An exception in the handling of a message costs its sender; everything else stays loud."""
+"""An exception in the handling of a message costs its sender; any other exception is raised."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_expected_exceptions_pass_through(caplog: pytest.LogCaptureFixture) -> N
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(1)])
-def test_an_order_to_end_passes_through(error: BaseException) -> None:
+def test_exceptions_that_end_the_process_pass_through(error: BaseException) -> None:
     faults = Faults()
     with pytest.raises(type(error)), guarded("12D3peer", faults):
         raise error

@@ -21,7 +21,7 @@ class InMemory:
     def transport(self, *, listening: bool = True) -> AbstractAsyncContextManager[Transport]:
         return self._network.transport(next(self._signers), inbound="accepted" if listening else "refused")
 
-    def address_of_nobody(self) -> str:
+    def unused_address(self) -> str:
         return f"/ip4/10.255.255.255/tcp/4001/p2p/{next(self._signers).peer_id}"
 
 

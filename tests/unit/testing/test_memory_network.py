@@ -1,4 +1,4 @@
-"""What can go wrong in the network in memory, and that it goes wrong as it says. All times are virtual."""
+"""The faults of the network in memory happen as documented. All times are virtual."""
 
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -115,7 +115,7 @@ async def test_a_stopped_peer_takes_one_window(
         assert await receive_message(later) == b"awake"
 
 
-async def test_what_was_held_arrives_after_resume(
+async def test_held_frames_arrive_after_resume(
     autojump_clock: MockClock,
 ) -> None:
     network = MemoryNetwork()
@@ -156,7 +156,7 @@ async def test_a_crash_breaks_connections_at_once(
             await there.dial(here.addresses[0], timeout=HOUR)
 
 
-async def test_a_crash_across_a_cut_is_heard_of_at_heal(
+async def test_a_crash_across_a_cut_is_noticed_at_heal(
     autojump_clock: MockClock,
 ) -> None:
     network = MemoryNetwork()
@@ -184,7 +184,7 @@ async def test_a_crash_ends_a_stop(
             await stream.receive_some(1)
 
 
-async def test_who_crashed_comes_back_at_the_same_address(
+async def test_a_crashed_peer_returns_at_the_same_address(
     autojump_clock: MockClock,
 ) -> None:
     network = MemoryNetwork()
@@ -281,7 +281,7 @@ async def test_bandwidth_is_shared_by_all_that_a_peer_sends(
                 nursery.start_soon(send, to)
         await trio.sleep(10.0)
         assert arrived[1] == pytest.approx(2.0, abs=0.1)
-        assert arrived[0] > 1.5, "one was served after the other"
+        assert arrived[0] > 1.5, "one stream was served after the other"
 
 
 @pytest.mark.parametrize("seed", [1, 2])
@@ -309,7 +309,7 @@ def test_the_same_seed_gives_the_same_times(seed: int) -> None:
     assert run(seed) != run(seed + 2)
 
 
-async def test_addresses_are_ones_that_peers_exchange(
+async def test_addresses_pass_the_checks_of_real_peers(
     autojump_clock: MockClock,
 ) -> None:
     network = MemoryNetwork()
@@ -323,6 +323,6 @@ async def test_addresses_are_ones_that_peers_exchange(
 
 
 @pytest.mark.parametrize("wrong", [{"latency": (0.2, 0.1)}, {"latency": (-1.0, 0.1)}, {"bandwidth": 0.0}])
-def test_what_is_no_network_is_refused(wrong: dict[str, object]) -> None:
+def test_bad_arguments_of_a_network_are_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
         MemoryNetwork(**wrong)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Work in threads that end with their call, and calls from them to the event loop."""
+"""Work in threads that end with their call, and their calls to the event loop."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ on_linux = pytest.mark.skipif(sys.platform != "linux", reason="priorities of thr
 
 
 def never() -> None:
-    raise AssertionError("nobody was cancelled")
+    raise AssertionError("the caller was not cancelled")
 
 
 def own(work: Callable[[], Any], stop: Callable[[], None]) -> Any:
@@ -53,14 +53,14 @@ class Blocks:
         self._go_on.set()
 
 
-async def test_what_it_returns() -> None:
+async def test_the_result_is_returned() -> None:
     here = threading.get_ident()
     assert await own(lambda: (threading.get_ident() != here, 7), never) == (True, 7)
     assert await own(lambda: None, never) is None
 
 
 @pytest.mark.parametrize("error", [ValueError("no"), SystemExit(3)], ids=["an error", "an exit"])
-async def test_what_it_raises_is_handed_on(error: BaseException) -> None:
+async def test_the_exception_is_raised_in_the_caller(error: BaseException) -> None:
     def work() -> None:
         raise error
 
@@ -73,12 +73,12 @@ async def test_the_thread_has_ended_when_the_call_returns() -> None:
     for _ in range(50):
         thread = await own(threading.current_thread, never)
         assert thread.name == NAME
-        assert thread.daemon, "a process that ends does not wait for it"
+        assert thread.daemon, "a process that ends must not wait for the thread"
         assert not thread.is_alive()
     assert NAME not in [thread.name for thread in threading.enumerate()]
 
 
-async def test_the_thread_has_ended_also_when_it_raised() -> None:
+async def test_the_thread_has_ended_when_the_work_raised() -> None:
     threads: list[threading.Thread] = []
 
     def work() -> None:
@@ -90,7 +90,7 @@ async def test_the_thread_has_ended_also_when_it_raised() -> None:
     assert not threads[0].is_alive()
 
 
-async def test_a_cancelled_caller_stops_it_once_and_waits() -> None:
+async def test_a_cancelled_caller_stops_the_work_once_and_waits() -> None:
     work = Blocks()
     ended: list[bool] = []
 
@@ -110,15 +110,15 @@ async def test_a_cancelled_caller_stops_it_once_and_waits() -> None:
                 await trio.testing.wait_all_tasks_blocked()
                 seen = (work.stops, list(ended))
                 work.let_go()
-    assert seen == (1, []), "what it works on has to stay"
+    assert seen == (1, []), "the thread's arguments must stay valid"
     assert ended == [True]
     assert work.stops == 1
     assert work.thread is not None
     assert not work.thread.is_alive()
 
 
-async def test_a_cancelled_caller_hears_nothing_of_what_it_came_to() -> None:
-    """It is cancelled, whether the work returned or raised."""
+async def test_a_cancelled_caller_gets_neither_result_nor_exception() -> None:
+    """The caller raises Cancelled, whether the work returned or raised."""
     started, stopped = trio.Event(), threading.Event()
     token = trio.lowlevel.current_trio_token()
 
@@ -135,7 +135,7 @@ async def test_a_cancelled_caller_hears_nothing_of_what_it_came_to() -> None:
     assert scope.cancelled_caught
 
 
-async def test_nothing_is_begun_for_who_is_cancelled_already() -> None:
+async def test_no_work_begins_for_a_cancelled_caller() -> None:
     begun: list[object] = []
     with trio.CancelScope() as scope:
         scope.cancel()
@@ -144,7 +144,7 @@ async def test_nothing_is_begun_for_who_is_cancelled_already() -> None:
     assert begun == []
 
 
-async def test_a_thread_that_cannot_be_started_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_thread_that_cannot_start_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(self: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
@@ -155,8 +155,8 @@ async def test_a_thread_that_cannot_be_started_says_why(monkeypatch: pytest.Monk
     assert str(found.value) == "can't start new thread"
 
 
-async def test_each_has_a_thread_of_its_own() -> None:
-    """None waits for its turn: the parts of a group's lanes wait for each other."""
+async def test_each_call_has_its_own_thread() -> None:
+    """No call waits for its turn, because the lanes of a group wait for each other."""
     together = threading.Barrier(5)
     met: list[int] = []
 
@@ -199,8 +199,8 @@ print(in_a_new_thread())
 """
 
 
-def test_one_torch_thread_inside_and_as_many_as_before_outside() -> None:
-    """Also when several begin at once, and in threads that begin later."""
+def test_torch_uses_one_thread_inside_and_is_unchanged_outside() -> None:
+    """This also holds if several calls begin at once, and in threads that begin later."""
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", IN_A_FRESH_PROCESS],
         capture_output=True,
@@ -230,8 +230,8 @@ trio.run(main)
 
 
 @on_linux
-def test_who_works_gives_way_to_the_training_loop() -> None:
-    """And nobody else does: trio lends its threads to others."""
+def test_worker_threads_have_a_lower_priority() -> None:
+    """Only these threads do so, because trio lends its own threads to other callers."""
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", PRIORITIES],
         capture_output=True,
@@ -240,12 +240,12 @@ def test_who_works_gives_way_to_the_training_loop() -> None:
         check=True,
     )
     before, inside, *others = map(int, done.stdout.split())
-    assert inside == NICENESS or inside >= before > NICENESS, "who runs the tests may have lowered it further"
+    assert inside == NICENESS or inside >= before > NICENESS, "the test run may have a lower priority already"
     assert others == [before] * 2
 
 
 @on_linux
-async def test_who_runs_at_a_lower_priority_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_even_lower_priority_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
     monkeypatch.setattr(os, "getpriority", lambda _which, _who: 19)
     monkeypatch.setattr(os, "setpriority", lambda _which, _who, value: asked.append(value))
@@ -266,7 +266,7 @@ async def test_a_lower_priority_is_the_threads_own(monkeypatch: pytest.MonkeyPat
 
 
 @on_linux
-async def test_where_priorities_are_forbidden_it_works_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_forbidden_priorities_are_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def forbid(*_: object) -> None:
         raise PermissionError
 
@@ -278,12 +278,12 @@ async def test_where_priorities_are_forbidden_it_works_all_the_same(monkeypatch:
 
 
 async def drained() -> None:
-    """What was told the loop before has been called."""
+    """Wait until all earlier calls to the loop have run."""
     await trio.lowlevel.checkpoint()
     await trio.testing.wait_all_tasks_blocked()
 
 
-async def test_calls_come_in_their_order_and_not_at_once() -> None:
+async def test_calls_run_in_order_and_later() -> None:
     called: list[tuple[int, ...]] = []
     soon = ToLoop()
     for number in range(100):
@@ -311,7 +311,7 @@ async def test_many_calls_cost_one_wake_up(monkeypatch: pytest.MonkeyPatch) -> N
     assert len(drains) == 1
 
 
-async def test_what_is_called_may_call_more() -> None:
+async def test_a_called_function_may_schedule_more_calls() -> None:
     called: list[str] = []
     soon = ToLoop()
 
@@ -325,7 +325,7 @@ async def test_what_is_called_may_call_more() -> None:
     assert called == ["first", "second", "third"]
 
 
-async def test_calls_of_several_threads_each_come_in_order_and_none_is_lost() -> None:
+async def test_calls_of_several_threads_run_in_order_and_none_is_lost() -> None:
     threads, calls = 8, 2000
     called: list[tuple[int, int]] = []
     loop_thread = threading.get_ident()
@@ -351,8 +351,8 @@ async def test_calls_of_several_threads_each_come_in_order_and_none_is_lost() ->
         assert [number for whose, number in called if whose == of] == list(range(calls))
 
 
-async def test_the_last_call_before_a_pause_is_heard() -> None:
-    """One that comes while the loop empties the queue is not overlooked."""
+async def test_the_last_call_before_a_pause_is_run() -> None:
+    """A call that comes while the loop empties the queue is not lost."""
     soon = ToLoop()
     heard = trio.Semaphore(0)
 

@@ -1,4 +1,4 @@
-"""The thread that runs trio: what is called in it, what ends it, and who is told. No network."""
+"""The thread that runs trio: its calls, its end, and the reports of its errors. No network."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class BoomError(Exception):
 
 @pytest.fixture(autouse=True)
 def _ctrl_c_is_heard() -> Iterator[None]:
-    """Also in a run in a shell's background, which ignores it, and lets its children ignore it."""
+    """Restore the default handler of SIGINT, because a shell makes background jobs and their children ignore it."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -58,7 +58,7 @@ async def boom() -> None:
 
 
 def ending_with(error: BaseException) -> tuple[Live, threading.Event]:
-    """A thread that lives until the event, and then ends with an error."""
+    """A ``live`` that waits for the event, and then ends with an error."""
     end = threading.Event()
 
     async def until_then(give: Give, _stop: trio.Event) -> None:
@@ -79,7 +79,7 @@ class TestCalls:
             assert thread.call(where) == "under test"
             assert is_running("under test")
 
-    def test_an_exception_of_a_call_is_the_callers_alone(self) -> None:
+    def test_an_exception_of_a_call_reaches_its_caller_only(self) -> None:
         with running() as thread:
             with pytest.raises(BoomError, match="in the thread"):
                 thread.call(boom)
@@ -91,7 +91,7 @@ class TestCalls:
             assert thread.call(works) == 5
 
     def test_calls_of_several_threads_run_together(self) -> None:
-        """Each waits in the thread for all the others."""
+        """Each call waits in the thread for all others."""
         count = 6
         arrived: list[int] = []
         together = trio.Event()
@@ -117,7 +117,7 @@ class TestCalls:
                 caller.join(WATCHDOG_SECONDS)
         assert sorted(results) == list(range(count))
 
-    def test_ctrl_c_ends_the_call_there_and_nothing_else(self) -> None:
+    def test_ctrl_c_cancels_only_the_interrupted_call(self) -> None:
         cancelled = threading.Event()
         main = threading.main_thread().ident
         assert main == threading.get_ident()
@@ -140,7 +140,7 @@ class TestCalls:
 
 
 class TestTheEnd:
-    def test_what_keeps_it_from_beginning_is_raised_by_start_alone(self) -> None:
+    def test_an_error_of_the_start_is_raised_by_start_only(self) -> None:
         async def fails(_give: Give, _stop: trio.Event) -> None:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(boom)
@@ -148,10 +148,10 @@ class TestTheEnd:
         thread = TrioThread(fails, name="under test")
         with pytest.raises(BoomError, match="in the thread"):
             thread.start()
-        thread.stop()  # told already
+        thread.stop()  # start() has reported the error already
         assert not is_running("under test")
 
-    def test_it_may_end_before_it_gives_anything(self) -> None:
+    def test_live_may_end_before_it_reports_a_start(self) -> None:
         async def ends(_give: Give, _stop: trio.Event) -> None:
             await trio.lowlevel.checkpoint()
 
@@ -160,7 +160,7 @@ class TestTheEnd:
             thread.start()
         thread.stop()
 
-    def test_it_can_be_stopped_while_it_begins(self) -> None:
+    def test_the_thread_can_be_stopped_while_it_starts(self) -> None:
         cancelled = threading.Event()
         main = threading.main_thread().ident
         assert main == threading.get_ident()
@@ -179,7 +179,7 @@ class TestTheEnd:
         assert cancelled.is_set()
         assert not is_running("under test")
 
-    def test_its_error_reaches_a_call_that_waits_and_every_later_one(self) -> None:
+    def test_the_error_reaches_waiting_and_later_calls(self) -> None:
         until_then, end = ending_with(BoomError("ended"))
 
         async def wait_for_ever() -> None:
@@ -193,8 +193,8 @@ class TestTheEnd:
             with pytest.raises(BoomError, match="ended"):
                 thread.check()
 
-    def test_its_error_counts_more_than_that_it_closed_something(self) -> None:
-        """What it does on its way out ends a call earlier than the thread itself ends."""
+    def test_the_error_has_priority_over_closed_errors(self) -> None:
+        """The clean-up of ``live`` ends a call before the thread itself ends."""
 
         async def closes_first(give: Give, _stop: trio.Event) -> None:
             give("ready")
@@ -216,14 +216,14 @@ class TestTheEnd:
         with running(closes_first) as thread, pytest.raises(BoomError, match="the cause"):
             thread.call(wait_until_closed)
 
-    def test_an_error_that_nobody_has_heard_of_is_raised_at_the_end(self) -> None:
+    def test_an_unreported_error_is_raised_by_stop(self) -> None:
         until_then, end = ending_with(BoomError("unheard"))
         thread = TrioThread(until_then, name="under test")
         thread.start()
         end.set()
         with pytest.raises(BoomError, match="unheard"):
             thread.stop()
-        thread.stop()  # once
+        thread.stop()  # only once
 
     def test_several_errors_at_once_stay_a_group(self) -> None:
         async def twice(give: Give, _stop: trio.Event) -> None:
@@ -237,7 +237,7 @@ class TestTheEnd:
         assert caught.value.subgroup(BoomError) is not None
         assert caught.value.subgroup(ValueError) is not None
 
-    def test_even_what_is_no_exception_reaches_somebody(self) -> None:
+    def test_base_exceptions_are_reported_too(self) -> None:
         until_then, end = ending_with(SystemExit(3))
         thread = TrioThread(until_then, name="under test")
         thread.start()
@@ -245,7 +245,7 @@ class TestTheEnd:
         with pytest.raises(SystemExit):
             thread.stop()
 
-    def test_a_call_that_waits_when_it_is_stopped(self) -> None:
+    def test_a_waiting_call_raises_when_the_thread_is_stopped(self) -> None:
         waiting = threading.Event()
         seen: list[BaseException] = []
 
@@ -266,14 +266,14 @@ class TestTheEnd:
         caller.join(WATCHDOG_SECONDS)
         assert [str(error) for error in seen] == ["the averager was closed meanwhile"]
 
-    def test_afterwards_it_is_closed(self) -> None:
+    def test_calls_after_the_end_raise_closed_error(self) -> None:
         with running() as thread:
             thread.check()
         for call in (thread.check, lambda: thread.call(boom)):
             with pytest.raises(ClosedError, match=r"^the averager is closed$"):
                 call()
 
-    def test_it_lets_what_lives_there_finish(self) -> None:
+    def test_stop_lets_live_finish(self) -> None:
         finished: list[bool] = []
 
         async def takes_leave(give: Give, stop: trio.Event) -> None:
@@ -310,9 +310,9 @@ class TestTheEnd:
 
 
 def exit_code_of_child(function: Callable[[], None]) -> int:
-    """0 when it returns in a child made by os.fork."""
+    """Run a function in a child made by os.fork. Return 0 if it returns."""
     with warnings.catch_warnings():
-        # Python 3.12 and later warn of exactly what this test is about.
+        # Python 3.12 and later warn about forks of a process with threads, which this test is about.
         warnings.filterwarnings(
             "ignore", "This process .* is multi-threaded, use of fork", DeprecationWarning
         )
@@ -330,7 +330,7 @@ def exit_code_of_child(function: Callable[[], None]) -> int:
 
 
 class TestFork:
-    def test_a_child_is_refused_and_the_parent_goes_on(self) -> None:
+    def test_a_forked_child_is_refused_and_the_parent_goes_on(self) -> None:
         async def works() -> int:
             return 5
 
@@ -340,7 +340,7 @@ class TestFork:
                     ClosedError, match=rf"belongs to process {parent} and cannot be used after a fork"
                 ):
                     call()
-            # What wakes the loop is shared with the parent: nothing may be sent there.
+            # The socket that wakes the loop is shared with the parent, so nothing may be sent on it.
             thread._soon = None  # type: ignore[method-assign,assignment]
             thread.stop()
 
@@ -349,7 +349,7 @@ class TestFork:
             assert exit_code_of_child(in_child) == 0
             assert thread.call(works) == 5
 
-    def test_a_child_waits_for_no_lock_of_a_thread_that_it_does_not_have(self) -> None:
+    def test_a_forked_child_waits_for_no_lock(self) -> None:
         def in_child() -> None:
             with pytest.raises(ClosedError, match="after a fork"):
                 thread.check()

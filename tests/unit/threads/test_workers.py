@@ -1,4 +1,4 @@
-"""Work off the event loop uses one thread of torch, and takes none from anybody else."""
+"""Work off the event loop uses one thread of torch, and does not change the setting of other threads."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ print(in_a_new_thread())
 """
 
 
-def test_one_torch_thread_inside_and_as_many_as_before_outside() -> None:
-    """Also in the threads that trio lends to others, and in those that begin later."""
+def test_torch_uses_one_thread_inside_and_is_unchanged_outside() -> None:
+    """This also holds in trio's threads, and in threads that begin later."""
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", IN_A_FRESH_PROCESS],
         capture_output=True,
@@ -61,7 +61,7 @@ async def test_results_and_exceptions() -> None:
     assert await workers.run(int) == 0
 
 
-async def test_one_at_a_time() -> None:
+async def test_functions_run_one_at_a_time() -> None:
     workers = Workers()
     inside: list[int] = []
     most: list[int] = []
@@ -78,7 +78,7 @@ async def test_one_at_a_time() -> None:
     assert most == [1] * 20
 
 
-async def test_a_cancelled_caller_waits_for_what_runs() -> None:
+async def test_a_cancelled_caller_waits_for_a_running_function() -> None:
     workers = Workers()
     started, release = trio.Event(), threading.Event()
     finished: list[bool] = []
@@ -93,7 +93,7 @@ async def test_a_cancelled_caller_waits_for_what_runs() -> None:
         try:
             await workers.run(work)
         finally:
-            assert finished, "what it works on may be gone already"
+            assert finished, "the function's arguments may be gone already"
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(call)
@@ -129,7 +129,7 @@ async def test_a_cancelled_caller_does_not_wait_for_its_turn() -> None:
     assert ran == []
 
 
-async def test_nothing_is_begun_for_who_is_cancelled_already(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_no_function_begins_for_a_cancelled_caller(monkeypatch: pytest.MonkeyPatch) -> None:
     workers = Workers()
     begun: list[object] = []
     monkeypatch.setattr(workers._pool, "submit", lambda *call: begun.append(call))
@@ -140,7 +140,7 @@ async def test_nothing_is_begun_for_who_is_cancelled_already(monkeypatch: pytest
     assert begun == []
 
 
-async def test_its_thread_ends_with_it() -> None:
+async def test_closing_ends_the_thread() -> None:
     workers = Workers()
     thread = await workers.run(threading.current_thread)
     assert thread.is_alive()

@@ -1,4 +1,4 @@
-"""Certificates and contexts on a pair of sockets: who gets through, and who does not."""
+"""Certificates and contexts on a pair of sockets: the handshakes that succeed, and those that fail."""
 
 import os
 import signal
@@ -65,7 +65,7 @@ def self_signed(key: Any, algorithm: Any = None, *, days: int = 10) -> bytes:
 def shake(
     client: ssl.SSLContext, server: ssl.SSLContext, name: str | None
 ) -> tuple[ssl.SSLSocket | Exception, ssl.SSLSocket | Exception]:
-    """What each side has at the end; the client's counts only once it has read the server's judgement."""
+    """Return each side's outcome. The client's counts only after it has read the server's verdict."""
     here, there = socket.socketpair()
     found: list[ssl.SSLSocket | Exception] = []
 
@@ -104,7 +104,7 @@ def door(context: ssl.SSLContext) -> ssl.SSLContext:
     return listening_context(lambda _, name: context if name == TICKET else None)
 
 
-def test_two_who_know_each_other_agree_on_tls_1_3(alice: OwnCertificate, bob: OwnCertificate) -> None:
+def test_peers_that_trust_each_other_agree_on_tls_1_3(alice: OwnCertificate, bob: OwnCertificate) -> None:
     client, server = shake(alice.client_context(bob.der), door(bob.server_context(alice.der)), TICKET)
     assert isinstance(client, ssl.SSLSocket)
     assert isinstance(server, ssl.SSLSocket)
@@ -117,7 +117,7 @@ def test_two_who_know_each_other_agree_on_tls_1_3(alice: OwnCertificate, bob: Ow
 
 
 @pytest.mark.parametrize("name", [None, "cd" * 16, TICKET.upper(), TICKET + "." + TICKET])
-def test_no_name_or_an_unknown_one_gets_nowhere(
+def test_a_missing_or_unknown_name_is_refused(
     name: str | None, alice: OwnCertificate, bob: OwnCertificate
 ) -> None:
     context = listening_context(
@@ -129,7 +129,7 @@ def test_no_name_or_an_unknown_one_gets_nowhere(
 
 
 @pytest.mark.parametrize("name", [None, TICKET])
-def test_who_shows_no_certificate_gets_nowhere(
+def test_a_client_without_a_certificate_is_refused(
     name: str | None, alice: OwnCertificate, bob: OwnCertificate
 ) -> None:
     trusting = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -138,8 +138,10 @@ def test_who_shows_no_certificate_gets_nowhere(
     assert both_closed(shake(trusting, door(bob.server_context(alice.der)), name))
 
 
-def test_a_door_that_does_not_choose_agrees_on_nothing(alice: OwnCertificate, bob: OwnCertificate) -> None:
-    """Were the choice ever left out: the context of the door itself has no certificate, and trusts nobody."""
+def test_the_listening_context_finishes_no_handshake_itself(
+    alice: OwnCertificate, bob: OwnCertificate
+) -> None:
+    """If the choice of a context were skipped, the listening context has no certificate and trusts none."""
     context = door(bob.server_context(alice.der))
     context.sni_callback = None
     assert both_closed(shake(alice.client_context(bob.der), context, TICKET))
@@ -161,7 +163,7 @@ def test_a_server_with_another_certificate_is_refused(
     assert isinstance(client, ssl.SSLCertVerificationError)
 
 
-def test_a_certificate_of_the_same_name_is_another(alice: OwnCertificate, bob: OwnCertificate) -> None:
+def test_a_certificate_of_the_same_name_is_refused(alice: OwnCertificate, bob: OwnCertificate) -> None:
     impostor = OwnCertificate("alice")
     _, server = shake(impostor.client_context(bob.der), door(bob.server_context(alice.der)), TICKET)
     assert isinstance(server, ssl.SSLCertVerificationError)
@@ -192,7 +194,7 @@ Watched = list[tuple[int, int, list[Any]]]
 
 
 def watch_loading(directory: Any, monkeypatch: pytest.MonkeyPatch) -> Watched:
-    """The mode, the number of names and the directory's content, each time that a key is loaded."""
+    """Record the file's mode, its number of names and the directory's content, each time that a key is loaded."""
     seen: Watched = []
     load = ssl.SSLContext.load_cert_chain
 
@@ -214,7 +216,7 @@ def test_the_key_is_in_no_directory_while_it_is_loaded(
     tmp_path: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A process that is killed at any moment leaves no key."""
+    """A process that is killed at any moment leaves no key behind."""
     if has_memfd and not hasattr(os, "memfd_create"):
         pytest.skip("this system has no memfd")
     if not has_memfd:
@@ -225,7 +227,7 @@ def test_the_key_is_in_no_directory_while_it_is_loaded(
     assert not list(tmp_path.iterdir())
 
 
-def test_where_a_key_needs_a_file_its_directory_is_private_and_removed(
+def test_a_key_file_is_in_a_private_directory_and_removed(
     alice: OwnCertificate, bob: OwnCertificate, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delattr(os, "memfd_create", raising=False)
@@ -259,7 +261,7 @@ def test_a_process_that_is_killed_while_it_loads_its_key_leaves_no_file(tmp_path
     assert not list(tmp_path.rglob("*"))
 
 
-def test_what_is_one_certificate_of_our_kind(alice: OwnCertificate) -> None:
+def test_a_certificate_of_our_kind_is_accepted(alice: OwnCertificate) -> None:
     check_certificate(alice.der)
     assert len(alice.der) < MAX_CERTIFICATE_BYTES
 
@@ -280,6 +282,6 @@ OTHERS = [
 
 
 @pytest.mark.parametrize(("der", "match"), OTHERS)
-def test_what_is_not(der: bytes, match: str) -> None:
+def test_other_bytes_are_no_certificate(der: bytes, match: str) -> None:
     with pytest.raises(RemoteProtocolError, match=match):
         check_certificate(der)

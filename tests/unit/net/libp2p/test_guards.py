@@ -13,11 +13,12 @@ from libp2p.stream_muxer.exceptions import MuxedStreamError
 from libp2p.stream_muxer.yamux.yamux import HEADER_SIZE, TYPE_DATA, YAMUX_HEADER_FORMAT, YamuxStream
 from trio.testing import MockClock
 
-from p2pavg.net.libp2p import guards as guards
+from p2pavg.net.libp2p import guarded_yamux, guards
+from p2pavg.net.libp2p.patient_stream import PatientStream
 
 
 class Wire:
-    """As much of a connection as a stream needs to write."""
+    """The part of a connection that a stream needs for writing."""
 
     def __init__(self) -> None:
         self.written = bytearray()
@@ -32,12 +33,12 @@ class Wire:
         self.written += frame[HEADER_SIZE:]
 
 
-def stream_on(wire: Wire) -> guards.PatientStream:
-    """Made as libp2p makes it: its own class, put among the streams of a connection."""
-    streams = guards._Streams()
+def stream_on(wire: Wire) -> PatientStream:
+    """Make a stream as libp2p does: an object of its own class, put among the streams of a connection."""
+    streams = guarded_yamux._Streams()
     streams[1] = YamuxStream(1, cast(Any, wire), True)
     found = streams[1]
-    assert isinstance(found, guards.PatientStream)
+    assert isinstance(found, PatientStream)
     return found
 
 
@@ -50,7 +51,7 @@ async def test_a_writer_waits_for_its_window_for_an_hour(
     async with trio.open_nursery() as nursery:
         nursery.start_soon(stream.write, data)
         await trio.sleep(3600.0)
-        assert bytes(wire.written) == data[: 256 * 1024], "not one window"
+        assert bytes(wire.written) == data[: 256 * 1024], "more or less than one window was sent"
         while len(wire.written) < len(data):
             stream.send_window += 100_000
             await trio.sleep(3600.0)
@@ -61,7 +62,7 @@ async def test_a_writer_waits_for_its_window_for_an_hour(
 
 @pytest.mark.parametrize("seed", range(5))
 async def test_no_sender_is_allowed_more_than_its_window(seed: int, autojump_clock: MockClock) -> None:
-    """Whatever is read, in whatever pieces, beside what arrives."""
+    """The test reads pieces of random sizes while data arrives."""
     dice = random.Random(seed)
     stream = stream_on(Wire())
     buffer = bytearray()
@@ -80,8 +81,8 @@ async def test_no_sender_is_allowed_more_than_its_window(seed: int, autojump_clo
         read += taken
         await monkeyed._auto_tune_and_send_window_update(bytes_read=taken)
         await trio.sleep(dice.uniform(0.0, 0.05))
-        assert stream.recv_window + len(buffer) <= stream.target_recv_window <= guards.MAX_WINDOW_BYTES
-    assert read > 20 * 1024 * 1024, "a window that never opens again"
+        assert stream.recv_window + len(buffer) <= stream.target_recv_window <= guarded_yamux.MAX_WINDOW_BYTES
+    assert read > 20 * 1024 * 1024, "the window did not open again"
 
 
 @pytest.mark.parametrize("end", ["closed", "send_closed"])

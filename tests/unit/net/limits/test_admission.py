@@ -1,4 +1,4 @@
-"""Who is let in, and who gives way, when there are too many connections."""
+"""The connections that are admitted, and those that give way, when there are too many."""
 
 import pytest
 
@@ -18,7 +18,7 @@ SMALL = ConnectionLimits(
 
 
 class House:
-    """An admission whose acquaintances can be set, and what it dropped."""
+    """An admission with settable acquaintances, which records the connections that it dropped."""
 
     def __init__(self, limits: ConnectionLimits = SMALL) -> None:
         self.known = Acquaintances()
@@ -83,7 +83,7 @@ class TestUnfinished:
         assert honest in house.admission.unfinished
         assert len(house.admission.unfinished) == 7
 
-    def test_when_all_is_full_the_greediest_prefix_gives_way(self) -> None:
+    def test_the_greediest_prefix_gives_way_when_all_places_are_taken(self) -> None:
         house = House()
         few = [house.arrive("198.51.100.1"), house.arrive("192.0.2.1")]
         for number in range(100):
@@ -101,8 +101,8 @@ class TestUnfinished:
             house.arrive(f"203.0.{number}.1")
         assert set(friends) <= set(house.admission.unfinished)
 
-    def test_those_that_stop_in_one_stage_give_way_to_each_other(self) -> None:
-        """From the honest peer's own address. Whether they have said nothing, or half of a handshake."""
+    def test_connections_that_stop_in_one_stage_give_way_to_each_other(self) -> None:
+        """The attack comes from the honest peer's own address, in any stage of the handshake."""
         for speaks in (False, True):
             house = House()
             for _ in range(3):
@@ -118,7 +118,7 @@ class TestUnfinished:
                     house.admission.speaks(arrival)
             assert honest in house.admission.unfinished
 
-    def test_one_that_was_dropped_is_not_connected_any_more(self) -> None:
+    def test_a_dropped_connection_cannot_connect(self) -> None:
         house = House()
         first = house.arrive("203.0.113.7")
         for _ in range(4):
@@ -128,7 +128,7 @@ class TestUnfinished:
 
 
 class TestConnected:
-    def test_one_address_keeps_no_other_out_nor_its_own_newest(self) -> None:
+    def test_one_address_keeps_out_neither_others_nor_its_newest(self) -> None:
         house = House()
         house.connected("198.51.100.1", "honest")
         for number in range(100):
@@ -137,7 +137,7 @@ class TestConnected:
         assert "honest" not in house.names
         assert neighbour not in house.dropped
 
-    def test_a_peer_that_has_answered_stays_when_its_neighbours_come(self) -> None:
+    def test_a_peer_that_has_answered_stays_when_its_neighbours_connect(self) -> None:
         house = House()
         house.known.remember("neighbour", Standing.ANSWERED)
         house.connected("203.0.113.7", "neighbour")
@@ -169,7 +169,7 @@ class TestConnected:
         assert house.connect("198.51.100.1", "stranger") is None
         assert house.dropped == []
 
-    def test_who_has_many_gives_way_to_who_has_few(self) -> None:
+    def test_a_prefix_with_many_connections_gives_way_to_one_with_few(self) -> None:
         house = House()
         for number in range(8):
             house.connected(f"203.0.{number % 2}.{number}", f"attacker {number}")
@@ -183,7 +183,7 @@ class TestConnected:
         assert house.dropped == [first]
         assert not set(others) & set(house.dropped)
 
-    def test_what_this_process_dials_is_never_refused(self) -> None:
+    def test_outbound_connections_are_never_refused(self) -> None:
         house = House()
         for number in range(8):
             house.known.remember(f"friend {number}", Standing.COMPANION)
@@ -193,7 +193,7 @@ class TestConnected:
         assert len(house.admission) == 12
         assert not [name for name in house.names if name.startswith("friend")]
 
-    def test_one_that_has_left_makes_room(self) -> None:
+    def test_a_connection_that_has_left_makes_room(self) -> None:
         house = House()
         arrivals = [house.connected(f"203.0.{number}.1", f"stranger {number}") for number in range(8)]
         house.admission.leave(arrivals[3])
@@ -201,7 +201,7 @@ class TestConnected:
         assert house.dropped == []
 
 
-def test_limits_for_few_files_stay_limits() -> None:
+def test_scaled_limits_stay_positive() -> None:
     scaled = ConnectionLimits().scaled(0.25)
     assert (scaled.connections, scaled.inbound, scaled.per_peer) == (128, 96, ConnectionLimits().per_peer)
     assert ConnectionLimits().scaled(0.0001).connections == 4

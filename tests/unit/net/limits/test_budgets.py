@@ -1,4 +1,4 @@
-"""Memory and record calls of strangers: how much there may be, and who loses."""
+"""The budgets of strangers: their memory and their record calls."""
 
 import pytest
 import trio
@@ -16,7 +16,7 @@ RATES = CallRates()
 
 
 class Connection:
-    """Holds bytes of streams."""
+    """A fake connection that holds bytes of streams."""
 
     def __init__(self, owner: str, *streams: int) -> None:
         self.owner = owner
@@ -53,12 +53,12 @@ class TestMemory:
         assert friend.streams == [5000]
         assert stranger.streams == [900]
 
-    def test_all_together_are_bounded_too(self) -> None:
+    def test_all_peers_together_are_bounded_too(self) -> None:
         friends = [Connection(f"friend {number}", 5000) for number in range(4)]
         self.budget(*friends).arrived(1)
         assert sum(friend.held() for friend in friends) == 15_000
 
-    def test_it_is_kept_whatever_comes_in_which_order(self) -> None:
+    def test_the_budget_is_kept_for_any_order_of_arrivals(self) -> None:
         connections = [Connection(f"stranger {number}") for number in range(7)]
         budget = self.budget(*connections)
         for number in range(5000):
@@ -69,7 +69,7 @@ class TestMemory:
             if number % 13 == 0 and connection.streams:
                 connection.streams.pop()
 
-    def test_nothing_to_give_up_is_no_error(self) -> None:
+    def test_shedding_without_holders_is_no_error(self) -> None:
         class Stuck(Connection):
             def shed(self) -> int:
                 return 0
@@ -79,7 +79,7 @@ class TestMemory:
 
 class TestCalls:
     def test_an_honest_caller_never_waits(self) -> None:
-        """Joining among 50 peers, and then two finds a second for an hour."""
+        """The caller joins among 50 peers, and then makes two finds a second for an hour."""
         budget = CallBudget()
         for _ in range(200):
             assert budget.delay(0.0, "peer", "prefix") == 0.0
@@ -90,7 +90,7 @@ class TestCalls:
                 budget.charge(float(second), "peer", "prefix", seconds=0.002, count=64 * 1024)
 
     @pytest.mark.parametrize(("seconds", "count"), [(0.0, 64 * 1024), (0.008, 100)])
-    def test_a_flood_is_answered_at_the_rate_that_is_granted(self, seconds: float, count: int) -> None:
+    def test_a_flood_is_answered_at_the_granted_rate(self, seconds: float, count: int) -> None:
         budget, now, spent, sent = CallBudget(), 0.0, 0.0, 0
         while now < 60.0:
             delay = budget.delay(now, "peer", "prefix")
@@ -111,7 +111,7 @@ class TestCalls:
         )
         assert budget.delay(0.0, "peer", "prefix") is None
         assert budget.delay(1.5, "peer", "prefix") == pytest.approx(1.5)
-        assert LONGEST_DELAY < 5.0, "the caller gives up after 5 s"
+        assert LONGEST_DELAY < 5.0, "the caller's timeout is 5 s"
 
     def test_many_identities_of_one_network_share_its_account(self) -> None:
         budget, answered = CallBudget(), 0
@@ -119,7 +119,7 @@ class TestCalls:
             if budget.delay(0.0, f"peer {number}", "prefix") == 0.0:
                 budget.charge(0.0, f"peer {number}", "prefix", seconds=0.0, count=1024 * 1024)
                 answered += 1
-        # The last of them begins with a little left, and leaves a debt.
+        # The last call begins with a small rest of the budget, and leaves a debt.
         assert answered == RATES.prefix_factor * RATES.peer_burst_bytes / 1024 / 1024 + 1
         assert budget.delay(0.0, "neighbour", "another prefix") == 0.0
 
@@ -130,8 +130,8 @@ class TestCalls:
         assert len(budget._accounts) == 2 * MAX_ACCOUNTS
 
 
-async def test_a_message_that_is_not_complete_in_time_breaks_its_stream(autojump_clock: MockClock) -> None:
-    """One byte a second keeps no message alive; the wait for its first byte is the caller's to bound."""
+async def test_an_incomplete_message_breaks_its_stream_after_a_timeout(autojump_clock: MockClock) -> None:
+    """A sender of one byte a second is dropped. The caller bounds the wait for the first byte."""
     raised: list[tuple[str, float]] = []
     here, there = (Ed25519Signer(bytes(31) + bytes([number])) for number in (1, 2))
     network = MemoryNetwork(latency=(0.0, 0.0))

@@ -1,4 +1,4 @@
-"""Which addresses that others name are dialled, and how many dials may fail."""
+"""The policy for addresses that other peers name, and the budget of failed dials."""
 
 import ipaddress
 import socket
@@ -61,15 +61,15 @@ class TestPolicy:
         assert DialPolicy().refusal(host) == ""
 
     @pytest.mark.parametrize("host", LOOPBACK + PRIVATE + NEVER)
-    def test_addresses_that_mean_another_machine_for_each_are_not(self, host: str) -> None:
+    def test_private_addresses_are_not_dialled(self, host: str) -> None:
         assert DialPolicy().refusal(host) != ""
 
     @pytest.mark.parametrize("host", ["example.org", "", "1.2.3", "2130706433", "0x7f.1"])
-    def test_names_are_not(self, host: str) -> None:
+    def test_names_are_not_dialled(self, host: str) -> None:
         assert "not looked up" in DialPolicy().refusal(host)
 
     @pytest.mark.parametrize("host", NEVER)
-    def test_no_network_of_ours_makes_a_peer_link_local(self, host: str) -> None:
+    def test_link_local_addresses_are_never_dialled(self, host: str) -> None:
         policy = DialPolicy([ipaddress.ip_network("169.254.0.0/16"), ipaddress.ip_network("fe80::/64")])
         policy.told_by_user("127.0.0.1")
         policy.told_by_user("169.254.169.254")
@@ -83,7 +83,7 @@ class TestPolicy:
         assert policy.refusal("10.0.0.1") != ""
         assert policy.refusal("fd00:2::77") != ""
 
-    def test_what_the_user_named_opens_its_network(self) -> None:
+    def test_an_address_of_the_user_allows_its_network(self) -> None:
         policy = DialPolicy()
         policy.told_by_user("10.7.0.1")
         policy.told_by_user("example.org")
@@ -101,7 +101,7 @@ class TestBudget:
     def fail(
         self, budget: DialBudget, host: str, now: float = 0.0, *, met: str = "", most: int = 10_000
     ) -> int:
-        """How many dials are made, if each fails."""
+        """Return the number of dials that are made if each one fails."""
         for count in range(most):
             if not budget.may_begin(now, host, met):
                 return count
@@ -128,23 +128,23 @@ class TestBudget:
         total = sum(self.fail(budget, f"203.{number % 250}.{number // 250}.1") for number in range(1000))
         assert total == ALL_FAILURES
 
-    def test_dials_that_succeed_are_as_many_as_one_likes(self) -> None:
+    def test_successful_dials_are_unlimited(self) -> None:
         budget = DialBudget()
         for _ in range(1000):
             assert budget.may_begin(0.0, "127.0.0.1")
             budget.begin("127.0.0.1")
             budget.end(0.0, "127.0.0.1", failed=False)
 
-    def test_few_are_under_way_at_once(self) -> None:
+    def test_few_dials_are_under_way_at_once(self) -> None:
         budget = DialBudget()
         for _ in range(HOST_FAILURES):
             assert budget.may_begin(0.0, "203.0.113.7")
             budget.begin("203.0.113.7")
-        assert budget.may_begin(0.0, "203.0.113.7") is None, "wait for one of them"
+        assert budget.may_begin(0.0, "203.0.113.7") is None, "the dial must wait for one of them"
         budget.end(0.0, "203.0.113.7", failed=False)
         assert budget.may_begin(0.0, "203.0.113.7")
 
-    def test_failures_of_invented_peers_keep_no_known_one_from_being_dialled(self) -> None:
+    def test_failures_of_invented_peers_do_not_block_known_peers(self) -> None:
         budget = DialBudget()
         self.fail(budget, "203.0.113.7")
         assert budget.may_begin(0.0, "203.0.113.7", "friend")
@@ -158,16 +158,18 @@ def address(host: str, peer_id: str = PEER) -> str:
 
 class TestGate:
     def gate(self) -> tuple[DialGate, Acquaintances]:
-        """Of a process that has met a peer already."""
+        """Make the gate of a process that has met a peer already."""
         known = Acquaintances()
         known.met(OTHER, "203.0.113.9")
         return DialGate(known), known
 
-    async def test_the_first_addresses_can_only_be_the_users(self, autojump_clock: MockClock) -> None:
+    async def test_addresses_before_the_first_connection_are_the_users(
+        self, autojump_clock: MockClock
+    ) -> None:
         gate = DialGate(Acquaintances())
         assert await gate.candidates(PEER, address("127.0.0.1"))
 
-    async def test_addresses_of_strangers_are_refused_and_the_users_are_not(
+    async def test_addresses_of_strangers_are_refused_but_not_the_users(
         self, autojump_clock: MockClock
     ) -> None:
         gate, _ = self.gate()
@@ -184,7 +186,7 @@ class TestGate:
         with pytest.raises(UnreachableError):
             await gate.candidates(OTHER, address("127.0.0.1", OTHER))
 
-    async def test_interfaces_are_looked_at_again(
+    async def test_interfaces_are_listed_again_after_a_while(
         self, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         gate, _ = self.gate()
@@ -196,7 +198,7 @@ class TestGate:
         gate._interfaces_until = 0.0
         assert await gate.candidates(PEER, address("10.0.0.1"))
 
-    async def test_too_many_failures_at_a_host_are_said(self, autojump_clock: MockClock) -> None:
+    async def test_too_many_failures_at_a_host_are_reported(self, autojump_clock: MockClock) -> None:
         gate, _ = self.gate()
         text = address("203.0.113.7")
         (found,) = await gate.candidates(PEER, text)
@@ -220,7 +222,7 @@ def test_own_networks_are_without_loopback() -> None:
     assert socket.has_ipv6 or all(network.version == 4 for network in own_networks())
 
 
-def test_questions_push_no_account_out() -> None:
+def test_queries_displace_no_account() -> None:
     budget = DialBudget()
     for _ in range(HOST_FAILURES):
         budget.begin("203.0.113.9")
@@ -230,7 +232,7 @@ def test_questions_push_no_account_out() -> None:
     assert budget.may_begin(0.0, "203.0.113.9") is False
 
 
-def test_the_latest_accounts_stay_when_there_are_too_many() -> None:
+def test_the_most_recent_accounts_stay_when_there_are_too_many() -> None:
     budget = DialBudget()
     for number in range(MAX_ACCOUNTS // 2):
         host = f"198.18.{number // 256}.{number % 256}"

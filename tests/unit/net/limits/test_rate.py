@@ -1,4 +1,4 @@
-"""How much gets through a limit, on a clock that the test moves."""
+"""The bytes that pass a rate limit, on a clock that the test moves."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ RATE = 1_000_000.0
 BURST = 50_000
 
 Gone = list[tuple[float, int]]
-"""When how many bytes went."""
+"""The moments at which bytes went, with their number."""
 
 
 def most_in_a_window(gone: Gone, rate: float) -> float:
-    """By how many bytes any window had more than its rate."""
+    """Return the largest number of bytes by which any window exceeded its rate."""
     gone = sorted(gone)
     totals = [0, *itertools.accumulate(count for _, count in gone)]
     return max(
@@ -43,7 +43,7 @@ pauses = st.floats(0.0, 0.3) | st.just(0.0)
 
 @given(st.lists(st.tuples(pauses, st.integers(0, BURST)), min_size=1, max_size=60))
 def test_no_window_has_more_than_its_rate_and_a_burst(asked: list[tuple[float, int]]) -> None:
-    """Whenever callers ask, also while others still wait."""
+    """Callers take at any moment, also while others still wait."""
     bucket = TokenBucket(RATE, BURST)
     now, gone = BEGUN, []
     for pause, count in asked:
@@ -53,7 +53,7 @@ def test_no_window_has_more_than_its_rate_and_a_burst(asked: list[tuple[float, i
 
 
 @given(st.lists(st.tuples(pauses, st.integers(0, 10 * BURST)), min_size=1, max_size=60))
-def test_what_is_larger_than_the_burst_is_earned_before_it_goes(asked: list[tuple[float, int]]) -> None:
+def test_a_take_larger_than_the_burst_waits_until_it_is_earned(asked: list[tuple[float, int]]) -> None:
     bucket = TokenBucket(RATE, BURST)
     now, gone = BEGUN, []
     for pause, count in asked:
@@ -66,10 +66,8 @@ def test_what_is_larger_than_the_burst_is_earned_before_it_goes(asked: list[tupl
     st.lists(st.tuples(st.integers(1, 5 * BURST), st.floats(0.0, 0.04)), min_size=30, max_size=30),
     st.floats(0.0, 10.0),
 )
-def test_whoever_always_has_something_to_send_gets_the_rate(
-    chunks: list[tuple[int, float]], idle: float
-) -> None:
-    """Though it wakes up late whenever it waits, by less than a burst's time."""
+def test_a_constant_sender_gets_the_full_rate(chunks: list[tuple[int, float]], idle: float) -> None:
+    """The sender wakes up late after each wait, by less than the time of a burst."""
     bucket = TokenBucket(RATE, BURST)
     bucket.take(BEGUN, 0)
     now = begun = BEGUN + idle
@@ -83,11 +81,11 @@ def test_whoever_always_has_something_to_send_gets_the_rate(
     assert total <= RATE * seconds + BURST + 1e-3
 
 
-def test_a_burst_goes_at_once_and_only_a_pause_earns_another() -> None:
+def test_only_a_pause_earns_another_burst() -> None:
     bucket = TokenBucket(RATE, BURST)
     assert bucket.take(BEGUN, BURST) == 0.0
     assert bucket.take(BEGUN, 10_000) == pytest.approx(0.01)
-    assert bucket.take(BEGUN, 10_000) == pytest.approx(0.02), "what others took comes first"
+    assert bucket.take(BEGUN, 10_000) == pytest.approx(0.02), "earlier takes come first"
     assert bucket.take(BEGUN + 0.02, 0) == pytest.approx(0.0)
     assert bucket.take(BEGUN + 100.0, BURST) == 0.0
     assert bucket.take(BEGUN + 100.0, BURST) == pytest.approx(0.05), "a long pause earns one burst, not many"
@@ -101,7 +99,7 @@ def test_an_earlier_moment_earns_nothing() -> None:
 
 
 @pytest.mark.parametrize(("rate", "burst"), [(0.0, 1), (-1.0, 1), (1.0, 0), (float("nan"), 1)])
-def test_a_limit_of_nothing_is_refused(rate: float, burst: int) -> None:
+def test_a_rate_of_zero_is_refused(rate: float, burst: int) -> None:
     with pytest.raises(ValueError, match="above 0"):
         TokenBucket(rate, burst)
 
@@ -116,8 +114,8 @@ class Clock:
 
 class TestRateLimit:
     @pytest.mark.parametrize("mbps", [0.1, 1.0, 5.0, 8.0, 100.0, 5000.0])
-    def test_what_travels_stays_under_the_limit(self, mbps: float) -> None:
-        """With the headers, over ten seconds after a pause, and all of it is used."""
+    def test_bytes_on_the_link_stay_under_the_limit(self, mbps: float) -> None:
+        """Over ten seconds after a pause, the bytes with all headers stay under the limit and use it up."""
         clock = Clock()
         limit = RateLimit(mbps, clock=clock)
         gone: Gone = []
@@ -133,7 +131,7 @@ class TestRateLimit:
             assert sent <= 1.05 * rate
 
     @pytest.mark.parametrize("mbps", [6.0, 10.0, 100.0, 1000.0])
-    def test_within_a_twentieth_over_any_second_and_a_bit(self, mbps: float) -> None:
+    def test_any_window_of_a_second_is_within_five_percent(self, mbps: float) -> None:
         clock = Clock()
         limit = RateLimit(mbps, clock=clock)
         rate = mbps * 1e6 / 8 / WIRE_OVERHEAD
@@ -151,15 +149,15 @@ class TestRateLimit:
         assert MIN_BURST_BYTES <= 64 * 1024
 
     @pytest.mark.parametrize("count", [0, 1, 2**40])
-    def test_no_limit_costs_nothing(self, count: int) -> None:
+    def test_an_unlimited_rate_never_waits(self, count: int) -> None:
         def no_clock() -> float:
             raise AssertionError("asked for the time")
 
         assert UNLIMITED.delay(count) == 0.0
         assert RateLimit(None, clock=no_clock).delay(count) == 0.0
 
-    def test_threads_take_one_after_another(self) -> None:
-        """Between the time that a limit reads and what it takes, no other thread takes anything."""
+    def test_concurrent_threads_take_one_after_another(self) -> None:
+        """No other thread takes anything between the reading of the clock and the take."""
         inside, most, waits = 0, 0, []
 
         def slow_clock() -> float:

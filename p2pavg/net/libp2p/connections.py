@@ -1,0 +1,159 @@
+"""The libp2p connections of one transport: dialling, admission, and their end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import cast
+
+import trio
+from libp2p.network.connection.swarm_connection import SwarmConn
+from libp2p.network.exceptions import SwarmException
+from libp2p.peer.id import ID
+from multiaddr import Multiaddr
+
+from p2pavg.errors import RefusedError, UnreachableError
+from p2pavg.net.libp2p.errors import error_text, is_refusal
+from p2pavg.net.libp2p.guarded_swarm import GuardedSwarm
+from p2pavg.net.libp2p.guarded_yamux import GuardedYamux
+from p2pavg.net.libp2p.host import Places
+from p2pavg.net.limits.admission import Arrival, Standing
+from p2pavg.net.limits.dial_gate import DialGate
+from p2pavg.net.limits.memory_budget import MemoryBudget
+from p2pavg.net.transport import PeerId
+
+CLOSE_SECONDS = 1.0
+
+
+class Connections:
+    """Every libp2p connection of one transport.
+
+    Args:
+        nursery: the nursery of the transport.
+        places: the limits of connections, and the known peers.
+        on_new: called when there is one more connection.
+    """
+
+    def __init__(
+        self, swarm: GuardedSwarm, nursery: trio.Nursery, places: Places, on_new: Callable[[], None]
+    ) -> None:
+        self._swarm = swarm
+        self._nursery = nursery
+        self._on_new = on_new
+        self._acquaintances = places.acquaintances
+        self.entrance = places.entrance
+        self.gate = DialGate(places.acquaintances)
+        self._arrivals: dict[GuardedYamux, Arrival] = {}
+        self.memory = MemoryBudget(lambda: self._arrivals, self._is_companion)
+        swarm.admit = self._admit
+        swarm.on_connection = self._connected
+        swarm.on_end = self._ended
+
+    def remember(self, peer_id: PeerId, *, companion: bool) -> None:
+        """Note that a peer is no stranger."""
+        self._acquaintances.remember(peer_id, Standing.COMPANION if companion else Standing.ANSWERED)
+
+    def _is_companion(self, peer_id: PeerId) -> bool:
+        return self._acquaintances.standing_of(peer_id) is Standing.COMPANION
+
+    # -- the swarm's callbacks
+
+    def _admit(self, muxed: GuardedYamux) -> None:
+        """Find a place for a new connection. Raises NoPlaceError."""
+        arrival, peer_id = muxed.tcp_stream.arrival, str(muxed.peer_id)
+        if arrival is not None:
+            self.entrance.admit(arrival, peer_id)
+        else:
+            drop = partial(self._nursery.start_soon, muxed.abort)
+            arrival = self.entrance.dialled(muxed.remote_host, peer_id, drop)
+        self._arrivals[muxed] = arrival
+        muxed.arrived = self.memory.arrived
+
+    def _connected(self, connection: SwarmConn) -> None:
+        """Remember at which host the peer of a new connection is."""
+        muxed = cast(GuardedYamux, connection.muxed_conn)
+        self._acquaintances.met(str(muxed.peer_id), muxed.remote_host)
+        self._on_new()
+
+    def _ended(self, muxed: GuardedYamux) -> None:
+        if (arrival := self._arrivals.pop(muxed, None)) is not None:
+            self.entrance.left(arrival)
+
+    # -- dialling
+
+    async def dial(self, peer_id: PeerId, text: str) -> None:
+        """Connect to a peer at one address, through the dial gate.
+
+        libp2p's own ``dial_peer`` takes 0.25 s even when the only address answers at once, and it blacklists a failed
+        peer for a minute. Its ``dial_addr`` does neither.
+
+        Raises:
+            AddressError: the text is no address of this peer.
+            RefusedError: the operating system at the other end refused, at a host where we have met the peer.
+            UnreachableError: any other failure; the message holds the reason of each IP address.
+        """
+        reasons, refused = [], True
+        for address in await self.gate.candidates(peer_id, text):
+            try:
+                async with self.gate.dialling(peer_id, text, address):
+                    await self._swarm.dial_addr(address, ID.from_string(peer_id))
+                return
+            except SwarmException as error:
+                reasons.append(error_text(error))
+                refused &= is_refusal(error) and self._has_met(peer_id, address)
+        raise (RefusedError if refused else UnreachableError)("; ".join(reasons))
+
+    def _has_met(self, peer_id: PeerId, address: Multiaddr) -> bool:
+        """Return whether the peer was met at that host.
+
+        A peer behind a home router may announce private addresses that belong to other machines in this network. A
+        refusal there says nothing about the peer.
+        """
+        hosts = [str(address.value_for_protocol(name)) for name in ("ip4", "ip6") if name in address]
+        return bool(hosts) and self._acquaintances.has_met(peer_id, hosts[0])
+
+    # -- connections that exist
+
+    def is_connected(self, peer_id: PeerId) -> bool:
+        """Return whether a connection to the peer is open now."""
+        return any(
+            not connection.is_closed for connection in self._swarm.get_connections(ID.from_string(peer_id))
+        )
+
+    def dialled_addresses(self, peer_id: PeerId) -> list[str]:
+        """Return the remote addresses of the open connections that this process has dialled."""
+        found = self._swarm.get_connections(ID.from_string(peer_id))
+        muxed = [cast(GuardedYamux, connection.muxed_conn) for connection in found]
+        return [text for each in muxed if each.is_initiator for text in _address_of(each.socket, peer_id)]
+
+    def sockets(self) -> list[trio.socket.SocketType]:
+        """Return the socket of every connection."""
+        return [cast(GuardedYamux, found.muxed_conn).socket for found in self._swarm.get_connections()]
+
+    async def disconnect(self, peer_id: PeerId) -> None:
+        """Close every connection to a peer, politely at first."""
+        with trio.move_on_after(CLOSE_SECONDS):
+            await self._swarm.close_peer(ID.from_string(peer_id))
+        await self.abort(peer_id)
+
+    async def abort(self, peer_id: PeerId) -> None:
+        """Close the socket of every connection to a peer."""
+        for connection in self._swarm.get_connections(ID.from_string(peer_id)):
+            await cast(GuardedYamux, connection.muxed_conn).abort()
+
+    async def close_all(self) -> None:
+        """Close every connection, all at once: libp2p closes one after another and sleeps 0.2 s for each."""
+        async with trio.open_nursery() as nursery:
+            nursery.cancel_scope.deadline = trio.current_time() + CLOSE_SECONDS
+            for connection in self._swarm.get_connections():
+                nursery.start_soon(connection.close)
+        for connection in self._swarm.get_connections():
+            await cast(GuardedYamux, connection.muxed_conn).abort()
+
+
+def _address_of(opened: trio.socket.SocketType, peer_id: PeerId) -> list[str]:
+    try:
+        host, port, *_ = opened.getpeername()
+    except OSError:  # the connection is gone already
+        return []
+    return [f"/{'ip6' if ':' in host else 'ip4'}/{host}/tcp/{port}/p2p/{peer_id}"]

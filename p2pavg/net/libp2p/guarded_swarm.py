@@ -1,0 +1,99 @@
+"""A swarm that asks before it admits a connection, and frees everything that an ended connection held."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any, cast
+
+from libp2p.abc import IMuxedConn, ISecureConn
+from libp2p.io.abc import ReadWriteCloser
+from libp2p.network.auto_connector import AutoConnector
+from libp2p.network.connection.raw_connection import RawConnection
+from libp2p.network.connection.swarm_connection import SwarmConn
+from libp2p.network.exceptions import SwarmException
+from libp2p.network.swarm import Swarm
+from libp2p.peer.id import ID
+from libp2p.stream_muxer.muxer_multistream import MuxerMultistream
+
+from p2pavg.net.libp2p.guarded_yamux import GuardedYamux
+from p2pavg.net.limits.entrance import NoPlaceError
+
+logger = logging.getLogger(__name__)
+
+
+class GuardedMuxerMultistream(MuxerMultistream):
+    """The negotiation of a muxer, always with GuardedYamux: libp2p's own ignores the registered class."""
+
+    async def new_conn(self, conn: ISecureConn, peer_id: ID) -> IMuxedConn:
+        protocol, _ = await self._selector.select(conn, conn.is_initiator, self.negotiate_timeout)
+        muxed = GuardedYamux(conn, peer_id, is_initiator=conn.is_initiator)
+        return self._annotate_connection(muxed, conn, protocol)
+
+
+class _IdleConnector(AutoConnector):
+    """An auto-connector that dials no peer.
+
+    libp2p's own dials every peer with a known address, up to the mean of its watermarks, even if the lower one is 0.
+    """
+
+    async def maybe_connect(self) -> None:
+        """Do nothing: this library decides which peers are dialled."""
+
+
+class GuardedSwarm(Swarm):
+    """A swarm that admits connections by our rules, and frees what each one held when it ends.
+
+    libp2p keeps a task and a slot of its limiter for every inbound connection until the host ends. After 250 of them,
+    even one after another, it refuses every peer.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.on_connection: Callable[[SwarmConn], None] = lambda _: None
+        """A function that is called when there is one more connection."""
+        self.admit: Callable[[GuardedYamux], None] = lambda _: None
+        """A function that is called before a connection is added. It raises NoPlaceError to refuse the connection."""
+        self.on_end: Callable[[GuardedYamux], None] = lambda _: None
+        """A function that is called when an admitted connection has ended."""
+
+    def _init_connection_management(self) -> None:
+        super()._init_connection_management()
+        self.auto_connector = _IdleConnector(self)
+
+    async def add_conn(self, muxed_conn: IMuxedConn, direction: str = "unknown") -> SwarmConn:
+        assert isinstance(muxed_conn, GuardedYamux)
+        try:
+            self.admit(muxed_conn)
+        except NoPlaceError as error:
+            raise SwarmException(str(error)) from None
+        try:
+            connection = await super().add_conn(muxed_conn, direction)
+        except BaseException:
+            self.on_end(muxed_conn)
+            raise
+        self.on_connection(connection)
+        return connection
+
+    def remove_conn(self, swarm_conn: SwarmConn) -> None:
+        super().remove_conn(swarm_conn)
+        self.on_end(cast(GuardedYamux, swarm_conn.muxed_conn))
+
+    async def _do_handle_inbound_connection(
+        self,
+        read_write_closer: ReadWriteCloser,
+        maddr: Any,
+        failure_event: Any,  # noqa: ARG002
+    ) -> None:
+        raw = RawConnection(read_write_closer, False)
+        try:
+            muxed = await self.upgrade_inbound_raw_conn(raw, maddr)
+        except Exception as error:  # noqa: BLE001 - a stranger's handshake may fail in any way
+            logger.debug("inbound connection on %s refused: %r", maddr, error)
+            await raw.close()
+            return
+        assert isinstance(muxed, GuardedYamux)
+        try:
+            await muxed.event_closed.wait()
+        finally:
+            await muxed.abort()

@@ -1,0 +1,196 @@
+"""Yamux with bounded buffers, and with a reader that never waits for the other side to read."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any, cast
+
+import trio
+from libp2p.io.exceptions import IOException
+from libp2p.network.connection.exceptions import RawConnError
+from libp2p.stream_muxer.exceptions import MuxedStreamError
+from libp2p.stream_muxer.yamux.yamux import Yamux, YamuxStream
+
+from p2pavg.net.libp2p.patient_stream import PatientStream
+from p2pavg.net.libp2p.speed import ReadAheadStream
+
+logger = logging.getLogger(__name__)
+
+# Limits of the unread bytes of a stream and of a connection. libp2p lets the window of a stream grow to 16 MiB, and
+# only logs a warning if a sender ignores it. 4 MiB keep a link of 300 Mbit/s and 100 ms busy; go-yamux and rust-yamux
+# default to 16 MiB.
+MAX_WINDOW_BYTES = 4 * 1024 * 1024
+MAX_STREAM_BYTES = MAX_WINDOW_BYTES + 64 * 1024
+MAX_CONNECTION_BYTES = 64 * 1024 * 1024
+
+# Replies (acknowledgements, pongs) to one peer that wait to be written.
+MAX_REPLIES = 256
+
+
+class ReceiveBuffer(bytearray):
+    """The unread bytes of a stream, bounded: a sender that ignores its window loses the stream."""
+
+    conn: GuardedYamux
+    stream_id: int
+
+    def extend(self, data: Any, /) -> None:
+        total = sum(map(len, self.conn.stream_buffers.values())) + len(data)
+        if len(self) + len(data) > MAX_STREAM_BYTES or total > MAX_CONNECTION_BYTES:
+            self.conn.reset_soon(self.stream_id)
+            raise MuxedStreamError(f"a peer sent {len(data)} bytes more than it was allowed to")
+        self.conn.arrived(len(data))
+        if self.conn.is_reset(self.stream_id):
+            raise MuxedStreamError(
+                "a stream was reset, because this process holds too many unread bytes of its peer"
+            )
+        super().extend(data)
+
+
+class _ReceiveBuffers(dict[int, bytearray]):
+    def __init__(self, conn: GuardedYamux) -> None:
+        self._conn = conn
+
+    def __setitem__(self, stream_id: int, data: bytearray) -> None:
+        buffer = ReceiveBuffer(data)
+        buffer.conn = self._conn
+        buffer.stream_id = stream_id
+        super().__setitem__(stream_id, buffer)
+
+
+class _StreamEvents(dict[int, trio.Event]):
+    """The events of streams that exist.
+
+    libp2p's reader also makes one for a stream that has just ended, and leaks it.
+    """
+
+    def __init__(self, conn: GuardedYamux) -> None:
+        self._conn = conn
+
+    def __setitem__(self, stream_id: int, event: trio.Event) -> None:
+        if stream_id in self._conn.streams:
+            super().__setitem__(stream_id, event)
+
+
+class _Streams(dict[int, YamuxStream]):
+    def __setitem__(self, stream_id: int, stream: YamuxStream) -> None:
+        window = stream.__dict__.pop("send_window", None)
+        stream.__class__ = PatientStream
+        if window is not None:
+            stream.send_window = window
+        super().__setitem__(stream_id, stream)
+
+
+class GuardedYamux(Yamux):
+    """Yamux with bounded buffers, patient writers, a reader that never writes, and an abort for stuck sockets."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.streams = _Streams()
+        self.stream_buffers = _ReceiveBuffers(self)
+        self.stream_events = _StreamEvents(self)
+        self.inbound_streams = 0
+        self.assembling: dict[int, int] = {}
+        """Bytes of unfinished messages that were read already, by stream id."""
+        self.arrived: Callable[[int], None] = lambda _: None
+        """A function that is called with the number of bytes that are about to be held for a stream."""
+        self._reader: trio.lowlevel.Task | None = None
+        self._replies = 0
+
+    async def handle_incoming(self) -> None:
+        self._reader = trio.lowlevel.current_task()
+        await super().handle_incoming()
+
+    async def _write_frame(self, data: bytes) -> None:
+        """Write a frame; a frame of the reader is written by another task.
+
+        libp2p's reader writes its replies itself, and so waits for the other side to read. When both directions are
+        busy, the two readers wait for each other: a deadlock.
+        """
+        if trio.lowlevel.current_task() is not self._reader or self._nursery is None:
+            await super()._write_frame(data)
+            return
+        if self._replies >= MAX_REPLIES:
+            # RawConnError ends the connection. After any other error, libp2p goes on reading.
+            raise RawConnError(f"{self.peer_id} asks for replies faster than it reads them")
+        self._replies += 1
+        self._nursery.start_soon(self._reply, data)
+
+    async def _reply(self, data: bytes) -> None:
+        try:
+            await super()._write_frame(data)
+        except (IOException, MuxedStreamError) as error:
+            logger.debug("a reply to %s was not sent: %r", self.peer_id, error)
+        except Exception:
+            logger.exception("a reply to %s was not sent", self.peer_id)
+        finally:
+            self._replies -= 1
+
+    @property
+    def owner(self) -> str:
+        return str(self.peer_id)
+
+    def held(self) -> int:
+        return sum(map(len, self.stream_buffers.values())) + sum(self.assembling.values())
+
+    def shed(self) -> int:
+        sizes = {
+            stream_id: len(self.stream_buffers.get(stream_id, b"")) + self.assembling.get(stream_id, 0)
+            for stream_id, stream in self.streams.items()
+            if not stream.reset_received
+        }
+        largest = max(sizes, key=sizes.__getitem__, default=None)
+        if largest is None or sizes[largest] == 0:
+            return 0
+        logger.warning("a stream of %s is reset: it holds %d unread bytes", self.peer_id, sizes[largest])
+        self.reset_soon(largest)
+        self.stream_buffers.get(largest, bytearray()).clear()
+        self.assembling.pop(largest, None)
+        if largest in self.stream_events:  # wake the reader, so that it sees the reset
+            self.stream_events[largest].set()
+        return sizes[largest]
+
+    def is_reset(self, stream_id: int) -> bool:
+        """Return whether a stream was reset, by either side."""
+        stream = self.streams.get(stream_id)
+        return stream is not None and stream.reset_received
+
+    def reset_soon(self, stream_id: int) -> None:
+        """Reset a stream from synchronous code: mark it now, send the frame from a task."""
+        stream = self.streams[stream_id]
+        if self._nursery is not None and not stream.reset_received:
+            stream.reset_received = True
+            self._nursery.start_soon(self._reset, stream)
+
+    async def _reset(self, stream: YamuxStream) -> None:
+        try:
+            await stream.reset()
+        except (IOException, MuxedStreamError) as error:
+            logger.debug("a stream of %s was not reset: %r", self.peer_id, error)
+        except Exception:
+            logger.exception("a stream of %s was not reset", self.peer_id)
+
+    @property
+    def tcp_stream(self) -> ReadAheadStream:
+        """The TCP stream below Noise and its buffers."""
+        found: Any = self.secured_conn
+        return cast(ReadAheadStream, found.conn.read_writer.read_write_closer.stream)
+
+    @property
+    def socket(self) -> trio.socket.SocketType:
+        """The TCP socket of the connection."""
+        return self.tcp_stream.stream.socket
+
+    @cached_property
+    def remote_host(self) -> str:
+        """The IP address of the other end, cached; empty if the connection had ended before the first use."""
+        try:
+            return str(self.socket.getpeername()[0])
+        except OSError:
+            return ""
+
+    async def abort(self) -> None:
+        """Close the TCP socket at once. ``close()`` would send a frame first, and wait for a stuck writer."""
+        with trio.CancelScope(shield=True, deadline=trio.current_time() + 1.0):
+            await self.secured_conn.close()

@@ -1,0 +1,171 @@
+"""A stream of the transport, over one stream of yamux."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, cast
+
+import trio
+from libp2p.io.exceptions import IOException
+from libp2p.network.stream.exceptions import StreamEOF
+from libp2p.network.stream.net_stream import NetStream
+from libp2p.stream_muxer.exceptions import MuxedStreamError
+
+from p2pavg.errors import ClosedError, StreamBrokenError
+from p2pavg.net.libp2p.errors import error_text
+from p2pavg.net.libp2p.guarded_yamux import GuardedYamux
+from p2pavg.net.transport import Buffer, Stream
+
+if TYPE_CHECKING:
+    from p2pavg.net.libp2p.transport import Libp2pTransport
+
+logger = logging.getLogger(__name__)
+
+# A write is cut into pieces. Each piece is finished even if its caller is cancelled: half a frame would corrupt the
+# connection for every stream on it. With small pieces, other streams get their turn soon.
+WRITE_PIECE_BYTES = 32 * 1024
+
+# The timeout of one piece. A link of 10 kbit/s moves a piece in 26 s.
+STALL_SECONDS = 30.0
+
+_CLOSE_SECONDS = 1.0
+
+# After this process has closed a stream, it waits so long for the other side to close its half.
+_LINGER_SECONDS = 30.0
+_DRAIN_BYTES = 64 * 1024
+_READ_AHEAD_BYTES = 16 * 1024
+
+
+class Libp2pStream(Stream):
+    """One stream of yamux.
+
+    Its writes run in the transport's nursery, so that a cancelled caller leaves no half-written frame behind.
+    """
+
+    def __init__(self, net_stream: NetStream, transport: Libp2pTransport) -> None:
+        self._muxed = cast(GuardedYamux, net_stream.muxed_conn)
+        self.remote = str(self._muxed.peer_id)
+        self.remote_host = self._muxed.remote_host
+        self._stream_id: int = net_stream.muxed_stream.stream_id  # type: ignore[attr-defined]
+        self._net_stream = net_stream
+        self._transport = transport
+        self._closed = False
+        self._unreadable: str | None = None
+        self._unwritable: str | None = None
+        self._ahead = memoryview(b"")
+
+    def _check(self, broken: str | None) -> None:
+        if self._closed or self._transport.closed:
+            raise ClosedError(f"the stream to {self.remote} was closed by this process")
+        if broken is not None:
+            raise StreamBrokenError(broken)
+
+    async def send_all(self, data: Buffer) -> None:
+        view = memoryview(data)
+        self._check(self._unwritable)
+        for start in range(0, len(view), WRITE_PIECE_BYTES):
+            done = trio.Event()
+            self._transport.nursery.start_soon(
+                self._write_piece, bytes(view[start : start + WRITE_PIECE_BYTES]), done
+            )
+            try:
+                await done.wait()
+            except trio.Cancelled:
+                self._unwritable = f"a write to {self.remote} was cancelled half-way"
+                raise
+            self._check(self._unwritable)
+
+    async def _write_piece(self, piece: bytes, done: trio.Event) -> None:
+        try:
+            with trio.move_on_after(STALL_SECONDS) as scope:
+                await self._net_stream.write(piece)
+            if scope.cancelled_caught:
+                self._unwritable = f"{self.remote} took no data for {STALL_SECONDS:.0f} s"
+                await cast(GuardedYamux, self._net_stream.muxed_conn).abort()
+        except (IOException, MuxedStreamError, ValueError) as error:
+            self._unwritable = f"the stream to {self.remote} broke: {error_text(error)}"
+        except Exception as error:
+            logger.exception("a write to %s failed", self.remote)
+            self._unwritable = f"the stream to {self.remote} broke: {error_text(error)}"
+        finally:
+            done.set()
+
+    async def receive_some(self, max_bytes: int) -> bytes:
+        self._check(self._unreadable)
+        try:
+            return await self._read(max_bytes)
+        except trio.Cancelled:
+            self._unreadable = f"a read from {self.remote} was cancelled half-way"
+            raise
+        except (IOException, MuxedStreamError, ValueError, KeyError) as error:
+            self._unreadable = f"the stream of {self.remote} broke: {error_text(error)}"
+            raise StreamBrokenError(self._unreadable) from None
+
+    def hold(self, count: int) -> None:
+        if count and not self._muxed.is_reset(self._stream_id):
+            self._muxed.assembling[self._stream_id] = count
+        else:
+            self._muxed.assembling.pop(self._stream_id, None)
+
+    async def aclose(self) -> None:
+        if not self._closed:
+            self._closed = True
+            await self._finish(reset=self._unwritable is not None)
+
+    async def reset(self) -> None:
+        if not self._closed:
+            self._closed = True
+            await self._finish(reset=True)
+
+    async def _finish(self, *, reset: bool) -> None:
+        """Close or reset the stream in the transport's nursery, so that a stuck socket blocks no caller."""
+        if self._transport.closed:
+            return
+        done = trio.Event()
+        self._transport.nursery.start_soon(self._send_last_frame, reset, done)
+        with trio.CancelScope(shield=True, deadline=trio.current_time() + _CLOSE_SECONDS):
+            await done.wait()
+
+    async def _send_last_frame(self, reset: bool, done: trio.Event) -> None:
+        try:
+            with trio.move_on_after(STALL_SECONDS) as scope:
+                await (self._net_stream.reset() if reset else self._net_stream.close())
+            if scope.cancelled_caught:
+                await cast(GuardedYamux, self._net_stream.muxed_conn).abort()
+            done.set()
+            if not reset and not await self._drain():
+                await self._net_stream.reset()
+        except (IOException, MuxedStreamError, ValueError) as error:
+            logger.debug("closing a stream to %s: %s", self.remote, error_text(error))
+        except Exception:
+            logger.exception("closing a stream to %s failed", self.remote)
+        finally:
+            done.set()
+
+    async def _drain(self) -> bool:
+        """Discard incoming data until the other side closes its half. Return whether it did so in time.
+
+        Without this, a sender whose window stays closed would give up the whole connection.
+        """
+        with trio.move_on_after(_LINGER_SECONDS):
+            try:
+                while await self._read(_DRAIN_BYTES):
+                    pass
+                return True
+            except (IOException, MuxedStreamError) as error:
+                logger.debug("a closed stream to %s broke: %s", self.remote, error_text(error))
+        return False
+
+    async def _read(self, max_bytes: int) -> bytes:
+        """Read ahead, and return at most ``max_bytes``.
+
+        A message is read in two steps, its length and its body. Reading ahead saves one of the two reads below.
+        """
+        if not self._ahead:
+            try:
+                self._ahead = memoryview(await self._net_stream.read(max(max_bytes, _READ_AHEAD_BYTES)))
+            except StreamEOF:
+                return b""
+        taken = bytes(self._ahead[:max_bytes])
+        self._ahead = self._ahead[max_bytes:]
+        return taken

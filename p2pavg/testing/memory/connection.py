@@ -1,0 +1,136 @@
+"""A simulated connection: a wire for each direction, and an end for each of the two peers."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
+import trio
+
+from p2pavg.errors import P2PAvgError
+from p2pavg.net.transport import PeerId, StreamHandler
+from p2pavg.testing.memory.links import Links
+from p2pavg.testing.memory.stream import MemoryStream
+
+if TYPE_CHECKING:
+    from p2pavg.testing.memory.transport import MemoryTransport
+
+logger = logging.getLogger(__name__)
+
+# The header of yamux, and the limit of inbound streams that p2pavg.net.libp2p sets.
+HEADER_BYTES = 12
+MAX_INBOUND_STREAMS = 128
+
+
+class Wire:
+    """One direction of a connection: frames arrive in order, each after its latency.
+
+    The wire runs among the receiver's tasks, so that frames of a peer that has left still arrive.
+    """
+
+    def __init__(self, links: Links, sender: MemoryTransport, receiver: MemoryTransport) -> None:
+        self._links = links
+        self._sender = sender
+        self._receiver = receiver
+        self._frames: deque[tuple[float, Callable[[], None]]] = deque()
+        self._filled = trio.Event()
+        self._last_arrival = 0.0
+        self.failure: Callable[[], None] | None = None
+        """Replaces the delivery of every frame from now on."""
+        self.scope = trio.CancelScope()
+
+    def send(self, size: int, deliver: Callable[[], None]) -> None:
+        """Call ``deliver`` when a frame of ``size`` bytes has arrived."""
+        sent = self._sender.time_to_send(size + HEADER_BYTES)
+        arrival = sent + self._links.draw_latency(self._sender.peer_id, self._receiver.peer_id)
+        self._last_arrival = max(self._last_arrival, arrival)
+        self._frames.append((self._last_arrival, deliver))
+        self._filled.set()
+
+    async def run(self) -> None:
+        """Deliver frames until the connection ends."""
+        with self.scope:
+            while True:
+                while not self._frames:
+                    self._filled = trio.Event()
+                    await self._filled.wait()
+                arrival, deliver = self._frames.popleft()
+                await trio.sleep_until(arrival)
+                await self._links.until_heard(self._sender.peer_id, self._receiver.peer_id)
+                (self.failure or deliver)()
+
+
+class End:
+    """One peer's end of a connection."""
+
+    outgoing: Wire
+    incoming: Wire
+    other: End
+
+    def __init__(self, owner: MemoryTransport, remote: PeerId, first_stream_id: int) -> None:
+        self.owner = owner
+        self.remote = remote
+        self.streams: dict[int, MemoryStream] = {}
+        self.inbound_streams = 0
+        self.closed = False
+        self._next_stream_id = first_stream_id
+
+    def close(self, why: str) -> None:
+        """Break every stream of this end. Only a frame can tell the other end."""
+        if not self.closed:
+            self.closed = True
+            self.owner.forget(self)
+            self.incoming.scope.cancel()
+            for stream in list(self.streams.values()):
+                stream.break_off(why)
+
+    def hang_up(self) -> None:
+        """Close this end, and send a frame that closes the other one."""
+        self.outgoing.send(0, partial(self.other.close, f"{self.owner.peer_id} closed the connection"))
+        self.close("this process closed the connection")
+
+    def tell(self, stream_id: int, size: int, what: Callable[[MemoryStream], None]) -> None:
+        """Call ``what`` with the stream at the other end, when a frame of ``size`` bytes has arrived there."""
+        self.outgoing.send(size, partial(self.other._hear, stream_id, what))
+
+    def _hear(self, stream_id: int, what: Callable[[MemoryStream], None]) -> None:
+        if (stream := self.streams.get(stream_id)) is not None:
+            what(stream)
+
+    def open_stream(self, protocol: str) -> MemoryStream:
+        """Open a stream from this end. The other side may still refuse it."""
+        stream_id = self._next_stream_id
+        self._next_stream_id += 2
+        stream = self.streams[stream_id] = MemoryStream(self, stream_id)
+        self.outgoing.send(len(protocol), partial(self.other._accept, stream_id, protocol))
+        return stream
+
+    def _accept(self, stream_id: int, protocol: str) -> None:
+        handler = self.owner.handlers.get(protocol)
+        if handler is None:
+            refusal = f"it does not serve {protocol}"
+        elif self.inbound_streams >= MAX_INBOUND_STREAMS:
+            refusal = f"more than {MAX_INBOUND_STREAMS} streams at once"
+        else:
+            stream = self.streams[stream_id] = MemoryStream(self, stream_id)
+            self.inbound_streams += 1
+            self.tell(stream_id, 0, MemoryStream.hear_opened)
+            self.owner.nursery.start_soon(self._serve, handler, stream)
+            return
+        self.tell(stream_id, 0, lambda stream: stream.break_off(refusal))
+
+    async def _serve(self, handler: StreamHandler, stream: MemoryStream) -> None:
+        """Run the handler of a stream. An exception of the handler ends this stream only."""
+        try:
+            with trio.CancelScope() as scope, self.owner.among_served(scope):
+                await handler(stream)
+        except (P2PAvgError, trio.BrokenResourceError, trio.ClosedResourceError) as error:
+            logger.info("stream of %s dropped: %r", self.remote, error)
+        except Exception:
+            logger.exception("serving %s failed; only this stream of it is reset", self.remote)
+        finally:
+            self.inbound_streams -= 1
+            await stream.reset()

@@ -1,0 +1,138 @@
+"""Listening, the announced addresses, and the process around a transport."""
+
+import logging
+import os
+import socket
+import subprocess
+import sys
+
+import psutil
+import pytest
+
+from p2pavg.errors import ListenError
+from p2pavg.net.libp2p import listening, transport
+from tests.integration.hosts import TIMEOUT, watched
+from tests.integration.libp2p_hosts import assert_serves_strangers, open_host
+
+
+@watched
+async def test_a_wildcard_announces_the_machines_interfaces() -> None:
+    async with open_host("/ip4/0.0.0.0/tcp/0") as host, open_host() as stranger:
+        hosts = [address.split("/")[2] for address in host.addresses]
+        own = {entry.address for entries in psutil.net_if_addrs().values() for entry in entries}
+        assert "127.0.0.1" in hosts
+        assert set(hosts) <= own
+        assert hosts[-1].startswith("127."), "loopback must come last"
+        await stranger.dial(host.addresses[-1], timeout=TIMEOUT)
+
+
+@pytest.mark.skipif(not socket.has_ipv6, reason="no IPv6 here")
+@watched
+async def test_listening_on_ipv6() -> None:
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        pytest.skip("no IPv6 loopback here")
+    async with open_host("/ip6/::1/tcp/0") as host:
+        assert host.addresses[0].startswith("/ip6/::1/tcp/")
+        await assert_serves_strangers(host)
+
+
+@watched
+async def test_a_busy_port_is_named() -> None:
+    async with open_host() as host:
+        listen = host.addresses[0].partition("/p2p/")[0]
+        with pytest.raises(ListenError, match=f"{listen}.*in use"):
+            async with open_host(listen):
+                pass
+
+
+@watched
+async def test_an_address_of_another_machine_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    listen = "/ip4/203.0.113.7/tcp/0"
+    for check_free in (listening.check_free, lambda _: None):
+        monkeypatch.setattr(transport, "check_free", check_free)
+        with pytest.raises(ListenError, match=listen):
+            async with open_host(listen):
+                pass
+
+
+# -- the process around the transport
+
+PREAMBLE = """
+import logging, os, sys, trio
+from p2pavg.net.libp2p.transport import open_libp2p_transport
+from p2pavg.testing.transport_conformance import ECHO, echo
+from p2pavg.net.framing import receive_message, send_message
+LISTEN = ["/ip4/127.0.0.1/tcp/0"]
+async def assert_serves(here, there):
+    stream = await here.open_stream(there.peer_id, ECHO, addresses=there.addresses, timeout=20)
+    await send_message(stream, b"x")
+    assert await receive_message(stream) == b"x"
+    await stream.aclose()
+"""
+
+FORKS = """
+async def main():
+    async with (
+        open_libp2p_transport(seed=bytes(31) + b"1", listen=LISTEN) as here,
+        open_libp2p_transport(seed=bytes(31) + b"2", listen=LISTEN) as there,
+    ):
+        there.serve(ECHO, echo)
+        await assert_serves(here, there)
+        sockets = [found.fileno() for peer in (here, there) for found in peer.sockets()]
+        assert len(sockets) == 4, sockets
+        child = os.fork()
+        if child == 0:
+            still_open = []
+            for descriptor in sockets:
+                try:
+                    os.fstat(descriptor)
+                except OSError:
+                    continue
+                still_open.append(descriptor)
+            here_too = [found.fileno() for peer in (here, there) for found in peer.sockets()]
+            os._exit(0 if not still_open and here_too == [-1] * 4 else 1)
+        _, status = os.waitpid(child, 0)
+        assert os.waitstatus_to_exitcode(status) == 0, "the child holds sockets"
+        await assert_serves(here, there)
+trio.run(main)
+"""
+
+LOGS = """
+async def main():
+    async with (
+        open_libp2p_transport(seed=bytes(31) + b"1", listen=LISTEN) as here,
+        open_libp2p_transport(seed=bytes(31) + b"2", listen=LISTEN) as there,
+    ):
+        there.serve(ECHO, echo)
+        await assert_serves(here, there)
+        try:
+            await here.dial("/ip4/127.0.0.1/tcp/1/p2p/12D3KooWCtP28TbfSAaThWi7cyVBp9TnvqxfcKbKoRgpDLMiTdPT", timeout=20)
+        except Exception as error:
+            assert type(error).__name__ == "UnreachableError", error
+        await here.disconnect(there.peer_id)
+trio.run(main)
+assert logging.getLogger().handlers == [], logging.getLogger().handlers
+"""
+
+
+def run_script(text: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", PREAMBLE + text], capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_forked_child_holds_no_socket() -> None:
+    finished = run_script(FORKS)
+    assert finished.returncode == 0, finished.stderr
+
+
+def test_no_output_and_no_log_handler_by_default() -> None:
+    """Without a guard, libp2p logs a refused dial as an error, and calls logging.warning() on the root logger."""
+    finished = run_script(LOGS)
+    assert finished.returncode == 0, finished.stderr
+    assert finished.stderr == ""
+    assert logging.getLogger("libp2p").handlers

@@ -1,0 +1,194 @@
+"""The stream that reads ahead returns the same bytes as libp2p's, with fewer reads of the socket."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import pytest
+import trio
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from libp2p.io.abc import ReadWriteCloser
+from libp2p.io.exceptions import ConnectionClosedError
+from libp2p.io.trio import TrioTCPStream
+from trio.testing import memory_stream_pair, wait_all_tasks_blocked
+
+from p2pavg.net.libp2p.speed import (
+    ReadAheadStream,
+)
+
+WATCHDOG_SECONDS = 30.0
+
+
+class Counting(trio.abc.HalfCloseableStream):
+    """One end of a stream in memory that counts its reads."""
+
+    def __init__(self, stream: trio.StapledStream) -> None:
+        self._stream = stream
+        self.reads = 0
+
+    async def send_all(self, data: bytes | bytearray | memoryview) -> None:
+        await self._stream.send_all(bytes(data))
+
+    async def wait_send_all_might_not_block(self) -> None:
+        await self._stream.wait_send_all_might_not_block()
+
+    async def send_eof(self) -> None:
+        await self._stream.send_eof()
+
+    async def receive_some(self, max_bytes: int | None = None) -> bytes:
+        self.reads += 1
+        return bytes(await self._stream.receive_some(max_bytes))
+
+    async def aclose(self) -> None:
+        await self._stream.aclose()
+
+
+def ahead(stream: trio.StapledStream) -> tuple[ReadAheadStream, Counting]:
+    counting = Counting(stream)
+    plain = TrioTCPStream(cast(trio.SocketStream, counting))
+    found = ReadAheadStream.of(plain)
+    assert cast(object, found) is plain
+    return found, counting
+
+
+async def read_all(stream: ReadWriteCloser, sizes: Sequence[int | None]) -> bytes:
+    """Read pieces of these sizes in turn until the end, and check that none is larger than requested."""
+    found = bytearray()
+    for turn in range(100_000):
+        size = sizes[turn % len(sizes)]
+        piece = await stream.read(size)
+        assert size is None or len(piece) <= size
+        if not piece and size != 0:
+            break
+        found += piece
+    assert await stream.read(5) == b"", "bytes were read after the end"
+    return bytes(found)
+
+
+@given(
+    written=st.lists(st.binary(max_size=40), max_size=20),
+    sizes=st.lists(st.one_of(st.none(), st.integers(0, 50)), min_size=1, max_size=6).filter(
+        lambda sizes: any(size != 0 for size in sizes)
+    ),
+)
+@settings(max_examples=60)
+async def test_reads_of_any_size_return_the_same_bytes(written: list[bytes], sizes: list[int | None]) -> None:
+    results = []
+    for kind in (ReadAheadStream.of, lambda stream: stream):
+        near, far = memory_stream_pair()
+        stream = kind(TrioTCPStream(cast(trio.SocketStream, near)))
+
+        async def write(far: trio.StapledStream = far) -> None:
+            for piece in written:
+                await far.send_all(piece)
+                await trio.lowlevel.checkpoint()
+            await far.send_eof()
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(write)
+            results.append(await read_all(stream, sizes))
+    assert results == [b"".join(written)] * 2
+
+
+async def test_a_frame_is_one_read_of_the_socket() -> None:
+    near, far = memory_stream_pair()
+    stream, counting = ahead(near)
+    await far.send_all(b"\x00\x05hello\x00\x02yo")
+    assert [await stream.read(n) for n in (2, 5, 2, 2)] == [b"\x00\x05", b"hello", b"\x00\x02", b"yo"]
+    assert counting.reads == 1
+
+
+async def test_available_bytes_are_returned_without_waiting() -> None:
+    near, far = memory_stream_pair()
+    stream, counting = ahead(near)
+    await far.send_all(b"hello")
+    with trio.fail_after(WATCHDOG_SECONDS):
+        assert await stream.read(2) == b"he"
+        assert await stream.read(100) == b"llo"
+    assert counting.reads == 1
+
+
+async def test_a_read_of_zero_bytes_reads_nothing() -> None:
+    near, _far = memory_stream_pair()
+    stream, counting = ahead(near)
+    with trio.fail_after(WATCHDOG_SECONDS):
+        assert await stream.read(0) == b""
+    assert counting.reads == 0
+
+
+async def test_a_read_without_a_size_returns_the_available_bytes() -> None:
+    near, far = memory_stream_pair()
+    stream, counting = ahead(near)
+    await far.send_all(b"hello")
+    assert await stream.read(1) == b"h"
+    assert await stream.read(None) == b"ello"
+    await far.send_all(b"more")
+    assert await stream.read() == b"more"
+    assert counting.reads == 2
+
+
+async def test_a_read_that_is_cancelled_loses_nothing() -> None:
+    near, far = memory_stream_pair()
+    stream, _ = ahead(near)
+    with trio.CancelScope() as scope:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(stream.read, 3)
+            await wait_all_tasks_blocked()
+            scope.cancel()
+    await far.send_all(b"hello")
+    assert await stream.read(3) == b"hel"
+    with trio.CancelScope() as scope:
+        scope.cancel()
+        assert await stream.read(1) == b"l", "the read neither waits nor ends"
+    assert await stream.read(3) == b"o"
+
+
+async def test_bytes_before_the_end_are_read_before_it() -> None:
+    near, far = memory_stream_pair()
+    stream, _ = ahead(near)
+    await far.send_all(b"last words")
+    await far.aclose()
+    assert [await stream.read(5) for _ in range(4)] == [b"last ", b"words", b"", b""]
+
+
+async def test_a_broken_stream_raises() -> None:
+    class Broken(Counting):
+        async def receive_some(self, max_bytes: int | None = None) -> bytes:
+            raise trio.BrokenResourceError
+
+    near, _far = memory_stream_pair()
+    stream = ReadAheadStream.of(TrioTCPStream(cast(trio.SocketStream, Broken(near))))
+    with pytest.raises(ConnectionClosedError):
+        await stream.read(1)
+
+
+async def test_writing_and_closing_are_unchanged() -> None:
+    near, far = memory_stream_pair()
+    stream, _ = ahead(near)
+    await stream.write(b"hello")
+    assert await far.receive_some(100) == b"hello"
+    await stream.close()
+    assert await far.receive_some(100) == b""
+    assert await stream.read(1) == b""
+
+
+async def test_two_concurrent_reads_lose_nothing() -> None:
+    near, far = memory_stream_pair()
+    stream, _ = ahead(near)
+    found: list[bytes] = []
+
+    async def read() -> None:
+        found.append(await stream.read(2))
+
+    async with trio.open_nursery() as nursery:
+        for _ in range(2):
+            nursery.start_soon(read)
+            await wait_all_tasks_blocked()
+        await far.send_all(b"abcd")
+        await wait_all_tasks_blocked()
+        await far.send_all(b"efgh")
+    found.append(await stream.read(100))
+    rest = b"" if b"".join(found).endswith(b"h") else await stream.read(100)
+    assert b"".join([*found, rest]) == b"abcdefgh"

@@ -86,7 +86,8 @@ class NoPeers:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failed:
     """A group formed, but this peer has no result. The accumulated tensors are kept, subject to
-    :attr:`contribution_used`."""
+    :attr:`contribution_used`.
+    """
 
     reason: str
     """The cause, with the id of the peer concerned."""

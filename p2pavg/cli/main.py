@@ -45,7 +45,7 @@ def peer(
             metavar="ADDR",
             help="Address to listen on, such as /ip4/0.0.0.0/tcp/4001; port 0 takes a free one. Repeatable.",
         ),
-    ] = ["/ip4/0.0.0.0/tcp/0"],  # noqa: B006 - typer reads it, nobody writes it
+    ] = ["/ip4/0.0.0.0/tcp/0"],  # noqa: B006 - typer only reads it
     bootstrap: Annotated[
         list[str],
         typer.Option(

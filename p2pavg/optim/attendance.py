@@ -103,9 +103,7 @@ class Attendance:
         """Start anew with other parameters: no peer has taken an update with this one yet."""
         self._known: dict[str, int] = {}  # peer id -> epoch of the last update taken together
         self._companions: frozenset[str] = frozenset()  # peers of the last update
-        self._earlier: deque[bytes] = deque(
-            maxlen=KNOWN_UPDATES
-        )  # this peer's states before it, the newest last
+        self._earlier: deque[bytes] = deque(maxlen=KNOWN_UPDATES)  # this peer's states before it
         self._took_at = -math.inf
         self.started = False
         self._due: set[str] = set()  # peers expected in the next round
@@ -116,7 +114,7 @@ class Attendance:
         self._newcomers_from = 0  # epoch from which newcomers are expected again
         self._missed.clear()
 
-    # ------------------------------------------------------------------ what is heard
+    # ------------------------------------------------------------------ words of other peers
 
     def hear(self, mine: Progress, words: Mapping[str, Progress], now: float) -> tuple[Seen, ...]:
         """Take in the peers' current words; return each peer with the credit that its word gets."""
@@ -167,7 +165,7 @@ class Attendance:
             word == missed.said or epoch < missed.until_epoch or now < missed.until
         )
 
-    # ------------------------------------------------------------------ how far it is believed
+    # ------------------------------------------------------------------ credit
 
     def _believed(self, mine: Progress, known: Collection[str], now: float) -> dict[str, float]:
         """Return each peer's samples as far as they are believed."""
@@ -194,7 +192,7 @@ class Attendance:
         possible = mine.epoch + 1 + (now - self._took_at) * MAX_UPDATES_PER_SECOND
         return self._peers[peer].progress.epoch <= possible
 
-    # ------------------------------------------------------------------ who is waited for
+    # ------------------------------------------------------------------ peers to wait for
 
     def _is_start(self, mine: Progress) -> bool:
         """Return whether the run starts: all peers of this state are about to take their first update."""

@@ -180,7 +180,8 @@ class AveragedOptimizer(PeerOptimizer):
 
     def _any_running(self) -> bool:
         """Return whether a round runs on any rank. All ranks must take part in the same collectives, or they
-        deadlock."""
+        deadlock.
+        """
         return not self._ranks.all_agree(not self._running)
 
     def _average(self, peers: int) -> StepReport:

@@ -89,7 +89,8 @@ class _Speaker:
     def end(self) -> bool:
         """End the backward pass; return whether its gradients may be used.
 
-        They may if every bucket is the peers' mean, or if this peer is alone."""
+        They may if every bucket is the peers' mean, or if this peer is alone.
+        """
         ok, alone = not self._failed, self._peers == 1
         if alone:
             self.together.took_alone()
@@ -152,7 +153,8 @@ class PeerGradients:
 
     def take(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Reduce a bucket within the peer and average it across peers; return the future of its values, in the same
-        memory."""
+        memory.
+        """
         values = bucket.buffer().div_(self._size)
         devices: list[int | str | torch.device] | None = [values.device] if values.is_cuda else None
         result: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
@@ -188,9 +190,7 @@ class PeerGradients:
 
     def _next_pass(self) -> tuple[int, bool]:
         while True:
-            is_idle = (
-                self._averaged == self._taken
-            )  # read first: a pass that ends after this line is still found
+            is_idle = self._averaged == self._taken  # read before the queue: no pass is missed
             try:
                 return self._passes.get(timeout=0.0 if is_idle else LOOK_SECONDS)
             except queue.Empty:
@@ -225,7 +225,8 @@ class PeerGradients:
         """Average one bucket and broadcast it to all ranks.
 
         This goes on after an error: all ranks of a peer take part in the same collectives until all know of the
-        error."""
+        error.
+        """
         bucket.reduced.wait()
         if self._speaker is not None and self._error is None:
             try:

@@ -1,4 +1,4 @@
-"""One optimizer's place in its run: says how far it is, sees how far the others are, averages when it is time."""
+"""One optimizer's view of its run: publishes its progress, follows the others' progress, and averages when due."""
 
 from __future__ import annotations
 
@@ -36,28 +36,27 @@ from p2pavg.result import EXCHANGES, Failed, InProgress, NoPeers, RoundResult, S
 logger = logging.getLogger(__name__)
 
 TOPIC = "progress"
-SPEED_WEIGHT = 0.2  # of the newest batch in the mean of samples per second
-BATCHES = 8  # of which the median is what a batch takes: one that came after an evaluation does not count
-LOOK_SECONDS = 1.0  # a waiting peer looks again at least as often, also while its group is being formed
+SPEED_WEIGHT = 0.2  # weight of the newest batch in the moving average of samples per second
+BATCHES = 8  # in the median of batch times, which ignores a single batch delayed by an evaluation
+LOOK_SECONDS = 1.0  # maximum between two looks of a waiting peer, also while its group is being formed
 
 
 class Together:
-    """Used by the optimizers; in one thread.
+    """Coordinates one optimizer with the other peers of its run; not thread-safe.
 
     Args:
-        averager: what averages; nothing else may step it.
-        parameters: as this peer has them at the beginning.
-        target: samples of all peers together that make a round due; infinite where every peer counts its own steps.
-        peers_to_start: peers without which this peer's first round does not begin; ``config.min_group_size`` if
-            ``None``.
+        averager: the run's averager; nothing else may call its ``step``.
+        parameters: this peer's parameters at the beginning.
+        target: number of samples, of all peers together, that make a round due; infinite if every peer counts its own
+            steps.
+        peers_to_start: number of peers that this peer's first round needs; ``config.min_group_size`` if ``None``.
         sync_timeout: seconds that this peer waits for the others before it begins a round without them, and for a round
-            before it goes on alone.
-        alone: a round of this peer alone is due like any other; else none is before ``config.min_group_size`` peers
-            are there for it.
-        recipe: digest of how this peer trains.
+            before it continues alone.
+        alone: if true, this peer may take updates alone; otherwise a round needs ``config.min_group_size`` peers.
+        recipe: digest of this peer's recipe.
 
     Raises:
-        ValueError: one of the last two is out of range.
+        ValueError: ``peers_to_start`` or ``sync_timeout`` is out of range.
     """
 
     def __init__(
@@ -83,27 +82,27 @@ class Together:
         )
         self._patience = checked_amount("sync_timeout", sync_timeout)
         self._least = 1 if alone else averager.config.min_group_size
-        self._not_ours = averager.round_state is not None  # a round that an optimizer before this one began
+        self._not_ours = averager.round_state is not None  # an earlier optimizer began this round
         self._board = averager.board(TOPIC)
         self.why: Callable[[], str] = lambda: ""
-        """More reasons why this peer waits, in words, or an empty text; an optimizer may set another one."""
+        """Returns further reasons why this peer waits, or an empty text; an optimizer may replace it."""
         self._behind, self._split = GrowingPauses(), GrowingPauses()
         self._speed = 0.0
         self._batches: deque[float] = deque(maxlen=BATCHES)
         self._last = time.monotonic()
-        # A peer that goes on alone has no way back, so it is not made to by a pause of the others.
+        # A peer that takes updates alone cannot rejoin, so a pause of the others must not cause that.
         self._attendance = Attendance(self._last, pause_seconds=sync_timeout if alone else PAUSE_SECONDS)
         self.waiting = Waiting()
         self._regroups = False
         self._stopped = False
         self._mine = self._progress(0.0, waiting=False)
-        # The others are to know of this peer before its first batch: the first round is with all that are there.
+        # The others learn of this peer before its first batch, because the first round includes all present peers.
         self._board.publish(encode_progress(self._mine), now=True)
 
-    # ------------------------------------------------------------------ what is said
+    # ------------------------------------------------------------------ publishing
 
     def computed(self, batch: float) -> None:
-        """A batch was computed, of so many samples."""
+        """Note that a batch of this many samples was computed."""
         now = time.monotonic()
         self.waiting.begin()
         if now > self._last:
@@ -114,13 +113,18 @@ class Together:
         self._last = now
 
     def say(self, samples: float, *, waiting: bool) -> None:
-        """How far this peer is now: ``samples`` since the last update; ``waiting``: no more will be until the next."""
+        """Publish this peer's progress.
+
+        Args:
+            samples: samples accumulated since the last update.
+            waiting: true if there will be no more until the next update.
+        """
         self._mine = self._progress(samples, waiting=waiting)
         urgent = isinstance(self.decide(), Average | Wait)
         self._board.publish(encode_progress(self._mine), now=urgent)
 
     def leave(self) -> None:
-        """Take back what was said: nobody waits for this peer until it says something again."""
+        """Withdraw this peer's progress: no other peer waits for this one until it publishes again."""
         self._board.withdraw()
 
     def _progress(self, samples: float, *, waiting: bool) -> Progress:
@@ -135,16 +139,16 @@ class Together:
         )
 
     def _stand_by(self) -> None:
-        """Say that this peer computes no more for now: it is in a call that waits for the others."""
+        """Publish that this peer has stopped computing, because it is in a call that waits for the others."""
         if not self._mine.waiting:
             self._mine = replace(self._mine, waiting=True)
             self._board.publish(encode_progress(self._mine))
 
-    # ------------------------------------------------------------------ what is seen
+    # ------------------------------------------------------------------ the other peers
 
     @property
     def samples_per_second(self) -> float:
-        """Of this peer, a moving average."""
+        """Moving average of this peer's speed."""
         return self._speed
 
     def survey(self) -> Survey:
@@ -157,12 +161,12 @@ class Together:
 
     @property
     def is_called(self) -> bool:
-        """Return whether this peer has come into a run whose other peers wait for nothing but its batch."""
-        seen = self.survey()  # first: it is what the next line asks about
+        """Return whether this peer has joined a run in which all others wait for its batch alone."""
+        seen = self.survey()  # first, because the next line depends on it
         return self._attendance.joins(self._mine) and seen.others_wait
 
     def decide(self) -> Decision:
-        """What is to be done now."""
+        """Decide what this peer does now."""
         return self._decide(self.survey())
 
     def _decide(self, seen: Survey) -> Decision:
@@ -178,7 +182,7 @@ class Together:
         )
 
     def decide_when_all_are_ready(self) -> Decision:
-        """As :meth:`decide`, but for as long as there is nothing to do but wait, wait: for ``sync_timeout`` at most."""
+        """Decide as :meth:`decide`, but first wait while the decision is to wait, for ``sync_timeout`` at most."""
         until = time.monotonic() + self._patience
         try:
             while True:
@@ -199,35 +203,37 @@ class Together:
             self._waits_no_more()
 
     def _waits(self, reason: str, peers: Sequence[str]) -> None:
-        """Of peers that never meet, the user has to know why."""
+        """Note the reason for waiting; warn the user when it lasts."""
         reason = "; ".join(part for part in (reason, self.why()) if part)
         warning = self.waiting.waits(reason, peers, time.monotonic())
         if warning is not None:
             logger.warning("this peer %s", warning)
 
     def _waits_no_more(self) -> None:
-        self._last = time.monotonic()  # waiting is no part of the next batch's time
+        self._last = time.monotonic()  # the next batch's time excludes the waiting
         self.waiting.ends(self._last)
 
     # ------------------------------------------------------------------ rounds
 
     def begin_round(self, peers: int) -> None:
-        """In the background: what is accumulated from now on belongs to the next one."""
+        """Begin a round in the background; anything accumulated from now on belongs to the next one."""
         logger.debug("epoch %d: averaging with %d peers", self.lineage.epoch, peers)
         self._step(0.0, peers, self.averager, self.lineage.state)
 
     def look(self) -> RoundResult:
-        """The result of the round that was begun, if there is one yet."""
+        """Return the running round's result, or InProgress."""
         return self._step(0.0, 2, self.averager, self.lineage.state)
 
     def average(
         self, peers: int, averager: Averager | None = None, state: bytes | None = None
     ) -> RoundResult:
-        """A round with so many peers, or what came of the one that was begun: within ``sync_timeout``, or InProgress.
+        """Average in a round with this many peers, or in the round that runs already.
+
+        Returns InProgress if the round takes longer than ``sync_timeout``.
 
         Args:
-            averager: another one than the optimizer's, which averages some of the tensors.
-            state: of the tensors, where it is not the lineage's.
+            averager: another averager than the optimizer's, for some of the tensors.
+            state: state of the tensors, if it is not the lineage's.
         """
         is_mine = averager is None
         try:
@@ -256,7 +262,7 @@ class Together:
                 return result
             self.on_look()
             behind = self.left_behind()
-            # No peer is coming any more to a group of parameters that the run has left behind.
+            # No other peer will join a group whose parameters the run has left behind.
             if behind is not None:
                 self._stopped = averager.cancel_matchmaking(behind.reason)
                 if not self._stopped:
@@ -265,15 +271,15 @@ class Together:
                 self._look_again(peers, averager, result.reason, is_mine)
 
     def _look_again(self, peers: int, averager: Averager, reason: str, is_mine: bool) -> None:
-        """While a group is being formed: end that when it is to be another one than this peer has begun with."""
+        """Cancel matchmaking if the group to be formed has changed since this peer began it."""
         seen = self.survey()
         self._waits(f"the round is to be among {peers} peers: {reason}", seen.computing)
-        # Who comes to the start late, but in time, would be left out of a group of those that were there before.
+        # A peer that arrives late, but before the first round, must not be left out of the group.
         came = seen.peers > peers and not self._attendance.started
         went = self._target_of(seen.peers) < self._target_of(peers)
         if is_mine and (came or went):
             self._regroups = self._stopped = averager.cancel_matchmaking(
-                "more peers have come to start" if came else "a peer is not waited for any longer"
+                "more peers have come to start" if came else "a peer is no longer waited for"
             )
 
     def _step(self, wait: float, peers: int, averager: Averager, state: bytes) -> RoundResult:
@@ -295,7 +301,7 @@ class Together:
         return min(max(peers, self.averager.config.min_group_size), MAX_GROUP_SIZE)
 
     def left_behind(self) -> Behind | None:
-        """Whether the others have gone on without this peer while it waited."""
+        """Return the evidence that the others went on without this peer while it waited; ``None`` if they did not."""
         seen = self.survey()
         decision = self._decide(seen)
         if not isinstance(decision, Behind):
@@ -309,7 +315,7 @@ class Together:
         return decision
 
     def _warn_of_a_split(self, seen: Survey) -> None:
-        """Two parts of a run that have lost each other may each have enough peers to go on."""
+        """Warn if another part of the run may have split off: both parts may have enough peers to continue."""
         if seen.unmet_ahead is None or not self._attendance.started:
             return
         if self._split.is_due(time.monotonic()):
@@ -323,7 +329,7 @@ class Together:
             )
 
     def took(self, success: Success, result: bytes = b"", numbers: bytes = b"") -> None:
-        """The average was taken as an update; the last two as for :meth:`Lineage.after`."""
+        """Note an update by an average; ``result`` and ``numbers`` are as for :meth:`Lineage.after`."""
         companions = {*success.peers, *success.observers} - success.lost.keys() - {self.averager.peer_id}
         self._take(companions, self.lineage.after(success.group_id, result, numbers))
         self._peers_to_start = 1
@@ -335,11 +341,11 @@ class Together:
         self.waiting.updated()
 
     def took_alone(self) -> None:
-        """An update of this peer alone was taken, since nobody else is there."""
+        """Note an update that this peer took alone, since no other peer is present."""
         self._take(set(), self.lineage.after(self.averager.peer_id))
 
     def is_at(self, lineage: Lineage) -> None:
-        """The parameters were replaced by those of another lineage, or by earlier ones of the same."""
+        """Note that the parameters were replaced by those of another lineage, or by earlier ones of the same."""
         self.lineage = lineage
         self._attendance.begin(time.monotonic())
         self._behind.reset()

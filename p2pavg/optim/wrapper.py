@@ -1,4 +1,4 @@
-"""What the optimizers of a run have in common: the torch optimizer in them, and how far the run is."""
+"""The common base of the optimizers of a run: they wrap a torch optimizer and follow the run's progress."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ logger = logging.getLogger(__name__)
 class PeerOptimizer:
     """Wraps a torch optimizer; the base of :class:`AveragedOptimizer` and :class:`LocalUpdates`.
 
-    A run begins at the first :meth:`step`, with the parameters that are there then. See
+    A run begins at the first :meth:`step`, with the parameters at that time. See
     :class:`~p2pavg.optim.AveragedOptimizer` for the arguments.
 
     Raises:
-        TypeError: ``inner`` needs a closure, ``scheduler`` a metric, or ``model`` is no module.
+        TypeError: ``inner`` needs a closure, ``scheduler`` needs a metric, or ``model`` is not a module.
         ValueError: ``inner`` has nothing to train, or an argument is out of range; the message names it.
     """
 
@@ -60,7 +60,9 @@ class PeerOptimizer:
         self.inner = inner
         self.scheduler = scheduler
         if isinstance(inner, torch.optim.LBFGS):
-            raise TypeError("inner evaluates the loss several times a step, which cannot be averaged: LBFGS")
+            raise TypeError(
+                "inner evaluates the loss several times per step, which cannot be averaged: LBFGS"
+            )
         if isinstance(scheduler, ReduceLROnPlateau):
             raise TypeError("scheduler needs a metric at every step, and gets none: ReduceLROnPlateau")
         self._parameters = _trained_by(inner)
@@ -75,7 +77,7 @@ class PeerOptimizer:
         self._has_begun = False
         self._loaded: Mapping[str, Any] | None = None
         """The state that was loaded since the last step."""
-        averager.clear()  # what an optimizer before this one accumulated
+        averager.clear()  # contributions of an earlier optimizer
 
     def _join(
         self,
@@ -86,10 +88,10 @@ class PeerOptimizer:
         peers_to_start: int | None,
         sync_timeout: float,
     ) -> None:
-        """Take this peer's place in the run, once the arguments are checked."""
+        """Join the run, after the arguments are checked."""
         self._rules = rules
         numbers = hyperparameters(self.inner)
-        # As they are now: a rate that is set by hand before the first step is told with the first update.
+        # The values at this time: a rate that is set by hand before the first step is published with the first update.
         self._numbers = numbers if outer is None else (*numbers, *named("outer", hyperparameters(outer)))
         recipe = self._recipe()
         self._together = Together(
@@ -107,34 +109,34 @@ class PeerOptimizer:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Those of ``inner``."""
+        """The parameter groups of ``inner``."""
         return self.inner.param_groups
 
     @property
     def lineage(self) -> Lineage:
-        """Which parameters the peers that this one averages with have in common."""
+        """The lineage of this peer's parameters; it averages with peers of the same lineage."""
         return self._together.lineage
 
     @property
     def epoch(self) -> int:
-        """Updates that these have taken."""
+        """Number of updates that the parameters have taken."""
         return self._together.lineage.epoch
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As of every torch optimizer: before each backward pass."""
+        """Zero the gradients, as in every torch optimizer; call it before each backward pass."""
         self.inner.zero_grad(set_to_none=set_to_none)
 
     def leave(self) -> None:
-        """This peer trains no more: the others do not wait for it. Until :meth:`step` is called again.
+        """Stop taking part, so that the others do not wait for this peer, until :meth:`step` is called again.
 
-        Closing the averager does the same; this is for a peer that goes on to something else before that.
+        Closing the averager does the same; use this if the averager stays open.
         """
         self._together.leave()
 
     # ------------------------------------------------------------------ the beginning
 
     def _begin(self) -> bool:
-        """Begin at the first step, with the parameters that are there now; whether they are others than before.
+        """Begin the run at the first step; return whether the parameters changed since this optimizer was made.
 
         Raises:
             ValueError: a state was loaded, and the parameters are not those that were saved with it.
@@ -164,7 +166,7 @@ class PeerOptimizer:
         return changed
 
     def _go_on(self, loaded: Mapping[str, Any], parameters: bytes, recipe: Recipe) -> Origin:
-        """Go on from a loaded state; return where its run comes from."""
+        """Continue from a loaded state; return its origin."""
         saved = origin_of(loaded)
         is_right = loaded.get("parameters") is None or digest_in(loaded, "parameters") == parameters
         if not self._ranks.all_agree(is_right):
@@ -183,7 +185,9 @@ class PeerOptimizer:
         return _origin(saved.parameters, recipe)
 
     def _goes_on_from(self, state: Mapping[str, Any], lineage: Lineage) -> None:
-        """A state was loaded; what is to be compared with it may be loaded after it."""
+        """Continue from a loaded state. The parameters are compared at the next step, since they may be loaded
+        later.
+        """
         self._averager.clear()
         self._together.is_at(lineage)
         self._loaded, self._has_begun = state, False
@@ -214,13 +218,16 @@ class PeerOptimizer:
         return [local_of(parameter) for parameter in self._parameters]
 
     def _as_one(self, lineage: Lineage) -> Lineage:
-        """One lineage for all ranks of this peer."""
+        """Return one common lineage for all ranks of this peer."""
         return replace(lineage, state=bytes.fromhex(self._ranks.as_one(lineage.state.hex())))
 
     # ------------------------------------------------------------------ steps
 
     def _check_parameters(self) -> None:
-        """The inner optimizer would step others with this peer's gradients alone, and no two peers be alike."""
+        """Raise ValueError if the trained parameters were replaced.
+
+        The inner optimizer would step new parameters with this peer's gradients alone, and the peers would diverge.
+        """
         now = _trained_by(self.inner)
         if len(now) != len(self._parameters) or any(
             a is not b for a, b in zip(now, self._parameters, strict=True)
@@ -246,9 +253,9 @@ class PeerOptimizer:
         """Note an update.
 
         Args:
-            numbers: hyperparameters with which it was taken.
+            numbers: hyperparameters of the update.
             result: digest of the averaged tensors.
-            parameters: after it.
+            parameters: the parameters after the update.
         """
         group_id = self._ranks.as_one(success.group_id)
         joint = bytes.fromhex(self._ranks.as_one(result.hex()))
@@ -262,12 +269,12 @@ class PeerOptimizer:
         self._watch.look(forked=self._together.survey().others > 0)
 
     def _checked(self, report: StepReport) -> StepReport:
-        """With what the other peers say of their recipes and parameters."""
+        """Add the comparison with the other peers' recipes and parameters to a report."""
         self._watch.look(forked=report.others > 0)
         return replace(report, drifted=self._watch.drifted, differs=self._watch.differs)
 
     def _updated(self, report: StepReport) -> StepReport:
-        """Tell who wants to know of an update."""
+        """Call ``on_update`` with the report of an update."""
         if self._on_update is not None:
             self._on_update(report)
         return report
@@ -280,7 +287,7 @@ class PeerOptimizer:
             self.scheduler.load_state_dict(saved["scheduler"])
 
     def _saved(self) -> dict[str, Any]:
-        """Return what both kinds of states hold."""
+        """Return the entries that the saved states of both kinds of optimizers have."""
         lineage, origin = self.lineage, self._origin_now()
         if not self._has_begun and self._loaded is None:
             lineage = self._as_one(lineage_from(origin.parameters, origin.recipe))

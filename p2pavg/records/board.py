@@ -167,9 +167,7 @@ class Board:
         """Wait until there is something to publish or to look for."""
         began = trio.current_time()
         while True:
-            woken = self._woken = (
-                trio.Event()
-            )  # replaced first: a wake-up during the check below is then not missed
+            woken = self._woken = trio.Event()  # made before the check: no wake-up is missed
             with self._changed:
                 most = SAY_SECONDS if self._to_publish is not None else self._look_seconds
                 until = began if self._urgent else began + most

@@ -99,5 +99,5 @@ def _difference(mine: RunEntry, other: RunEntry) -> str:
     if other.schema_hash != mine.schema_hash:
         return "tensors of other names, shapes or dtypes than yours"
     if other.rule != mine.rule:
-        return "with another rule of who contributes than yours"
+        return "with another participation rule than yours"
     return f"with the codec {other.codec}, you with {mine.codec}"

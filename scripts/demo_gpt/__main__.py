@@ -39,7 +39,8 @@ def demo(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
     """Train a small GPT with peer processes that share only gradients, beside one process that sees all their
-    batches, and compare."""
+    batches, and compare.
+    """
     signal.signal(signal.SIGTERM, exit_on_sigterm)
     output.mkdir(parents=True, exist_ok=True)
     settings = Settings(

@@ -21,7 +21,8 @@ def shuffled(count: int, *key: object) -> Tensor:
 
 class Batches:
     """Deals the windows out to the peers: no window belongs to two, and each peer goes through its own in
-    an order that changes from one pass to the next."""
+    an order that changes from one pass to the next.
+    """
 
     def __init__(self, tokens: Tensor, *, context: int, batch_size: int, peers: int, seed: int) -> None:
         windows = cut_windows(tokens, context)

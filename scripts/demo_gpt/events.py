@@ -24,7 +24,8 @@ class TrainLoss:
 @dataclass(frozen=True, kw_only=True)
 class Round:
     """A round that succeeded. `seconds` and `exchange_seconds` are p2pavg's figures, `waited_seconds` is all
-    that the training loop spent in `step`, earlier attempts included."""
+    that the training loop spent in `step`, earlier attempts included.
+    """
 
     step: int
     peers: list[str]

@@ -23,7 +23,8 @@ QUEUE_LIMIT = 1_000  # events; beyond it the children wait until the launcher ca
 
 class Child:
     """One process. Its stderr goes to a file; its own process group keeps the terminal's Ctrl-C from it, so
-    that the launcher alone decides who stops when."""
+    that the launcher alone decides who stops when.
+    """
 
     def __init__(self, progress: Progress, arguments: list[str], log: Path) -> None:
         self.progress = progress

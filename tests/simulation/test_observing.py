@@ -284,7 +284,7 @@ class TestParticipation:
         results = await run_peers(MemoryNetwork(latency=LAN), 3, average)
         lone = results.pop(0)
         assert isinstance(lone, p2pavg.NoPeers)
-        assert "2 peers of this run average with another rule of who contributes than yours" in lone.reason
+        assert "2 peers of this run average with another participation rule than yours" in lone.reason
         assert all(set(result.weights) | set(result.observers) == ids(1, 2) for result in successes(results))
 
 

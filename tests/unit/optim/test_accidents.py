@@ -249,7 +249,7 @@ class TestBuffers:
 
     def test_feedback_is_not_for_buffers(self) -> None:
         model = small()
-        with pytest.raises(ValueError, match="feedback cannot be used"):
+        with pytest.raises(ValueError, match="feedback cannot be combined"):
             local(Alone(), SGD(model.parameters(), lr=0.1), model=model, feedback=ErrorFeedback("blockwise8"))
 
 

@@ -88,11 +88,11 @@ def test_nonsense_of_one_peer_hides_no_other() -> None:
         ([entry(codec="fp32")], "1 peer of this run averages with the codec fp32, you with blockwise8:64"),
         (
             [entry(rule="fraction")],
-            "1 peer of this run averages with another rule of who contributes than yours",
+            "1 peer of this run averages with another participation rule than yours",
         ),
         (
             [entry(codec="fp32", rule="fraction")],
-            "1 peer of this run averages with another rule of who contributes than yours",
+            "1 peer of this run averages with another participation rule than yours",
         ),
         (
             [entry(codec="fp32")] + [entry(schema_hash=b"\2" * 32, tensors=1)] * 2,

@@ -85,8 +85,9 @@ class NoPeers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failed:
-    """A group formed, but this peer has no result. The accumulated tensors are kept, subject to
-    :attr:`contribution_used`.
+    """A group formed, but this peer has no result.
+
+    The accumulated tensors are kept, subject to :attr:`contribution_used`.
     """
 
     reason: str

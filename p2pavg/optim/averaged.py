@@ -179,8 +179,9 @@ class AveragedOptimizer(PeerOptimizer):
         return [local_of(tensor) for tensor in (*gradients, *self._parts.averaged)]
 
     def _any_running(self) -> bool:
-        """Return whether a round runs on any rank. All ranks must take part in the same collectives, or they
-        deadlock.
+        """Return whether a round runs on any rank.
+
+        All ranks must take part in the same collectives, or they deadlock.
         """
         return not self._ranks.all_agree(not self._running)
 

@@ -152,8 +152,9 @@ class PeerGradients:
         return None if self._speaker is None else self._speaker.together.lineage
 
     def take(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """Reduce a bucket within the peer and average it across peers; return the future of its values, in the same
-        memory.
+        """Reduce a bucket within the peer and average it across peers.
+
+        Returns the future of its values, in the same memory.
         """
         values = bucket.buffer().div_(self._size)
         devices: list[int | str | torch.device] | None = [values.device] if values.is_cuda else None
@@ -180,7 +181,7 @@ class PeerGradients:
             p2pavg.ClosedError: the averager is closed. Any other error that ended the averaging is raised as it is.
         """
         if self._asked == self._begun:
-            raise RuntimeError("no backward pass has reduced its gradients since this was asked last")
+            raise RuntimeError("no backward pass has reduced its gradients since the last call")
         averaged = False
         while self._asked < self._begun:  # skips earlier passes whose result was not read
             self._asked, averaged = self._next_pass()
@@ -195,7 +196,7 @@ class PeerGradients:
                 return self._passes.get(timeout=0.0 if is_idle else LOOK_SECONDS)
             except queue.Empty:
                 if is_idle:
-                    raise RuntimeError("the last backward pass did not come to its end") from None
+                    raise RuntimeError("the last backward pass is incomplete") from None
 
     def close(self) -> None:
         """End the thread; wait at most 10 s for running passes."""

@@ -185,8 +185,9 @@ class PeerOptimizer:
         return _origin(saved.parameters, recipe)
 
     def _goes_on_from(self, state: Mapping[str, Any], lineage: Lineage) -> None:
-        """Continue from a loaded state. The parameters are compared at the next step, since they may be loaded
-        later.
+        """Continue from a loaded state.
+
+        The parameters are compared with it at the next step, since they may be loaded later.
         """
         self._averager.clear()
         self._together.is_at(lineage)

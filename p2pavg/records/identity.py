@@ -42,8 +42,10 @@ def _load(file: Path) -> bytes:
 
 
 def _make(file: Path) -> bytes:
-    """Create the key file. It is linked into place when complete, so that no process reads half a key. If two processes
-    create one at the same time, both use the first.
+    """Create the key file.
+
+    It is linked into place when complete, so that no process reads half a key. If two processes create one at the same
+    time, both use the first.
     """
     seed = secrets.token_bytes(SEED_BYTES)
     draft = file.with_name(f".{file.name}.{os.getpid()}.{secrets.token_hex(4)}")

@@ -126,7 +126,7 @@ def test_a_mistake_on_one_rank_is_heard_on_all(tmp_path: Path) -> None:
     out_of_range = "sync_timeout must be a number above 0, got -1.0"
     assert first[0] == f"ValueError: {out_of_range}"
     assert second[0] == f"ValueError: on rank 0: {out_of_range}"
-    nothing = "RuntimeError: no backward pass has reduced its gradients since this was asked last"
+    nothing = "RuntimeError: no backward pass has reduced its gradients since the last call"
     assert first[1:5] == second[1:5] == [nothing, nothing, "True", nothing]
     loss = "metric 'loss' must be a finite number, 1e+100 at most in magnitude"
     assert first[5:7] == [f"AccumulateError: on another rank of this peer: {loss}", "0.0"]

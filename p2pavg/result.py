@@ -73,7 +73,7 @@ class InProgress:
     target_size: int
     """The group size that is aimed at."""
     reason: str = ""
-    """What the round waits for, in words."""
+    """Description of the event that the round waits for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

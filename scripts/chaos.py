@@ -1,6 +1,5 @@
 """Chaos test: processes on this machine are killed, stopped and restarted while they average.
 
-
 scripts/chaos                           8 peers for 5 minutes, after 5 calm minutes to compare them with
 scripts/chaos --peers 4 --minutes 1 --no-calm --seed 7 --codec fp32
 scripts/chaos --json                    the figures as JSON instead of tables
@@ -162,9 +161,7 @@ class _Parent:
             child.leaving = True
             if not child.finished.is_set() and not child.life.trouble:
                 child.life.trouble = f"hangs: it has not finished {timeout:.0f} s after it was told to"
-                child.process.process.send_signal(
-                    signal.SIGUSR1
-                )  # it writes its threads' stacks into its log
+                child.process.process.send_signal(signal.SIGUSR1)  # its threads' stacks go to its log
         time.sleep(0.1)
 
     def _carry_out(self, what: str, child: _Child) -> bool:

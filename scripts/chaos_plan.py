@@ -65,6 +65,6 @@ def draw(seed: int, *, peers: int, seconds: float) -> list[Action]:
 
 
 def _draw_pause(dice: random.Random, seconds: float) -> float:
-    """How long a process is away: a moment, less than a round's timeouts, or more."""
+    """Draw the time for which a process is away: a moment, less than a round's timeouts, or more."""
     longest = dice.choice([0.5, 4.0, 20.0])
     return min(dice.uniform(longest / 10, longest), seconds / 4)

@@ -62,8 +62,9 @@ def draw_sample(seed: int, slot: int, life: int, number: int, elements: int) -> 
 
 
 def average(member: Member) -> None:
-    """Run rounds until told to finish, then report the unused samples; keep the averager open until the parent
-    leaves.
+    """Run rounds until told to finish, then report the unused samples.
+
+    The averager stays open until the parent leaves.
     """
     torch.set_num_threads(1)
     life = member.arguments["life"]
@@ -97,7 +98,7 @@ class _Worker:
         self._samples = 0
 
     def pause(self) -> float:
-        """Wait until the next round, as training would."""
+        """Return seconds until the next round, in place of training."""
         return self._dice.uniform(0.0, 2 * self._pause)
 
     def round(self) -> None:

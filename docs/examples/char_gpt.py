@@ -92,8 +92,9 @@ def inner_optimizer(model: GPT) -> torch.optim.Optimizer:
 
 
 def peer(member: Member) -> None:
-    """Train as one of the peers. Outside a swarm, ``p2pavg.blocking.open_averager(config, bootstrap=[...])`` makes the
-    averager.
+    """Train as one of the peers.
+
+    Outside a swarm, ``p2pavg.blocking.open_averager(config, bootstrap=[...])`` makes the averager.
     """
     torch.set_num_threads(1)
     how = member.arguments

@@ -41,9 +41,7 @@ BATCH = 32
 
 
 def images(part: int, parts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return one of several equal parts of the 1500 training images: pixels, float32 (n, 64), from 0 to 1, and
-    labels.
-    """
+    """Return one of several equal parts of the 1500 training images: pixels, float32 (n, 64), and labels."""
     pixels, shown = load_digits(return_X_y=True)
     mine = slice(part, 1500, parts)
     return torch.tensor(pixels[mine], dtype=torch.float32) / 16, torch.tensor(shown[mine])

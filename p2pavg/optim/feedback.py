@@ -105,8 +105,7 @@ class ErrorFeedback:
 
     @torch.no_grad()
     def delivered(self, start: int, stop: int) -> None:
-        """Note that the tensors last returned by :meth:`compensate` are averaged; the codec's error becomes the
-        residual.
+        """Note that the tensors from :meth:`compensate` are averaged; the codec's error becomes the residual.
 
         Args:
             start, stop: this peer's own share of the flat vector, :attr:`p2pavg.Success.share`, which was not encoded.

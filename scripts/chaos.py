@@ -340,7 +340,7 @@ def show(console: Console, figures: dict[str, dict[str, Any]]) -> None:
         faults.add_row(kind, str(count))
     console.print(faults)
     console.print(
-        f"{found['excused']} contributions used in a result that nobody lived to report, "
+        f"{found['excused']} contributions used in a result that no surviving process reported, "
         f"{found['undecided']} unresolved at the end"
     )
 

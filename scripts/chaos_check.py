@@ -77,7 +77,7 @@ class Life:
     """Problem that the parent saw: the process ended by itself, never joined, or never finished."""
 
     def __str__(self) -> str:
-        """What a violation calls it."""
+        """Return its name for messages about violations."""
         return f"process {self.slot}" + (f" (restart {self.number})" if self.number else "")
 
 
@@ -105,7 +105,7 @@ class Step:
         return self.begun <= other.ended and other.begun <= self.ended
 
     def __str__(self) -> str:
-        """What a violation calls it."""
+        """Return its name for messages about violations."""
         return f"the step that {self.life} began at {self.begun:.2f}"
 
 

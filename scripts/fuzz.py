@@ -128,9 +128,9 @@ class Seen:
 
 def some_members(dice: random.Random, size: int) -> frozenset[int]:
     """Draw some members, often all, or all but one."""
-    everybody = list(range(size))
+    members = list(range(size))
     left_out = dice.choice([0, 0, 1, 1, dice.randint(0, size - 1)])
-    return frozenset(dice.sample(everybody, size - left_out))
+    return frozenset(dice.sample(members, size - left_out))
 
 
 def some_vote(dice: random.Random, member: agreement.Member) -> Vote:

@@ -38,7 +38,7 @@ def demo(
     output: Annotated[Path, typer.Option(help="Folder for the chart and the logs.")] = Path("demo-output"),
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
-    """Train a small GPT with peers that share only gradients, and compare with one process that sees all their batches."""
+    """Train a small GPT with peers that share only gradients, and compare with one process on all their batches."""
     signal.signal(signal.SIGTERM, exit_on_sigterm)
     output.mkdir(parents=True, exist_ok=True)
     settings = Settings(

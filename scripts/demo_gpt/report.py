@@ -46,11 +46,11 @@ def _losses_sentence(run: Run) -> str:
     difference = relative_difference(run)
     if peers is None:
         return "No peer took all its steps."
-    who = f"{done} peers" if done == len(run.peers) else f"{done} of {len(run.peers)} peers"
+    subject = f"{done} peers" if done == len(run.peers) else f"{done} of {len(run.peers)} peers"
     if reference is None or difference is None:
-        return f"{who} that shared only gradients ended at a held-out loss of {peers:.4f}."
+        return f"{subject} that shared only gradients ended at a held-out loss of {peers:.4f}."
     return (
-        f"{who} that shared only gradients ended at a held-out loss of {peers:.4f}; "
+        f"{subject} that shared only gradients ended at a held-out loss of {peers:.4f}; "
         f"one process that trained on the batches of all {len(run.peers)} together "
         f"ended at {reference:.4f}, {percent(difference)} apart."
     )

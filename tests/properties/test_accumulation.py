@@ -34,7 +34,7 @@ def check(found: torch.Tensor, weight: float, expected: Sequence[Call]) -> None:
 
 @settings(deadline=None)
 @given(operations)
-def test_nothing_is_lost_and_nothing_counts_twice(operations: list[tuple[object, ...]]) -> None:
+def test_no_contribution_is_lost_or_counted_twice(operations: list[tuple[object, ...]]) -> None:
     accumulation = Accumulation()
     waiting: list[Call] = []
     in_round: list[Call] = []

@@ -89,7 +89,7 @@ def test_strangers_never_make_a_peer_behind_whose_companions_are_with_it(
 
 
 @given(moments)
-def test_strangers_count_for_no_more_samples_than_the_peers_of_the_last_updates(said: list[Moment]) -> None:
+def test_strangers_samples_are_limited_by_those_of_known_peers(said: list[Moment]) -> None:
     attendance, words = running(8.0)
     now = 0.0
     for moment in said:
@@ -102,7 +102,7 @@ def test_strangers_count_for_no_more_samples_than_the_peers_of_the_last_updates(
 
 
 @given(moments)
-def test_at_the_start_each_counts_as_what_it_could_have_computed_since_its_first_word(
+def test_at_the_start_samples_are_limited_by_the_time_since_the_first_word(
     said: list[Moment],
 ) -> None:
     attendance, now, mine = Attendance(0.0), 0.0, honest(0, 8.0)
@@ -113,7 +113,7 @@ def test_at_the_start_each_counts_as_what_it_could_have_computed_since_its_first
 
 
 @given(moments)
-def test_strangers_hold_up_peers_that_wait_for_a_bounded_time(said: list[Moment]) -> None:
+def test_strangers_delay_waiting_peers_for_a_bounded_time(said: list[Moment]) -> None:
     """However they change what they say."""
     attendance, _ = running(8.0)
     words = {peer: honest(1, 8.0, waiting=True) for peer in KNOWN}
@@ -128,7 +128,7 @@ def test_strangers_hold_up_peers_that_wait_for_a_bounded_time(said: list[Moment]
 
 
 @given(moments, st.integers(0, 3))
-def test_whatever_is_said_it_is_counted_without_an_error(said: list[Moment], epoch: int) -> None:
+def test_any_words_are_counted_without_an_error(said: list[Moment], epoch: int) -> None:
     attendance, now = Attendance(0.0), 0.0
     for moment in said:
         now += moment.after

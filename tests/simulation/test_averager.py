@@ -114,7 +114,9 @@ async def test_a_closed_averager_is_no_longer_spoken_of(autojump_clock: MockCloc
 
 
 class TestCancelMatchmaking:
-    async def test_a_search_ends_at_once_and_loses_nothing(self, autojump_clock: MockClock) -> None:
+    async def test_cancelled_search_ends_at_once_and_keeps_contributions(
+        self, autojump_clock: MockClock
+    ) -> None:
         async with (
             simulated_peers(MemoryNetwork(latency=LAN), 2) as (peer, other),
             peer.averager(config()) as averager,
@@ -133,7 +135,7 @@ class TestCancelMatchmaking:
                 nursery.start_soon(partial(another.step, wait=None))
                 assert isinstance(await averager.step(wait=None), p2pavg.Success)
 
-    def test_at_any_moment_a_peer_leaves_or_is_in_the_group(self) -> None:
+    def test_cancelling_at_any_moment_leaves_or_joins_the_group(self) -> None:
         """What it is told is true: nobody has its contribution, or it has the group's result."""
         outcomes = Counter[bool]()
 

@@ -62,7 +62,7 @@ class Company:
         return self.peers.pop()
 
 
-async def test_what_is_taken_back_is_gone_until_something_is_said_again(autojump_clock: MockClock) -> None:
+async def test_withdrawn_entry_is_gone_until_the_next_publish(autojump_clock: MockClock) -> None:
     async with simulated_peers(MemoryNetwork(latency=LAN), 3) as peers, Company(peers) as company:
         await company.say_hello()
         company.boards[0].withdraw()
@@ -76,7 +76,7 @@ async def test_what_is_taken_back_is_gone_until_something_is_said_again(autojump
 
 
 @pytest.mark.parametrize("count", [2, 3, 12])
-async def test_everybody_hears_everybody_within_seconds(autojump_clock: MockClock, count: int) -> None:
+async def test_all_peers_read_all_entries_within_seconds(autojump_clock: MockClock, count: int) -> None:
     """Of twelve, not all hold what everybody says: some look."""
     async with simulated_peers(MemoryNetwork(latency=LAN), count) as peers, Company(peers) as company:
         words = await company.say_hello()
@@ -86,7 +86,7 @@ async def test_everybody_hears_everybody_within_seconds(autojump_clock: MockCloc
             assert heard(board) == all_but(peer, words)
 
 
-async def test_an_urgent_word_is_heard_at_once(autojump_clock: MockClock) -> None:
+async def test_urgent_entry_is_read_at_once(autojump_clock: MockClock) -> None:
     async with simulated_peers(MemoryNetwork(latency=LAN), 3) as peers, Company(peers) as company:
         await company.say_hello()
         for word in (b"a", b"b", b"c"):
@@ -95,7 +95,7 @@ async def test_an_urgent_word_is_heard_at_once(autojump_clock: MockClock) -> Non
             assert all(heard(board)[peers[0].id] == word for board in company.boards[1:])
 
 
-async def test_words_last_as_long_as_their_peers(autojump_clock: MockClock) -> None:
+async def test_entries_last_as_long_as_their_peers(autojump_clock: MockClock) -> None:
     async with simulated_peers(MemoryNetwork(latency=LAN), 3) as peers, Company(peers) as company:
         words = await company.say_hello()
         for _ in range(20):
@@ -105,7 +105,7 @@ async def test_words_last_as_long_as_their_peers(autojump_clock: MockClock) -> N
 
 
 @pytest.mark.parametrize(("count", "seconds"), [(3, AT_ONCE), (12, SAID_TTL_SECONDS + 1.0)])
-async def test_the_word_of_a_closed_averager_is_gone(
+async def test_entry_of_a_closed_averager_is_gone(
     autojump_clock: MockClock, count: int, seconds: float
 ) -> None:
     """At once where everybody holds it; who only looks is not told of withdrawals, and sees it fade."""
@@ -119,7 +119,7 @@ async def test_the_word_of_a_closed_averager_is_gone(
             assert gone.id not in heard(board)
 
 
-async def test_an_averager_that_comes_again_is_heard_again(autojump_clock: MockClock) -> None:
+async def test_entries_of_a_restarted_averager_are_read(autojump_clock: MockClock) -> None:
     async with simulated_peers(MemoryNetwork(latency=LAN), 3) as peers, Company(peers) as company:
         await company.say_hello()
         again = await company.close_the_last()
@@ -131,7 +131,7 @@ async def test_an_averager_that_comes_again_is_heard_again(autojump_clock: MockC
             assert set(heard(board)) == {peer.id for peer in company.peers}
 
 
-async def test_the_word_of_a_killed_peer_fades(autojump_clock: MockClock) -> None:
+async def test_entry_of_a_killed_peer_expires(autojump_clock: MockClock) -> None:
     network = MemoryNetwork(latency=LAN)
     async with simulated_peers(network, 3) as peers, Company(peers) as company:
         words = await company.say_hello()
@@ -144,7 +144,7 @@ async def test_the_word_of_a_killed_peer_fades(autojump_clock: MockClock) -> Non
             assert heard(board) == all_but(peer, left)
 
 
-async def test_topics_and_runs_are_apart(autojump_clock: MockClock) -> None:
+async def test_topics_and_runs_are_separate(autojump_clock: MockClock) -> None:
     async with (
         simulated_peers(MemoryNetwork(latency=LAN), 2) as (speaker, listener),
         speaker.averager(config()) as one,

@@ -35,7 +35,7 @@ from p2pavg.testing.simulation import simulated_signer
 LAN = (0.001, 0.002)
 
 
-def test_hundreds_of_rounds_in_which_things_go_wrong() -> None:
+def test_hundreds_of_rounds_with_faults() -> None:
     """``scripts/simulate`` has more of them; each that fails prints the command that repeats it."""
     command = [sys.executable, "-m", "scripts.simulate", "--rounds", "30", "--processes", "2"]
     done = subprocess.run(
@@ -51,7 +51,7 @@ def test_a_leader_that_commits_and_dies_leaves_no_contribution_that_counts_twice
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_a_wrong_result_is_found_and_its_seed_named(tmp_path: os.PathLike[str]) -> None:
+def test_wrong_result_is_found_and_its_seed_printed(tmp_path: os.PathLike[str]) -> None:
     """A round that gives back what it has used: the run says so, and how to see it again."""
     broken = (
         "import p2pavg.vector.accumulation as a, scripts.simulate as s, sys\n"
@@ -64,7 +64,7 @@ def test_a_wrong_result_is_found_and_its_seed_named(tmp_path: os.PathLike[str]) 
     assert "scripts/simulate --seed 3 --log" in done.stdout
 
 
-def test_a_plan_follows_from_its_seed() -> None:
+def test_plan_is_deterministic() -> None:
     def plans(seed: int) -> str:
         return repr([FaultPlan.draw(seed + i, peers=5, faults=3) for i in range(5)])
 
@@ -73,7 +73,7 @@ def test_a_plan_follows_from_its_seed() -> None:
     assert "Fault(what=" in plans(7)
 
 
-def test_a_run_follows_from_its_seed() -> None:
+def test_run_is_deterministic() -> None:
     """To the last message: the moments at which the peers end are the same."""
     config = p2pavg.AveragingConfig(run_id="again", group_size=4, match_timeout=5.0, compression=None)
 
@@ -133,7 +133,7 @@ class Watch:
     ],
     ids=["cut", "partition", "stop"],
 )
-async def test_silence_begins_and_ends_when_the_plan_says(
+async def test_silence_begins_and_ends_as_planned(
     autojump_clock: MockClock, what: Cut | Partition | Stop, silent: set[tuple[int, int]]
 ) -> None:
     network = MemoryNetwork(latency=LAN)
@@ -147,7 +147,7 @@ async def test_silence_begins_and_ends_when_the_plan_says(
         assert after, pair
 
 
-async def test_a_fault_may_wait_for_the_third_part_that_a_reducer_sends(autojump_clock: MockClock) -> None:
+async def test_fault_can_wait_for_the_third_part_of_a_reducer(autojump_clock: MockClock) -> None:
     """And for time after it; what a peer does not live to see does not happen."""
     network = MemoryNetwork(latency=LAN, bandwidth=1e6)
     config = p2pavg.AveragingConfig(run_id="third", group_size=3, match_timeout=5.0, compression=None)
@@ -172,7 +172,7 @@ async def test_a_fault_may_wait_for_the_third_part_that_a_reducer_sends(autojump
     assert sent == [True, True, False]
 
 
-async def test_a_connection_that_is_lost_can_be_made_again(autojump_clock: MockClock) -> None:
+async def test_lost_connection_can_be_replaced(autojump_clock: MockClock) -> None:
     network = MemoryNetwork(latency=LAN)
     lost: list[bool] = []
 
@@ -195,9 +195,7 @@ async def test_a_connection_that_is_lost_can_be_made_again(autojump_clock: MockC
     [Throttle(0, bandwidth=1e4, seconds=100.0), Delay(0, (0.2, 0.2), seconds=100.0)],
     ids=["throttle", "delay"],
 )
-async def test_a_slow_link_makes_a_round_slower_and_no_worse(
-    autojump_clock: MockClock, what: Throttle | Delay
-) -> None:
+async def test_slow_link_only_delays_a_round(autojump_clock: MockClock, what: Throttle | Delay) -> None:
     config = p2pavg.AveragingConfig(
         run_id="slow", group_size=2, match_timeout=5.0, compression=None, exchange_timeout=100.0
     )

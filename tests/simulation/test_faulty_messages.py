@@ -61,7 +61,7 @@ async def average(peers: Sequence[Peer], delays: Sequence[float]) -> dict[str, p
         ("told_by_leader", lambda _self, peer_id, *_: peer_id),
     ],
 )
-async def test_a_message_that_raises_costs_its_sender(
+async def test_message_that_raises_excludes_its_sender(
     autojump_clock: MockClock,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -83,7 +83,7 @@ async def test_a_message_that_raises_costs_its_sender(
         assert not errors or HOSTILE not in result.peers
 
 
-async def test_a_message_that_cannot_be_read_without_an_exception_costs_its_sender(
+async def test_message_that_raises_on_reading_excludes_its_sender(
     autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def decode(_data: bytes) -> None:
@@ -96,7 +96,7 @@ async def test_a_message_that_cannot_be_read_without_an_exception_costs_its_send
     assert "OverflowError" in caplog.text
 
 
-async def test_when_even_the_loss_raises_the_attempt_ends_and_says_so(
+async def test_attempt_ends_with_a_reason_when_reporting_the_loss_raises(
     autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whose = lambda _self, peer_id, *_: peer_id  # noqa: E731 - as above
@@ -110,7 +110,7 @@ async def test_when_even_the_loss_raises_the_attempt_ends_and_says_so(
         assert "raised KeyError here" in result.reason
 
 
-async def test_an_exception_that_no_message_caused_is_loud(
+async def test_exception_without_a_message_is_raised(
     autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def tick(_self: Matchmaking, _now: float) -> None:

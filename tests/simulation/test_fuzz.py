@@ -13,7 +13,7 @@ def test_valid_looking_messages_in_random_order_harm_no_honest_peer() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_a_rule_that_fails_over_a_vote_is_found_and_its_seed_named() -> None:
+def test_rule_that_raises_on_a_vote_is_found_and_its_seed_printed() -> None:
     """Although it costs only the member that sent the vote: it is a bug all the same."""
     broken = (
         "import p2pavg.round.exchange as e, scripts.fuzz as f, sys\n"

@@ -245,7 +245,7 @@ ON_LANES: dict[str, tuple[Deliver, str]] = {
 
 @ON_EITHER_LANE
 @pytest.mark.parametrize("lie", ON_LANES)
-async def test_who_damages_its_parts_is_excluded_by_name(
+async def test_member_with_damaged_parts_is_excluded_by_name(
     autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, lie: str, lane: Lane, liar: int
 ) -> None:
     how, reason = ON_LANES[lie]
@@ -254,7 +254,7 @@ async def test_who_damages_its_parts_is_excluded_by_name(
 
 
 @ON_EITHER_LANE
-async def test_who_sends_its_parts_out_of_order_is_excluded_by_name(
+async def test_member_with_unordered_parts_is_excluded_by_name(
     autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, lane: Lane, liar: int
 ) -> None:
     instead(monkeypatch, "Attempt", liar, lying(lane, backwards=True))
@@ -270,7 +270,7 @@ def only_to(victim: int, how: Deliver) -> Deliver:
 
 @pytest.mark.parametrize("victim", [0, 1, 3])
 @pytest.mark.parametrize("lane", [Lane.CONTRIBUTIONS, Lane.AVERAGES], ids=["contributions", "averages"])
-async def test_everybody_learns_whom_one_member_saw_lie(
+async def test_all_members_learn_which_member_one_saw_lie(
     autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, lane: Lane, victim: int
 ) -> None:
     nan = changed(first_number(float("nan")))
@@ -279,7 +279,7 @@ async def test_everybody_learns_whom_one_member_saw_lie(
 
 
 @pytest.mark.parametrize("victim", [1, 2, 3])
-async def test_a_leader_that_lies_to_the_others_later_parts_nobody_from_them(
+async def test_leader_that_lies_later_to_others_splits_no_group(
     autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, victim: int
 ) -> None:
     """It goes on without the one that saw it lie; when the others see it too, they go on with that one."""
@@ -316,7 +316,7 @@ class AnotherAttempts(LyingAttempt):
 
 @EVERYWHERE
 @pytest.mark.parametrize("lie", [AnotherGroups, AnotherAttempts])
-async def test_whose_parts_belong_to_another_group_or_attempt_is_excluded_by_name(
+async def test_member_with_parts_of_another_group_or_attempt_is_excluded_by_name(
     autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, lie: type[LyingAttempt], liar: int
 ) -> None:
     instead(monkeypatch, "Attempt", liar, lie)
@@ -355,7 +355,7 @@ def header(lane: Lane, attempt: int = 0, reducer: int = 0) -> LaneHeader:
 
 @ON_EITHER_LANE
 @pytest.mark.parametrize("often", [1, 140])
-async def test_who_opens_a_lane_again_is_excluded_by_name(
+async def test_member_that_opens_a_second_lane_is_excluded_by_name(
     autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, often: int, lane: Lane, liar: int
 ) -> None:
     instead(monkeypatch, "Attempt", liar, opening(*[header(lane)] * often, parts=0))
@@ -371,7 +371,7 @@ HARMLESS = {
 
 @EVERYWHERE
 @pytest.mark.parametrize("lanes", HARMLESS)
-async def test_lanes_that_nobody_reads_change_nothing(
+async def test_unread_lanes_change_nothing(
     autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, lanes: str, liar: int
 ) -> None:
     instead(monkeypatch, "Attempt", liar, opening(*HARMLESS[lanes]))
@@ -379,7 +379,7 @@ async def test_lanes_that_nobody_reads_change_nothing(
         assert result.lost == {}
 
 
-async def test_votes_on_a_stream_that_is_not_due_are_not_read(
+async def test_votes_on_an_unexpected_stream_are_ignored(
     autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those that come later in the roster open it."""
@@ -390,7 +390,7 @@ async def test_votes_on_a_stream_that_is_not_due_are_not_read(
 
 @pytest.mark.parametrize("lane", list(Lane))
 @pytest.mark.parametrize("attempt", [0, 7])
-async def test_a_stranger_that_knows_the_group_changes_nothing(
+async def test_stranger_that_knows_the_group_changes_nothing(
     autojump_clock: MockClock, attempt: int, lane: Lane
 ) -> None:
     async def intrude(stranger: Peer, group_id: bytes, peers: Sequence[Peer]) -> None:
@@ -446,7 +446,7 @@ BROKEN_VOTES: dict[str, tuple[bytes, str]] = {
 
 @EVERYWHERE
 @pytest.mark.parametrize("vote", BROKEN_VOTES)
-async def test_who_breaks_the_protocol_of_votes_is_excluded_by_name(
+async def test_member_with_malformed_votes_is_excluded_by_name(
     autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, vote: str, liar: int
 ) -> None:
     said, reason = BROKEN_VOTES[vote]
@@ -464,7 +464,7 @@ OTHERS_VOTES: dict[str, Vote] = {
 
 
 @pytest.mark.parametrize("vote", OTHERS_VOTES)
-async def test_votes_that_are_not_a_members_to_give_change_nothing(
+async def test_votes_beyond_a_members_role_change_nothing(
     autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, vote: str
 ) -> None:
     instead(monkeypatch, "Control", 2, saying(message(encode_vote(OTHERS_VOTES[vote]))))
@@ -558,7 +558,7 @@ async def test_a_member_that_accuses_all_others_is_left_out_itself(
 
 
 @EVERYWHERE
-async def test_an_exception_over_a_members_vote_costs_that_member(
+async def test_an_exception_over_a_members_vote_excludes_that_member(
     autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, liar: int
 ) -> None:
     advance = agreement.advance
@@ -576,7 +576,7 @@ async def test_an_exception_over_a_members_vote_costs_that_member(
     assert all(name(liar) in record.getMessage() and record.exc_info for record in errors)
 
 
-async def test_members_that_can_form_no_group_end_the_round_and_no_program(
+async def test_members_that_can_form_no_group_end_the_round_without_an_exception(
     autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A leader may have put an auxiliary in front of the others, and left."""
@@ -598,7 +598,7 @@ async def test_members_that_can_form_no_group_end_the_round_and_no_program(
 
 
 @pytest.mark.parametrize("what", ["_parts_of", "_is_due"])
-async def test_an_exception_over_a_members_lane_costs_that_member(
+async def test_an_exception_over_a_members_lane_excludes_that_member(
     autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     real = getattr(Attempt, what)
@@ -667,9 +667,7 @@ async def test_a_reducer_is_not_banned_because_one_member_names_another_digest(
 
 
 @EVERYWHERE
-async def test_who_votes_and_never_contributes_is_excluded_by_name(
-    autojump_clock: MockClock, liar: int
-) -> None:
+async def test_voter_that_never_contributes_is_excluded_by_name(autojump_clock: MockClock, liar: int) -> None:
     """Its workers never run: it is there, answers and says nothing false."""
 
     async def never(function: Callable[..., Any], *args: object) -> Any:
@@ -733,7 +731,7 @@ async def test_a_leader_that_leads_to_no_end_has_a_strike_and_no_ban(
     assert {strike for strike in strikes if strike[1] or strike[2]} == {(name(0), False, True)}
 
 
-async def test_a_member_that_is_not_where_its_record_says_is_lost_and_its_neighbour_is_not(
+async def test_member_with_a_false_address_is_lost_and_its_neighbour_is_not(
     autojump_clock: MockClock,
 ) -> None:
     """Its record names another member's address, and it calls nobody itself once the group stands."""
@@ -774,7 +772,7 @@ async def test_a_member_that_is_not_where_its_record_says_is_lost_and_its_neighb
 
 @pytest.mark.parametrize("astray", [{1}, {4}, {1, 2}, {3, 4}, {1, 2, 3, 4}], ids=str)
 @pytest.mark.parametrize("fewer", [False, True], ids=["the same members", "other members"])
-async def test_a_leader_that_proposes_different_rosters_makes_nobody_wrong(
+async def test_leader_with_different_rosters_causes_no_wrong_result(
     autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, fewer: bool, astray: set[int]
 ) -> None:
     """It commits both; each follower has one group, and whoever succeeds holds what the others of it hold."""
@@ -839,7 +837,7 @@ async def test_a_leader_that_proposes_different_rosters_makes_nobody_wrong(
 A, B, C = candidate(0), candidate(1), candidate(2)
 
 
-def test_a_roster_that_names_a_peer_twice_or_one_that_signed_nothing_is_refused() -> None:
+def test_roster_with_a_duplicate_or_unsigned_peer_is_refused() -> None:
     stranger = replace(C, record=replace(A.record, publisher=C.peer_id))
     for members, reason in (([A, B, A], "names a peer twice"), ([A, B, stranger], "forged")):
         packed = pack(tuple(pack_record(member.record) for member in members), (1, 1, 1), 0, ())

@@ -17,7 +17,7 @@ from p2pavg.testing import MemoryNetwork, simulated_peers
 ELEMENTS = 10_007  # no table or scratch of a codec has this length
 
 
-async def test_nothing_of_a_vectors_size_outlives_its_round(autojump_clock: MockClock) -> None:
+async def test_no_vector_outlives_its_round(autojump_clock: MockClock) -> None:
     config = p2pavg.AveragingConfig(run_id="memory", group_size=2, match_timeout=5.0)
 
     async def step(averager: p2pavg.DecentralizedAverager) -> None:
@@ -45,7 +45,7 @@ async def test_nothing_of_a_vectors_size_outlives_its_round(autojump_clock: Mock
         gc.enable()
 
 
-async def test_a_round_that_failed_leaves_its_vector_once(autojump_clock: MockClock) -> None:
+async def test_failed_round_keeps_its_vector_once(autojump_clock: MockClock) -> None:
     config = p2pavg.AveragingConfig(run_id="memory", group_size=2, match_timeout=5.0, exchange_timeout=3.0)
     network = MemoryNetwork(bandwidth=20_000.0)
     gc.collect()

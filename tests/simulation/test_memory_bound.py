@@ -48,7 +48,7 @@ async def take_time(function: Callable[..., Any], *args: object) -> Any:
 
 
 @pytest.mark.parametrize("reducer", [0, 2], ids=["leads", "follows"])
-async def test_a_reducer_holds_few_parts_of_a_member_that_is_ahead_of_a_slow_one(
+async def test_reducer_buffers_few_parts_of_a_fast_member(
     autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, reducer: int
 ) -> None:
     most: Counter[str] = Counter()
@@ -82,7 +82,7 @@ async def open_and_wait(transport: Transport, to: str, header: LaneHeader, opene
 
 
 @pytest.mark.parametrize("spread", [False, True], ids=["one attempt", "many attempts"])
-async def test_few_lanes_of_a_peer_wait_for_attempts_to_come(autojump_clock: MockClock, spread: bool) -> None:
+async def test_few_lanes_of_a_peer_wait_for_future_attempts(autojump_clock: MockClock, spread: bool) -> None:
     seen: list[tuple[int, int]] = []
 
     async def intrude(stranger: Peer, group_id: bytes, peers: Sequence[Peer]) -> None:
@@ -107,7 +107,7 @@ async def test_few_lanes_of_a_peer_wait_for_attempts_to_come(autojump_clock: Moc
 
 
 @pytest.mark.parametrize("lane", [Lane.AVERAGES, Lane.CONTROL])
-async def test_lanes_that_were_refused_leave_nothing_behind(autojump_clock: MockClock, lane: Lane) -> None:
+async def test_refused_lanes_leave_no_memory(autojump_clock: MockClock, lane: Lane) -> None:
     """However many a peer opens one after the other."""
     seen: list[int] = []
 
@@ -182,7 +182,7 @@ def control(transport: Transport, hears: Hearing) -> Control:
     )
 
 
-async def test_votes_to_a_member_that_reads_none_are_few_and_it_is_lost(autojump_clock: MockClock) -> None:
+async def test_member_that_reads_no_votes_is_lost_after_few_votes(autojump_clock: MockClock) -> None:
     hears, network = Hearing(), MemoryNetwork(latency=LAN)
     async with network.transport(SIGNERS[0]) as transport:
         speaking = control(transport, hears)

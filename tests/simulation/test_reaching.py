@@ -76,7 +76,7 @@ async def test_a_peer_behind_a_router_leads_one_that_it_has_dialled(autojump_clo
         assert took < 6.5
 
 
-async def test_peers_that_cannot_reach_each_other_hear_exactly_that(
+async def test_peers_that_cannot_reach_each_other_get_that_reason(
     autojump_clock: MockClock, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Two home routers, and a bootstrap peer that both can dial. Version 0.1 said that no other peer was ready."""

@@ -164,7 +164,9 @@ async def test_hostile_leaders_cost_seconds_each(
 
 
 @pytest.mark.parametrize("how", [{"renews": True}, {"proposes": True}, {"ready": 64}], ids=str)
-async def test_no_variation_costs_much_more(autojump_clock: MockClock, how: dict[str, Any]) -> None:
+async def test_variations_of_hostile_leaders_cost_no_more(
+    autojump_clock: MockClock, how: dict[str, Any]
+) -> None:
     hostile = [Standing(10 + index, seconds=20.0, **how) for index in range(2)]
     for [(took, result)] in await stand_among_four(hostile):
         assert isinstance(result, p2pavg.Success), result

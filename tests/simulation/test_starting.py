@@ -102,7 +102,7 @@ def test_a_peer_whose_first_batch_takes_long_is_waited_for(stages: Callable[...,
     assert {len(group) for group in stage.groups} == {3}
 
 
-def test_a_group_that_is_formed_without_a_peer_that_comes_in_time_is_formed_anew(
+def test_group_is_formed_again_with_a_peer_that_comes_in_time(
     stages: Callable[..., Stage],
 ) -> None:
     """One peer hears of the third only when it looks for a group of two; the second has heard of it and waits."""
@@ -117,7 +117,7 @@ def test_a_group_that_is_formed_without_a_peer_that_comes_in_time_is_formed_anew
 
 @both
 @pytest.mark.parametrize("seed", range(5))
-def test_a_peer_that_is_too_late_hears_so_at_once_and_its_loop_ends(
+def test_a_peer_that_is_too_late_gets_the_reason_at_once_and_its_loop_ends(
     stages: Callable[..., Stage],
     make: Make,
     seed: int,

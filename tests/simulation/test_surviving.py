@@ -82,9 +82,7 @@ def check_one_result(results: Sequence[p2pavg.RoundResult], elements: int) -> No
 
 
 @pytest.mark.parametrize("stopped", [0, 2], ids=["leader", "follower"])
-async def test_a_silent_member_is_given_up_and_finds_out_later(
-    autojump_clock: MockClock, stopped: int
-) -> None:
+async def test_silent_member_is_dropped_and_learns_it_later(autojump_clock: MockClock, stopped: int) -> None:
     """The others end within seconds; when it is back it learns that it was given up, and has what it had."""
     network = MemoryNetwork(latency=LAN, bandwidth=1e6)
     how = config(group_size=3, exchange_timeout=60.0)
@@ -110,7 +108,7 @@ async def test_a_silent_member_is_given_up_and_finds_out_later(
     assert max(took.values()) < 5.0
 
 
-async def test_where_nothing_happens_nobody_is_lost(autojump_clock: MockClock) -> None:
+async def test_no_member_is_lost_without_faults(autojump_clock: MockClock) -> None:
     """The last word of a member that has ended is heard, also where it takes its time."""
     network = MemoryNetwork(latency=(0.01, 0.01), bandwidth=5e4)
     how = config(group_size=5)
@@ -147,7 +145,7 @@ async def test_a_slow_member_is_waited_for(autojump_clock: MockClock) -> None:
         assert result.exchange_duration > 3.0
 
 
-async def test_a_member_too_slow_for_the_round_is_left_behind(autojump_clock: MockClock) -> None:
+async def test_member_too_slow_for_the_round_is_dropped(autojump_clock: MockClock) -> None:
     """It never falls silent, but would take longer than all of them have. (A leader cannot tell that of itself.)"""
     network = MemoryNetwork(latency=LAN, bandwidth=1e6)
     how = config(group_size=3, exchange_timeout=20.0)
@@ -165,7 +163,7 @@ async def test_a_member_too_slow_for_the_round_is_left_behind(autojump_clock: Mo
     check_one_result(list(results.values()), 150_000)
 
 
-async def test_all_but_one_lost_leaves_everything_as_it_was(autojump_clock: MockClock) -> None:
+async def test_last_survivor_keeps_its_contribution(autojump_clock: MockClock) -> None:
     network = MemoryNetwork(latency=LAN, bandwidth=1e6)
     how = config(group_size=4)
 
@@ -182,7 +180,7 @@ async def test_all_but_one_lost_leaves_everything_as_it_was(autojump_clock: Mock
     assert alone.contribution_used is False
 
 
-async def test_half_of_a_group_lost_at_once_leaves_the_other_half_to_go_on(autojump_clock: MockClock) -> None:
+async def test_half_of_a_group_survives_the_loss_of_the_other_half(autojump_clock: MockClock) -> None:
     network = MemoryNetwork(latency=LAN, bandwidth=1e6)
     how = config(group_size=4)
 
@@ -198,7 +196,7 @@ async def test_half_of_a_group_lost_at_once_leaves_the_other_half_to_go_on(autoj
     assert [len(result.peers) for result in results if isinstance(result, p2pavg.Success)] == [2, 2]
 
 
-async def test_of_two_halves_that_are_cut_apart_one_goes_on_and_the_other_hears_of_it(
+async def test_one_of_two_separated_halves_continues_and_the_other_learns_it(
     autojump_clock: MockClock,
 ) -> None:
     network = MemoryNetwork(latency=LAN, bandwidth=1e6)
@@ -219,7 +217,7 @@ async def test_of_two_halves_that_are_cut_apart_one_goes_on_and_the_other_hears_
         assert isinstance(results[index], p2pavg.Failed), results[index]
 
 
-def test_a_round_that_breaks_at_any_part_breaks_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_member_lost_at_any_part_breaks_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many small parts, and a member that crashes in the midst of them: survivors succeed, and nothing is raised."""
     monkeypatch.setattr("p2pavg.allreduce.reduction.part_size", lambda _elements, _reducers: 64)
     how = config(group_size=4, min_group_size=3, exchange_timeout=5.0)

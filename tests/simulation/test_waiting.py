@@ -160,7 +160,9 @@ class TestReasons:
     """Why peers do not meet is said within seconds, without any logging setup: as a warning, and in the report."""
 
     @both
-    def test_other_first_weights(self, stages: Stages, make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    def test_different_first_weights_are_reported(
+        self, stages: Stages, make: Make, caplog: pytest.LogCaptureFixture
+    ) -> None:
         stage = stages()
 
         def works(player: Player) -> StepReport:
@@ -182,7 +184,9 @@ class TestReasons:
         assert all("another seed" in record.getMessage() for record in warnings)
 
     @both
-    def test_no_other_peer(self, stages: Stages, make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    def test_missing_peers_are_reported(
+        self, stages: Stages, make: Make, caplog: pytest.LogCaptureFixture
+    ) -> None:
         stage = stages()
 
         def works(player: Player) -> float:
@@ -219,7 +223,9 @@ class TestInventedWords:
 
     @pytest.mark.parametrize("names", [3, 64])
     @both
-    def test_of_a_state_far_ahead_stop_no_run(self, stages: Stages, make: Make, names: int) -> None:
+    def test_invented_words_of_a_state_far_ahead_stop_no_run(
+        self, stages: Stages, make: Make, names: int
+    ) -> None:
         stage = stages()
 
         def lies(player: Player) -> None:
@@ -239,7 +245,7 @@ class TestInventedWords:
 
     @pytest.mark.parametrize("waiting", [False, True])
     @both
-    def test_of_the_runs_state_neither_start_a_round_nor_hold_it_up_for_long(
+    def test_invented_words_of_the_runs_state_cause_no_round_and_only_a_short_delay(
         self, stages: Stages, make: Make, waiting: bool
     ) -> None:
         """They follow the run's state for as long as it goes on."""

@@ -74,7 +74,7 @@ def train_until(
     ("name", "mine", "others"),
     [("lr", 0.1, 0.01), ("max_grad_norm", 1.0, 0.5), ("target_batch_size", 8, 4096)],
 )
-def test_peers_with_other_recipes_never_average_and_hear_why(
+def test_peers_with_different_recipes_never_average_and_get_the_reason(
     name: str, mine: float, others: float, caplog: pytest.LogCaptureFixture
 ) -> None:
     heard = threading.Barrier(2, timeout=ENOUGH_SECONDS)
@@ -93,7 +93,7 @@ def test_peers_with_other_recipes_never_average_and_hear_why(
     assert caplog.text.count(first[0]) == 1, "each sentence is logged once"
 
 
-def test_a_rate_set_by_hand_on_one_peer_parts_it_from_the_others_in_words() -> None:
+def test_rate_set_by_hand_on_one_peer_separates_it_with_a_reason() -> None:
     heard = threading.Barrier(2, timeout=ENOUGH_SECONDS)
 
     def work(peer: int, averager: Averager) -> tuple[int, tuple[str, ...]]:
@@ -115,7 +115,7 @@ def test_a_rate_set_by_hand_on_one_peer_parts_it_from_the_others_in_words() -> N
 
 
 @pytest.mark.parametrize("kind", ["large batch", "local updates"])
-def test_parameters_that_have_come_apart_are_reported_by_both(kind: str) -> None:
+def test_drifted_parameters_are_reported_by_both_peers(kind: str) -> None:
     """Neither averaged gradients nor outer steps mend it: each peer adds the same to what it has."""
     heard = threading.Barrier(2, timeout=ENOUGH_SECONDS)
 
@@ -167,7 +167,7 @@ def test_batch_norms_statistics_are_the_same_on_all_peers() -> None:
         assert not torch.equal(mine, torch.zeros(8))
 
 
-def test_a_stranger_that_says_it_is_the_source_is_passed_over(caplog: pytest.LogCaptureFixture) -> None:
+def test_stranger_that_claims_to_be_the_source_is_ignored(caplog: pytest.LogCaptureFixture) -> None:
     """It joins first, with other parameters, and the observer waits for the one that was named."""
     fooled = threading.Event()
     ids: list[str] = ["", "", ""]
@@ -204,7 +204,7 @@ def test_a_stranger_that_says_it_is_the_source_is_passed_over(caplog: pytest.Log
     assert f"not the source that was named: {ids[2]}" in caplog.text
 
 
-def test_no_peer_takes_what_another_did_not_receive(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_peer_accepts_tensors_that_another_did_not_receive(monkeypatch: pytest.MonkeyPatch) -> None:
     lying: set[threading.Thread] = set()
 
     def digest(tensors: list[torch.Tensor]) -> bytes:

@@ -75,7 +75,7 @@ def one_batch(model: torch.nn.Module, batches: Batches, optimizer: AveragedOptim
 
 
 @pytest.mark.parametrize("codec", [None, "blockwise8"])
-def test_peers_together_are_one_process_with_the_whole_batch(codec: str | None) -> None:
+def test_peers_match_one_process_with_the_whole_batch(codec: str | None) -> None:
     losses, expected = in_one_process()
 
     def work(peer: int, averager: Averager) -> tuple[list[StepReport], torch.Tensor]:
@@ -98,7 +98,7 @@ def test_peers_together_are_one_process_with_the_whole_batch(codec: str | None) 
     assert max(report.grad_norm or 0.0 for report in found[0][0]) > CLIP, "nothing was ever clipped"
 
 
-def test_overlap_takes_every_update_too_and_stays_identical() -> None:
+def test_overlap_takes_every_update_and_stays_identical() -> None:
     updates = 12
 
     def work(peer: int, averager: Averager) -> tuple[int, torch.Tensor]:
@@ -143,7 +143,7 @@ def test_without_a_limit_the_faster_peer_does_more() -> None:
     assert fast > slow
 
 
-def test_alone_it_goes_on_accumulating_and_says_so() -> None:
+def test_peer_alone_accumulates_and_reports_it() -> None:
     """And waits for nobody: it would be the match timeout, for every batch."""
 
     def work(_peer: int, averager: Averager) -> list[StepReport]:
@@ -164,7 +164,7 @@ def test_alone_it_goes_on_accumulating_and_says_so() -> None:
     assert not any(report.updated for report in reports)
 
 
-def test_a_peer_that_began_with_other_parameters_is_told_so() -> None:
+def test_peer_with_other_first_parameters_is_told() -> None:
     """Two of a kind go on; the third takes no part, and can follow with the state of one of them."""
 
     def work(peer: int, averager: Averager) -> tuple[str | None, torch.Tensor]:
@@ -188,7 +188,7 @@ def test_a_peer_that_began_with_other_parameters_is_told_so() -> None:
     assert not torch.equal(one, other)
 
 
-def test_a_saved_state_goes_on_where_it_was() -> None:
+def test_saved_state_continues_identically() -> None:
     """Every peer stops after some updates, and begins anew from the first one's state."""
     half = 5
     saved: list[dict[str, Any]] = [{}, {}]

@@ -58,7 +58,7 @@ def how(peers: int, **changes: Any) -> dict[str, Any]:
     return {"peers": peers, "steps": STEPS} | changes
 
 
-def test_two_peers_of_two_ranks_are_four_ranks(tmp_path: Path) -> None:
+def test_two_peers_of_two_ranks_match_four_ranks(tmp_path: Path) -> None:
     """Also where ``no_sync`` lets the gradients of two backward passes accumulate, as in every other step."""
     four = start(tmp_path / "plain", [how(0)], ranks=4)
     two_by_two = start(tmp_path / "peers", [how(2)] * 2, ranks=2)
@@ -70,7 +70,7 @@ def test_two_peers_of_two_ranks_are_four_ranks(tmp_path: Path) -> None:
     assert away.abs().max() < 1e-5
 
 
-def test_a_peer_goes_on_when_the_other_one_is_gone(tmp_path: Path) -> None:
+def test_peer_continues_after_losing_the_other(tmp_path: Path) -> None:
     dying = how(2, dies_after=3)
     found = results(tmp_path / "peers", start(tmp_path / "peers", [how(2), dying], ranks=2))
     assert len(found) == 2, "only the first peer's ranks came to an end"
@@ -87,7 +87,7 @@ def test_a_gradient_that_overflows_costs_one_step(tmp_path: Path) -> None:
     assert all(rank["parameters"] == found[0]["parameters"] for rank in found)
 
 
-def test_ranks_that_hold_shards_average_their_own(tmp_path: Path) -> None:
+def test_sharded_ranks_average_their_own_shards(tmp_path: Path) -> None:
     """Two peers of two ranks with FSDP, against one process with all four batches; clipped by the whole norm."""
     clip = 0.05
     processes = start(tmp_path / "shards", [how(2, clip=clip)] * 2, ranks=2, work=ddp_work.shards)
@@ -107,7 +107,7 @@ def test_ranks_that_hold_shards_average_their_own(tmp_path: Path) -> None:
     assert (torch.tensor(found[0]["parameters"]) - vector_of(model)).abs().max() < 1e-5
 
 
-def test_a_rank_that_did_not_see_its_round_end_holds_up_nobody(tmp_path: Path) -> None:
+def test_rank_without_its_rounds_result_blocks_no_other(tmp_path: Path) -> None:
     """Of two ranks that hold shards one has the average and one has not: none takes it, and both hear of it alike."""
     plans = [how(2, steps=1500, impatient=1), how(2, steps=1)]
     found = results(tmp_path / "shards", start(tmp_path / "shards", plans, ranks=2, work=ddp_work.shards))
@@ -119,7 +119,7 @@ def test_a_rank_that_did_not_see_its_round_end_holds_up_nobody(tmp_path: Path) -
     assert first[0]["parameters"] == vector_of(small_model()).tolist()
 
 
-def test_a_mistake_on_one_rank_is_heard_on_all(tmp_path: Path) -> None:
+def test_mistake_on_one_rank_is_raised_on_all(tmp_path: Path) -> None:
     """Where only the one raised, the others would wait for it in a collective for ever."""
     found = results(tmp_path / "peer", start(tmp_path / "peer", [how(2)], ranks=2, work=ddp_work.mistakes))
     first, second = (rank["said"] for rank in found)
@@ -146,7 +146,7 @@ def shards(averager: Averager) -> None:
 
 
 @pytest.mark.parametrize("make", [ddp, shards])
-def test_who_contributes_cannot_be_drawn_for_ranks_or_buckets(
+def test_participation_rules_are_refused_for_ranks_and_buckets(
     make: Callable[[Averager], None], tmp_path: Path
 ) -> None:
     """They would be drawn one by one, and an update be of some samples here and of others there."""

@@ -53,7 +53,7 @@ def anchor_of(optimizer: LocalUpdates) -> torch.Tensor:
     return torch.cat([tensor.reshape(-1) for tensor in optimizer.anchor])
 
 
-def test_a_part_of_the_peers_contributes_and_all_have_the_same_anchor() -> None:
+def test_some_peers_contribute_and_all_have_the_same_anchor() -> None:
     """Who only observes keeps what it learned for a later round."""
     peers, updates = 4, 6
 
@@ -82,7 +82,7 @@ def test_a_part_of_the_peers_contributes_and_all_have_the_same_anchor() -> None:
     assert any(away > 0 for _, _, kept in found for away in kept), "observers keep what they learned"
 
 
-def test_a_round_that_fails_is_made_up_for() -> None:
+def test_next_round_includes_the_steps_of_a_failed_one() -> None:
     """The other one says that it is there, and does not come; the pseudo-gradient grows, and its weight with it."""
 
     def work(peer: int, averager: Averager) -> None:
@@ -110,7 +110,7 @@ def test_a_round_that_fails_is_made_up_for() -> None:
     train_together(work, 2, config(2, match_timeout=0.3))
 
 
-def test_what_is_learned_while_a_round_is_late_is_for_the_next_one() -> None:
+def test_steps_during_a_late_round_count_in_the_next_one() -> None:
     """The first peer's `sync_timeout` ends before the second peer comes; it trains on, and loses nothing."""
 
     def work(peer: int, averager: Averager) -> tuple[list[torch.Tensor], list[torch.Tensor], list[float]]:
@@ -142,7 +142,7 @@ def test_what_is_learned_while_a_round_is_late_is_for_the_next_one() -> None:
 
 
 @pytest.mark.parametrize("with_feedback", [False, True])
-def test_lossy_codecs_and_what_they_leave_out(with_feedback: bool) -> None:
+def test_error_feedback_of_lossy_codecs(with_feedback: bool) -> None:
     def work(peer: int, averager: Averager) -> tuple[torch.Tensor, float]:
         model, batches = small_model(), Batches(peer, 4)
         feedback = ErrorFeedback("int8") if with_feedback else None
@@ -157,7 +157,7 @@ def test_lossy_codecs_and_what_they_leave_out(with_feedback: bool) -> None:
     assert (max(first, second) > 0) == with_feedback
 
 
-def test_a_saved_state_goes_on_where_it_was() -> None:
+def test_saved_state_continues_identically() -> None:
     saved: list[dict[str, Any]] = [{}, {}]
     make = partial(LocalUpdates, sync_every=SYNC_EVERY, peers_to_start=2)
 
@@ -213,7 +213,7 @@ def test_two_sources_are_an_error() -> None:
     train_together(work, 2)
 
 
-def test_closing_ends_the_waiting_for_others() -> None:
+def test_closing_ends_waiting_for_other_peers() -> None:
     model = small_model()
     with open_averager(config(2), listen=LISTEN) as averager:
         optimizer = optimizer_of(model, averager, 2, sync_every=1)
@@ -230,7 +230,7 @@ def waits_in_vain(model: torch.nn.Module, optimizer: LocalUpdates) -> None:
         one_step(model, Batches(0, 4), optimizer)
 
 
-def test_parameters_that_do_not_come_are_an_error() -> None:
+def test_sync_times_out_without_a_source() -> None:
     def work(peer: int, averager: Averager) -> None:
         model = small_model()
         before = vector_of(model)

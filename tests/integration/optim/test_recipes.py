@@ -158,7 +158,7 @@ CASES: list[tuple[str, Callable[[torch.nn.Module], Optimizer], Recipe, OuterStep
 @pytest.mark.parametrize(
     ("inner", "recipe", "outer", "mu"), [case[1:] for case in CASES], ids=[c[0] for c in CASES]
 )
-def test_as_in_one_process(
+def test_recipe_matches_one_process(
     inner: Callable[[torch.nn.Module], Optimizer], recipe: Recipe, outer: OuterStep, mu: float
 ) -> None:
     expected = reference(inner, outer, mu)

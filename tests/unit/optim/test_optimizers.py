@@ -129,7 +129,7 @@ class TestNorm:
         assert optimizer.step(samples=4).updated
         assert torch.equal(weights, torch.full_like(weights, -1e-4 * value))
 
-    def test_of_float16_it_is_a_number(self) -> None:
+    def test_norm_of_large_float16_gradients_is_finite(self) -> None:
         weights = torch.nn.Parameter(torch.zeros(10_000, dtype=torch.float16))
         optimizer = large_batch(Alone(), SGD([weights], lr=1.0), max_grad_norm=3.0)
         weights.grad = torch.full_like(weights, 1000.0)
@@ -141,7 +141,7 @@ class TestNorm:
 class TestParameters:
     @both
     @pytest.mark.parametrize("how", ["added", "thawed", "frozen", "exchanged"])
-    def test_others_than_at_the_start_are_refused(self, make: Make, how: str) -> None:
+    def test_replaced_parameters_are_refused(self, make: Make, how: str) -> None:
         """Each peer would step them by its own gradients, and no two would be alike."""
         first, second = parameter(1.0), parameter(2.0)
         second.requires_grad_(how not in ("thawed", "exchanged"))
@@ -158,7 +158,7 @@ class TestParameters:
         assert optimizer.epoch == 0
 
     @both
-    def test_what_another_optimizer_accumulated_is_forgotten(self, make: Make) -> None:
+    def test_contributions_of_an_earlier_optimizer_are_discarded(self, make: Make) -> None:
         averager = Alone()
         averager.accumulate([torch.ones(1)], 3.0)
         make(averager, SGD([parameter(1.0)], lr=0.1))
@@ -175,7 +175,7 @@ class TestParameters:
         with pytest.raises(TypeError, match="ReduceLROnPlateau"):
             make(Alone(), inner, scheduler=lr_scheduler.ReduceLROnPlateau(inner))
 
-    def test_of_an_outer_optimizer_others_are_refused(self) -> None:
+    def test_outer_optimizer_of_other_tensors_is_refused(self) -> None:
         """Also of the same values, and of several."""
         with pytest.raises(ValueError, match="exactly the tensors"):
             LocalUpdates(
@@ -204,7 +204,7 @@ class TestSchedule:
 
 class TestMetrics:
     @both
-    def test_what_the_optimizer_measures_is_not_the_callers(self, make: Make) -> None:
+    def test_own_metric_of_the_optimizer_is_reserved(self, make: Make) -> None:
         weights = parameter(1.0)
         optimizer = make(Alone(), SGD([weights], lr=0.1))
         weights.grad = torch.ones(1)
@@ -232,7 +232,7 @@ class TestLateRounds:
         assert optimizer.epoch == 1
         assert weights.item() == pytest.approx(0.6), "what was learned meanwhile is kept"
 
-    def test_a_round_is_not_of_the_state_that_was_loaded_meanwhile(self) -> None:
+    def test_result_is_not_taken_for_a_state_loaded_meanwhile(self) -> None:
         """Also where that is of the same epoch, and its samples are as many."""
         averager, weights = Alone(), parameter(1.0)
         averager.runs_for = 1
@@ -251,7 +251,7 @@ class TestLateRounds:
 
 
 class TestRounding:
-    def test_what_the_parameters_dtype_rounds_off_the_anchor_is_no_progress(self) -> None:
+    def test_rounding_of_the_anchor_is_not_progress(self) -> None:
         """Else an anchor between two numbers of bfloat16 is drawn to one of them by peers that learn nothing."""
         weights = parameter(1.0, dtype=torch.bfloat16)
         optimizer = LocalUpdates(
@@ -286,7 +286,7 @@ class TestStates:
 
 class TestLeaving:
     @both
-    def test_who_leaves_says_nothing_until_it_steps_again(self, make: Make) -> None:
+    def test_peer_that_leaves_publishes_nothing_until_its_next_step(self, make: Make) -> None:
         averager, weights = Alone(), parameter(1.0)
         optimizer = make(averager, SGD([weights], lr=0.1))
         for _ in range(2):

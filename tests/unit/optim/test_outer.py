@@ -56,7 +56,7 @@ def reference(
 
 @every_server
 @pytest.mark.parametrize("defaults", [True, False], ids=["defaults", "other options"])
-def test_the_steps_are_those_of_algorithm_2(server: type[Server], defaults: bool) -> None:
+def test_steps_match_algorithm_2(server: type[Server], defaults: bool) -> None:
     lr, beta1, beta2, tau = (1e-2, 0.9, 0.99, 1e-3) if defaults else (0.3, 0.5, 0.7, 0.1)
     options: dict[str, Any] = {} if defaults else {"lr": lr, "tau": tau}
     if not defaults:
@@ -138,7 +138,7 @@ def test_state_has_the_shape_and_dtype_of_its_parameter(server: type[Server]) ->
 
 
 @every_server
-def test_a_loaded_state_goes_on_to_the_same_bits(server: type[Server]) -> None:
+def test_loaded_state_continues_with_the_same_bits(server: type[Server]) -> None:
     given = parameters()
     optimizer = server(given, lr=0.05)
     for step in range(5):
@@ -224,7 +224,7 @@ def test_a_wrong_beta1_is_named(beta1: float) -> None:
 
 @every_server
 @pytest.mark.parametrize("kind", ["sparse", "complex"])
-def test_gradients_that_have_no_meaning_here_are_refused(server: type[Server], kind: str) -> None:
+def test_sparse_and_complex_gradients_are_refused(server: type[Server], kind: str) -> None:
     x = torch.nn.Parameter(torch.zeros(3, dtype=torch.complex64 if kind == "complex" else torch.float32))
     gradient = torch.ones_like(x)
     x.grad = gradient.to_sparse() if kind == "sparse" else gradient

@@ -103,7 +103,7 @@ def sync(rounds: Rounds, tensors: list[torch.Tensor], **options: Any) -> None:
 
 
 class TestSource:
-    def test_another_source_is_passed_over(self, caplog: pytest.LogCaptureFixture) -> None:
+    def test_other_source_is_ignored(self, caplog: pytest.LogCaptureFixture) -> None:
         tensors = [torch.zeros(3)]
         rounds = Rounds(came(6.0, "stranger"), came(7.0, "source", "stranger"), came(2.0, "source"))
         rounds.sync_board.others["source"] = received(2.0)
@@ -111,7 +111,7 @@ class TestSource:
         assert torch.equal(tensors[0], torch.full((3,), 2.0))
         assert caplog.text.count("not the source that was named: stranger") == 2
 
-    def test_a_false_share_that_all_others_received_alike_is_found_out_by_the_source(self) -> None:
+    def test_source_detects_a_false_share(self) -> None:
         """A observer that averages a share can give all others, and the source, the same false one."""
         tensors = [torch.full((3,), 1.0)]
         rounds = Rounds(came(6.0, "me", observers=("other",)))
@@ -120,14 +120,14 @@ class TestSource:
             sync(rounds, tensors, source=True, source_id="me")
         assert torch.equal(tensors[0], torch.full((3,), 1.0))
 
-    def test_nothing_is_taken_without_the_word_of_the_source(self) -> None:
+    def test_tensors_are_refused_without_the_sources_digest(self) -> None:
         tensors = [torch.zeros(3)]
         rounds = Rounds(replace(came(2.0, "source"), lost={"source": "it closed its stream"}))
         with pytest.raises(SyncError, match="did not say what they received"):
             sync(rounds, tensors, source_id="source", timeout=0.3)
         assert torch.equal(tensors[0], torch.zeros(3))
 
-    def test_if_none_but_another_comes_it_is_an_error(self) -> None:
+    def test_other_source_alone_is_an_error(self) -> None:
         tensors = [torch.zeros(3)]
         with pytest.raises(SyncError, match="peer stranger says that it is the source, and not source"):
             sync(Rounds(came(6.0, "stranger")), tensors, source_id="source", timeout=0.3)
@@ -143,13 +143,13 @@ class TestSource:
             ({"timeout": 0}, "timeout"),
         ],
     )
-    def test_arguments_that_are_wrong_are_named(self, options: dict[str, Any], named: str) -> None:
+    def test_wrong_arguments_are_named(self, options: dict[str, Any], named: str) -> None:
         with pytest.raises(ValueError, match=named):
             sync(Rounds(came(1.0, "source")), [torch.zeros(3)], **options)
 
 
 class TestComparison:
-    def test_tensors_that_another_received_otherwise_are_not_taken(self) -> None:
+    def test_tensors_with_differing_digests_are_refused(self) -> None:
         tensors, rounds = [torch.zeros(3)], Rounds(came(2.0, "source", observers=("me", "third")))
         rounds.sync_board.others = {"source": received(2.0), "third": received(9.0)}
         with pytest.raises(SyncError, match=r"1 peer \(third\) received other parameters"):
@@ -159,21 +159,21 @@ class TestComparison:
     @pytest.mark.parametrize(
         "word", [b"", b"nonsense", pack(2, b"", b""), pack(1, bytes(32), bytes(32)), None]
     )
-    def test_a_peer_that_does_not_say_what_it_received_is_named(self, word: bytes | None) -> None:
+    def test_peer_without_a_digest_is_named(self, word: bytes | None) -> None:
         tensors, rounds = [torch.zeros(3)], Rounds(came(2.0, "source"))
         rounds.sync_board.others = {} if word is None else {"source": word}
         with pytest.raises(SyncError, match=r"1 peer \(source\) did not say what"):
             sync(rounds, tensors, timeout=0.2)
         assert torch.equal(tensors[0], torch.zeros(3))
 
-    def test_what_strangers_say_does_not_matter(self) -> None:
+    def test_digests_of_strangers_are_ignored(self) -> None:
         tensors, rounds = [torch.zeros(3)], Rounds(came(2.0, "source"))
         rounds.sync_board.others = {"source": received(2.0), "stranger": received(9.0)}
         sync(rounds, tensors)
         assert torch.equal(tensors[0], torch.full((3,), 2.0))
         assert rounds.sync_board.mine == [received(2.0)]
 
-    def test_a_member_that_was_lost_is_not_waited_for(self) -> None:
+    def test_lost_member_is_not_waited_for(self) -> None:
         tensors, result = [torch.zeros(3)], came(2.0, "source", observers=("me", "gone"))
         rounds = Rounds(replace(result, lost={"gone": "cut off"}))
         rounds.sync_board.others = {"source": received(2.0)}
@@ -182,7 +182,7 @@ class TestComparison:
 
 
 @pytest.mark.parametrize(("timeout", "exchange"), [(900.0, 900.0), (5.0, 5.0), (1e6, MAX_TIMEOUT_SECONDS)])
-def test_the_exchange_may_take_the_time_that_the_caller_gives(timeout: float, exchange: float) -> None:
+def test_exchange_may_take_the_callers_timeout(timeout: float, exchange: float) -> None:
     """Whole parameters, uncompressed, take longer than the rounds for which `exchange_timeout` was chosen."""
     rounds = Rounds(came(2.0, "source"))
     rounds.sync_board.others["source"] = received(2.0)

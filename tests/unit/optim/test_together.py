@@ -120,7 +120,7 @@ def company() -> Company:
     return Company()
 
 
-def test_who_did_not_come_is_counted_on_when_it_says_something_new(company: Company) -> None:
+def test_absent_peer_is_expected_after_a_new_word(company: Company) -> None:
     company.says("a")
     company.says("b")
     assert company.counted == 3
@@ -131,7 +131,7 @@ def test_who_did_not_come_is_counted_on_when_it_says_something_new(company: Comp
     assert company.counted == 3
 
 
-def test_who_is_absent_again_and_again_is_counted_on_ever_less_often(company: Company) -> None:
+def test_repeatedly_absent_peer_is_expected_exponentially_less_often(company: Company) -> None:
     """However much it says that it is there: each time it costs the others a match timeout."""
     counted = []
     for _ in range(40):
@@ -160,13 +160,13 @@ def test_a_companion_is_waited_for_until_it_has_had_its_time(
     assert isinstance(company.together.decide(), Compute), "it is gone, and nobody else is there"
 
 
-def test_who_was_lost_in_a_round_is_no_companion(company: Company) -> None:
+def test_peer_lost_in_a_round_is_no_companion(company: Company) -> None:
     company.says("a")
     company.took("a", lost={"a": "cut off"})
     assert company.counted == 1
 
 
-def test_the_result_for_parameters_that_were_replaced_is_not_taken(company: Company) -> None:
+def test_result_for_replaced_parameters_is_discarded(company: Company) -> None:
     """Also where it is the same update's parameters that were loaded: those that were contributed are not these."""
     lineage = company.together.lineage
     for loaded in (Lineage(7, b"7" * 32), lineage):
@@ -187,7 +187,7 @@ def test_the_result_for_parameters_that_were_replaced_is_not_taken(company: Comp
 
 
 @pytest.mark.parametrize("is_looking", [True, False])
-def test_a_search_ends_when_the_run_has_gone_on_without_this_peer(company: Company, is_looking: bool) -> None:
+def test_search_ends_when_this_peer_is_behind(company: Company, is_looking: bool) -> None:
     """Nobody is coming to it any more; a round that has a group goes on."""
     runs = InProgress(ready_peers=1, target_size=2, reason="it runs")
     stopped = p2pavg.NoPeers(reason="stopped")
@@ -204,14 +204,14 @@ def test_a_search_ends_when_the_run_has_gone_on_without_this_peer(company: Compa
     assert company.rounds.stopped == ["1 peer is at epoch 9; 1 with this one at epoch 0"]
 
 
-def test_the_round_of_an_optimizer_before_this_one_is_not_taken() -> None:
+def test_round_of_an_earlier_optimizer_is_discarded() -> None:
     company = Company(round_state=b"of another")
     company.rounds.results = [success("a"), success("a")]
     assert isinstance(company.together.average(2), Failed)
     assert isinstance(company.together.average(2), Success)
 
 
-def test_who_was_not_due_has_not_missed_anything(company: Company) -> None:
+def test_peer_that_was_not_due_missed_nothing(company: Company) -> None:
     """A peer that was behind for long and has loaded the state is counted on at once."""
     for _ in range(12):
         company.says("a")
@@ -222,7 +222,7 @@ def test_who_was_not_due_has_not_missed_anything(company: Company) -> None:
     assert company.counted == 3
 
 
-def test_who_loads_a_state_counts_on_everybody_again(company: Company) -> None:
+def test_peer_that_loads_a_state_expects_all_peers_again(company: Company) -> None:
     for _ in range(4):
         company.says("a")
         company.took()
@@ -233,9 +233,7 @@ def test_who_loads_a_state_counts_on_everybody_again(company: Company) -> None:
     assert company.counted == 2
 
 
-def test_the_time_of_a_round_is_not_the_time_of_a_batch(
-    company: Company, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_batch_time_excludes_rounds(company: Company, monkeypatch: pytest.MonkeyPatch) -> None:
     now = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now)
     for seconds, what in ((2.0, "batch"), (50.0, "round"), (2.0, "batch"), (50.0, "round"), (2.0, "batch")):

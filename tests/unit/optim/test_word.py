@@ -44,7 +44,7 @@ def with_field(name: str, text: str) -> Word:
 
 
 class TestReading:
-    def test_it_comes_back_as_it_was(self) -> None:
+    def test_word_survives_encoding(self) -> None:
         assert read_word(encode_word(WORD)) == WORD
 
     def test_the_bytes_never_change(self) -> None:
@@ -79,7 +79,7 @@ class TestReading:
             {"digests": b"d" * (8 * 65)},
         ],
     )
-    def test_what_is_out_of_range_is_refused(self, change: dict[str, Any]) -> None:
+    def test_out_of_range_values_are_refused(self, change: dict[str, Any]) -> None:
         with pytest.raises(RemoteProtocolError):
             replace(WORD, **change)
 
@@ -105,7 +105,7 @@ class TestReading:
         found = read_words({"a": packed})
         assert not found or isinstance(found["a"], Word)
 
-    def test_the_longest_is_cut_to_fit_a_record(self) -> None:
+    def test_longest_word_is_cut_to_fit_a_record(self) -> None:
         fields = tuple((f"{index:032}", "\U0001f40e" * MAX_FIELD_CHARS) for index in range(MAX_FIELDS))
         rates = tuple(Rate(index, b"1" * 8, "x" * MAX_FIELD_CHARS) for index in range(MAX_RATES))
         longest = replace(WORD, fields=fields, rates=rates, digests=b"d" * 512)
@@ -115,16 +115,16 @@ class TestReading:
 
 
 class TestDifferences:
-    def test_alike_peers_are_not_told_of(self) -> None:
+    def test_no_sentence_for_equal_peers(self) -> None:
         later = replace(WORD, until=30, epoch=30, rates=(*WORD.rates, Rate(25, b"2" * 8, "lr 0.01")))
         assert differences(WORD, [WORD, later]) == ()
 
-    def test_the_field_is_named(self) -> None:
+    def test_differing_field_is_named(self) -> None:
         others = [with_field("target_batch_size", "4096")] * 2
         expected = "2 peers of this run train with target_batch_size 4096, this one with 16"
         assert differences(WORD, others) == (expected,)
 
-    def test_the_most_common_comes_first(self) -> None:
+    def test_most_common_difference_comes_first(self) -> None:
         others = [with_field("lr", "0.2"), *[with_field("max_grad_norm", "1")] * 2]
         assert differences(WORD, others) == (
             "2 peers of this run train with max_grad_norm 1, this one with none",
@@ -152,7 +152,7 @@ class TestDifferences:
         )
         assert differences(WORD, [replace(other, until=2)]) == (), "it may be about to say another one"
 
-    def test_a_thousand_kinds_of_liars_are_a_few_sentences(self) -> None:
+    def test_many_invented_differences_give_few_sentences(self) -> None:
         liars = [with_field("lr", str(index)) for index in range(1000)]
         told = differences(WORD, liars)
         assert len(told) == 3

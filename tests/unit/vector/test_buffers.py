@@ -84,14 +84,14 @@ def test_bytes_come_back_with_the_last_view_of_them(view: Callable[[memoryview],
     assert address_of(buffers.bytes(NBYTES)) == address
 
 
-def test_what_was_floats_may_be_bytes_next() -> None:
+def test_float_memory_can_be_reused_as_bytes() -> None:
     buffers = Buffers(PLENTY)
     address = address_of(buffers.floats(ELEMENTS))
     assert address_of(buffers.bytes(NBYTES)) == address
     assert address_of(buffers.floats(ELEMENTS)) == address
 
 
-def test_only_what_has_the_length_is_used_again() -> None:
+def test_only_memory_of_the_same_length_is_reused() -> None:
     buffers = Buffers(PLENTY)
     buffers.bytes(NBYTES).release()
     assert len(buffers.bytes(NBYTES - 1)) == NBYTES - 1
@@ -99,7 +99,7 @@ def test_only_what_has_the_length_is_used_again() -> None:
     assert buffers.idle_bytes >= NBYTES
 
 
-def test_it_is_writable_and_of_its_shape() -> None:
+def test_buffer_is_writable_and_has_its_shape() -> None:
     buffers = Buffers(PLENTY)
     for _ in range(2):
         floats, view = buffers.floats(ELEMENTS), buffers.bytes(7)
@@ -111,7 +111,7 @@ def test_it_is_writable_and_of_its_shape() -> None:
         assert bytes(view) == b"written"
 
 
-def test_a_result_that_is_kept_is_never_written_over() -> None:
+def test_kept_result_is_never_overwritten() -> None:
     """The caller may keep what a round gave it for as long as it likes, or a part of it."""
     buffers = Buffers(PLENTY)
     kept: list[torch.Tensor] = []
@@ -128,7 +128,7 @@ def test_a_result_that_is_kept_is_never_written_over() -> None:
 
 
 @pytest.mark.parametrize("keep", [0, 1, 2])
-def test_what_is_held_back_has_a_bound(keep: int) -> None:
+def test_idle_memory_is_limited(keep: int) -> None:
     buffers = Buffers(keep * NBYTES + NBYTES // 2)
     lent = [buffers.floats(ELEMENTS) for _ in range(5)]
     addresses = [address_of(each) for each in lent]
@@ -142,7 +142,7 @@ def test_what_is_held_back_has_a_bound(keep: int) -> None:
         assert [address_of(each) for each in again] == addresses[: -keep - 1 : -1], "the last ones were kept"
 
 
-def test_what_is_too_much_is_freed_with_the_next_loan() -> None:
+def test_excess_memory_is_freed_with_the_next_loan() -> None:
     buffers = Buffers(NBYTES)
     lent = [buffers.bytes(NBYTES) for _ in range(5)]
     memories = [memory_of(each) for each in lent]
@@ -152,7 +152,7 @@ def test_what_is_too_much_is_freed_with_the_next_loan() -> None:
     assert len(another) == 3
 
 
-def test_what_is_too_much_is_freed_when_it_comes_back() -> None:
+def test_excess_memory_is_freed_on_return() -> None:
     buffers = Buffers(NBYTES)
     lent = [buffers.bytes(NBYTES) for _ in range(5)]
     memories = [memory_of(each) for each in lent]
@@ -166,7 +166,7 @@ def memory_of(lent: memoryview) -> weakref.ref[np.ndarray[tuple[int, ...], np.dt
     return weakref.ref(base)
 
 
-def test_nothing_is_nothing() -> None:
+def test_empty_buffers() -> None:
     buffers = Buffers(PLENTY)
     for _ in range(3):
         floats, view = buffers.floats(0), buffers.bytes(0)
@@ -178,7 +178,7 @@ def test_nothing_is_nothing() -> None:
     assert len(buffers._idle) == len(buffers._returned) == 0
 
 
-def test_what_is_lent_outlives_those_who_lent_it() -> None:
+def test_lent_memory_outlives_its_pool() -> None:
     buffers = Buffers(PLENTY)
     floats, view = buffers.floats(ELEMENTS), buffers.bytes(NBYTES)
     del buffers
@@ -198,9 +198,7 @@ def test_what_is_lent_outlives_those_who_lent_it() -> None:
     ),
     st.integers(0, 100),
 )
-def test_whatever_is_lent_and_dropped_no_two_share_memory(
-    steps: list[tuple[str, int, bool]], bound: int
-) -> None:
+def test_no_two_live_buffers_share_memory(steps: list[tuple[str, int, bool]], bound: int) -> None:
     buffers = Buffers(bound)
     alive: list[tuple[np.ndarray[tuple[int, ...], np.dtype[np.uint8]], int]] = []
     for number, (what, value, yes) in enumerate(steps):
@@ -220,7 +218,7 @@ def test_whatever_is_lent_and_dropped_no_two_share_memory(
     assert all(stop <= start for (_, stop), (start, _) in itertools.pairwise(ranges))
 
 
-def test_from_many_threads_no_two_share_memory() -> None:
+def test_no_two_threads_share_memory() -> None:
     """Each writes its own number all over what it has, again and again, and finds nothing else in it."""
     threads, rounds = 8, 300
     buffers = Buffers(6 * NBYTES)
@@ -248,7 +246,7 @@ def test_from_many_threads_no_two_share_memory() -> None:
     assert 0 < buffers.idle_bytes <= 6 * NBYTES
 
 
-def test_of_threads_that_ask_at_once_one_gets_what_is_there() -> None:
+def test_one_of_concurrent_threads_gets_the_idle_buffer() -> None:
     class Slow(list[Any]):
         """Other threads run between looking and taking, as they may."""
 
@@ -273,7 +271,7 @@ def test_of_threads_that_ask_at_once_one_gets_what_is_there() -> None:
             assert buffers.idle_bytes == 0
 
 
-def test_a_buffer_that_comes_back_in_the_midst_of_lending_blocks_nobody() -> None:
+def test_return_during_lending_does_not_deadlock() -> None:
     """A collection may run finalizers at any allocation, in the thread that holds the lock too."""
     buffers = Buffers(PLENTY)
     cycle: list[object] = [buffers.floats(ELEMENTS)]

@@ -161,7 +161,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=40, help="of each algorithm [%(default)s]")
     parser.add_argument("--sync-every", type=int, default=10, help="steps between rounds [%(default)s]")
     parser.add_argument(
-        "--fraction", type=float, default=1.0, help="of the peers who contribute to a round [%(default)s]"
+        "--fraction", type=float, default=1.0, help="of the peers that contribute to a round [%(default)s]"
     )
     parser.add_argument("--output", type=Path, default=Path("examples-output"), help="a folder [%(default)s]")
     how = parser.parse_args()

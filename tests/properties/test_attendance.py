@@ -1,4 +1,4 @@
-"""What no words of strangers can do, whatever they say and whenever."""
+"""Limits of the effect of strangers' words, whatever and whenever they publish."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ moments = st.lists(st.builds(Moment, st.floats(0.0, 100.0), strangers), min_size
 
 
 def running(samples: float) -> tuple[Attendance, dict[str, Progress]]:
-    """Return how a peer counts the others after an update with two of them, and what those say."""
+    """Return a peer's attendance after an update with two others, and the others' words."""
     attendance = Attendance(0.0)
     attendance.hear(honest(0, 8.0), {peer: honest(0, 8.0) for peer in KNOWN}, 0.0)
     attendance.took(KNOWN, honest(0, 8.0), {peer: honest(0, 8.0) for peer in KNOWN}, 0.0)
@@ -114,7 +114,7 @@ def test_at_the_start_samples_are_limited_by_the_time_since_the_first_word(
 
 @given(moments)
 def test_strangers_delay_waiting_peers_for_a_bounded_time(said: list[Moment]) -> None:
-    """However they change what they say."""
+    """This holds for any changes of their words."""
     attendance, _ = running(8.0)
     words = {peer: honest(1, 8.0, waiting=True) for peer in KNOWN}
     mine, now = honest(1, 8.0, waiting=True), 0.0

@@ -1,4 +1,4 @@
-"""What the simulations share."""
+"""Fixtures of the simulations."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.simulation.stage import Stage
 
 @pytest.fixture
 def stages(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Stage]:
-    """Makes a stage whose clock is the optimizers'."""
+    """Return a factory of stages whose clock the optimizers use."""
 
     def make(seed: int = 0, **changes: float) -> Stage:
         stage = Stage(seed, **changes)

@@ -101,7 +101,7 @@ async def test_clearing_during_a_round_leaves_nothing_of_it(autojump_clock: Mock
 
 
 async def test_a_closed_averager_is_no_longer_spoken_of(autojump_clock: MockClock) -> None:
-    """Neither as ready nor as one of the run."""
+    """Neither its candidate record nor its run entry remains."""
     async with simulated_peers(MemoryNetwork(latency=LAN), 2) as (peer, other):
         async with peer.averager(config(match_timeout=1.0)) as averager:
             averager.accumulate(ONES * 2)
@@ -136,7 +136,7 @@ class TestCancelMatchmaking:
                 assert isinstance(await averager.step(wait=None), p2pavg.Success)
 
     def test_cancelling_at_any_moment_leaves_or_joins_the_group(self) -> None:
-        """What it is told is true: nobody has its contribution, or it has the group's result."""
+        """The answer is true: either no member has the peer's contribution, or the peer has the group's result."""
         outcomes = Counter[bool]()
 
         async def main(seed: int) -> None:
@@ -177,7 +177,7 @@ class TestCancelMatchmaking:
 
 
 def test_peers_that_close_at_one_moment_take_nobody_with_them() -> None:
-    """What a stream brings to an attempt that has just ended must start nothing in it."""
+    """A stream that arrives at an attempt that has just ended must start nothing in it."""
 
     async def main(seed: int) -> None:
         chosen = random.Random(seed)
@@ -201,7 +201,7 @@ def test_peers_that_close_at_one_moment_take_nobody_with_them() -> None:
 
 
 async def never(function: Callable[..., T], *args: object) -> T:
-    """A worker that does not come back: its peer agrees to a group, and sends it nothing."""
+    """A worker that never returns: its peer agrees to a group and sends it nothing."""
     await trio.sleep_forever()
     raise AssertionError
 

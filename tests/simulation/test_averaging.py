@@ -1,4 +1,4 @@
-"""Real peers on a simulated network: what a round comes to, whatever the network does."""
+"""Results of rounds of real peers on a simulated network."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def values(index: int, elements: int = ELEMENTS) -> torch.Tensor:
 
 
 class Swarm:
-    """What every peer's step came to."""
+    """Real peers on a simulated network, and the results of their steps."""
 
     def __init__(self) -> None:
         self.results: dict[str, p2pavg.RoundResult] = {}
@@ -83,7 +83,7 @@ def same_bits(results: Sequence[p2pavg.Success]) -> bool:
 
 
 def mean(indices: Iterable[int], elements: int, weights: Sequence[float] | None = None) -> torch.Tensor:
-    """The exact weighted mean, float64."""
+    """Return the exact weighted mean in float64."""
     drawn = torch.stack([values(index, elements).double() for index in indices])
     factors = torch.tensor(weights or [1.0] * len(drawn), dtype=torch.float64)
     return (factors[:, None] * drawn).sum(0) / factors.sum()
@@ -196,7 +196,7 @@ async def test_eight_peers_form_two_groups_of_four(autojump_clock: MockClock) ->
 
 
 async def test_many_peers_in_groups_of_eight(autojump_clock: MockClock) -> None:
-    """48 of 52 find groups of eight, the other four go ahead at the match timeout."""
+    """Of 52 peers, 48 find groups of eight; the other four start at the match timeout."""
     swarm, how = Swarm(), config(group_size=8, match_timeout=20.0)
     network = MemoryNetwork(seed=7, latency=(0.005, 0.04))
     async with simulated_peers(network, 52) as peers, trio.open_nursery() as nursery:
@@ -253,7 +253,7 @@ async def test_what_is_accumulated_during_a_round_belongs_to_the_next(autojump_c
 async def test_a_round_that_cannot_end_in_time_says_so_before_it_starts(
     autojump_clock: MockClock, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """With the seconds that it would need; and again when it has failed."""
+    """The warning has the seconds that it would need, and is repeated after the failure."""
     how = config(group_size=2, bandwidth=0.2, exchange_timeout=4.0)
     swarm = Swarm()
     tensors = [torch.ones(50_000)]  # 1.6 Mbit each way

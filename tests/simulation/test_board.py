@@ -1,4 +1,4 @@
-"""What peers of a run say of themselves, on a simulated network: who hears it, and for how long."""
+"""Boards of a run on a simulated network: which peers read an entry, and for how long."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def all_but(peer: Peer, words: dict[str, bytes]) -> dict[str, bytes]:
 
 
 class Company:
-    """Averagers of one run, one a peer, and their boards of one topic."""
+    """Averagers of one run, one for each peer, and their boards of one topic."""
 
     def __init__(self, peers: list[Peer]) -> None:
         self.peers = peers
@@ -49,7 +49,7 @@ class Company:
             await stack.aclose()
 
     async def say_hello(self) -> dict[str, bytes]:
-        """Everybody, all at once; what each of them says."""
+        """Publish an entry on every board at once; return the entries."""
         words = {peer.id: b"peer %d" % index for index, peer in enumerate(self.peers)}
         for peer, board in zip(self.peers, self.boards, strict=True):
             board.publish(words[peer.id])
@@ -77,7 +77,7 @@ async def test_withdrawn_entry_is_gone_until_the_next_publish(autojump_clock: Mo
 
 @pytest.mark.parametrize("count", [2, 3, 12])
 async def test_all_peers_read_all_entries_within_seconds(autojump_clock: MockClock, count: int) -> None:
-    """Of twelve, not all hold what everybody says: some look."""
+    """With twelve peers, not every peer stores every entry: some have to look."""
     async with simulated_peers(MemoryNetwork(latency=LAN), count) as peers, Company(peers) as company:
         words = await company.say_hello()
         if count > 8:
@@ -108,7 +108,7 @@ async def test_entries_last_as_long_as_their_peers(autojump_clock: MockClock) ->
 async def test_entry_of_a_closed_averager_is_gone(
     autojump_clock: MockClock, count: int, seconds: float
 ) -> None:
-    """At once where everybody holds it; who only looks is not told of withdrawals, and sees it fade."""
+    """It is gone at once where it is stored. A peer that only looks gets no withdrawals, and sees it expire."""
     async with simulated_peers(MemoryNetwork(latency=LAN), count) as peers, Company(peers) as company:
         await company.say_hello()
         await trio.sleep(LOOK_SECONDS)

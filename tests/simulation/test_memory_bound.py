@@ -1,4 +1,4 @@
-"""What one remote peer can make this process hold in a round, whatever it sends: real members, real streams."""
+"""Limits of the memory that one remote peer can occupy in a round: real members, real streams."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SLOW = 3
 
 
 def slow_down(peer: Peer, index: int) -> None:
-    """One member's encoder takes its time."""
+    """Slow down one member's encoder."""
     if index == SLOW:
         peer.around = replace(peer.around, run_in_thread=take_time)
 
@@ -54,7 +54,7 @@ async def test_reducer_buffers_few_parts_of_a_fast_member(
     most: Counter[str] = Counter()
 
     class Watched(Attempt):
-        """Counts what it holds of each member whenever a part has come whole."""
+        """Records the buffered parts of each member whenever a part is complete."""
 
         def _owes(self, peer_id: str, yes: bool) -> None:
             super()._owes(peer_id, yes)
@@ -64,12 +64,12 @@ async def test_reducer_buffers_few_parts_of_a_fast_member(
     instead(monkeypatch, "Attempt", reducer, Watched)
     check_exact(await play(prepare=slow_down), range(SIZE))
     ahead = [most[name(index)] for index in honest(SLOW) if index != reducer]
-    assert min(ahead) >= MAX_WAITING_PARTS, "nobody was ahead"
+    assert min(ahead) >= MAX_WAITING_PARTS, "no member was ahead"
     assert max(most.values()) <= MAX_WAITING_PARTS + 1
 
 
 async def open_and_wait(transport: Transport, to: str, header: LaneHeader, opened: list[Stream]) -> None:
-    """A lane on which nothing comes, until its other end lets go of it."""
+    """Open a lane without sending on it, and wait until the other end closes it."""
     try:
         stream = await transport.open_stream(to, PROTOCOL, timeout=5.0)
         await send_message(stream, encode_header(header))
@@ -108,7 +108,7 @@ async def test_few_lanes_of_a_peer_wait_for_future_attempts(autojump_clock: Mock
 
 @pytest.mark.parametrize("lane", [Lane.AVERAGES, Lane.CONTROL])
 async def test_refused_lanes_leave_no_memory(autojump_clock: MockClock, lane: Lane) -> None:
-    """However many a peer opens one after the other."""
+    """This holds for any number of consecutive lanes of a peer."""
     seen: list[int] = []
 
     async def intrude(stranger: Peer, group_id: bytes, peers: Sequence[Peer]) -> None:
@@ -128,7 +128,7 @@ async def test_refused_lanes_leave_no_memory(autojump_clock: MockClock, lane: La
 
 
 class Hearing:
-    """Keeps what is told of the members."""
+    """Keeps the reports about the members."""
 
     def __init__(self) -> None:
         self.lost_members: list[tuple[int, str, bool]] = []
@@ -145,7 +145,7 @@ class Hearing:
 
 
 class Counting(Stream):
-    """Says what it is given, and counts what is asked of it."""
+    """Sends the given messages, and counts the requests."""
 
     def __init__(self, remote: str, said: bytes) -> None:
         self.remote = remote

@@ -1,4 +1,4 @@
-"""Real peers on a simulated network, some of which only observe: what they hold, and what they keep."""
+"""Observers among real peers on a simulated network: their results and their kept contributions."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ async def step_once(
     elements: int = ELEMENTS,
     after: float = 0.0,
 ) -> p2pavg.RoundResult:
-    """One round; checks that who does not contribute keeps everything, whatever the round comes to."""
+    """Run one round; check that peers that do not contribute keep everything, whatever the result."""
     await trio.sleep(after)
     async with peer.averager(how) as averager:
         averager.declare([torch.empty(elements)])
@@ -152,7 +152,7 @@ class TestWhoObserves:
     async def test_auxiliary_helps_rounds_with_observers(
         self, autojump_clock: MockClock, rule: RandomFraction | None
     ) -> None:
-        """Whatever their state and their rule."""
+        """Auxiliaries help groups of any state and rule."""
         how = config(group_size=3, match_timeout=30.0, participation=rule)
 
         async def average(peer: Peer, index: int) -> p2pavg.RoundResult | None:
@@ -162,7 +162,7 @@ class TestWhoObserves:
                 return None
             async with peer.averager(how) as averager:
                 result: p2pavg.RoundResult | None = None
-                for number in range(2):  # the auxiliary finds them while the first one runs
+                for number in range(2):  # the auxiliary finds the group while the first round runs
                     averager.accumulate([values(index)])
                     observes = rule is None and index > 0
                     result = await averager.step(wait=None, state=b"%d" % number, observe=observes)
@@ -195,7 +195,7 @@ class TestWhoObserves:
         assert all(torch.equal(tensors_of(result)[0], values(2)) for result in results)
 
     async def test_contributor_may_observe_the_next_round(self, autojump_clock: MockClock) -> None:
-        """Of three, another one contributes in each round; the others' weights wait."""
+        """A different one of three contributes in each round; the others keep their weights."""
         how = config(group_size=3)
 
         async def average(peer: Peer, index: int) -> list[p2pavg.RoundResult]:
@@ -276,7 +276,7 @@ class TestParticipation:
                 averager.accumulate([values(index)])
                 result = await averager.step(wait=None)
                 if index:
-                    await trio.sleep(1.0)  # what it says of itself can be read
+                    await trio.sleep(1.0)  # its record can be read by then
                 return result
 
         results = await run_peers(MemoryNetwork(latency=LAN), 3, average)
@@ -300,7 +300,7 @@ class TestStates:
         assert all(set(result.peers) == ids(0, 2) for result in successes(results))
 
     async def test_peer_alone_in_its_state_later_meets_the_others(self, autojump_clock: MockClock) -> None:
-        """What it could not average in a state of its own counts in the next round."""
+        """Its contribution, which it could not average alone, counts in the next round."""
         how = config(group_size=2, match_timeout=3.0)
 
         async def average(peer: Peer, index: int) -> p2pavg.RoundResult:
@@ -359,7 +359,7 @@ class TestMetrics:
                 return await averager.step(wait=None, observe=index == 3)
 
         results = successes(await run_peers(MemoryNetwork(latency=LAN), 4, average))
-        # Of each: (its index + 10 times (its index + 1)) by 2, 3 and 4 samples; the fourth only observes.
+        # Peer i has the value i + 10 (i + 1), with 2, 3 and 4 samples; the fourth peer only observes.
         losses = [10.0 / 2, 21.0 / 3, 32.0 / 4]
         expected = sum(loss * weight for loss, weight in zip(losses, (2.0, 3.0, 5.0), strict=True)) / 10.0
         for result in results:
@@ -397,7 +397,7 @@ class TestLosses:
     async def test_dead_contributor_costs_only_its_own_contribution(
         self, autojump_clock: MockClock, victim: int, seconds: float
     ) -> None:
-        """Contributors are the first and the last, and observers the two between them."""
+        """The first and the last contribute, and the two between them observe."""
         network = MemoryNetwork(latency=LAN, bandwidth=1e6)
         how = config(group_size=4)
 
@@ -442,7 +442,7 @@ class TestLosses:
     async def test_observer_passes_on_the_shares_of_a_dead_contributor(
         self, autojump_clock: MockClock
     ) -> None:
-        """The second one is far away, and reduces nothing: the first one holds the result long before."""
+        """The second observer has a slow link and reduces nothing: the first one holds the result long before."""
         network = MemoryNetwork(latency=LAN, bandwidth=1e6)
 
         async def average(peer: Peer, index: int) -> p2pavg.RoundResult:
@@ -497,7 +497,7 @@ class TestLosses:
 
 @pytest.mark.parametrize("contributors", [1, 2])
 def test_contributor_lost_at_any_part(monkeypatch: pytest.MonkeyPatch, contributors: int) -> None:
-    """Many small parts. The others all end with one result, or, if nobody else contributes, all with none."""
+    """The others all end with one result or, without another contributor, all with none."""
     monkeypatch.setattr("p2pavg.allreduce.reduction.part_size", lambda _elements, _reducers: 64)
     how = config(group_size=4, exchange_timeout=10.0)
     ends: set[type] = set()

@@ -1,4 +1,4 @@
-"""Each reason why two peers do not meet: both hear it in words, in the result and in the log."""
+"""Each reason why two peers do not meet is reported to both, in the result and in the log."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ async def step(
 
 
 async def reasons(*calls: Callable[[], Awaitable[p2pavg.RoundResult]]) -> list[str]:
-    """The reasons of rounds that run at once and find no group."""
+    """Run rounds at once that find no group; return their reasons."""
     found: dict[int, str] = {}
 
     async def run(index: int, call: Callable[[], Awaitable[p2pavg.RoundResult]]) -> None:
@@ -138,7 +138,7 @@ async def test_other_parameters_and_other_architecture(autojump_clock: MockClock
 async def test_wrong_clock(
     autojump_clock: MockClock, caplog: pytest.LogCaptureFixture, seconds: float
 ) -> None:
-    """Fast or slow, its records are refused; version 0.1 said nothing."""
+    """With a fast or a slow clock, its records are refused; version 0.1 did not report it."""
     network = MemoryNetwork(latency=LAN)
     async with (
         simulated_peers(network, 3) as peers,

@@ -1,4 +1,4 @@
-"""Record calls beyond their budget, on the virtual clock: who waits, who is refused, and that others do not notice."""
+"""Record calls beyond their budget, on the virtual clock: delays, refusals, and no effect on other peers."""
 
 import trio
 from trio.testing import MockClock
@@ -21,7 +21,7 @@ RATES = CallRates()
 
 
 async def flood(attacker: MemoryTransport, question: bytes) -> int:
-    """The bytes that come for questions on as many streams as one may have, each renewed when it is reset."""
+    """Send questions on the maximum number of streams, each renewed after a reset; return the received bytes."""
     received = 0
 
     async def ask_on_one_stream() -> None:

@@ -1,6 +1,6 @@
 """Whole networks of record nodes on a virtual clock: seeded delays, dead peers, late and simultaneous joins.
 
-A dead peer is the worst kind: it takes the call and never answers.
+A dead peer here is the worst kind: it accepts the call and never answers.
 """
 
 import random
@@ -22,7 +22,7 @@ EPOCH = 1_700_000_000.0
 # One way, seconds: a call takes 2 to 4 ms, as measured over libp2p on loopback.
 DELAYS = 0.001, 0.002
 KEY = b"k" * 32
-# The looks around after joining are over, and the next is not due for some seconds.
+# By then the lookups after joining are over, and the next one is not due for some seconds.
 SETTLE = 10.0
 
 
@@ -63,7 +63,7 @@ class Peer:
 
 
 class Network:
-    """Peers in memory. What is in `silent` takes calls and does not answer, and makes none."""
+    """Peers in memory. Those in `silent` accept calls without answering, and make none."""
 
     def __init__(self, nursery: trio.Nursery, clock: MockClock, seed: int) -> None:
         self.clock = clock
@@ -78,7 +78,7 @@ class Network:
         if contact.peer_id in self.silent or sender in self.silent:
             await trio.sleep_forever()
         if contact.peer_id not in self.peers or not contact.addresses:
-            raise RpcError("nobody is there")
+            raise RpcError("no peer is there")
         answer = await self.peers[contact.peer_id].node.handle(sender, request)
         await trio.sleep(self._random.uniform(*DELAYS))
         return answer
@@ -91,7 +91,7 @@ class Network:
         return peer
 
     async def grow(self, count: int) -> list[Peer]:
-        """`count` peers that all join at once through the first."""
+        """Add `count` peers that all join at once through the first."""
         peers = [await self.start() for _ in range(count)]
         async with trio.open_nursery() as nursery:
             for peer in peers[1:]:
@@ -109,7 +109,7 @@ class Network:
             peer.scope.cancel()
 
     def holders(self, key: bytes) -> list[Peer]:
-        """The K peers, dead ones too, to which `key` belongs."""
+        """Return the K peers, including dead ones, that are nearest to `key`."""
         return nearest(self.peers.values(), key_point(key))
 
 
@@ -130,7 +130,7 @@ async def test_a_record_is_found_from_every_peer(autojump_clock: MockClock, coun
         peers = await network.grow(count)
         await trio.sleep(SETTLE)
         published = await peers[-1].node.publish(KEY, b"here", ttl=600.0)
-        # Its own copy, and one at somebody who was asked on the way, may come on top of the K.
+        # Two more copies are possible: the publisher's own, and one at a peer that was asked on the way.
         assert min(count, K) <= published.stored <= min(count, K + 2)
         assert (published.refused, published.records) == ((), ())
         assert await values_seen_by(peers) == [[b"here"]] * count
@@ -184,7 +184,7 @@ async def test_with_a_third_of_the_peers_dead_finding_takes_longer_and_misses_no
             begin = trio.current_time()
             assert await values_seen_by([peer]) == [[b"here"]]
             assert trio.current_time() - begin <= RPC_TIMEOUT
-            # Those that did not answer are not asked again; others may be met instead.
+            # Peers that did not answer are not asked again; others may be found instead.
             begin = trio.current_time()
             assert await values_seen_by([peer]) == [[b"here"]]
             assert trio.current_time() - begin <= 3 * HEDGE_DELAY + 0.05
@@ -259,7 +259,7 @@ async def test_a_withdrawal_wins_over_peers_that_missed_it_and_reaches_them_late
         await trio.sleep(20.0)
         for peer in peers[:5]:
             network.kill(peer)
-        # What is left of the K nearest holds the withdrawal; `away` would have said the opposite.
+        # The remaining ones of the K nearest hold the withdrawal; `away` still has the record.
         assert await values_seen_by([away]) == [[]]
 
 

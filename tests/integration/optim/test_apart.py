@@ -1,4 +1,4 @@
-"""Peers that would come apart hear it: other recipes, rates set by hand, parameters that differ, a false source."""
+"""Peers that would diverge are told: other recipes, rates set by hand, differing parameters, a false source."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.integration.optim.company import (
 )
 
 BATCH = 4
-ENOUGH_SECONDS = 60.0  # of a busy machine; a second is what it takes
+ENOUGH_SECONDS = 60.0  # for a busy machine; usually a second suffices
 
 
 def large_batch(model: torch.nn.Module, averager: Averager, **options: float) -> AveragedOptimizer:
@@ -60,7 +60,7 @@ def train_until(
     ready: Callable[[StepReport], bool],
     before: Callable[[], None] = lambda: None,
 ) -> list[StepReport]:
-    """All reports up to the one that the test waits for."""
+    """Train until a report that the test waits for; return all reports."""
     reports: list[StepReport] = []
     end = time.monotonic() + ENOUGH_SECONDS
     while not reports or not ready(reports[-1]):
@@ -84,7 +84,7 @@ def test_peers_with_different_recipes_never_average_and_get_the_reason(
         optimizer = large_batch(model, averager, **{name: (mine, others)[peer]})
         reports = train_until(model, batches, optimizer, lambda report: bool(report.differs))
         assert not any(report.updated for report in reports)
-        heard.wait()  # a peer that goes takes back what it said
+        heard.wait()  # a peer that leaves withdraws its entries
         return reports[-1].differs
 
     first, second = train_together(work, 2)
@@ -116,7 +116,7 @@ def test_rate_set_by_hand_on_one_peer_separates_it_with_a_reason() -> None:
 
 @pytest.mark.parametrize("kind", ["large batch", "local updates"])
 def test_drifted_parameters_are_reported_by_both_peers(kind: str) -> None:
-    """Neither averaged gradients nor outer steps mend it: each peer adds the same to what it has."""
+    """Neither averaged gradients nor outer steps remove drift: all peers add the same values."""
     heard = threading.Barrier(2, timeout=ENOUGH_SECONDS)
 
     def work(peer: int, averager: Averager) -> tuple[list[int], str | None]:
@@ -168,7 +168,7 @@ def test_batch_norms_statistics_are_the_same_on_all_peers() -> None:
 
 
 def test_stranger_that_claims_to_be_the_source_is_ignored(caplog: pytest.LogCaptureFixture) -> None:
-    """It joins first, with other parameters, and the observer waits for the one that was named."""
+    """The stranger joins first, with other parameters; the observer waits for the named source."""
     fooled = threading.Event()
     ids: list[str] = ["", "", ""]
     known = threading.Barrier(3, timeout=ENOUGH_SECONDS)

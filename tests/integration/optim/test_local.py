@@ -1,4 +1,4 @@
-"""Local updates beyond the plain algorithms: who observes, rounds that fail, codecs, saved states, a common start."""
+"""Local updates beyond the plain algorithms: observers, failed rounds, codecs, saved states, a common start."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def one_step(model: torch.nn.Module, batches: Batches, optimizer: LocalUpdates) 
 
 
 def wait_for_another(optimizer: LocalUpdates) -> None:
-    """Until this peer has heard that there is another one."""
+    """Wait until this peer has read another peer's progress."""
     end = time.monotonic() + 30
     while optimizer._together.survey().peers < 2:
         assert time.monotonic() < end
@@ -54,7 +54,7 @@ def anchor_of(optimizer: LocalUpdates) -> torch.Tensor:
 
 
 def test_some_peers_contribute_and_all_have_the_same_anchor() -> None:
-    """Who only observes keeps what it learned for a later round."""
+    """An observer keeps its local steps for a later round."""
     peers, updates = 4, 6
 
     def work(peer: int, averager: Averager) -> tuple[torch.Tensor, list[p2pavg.Success], list[float]]:
@@ -83,7 +83,7 @@ def test_some_peers_contribute_and_all_have_the_same_anchor() -> None:
 
 
 def test_next_round_includes_the_steps_of_a_failed_one() -> None:
-    """The other one says that it is there, and does not come; the pseudo-gradient grows, and its weight with it."""
+    """The other peer does not come to a round. The pseudo-gradient grows, and so does its weight."""
 
     def work(peer: int, averager: Averager) -> None:
         model, batches = small_model(), Batches(peer, 4)
@@ -111,7 +111,7 @@ def test_next_round_includes_the_steps_of_a_failed_one() -> None:
 
 
 def test_steps_during_a_late_round_count_in_the_next_one() -> None:
-    """The first peer's `sync_timeout` ends before the second peer comes; it trains on, and loses nothing."""
+    """The first peer's `sync_timeout` ends before the second peer comes; it trains on and loses no step."""
 
     def work(peer: int, averager: Averager) -> tuple[list[torch.Tensor], list[torch.Tensor], list[float]]:
         model, batches = small_model(), Batches(peer, 4)
@@ -153,7 +153,7 @@ def test_error_feedback_of_lossy_codecs(with_feedback: bool) -> None:
 
     (one, first), (other, second) = train_together(work, 2, config(2, compression="int8"))
     assert torch.equal(one, other)
-    # So short a vector is one peer's share, who averages its own contribution as it is.
+    # So short a vector is one peer's share, and that peer averages its own contribution unencoded.
     assert (max(first, second) > 0) == with_feedback
 
 
@@ -170,7 +170,7 @@ def test_saved_state_continues_identically() -> None:
         for _ in range(begin * SYNC_EVERY):
             batches.next()
         if begin:
-            state = copy.deepcopy(saved[peer])  # torch loads without copying, and the peers are threads here
+            state = copy.deepcopy(saved[peer])  # torch loads without copying, and these peers share a process
             model.load_state_dict(state["model"])
             optimizer.load_state_dict(state["optimizer"])
         while optimizer.epoch < end:
@@ -186,7 +186,7 @@ def test_saved_state_continues_identically() -> None:
 
 
 def test_all_start_from_one_peers_parameters() -> None:
-    """To the last bit, though the run's codec is lossy; and then they train together."""
+    """The parameters agree to the last bit, although the run's codec is lossy; then the peers train together."""
 
     def work(peer: int, averager: Averager) -> tuple[torch.Tensor, torch.Tensor]:
         model, batches = small_model(), Batches(peer, 4)
@@ -220,7 +220,7 @@ def test_closing_ends_waiting_for_other_peers() -> None:
         waiting = threading.Thread(target=waits_in_vain, args=(model, optimizer), daemon=True)
         waiting.start()
         waiting.join(1.0)
-        assert waiting.is_alive(), "nobody else is there"
+        assert waiting.is_alive(), "the wait ended although no other peer is present"
     waiting.join(20.0)
     assert not waiting.is_alive()
 

@@ -1,4 +1,4 @@
-"""The command line, option by option: scripts and unit files of others depend on it."""
+"""The command line, option by option: users' scripts and unit files depend on it."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_only_the_key_file_of_identity_is_required() -> None:
 
 
 class LeftError(Exception):
-    """The helper has heard enough."""
+    """Ends the auxiliary once it has been called."""
 
 
 @pytest.mark.parametrize(

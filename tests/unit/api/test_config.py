@@ -1,4 +1,4 @@
-"""AveragingConfig refuses what is out of range, by name, and never changes."""
+"""AveragingConfig refuses values out of range, by name, and is immutable."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MBPS = ("bandwidth", "max_upload_mbps", "max_download_mbps")
 
 
 class Rule(Participation):
-    """Of any text."""
+    """A participation rule with any text."""
 
     def __init__(self, text: str) -> None:
         self._text = text

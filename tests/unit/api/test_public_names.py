@@ -1,4 +1,4 @@
-"""The public surface, word for word: changing it is a decision, and this file is where it is taken."""
+"""The public surface, word for word: a change of it needs a deliberate change of this file."""
 
 from __future__ import annotations
 

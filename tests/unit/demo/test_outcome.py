@@ -1,4 +1,4 @@
-"""What the user reads: rows, failures, sentences, the JSON object and the chart."""
+"""The demo's output: rows, failures, sentences, the JSON object and the chart."""
 
 import io
 import json

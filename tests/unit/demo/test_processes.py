@@ -1,4 +1,4 @@
-"""Real child processes: their events arrive, and none is left behind."""
+"""Real child processes: their events arrive, and none remains at the end."""
 
 import os
 import signal
@@ -35,7 +35,7 @@ def start(processes: Processes, code: str) -> Progress:
 
 
 def is_alive(pid: int) -> bool:
-    """A child's pid; `parameters` carries it in these tests."""
+    """Return whether a child is alive. Its pid is in `parameters` in these tests."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

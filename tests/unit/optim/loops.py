@@ -1,4 +1,4 @@
-"""Small models and one batch of a training loop, and what other peers say of their recipes."""
+"""Helpers: small models, one batch of a training loop, and other peers' published recipes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def batch(model: nn.Module, optimizer: Either, *, zero: bool = True, scale: floa
 
 
 class Talk(Board):
-    """What other peers say, as the test has it."""
+    """A board with the other peers' entries, which the test sets."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What a user does by accident is noticed: a forgotten zero_grad, a NaN, buffers that change. And what it costs."""
+"""Users' accidents are detected: a forgotten zero_grad, a NaN, changing buffers. Also the memory of an optimizer."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class TestZeroing:
 
 
 def never(make: Make) -> dict[str, Any]:
-    """Options with which no update comes, after which the gradients are gone."""
+    """Options with which no update happens, because an update removes the gradients."""
     return {"target_batch_size": 1e9} if make is large_batch else {"sync_every": 10**6}
 
 
@@ -119,7 +119,7 @@ class TestNotFinite:
         assert left == [False, False, True, False]
 
     def test_nan_during_a_late_round_keeps_the_contribution_and_drops_later_steps(self) -> None:
-        """A NaN while a late round runs: its average holds this peer's part, the parameters do not any more."""
+        """A NaN comes while a late round runs: the average has this peer's steps, its parameters do not."""
         averager, weights = Alone(), parameter(1.0)
         averager.runs_for = 3
         optimizer = local(averager, SGD([weights], lr=0.1), sync_every=2, sync_timeout=1e-9)
@@ -131,7 +131,7 @@ class TestNotFinite:
                 break
         assert reports[-1].updated
         assert reports[3].restored is not None
-        # The anchor is now where the two steps of the round led; of later ones only that after the NaN is kept.
+        # The anchor now includes the two steps of the round; of the later steps, only the one after the NaN is kept.
         assert optimizer.anchor[0].item() == pytest.approx(0.8)
         assert weights.item() == pytest.approx(0.6)
         assert optimizer._samples == 2
@@ -195,7 +195,7 @@ class TestBuffers:
         model.register_buffer("ema", torch.zeros(3))
         optimizer = make(Alone(), SGD(model.parameters(), lr=0.1), model=model)
         batch(model, optimizer)
-        model.load_state_dict(model.state_dict())  # the same values
+        model.load_state_dict(model.state_dict())  # with the same values
         batch(model, optimizer)
         cast(torch.Tensor, model.ema).add_(1.0)
         before = [p.detach().clone() for p in model.parameters()]
@@ -257,7 +257,7 @@ class TestMemory:
     ELEMENTS = 30_011
 
     def test_diloco_holds_two_vectors_beside_the_parameters_and_the_averagers(self) -> None:
-        """The anchor and the momentum; what was given is kept neither during a round nor until the next one."""
+        """The vectors are the anchor and the momentum; the contribution is kept neither during a round nor after it."""
         weights = parameter(*[0.0] * self.ELEMENTS)
         averager = Alone(compression=None)
         optimizer = diloco(SGD([weights], lr=0.1), cast(Averager, averager), sync_every=1, peers_to_start=2)
@@ -275,7 +275,7 @@ class TestMemory:
             optimizer.zero_grad()
             averager._taken = None
             after.append(self._vectors())
-        # The parameters, the anchor, the momentum, and the averager's one; during the round the gradient too.
+        # The parameters, the anchor, the momentum, and the averager's vector; during the round also the gradient.
         assert after == [4, 4, 4]
         assert during == [4, 5, 5], "there is no momentum before the first outer step"
 

@@ -1,4 +1,4 @@
-"""Peers that train otherwise have other lineages, and hear why; parameters that come apart are reported."""
+"""Peers that train differently have different lineages and get the reason; drifting parameters are reported."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.unit.optim.test_optimizers import Alone, both, large_batch, local, pa
 
 
 class TestRecipe:
-    """Peers that train otherwise have another lineage from the first update on."""
+    """Peers that train differently have different lineages from the first update on."""
 
     @both
     @pytest.mark.parametrize(
@@ -34,7 +34,7 @@ class TestRecipe:
             lambda ps: SGD([{"params": ps[:1]}, {"params": ps[1:]}], lr=0.1),
         ],
     )
-    def test_other_inner_optimizer_changes_the_lineage(
+    def test_inner_optimizer_changes_the_lineage(
         self, make: Make, change: Callable[[list[nn.Parameter]], SGD]
     ) -> None:
         one, other = list(plain().parameters()), list(plain().parameters())
@@ -87,7 +87,7 @@ class TestRecipe:
 
     @both
     def test_frozen_parameters_of_the_model_alone_count(self, make: Make) -> None:
-        """As LoRA has them: the optimizer never sees the weights that it adapts."""
+        """As with LoRA: the optimizer does not have the adapted weights."""
 
         def made(seed: int) -> Either:
             model = plain(seed)
@@ -116,7 +116,7 @@ class TestRatesSetByHand:
         assert lineages[0] == lineages[1] != lineages[2]
 
     def test_rate_set_before_the_first_step_splits_no_run(self) -> None:
-        """A loop that sets it for each batch may be some batches further on one peer, and they have yet to meet."""
+        """In a loop that sets the rate for each batch, one peer may be some batches ahead before they meet."""
         first, second = (large_batch(Alone(), SGD([parameter(1.0)], lr=0.1)) for _ in range(2))
         second.param_groups[0]["lr"] = 0.7
         assert first.lineage == second.lineage
@@ -144,7 +144,7 @@ class TestRatesSetByHand:
         assert optimizer.step(samples=4).differs == (expected,)
 
     def test_published_rates_reach_the_update_of_the_split(self) -> None:
-        """The others of the run are at another lineage: only then are the rates told before the next check."""
+        """The other peers have another lineage: only then are the rates published before the next check."""
         averager, talk = with_talk()
         weights = parameter(1.0)
         optimizer = large_batch(averager, SGD([weights], lr=0.1))
@@ -158,7 +158,7 @@ class TestRatesSetByHand:
 
 class TestResult:
     def test_another_average_is_another_lineage(self) -> None:
-        """Though the group was the same: a lineage names bits."""
+        """This holds even for the same group: a lineage names bits."""
         lineages = []
         for gradient in (1.0, 1.0, 2.0):
             weights = parameter(1.0)
@@ -172,7 +172,7 @@ class TestResult:
 class TestBeginning:
     @both
     def test_model_loaded_after_the_optimizer_was_made_defines_the_lineage(self, make: Make) -> None:
-        """Else two peers with other parameters would have one lineage."""
+        """Otherwise two peers with different parameters would have one lineage."""
         late, early = plain(1), plain(2)
         optimizer = make(Alone(), SGD(late.parameters(), lr=0.1))
         late.load_state_dict(early.state_dict())
@@ -262,7 +262,7 @@ class TestOthersRecipes:
         assert [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING].count(expected) == 1
 
     def test_waiting_peer_gets_the_difference_too(self, caplog: pytest.LogCaptureFixture) -> None:
-        """Two peers with other targets stand still at the first update, and `step` does not return for minutes."""
+        """Two peers with different targets both wait at the first update, and `step` does not return for minutes."""
         theirs, talk = with_talk()
         large_batch(theirs, SGD([parameter(1.0)], lr=0.1), target_batch_size=4096)._begin()
         averager, mine = with_talk()
@@ -297,7 +297,7 @@ class TestDrift:
                 with torch.no_grad():
                     changed = models[0][1].bias if make is large_batch else optimizers[0]._anchor[3]  # type: ignore[union-attr, index]
                     changed.add_(1e-3)
-            # The same average for both, as of one round: both contribute the same gradients.
+            # Both peers contribute the same gradients, so both averages are the same, as in one round.
             for model in models:
                 for weights in model.parameters():
                     weights.grad = torch.full_like(weights, 0.1)

@@ -1,4 +1,4 @@
-"""Whom a peer counts on, for how long, and how far it believes what is said."""
+"""Attendance: the peers that a peer expects, for how long, and the credit of their words."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ ELSEWHERE = b"x" * 32
 
 
 class World:
-    """One peer, the words of others, and a clock that the test moves."""
+    """One peer, the words of others, and a clock that the test controls."""
 
     def __init__(self, *, pause_seconds: float = PAUSE_SECONDS) -> None:
         self.now = 100.0
@@ -88,7 +88,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
 
 @pytest.fixture
 def running(world: World) -> World:
-    """A run in which this peer has taken an update with two others."""
+    """Return a run in which this peer has taken an update with two others."""
     world.says("a", "b")
     world.seen()
     world.took("a", "b")
@@ -216,7 +216,7 @@ class TestJoining:
         assert running.seen().peers == 3 + NEWCOMERS
 
     def test_absent_newcomers_are_expected_exponentially_less_often(self, running: World) -> None:
-        """With new names each time."""
+        """They use new names each time."""
         expected = 0
         for update in range(100):
             running.says("a", "b", started=True)
@@ -240,7 +240,7 @@ class TestMissedRounds:
         assert running.seen().peers == 2
 
     def test_repeatedly_absent_peer_counts_after_growing_pauses(self, running: World) -> None:
-        """By the clock: without these peers there may never be another update."""
+        """The pauses are in seconds: without these peers there may never be another update."""
         rounds = 0
         for second in range(3600):
             running.now += 1.0
@@ -319,7 +319,7 @@ class TestBehind:
         assert running.seen().ahead == (2, 2)
 
     def test_impossible_epoch_is_not_believed(self, running: World) -> None:
-        """Of peers known or not; until it is possible, since this peer may have slept."""
+        """This holds for known peers too, until the epoch is possible: this peer may have been suspended."""
         for names in (("a", "b"), ("x", "y")):
             running.words = {}
             running.now = 200.0
@@ -329,7 +329,7 @@ class TestBehind:
             assert running.seen().ahead == (10**4, 2)
 
     def test_a_peer_that_has_just_begun_believes_the_majority(self, world: World) -> None:
-        """It knows no peer. This is what remains open until peers are admitted."""
+        """It knows no peer. This gap remains as long as any peer may join."""
         world.says("x", "y", state=ELSEWHERE, epoch=10**6)
         assert world.seen().ahead == (10**6, 2)
 
@@ -351,7 +351,7 @@ class TestBehind:
 
 class TestFollowing:
     def test_words_may_be_slower_than_updates(self, running: World) -> None:
-        """Those of a companion are of two updates ago, and it is where this peer is."""
+        """A companion's word is two updates old, although it has the same state as this peer."""
         old = {peer: replace(word, epoch=0, state=state_at(0)) for peer, word in running.words.items()}
         running.took("a", "b")
         running.words = dict(old)

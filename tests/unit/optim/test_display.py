@@ -1,4 +1,4 @@
-"""What is shown of reports, and what is written for TensorBoard."""
+"""Display of reports, in the terminal and for TensorBoard."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def report(**changes: Any) -> StepReport:
 
 
 def drawn(*reports: StepReport, **options: Any) -> str:
-    """What is on the screen at the end."""
+    """Return the final screen."""
     screen = io.StringIO()
     with RunProgress(console=Console(file=screen, width=160), **options) as progress:
         for each in reports:

@@ -1,4 +1,4 @@
-"""Peers that took the same updates and hold other parameters are named, with where they differ."""
+"""Peers with other parameters after the same updates are named, with the differing tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a codec leaves out comes later: nothing of what was given is lost but the last residual."""
+"""A codec's error is contributed later: only the last residual is missing."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class TestNothingIsLost:
 
     @pytest.mark.parametrize("share", [(0, 0), (0, 3)], ids=str)
     def test_rounding_of_the_tensors_dtype_is_compensated_too(self, share: tuple[int, int]) -> None:
-        """bfloat16 has no number between 1 and 1.0078; the peer's own share is averaged so rounded too."""
+        """bfloat16 has no number between 1 and 1.0078; the peer's own share is rounded to it too."""
         feedback = ErrorFeedback(None)
         feedback.load_state_dict({"shapes": [[3]], "residual": torch.full((3,), 2.0**-9)})
         ones = torch.ones(3, dtype=torch.bfloat16)
@@ -169,7 +169,7 @@ class TestCompensate:
             assert torch.equal(residual_of(feedback), residual_of(other))
 
     def test_a_float16_tensor_never_becomes_infinite(self) -> None:
-        """65504 is its largest number, and the residual that comes on top makes more of it."""
+        """Its largest number is 65504, which the residual exceeds."""
         feedback = ErrorFeedback(Int8(block_size=64))
         before = [torch.tensor([70000.0]), torch.tensor([-65504.0, 1.0], dtype=torch.float16)]
         beyond = False
@@ -247,7 +247,7 @@ class TestDelivered:
 
 
 class TestParts:
-    """The exchange encodes parts of the vector: they decode to the same as the whole, or the residual is not true."""
+    """The exchange encodes parts of the vector; they must decode to the same values as the whole vector."""
 
     @given(
         elements=st.integers(1, 3_000_000),
@@ -279,7 +279,7 @@ class TestParts:
 
 
 def test_feedback_brings_training_nearer_to_the_optimum() -> None:
-    """Least squares with columns of very different sizes: the small gradients vanish beside the large ones."""
+    """The problem is least squares with columns of very different sizes: small gradients vanish beside large ones."""
     codec = Int8(block_size=64)
     generator = torch.Generator().manual_seed(11)
     sizes = torch.logspace(0, -1.5, 40)
@@ -292,13 +292,13 @@ def test_feedback_brings_training_nearer_to_the_optimum() -> None:
         signs = torch.Generator().manual_seed(12)
         for _ in range(350):
             gradient = curvature @ (x - target)
-            # Large in every step, and sets the scale of its block.
+            # This gradient is large in every step, and sets the scale of its block.
             loud = 2.0 * torch.randn(1, generator=signs).sign()
             x -= 0.6 * send([gradient, loud])[0]
         return float((x - target).norm().item())
 
     def sent(given: list[torch.Tensor]) -> list[torch.Tensor]:
-        """As the others decode it."""
+        """Return the values as the others decode them."""
         return list(torch.split(averaged(codec, given), [40, 1]))
 
     feedback = ErrorFeedback(codec)

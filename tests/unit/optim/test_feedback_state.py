@@ -1,4 +1,4 @@
-"""A state goes on where it was taken, and what error feedback refuses is named and changes nothing."""
+"""Saved states of error feedback, and its refusals, which name the cause and change nothing."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ class TestRefusals:
     def test_bad_tensor_is_named_and_nothing_changes(
         self, wrong: Any, error: type[Exception], message: str
     ) -> None:
-        """Neither the residual nor what is still to be delivered."""
+        """Neither the residual nor the pending contribution changes."""
         feedback, other = ErrorFeedback("int8"), ErrorFeedback("int8")
         for some in (feedback, other):
             contribute(some, tensors(0))

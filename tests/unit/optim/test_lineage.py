@@ -52,7 +52,7 @@ class TestFirst:
         assert state_of(zeros) != state_of(-zeros)
 
     def test_every_dtype_counts(self) -> None:
-        """Also where the bytes are the same."""
+        """This holds even if the bytes are the same."""
         assert len({state_of(torch.zeros(4, dtype=dtype)) for dtype in DTYPES}) == len(DTYPES)
         assert state_of(torch.zeros(4, dtype=torch.float16)) != state_of(torch.zeros(2))
 

@@ -1,4 +1,4 @@
-"""The optimizers with rounds that come to what the test says, without a network."""
+"""The optimizers with rounds whose results the test sets, without a network."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RUNS = InProgress(ready_peers=2, target_size=2, reason="it runs")
 
 
 class Board:
-    """Another peer says that it is where this one is; or what it is told to say."""
+    """A board with another peer at this peer's progress, or with an entry that the test sets."""
 
     version = 0
 
@@ -48,7 +48,7 @@ class Board:
 
 
 class Alone:
-    """An averager whose every average is this peer's own contribution, at once unless it is told otherwise."""
+    """An averager whose average is this peer's own contribution, at once by default."""
 
     peer_id = "me"
 
@@ -58,7 +58,7 @@ class Alone:
         self.boards: dict[str, Board] = {"progress": self.progress_board}
         self.round_state: bytes | None = None
         self.runs_for = 0
-        """Calls in which a round is not over."""
+        """Number of calls during which a round is in progress."""
         self._accumulation = Accumulation()
         self._left = 0
         self._taken: Any = None
@@ -94,7 +94,7 @@ class Alone:
         )
 
     def taken(self) -> list[torch.Tensor]:
-        """The average of the round that runs."""
+        """Return the average of the running round."""
         averaged = self._taken.schema.unflatten(self._taken.mean.clone())
         assert isinstance(averaged, list)
         return averaged
@@ -119,7 +119,7 @@ def parameter(*values: float, dtype: torch.dtype = torch.float32) -> torch.nn.Pa
 
 
 class TestNorm:
-    """Gradients so large that the sum of their squares is no number of their dtype."""
+    """Gradients so large that the sum of their squares overflows their dtype."""
 
     @pytest.mark.parametrize(("dtype", "value"), [(torch.float16, 300.0), (torch.float32, 1e20)])
     def test_without_a_limit_nothing_is_clipped(self, dtype: torch.dtype, value: float) -> None:
@@ -142,7 +142,7 @@ class TestParameters:
     @both
     @pytest.mark.parametrize("how", ["added", "thawed", "frozen", "exchanged"])
     def test_replaced_parameters_are_refused(self, make: Make, how: str) -> None:
-        """Each peer would step them by its own gradients, and no two would be alike."""
+        """Each peer would step them by its own gradients, and the peers would diverge."""
         first, second = parameter(1.0), parameter(2.0)
         second.requires_grad_(how not in ("thawed", "exchanged"))
         inner = SGD([first] if how == "added" else [first, second], lr=0.1)
@@ -176,7 +176,7 @@ class TestParameters:
             make(Alone(), inner, scheduler=lr_scheduler.ReduceLROnPlateau(inner))
 
     def test_outer_optimizer_of_other_tensors_is_refused(self) -> None:
-        """Also of the same values, and of several."""
+        """This holds for tensors of the same values, and for additional ones."""
         with pytest.raises(ValueError, match="exactly the tensors"):
             LocalUpdates(
                 SGD([parameter(1.0), parameter(2.0, 3.0)], lr=0.1),
@@ -188,7 +188,7 @@ class TestParameters:
 
 class TestSchedule:
     def test_an_update_counts_before_its_schedule_is_stepped(self) -> None:
-        """One that has come to its end raises, and the parameters have changed."""
+        """A schedule raises after its last step, when the parameters have already changed."""
         weights = parameter(1.0)
         inner = SGD([weights], lr=0.1)
         optimizer = large_batch(Alone(), inner, scheduler=lr_scheduler.OneCycleLR(inner, 1.0, total_steps=1))
@@ -214,10 +214,10 @@ class TestMetrics:
 
 
 class TestLateRounds:
-    """A call was ended before its round was: by its sync_timeout, or by Ctrl-C."""
+    """A call ended before its round, by its sync_timeout or by Ctrl-C."""
 
     def test_a_peer_that_takes_its_round_late_is_not_behind(self) -> None:
-        """The other peer has long taken the update, and says so."""
+        """The other peer has long taken and published the update."""
         averager, weights = Alone(), parameter(1.0)
         averager.runs_for = 2
         optimizer = local(averager, SGD([weights], lr=0.1), sync_every=2, sync_timeout=1e-9)
@@ -233,7 +233,7 @@ class TestLateRounds:
         assert weights.item() == pytest.approx(0.6), "what was learned meanwhile is kept"
 
     def test_result_is_not_taken_for_a_state_loaded_meanwhile(self) -> None:
-        """Also where that is of the same epoch, and its samples are as many."""
+        """This holds even for a state of the same epoch and the same number of samples."""
         averager, weights = Alone(), parameter(1.0)
         averager.runs_for = 1
         optimizer = local(averager, SGD([weights], lr=0.1), sync_timeout=1e-9)
@@ -252,7 +252,7 @@ class TestLateRounds:
 
 class TestRounding:
     def test_rounding_of_the_anchor_is_not_progress(self) -> None:
-        """Else an anchor between two numbers of bfloat16 is drawn to one of them by peers that learn nothing."""
+        """Otherwise peers that learn nothing would pull an anchor between two bfloat16 numbers to one of them."""
         weights = parameter(1.0, dtype=torch.bfloat16)
         optimizer = LocalUpdates(
             SGD([weights], lr=0.1),
@@ -298,7 +298,7 @@ class TestLeaving:
 
 
 def after(optimizer: LocalUpdates, averager: Alone) -> bytes:
-    """What a peer says that has taken the update of the round that runs."""
+    """Return the word of a peer that has taken the running round's update."""
     result = digest_of(averager.taken())
     taken = optimizer.lineage.after(GROUP, result, numbers_digest(hyperparameters(optimizer.outer)))
     return encode_progress(

@@ -29,7 +29,7 @@ def parameters(seed: int = 0) -> list[torch.nn.Parameter]:
 
 
 def set_gradients(of: list[torch.nn.Parameter], step: int) -> None:
-    """Of sizes from a thousandth to ten, so that each of v's terms counts somewhere."""
+    """Set gradients from a thousandth to ten, so that each term of v matters somewhere."""
     generator = torch.Generator().manual_seed(1000 + step)
     for parameter in of:
         parameter.grad = torch.randn(parameter.shape, generator=generator) * 10.0 ** (step % 5 - 3)
@@ -45,7 +45,7 @@ V_RULES: dict[type[Server], Callable[[Array, Array, float], Array]] = {
 def reference(
     server: type[Server], x: Array, deltas: list[Array], lr: float, beta1: float, beta2: float, tau: float
 ) -> Array:
-    """Lines 10 to 14 of Algorithm 2: Delta is added."""
+    """Compute lines 10 to 14 of Algorithm 2, which adds Delta."""
     m, v = np.zeros_like(x), np.full_like(x, tau**2)
     for delta in deltas:
         m = beta1 * m + (1 - beta1) * delta

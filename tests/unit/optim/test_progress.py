@@ -1,4 +1,4 @@
-"""What peers say of how far they are, what nobody can make a peer believe, and what follows."""
+"""Peers' words of their progress, the limits of belief in them, and the decisions that follow."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def at(
 
 
 def survey(mine: Progress, others: Iterable[Progress]) -> Survey:
-    """As one that believes every word."""
+    """Return the survey of a peer that believes every word."""
     seen = [Seen(peer_id="peer", progress=other, samples=other.samples) for other in others]
     return survey_of(mine, seen)
 
@@ -218,7 +218,7 @@ class TestSurvey:
         assert survey(at(), [at(), *[at(THERE)] * 3]).ahead == (3, 3)
 
     def test_ties_are_broken_by_epoch_and_then_by_digest(self) -> None:
-        """One of two halves knows that it is the other that goes on, however the run fell apart."""
+        """After any split into halves, exactly one of them learns that the other one continues."""
         assert survey(at(), [at(THERE, 9)]).ahead == (9, 1)
         assert survey(at(), [at(), *[at(THERE, 9)] * 2]).ahead == (9, 2)
         one, other = at(), at(THERE, at().epoch)
@@ -231,14 +231,14 @@ class TestSurvey:
     def test_peers_of_different_states_are_no_group(self) -> None:
         states = [bytes([number]) * 32 for number in range(1, 10)]
         assert survey(at(), [at(), *[at(state, 9) for state in states]]).ahead is None
-        # One state, and epochs that cannot all be true of it.
+        # One state with different epochs, which cannot all be true.
         assert survey(at(), [at(), *[at(THERE, epoch) for epoch in range(3, 12)]]).ahead is None
 
     def test_largest_and_then_latest_group_is_ahead(self) -> None:
         two, three = [at(THERE, 9)] * 2, [at(ELSEWHERE, 4)] * 3
         assert survey(at(), [*two, *three]).ahead == (4, 3)
         assert survey(at(), [*two, *three[:2]]).ahead == (9, 2)
-        # A larger one that is behind does not hide it.
+        # A larger group at an earlier epoch does not hide it.
         assert survey(at(), [*two, *[at(ELSEWHERE, 2)] * 8]).ahead == (9, 2)
 
     @given(peers, st.lists(peers, max_size=8), st.randoms(use_true_random=False))
@@ -275,7 +275,7 @@ OTHERS_WAIT = {"others_wait": True, "claimed": 100.0}
 ENOUGH = {"samples": 100.0}
 FEW = {"peers": 2}
 
-# mine.samples, mine.waiting, what is seen, target -> what is done, and why. Of 3 peers to start.
+# mine.samples, mine.waiting, survey, target -> decision and reason, with peers_to_start=3.
 DECISIONS: list[tuple[float, bool, dict[str, Any], float, Decision]] = [
     (
         1.0,
@@ -344,7 +344,7 @@ class TestDecide:
     @pytest.mark.parametrize("changes", [{}, ENOUGH, ALL, ENOUGH | ALL])
     @pytest.mark.parametrize("target", [100.0, math.inf])
     def test_too_few_peers_for_a_group_keep_computing(self, changes: dict[str, Any], target: float) -> None:
-        """Not into a round that would come to nothing, each time after the whole match timeout."""
+        """They do not begin rounds that would fail, each after the whole match timeout."""
         seen = seen_as(peers=1, **changes)
         assert decide(at(samples=1.0, waiting=True), seen, target=target, least=2) == Compute(
             "1 of the 2 peers of a group are there"
@@ -409,31 +409,27 @@ class TestDecide:
 
     @given(st.lists(peers, min_size=1, max_size=8), targets, st.integers(1, 4))
     def test_peers_of_one_state_agree_when_to_average(
-        self, everybody: list[Progress], target: float, start: int
+        self, peers: list[Progress], target: float, start: int
     ) -> None:
-        everybody = [replace(peer, state=HERE, epoch=3) for peer in everybody if peer.samples > 0]
+        peers = [replace(peer, state=HERE, epoch=3) for peer in peers if peer.samples > 0]
         decisions = [
-            decide(
-                mine, survey(mine, everybody[:i] + everybody[i + 1 :]), target=target, peers_to_start=start
-            )
-            for i, mine in enumerate(everybody)
+            decide(mine, survey(mine, peers[:i] + peers[i + 1 :]), target=target, peers_to_start=start)
+            for i, mine in enumerate(peers)
         ]
         assert len({isinstance(decision, Average) for decision in decisions}) <= 1
         assert len({decision for decision in decisions if isinstance(decision, Average)}) <= 1
 
     @given(st.lists(anything, min_size=2, max_size=6))
-    def test_sum_of_samples_is_the_same_on_all_peers(self, everybody: list[Progress]) -> None:
-        everybody = [replace(peer, state=HERE) for peer in everybody]
-        samples = {
-            survey(mine, everybody[:i] + everybody[i + 1 :]).samples for i, mine in enumerate(everybody)
-        }
+    def test_sum_of_samples_is_the_same_on_all_peers(self, peers: list[Progress]) -> None:
+        peers = [replace(peer, state=HERE) for peer in peers]
+        samples = {survey(mine, peers[:i] + peers[i + 1 :]).samples for i, mine in enumerate(peers)}
         assert len(samples) == 1
 
     @given(st.lists(peers, min_size=1, max_size=8), targets)
-    def test_peers_of_one_state_never_all_wait(self, everybody: list[Progress], target: float) -> None:
+    def test_peers_of_one_state_never_all_wait(self, peers: list[Progress], target: float) -> None:
         decisions = [
-            decide(mine, survey(mine, everybody[:i] + everybody[i + 1 :]), target=target)
-            for i, mine in enumerate(everybody)
+            decide(mine, survey(mine, peers[:i] + peers[i + 1 :]), target=target)
+            for i, mine in enumerate(peers)
         ]
         assert not all(isinstance(decision, Wait) for decision in decisions)
 

@@ -1,4 +1,4 @@
-"""A recipe's digest depends on every setting that counts, and on nothing else; its texts are short."""
+"""A recipe's digest depends on exactly the relevant settings; its texts are short."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class TestDigest:
         assert canonical(10**400) != canonical(10**400 + 1)
 
     def test_the_implementation_does_not_count(self) -> None:
-        """A peer with a GPU and one without take the same update in other ways."""
+        """A peer with a GPU and one without compute the same update with different implementations."""
         assert digest_of(Adam(weights(), foreach=True)) == digest_of(Adam(weights(), foreach=False))
         assert digest_of(Adam(weights(), fused=True)) == digest_of(Adam(weights()))
         scheduled = SGD(weights(), lr=0.1)
@@ -192,7 +192,7 @@ class TestRates:
         assert first_difference(mine, mine, 99) is None
 
     def test_unknown_rates_are_not_compared(self) -> None:
-        """A peer that came later, or whose oldest rates are forgotten."""
+        """A peer may have come later, or its oldest rates may be dropped."""
         assert first_difference([Rate(1, b"a" * 8, "")], [Rate(9, b"b" * 8, "")], 8) is None
 
     def test_a_rate_names_the_learning_rates(self) -> None:

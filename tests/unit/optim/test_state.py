@@ -1,4 +1,4 @@
-"""Arguments and saved states: what is out of range is named."""
+"""Arguments and saved states: values out of range are named."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A common start: of the peer that was named, within the caller's own time, and the same for all that took part."""
+"""Common start: from the named source, within the caller's timeout, and the same for all members."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ GROUP = "07" * 32
 
 
 class Board:
-    """What the other peers of the round say that they received."""
+    """A board with the digests that the other members received."""
 
     version = 0
 
@@ -45,7 +45,7 @@ class Board:
 
 
 class Rounds:
-    """An averager whose rounds come to what the test says."""
+    """An averager whose rounds have results that the test sets."""
 
     peer_id = "me"
     weight = 0.0
@@ -112,7 +112,7 @@ class TestSource:
         assert caplog.text.count("not the source that was named: stranger") == 2
 
     def test_source_detects_a_false_share(self) -> None:
-        """A observer that averages a share can give all others, and the source, the same false one."""
+        """An observer that reduces a share can send all others, and the source, the same false share."""
         tensors = [torch.full((3,), 1.0)]
         rounds = Rounds(came(6.0, "me", observers=("other",)))
         rounds.sync_board.others["other"] = received(6.0)
@@ -183,7 +183,7 @@ class TestComparison:
 
 @pytest.mark.parametrize(("timeout", "exchange"), [(900.0, 900.0), (5.0, 5.0), (1e6, MAX_TIMEOUT_SECONDS)])
 def test_exchange_may_take_the_callers_timeout(timeout: float, exchange: float) -> None:
-    """Whole parameters, uncompressed, take longer than the rounds for which `exchange_timeout` was chosen."""
+    """Whole uncompressed parameters take longer than the rounds for which `exchange_timeout` was chosen."""
     rounds = Rounds(came(2.0, "source"))
     rounds.sync_board.others["source"] = received(2.0)
     sync(rounds, [torch.zeros(3)], timeout=timeout)

@@ -1,4 +1,4 @@
-"""Whom a peer counts on, and which results it takes."""
+"""The peers that an optimizer expects, and the results that it accepts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PARAMETERS = [torch.ones(3)]
 
 
 class Word:
-    """What other peers say, as the test has it."""
+    """A board with the other peers' entries, which the test sets."""
 
     version = 0
 
@@ -38,7 +38,7 @@ class Word:
 
 
 class Rounds:
-    """An averager whose rounds come to what the test says."""
+    """An averager whose rounds have results that the test sets."""
 
     peer_id = "me"
     weight = 1.0
@@ -67,7 +67,7 @@ class Rounds:
 
 
 class Company:
-    """One peer's place among others."""
+    """One peer's coordination with others."""
 
     def __init__(self, round_state: bytes | None = None) -> None:
         self.rounds = Rounds()
@@ -132,7 +132,7 @@ def test_absent_peer_is_expected_after_a_new_word(company: Company) -> None:
 
 
 def test_repeatedly_absent_peer_is_expected_exponentially_less_often(company: Company) -> None:
-    """However much it says that it is there: each time it costs the others a match timeout."""
+    """Its words do not help: each absence costs the others a match timeout."""
     counted = []
     for _ in range(40):
         company.says("liar")
@@ -157,7 +157,7 @@ def test_a_companion_is_waited_for_until_it_has_had_its_time(
     assert isinstance(company.together.decide(), Wait)
     later = time.monotonic() + FOLLOW_SECONDS + 1.0
     monkeypatch.setattr(time, "monotonic", lambda: later)
-    assert isinstance(company.together.decide(), Compute), "it is gone, and nobody else is there"
+    assert isinstance(company.together.decide(), Compute), "it is gone, and no other peer is present"
 
 
 def test_peer_lost_in_a_round_is_no_companion(company: Company) -> None:
@@ -167,7 +167,7 @@ def test_peer_lost_in_a_round_is_no_companion(company: Company) -> None:
 
 
 def test_result_for_replaced_parameters_is_discarded(company: Company) -> None:
-    """Also where it is the same update's parameters that were loaded: those that were contributed are not these."""
+    """This holds even if parameters of the same update were loaded: the contributed ones were different."""
     lineage = company.together.lineage
     for loaded in (Lineage(7, b"7" * 32), lineage):
         company.rounds.results = [
@@ -188,7 +188,7 @@ def test_result_for_replaced_parameters_is_discarded(company: Company) -> None:
 
 @pytest.mark.parametrize("is_looking", [True, False])
 def test_search_ends_when_this_peer_is_behind(company: Company, is_looking: bool) -> None:
-    """Nobody is coming to it any more; a round that has a group goes on."""
+    """No other peer will join the search; a round that has a group goes on."""
     runs = InProgress(ready_peers=1, target_size=2, reason="it runs")
     stopped = p2pavg.NoPeers(reason="stopped")
     company.rounds.results = [runs, runs, stopped] if is_looking else [runs, runs]
@@ -212,7 +212,7 @@ def test_round_of_an_earlier_optimizer_is_discarded() -> None:
 
 
 def test_peer_that_was_not_due_missed_nothing(company: Company) -> None:
-    """A peer that was behind for long and has loaded the state is counted on at once."""
+    """A peer that was behind for long and has loaded the state is expected at once."""
     for _ in range(12):
         company.says("a")
         company.says("late", state=b"x" * 32)
@@ -248,7 +248,7 @@ def test_batch_time_excludes_rounds(company: Company, monkeypatch: pytest.Monkey
 def test_a_split_of_the_run_is_a_warning_and_not_an_order(
     company: Company, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The peers of the last update go on together, whatever number of others is elsewhere."""
+    """The peers of the last update continue together, whatever number of peers is elsewhere."""
     company.says("a")
     company.took("a")
     company.says("a")

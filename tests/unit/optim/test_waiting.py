@@ -1,4 +1,4 @@
-"""When a user hears that a call waits, and what."""
+"""Warnings about waiting calls: their times and texts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from p2pavg.optim.waiting import MAX_NAMED, MAX_PAUSE_SECONDS, GrowingPauses, Wa
 
 def test_long_wait_is_warned_of_with_growing_pauses() -> None:
     waiting = Waiting()
-    said = [now for now in range(4000) if waiting.waits("nobody came", (), float(now)) is not None]
+    said = [now for now in range(4000) if waiting.waits("no peer came", (), float(now)) is not None]
     assert said[:5] == [10, 20, 40, 80, 160]
     pauses = [later - now for now, later in itertools.pairwise(said)]
     assert max(pauses) == MAX_PAUSE_SECONDS

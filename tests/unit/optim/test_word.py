@@ -1,4 +1,4 @@
-"""What peers say of their recipes: read back as it was, refused if it is nonsense, and told in plain sentences."""
+"""Peers' published recipes: encoded, refused if malformed, and compared in plain sentences."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is said goes out soon, what others say comes in, and what is old never comes back."""
+"""Boards: entries are published soon, others' entries are read, and old ones never come back."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class TestSaying:
         assert records.moments == pytest.approx([0.05])
 
     async def test_entry_is_published_once(self, autojump_clock: MockClock) -> None:
-        """The node renews it."""
+        """The node renews the record."""
         records = Records()
         async with open_board(records) as board:
             board.publish(b"a")
@@ -280,7 +280,7 @@ class TestWhatIsHeard:
             assert board.version == version
 
     async def test_version_grows_with_a_renewal_only(self, autojump_clock: MockClock) -> None:
-        """Who has renewed its word is there, whatever it says."""
+        """A peer that renews its entry is alive, even if the value is the same."""
         records = Records()
         async with open_board(records) as board:
             records.store(record())
@@ -302,7 +302,7 @@ class TestWhatIsHeard:
 
 
 class Noticing(threading.Condition):
-    """Says when somebody has begun to wait; whatever is told afterwards wakes it or nothing does."""
+    """A condition that reports when a thread has begun to wait; only a later notification can wake it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -314,7 +314,7 @@ class Noticing(threading.Condition):
 
 
 def waiting(board: Board) -> threading.Thread:
-    """A thread that waits for what is newer than now, for an hour."""
+    """Run a thread that waits for the next change, for an hour."""
     board._changed = noticing = Noticing()
     version = board.version
 
@@ -474,7 +474,7 @@ class TestTheEnd:
         assert records.published == []
 
     def test_entry_just_before_closing_is_dropped_or_withdrawn(self) -> None:
-        """Wherever in its way the word is by then."""
+        """This holds at any stage of publishing."""
 
         async def main(steps: int) -> int:
             records = Records()

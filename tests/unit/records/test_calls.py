@@ -1,4 +1,4 @@
-"""Record calls over streams that are kept: which stream a call uses, and whose answer it gets.
+"""Record calls over kept streams: a call's stream and its answer.
 
 All times are virtual.
 """
@@ -30,13 +30,13 @@ Serve = Callable[[Stream], Awaitable[None]]
 
 
 async def answers(stream: Stream) -> None:
-    """Every call, for as long as the other side likes."""
+    """Answer every call until the other side closes the stream."""
     while (request := await receive_message(stream)) is not None:
         await send_message(stream, b"answer to " + request)
 
 
 async def answers_once(stream: Stream) -> None:
-    """As a server does that closes after one answer."""
+    """Answer once and close the stream."""
     request = await receive_message(stream)
     assert request is not None
     await send_message(stream, b"answer to " + request)
@@ -44,7 +44,7 @@ async def answers_once(stream: Stream) -> None:
 
 
 class Peers:
-    """One peer that calls, and some that serve; ``streams`` are those that came, by whom they came to."""
+    """One calling peer and some serving ones; ``streams`` are the accepted ones by serving peer."""
 
     def __init__(self, network: MemoryNetwork, here: MemoryTransport, there: list[MemoryTransport]) -> None:
         self.network = network
@@ -54,7 +54,7 @@ class Peers:
         self.streams: list[tuple[int, Stream]] = []
 
     def serve(self, handler: Serve) -> None:
-        """Anew, all of them."""
+        """Serve again on all of them."""
         for index, transport in enumerate(self.there):
 
             async def note(stream: Stream, index: int = index) -> None:
@@ -113,7 +113,7 @@ async def test_consecutive_calls_keep_the_stream_open(autojump_clock: MockClock)
 
 
 async def test_an_old_stream_is_not_used(autojump_clock: MockClock) -> None:
-    """The other side may let go of it at any moment; that would cost the call a round trip."""
+    """The other side may close it at any moment, which would cost the call a round trip."""
     async with peers() as found:
         assert await found.answered()
         await trio.sleep(KEPT_SECONDS + 0.1)
@@ -184,7 +184,7 @@ async def test_a_connection_that_broke_is_replaced_within_the_call(autojump_cloc
 
 
 async def test_calls_at_the_same_time_get_their_own_answers(autojump_clock: MockClock) -> None:
-    """And one stream of theirs is kept."""
+    """One of their streams is kept."""
 
     async def slowly(stream: Stream) -> None:
         while (request := await receive_message(stream)) is not None:
@@ -214,7 +214,7 @@ async def test_calls_at_the_same_time_get_their_own_answers(autojump_clock: Mock
 async def test_number_of_kept_streams_is_limited(
     autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The one that was used longest ago gives way."""
+    """The least recently used one is closed."""
     assert MAX_KEPT < 128, "streams that a connection may have, if all were of one"
     monkeypatch.setattr(calls, "MAX_KEPT", 2)
     async with peers(3) as found:
@@ -231,7 +231,7 @@ async def test_number_of_kept_streams_is_limited(
 
 
 async def test_cancelled_call_resets_its_stream(autojump_clock: MockClock) -> None:
-    """Its answer would else be the next call's."""
+    """Otherwise the next call would read its answer."""
     late: list[bytes] = []
 
     async def slowly(stream: Stream) -> None:
@@ -350,7 +350,7 @@ async def test_departed_peer_is_an_error(autojump_clock: MockClock) -> None:
 
 @asynccontextmanager
 async def calling() -> AsyncIterator[tuple[Stream, RecordCalls, Contact]]:
-    """A stream of records to a real peer, and calls to it."""
+    """Open a record stream to a real peer, for calls to it."""
     network = MemoryNetwork(latency=(0.0, 0.0))
     async with network.transport(HERE) as here, simulated_peer(network, 0) as peer:
         stream = await here.open_stream(peer.id, PROTOCOL, addresses=peer.addresses, timeout=10.0)
@@ -388,7 +388,7 @@ async def test_incomplete_call_is_closed(autojump_clock: MockClock) -> None:
 
 
 async def test_stream_with_unread_answers_is_closed(autojump_clock: MockClock) -> None:
-    """Nothing waits for ever with an answer in its hands."""
+    """An unread answer blocks no task for ever."""
     async with calling() as (stream, _, _):
 
         async def call_on_and_on() -> None:
@@ -410,7 +410,7 @@ async def test_malformed_request_resets_its_stream(autojump_clock: MockClock) ->
 async def test_kept_stream_is_still_open_on_the_other_side(
     autojump_clock: MockClock,
 ) -> None:
-    """Whatever the pause, a call comes to its answer."""
+    """After any pause, a call gets its answer."""
     async with calling() as (_, calls, contact):
         for pause in (0.0, 0.9, 1.1, 1.9, 2.1, 10.0):
             await trio.sleep(pause * KEPT_SECONDS)

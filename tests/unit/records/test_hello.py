@@ -1,4 +1,4 @@
-"""What is concluded from other peers' clocks and versions, whatever they say."""
+"""Conclusions from other peers' clocks and versions, for any answers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def ahead(*seconds: float) -> list[Heard]:
 
 
 def test_the_protocol_never_changes() -> None:
-    """Peers of all versions have to understand it."""
+    """Peers of all versions need to understand it."""
     assert PROTOCOL == "/p2pavg/hello/1"
     assert QUESTION == b"\x91\x01"
     said = encode_hello(hello(1.5, "/p2pavg/match/2.0.0", runs=3))
@@ -85,7 +85,7 @@ def test_answer_time_does_not_count_as_clock_error(clock: float, found: float) -
         ([-118.0, -118.0], "your clock is 118 s ahead of 2 peers; set it"),
         ([7.0], "your clock is 7 s behind 1 peer; set it"),
         ([5.0, -5.0, 4.0], ""),
-        # One liar of three, or two of five, cannot say that it is off, and one of two neither.
+        # One liar of three, two of five, or one of two cannot cause a false report.
         ([1e9, 0.0, 0.1], ""),
         ([1e9, -1e9, 0.0, 0.0, 0.1], ""),
         ([1e9, 0.0], ""),

@@ -1,4 +1,4 @@
-"""The key file: private from its first moment, never half written, and refused when others can read it."""
+"""The key file: private from the start, never half written, and refused if other users can read it."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def test_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
 def test_any_system_error_is_an_identity_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: OSError
 ) -> None:
-    """As on a directory without rights or a full disk, for a test that runs as root as well."""
+    """For example on a full disk or without permissions; this version also works as root."""
 
     def refuse(*_: object) -> None:
         raise error
@@ -180,7 +180,7 @@ def test_concurrent_creators_all_use_the_first_key(tmp_path: Path) -> None:
 
 
 def test_second_creator_uses_the_first_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same race, with the other one faster for certain."""
+    """This is the same race with a fixed winner."""
     file = tmp_path / "peer.key"
     link = os.link
 

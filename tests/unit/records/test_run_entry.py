@@ -1,4 +1,4 @@
-"""What peers of one run say of themselves, and the sentence for those that cannot meet."""
+"""Entries of the peers of one run, and the sentence for peers that cannot meet."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A record node tells at once what somebody stores with it."""
+"""A record node notifies watchers as soon as a record is stored."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ KEY, OTHER_KEY = b"k" * 32, b"o" * 32
 ME, ALICE, BOB = (Ed25519Signer(bytes([number]) * 32) for number in range(3))
 
 
-class Nobody:
-    """An Rpc that remembers what was asked, and knows of nobody."""
+class NoPeers:
+    """An Rpc without other peers, which records its calls."""
 
     def __init__(self) -> None:
         self.asked: list[Any] = []
@@ -28,10 +28,10 @@ class Nobody:
 
 
 class Watched:
-    """A node, and what it told of."""
+    """A node and its notifications."""
 
     def __init__(self) -> None:
-        self.rpc = Nobody()
+        self.rpc = NoPeers()
         self.now = NOW
         self.told: list[tuple[Record, ...]] = []
         self.node = RecordNode(signer=ME, rpc=self.rpc, addresses=list, wall_clock=lambda: self.now)

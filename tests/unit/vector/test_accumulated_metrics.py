@@ -1,4 +1,4 @@
-"""Metrics go where the tensors go that they were measured on: into the round, back, or nowhere."""
+"""Metrics follow the tensors that they belong to: into the round, back, or nowhere."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def take(accumulation: Accumulation) -> Contribution:
 
 
 def waiting(accumulation: Accumulation) -> dict[str, float]:
-    """What the next contribution carries."""
+    """Return the metrics of the next contribution."""
     taken = accumulation.take()
     return {} if taken is None else taken.metrics.means
 

@@ -1,4 +1,4 @@
-"""Memory that goes from round to round: lent to one at a time, and back when nothing refers to it any more."""
+"""Memory reused from round to round: lent once at a time, and reclaimed when nothing refers to it."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_buffer_is_writable_and_has_its_shape() -> None:
 
 
 def test_kept_result_is_never_overwritten() -> None:
-    """The caller may keep what a round gave it for as long as it likes, or a part of it."""
+    """The caller may keep a result, or a part of it, for any time."""
     buffers = Buffers(PLENTY)
     kept: list[torch.Tensor] = []
     for number in range(10):
@@ -219,7 +219,7 @@ def test_no_two_live_buffers_share_memory(steps: list[tuple[str, int, bool]], bo
 
 
 def test_no_two_threads_share_memory() -> None:
-    """Each writes its own number all over what it has, again and again, and finds nothing else in it."""
+    """Each thread repeatedly fills its buffers with its own number, and finds no other number in them."""
     threads, rounds = 8, 300
     buffers = Buffers(6 * NBYTES)
     begin = threading.Barrier(threads)
@@ -248,7 +248,7 @@ def test_no_two_threads_share_memory() -> None:
 
 def test_one_of_concurrent_threads_gets_the_idle_buffer() -> None:
     class Slow(list[Any]):
-        """Other threads run between looking and taking, as they may."""
+        """Lets other threads run between finding and taking a buffer."""
 
         def __getitem__(self, index: Any) -> Any:
             found = super().__getitem__(index)
@@ -272,7 +272,7 @@ def test_one_of_concurrent_threads_gets_the_idle_buffer() -> None:
 
 
 def test_return_during_lending_does_not_deadlock() -> None:
-    """A collection may run finalizers at any allocation, in the thread that holds the lock too."""
+    """Garbage collection may run finalizers at any allocation, even in the thread that holds the lock."""
     buffers = Buffers(PLENTY)
     cycle: list[object] = [buffers.floats(ELEMENTS)]
     cycle.append(cycle)

@@ -1,4 +1,4 @@
-"""What a round takes, gives back or releases, and what comes meanwhile: nothing is lost, nothing counts twice."""
+"""Contributions that rounds take, give back or release: none is lost, none counts twice."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_two_buffers_take_turns_and_no_third_is_made() -> None:
         add(accumulation, float(value))
         taken = take(accumulation)
         seen.append(taken.mean.data_ptr())
-        add(accumulation, -1.0)  # meanwhile, into the other one
+        add(accumulation, -1.0)  # meanwhile, into the other buffer
         if value % 3:
             accumulation.release(taken)
         else:
@@ -159,10 +159,10 @@ def test_one_buffer_suffices_without_newer_tensors() -> None:
 
 
 class TestWithheld:
-    """Rounds from which this peer was cut off: whether they used its contribution is found out later."""
+    """Rounds from which this peer was cut off: it learns later if they used its contribution."""
 
     def cut_off(self, accumulation: Accumulation, value: float, weight: float = 1.0) -> Contribution:
-        """One more round that ended so."""
+        """Run one more round that ends cut off."""
         add(accumulation, value, weight)
         taken = take(accumulation)
         accumulation.withhold(taken)
@@ -195,9 +195,7 @@ class TestWithheld:
 
     @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
     @pytest.mark.parametrize("used", [(True, False, False), (False, True, True), (False,) * 3, (True,) * 3])
-    def test_several_withheld_contributions_while_another_round_runs(
-        self, order: tuple[int, ...], used: tuple[bool, ...]
-    ) -> None:
+    def test_several_withheld_contributions(self, order: tuple[int, ...], used: tuple[bool, ...]) -> None:
         accumulation = Accumulation()
         unresolved = [self.cut_off(accumulation, 2.0**power, 2.0**power) for power in range(3)]
         add(accumulation, 64.0, 64.0)

@@ -1,4 +1,4 @@
-"""The mean of what was accumulated, against float64."""
+"""The accumulated mean, compared with float64."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def in_order(tensors: Tensors | None) -> list[torch.Tensor]:
 
 
 def expected_mean(given: Sequence[Sequence[torch.Tensor]], weights: Sequence[float]) -> list[torch.Tensor]:
-    """float64."""
+    """Return the mean in float64."""
     total = sum(weights)
     return [
         sum(
@@ -58,7 +58,7 @@ def test_accumulated_mean_is_weighted(weights: list[float]) -> None:
     accumulation = Accumulation()
     for tensors, weight in zip(given, weights, strict=True):
         accumulation.add(tensors, weight)
-    # A mean is no sum of large numbers: its error is that of its own size, whatever the weights.
+    # A running mean is not a sum of large numbers: its error is relative to its own size, for any weights.
     for found, wanted in zip(in_order(accumulation.mean()), expected_mean(given, weights), strict=True):
         torch.testing.assert_close(found.double(), wanted, rtol=1e-6, atol=1e-6)
     assert accumulation.weight == pytest.approx(sum(weights), rel=1e-12)
@@ -140,7 +140,7 @@ def test_no_graph_is_kept_and_arguments_are_unchanged() -> None:
     assert parameter.grad is None
     assert torch.equal(parameter, copies[0])
     assert torch.equal(dependent, copies[1])
-    [gradient] = torch.autograd.grad(dependent.sum(), parameter)  # its graph is whole
+    [gradient] = torch.autograd.grad(dependent.sum(), parameter)  # its graph is intact
     assert torch.equal(gradient, torch.full((4,), 2.0))
 
 
@@ -184,7 +184,7 @@ def test_no_mean_without_tensors() -> None:
 
 
 def test_threads_may_accumulate_at_once() -> None:
-    """Whole numbers, whose running means are exact enough that one lost call would show."""
+    """The values are whole numbers, whose running means are exact enough to show one lost call."""
     threads, calls = 8, 50
     accumulation = Accumulation()
     start = threading.Barrier(threads)

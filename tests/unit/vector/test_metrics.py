@@ -1,4 +1,4 @@
-"""What is measured beside the tensors: means by weight that any number of calls and failed rounds leave right."""
+"""Metrics beside the tensors: weighted means, correct after any number of calls and failed rounds."""
 
 from __future__ import annotations
 

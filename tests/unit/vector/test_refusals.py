@@ -1,4 +1,4 @@
-"""What cannot be averaged is refused by name, and a refusal leaves everything as it was."""
+"""Tensors that cannot be averaged are refused by name, and a refusal changes nothing."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_tensors_that_cannot_be_averaged_are_refused(make: Make, message: str) -
 )
 def test_other_tensors_than_before_are_refused(make: Make, message: str) -> None:
     refuse(accumulated(), make(), 1.0, message)
-    Accumulation().add(make(), 1.0)  # as a first call each of them would do
+    Accumulation().add(make(), 1.0)  # as a first call, each of them is valid
 
 
 @pytest.mark.parametrize(("weight", "message"), WEIGHTS, ids=lambda value: repr(value)[:20])
@@ -151,7 +151,7 @@ def test_the_first_bad_tensor_is_named_whatever_is_empty_before_it() -> None:
 
 
 def test_other_device_than_before_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seen on the CPU alone: the meta device, when it is let through, is another device."""
+    """Tested on the CPU alone: the meta device, with its check disabled, serves as another device."""
     monkeypatch.setattr("p2pavg.vector.accumulation._check_kind", lambda *_: None)
     refuse(
         accumulated(),
@@ -188,7 +188,7 @@ def test_largest_value_is_accepted() -> None:
 
 
 def test_a_weight_above_max_weight_is_refused_and_sums_are_not() -> None:
-    """What failed rounds give back adds up, which is no mistake of the caller's."""
+    """Contributions of failed rounds add up, which is not an error of the caller."""
     accumulation = Accumulation(max_weight=10.0)
     with pytest.raises(AccumulateError, match=r"weight is 10.5, and the config's max_weight is 10"):
         accumulation.add([torch.ones(3)], 10.5)

@@ -1,4 +1,4 @@
-"""The schema hash decides who can average with whom."""
+"""The schema hash decides which peers can average with each other."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def schema_hash(given: Given) -> bytes:
 
 
 def test_the_hash_never_changes() -> None:
-    """Peers of different versions meet under it."""
+    """Peers of different versions have to agree on it."""
     given = {"layer.weight": torch.zeros(2, 3), "layer.bias": torch.zeros((), dtype=torch.bfloat16)}
     assert schema_hash(given).hex() == "264580df99fdc33db316e7dfa49992d7e6257bf66a36e35eab0281ae6fe28997"
     assert (

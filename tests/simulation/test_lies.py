@@ -10,7 +10,6 @@ import copy
 import struct
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, ClassVar
 
 import pytest
@@ -49,16 +48,22 @@ from p2pavg.round import exchange
 from p2pavg.round.control import Control
 from p2pavg.round.exchange import max_votes
 from p2pavg.round.round import Round
-from p2pavg.testing import MemoryNetwork, simulated_peers
+from p2pavg.testing import MemoryNetwork
 from p2pavg.testing.memory import MemoryTransport
-from p2pavg.testing.simulation import simulated_signer
 from p2pavg_dht.record import pack as pack_record
-from tests.simulation.test_averaging import Swarm, config, mean, same_bits, tensors_of, values
+from tests.simulation.liars import (
+    ELEMENTS,
+    SIZE,
+    check_costs_itself,
+    check_exact,
+    honest,
+    instead,
+    name,
+    play,
+)
+from tests.simulation.swarm import LAN, config, mean, same_bits, tensors_of
 from tests.unit.group.samples import candidate
 
-LAN = (0.0005, 0.002)
-ELEMENTS = 2_000
-SIZE = 4
 EVERYWHERE = pytest.mark.parametrize("liar", [0, 2], ids=["leads", "follows"])
 ON_EITHER_LANE = pytest.mark.parametrize(
     ("lane", "liar"),
@@ -70,87 +75,6 @@ ON_EITHER_LANE = pytest.mark.parametrize(
 @pytest.fixture(autouse=True)
 def many_small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("p2pavg.allreduce.reduction.part_size", lambda _elements, _reducers: 64)
-
-
-def name(index: int) -> str:
-    """Return the id of the peer that is ``index``-th in the roster."""
-    return simulated_signer(index).peer_id
-
-
-def honest(liar: int, size: int = SIZE) -> list[int]:
-    return [index for index in range(size) if index != liar]
-
-
-async def play(
-    network: MemoryNetwork | None = None,
-    *,
-    size: int = SIZE,
-    how: p2pavg.AveragingConfig | None = None,
-    prepare: Callable[[Peer, int], None] = lambda _peer, _index: None,
-    stranger: Callable[[Peer, bytes, Sequence[Peer]], Awaitable[None]] | None = None,
-) -> Swarm:
-    """Run one step of each peer; they announce themselves in the order of their indices.
-
-    A stranger, if given, is told the group that they form.
-    """
-    swarm = Swarm()
-    here = size + (stranger is not None)
-    how = how or config(group_size=size)
-    async with (
-        simulated_peers(network or MemoryNetwork(latency=LAN), here) as peers,
-        trio.open_nursery() as beside,
-    ):
-        async with trio.open_nursery() as nursery:
-            for index, peer in enumerate(peers[:size]):
-                prepare(peer, index)
-                tensors = [values(index, ELEMENTS)]
-                nursery.start_soon(
-                    partial(swarm.step_once, peer, index, how, after=0.1 * index, tensors=tensors)
-                )
-            if stranger is not None:
-                group_id = await formed(swarm, peers[0])
-                beside.start_soon(stranger, peers[-1], group_id, peers[:size])
-        beside.cancel_scope.cancel()
-    return swarm
-
-
-async def formed(swarm: Swarm, leader: Peer) -> bytes:
-    """Wait until a peer is in a group; return the group's id."""
-    with trio.fail_after(9.0):
-        while True:
-            averager = swarm.averagers.get(leader.id)
-            if averager is not None and averager._round and averager._round._roster is not None:
-                return averager._round._roster.group_id
-            await trio.sleep(0.0002)
-
-
-def check_exact(swarm: Swarm, members: Sequence[int]) -> list[p2pavg.Success]:
-    """Check that these peers ended with the mean of exactly their own contributions, to the same bits."""
-    results = [swarm.results[name(index)] for index in members]
-    found = [result for result in results if isinstance(result, p2pavg.Success)]
-    assert len(found) == len(results), results
-    assert same_bits(found)
-    for result in found:
-        assert set(result.peers) == {name(index) for index in members}
-    torch.testing.assert_close(tensors_of(found[0])[0], mean(members, ELEMENTS).float(), rtol=1e-5, atol=1e-6)
-    return found
-
-
-def check_costs_itself(swarm: Swarm, liar: int, reason: str, size: int = SIZE) -> None:
-    """Check that the others exclude exactly the liar by name, and report its action."""
-    for result in check_exact(swarm, honest(liar, size)):
-        assert set(result.lost) == {name(liar)}
-        assert reason in result.lost[name(liar)], dict(result.lost)
-
-
-def instead(monkeypatch: pytest.MonkeyPatch, what: str, liar: int, lying: Callable[..., Any]) -> None:
-    """Replace the class of that name by ``lying`` in one peer's exchanges."""
-    real = getattr(exchange, what)
-
-    def make(**given: Any) -> Any:
-        return (lying if given["transport"].peer_id == name(liar) else real)(**given)
-
-    monkeypatch.setattr(exchange, what, make)
 
 
 # ---------------------------------------------------------------------- lies on lanes

@@ -24,7 +24,8 @@ from p2pavg.peer import Peer
 from p2pavg.round.control import MAX_UNSENT, Control
 from p2pavg.testing import MemoryNetwork
 from p2pavg.testing.simulation import run_on_loop
-from tests.simulation.test_lies import LAN, SIZE, check_exact, honest, instead, name, play
+from tests.simulation.liars import SIZE, check_exact, honest, instead, name, play
+from tests.simulation.swarm import LAN
 from tests.unit.group.samples import SIGNERS, candidate
 
 

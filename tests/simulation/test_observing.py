@@ -25,8 +25,16 @@ from p2pavg.testing import (
     simulated_peer,
 )
 from p2pavg.testing.simulation import simulated_signer
-from tests.simulation.test_averaging import ELEMENTS, LAN, config, mean, same_bits, tensors_of, values
-from tests.simulation.test_surviving import check_one_result
+from tests.simulation.swarm import (
+    ELEMENTS,
+    LAN,
+    check_one_result,
+    config,
+    mean,
+    same_bits,
+    tensors_of,
+    values,
+)
 
 CODECS = pytest.mark.parametrize("compression", [None, "blockwise8"])
 

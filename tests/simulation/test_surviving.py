@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
-import torch
 import trio
 from trio.testing import MockClock
 
@@ -26,7 +23,7 @@ from p2pavg.testing import (
     simulated_peers,
 )
 from p2pavg.testing.simulation import simulated_signer
-from tests.simulation.test_averaging import LAN, config, mean, tensors_of, values
+from tests.simulation.swarm import LAN, check_one_result, config, values
 
 
 async def until_exchanging(averager: p2pavg.DecentralizedAverager) -> None:
@@ -66,19 +63,6 @@ async def test_a_member_that_crashes_costs_its_own_contribution_only(
         assert isinstance(result, p2pavg.Success)
         if seconds > 0.01 and lost not in result.peers:  # otherwise the group was formed without it
             assert lost in result.lost
-
-
-def check_one_result(results: Sequence[p2pavg.RoundResult], elements: int) -> None:
-    """Check that all succeeded with the same peers and bits, which are the mean of those peers."""
-    indices = {simulated_signer(index).peer_id: index for index in range(20)}
-    first = results[0]
-    assert isinstance(first, p2pavg.Success), first
-    expected = mean([indices[peer_id] for peer_id in first.peers], elements)
-    torch.testing.assert_close(tensors_of(first)[0], expected.float(), rtol=1e-5, atol=1e-6)
-    for result in results:
-        assert isinstance(result, p2pavg.Success), result
-        assert result.peers == first.peers
-        assert torch.equal(tensors_of(result)[0], tensors_of(first)[0])
 
 
 @pytest.mark.parametrize("stopped", [0, 2], ids=["leader", "follower"])

@@ -10,7 +10,7 @@ from torch import nn
 from p2pavg.optim import AveragedOptimizer, LocalUpdates, StepReport
 from p2pavg.optim.word import TOPIC
 from p2pavg.records.board import Entry
-from tests.unit.optim.test_optimizers import Alone, Board
+from tests.unit.optim.fakes import Alone, Board
 
 Either = AveragedOptimizer | LocalUpdates
 Make = Callable[..., Either]

@@ -15,8 +15,8 @@ import p2pavg
 from p2pavg.blocking import Averager
 from p2pavg.optim import ErrorFeedback, diloco
 from p2pavg.result import RoundResult
+from tests.unit.optim.fakes import Alone, both, large_batch, local, parameter
 from tests.unit.optim.loops import Either, Make, batch, plain, small
-from tests.unit.optim.test_optimizers import Alone, both, large_batch, local, parameter
 
 
 class TestZeroing:

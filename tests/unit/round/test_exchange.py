@@ -19,8 +19,8 @@ from p2pavg.net.transport import Stream, Transport
 from p2pavg.round.exchange import FIND_OUT_SECONDS, Exchange, Outcome
 from p2pavg.testing.simulation import run_on_loop
 from p2pavg_compression import Fp32
+from tests.unit.allreduce.attempts import A, B, C, Reaches, three
 from tests.unit.allreduce.streams import SaidBefore
-from tests.unit.allreduce.test_attempt import A, B, C, Reaches, three
 
 TIMEOUT = 20.0
 

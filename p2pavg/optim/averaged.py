@@ -16,7 +16,7 @@ from p2pavg.errors import P2PAvgError
 from p2pavg.optim.digest import digest_of
 from p2pavg.optim.progress import Average
 from p2pavg.optim.recipe import hyperparameters
-from p2pavg.optim.report import StepReport, report_of
+from p2pavg.optim.report import StepReport
 from p2pavg.optim.shards import local_of, spread_like, whole_of
 from p2pavg.optim.state import check_both, check_holds, checked_amount, lineage_of, origin_of
 from p2pavg.optim.wrapper import PeerOptimizer
@@ -127,11 +127,6 @@ class AveragedOptimizer(PeerOptimizer):
         )
         averager.declare(self._contribution())
 
-    @property
-    def _running(self) -> bool:
-        """True while the end of a round has not been collected, also after Ctrl-C."""
-        return self._averager.round_state is not None
-
     def step(self, *, samples: float, metrics: Mapping[str, float] = MappingProxyType({})) -> StepReport:
         """Accumulate the gradients of one batch, and take the update if it is due.
 
@@ -168,9 +163,11 @@ class AveragedOptimizer(PeerOptimizer):
         before = self._collect() if self._any_running() else None
         if before is not None and self._any_running():
             return before  # this batch belongs to the next round
-        self._together.say(self._averager.weight, waiting=self._averager.weight >= self._limit)
+        self._together.run.say(self._averager.weight, waiting=self._averager.weight >= self._limit)
         decision = self._ranks.as_the_first(self._together.decide_when_all_are_ready)
-        report = self._average(decision.peers) if isinstance(decision, Average) else self._report()
+        report = (
+            self._average(decision.peers) if isinstance(decision, Average) else self._report(goes_on=False)
+        )
         return report if before is None or report.updated else before
 
     def _contribution(self) -> list[torch.Tensor]:
@@ -214,9 +211,9 @@ class AveragedOptimizer(PeerOptimizer):
         averaged, numbers = digest_of(result.averaged), hyperparameters(self.inner)
         norm = self._update(result.averaged)
         self._took(result, numbers, averaged, self._parameters)
-        self._together.say(self._averager.weight, waiting=False)
+        self._together.run.say(self._averager.weight, waiting=False)
         self._step_scheduler()
-        return self._updated(self._report(result, norm))
+        return self._updated(self._report(result, norm, goes_on=False))
 
     def _update(self, averaged: list[torch.Tensor]) -> float:
         """Apply the averaged gradient and buffers; return the gradient's L2 norm."""
@@ -230,13 +227,6 @@ class AveragedOptimizer(PeerOptimizer):
         self.inner.step()
         self.zero_grad()
         return whole_of(norm)
-
-    def _report(
-        self, result: RoundResult | None = None, norm: float | None = None, *, goes_on: bool = False
-    ) -> StepReport:
-        # While its round runs, this peer may look behind only because it hears of the end last.
-        behind = None if goes_on else self._ranks.as_the_first(self._together.left_behind)
-        return self._checked(report_of(self._together, result, norm, behind))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of ``inner``, the schedule and the run: all that a peer needs beside the model's state.

@@ -99,13 +99,13 @@ class _Speaker:
             self.together.took(replace(self._last, group_id=self._state().hex()))
         else:
             logger.warning("the gradients of this step were not averaged: %s", self._failed)
-        self.together.say(0.0, waiting=False)
+        self.together.run.say(0.0, waiting=False)
         return ok
 
     def _begin(self) -> None:
         self._groups, self._failed = [], ""  # also those of an incomplete pass
         self.together.computed(self._weight)
-        self.together.say(self._weight, waiting=True)
+        self.together.run.say(self._weight, waiting=True)
         decision = self.together.decide_when_all_are_ready()
         self._peers = decision.peers if isinstance(decision, Average) else 0
         if not isinstance(decision, Average):
@@ -113,7 +113,7 @@ class _Speaker:
 
     def _state(self) -> bytes:
         """Return the state for the next bucket: peers with different results of an earlier bucket must not meet."""
-        lineage = self.together.lineage
+        lineage = self.together.run.lineage
         return hashlib.sha256(pack(_STATE_DOMAIN, lineage.state, tuple(self._groups))).digest()
 
     def _round(self, averager: Averager) -> Success | InProgress | NoPeers | Failed:
@@ -149,7 +149,7 @@ class PeerGradients:
     @property
     def lineage(self) -> Lineage | None:
         """The lineage of this peer's parameters; on rank 0 only."""
-        return None if self._speaker is None else self._speaker.together.lineage
+        return None if self._speaker is None else self._speaker.together.run.lineage
 
     def take(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Reduce a bucket within the peer and average it across peers.

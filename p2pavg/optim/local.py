@@ -18,7 +18,7 @@ from p2pavg.optim.digest import digest_of
 from p2pavg.optim.feedback import ErrorFeedback
 from p2pavg.optim.progress import Average
 from p2pavg.optim.recipe import hyperparameters
-from p2pavg.optim.report import StepReport, report_of
+from p2pavg.optim.report import StepReport
 from p2pavg.optim.state import (
     check_both,
     check_holds,
@@ -171,7 +171,7 @@ class LocalUpdates(PeerOptimizer):
         if self._begin():
             self._set_anchor()
         self._check_parameters()
-        if self._averager.round_state is not None and self._given is None:
+        if self._running and self._given is None:
             self._given = self._pseudo_gradients()  # the parameters have not changed since the round began
         self._pull_to_anchor()
         self.inner.step()
@@ -184,16 +184,16 @@ class LocalUpdates(PeerOptimizer):
         self._samples += weight
         self._metrics.add(measured, weight)
         self._together.computed(weight)
-        due = self._steps >= self._sync_every or self._together.is_called
-        self._together.say(self._samples, waiting=due)
+        due = self._steps >= self._sync_every or self._together.run.is_called
+        self._together.run.say(self._samples, waiting=due)
         self._step_scheduler()
-        if self._averager.round_state is not None:  # its call ended early, by sync_timeout or Ctrl-C
+        if self._running:  # its call ended early, by sync_timeout or Ctrl-C
             return self._take(self._together.average(2) if due else self._together.look())
         if not due:
-            return self._report()
+            return self._report(goes_on=self._running)
         decision = self._together.decide_when_all_are_ready()
         if not isinstance(decision, Average):
-            return self._report()
+            return self._report(goes_on=self._running)
         self._contribute()
         return self._take(self._together.average(decision.peers))
 
@@ -225,11 +225,11 @@ class LocalUpdates(PeerOptimizer):
         )
         logger.warning("%s", reason)
         if self._restored < MAX_RESTORED:
-            self._together.say(0.0, waiting=False)
+            self._together.run.say(0.0, waiting=False)
         else:
-            self._together.leave()  # until a step succeeds, no other peer should wait for this one
+            self._together.run.leave()  # until a step succeeds, no other peer should wait for this one
         self._step_scheduler()
-        return replace(self._report(), restored=reason)
+        return replace(self._report(goes_on=self._running), restored=reason)
 
     @torch.no_grad()
     def _mend_inner(self) -> None:
@@ -256,13 +256,13 @@ class LocalUpdates(PeerOptimizer):
         if not isinstance(result, Success):
             if not isinstance(result, InProgress):
                 self._given = None
-            return self._report(result)
+            return self._report(result, goes_on=self._running)
         assert isinstance(result.averaged, list)
         averaged, numbers = digest_of(result.averaged), hyperparameters(self.outer)
         norm = self._update(result, result.averaged)
         self._took(result, numbers, averaged, self._anchor)
-        self._together.say(self._samples, waiting=False)
-        return self._updated(self._report(result, norm))
+        self._together.run.say(self._samples, waiting=False)
+        return self._updated(self._report(result, norm, goes_on=self._running))
 
     def _contribute(self) -> None:
         self._parts.mend()
@@ -320,12 +320,6 @@ class LocalUpdates(PeerOptimizer):
             if self._feedback is not None:
                 self._feedback.delivered(*success.share)
         return float(norm)
-
-    def _report(self, result: RoundResult | None = None, norm: float | None = None) -> StepReport:
-        # While its round runs, this peer may look behind only because it hears of the end last.
-        goes_on = self._averager.round_state is not None
-        behind = None if goes_on else self._together.left_behind()
-        return self._checked(report_of(self._together, result, norm, behind))
 
     def state_dict(self) -> dict[str, Any]:
         """Return all that a peer needs beside the model's state to continue from here.

@@ -60,9 +60,9 @@ def report_of(
     together: Together, result: RoundResult | None, grad_norm: float | None, behind: Behind | None
 ) -> StepReport:
     """Return the report of an optimizer at its present progress."""
-    seen = together.survey()
+    seen = together.run.survey()
     return StepReport(
-        epoch=together.lineage.epoch,
+        epoch=together.run.lineage.epoch,
         peers=seen.peers,
         others=seen.others,
         samples=seen.samples,

@@ -1,43 +1,24 @@
-"""One optimizer's view of its run: publishes its progress, follows the others' progress, and averages when due."""
+"""Rounds of one optimizer: waits for the other peers, averages with them, and reports the waiting."""
 
 from __future__ import annotations
 
 import logging
-import statistics
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import torch
 
 from p2pavg.blocking import Averager
 from p2pavg.config import MAX_GROUP_SIZE
-from p2pavg.optim.attendance import PAUSE_SECONDS, Attendance
 from p2pavg.optim.lineage import Lineage, first_lineage
-from p2pavg.optim.progress import (
-    MAX_BATCH_SECONDS,
-    MAX_SAMPLES,
-    Average,
-    Behind,
-    Decision,
-    Progress,
-    Survey,
-    Wait,
-    decide,
-    encode_progress,
-    read_all,
-    survey,
-)
+from p2pavg.optim.progress import Average, Behind, Decision, Survey, Wait
 from p2pavg.optim.state import checked_amount, checked_count
+from p2pavg.optim.view import RunView
 from p2pavg.optim.waiting import GrowingPauses, Waiting
 from p2pavg.result import EXCHANGES, Failed, InProgress, NoPeers, RoundResult, Success
 
 logger = logging.getLogger(__name__)
 
-TOPIC = "progress"
-SPEED_WEIGHT = 0.2  # weight of the newest batch in the moving average of samples per second
-BATCHES = 8  # in the median of batch times, which ignores a single batch delayed by an evaluation
 LOOK_SECONDS = 1.0  # maximum between two looks of a waiting peer, also while its group is being formed
 
 
@@ -71,134 +52,49 @@ class Together:
         recipe: bytes = b"",
     ) -> None:
         self.averager = averager
+        least = averager.config.min_group_size
+        to_start = least if peers_to_start is None else checked_count("peers_to_start", peers_to_start)
+        self._patience = checked_amount("sync_timeout", sync_timeout)
+        self._not_ours = averager.round_state is not None  # an earlier optimizer began this round
+        self.run = RunView(
+            averager,
+            first_lineage(parameters, recipe),
+            target=target,
+            peers_to_start=to_start,
+            alone_after=sync_timeout if alone else None,
+        )
         self.on_look: Callable[[], None] = lambda: None
         """Called at least once a second while this peer waits."""
-        self.lineage = first_lineage(parameters, recipe)
-        self._target = target
-        self._peers_to_start = (
-            averager.config.min_group_size
-            if peers_to_start is None
-            else checked_count("peers_to_start", peers_to_start)
-        )
-        self._patience = checked_amount("sync_timeout", sync_timeout)
-        self._least = 1 if alone else averager.config.min_group_size
-        self._not_ours = averager.round_state is not None  # an earlier optimizer began this round
-        self._board = averager.board(TOPIC)
         self.why: Callable[[], str] = lambda: ""
         """Returns further reasons why this peer waits, or an empty text; an optimizer may replace it."""
-        self._behind, self._split = GrowingPauses(), GrowingPauses()
-        self._speed = 0.0
-        self._batches: deque[float] = deque(maxlen=BATCHES)
-        self._last = time.monotonic()
-        # A peer that takes updates alone cannot rejoin, so a pause of the others must not cause that.
-        self._attendance = Attendance(self._last, pause_seconds=sync_timeout if alone else PAUSE_SECONDS)
         self.waiting = Waiting()
+        self._behind, self._split = GrowingPauses(), GrowingPauses()
         self._regroups = False
         self._stopped = False
-        self._mine = self._progress(0.0, waiting=False)
-        # The others learn of this peer before its first batch, because the first round includes all present peers.
-        self._board.publish(encode_progress(self._mine), now=True)
-
-    # ------------------------------------------------------------------ publishing
 
     def computed(self, batch: float) -> None:
         """Note that a batch of this many samples was computed."""
-        now = time.monotonic()
         self.waiting.begin()
-        if now > self._last:
-            self._batches.append(min(now - self._last, MAX_BATCH_SECONDS))
-            speed = batch / (now - self._last)
-            share = SPEED_WEIGHT if self._speed else 1.0
-            self._speed = min((1 - share) * self._speed + share * speed, MAX_SAMPLES)
-        self._last = now
-
-    def say(self, samples: float, *, waiting: bool) -> None:
-        """Publish this peer's progress.
-
-        Args:
-            samples: samples accumulated since the last update.
-            waiting: true if there will be no more until the next update.
-        """
-        self._mine = self._progress(samples, waiting=waiting)
-        urgent = isinstance(self.decide(), Average | Wait)
-        self._board.publish(encode_progress(self._mine), now=urgent)
-
-    def leave(self) -> None:
-        """Withdraw this peer's progress: no other peer waits for this one until it publishes again."""
-        self._board.withdraw()
-
-    def _progress(self, samples: float, *, waiting: bool) -> Progress:
-        return Progress(
-            epoch=self.lineage.epoch,
-            state=self.lineage.state,
-            samples=samples,
-            samples_per_second=self._speed,
-            waiting=waiting,
-            batch_seconds=statistics.median(self._batches) if self._batches else 0.0,
-            started=self._attendance.started,
-        )
-
-    def _stand_by(self) -> None:
-        """Publish that this peer has stopped computing, because it is in a call that waits for the others."""
-        if not self._mine.waiting:
-            self._mine = replace(self._mine, waiting=True)
-            self._board.publish(encode_progress(self._mine))
-
-    # ------------------------------------------------------------------ the other peers
-
-    @property
-    def samples_per_second(self) -> float:
-        """Moving average of this peer's speed."""
-        return self._speed
-
-    def survey(self) -> Survey:
-        """The run as this peer sees it."""
-        seen = self._attendance.hear(self._mine, self._words(), time.monotonic())
-        return survey(self._mine, seen)
-
-    def _words(self) -> dict[str, Progress]:
-        return read_all({peer_id: word.value for peer_id, word in self._board.entries.items()})
-
-    @property
-    def is_called(self) -> bool:
-        """Return whether this peer has joined a run in which all others wait for its batch alone."""
-        seen = self.survey()  # first, because the next line depends on it
-        return self._attendance.joins(self._mine) and seen.others_wait
-
-    def decide(self) -> Decision:
-        """Decide what this peer does now."""
-        return self._decide(self.survey())
-
-    def _decide(self, seen: Survey) -> Decision:
-        return decide(
-            self._mine,
-            seen,
-            target=self._target,
-            peers_to_start=self._peers_to_start,
-            least=self._least,
-            settled=self._attendance.is_settled(
-                self._mine, seen.peers, self._peers_to_start, time.monotonic()
-            ),
-        )
+        self.run.computed(batch)
 
     def decide_when_all_are_ready(self) -> Decision:
-        """Decide as :meth:`decide`, but first wait while the decision is to wait, for ``sync_timeout`` at most."""
+        """Decide as :meth:`RunView.decide`, but first wait while that is the decision, ``sync_timeout`` at most."""
         until = time.monotonic() + self._patience
         try:
             while True:
-                version = self._board.version
+                version = self.run.version
                 self.on_look()
-                seen = self.survey()
-                decision, left = self._decide(seen), until - time.monotonic()
+                seen = self.run.survey()
+                decision, left = self.run.decide(seen), until - time.monotonic()
                 if not isinstance(decision, Wait):
                     return decision
-                if left <= 0 and seen.peers < self._peers_to_start:
+                if left <= 0 and seen.peers < self.run.peers_to_start:
                     return decision
                 if left <= 0:
                     return Average(seen.peers, f"waited {self._patience:g} s: {decision.reason}")
-                self._stand_by()
+                self.run.stand_by()
                 self._waits(decision.reason, seen.computing)
-                self._board.wait(version, min(left, LOOK_SECONDS))
+                self.run.wait(version, min(left, LOOK_SECONDS))
         finally:
             self._waits_no_more()
 
@@ -210,19 +106,20 @@ class Together:
             logger.warning("this peer %s", warning)
 
     def _waits_no_more(self) -> None:
-        self._last = time.monotonic()  # the next batch's time excludes the waiting
-        self.waiting.ends(self._last)
+        now = time.monotonic()
+        self.run.rested(now)
+        self.waiting.ends(now)
 
     # ------------------------------------------------------------------ rounds
 
     def begin_round(self, peers: int) -> None:
         """Begin a round in the background; anything accumulated from now on belongs to the next one."""
-        logger.debug("epoch %d: averaging with %d peers", self.lineage.epoch, peers)
-        self._step(0.0, peers, self.averager, self.lineage.state)
+        logger.debug("epoch %d: averaging with %d peers", self.run.lineage.epoch, peers)
+        self._step(0.0, peers, self.averager, self.run.lineage.state)
 
     def look(self) -> RoundResult:
         """Return the running round's result, or InProgress."""
-        return self._step(0.0, 2, self.averager, self.lineage.state)
+        return self._step(0.0, 2, self.averager, self.run.lineage.state)
 
     def average(
         self, peers: int, averager: Averager | None = None, state: bytes | None = None
@@ -239,7 +136,10 @@ class Together:
         try:
             while True:
                 result = self._round(
-                    peers, averager or self.averager, self.lineage.state if state is None else state, is_mine
+                    peers,
+                    averager or self.averager,
+                    self.run.lineage.state if state is None else state,
+                    is_mine,
                 )
                 if not self._regroups:
                     return result
@@ -254,7 +154,7 @@ class Together:
     def _round(self, peers: int, averager: Averager, state: bytes, is_mine: bool) -> RoundResult:
         until = time.monotonic() + self._patience
         if is_mine:
-            self._stand_by()
+            self.run.stand_by()
         while True:
             wait = min(max(until - time.monotonic(), 0.0), LOOK_SECONDS)
             result = self._step(wait, peers, averager, state)
@@ -272,20 +172,20 @@ class Together:
 
     def _look_again(self, peers: int, averager: Averager, reason: str, is_mine: bool) -> None:
         """Cancel matchmaking if the group to be formed has changed since this peer began it."""
-        seen = self.survey()
+        seen = self.run.survey()
         self._waits(f"the round is to be among {peers} peers: {reason}", seen.computing)
         # A peer that arrives late, but before the first round, must not be left out of the group.
-        came = seen.peers > peers and not self._attendance.started
-        went = self._target_of(seen.peers) < self._target_of(peers)
+        came = seen.peers > peers and not self.run.has_started
+        went = self._group_size(seen.peers) < self._group_size(peers)
         if is_mine and (came or went):
             self._regroups = self._stopped = averager.cancel_matchmaking(
                 "more peers have come to start" if came else "a peer is no longer waited for"
             )
 
     def _step(self, wait: float, peers: int, averager: Averager, state: bytes) -> RoundResult:
-        result = averager.step(wait=wait, state=state, group_size=self._target_of(peers))
+        result = averager.step(wait=wait, state=state, group_size=self._group_size(peers))
         if isinstance(result, NoPeers) and not self._stopped:
-            self._attendance.came_to_nothing(self._mine, self._words(), time.monotonic())
+            self.run.came_to_nothing()
         if not isinstance(result, InProgress):
             self._stopped = False
         if not self._not_ours or averager is not self.averager or isinstance(result, InProgress):
@@ -297,13 +197,13 @@ class Together:
             )
         return result
 
-    def _target_of(self, peers: int) -> int:
+    def _group_size(self, peers: int) -> int:
         return min(max(peers, self.averager.config.min_group_size), MAX_GROUP_SIZE)
 
     def left_behind(self) -> Behind | None:
         """Return the evidence that the others went on without this peer while it waited; ``None`` if they did not."""
-        seen = self.survey()
-        decision = self._decide(seen)
+        seen = self.run.survey()
+        decision = self.run.decide(seen)
         if not isinstance(decision, Behind):
             self._warn_of_a_split(seen)
             return None
@@ -316,7 +216,7 @@ class Together:
 
     def _warn_of_a_split(self, seen: Survey) -> None:
         """Warn if another part of the run may have split off: both parts may have enough peers to continue."""
-        if seen.unmet_ahead is None or not self._attendance.started:
+        if seen.unmet_ahead is None or not self.run.has_started:
             return
         if self._split.is_due(time.monotonic()):
             epoch, peers = seen.unmet_ahead
@@ -331,23 +231,18 @@ class Together:
     def took(self, success: Success, result: bytes = b"", numbers: bytes = b"") -> None:
         """Note an update by an average; ``result`` and ``numbers`` are as for :meth:`Lineage.after`."""
         companions = {*success.peers, *success.observers} - success.lost.keys() - {self.averager.peer_id}
-        self._take(companions, self.lineage.after(success.group_id, result, numbers))
-        self._peers_to_start = 1
-
-    def _take(self, companions: set[str], after: Lineage) -> None:
-        self._last = time.monotonic()
-        self._attendance.took(companions, self._mine, self._words(), self._last)
-        self.lineage = after
+        self.run.took(companions, self.run.lineage.after(success.group_id, result, numbers))
+        self.run.peers_to_start = 1
         self.waiting.updated()
 
     def took_alone(self) -> None:
         """Note an update that this peer took alone, since no other peer is present."""
-        self._take(set(), self.lineage.after(self.averager.peer_id))
+        self.run.took(set(), self.run.lineage.after(self.averager.peer_id))
+        self.waiting.updated()
 
     def is_at(self, lineage: Lineage) -> None:
         """Note that the parameters were replaced by those of another lineage, or by earlier ones of the same."""
-        self.lineage = lineage
-        self._attendance.begin(time.monotonic())
+        self.run.is_at(lineage)
         self._behind.reset()
         self._not_ours = self.averager.round_state is not None
-        self.say(0.0, waiting=False)
+        self.run.say(0.0, waiting=False)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from p2pavg.optim import together, watch
+from p2pavg.optim import together, view, watch
 from tests.simulation.stage import Stage
 
 
@@ -17,7 +17,7 @@ def stages(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Stage]:
 
     def make(seed: int = 0, **changes: float) -> Stage:
         stage = Stage(seed, **changes)
-        for module in (together, watch):
+        for module in (together, view, watch):
             monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: stage.now))
         return stage
 

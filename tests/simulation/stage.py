@@ -17,7 +17,7 @@ import torch
 
 import p2pavg
 from p2pavg.blocking import Averager
-from p2pavg.optim.together import TOPIC
+from p2pavg.optim.view import TOPIC
 from p2pavg.records.board import Entry
 from p2pavg.result import InProgress, NoPeers, RoundResult, Success
 

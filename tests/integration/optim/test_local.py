@@ -44,7 +44,7 @@ def one_step(model: torch.nn.Module, batches: Batches, optimizer: LocalUpdates) 
 def wait_for_another(optimizer: LocalUpdates) -> None:
     """Wait until this peer has read another peer's progress."""
     end = time.monotonic() + 30
-    while optimizer._together.survey().peers < 2:
+    while optimizer._together.run.survey().peers < 2:
         assert time.monotonic() < end
         time.sleep(0.01)
 

@@ -79,7 +79,7 @@ class Company:
 
     def says(self, peer: str, *, state: bytes | None = None, epoch: int = 0, waiting: bool = True) -> None:
         self._sequence += 1
-        lineage = self.together.lineage
+        lineage = self.together.run.lineage
         progress = Progress(
             epoch=lineage.epoch if state is None else epoch,
             state=lineage.state if state is None else state,
@@ -91,11 +91,11 @@ class Company:
 
     def took(self, *peers: str, lost: Mapping[str, str] | None = None) -> None:
         self.together.took(success(*peers, lost=lost))
-        self.together.say(1.0, waiting=True)
+        self.together.run.say(1.0, waiting=True)
 
     @property
     def counted(self) -> int:
-        return self.together.survey().peers
+        return self.together.run.survey().peers
 
 
 def success(*peers: str, lost: Mapping[str, str] | None = None) -> Success:
@@ -150,14 +150,14 @@ def test_a_companion_is_waited_for_until_it_has_had_its_time(
     company: Company, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     company.says("a")
-    before = company.together.lineage
+    before = company.together.run.lineage
     company.took("a")
-    assert isinstance(company.together.decide(), Wait), "it has yet to say that it took the update too"
+    assert isinstance(company.together.run.decide(), Wait), "it has yet to say that it took the update too"
     company.says("a", state=before.state, epoch=before.epoch)
-    assert isinstance(company.together.decide(), Wait)
+    assert isinstance(company.together.run.decide(), Wait)
     later = time.monotonic() + FOLLOW_SECONDS + 1.0
     monkeypatch.setattr(time, "monotonic", lambda: later)
-    assert isinstance(company.together.decide(), Compute), "it is gone, and no other peer is present"
+    assert isinstance(company.together.run.decide(), Compute), "it is gone, and no other peer is present"
 
 
 def test_peer_lost_in_a_round_is_no_companion(company: Company) -> None:
@@ -168,7 +168,7 @@ def test_peer_lost_in_a_round_is_no_companion(company: Company) -> None:
 
 def test_result_for_replaced_parameters_is_discarded(company: Company) -> None:
     """This holds even if parameters of the same update were loaded: the contributed ones were different."""
-    lineage = company.together.lineage
+    lineage = company.together.run.lineage
     for loaded in (Lineage(7, b"7" * 32), lineage):
         company.rounds.results = [
             InProgress(ready_peers=1, target_size=2, reason="it runs"),
@@ -228,7 +228,7 @@ def test_peer_that_loads_a_state_expects_all_peers_again(company: Company) -> No
         company.took()
     company.says("a")
     assert company.counted == 1
-    company.together.is_at(company.together.lineage)
+    company.together.is_at(company.together.run.lineage)
     company.says("a")
     assert company.counted == 2
 
@@ -242,7 +242,7 @@ def test_batch_time_excludes_rounds(company: Company, monkeypatch: pytest.Monkey
             company.together.computed(8.0)
         else:
             company.took()
-    assert company.together.samples_per_second == pytest.approx(4.0, rel=0.01)
+    assert company.together.run.samples_per_second == pytest.approx(4.0, rel=0.01)
 
 
 def test_a_split_of_the_run_is_a_warning_and_not_an_order(

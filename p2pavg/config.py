@@ -12,8 +12,8 @@ from p2pavg_compression import Codec, resolve_codec
 MAX_GROUP_SIZE = 64
 MAX_RUN_ID_CHARS = 128
 MAX_CODEC_CHARS = 64
-# With less, a part of the smallest size takes minutes, and other members would wait as long for a peer that sends
-# nothing. With more, no link of a single machine matches: a larger number is false.
+# Below the minimum, a part of the smallest size takes minutes, and other members would wait as long for a peer that
+# sends nothing. No single machine has a link above the maximum, so a larger number is false.
 MIN_BANDWIDTH = 0.1  # Mbit/s
 MAX_BANDWIDTH = 100_000.0  # Mbit/s
 MAX_WEIGHT = 1e15  # sums of 64 such weights are exact enough as floats, and no run has as many samples

@@ -81,7 +81,7 @@ class Report:
     lives: list[Life]
     faults: Counter[str]
     began: float
-    """Begin of the measured time, on the clock that all processes share; its end follows."""
+    """Start of the measured time, on the clock that all processes share."""
     ended: float
 
 

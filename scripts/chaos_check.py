@@ -421,7 +421,7 @@ def check_once(accounts: Sequence[Account], committed: Sequence[Committed]) -> t
             elif results == {None}:
                 violations.append(f"{step} was told that it was used, and no known result contains it")
         if account.life.killed is None and not account.finished and not account.life.trouble:
-            violations.append(f"{account.life} did not say what is left")
+            violations.append(f"{account.life} did not report its unused samples")
     return excused, violations
 
 

@@ -119,7 +119,7 @@ class _Worker:
         self._report("result", **_describe(result), weight=self._averager.weight)
 
     def _watch(self) -> p2pavg.RoundResult:
-        """Report the begin of the group's exchange."""
+        """Step until the group exchanges, and report that."""
         end = time.monotonic() + WATCH_SECONDS
         while True:
             result = self._averager.step(wait=0.03)

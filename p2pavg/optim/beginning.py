@@ -89,7 +89,7 @@ class Beginning:
         if self._ranks.all_agree(saved.rules == recipe.rules_digest):
             return saved
         logger.warning(
-            "the state was saved by a peer that trains otherwise; this peer goes on with its own settings, and only"
+            "the state was saved by a peer with other settings; this peer continues with its own settings, and only"
             " with peers that do the same"
         )
         rules = bytes.fromhex(self._ranks.as_one(recipe.rules_digest.hex()))

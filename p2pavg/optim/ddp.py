@@ -243,7 +243,7 @@ class PeerGradients:
             )
             dist.broadcast(said, src=0, group=self._beside)
             if said.item() == _ENDED and self._error is None:
-                self._error = ClosedError("rank 0 of this peer averages no more")
+                self._error = ClosedError("rank 0 of this peer has stopped averaging")
             self._passes.put((bucket.number, said.item() == _OK))
 
 
@@ -336,7 +336,7 @@ def _raise_on_all(wrong: ValueError | P2PAvgError | None) -> None:
 
 
 def ddp_comm_hook(state: PeerGradients, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """For ``DistributedDataParallel.register_comm_hook``, with the state of :func:`peer_gradients`.
+    """Average one bucket; a hook for ``DDP.register_comm_hook``, with the state of :func:`peer_gradients`.
 
     Under ``no_sync()`` nothing is averaged, as usual in DDP; the next pass includes the accumulated gradients.
     """

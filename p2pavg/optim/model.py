@@ -46,7 +46,7 @@ class ModelParts:
         if model is not None and not isinstance(model, nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
         if model is None and buffers is not None:
-            raise ValueError("buffers are of a model: give model= too")
+            raise ValueError("buffers needs the model: give model= too")
         self._model = model
         self._trained = list(trained)
         self._averaged_names = _averaged_names(model, buffers)
@@ -108,7 +108,7 @@ class ModelParts:
                 continue
             if now is None or tensor_digest(now) != digest:
                 raise ValueError(
-                    f"the model's buffer {name!r} changes in training, so that no two peers' would be alike."
+                    f"the model's buffer {name!r} changes in training, and would differ between peers."
                     f" Give buffers=[{name!r}, ..] to average it with those named there, or keep it out of the model"
                 )
             self._constants[name] = (now, now._version, digest)
@@ -160,7 +160,7 @@ def _averaged_names(model: nn.Module | None, buffers: Collection[str] | None) ->
     for name in buffers:
         if name not in known or known[name].dtype not in _DTYPES:
             raise ValueError(
-                f"buffers: {name!r} is none of the model's buffers of float32, float16 or bfloat16"
+                f"buffers: {name!r} is not a buffer of the model in float32, float16 or bfloat16"
             )
     return tuple(sorted(set(buffers)))
 

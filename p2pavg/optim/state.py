@@ -46,7 +46,7 @@ def check_holds(saved: Mapping[str, Any], *names: str) -> None:
 def check_both(name: str, saved: Mapping[str, Any], mine: object) -> None:
     """Raise ValueError if the saved state has such a part and the loading optimizer has not, or the reverse."""
     if (saved.get(name) is None) != (mine is None):
-        raise ValueError(f"state: saved with a {name} and loaded without one, or the other way round")
+        raise ValueError(f"state: only one of the state and this optimizer has a {name}")
 
 
 def pack_lineage(lineage: Lineage) -> dict[str, int | str]:
@@ -92,7 +92,7 @@ def origin_of(saved: Mapping[str, Any]) -> Origin:
         fields = tuple((str(name), str(text)) for name, text in kept["fields"])
         digests = {name: digest_in(kept, name) for name in ("parameters", "recipe", "rules")}
     except (KeyError, TypeError, ValueError, IndexError) as error:
-        raise ValueError(f"state: it does not say where it comes from: {error!r}") from None
+        raise ValueError(f"state: it holds no origin: {error!r}") from None
     return Origin(**digests, fields=fields)
 
 

@@ -87,13 +87,13 @@ def sync_parameters(
     with averager.sibling(config) as sibling:
         result = _until_all_came(sibling, kept, source=source, source_id=source_id, until=until)
     if not isinstance(result, Success):
-        raise SyncError(f"the parameters did not come within {timeout:g} s: {result.reason}")
+        raise SyncError(f"the parameters did not arrive within {timeout:g} s: {result.reason}")
     if len(result.peers) != 1:
-        raise SyncError(f"{len(result.peers)} peers say that they are the source")
+        raise SyncError(f"{len(result.peers)} peers claim to be the source")
     if not _is_of(result, source_id):
         raise SyncError(
-            f"the parameters did not come within {timeout:g} s: peer {result.peers[0]} says that it is the source,"
-            f" and not {source_id}"
+            f"the parameters did not arrive within {timeout:g} s: peer {result.peers[0]} claims to be the source,"
+            f" not {source_id}"
         )
     assert isinstance(result.averaged, list)
     # Every observer reduces a share and could send all others the same false result, so the source publishes the true
@@ -110,7 +110,7 @@ def _check_source(averager: Averager, source: bool, source_id: str | None) -> No
         raise ValueError(f"source_id must be a peer's id or None, got {source_id!r}")
     if source_id is not None and source != (source_id == averager.peer_id):
         raise ValueError(
-            f"source must be whether this peer is source_id: this one is {averager.peer_id},"
+            f"source must be true on the peer source_id alone: this peer is {averager.peer_id},"
             f" source_id is {source_id} and source is {source!r}"
         )
 
@@ -132,9 +132,9 @@ def _until_all_came(
             return result
         if isinstance(result, Success):
             others = ", ".join(peer for peer in result.peers if peer != source_id)
-            logger.warning("not the source that was named: %s; its parameters are not taken", others)
+            logger.warning("ignoring the parameters of a peer that is not the named source: %s", others)
         else:
-            logger.info("not all peers are there yet: %s", result.reason)
+            logger.info("not all peers are present yet: %s", result.reason)
         if not isinstance(result, InProgress):
             averager.clear()  # the next attempt contributes the same tensors again
             time.sleep(AGAIN_SECONDS)
@@ -161,7 +161,7 @@ def _compare(board: Board, me: str, result: Success, digest: bytes, until: float
             return
         left = until - time.monotonic()
         if left <= 0:
-            raise SyncError(f"{_peers(missing)} did not say what they received")
+            raise SyncError(f"{_peers(missing)} published no digest of the received parameters")
         board.wait(version, min(left, LOOK_SECONDS))
 
 

@@ -193,7 +193,7 @@ class Together:
         self._not_ours = False
         if isinstance(result, Success):
             return Failed(
-                reason="the round was of parameters that were replaced meanwhile", contribution_used=True
+                reason="the round averaged parameters that were replaced meanwhile", contribution_used=True
             )
         return result
 
@@ -221,9 +221,9 @@ class Together:
         if self._split.is_due(time.monotonic()):
             epoch, peers = seen.unmet_ahead
             logger.warning(
-                "%d peers that took none of the last updates with this one say that they are at epoch %d, with other"
-                " parameters; this peer goes on with those that did. If they are yours, the run has split: let one"
-                " part load the other's state",
+                "%d peers that took none of the last updates with this one report epoch %d and other parameters; this"
+                " peer continues with the peers that did. If the others are yours, the run has split: let one part"
+                " load the other's state",
                 peers,
                 epoch,
             )

@@ -45,7 +45,7 @@ class Waiting:
         self.begin()
 
     def begin(self) -> None:
-        """Note the begin of a call."""
+        """Note that a call begins."""
         self.seconds = 0.0
         self.reason: str | None = None
         self.peers: tuple[str, ...] = ()

@@ -37,7 +37,7 @@ def _load(file: Path) -> bytes:
             raise IdentityError(f"others can read the identity {file} (mode {mode:04o}); chmod 600 it")
         seed = opened.read(SEED_BYTES + 1)
     if len(seed) != SEED_BYTES:
-        raise IdentityError(f"{file} is no identity: it has not {SEED_BYTES} bytes")
+        raise IdentityError(f"{file} is not an identity: it does not have {SEED_BYTES} bytes")
     return seed
 
 

@@ -73,6 +73,6 @@ class RecordService:
         delay = self._budget.delay(trio.current_time(), peer_id, prefix)
         if delay is None:
             raise RemoteProtocolError(
-                f"busy: its record calls have used up what is granted for more than {LONGEST_DELAY:.0f} s ahead"
+                f"busy: its record calls have used up the budget of the next {LONGEST_DELAY:.0f} s"
             )
         await trio.sleep(delay)

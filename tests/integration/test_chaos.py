@@ -306,7 +306,7 @@ class TestWrong:
     def test_a_process_that_never_says_what_is_left(self) -> None:
         a, b = right()
         a.events.pop()
-        assert "process 0 did not say what is left" in wrong(a, b)
+        assert "process 0 did not report its unused samples" in wrong(a, b)
 
     def test_a_process_that_ends_by_itself(self) -> None:
         a, b = right()

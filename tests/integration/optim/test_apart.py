@@ -201,7 +201,7 @@ def test_stranger_that_claims_to_be_the_source_is_ignored(caplog: pytest.LogCapt
     source, observer, _ = train_together(work, 3, config(3, match_timeout=2.0))
     assert torch.equal(source, 3 * vector_of(small_model()))
     assert torch.equal(observer, source)
-    assert f"not the source that was named: {ids[2]}" in caplog.text
+    assert f"not the named source: {ids[2]}" in caplog.text
 
 
 def test_no_peer_accepts_tensors_that_another_did_not_receive(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -207,7 +207,7 @@ def test_all_start_from_one_peers_parameters() -> None:
 
 def test_two_sources_are_an_error() -> None:
     def work(_peer: int, averager: Averager) -> None:
-        with pytest.raises(SyncError, match="2 peers say that they are the source"):
+        with pytest.raises(SyncError, match="2 peers claim to be the source"):
             sync_parameters(averager, small_model().parameters(), source=True, peers=2)
 
     train_together(work, 2)
@@ -234,7 +234,7 @@ def test_sync_times_out_without_a_source() -> None:
     def work(peer: int, averager: Averager) -> None:
         model = small_model()
         before = vector_of(model)
-        with pytest.raises(SyncError, match=r"did not come within 1 s"):
+        with pytest.raises(SyncError, match=r"did not arrive within 1 s"):
             sync_parameters(averager, model.parameters(), source=bool(peer), peers=3, timeout=1.0)
         assert torch.equal(vector_of(model), before)
 

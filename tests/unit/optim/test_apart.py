@@ -244,7 +244,7 @@ class TestBeginning:
     @both
     def test_state_without_an_origin_is_refused(self, make: Make, origin: object) -> None:
         optimizer = make(Alone(), SGD([parameter(1.0)], lr=0.1))
-        with pytest.raises(ValueError, match="where it comes from"):
+        with pytest.raises(ValueError, match="it holds no origin"):
             optimizer.load_state_dict(optimizer.state_dict() | {"origin": origin})
 
 

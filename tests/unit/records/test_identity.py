@@ -85,7 +85,7 @@ def test_a_file_of_another_size_is_no_key_and_stays_as_it_is(tmp_path: Path, con
     file = tmp_path / "peer.key"
     file.write_bytes(content)
     file.chmod(0o600)
-    with pytest.raises(IdentityError, match=r"peer\.key is no identity: it has not 32 bytes"):
+    with pytest.raises(IdentityError, match=r"peer\.key is not an identity: it does not have 32 bytes"):
         load_or_make_seed(file)
     assert file.read_bytes() == content
 

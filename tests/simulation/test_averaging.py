@@ -48,7 +48,7 @@ async def test_a_vector_smaller_than_the_group(autojump_clock: MockClock, elemen
         torch.testing.assert_close(tensors_of(result)[0], torch.full((elements,), 2.0), rtol=0.02, atol=0.0)
 
 
-async def test_tensors_of_all_kinds_come_back_as_they_were_given(autojump_clock: MockClock) -> None:
+async def test_shapes_and_dtypes_of_tensors_are_kept(autojump_clock: MockClock) -> None:
     swarm, how = Swarm(), config(group_size=2)
 
     def tensors(index: int) -> list[torch.Tensor]:
@@ -79,7 +79,7 @@ async def test_a_lone_peer_gets_no_peers_at_its_match_timeout(autojump_clock: Mo
         assert swarm.averagers[peer.id].weight == 1.0
 
 
-async def test_three_of_four_go_ahead_at_the_match_timeout(autojump_clock: MockClock) -> None:
+async def test_three_of_four_start_at_the_match_timeout(autojump_clock: MockClock) -> None:
     swarm = Swarm()
     async with simulated_peers(MemoryNetwork(latency=LAN), 3) as peers, trio.open_nursery() as nursery:
         for index, peer in enumerate(peers):
@@ -157,7 +157,7 @@ async def test_peers_of_another_schema_are_named(autojump_clock: MockClock) -> N
     assert "2 peers of this run average 2 tensors, you have 1" in result.reason
 
 
-async def test_what_is_accumulated_during_a_round_belongs_to_the_next(autojump_clock: MockClock) -> None:
+async def test_tensors_accumulated_during_a_round_belong_to_the_next(autojump_clock: MockClock) -> None:
     async with simulated_peers(MemoryNetwork(latency=LAN), 2) as peers:
 
         async def twice(peer: Peer, found: list[float]) -> None:

@@ -164,7 +164,7 @@ async def test_topics_and_runs_are_separate(autojump_clock: MockClock) -> None:
         assert [heard(each) for each in boards] == [{speaker.id: b"a"}, {speaker.id: b"b"}, {}, {}]
 
 
-async def test_one_topic_of_an_averager_is_one_board(autojump_clock: MockClock) -> None:
+async def test_each_topic_of_an_averager_has_one_board(autojump_clock: MockClock) -> None:
     async with simulated_peers(MemoryNetwork(latency=LAN), 1) as (peer,):
         async with peer.averager(config()) as averager:
             board = await averager.board("topic")

@@ -103,7 +103,7 @@ class TestRecipe:
 
 
 class TestRatesSetByHand:
-    def test_an_update_with_another_rate_is_another_lineage(self) -> None:
+    def test_update_with_another_rate_changes_the_lineage(self) -> None:
         lineages = []
         for rate in (0.1, 0.1, 0.2):
             weights = parameter(1.0)
@@ -157,7 +157,7 @@ class TestRatesSetByHand:
 
 
 class TestResult:
-    def test_another_average_is_another_lineage(self) -> None:
+    def test_different_average_changes_the_lineage(self) -> None:
         """This holds even for the same group: a lineage names bits."""
         lineages = []
         for gradient in (1.0, 1.0, 2.0):
@@ -221,7 +221,7 @@ class TestBeginning:
         assert second.epoch == 2
 
     @both
-    def test_a_state_loaded_with_other_settings_is_another_lineage(
+    def test_state_loaded_with_other_settings_changes_the_lineage(
         self, make: Make, caplog: pytest.LogCaptureFixture
     ) -> None:
         change = {"target_batch_size": 2} if make is large_batch else {"proximal": 0.5}

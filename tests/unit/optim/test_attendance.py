@@ -199,7 +199,7 @@ class TestJoining:
         running.says("new", samples=8.0)
         assert running.seen().peers == 4
 
-    def test_a_newcomer_is_waited_for_briefly_whatever_it_says(self, running: World) -> None:
+    def test_newcomer_is_waited_for_briefly_for_any_claim(self, running: World) -> None:
         running.waiting = True
         running.says("a", "b", waiting=True, started=True)
         running.says("new", batch_seconds=MAX_BATCH_SECONDS)

@@ -82,7 +82,7 @@ class TestNothingIsLost:
             assert (missing - residual.double()).abs().max().item() <= rounded
 
     @every_lossy_codec
-    def test_the_residual_stays_small_however_often_the_same_is_given(self, codec: Codec) -> None:
+    def test_residual_stays_small_for_repeated_values(self, codec: Codec) -> None:
         feedback = ErrorFeedback(codec)
         before = tensors(3)
         norms = []

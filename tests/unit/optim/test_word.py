@@ -131,21 +131,21 @@ class TestDifferences:
             "1 peer of this run trains with lr 0.2, this one with 0.1",
         )
 
-    def test_other_first_parameters(self) -> None:
+    def test_other_first_parameters_are_reported(self) -> None:
         expected = "1 peer of this run began with other parameters than this one (another seed?)"
         assert differences(WORD, [replace(WORD, origin=b"x" * 32)]) == (expected,)
 
-    def test_another_architecture(self) -> None:
+    def test_other_architecture_is_reported(self) -> None:
         [sentence] = differences(WORD, [replace(WORD, tensors=98, elements=2000, origin=b"x" * 32)])
         assert sentence == (
             "1 peer of this run trains another architecture: 98 tensors of 2000 elements, this one 97 of 1000"
         )
 
-    def test_a_difference_that_no_field_shows(self) -> None:
+    def test_difference_without_a_field_is_reported(self) -> None:
         [sentence] = differences(WORD, [replace(WORD, recipe=b"x" * 32)])
         assert "other settings" in sentence
 
-    def test_a_rate_that_was_set_by_hand(self) -> None:
+    def test_rate_set_by_hand_is_reported(self) -> None:
         other = replace(WORD, rates=(Rate(1, b"1" * 8, "lr 0.1"), Rate(3, b"9" * 8, "lr 0.9")))
         assert differences(WORD, [other]) == (
             "1 peer of this run took update 3 with lr 0.9, this one with lr 0.1",

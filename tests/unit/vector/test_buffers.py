@@ -57,7 +57,7 @@ BYTE_VIEWS: dict[str, Callable[[memoryview], object]] = {
 
 
 @pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
-def test_floats_come_back_with_the_last_view_of_them(view: Callable[[torch.Tensor], object]) -> None:
+def test_float_memory_is_reclaimed_with_its_last_view(view: Callable[[torch.Tensor], object]) -> None:
     buffers = Buffers(PLENTY)
     lent = buffers.floats(ELEMENTS)
     address, kept = address_of(lent), [view(lent)]
@@ -71,7 +71,7 @@ def test_floats_come_back_with_the_last_view_of_them(view: Callable[[torch.Tenso
 
 
 @pytest.mark.parametrize("view", BYTE_VIEWS.values(), ids=BYTE_VIEWS)
-def test_bytes_come_back_with_the_last_view_of_them(view: Callable[[memoryview], object]) -> None:
+def test_byte_memory_is_reclaimed_with_its_last_view(view: Callable[[memoryview], object]) -> None:
     buffers = Buffers(PLENTY)
     lent = buffers.bytes(NBYTES)
     address, kept = address_of(lent), [view(lent)]

@@ -144,7 +144,7 @@ def test_a_sequence_is_named_by_position() -> None:
     refuse(Accumulation(), [torch.ones(2), torch.tensor(math.nan)], 1.0, "tensor 1 holds NaN")
 
 
-def test_the_first_bad_tensor_is_named_whatever_is_empty_before_it() -> None:
+def test_first_bad_tensor_is_named_after_empty_ones() -> None:
     refuse(
         Accumulation(), [torch.ones(0), torch.ones(1), torch.tensor([math.inf])], 1.0, "tensor 2 holds NaN"
     )

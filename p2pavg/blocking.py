@@ -1,7 +1,7 @@
 """The averager for ordinary threads: the only bridge between a training loop and trio.
 
 One background thread runs trio with a peer and its averager. Calls may come from any thread; an exception of the
-background thread reaches whoever calls next.
+background thread is raised by the next call.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Averager:
 
     @property
     def config(self) -> AveragingConfig:
-        """What it was opened with."""
+        """The configuration that it was opened with."""
         return self._averager.config
 
     @property
@@ -42,7 +42,7 @@ class Averager:
 
     @property
     def addresses(self) -> list[str]:
-        """Where others can dial this peer; each ends in ``/p2p/<peer id>``."""
+        """Addresses at which other peers can dial this one; each ends in ``/p2p/<peer id>``."""
         return self._averager.addresses
 
     def declare(self, tensors: Given) -> None:
@@ -63,12 +63,12 @@ class Averager:
 
     @property
     def accumulated(self) -> Tensors | None:
-        """A copy of the weighted mean of what waits for the next round; ``None`` when nothing does."""
+        """A copy of the weighted mean of what is accumulated for the next round; ``None`` when nothing is."""
         return self._averager.accumulated
 
     @property
     def weight(self) -> float:
-        """The summed weight, in samples, of what waits for the next round."""
+        """The summed weight, in samples, of what is accumulated for the next round."""
         return self._averager.weight
 
     @property
@@ -77,7 +77,7 @@ class Averager:
         return self._averager.unresolved_weight
 
     def clear(self) -> None:
-        """Forget what was accumulated, also what a round that fails would give back."""
+        """Discard everything accumulated, including what a round that fails would give back."""
         self._averager.clear()
 
     @property
@@ -104,10 +104,10 @@ class Averager:
 
     @contextmanager
     def sibling(self, config: AveragingConfig) -> Iterator[Averager]:
-        """Another averager of the same peer for as long as the block runs; closed with this one at the latest.
+        """Open another averager of the same peer for as long as the block runs; it closes with this one at the latest.
 
-        For other tensors, or the same in another run: two averagers of one run and the same tensors are in each
-        other's way.
+        Use it for other tensors, or for the same tensors in another run. Two averagers of one run with the same tensors
+        disturb each other.
         """
         averager, close = self._thread.call(partial(self._thread.hold, self._averager.sibling, config))
         try:
@@ -128,7 +128,7 @@ def open_averager(
     listen: Sequence[str] = DEFAULT_LISTEN,
     identity: str | os.PathLike[str] | None = None,
 ) -> Iterator[Averager]:
-    """Be a peer with one averager for as long as the block runs.
+    """Run a peer with one averager for as long as the block runs.
 
     Args:
         config: the run, and how to average in it.

@@ -1,4 +1,4 @@
-"""What one averager is asked to do."""
+"""The configuration of one averager."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from p2pavg_compression import Codec, resolve_codec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AveragingConfig:
-    """How an averager forms groups and exchanges.
+    """Settings with which an averager forms groups and exchanges.
 
     Args:
-        run_id: who trains together; peers with another run id never meet.
-        group_size: members a group aims at, 2 to 64; those that only help (auxiliaries) do not count.
-        min_group_size: members that are enough once ``match_timeout`` is over, 2 to ``group_size``.
-        match_timeout: seconds a peer looks for a group before it takes a smaller one.
+        run_id: name of the training run. Peers with different run ids never meet.
+        group_size: number of members that a group aims at, 2 to 64, auxiliaries not counted.
+        min_group_size: number of members that suffices once ``match_timeout`` has passed, 2 to ``group_size``.
+        match_timeout: seconds that a peer looks for a full group before it accepts a smaller one.
         exchange_timeout: seconds after which an exchange that is not complete has failed.
         compression: the codec on the wire, by name (``"blockwise8"``, ``"int8:256"``, …) or as an object; ``None`` is
             fp32. Only peers with the same codec and block size form groups.
-        bandwidth: what this peer can send and receive, 0.1 to 100,000 Mbit/s; its share of the work follows from it.
+        bandwidth: Mbit/s that this peer can send and receive, 0.1 to 100,000; its share of the work follows from it.
             ``None``: measured in rounds.
         max_upload_mbps: Mbit/s that this peer sends at most, headers included; ``None`` is without limit.
         max_download_mbps: Mbit/s that this peer receives at most, likewise.
-        participation: who of a group contributes, and who only observes; ``None``: all contribute. The same for all
-            peers of a run: those with another rule never meet.
-        tags: what this peer can, for others' rules to choose by, e.g. ``("gpu", "fp16")``.
+        participation: rule that decides which members of a group contribute and which only observe; ``None``: all
+            contribute. All peers of a run need the same rule: peers with different rules never meet.
+        tags: abilities of this peer, which participation rules can select by, e.g. ``("gpu", "fp16")``.
         max_weight: the most, in samples, that one contribution to a round may count. A peer that announces more is
             refused by name; this peer's own contribution counts ``max_weight`` when more has been accumulated. Choose a
             few times what one peer contributes to a round: a peer that lies about its samples counts no more than that.
@@ -101,7 +101,7 @@ class AveragingConfig:
 
     @property
     def most_weight(self) -> float:
-        """Return what one contribution counts at most."""
+        """The maximum weight of one contribution."""
         return MAX_WEIGHT if self.max_weight is None else float(self.max_weight)
 
     @property
@@ -111,7 +111,7 @@ class AveragingConfig:
 
 
 def _is_text(value: object) -> bool:
-    # A lone surrogate, which is what undecodable bytes of a command line become, has no bytes on the wire.
+    # Undecodable bytes of a command line become lone surrogates, which cannot be encoded for the wire.
     return isinstance(value, str) and not any("\ud800" <= character <= "\udfff" for character in value)
 
 

@@ -1,22 +1,22 @@
-"""Real processes on this machine that are killed, stopped and restarted while they average, and the proof that all is
-well with their results.
+"""Chaos test: processes on this machine are killed, stopped and restarted while they average.
 
 scripts/chaos                           8 peers for 5 minutes, after 5 calm minutes to compare them with
 scripts/chaos --peers 4 --minutes 1 --no-calm --seed 7 --codec fp32
 scripts/chaos --json                    the figures as JSON instead of tables
 
 Every process averages round after round, all in one run, in groups of half of them. Meanwhile a plan that is drawn from
-the seed (scripts/chaos_plan.py) says which is killed (SIGKILL), stopped (SIGSTOP), resumed, or restarted with its
-identity; at least half of them are there at any time, and nobody is spared: a process that comes back is given the
-addresses of all that run then. At the end all are resumed, average calmly for a while, and say what is left.
+the seed (scripts/chaos_plan.py) decides which process is killed (SIGKILL), stopped (SIGSTOP), resumed, or restarted
+with its identity. At least half of the processes run at any time, and each may be hit. A process that restarts is given
+the addresses of all running ones. At the end all are resumed, average for a while without faults, and report their
+unused samples.
 
-Then everything that they reported is checked (scripts/chaos_check.py says what exactly, and what is excused): every
-Success is the mean of what its peers accumulated, the same to the last bit for all of a group; every sample is in
-exactly one result, or still accumulated, or its process was killed; nobody waits longer than the timeouts.
+Then their reports are checked (scripts/chaos_check.py has the details and the exceptions). Every Success is the mean of
+its peers' samples, identical to the last bit in a group. Every sample is in exactly one result, or still accumulated,
+or its process was killed. No process waits longer than the timeouts.
 
-A violation is printed, with the command that repeats it, and the exit status is 1. Timing is real: the same seed
-repeats the plan and the samples, and not the moment of a round that a fault meets. What the processes reported and
-logged is kept then, in a folder that is named.
+A violation is printed with the command that repeats it, and the exit status is 1. The reports and logs are then kept in
+a folder, which is printed too. Timing is real: the same seed repeats the plan and the samples, but not the moment at
+which a fault hits a round.
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ from scripts.chaos_plan import Action, draw
 from scripts.chaos_work import EXCHANGES, SETTLE_SECONDS, draw_sample, sketch
 
 WORK = "scripts.chaos_work:average"
-JOIN_SECONDS = 90.0  # for a process to start and join; a watchdog's
-AIM_SECONDS = 4.0  # how long a fault waits for an exchange to hit
+JOIN_SECONDS = 90.0  # watchdog: for a process to start and join
+AIM_SECONDS = 4.0  # for which a fault waits for an exchange to hit
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What one run is like."""
+    """Settings of one run."""
 
     peers: int = 8
     seconds: float = 300.0
-    """In which faults happen, and goodput is measured."""
+    """Duration of the part with faults, in which goodput is measured."""
     seed: int = 0
     group_size: int = 4
     elements: int = 200_000
@@ -66,27 +66,27 @@ class Setting:
     match_timeout: float = 5.0
     exchange_timeout: float = 15.0
     calm_seconds: float = 20.0
-    """At the end, without faults."""
+    """Duration of the part without faults at the end."""
 
     @property
     def limits(self) -> Limits:
-        """What the check holds the processes to."""
+        """Limits that the check applies."""
         return Limits(self.match_timeout, self.exchange_timeout, self.codec)
 
 
 @dataclass(slots=True)
 class Report:
-    """What came of a run."""
+    """Results of a run."""
 
     lives: list[Life]
     faults: Counter[str]
     began: float
-    """The clock that all processes share, when the time that is measured began, and ended."""
+    """Start of the measured time, on the clock that all processes share."""
     ended: float
 
 
 def run(how: Setting, plan: Sequence[Action], folder: Path) -> Report:
-    """All processes, from their start to their end. ``folder`` takes their keys and logs."""
+    """Run all processes from their start to their end; ``folder`` takes their keys and logs."""
     arguments = {
         "folder": str(folder),
         "life": 0,
@@ -114,7 +114,7 @@ def run(how: Setting, plan: Sequence[Action], folder: Path) -> Report:
 
 
 class _Parent:
-    """Does to the processes what the plan says, and keeps what they report."""
+    """Carries out the plan and collects the processes' reports."""
 
     def __init__(self, swarm: LocalSwarm) -> None:
         self.lives: list[Life] = []
@@ -126,7 +126,7 @@ class _Parent:
             self._follow(process)
 
     def carry_out(self, plan: Sequence[Action]) -> None:
-        """All of it, each at its time. A fault that would leave fewer than half is left out."""
+        """Carry out all actions at their times; skip a fault that would leave fewer than half of the processes."""
         began = time.monotonic()
         for action in plan:
             _sleep_until(began + action.at)
@@ -139,7 +139,7 @@ class _Parent:
                 self.faults[f"{action.what} left out"] += 1
 
     def calm_down(self, seconds: float) -> None:
-        """Everybody is resumed and restarted, and averages for so long."""
+        """Resume and restart all processes, and let them average for a while."""
         for child in list(self._current.values()):
             if child.stopped is not None:
                 self._carry_out("resume", child)
@@ -151,7 +151,7 @@ class _Parent:
         time.sleep(seconds)
 
     def finish(self, timeout: float) -> None:
-        """Tell everybody to say what is left, and wait until they have."""
+        """Tell all processes to report their unused samples, and wait for the reports."""
         for child in self._current.values():
             child.process.tell(finish=True)
         deadline = time.monotonic() + timeout
@@ -161,11 +161,11 @@ class _Parent:
             child.leaving = True
             if not child.finished.is_set() and not child.life.trouble:
                 child.life.trouble = f"hangs: it has not finished {timeout:.0f} s after it was told to"
-                child.process.process.send_signal(signal.SIGUSR1)  # its threads' stacks, into its log
+                child.process.process.send_signal(signal.SIGUSR1)  # its threads' stacks go to its log
         time.sleep(0.1)
 
     def _carry_out(self, what: str, child: _Child) -> bool:
-        """Whether it could be done."""
+        """Carry out one action; return whether that was possible."""
         there = sum(child.there for child in self._current.values())
         if what in ("kill", "stop"):
             if child.life.killed is not None or (child.there and there - 1 < self._least):
@@ -194,33 +194,33 @@ class _Parent:
 
 
 class _Child:
-    """One process, and what is known of it."""
+    """One process and its reported state."""
 
     def __init__(self, process: SwarmProcess, life: Life) -> None:
         self.process = process
         self.life = life
         self.stopped: float | None = None
         self.joined = threading.Event()
-        """Or it never will."""
+        """Set when it has joined, or never will."""
         self.finished = threading.Event()
-        """It has said what is left, or it has ended."""
+        """Set when it has reported its unused samples, or has ended."""
         self._exchanges = threading.Event()
         self.leaving = False
-        """From now on it may end."""
+        """True if it may end from now on."""
         threading.Thread(target=self._follow, daemon=True).start()
 
     @property
     def there(self) -> bool:
-        """Whether it averages."""
+        """True if it is running and averages."""
         return bool(self.life.peer_id) and self.stopped is None and self.process.running
 
     def await_exchange(self, timeout: float) -> bool:
-        """Whether its group began to exchange within so many seconds."""
+        """Wait for its group to begin an exchange; return whether that happened in time."""
         self._exchanges.clear()
         return self.there and self._exchanges.wait(timeout)
 
     def kill(self) -> bool:
-        """Whether that is what it has died of."""
+        """Kill it; return whether that caused its end."""
         self.process.kill()
         killed = self.process.process.wait() == -signal.SIGKILL
         if killed:
@@ -254,7 +254,7 @@ class _Child:
                 if event["event"] == "left":
                     self.finished.set()
         except EOFError as error:
-            time.sleep(0.5)  # who killed it says so, in its thread
+            time.sleep(0.5)  # the thread that killed it notes that
             if self.life.killed is None and not self.leaving:
                 self.life.trouble = f"was not killed, and has ended: {error}"
         except TimeoutError:
@@ -272,7 +272,7 @@ def _sleep_until(moment: float) -> None:
 
 
 def examine(how: Setting, report: Report) -> Findings:
-    """Check everything, with the samples made anew."""
+    """Check everything against the samples, made again from the seed."""
 
     @functools.cache
     def sketches(sample: SampleId) -> Sequence[float]:
@@ -283,7 +283,7 @@ def examine(how: Setting, report: Report) -> Findings:
 
 
 def measure(report: Report, findings: Findings) -> dict[str, Any]:
-    """Goodput while faults happened, and what the steps came to."""
+    """Measure goodput during the faults, and count the results of steps."""
     minutes = (report.ended - report.began) / 60
     within = [
         found
@@ -316,7 +316,7 @@ def _had_losses(found: Committed) -> bool:
 
 
 def show(console: Console, figures: dict[str, dict[str, Any]]) -> None:
-    """Tables of one run, or of the calm one beside the other."""
+    """Print tables of one run, or of the calm one beside the other."""
     table = Table("per minute", *figures, title="goodput")
     if "calm" in figures:
         table.add_column("kept")
@@ -340,13 +340,13 @@ def show(console: Console, figures: dict[str, dict[str, Any]]) -> None:
         faults.add_row(kind, str(count))
     console.print(faults)
     console.print(
-        f"{found['excused']} contributions used in a result that nobody lived to report, "
+        f"{found['excused']} contributions used in a result that no surviving process reported, "
         f"{found['undecided']} unresolved at the end"
     )
 
 
 def keep(folder: Path, lives: Sequence[Life]) -> None:
-    """What every process reported, as JSON lines, and what was done to it."""
+    """Write every process's reports, as JSON lines, and the actions on it."""
     for life in lives:
         about = {name: value for name, value in asdict(life).items() if name != "events"}
         with Path(folder, f"{life.slot}-{life.number}.jsonl").open("w") as file:
@@ -382,7 +382,7 @@ def read_arguments() -> argparse.Namespace:
 
 
 def main() -> int:
-    """See the top of this file."""
+    """Run the test."""
     arguments = read_arguments()
     how = Setting(
         peers=arguments.peers,
@@ -395,7 +395,7 @@ def main() -> int:
         match_timeout=arguments.match_timeout,
         exchange_timeout=arguments.exchange_timeout,
     )
-    signal.signal(signal.SIGTERM, _leave)  # so that a stopped process is not left behind
+    signal.signal(signal.SIGTERM, _leave)  # so that no stopped process remains
     folder = arguments.keep or Path(tempfile.mkdtemp(prefix="chaos-"))
     console = Console(width=120, stderr=arguments.json)
     plans = {} if arguments.no_calm else {"calm": list[Action]()}

@@ -1,25 +1,25 @@
-"""Whether what the processes of ``scripts/chaos`` have reported can be right. Plain functions of their histories.
+"""Check of the reports of the processes of ``scripts/chaos``: plain functions of their histories.
 
-:func:`check` returns everything that is wrong, as sentences. What it holds the processes to:
+:func:`check` returns every violation as a sentence. The rules are:
 
-* **Success tells the truth.** All of one group name the same peers, weights and total, and hold the same bits; these
-  are the weighted mean of the samples that were in those peers' contributions, within what the codec loses. Every
-  contribution is of a step that its peer had begun, and that was not over before the one that counts it began.
-* **Exactly once.** A sample is in one committed result at most. Of a process that lived to the end, every sample is
-  either still in its accumulator, whose reported weight is then exactly the sum of those, and in no result; or used,
-  and in exactly one; or withheld (``Averager.unresolved_weight``), and in one at most. No step that ended with
-  ``NoPeers`` or ``Failed(contribution_used=False)`` is in a result.
-* **Nobody hangs.** No wait of a step outlasts the timeouts, no process ends by itself, none is still on its way when
-  all had time to finish.
+* **A Success is true.** All members of a group report the same peers, weights and total, and hold the same bits. These
+  are the weighted mean of the samples in those peers' contributions, within the codec's error. Every contribution
+  belongs to a step that its peer had begun, and that overlapped with the step that counts it.
+* **Exactly once.** A sample is in one committed result at most. In a process that lived to the end, every sample is in
+  one of three states. It is still in the accumulator and in no result; the accumulator's reported weight is exactly the
+  sum of these samples. Or it is used, and in exactly one result. Or it is withheld (``Averager.unresolved_weight``),
+  and in one result at most. No contribution of a step that ended with ``NoPeers`` or
+  ``Failed(contribution_used=False)`` is in a result.
+* **No process hangs.** No step waits longer than the timeouts, no process ends by itself, and none is still running
+  when all had time to finish.
 
-**What is excused, and no more than that.** A committed result is known by the ``Success`` of a member that lived to
-report it. If a process was killed in a step, between reporting that the step began and reporting its result, it may
-have held a ``Success`` that nobody else did. So a contribution that its peer says is used
-(``Failed(contribution_used=True)``, or withheld and not given back) may be missing from the known results if there is
-a process that was killed in a step which overlaps with that peer's, from beginning to end. And the samples of a
-process that was killed need not be anywhere, as nobody can ask it; but they are in one result at most, and what it
-had said of its steps is held against it. Nothing else is excused: a step that ended with ``Success`` *is* a known
-result, and of two results that contain a sample both were reported, so there is no excuse for that at all.
+**Exceptions.** A committed result is known by the ``Success`` of a member that lived to report it. A process that was
+killed in a step, before it reported the result, may have been the only one with a ``Success``. So a contribution that
+its peer reports as used (``Failed(contribution_used=True)``, or withheld and not given back) may be missing from the
+known results. The condition is that some process was killed in a step that overlaps with that peer's step. The samples
+of a killed process may be lost, since it cannot report them; but they are in one result at most, and its earlier
+reports still count. There are no other exceptions. A step that ended with ``Success`` *is* a known result. If a sample
+is in two results, both were reported, so that is always a violation.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ from itertools import combinations
 from typing import Any, TypeAlias
 
 Event: TypeAlias = Mapping[str, Any]
-"""As :mod:`scripts.chaos_work` reports it: ``sample``, ``begun``, ``waits``, ``result`` and ``left``."""
+"""An event as :mod:`scripts.chaos_work` reports it: ``sample``, ``begun``, ``waits``, ``result`` and ``left``."""
 
 SampleId: TypeAlias = tuple[int, int, int]
-"""Slot, life, number."""
+"""(slot, life, number)."""
 
 Sketches: TypeAlias = Callable[[SampleId], Sequence[float]]
 
 FP32_ERROR = 1e-5
-"""Relative, for some hundred samples accumulated in float32."""
+"""Relative error of a few hundred samples accumulated in float32."""
 CODEC_ERRORS = {"fp32": FP32_ERROR, "blockwise8": 0.02}
-"""Relative, of one encoding, with room for the sketch, which knows a norm only within some ten percent."""
+"""Relative error of one encoding, with a margin for the sketch, which knows a norm only within about ten percent."""
 SLACK_SECONDS = 20.0
-"""A watchdog's: for a machine that runs many processes on few cores."""
+"""Margin of time limits, for a machine that runs many processes on few cores."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What is promised of time, and of values."""
+    """Limits of durations and of errors."""
 
     match_timeout: float
     exchange_timeout: float
@@ -56,28 +56,28 @@ class Limits:
 
     @property
     def wait(self) -> float:
-        """The longest that one call of step may take."""
+        """Longest permitted duration of one call of ``step``."""
         return self.match_timeout + self.exchange_timeout + SLACK_SECONDS
 
 
 @dataclass(slots=True, eq=False)
 class Life:
-    """One process, from its start to its end. A slot has one after another, all with the same peer id."""
+    """One process from its start to its end. A slot has several lives in turn, all with the same peer id."""
 
     slot: int
     number: int
     peer_id: str = ""
-    """Empty when it never joined."""
+    """Empty if it never joined."""
     events: list[Event] = field(default_factory=list)
     stops: list[tuple[float, float]] = field(default_factory=list)
-    """From when to when it was stopped."""
+    """Intervals during which it was stopped."""
     killed: float | None = None
-    """When it was, by the plan."""
+    """Time at which the plan killed it, if it did."""
     trouble: str = ""
-    """What the parent saw: it ended by itself, or never joined, or never finished."""
+    """Problem that the parent saw: the process ended by itself, never joined, or never finished."""
 
     def __str__(self) -> str:
-        """What a violation calls it."""
+        """Return its name for messages about violations."""
         return f"process {self.slot}" + (f" (restart {self.number})" if self.number else "")
 
 
@@ -88,61 +88,61 @@ class Step:
     life: Life
     begun: float
     taken: frozenset[SampleId]
-    """What was accumulated when it began."""
+    """Samples accumulated when it began."""
     doubtful: tuple[frozenset[SampleId], ...]
-    """Withheld then. Any of it may have been given back in the moment before the round took what was accumulated."""
+    """Contributions withheld when it began. Any of them may have been given back just before the round began."""
     ended: float = math.inf
-    """When it reported its result, or was killed."""
+    """Time at which it reported its result, or was killed."""
     result: Event | None = None
 
     def contributions(self) -> Iterator[frozenset[SampleId]]:
-        """What it may have contributed; likely first."""
+        """Sets of samples that it may have contributed; the likely ones first."""
         for chosen in _subsets(self.doubtful):
             yield self.taken.union(*chosen)
 
     def overlaps(self, other: Step) -> bool:
-        """Whether both can have been in the same round."""
+        """Return whether both steps can have been in the same round."""
         return self.begun <= other.ended and other.begun <= self.ended
 
     def __str__(self) -> str:
-        """What a violation calls it."""
+        """Return its name for messages about violations."""
         return f"the step that {self.life} began at {self.begun:.2f}"
 
 
 @dataclass(slots=True)
 class Account:
-    """What became of everything that one life accumulated."""
+    """Fate of all samples that one life accumulated."""
 
     life: Life
     samples: dict[SampleId, float] = field(default_factory=dict)
-    """Their weights."""
+    """Weight of each sample."""
     steps: list[Step] = field(default_factory=list)
     kept: frozenset[SampleId] = frozenset()
-    """In its accumulator when it was last heard of."""
+    """Samples in its accumulator at its last report."""
     unresolved: list[tuple[frozenset[SampleId], Step]] = field(default_factory=list)
     used: list[tuple[frozenset[SampleId], Step]] = field(default_factory=list)
-    """What it says others have used, and in which step: without a Success of its own."""
+    """Contributions that it reports as used without a Success of its own, each with its step."""
     finished: bool = False
 
     def weigh(self, samples: Iterable[SampleId]) -> float:
-        """The exact sum of their weights."""
+        """Return the exact sum of the samples' weights."""
         return math.fsum(self.samples[sample] for sample in samples)
 
 
 @dataclass(slots=True)
 class Committed:
-    """One group's result, as all who hold it report it."""
+    """One group's result, as all its holders report it."""
 
     group_id: str
     holders: list[Step]
-    """Who reported it."""
+    """Steps that reported it."""
     steps: list[Step] = field(default_factory=list)
-    """Whose contributions it counts."""
+    """Steps whose contributions it counts."""
     samples: frozenset[SampleId] = frozenset()
 
     @property
     def first(self) -> Event:
-        """What one of them reports."""
+        """The first holder's report."""
         result = self.holders[0].result
         assert result is not None
         return result
@@ -150,23 +150,23 @@ class Committed:
 
 @dataclass(slots=True)
 class Findings:
-    """What the check found."""
+    """Findings of the check."""
 
     violations: list[str]
     committed: list[Committed]
     excused: int
-    """Contributions that are used, in a result that nobody lived to report."""
+    """Number of used contributions whose result no surviving process reported."""
     undecided: int
-    """Contributions that are unresolved at the end."""
+    """Number of contributions that are unresolved at the end."""
 
 
 def check(lives: Sequence[Life], limits: Limits, sketches: Sketches) -> Findings:
-    """Everything that is wrong.
+    """Check all reports; return the findings.
 
     Args:
-        lives: of all processes, in any order.
-        limits: what they were given.
-        sketches: of a sample's values; see :func:`scripts.chaos_work.sketch`.
+        lives: lives of all processes, in any order.
+        limits: limits of durations and errors.
+        sketches: returns the sketch of a sample's values; see :func:`scripts.chaos_work.sketch`.
     """
     violations: list[str] = []
     accounts = []
@@ -187,14 +187,14 @@ def check(lives: Sequence[Life], limits: Limits, sketches: Sketches) -> Findings
 
 
 def settle(life: Life) -> tuple[Account, list[str]]:
-    """What a process held at each moment, held against the weights that it reported."""
+    """Follow the samples of a process through its steps, and compare their weights with the reported ones."""
     account = Account(life)
     violations: list[str] = []
     kept: frozenset[SampleId] = frozenset()
     step: Step | None = None
 
     def weigh(event: Event) -> None:
-        """The reported weight is that of what is kept, with what may have been given back."""
+        """Find the withheld contributions whose return explains the reported weight."""
         nonlocal kept
         for back in _subsets(account.unresolved):
             found = kept.union(*(samples for samples, _ in back))
@@ -202,7 +202,7 @@ def settle(life: Life) -> tuple[Account, list[str]]:
                 kept = found
                 account.unresolved = [entry for entry in account.unresolved if entry not in back]
                 return
-        if not violations:  # what comes after the first follows from it
+        if not violations:  # later violations follow from the first
             violations.append(
                 f"{life} holds a weight of {event['weight']!r} at {event['at']:.2f} ({event['event']}), but the "
                 f"samples that are left weigh {account.weigh(kept)!r}, and unresolved is "
@@ -235,7 +235,7 @@ def settle(life: Life) -> tuple[Account, list[str]]:
 
 
 def _after(account: Account, step: Step) -> frozenset[SampleId]:
-    """What of a step's contribution is accumulated again."""
+    """Return the samples of a step's contribution that are accumulated again."""
     result = step.result
     assert result is not None
     if result["result"] == "Success":
@@ -253,7 +253,7 @@ def _after(account: Account, step: Step) -> frozenset[SampleId]:
 
 
 def _settle_withheld(account: Account, event: Event) -> list[str]:
-    """At the end, what is neither given back nor unresolved any more was used."""
+    """At the end, count contributions as used that are neither given back nor unresolved."""
     for still in _subsets(account.unresolved):
         if account.weigh(sample for samples, _ in still for sample in samples) == event["unresolved_weight"]:
             account.used += [entry for entry in account.unresolved if entry not in still]
@@ -266,7 +266,7 @@ def _settle_withheld(account: Account, event: Event) -> list[str]:
 
 
 def check_time(life: Life, limits: Limits) -> list[str]:
-    """What took too long, not counting the time for which the process was stopped; and how it ended."""
+    """Report steps that took too long, not counting time for which the process was stopped, and a wrong end."""
     violations = [f"{life} {life.trouble}"] if life.trouble else []
     stepping = False
     before = 0.0
@@ -291,7 +291,7 @@ def check_time(life: Life, limits: Limits) -> list[str]:
 def check_results(
     accounts: Sequence[Account], limits: Limits, sketches: Sketches
 ) -> tuple[list[Committed], list[str]]:
-    """Every Success: alike in its group, made of contributions that there were, and their mean."""
+    """Check every Success: identical in its group, made of real contributions, and their mean."""
     violations: list[str] = []
     known: dict[tuple[str, float], list[tuple[frozenset[SampleId], Step]]] = {}
     weights: dict[SampleId, float] = {}
@@ -331,7 +331,7 @@ def check_results(
 
 
 def _likelihood(step: Step, holders: Sequence[Step]) -> tuple[bool, bool, bool]:
-    """Of several steps with the same contribution: whether it is this one that is in a result."""
+    """Rank several steps with the same contribution by the likelihood that they are in a result."""
     return step in holders, all(map(step.overlaps, holders)), not _was_told_unused(step)
 
 
@@ -367,11 +367,11 @@ def _check_mean(
     codec: str,
     sketches: Sketches,
 ) -> str:
-    """What is wrong with the values: they are compared by their sketches, of which norms are taken too."""
+    """Report wrong values, found by comparing sketches and the sketches' norms."""
     total = math.fsum(weights[sample] for samples in contributions for sample in samples)
     size = len(result["sketch"])
     exact = [0.0] * size
-    rounding = 0.0  # each contribution is encoded, and then their average
+    rounding = 0.0  # every contribution is encoded, and then the average
     for samples in contributions:
         part = [0.0] * size
         for sample in samples:
@@ -388,7 +388,7 @@ def _check_mean(
 
 
 def check_once(accounts: Sequence[Account], committed: Sequence[Committed]) -> tuple[int, list[str]]:
-    """Every sample in one committed result, or in none and kept. Returns how many contributions were excused, too."""
+    """Check that every sample is in one committed result, or is kept; return also the number of exceptions."""
     violations: list[str] = []
     where: dict[SampleId, str] = {}
     for found in committed:
@@ -421,7 +421,7 @@ def check_once(accounts: Sequence[Account], committed: Sequence[Committed]) -> t
             elif results == {None}:
                 violations.append(f"{step} was told that it was used, and no known result contains it")
         if account.life.killed is None and not account.finished and not account.life.trouble:
-            violations.append(f"{account.life} did not say what is left")
+            violations.append(f"{account.life} did not report its unused samples")
     return excused, violations
 
 
@@ -431,11 +431,11 @@ def _was_told_unused(step: Step) -> bool:
 
 
 def _may_know(killed: Step, step: Step) -> bool:
-    """Whether who was killed in a step may have held the result that another's contribution is in."""
+    """Return whether a process killed in an overlapping step may have been the only holder of a result."""
     return killed.life.peer_id != step.life.peer_id and killed.overlaps(step)
 
 
 def _subsets(items: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
-    """The smaller ones first."""
+    """Return all subsets, the smaller ones first."""
     for size in range(len(items) + 1):
         yield from combinations(items, size)

@@ -1,4 +1,4 @@
-"""What is done to which process of ``scripts/chaos``, and when: drawn from a seed, before anything runs."""
+"""The plan of faults for the processes of ``scripts/chaos``, drawn from a seed before anything runs."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import random
 from dataclasses import dataclass, field
 
 KINDS = ("kill", "stop", "stop, then kill")
-START_SECONDS = 8.0  # a process that is restarted is counted as there after so long
+START_SECONDS = 8.0  # after which a restarted process counts as running
 PEACE_SECONDS = 40.0
-"""How long a process is left alone, on average, as far as faults do not come in bursts."""
+"""Mean time between two faults of a process, apart from bursts."""
 AIMED = 0.7
-"""How often a fault is to hit an exchange, which is a small part of the time."""
+"""Fraction of faults that are aimed at an exchange, which is a small part of the time."""
 BURST = 0.25
-"""How often a fault comes at once after another."""
+"""Fraction of faults that follow another one at once."""
 
 
 @dataclass(frozen=True, order=True, slots=True)
 class Action:
-    """One thing that is done to one process."""
+    """One action on one process."""
 
     at: float
     """Seconds from the beginning."""
@@ -25,14 +25,14 @@ class Action:
     """``kill`` (SIGKILL), ``stop`` (SIGSTOP), ``resume`` (SIGCONT) or ``restart`` (with the same identity)."""
     slot: int
     aim: float | None = field(default=None, compare=False)
-    """If it is to hit an exchange: so many seconds after the process's next group begins one."""
+    """If it is aimed at an exchange: seconds after the process's next group begins one."""
 
 
 def draw(seed: int, *, peers: int, seconds: float) -> list[Action]:
-    """The same in every call. At least half of the processes are there at any time, the first like any other.
+    """Draw the plan, deterministically from the seed. At least half of the processes run at any time.
 
-    A fault is a kill with a restart later, a stop with a resume later, or a stop in which the process is killed, with
-    a restart later. The first three are one of each. Everything is undone when ``seconds`` are over.
+    A fault is one of three: a kill and a later restart; a stop and a later resume; or a stop, a kill during it, and a
+    later restart. The first three faults are one of each. Everything is undone when ``seconds`` are over.
     """
     dice = random.Random(f"chaos/{seed}/{peers}")
     kinds = dice.sample(KINDS, len(KINDS))
@@ -65,6 +65,6 @@ def draw(seed: int, *, peers: int, seconds: float) -> list[Action]:
 
 
 def _draw_pause(dice: random.Random, seconds: float) -> float:
-    """How long a process is away: a moment, less than a round's timeouts, or more."""
+    """Draw the time for which a process is away: a moment, less than a round's timeouts, or more."""
     longest = dice.choice([0.5, 4.0, 20.0])
     return min(dice.uniform(longest / 10, longest), seconds / 4)

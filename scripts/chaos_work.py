@@ -1,8 +1,8 @@
-"""What every process of ``scripts/chaos`` does: it averages round after round, and reports everything that it sees.
+"""The work of a process of ``scripts/chaos``: it averages round after round and reports every event.
 
-The parent makes the same samples from the same seed, and so knows what an average must be without having it sent: a
-process reports a digest of its bits, and :func:`sketch`, which is linear, so that the sketch of a weighted mean is the
-weighted mean of sketches.
+The parent makes the same samples from the same seed, so it can check an average without receiving it. A process reports
+only a digest of the average's bits, and its :func:`sketch`. Sketches are linear: the sketch of a weighted mean is the
+weighted mean of the sketches.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from p2pavg import blocking
 from p2pavg.testing.swarm import Member
 
 SKETCH = 64
-"""Numbers in a sketch."""
+"""Number of elements of a sketch."""
 WEIGHT_UNIT = 2.0**-36
-"""Weights are multiples of it, so their sums are exact up to 2**17, in any order."""
-BETWEEN = 0.3  # how often something is accumulated while a round runs
-WATCHED = 0.7  # how often it is looked at whether the group exchanges, so that the parent can aim
+"""All weights are multiples of it, so that their sums are exact up to 2**17, in any order."""
+BETWEEN = 0.3  # fraction of rounds during which a sample is accumulated
+WATCHED = 0.7  # fraction of rounds in which the process reports the exchange, so that the parent can aim
 WATCH_SECONDS = 3.0
 EXCHANGES = "the group exchanges"
 SETTLE_SECONDS = 60.0
-"""How long a process waits, when it has finished, to hear of contributions from whose round it was cut off."""
+"""Time for which a finished process waits to learn the fate of withheld contributions."""
 
 
 @functools.cache
@@ -43,7 +43,7 @@ def _signs(elements: int) -> torch.Tensor:
 
 
 def sketch(values: torch.Tensor) -> list[float]:
-    """A random projection that keeps norms, within some ten percent (Johnson and Lindenstrauss 1984).
+    """Return a random projection that keeps norms within about ten percent (Johnson and Lindenstrauss 1984).
 
     Element ``i`` goes into number ``i % SKETCH`` with a random sign, so an error in any range of elements shows.
     """
@@ -54,7 +54,7 @@ def sketch(values: torch.Tensor) -> list[float]:
 
 
 def draw_sample(seed: int, slot: int, life: int, number: int, elements: int) -> tuple[float, torch.Tensor]:
-    """One sample's weight and values; the sums of the weights of different samples of a slot are different."""
+    """Return a sample's weight and values. Different sets of a slot's samples have different total weights."""
     dice = random.Random(f"sample/{seed}/{slot}/{life}/{number}")
     weight = dice.randrange(round(0.5 / WEIGHT_UNIT), round(4.0 / WEIGHT_UNIT)) * WEIGHT_UNIT
     generator = torch.Generator().manual_seed(dice.getrandbits(63))
@@ -62,7 +62,10 @@ def draw_sample(seed: int, slot: int, life: int, number: int, elements: int) -> 
 
 
 def average(member: Member) -> None:
-    """Rounds until told to finish; then what is left, and the averager stays open until the parent leaves."""
+    """Run rounds until told to finish, then report the unused samples.
+
+    The averager stays open until the parent leaves.
+    """
     torch.set_num_threads(1)
     life = member.arguments["life"]
     with Path(member.arguments["folder"], f"{member.index}-{life}.log").open("w") as log:
@@ -95,11 +98,11 @@ class _Worker:
         self._samples = 0
 
     def pause(self) -> float:
-        """Seconds until the next round: what training would take."""
+        """Return seconds until the next round, in place of training."""
         return self._dice.uniform(0.0, 2 * self._pause)
 
     def round(self) -> None:
-        """One result, with what leads up to it."""
+        """Run one round and report it."""
         self._accumulate()
         self._report("begun", weight=self._averager.weight)
         result: p2pavg.RoundResult | None = None
@@ -116,7 +119,7 @@ class _Worker:
         self._report("result", **_describe(result), weight=self._averager.weight)
 
     def _watch(self) -> p2pavg.RoundResult:
-        """Say when the group exchanges."""
+        """Step until the group exchanges, and report that."""
         end = time.monotonic() + WATCH_SECONDS
         while True:
             result = self._averager.step(wait=0.03)
@@ -127,12 +130,12 @@ class _Worker:
                 return result
 
     def finish(self) -> None:
-        """Say what is left, when it is known."""
+        """Report the unused samples, once they are known."""
         end = time.monotonic() + SETTLE_SECONDS
         while self._withheld() and time.monotonic() < end:
             time.sleep(0.1)
         unresolved, weight = self._withheld(), self._averager.weight
-        while True:  # what is found out is moved from one to the other, and may be on its way
+        while True:  # a settled contribution may just be moving from one figure to the other
             time.sleep(0.2)
             before, (unresolved, weight) = (unresolved, weight), (self._withheld(), self._averager.weight)
             if before == (unresolved, weight):
@@ -146,7 +149,7 @@ class _Worker:
         weight, values = draw_sample(
             self._seed, self._member.index, self._life, self._samples, self._elements
         )
-        # Said first: of a process that is killed, everything that others may hold of it has been said.
+        # Reported first: so every contribution of a killed process that others may hold has been reported.
         self._report("sample", number=self._samples, weight=weight)
         self._samples += 1
         self._averager.accumulate([values], weight=weight)

@@ -1,4 +1,4 @@
-"""Writes the table and the diagram of the agreement into docs/round.md: scripts/diagram."""
+"""Write the table and the diagram of the agreement protocol into docs/round.md: scripts/diagram."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ BEGIN, END = "<!-- generated: scripts/diagram -->\n", "<!-- end of what is gener
 
 
 def table_and_diagram() -> str:
-    """Markdown."""
+    """Return the table and the diagram as Markdown."""
     return f"{diagram()}\n{table()}"
 
 
 def diagram() -> str:
-    """The rows that change the phase, as a state diagram of Mermaid."""
+    """Return the rows that change the phase as a Mermaid state diagram."""
     lines = ["```mermaid", "stateDiagram-v2", f"    [*] --> {Phase.EXCHANGING.value}"]
     for row in TABLE:
         if row.becomes is None:
@@ -33,7 +33,7 @@ def diagram() -> str:
 
 
 def table() -> str:
-    """Every row."""
+    """Return a table of all rows."""
     lines = ["| in | when | what | then |", "|---|---|---|---|"]
     lines += [f"| {_phases(row)} | {_on(row)} | {row.text} | {_then(row)} |" for row in TABLE]
     return "\n".join([*lines, ""])
@@ -58,12 +58,12 @@ def _then(row: Row) -> str:
 
 
 def in_docs(text: str) -> str:
-    """What is between the marks."""
+    """Return the text between the marks in the document."""
     return text.split(BEGIN)[1].split(END)[0]
 
 
 def main() -> None:
-    """Replace what is between the marks."""
+    """Replace the text between the marks."""
     text = DOCS.read_text(encoding="utf-8")
     before, after = text.split(BEGIN)[0], text.split(END)[1]
     DOCS.write_text(before + BEGIN + table_and_diagram() + END + after, encoding="utf-8")

@@ -1,6 +1,6 @@
-"""Looks at every state that a small group can get into, for more faults than the suite has time for: scripts/explore.
+"""Explore every state that a small group can reach, with more faults than the test suite has time for: scripts/explore.
 
-An error is printed with every step on the way to it.
+An error is printed with all steps that lead to it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import time
 
 from tests.unit.consensus.world import Faults, Group
 
-# Size, faults, auxiliaries; and whether a contribution may never count twice, see docs/round.md.
+# (size, faults, auxiliaries, true if a contribution may never count twice); see docs/round.md.
 CASES = [
     (2, Faults(crashes=1, suspicions=2, timeouts=2), 0, True),
     (3, Faults(crashes=1, timeouts=1), 1, True),
@@ -28,7 +28,7 @@ CASES = [
 
 
 def main() -> None:
-    """One line a case."""
+    """Explore all cases; print a line for each."""
     for size, faults, auxiliaries, strict in CASES:
         began = time.monotonic()
         states = Group(size, faults, auxiliaries=auxiliaries, strict=strict).explore()

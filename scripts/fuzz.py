@@ -1,13 +1,13 @@
-"""Hostile members that send valid-looking messages in random order, on virtual time, and what honest peers make of it.
+"""Fuzz test on virtual time: hostile members send valid messages in random order to honest peers.
 
-scripts/fuzz --messages 100000      so many messages, over as many seeds as that takes
+scripts/fuzz --messages 100000      this many messages, over as many seeds as needed
 scripts/fuzz --seed 1234 --log      one seed again, with every line of its log
 
 Each seed is a run of two to four honest peers and one or two hostile ones. A hostile peer runs the real averager, so
-that it is a member of the groups, and beside that sends votes, lanes, matchmaking messages and records that decode,
-with contents drawn at random. What is checked:
+that it is a member of the groups. It also sends votes, lanes, matchmaking messages and records that decode, with random
+contents. The checks are:
 
-* no exception leaves an honest peer's averager, and no handling of a message ends in one;
+* no exception leaves an honest peer's averager or the handling of a message;
 * every call of ``step`` returns within its match timeout and its exchange timeout;
 * every ``Success`` of an honest peer is the weighted mean of exactly its ``peers``, and two of the same group and the
   same ``peers`` hold the same bits.
@@ -79,15 +79,15 @@ ELEMENTS = 600
 PART_ELEMENTS = 64
 MATCH_TIMEOUT = 4.0
 EXCHANGE_TIMEOUT = 10.0
-SLACK = 2.0  # a deadline is a moment, and what ends at it takes a few more
+SLACK = 2.0  # ending at a deadline takes a few more moments
 ROUNDS = 2
-TRIES = 6  # calls of step until a round has a result
+TRIES = 6  # calls of step before a round must have a result
 KINDS = ("votes", "lanes", "matches", "records")
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What a seed stands for."""
+    """The parameters that a seed stands for."""
 
     seed: int
     honest: int
@@ -96,7 +96,7 @@ class Setting:
 
     @property
     def peers(self) -> int:
-        """Of both kinds; the hostile ones are drawn among them."""
+        """Number of peers of both kinds; the hostile ones are drawn among them."""
         return self.honest + self.hostile
 
     @property
@@ -106,7 +106,7 @@ class Setting:
 
 
 def setting(seed: int) -> Setting:
-    """The same in every run."""
+    """Return the parameters of a seed, always the same."""
     dice = random.Random(f"fuzz/{seed}")
     kinds = dice.sample(KINDS, dice.randint(1, len(KINDS)))
     return Setting(seed, honest=dice.randint(2, 4), hostile=dice.randint(1, 2), kinds=frozenset(kinds))
@@ -114,12 +114,12 @@ def setting(seed: int) -> Setting:
 
 @dataclass
 class Seen:
-    """Everything that is checked after a seed."""
+    """Everything that is recorded for the checks after a run."""
 
     sent: Counter[str] = field(default_factory=Counter)
     tally: Counter[str] = field(default_factory=Counter)
     given: dict[tuple[str, float], torch.Tensor] = field(default_factory=dict)
-    """Contributions, by peer and weight."""
+    """Contributions by peer and weight."""
     successes: list[tuple[str, p2pavg.Success]] = field(default_factory=list)
     longest: float = 0.0
 
@@ -128,14 +128,14 @@ class Seen:
 
 
 def some_members(dice: random.Random, size: int) -> frozenset[int]:
-    """Often all, or all but one."""
-    everybody = list(range(size))
+    """Draw some members, often all, or all but one."""
+    members = list(range(size))
     left_out = dice.choice([0, 0, 1, 1, dice.randint(0, size - 1)])
-    return frozenset(dice.sample(everybody, size - left_out))
+    return frozenset(dice.sample(members, size - left_out))
 
 
 def some_vote(dice: random.Random, member: Member) -> Vote:
-    """A vote that a member may send, at some other time or in some other state."""
+    """Draw a vote that is valid, if not at this time or in this state."""
     size, me = member.size, member.me
     own = next_ballot(me, size, max(member.promised, member.ballot))
     known = [0, member.ballot, member.promised, member.attempt, own, own - size]
@@ -169,7 +169,7 @@ def some_vote(dice: random.Random, member: Member) -> Vote:
         lambda: Left(dice.choice([-1, 0, ballot]), "so it says"),
         lambda: Unknown(),
     ]
-    # What ends the round, or the sender's own part of it, comes seldom, or there would be little to see.
+    # Votes that end the round, or the sender's part in it, are rare; otherwise runs would be short.
     weights = [3, 4, 2, 4, 3, 0.05, 1, 0.03, 0.03]
     while True:
         vote = dice.choices(votes, weights)[0]()
@@ -181,7 +181,7 @@ def some_vote(dice: random.Random, member: Member) -> Vote:
 
 
 def some_candidate(dice: random.Random, index: int, key: bytes, now: float) -> Candidate:
-    """A hostile peer's word of itself."""
+    """Draw a hostile peer's candidate record."""
     auxiliary = dice.random() < 0.2
     return sign_candidate(
         simulated_signer(index),
@@ -198,7 +198,7 @@ def some_candidate(dice: random.Random, index: int, key: bytes, now: float) -> C
 
 
 def some_roster(dice: random.Random, known: Sequence[Candidate]) -> Roster | None:
-    """Any members in any order, with any shares; ``None`` when that is no roster."""
+    """Draw any members in any order, with any shares; return ``None`` if that is not a valid roster."""
     members = tuple(dice.sample(list(known), min(len(known), dice.randint(2, 6))))
     cuts = sorted([0, ELEMENTS, *(dice.randint(0, ELEMENTS) for _ in members[1:])])
     shares = tuple(stop - start for start, stop in itertools.pairwise(cuts))
@@ -210,7 +210,7 @@ def some_roster(dice: random.Random, known: Sequence[Candidate]) -> Roster | Non
 
 
 def some_match_message(dice: random.Random, known: Sequence[Candidate], group_id: bytes) -> messages.Message:
-    """Anything that is said until a group stands."""
+    """Draw any message of matchmaking."""
     one = dice.choice(list(known))
     roster = some_roster(dice, known)
     group_id = dice.choice([group_id, bytes(32), roster.group_id if roster is not None else bytes(32)])
@@ -234,7 +234,7 @@ def some_match_message(dice: random.Random, known: Sequence[Candidate], group_id
 
 
 class HostileControl(control.Control):
-    """A member's votes, with others drawn at random between them."""
+    """A member's control channel that adds random votes to the member's own."""
 
     dice: random.Random
     sent: Counter[str]
@@ -257,7 +257,7 @@ class HostileControl(control.Control):
                 self._say(line, some_vote(self.dice, member))
 
     def _mislead(self, member: Member) -> None:
-        """Lead the others from one ballot to the next, about attempts that there were and others."""
+        """Send ballots in a sequence, about real and invented attempts."""
         dice, size = self.dice, member.size
         self.newest = next_ballot(self._me, size, max(self.newest, member.promised))
         attempts = [0, member.attempt, self.newest, *self.begun]
@@ -280,7 +280,7 @@ class HostileControl(control.Control):
 
 
 class Hostile:
-    """What a hostile peer sends beside its averager's messages."""
+    """A hostile peer's additional messages."""
 
     def __init__(self, peer: Peer, index: int, how: Setting, record: Seen) -> None:
         self.peer = peer
@@ -293,7 +293,7 @@ class Hostile:
         self.known: list[Candidate] = []
 
     async def run(self, averager: p2pavg.DecentralizedAverager) -> None:
-        """Until cancelled."""
+        """Send messages until cancelled."""
         tasks = {"lanes": self._lane, "matches": self._match, "records": self._record}
         chosen = [task for kind, task in tasks.items() if kind in self.how.kinds]
         while True:
@@ -406,7 +406,7 @@ class Hostile:
 
 @contextmanager
 def hostile_members(how: Setting, record: Seen) -> Iterator[dict[str, Hostile]]:
-    """Let hostile peers vote at random, and say anything while groups are formed."""
+    """Let hostile peers vote at random, and send random messages during matchmaking."""
     hostile: dict[str, Hostile] = {}
     send = matchmaker._Attempt._send
 
@@ -438,9 +438,9 @@ def hostile_members(how: Setting, record: Seen) -> Iterator[dict[str, Hostile]]:
 
 
 async def run(how: Setting) -> Seen:
-    """One seed, from the first peer to the last."""
+    """Run one seed from the first peer to the last."""
     record = Seen()
-    # On slow links a round lasts long enough for many votes.
+    # Links are slow, so that a round lasts long enough for many votes.
     bandwidth = random.Random(f"bandwidth/{how.seed}").choice([None, 3e4, 1e4])
     network = MemoryNetwork(seed=how.seed, latency=(0.001, 0.02), bandwidth=bandwidth)
     config = p2pavg.AveragingConfig(
@@ -466,7 +466,7 @@ async def run(how: Setting) -> Seen:
 
 
 async def average(record: Seen, averager: p2pavg.DecentralizedAverager, index: int, how: Setting) -> None:
-    """A few rounds of one peer."""
+    """Run a few rounds of one peer."""
     generator = torch.Generator().manual_seed(how.seed * 100 + index)
     for number in range(ROUNDS):
         averager.clear()
@@ -489,7 +489,7 @@ async def average(record: Seen, averager: p2pavg.DecentralizedAverager, index: i
 
 
 def check(how: Setting, record: Seen, faults: Sequence[str]) -> None:
-    """Raises AssertionError with what is wrong."""
+    """Check a run; raise AssertionError with the violation."""
     assert not faults, f"handling a message raised: {faults[0]}"
     bound = MATCH_TIMEOUT + EXCHANGE_TIMEOUT + SLACK
     assert record.longest <= bound, f"a step took {record.longest:.1f} s"
@@ -504,7 +504,7 @@ def check(how: Setting, record: Seen, faults: Sequence[str]) -> None:
         assert same == digest, f"members of a group with the same peers hold different bits: {peer_id}"
         assert peer_id in result.peers, f"{peer_id} is not in its own result"
         if "lanes" in how.kinds and liars & set(result.peers):
-            continue  # what such a member contributed is drawn at random
+            continue  # a hostile member's contribution is random
         exact = torch.zeros(ELEMENTS, dtype=torch.float64)
         for member, weight in result.weights.items():
             exact += weight * record.given[member, weight].double()
@@ -514,20 +514,20 @@ def check(how: Setting, record: Seen, faults: Sequence[str]) -> None:
 
 
 class Faults(logging.Handler):
-    """Collects what is logged as a bug that a message has reached."""
+    """Collects log records of bugs that a message triggered."""
 
     def __init__(self) -> None:
         super().__init__(level=logging.ERROR)
         self.found: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep an error's first line, and what was raised."""
+        """Keep an error's first line and its exception."""
         raised = "" if record.exc_info is None else f": {record.exc_info[1]!r}"
         self.found.append(record.getMessage() + raised)
 
 
 def one(seed: int) -> tuple[int, Counter[str], Counter[str], str]:
-    """Run and check one seed: what was sent, what came of it, and what is wrong with it, or nothing."""
+    """Run and check one seed; return the sent messages, the results, and a violation, if any."""
     torch.set_num_threads(1)
     how, faults = setting(seed), Faults()
     vars(reduction)["part_size"] = lambda _elements, _reducers: PART_ELEMENTS
@@ -545,7 +545,7 @@ def one(seed: int) -> tuple[int, Counter[str], Counter[str], str]:
 
 
 def main() -> int:
-    """See the top of this file."""
+    """Run the fuzz test."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, usage=argparse.SUPPRESS
     )
@@ -561,9 +561,7 @@ def main() -> int:
         stream=sys.stdout,
     )
     if not arguments.log:
-        logging.getLogger().handlers[0].setLevel(
-            logging.CRITICAL
-        )  # what is an error is printed with its seed
+        logging.getLogger().handlers[0].setLevel(logging.CRITICAL)  # errors are printed with their seeds
     if arguments.seed is not None:
         print(setting(arguments.seed))
         _, sent, tally, wrong = one(arguments.seed)

@@ -1,8 +1,8 @@
-"""What deaths cost a large run, on virtual time: scripts/goodput [--peers 64 --group-size 8 --rounds 12].
+"""Cost of peer deaths in a large run, on virtual time: scripts/goodput [--peers 64 --group-size 8 --rounds 12].
 
-Every peer trains for a while, averages what it made of it, and begins again. In every other round one of them dies in
-the midst of an exchange, and comes back with nothing after a while. Goodput is the samples that are in some peer's
-``Success``, beside those of the same run without deaths.
+Every peer trains for a while, averages, and repeats. In every other round, one peer dies during an exchange and returns
+without state after a while. Goodput is the number of samples in some peer's ``Success``, compared with the same run
+without deaths.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SAMPLES_PER_SECOND = 10.0
 
 
 class Run:
-    """One run, calm or not."""
+    """One run, with or without deaths."""
 
     def __init__(self, peers: int, group_size: int, rounds: int, *, deaths: bool, seed: int) -> None:
         self.peers = peers
@@ -48,7 +48,7 @@ class Run:
         self.results: dict[str, int] = {}
 
     async def main(self) -> None:
-        """Until everybody has had its rounds, or would have."""
+        """Run until all peers have had time for their rounds."""
         doomed: set[str] = set()
 
         def reached(peer_id: str, milestone: Milestone) -> None:
@@ -70,12 +70,12 @@ class Run:
                     doomed.add(simulated_signer(self.dice.randrange(1, self.peers)).peer_id)
 
     def addresses(self, index: int) -> list[str]:
-        """Where a peer of this network is, was, or will be."""
+        """Return the addresses of a peer of this network, at any time."""
         peer_id = simulated_signer(index).peer_id
         return [f"{self.network._location(peer_id)}/p2p/{peer_id}"]
 
     async def live(self, index: int, bootstrap: list[str]) -> None:
-        """One peer, again and again."""
+        """Run one peer, restarting it after each death."""
         while True:
             with trio.CancelScope() as scope:
                 async with (
@@ -87,7 +87,7 @@ class Run:
             await trio.sleep(ABSENT_SECONDS)
 
     async def train(self, peer: p2pavg.Peer, index: int) -> None:
-        """Rounds without end."""
+        """Run rounds without end."""
         values = torch.full((ELEMENTS,), float(index))
         async with peer.averager(self.config) as averager:
             while True:
@@ -107,7 +107,7 @@ class Run:
 
 
 def main() -> None:
-    """See the top of this file."""
+    """Run the measurement."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,7 +1,7 @@
-"""Measures, with real processes on this machine, what is promised of four peers, and prints a table.
+"""Measure the documented figures of four peers with real processes on this machine; print a table.
 
 scripts/measure            everything, about an hour, most of it kill and stop
-scripts/measure cold kill  only some: cold, group, kill, stop, soak, round, codecs
+scripts/measure cold kill  only some of: cold, group, kill, stop, soak, round, codecs
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def spread(values: list[float]) -> str:
 
 
 def cold(repeats: int = 7) -> list[tuple[str, str]]:
-    """From the start of the first process to the last of the first successes, imports included."""
+    """Measure from the start of the first process to the last peer's first success, imports included."""
     seconds = []
     for _ in range(repeats):
         began = time.time()
@@ -51,7 +51,7 @@ def cold(repeats: int = 7) -> list[tuple[str, str]]:
 
 
 def group(rounds: int = 40) -> list[tuple[str, str]]:
-    """From the moment the last peer is ready to the commit: the shortest of a group's members."""
+    """Measure from the moment the last peer is ready to the commit: the shortest time among the members."""
     config = {"group_size": PEERS, "min_group_size": PEERS}
     with swarm("rounds", elements=1_000, rounds=rounds, config=config) as found:
         found.start()
@@ -70,17 +70,17 @@ THIRDS = {"early": (0.0, 1 / 3), "middle": (1 / 3, 2 / 3), "late": (2 / 3, 1.0)}
 
 
 def kill(repeats: int = 30) -> list[tuple[str, str]]:
-    """SIGKILL of one of four in the exchange: what the survivors end with, and how long it takes them."""
+    """Kill one of four peers (SIGKILL) during the exchange; measure the survivors' results and times."""
     return lose("SIGKILL", repeats)
 
 
 def stop(repeats: int = 10) -> list[tuple[str, str]]:
-    """SIGSTOP of one of four in the exchange; later it goes on, and hears that it was given up."""
+    """Stop one of four peers (SIGSTOP) during the exchange; later it resumes and learns that it was dropped."""
     return lose("SIGSTOP", repeats)
 
 
 def lose(signal: str, repeats: int) -> list[tuple[str, str]]:
-    """So many times for the leader and a follower; early, in the middle and late; in fp32 and blockwise8."""
+    """Repeat a loss for the leader and a follower; early, in the middle and late; in fp32 and blockwise8."""
     rows = []
     for name, compression in (("blockwise8", "blockwise8"), ("fp32", None)):
         dice = random.Random(f"{signal}/{name}")
@@ -107,7 +107,7 @@ def lose(signal: str, repeats: int) -> list[tuple[str, str]]:
 
 
 def soak(rounds: int = 200) -> list[tuple[str, str]]:
-    """Two hundred rounds in a row, and what a process holds after the tenth and after the last."""
+    """Run two hundred rounds in a row; compare a process's memory after the tenth and after the last."""
     config = {"group_size": PEERS, "min_group_size": PEERS}
     with swarm("soak", elements=1_000_000, rounds=rounds, config=config) as found:
         found.start()
@@ -127,7 +127,7 @@ def soak(rounds: int = 200) -> list[tuple[str, str]]:
 
 
 def large_round(rounds: int = 7) -> list[tuple[str, str]]:
-    """Group and exchange of 16 M elements, for everybody in every round."""
+    """Measure matchmaking and exchange of 16 M elements, for every peer in every round."""
     rows = []
     for compression in ("blockwise8", "fp32"):
         config = {"group_size": PEERS, "min_group_size": PEERS, "compression": compression}
@@ -141,7 +141,7 @@ def large_round(rounds: int = 7) -> list[tuple[str, str]]:
 
 
 def codecs(repeats: int = 5) -> list[tuple[str, str]]:
-    """The default codec beside bitsandbytes' own on a CPU: MB of fp32 per second, one thread, a vector of 64 MiB."""
+    """Compare the default codec with bitsandbytes' own on a CPU: MB of fp32 per second, one thread, 64 MiB."""
     import bitsandbytes  # takes seconds, and only this part needs it
 
     torch.set_num_threads(1)

@@ -1,13 +1,13 @@
-"""Rounds in which things go wrong, on virtual time, and the proof that nothing is wrong with their results.
+"""Simulated rounds with faults, on virtual time, and checks of their results.
 
-scripts/simulate --rounds 10000       so many rounds of 3 to 16 peers with 1 to 3 faults each
+scripts/simulate --rounds 10000       this many rounds of 3 to 16 peers with 1 to 3 faults each
 scripts/simulate --seed 1234 --log    one of them again, with every line of its log
 
-A round is made of the real matchmaker, exchange and record node over a network in memory. What is checked:
+A round uses the real matchmaker, exchange and record node over a network in memory. The checks are:
 
 * two members of one group that return ``Success`` name the same peers, and hold the same bits;
-* ``averaged`` is the weighted mean of what ``peers`` had accumulated, and of nothing else;
-* a sample is in one committed result at most, and then not in its accumulator any more; else it is in there still;
+* ``averaged`` is the weighted mean of exactly the samples that ``peers`` had accumulated;
+* a sample is either in exactly one committed result, or still in its accumulator;
 * every exchange ends within its time.
 """
 
@@ -36,7 +36,7 @@ from p2pavg.testing.simulation import simulated_signer
 EXCHANGE_TIMEOUT = 20.0
 MATCH_TIMEOUT = 5.0
 FOUND_OUT_SECONDS = 700.0
-SLACK = 1.0  # a deadline is a moment, and what ends at it takes a few more
+SLACK = 1.0  # ending at a deadline takes a few more moments
 ROUNDS = 2
 PART_ELEMENTS = 64
 
@@ -49,7 +49,7 @@ class Sample:
     weight: float
     values: torch.Tensor
     left: bool = True
-    """Whether it is in its peer's accumulator."""
+    """True while it is in its peer's accumulator."""
 
 
 @dataclass
@@ -58,19 +58,19 @@ class Record:
 
     samples: dict[str, list[Sample]] = field(default_factory=dict)
     taken: dict[tuple[str, float], list[Sample]] = field(default_factory=dict)
-    """What a peer contributed, by the weight that is unique to it."""
+    """Contributions of peers, by their unique weights."""
     successes: list[tuple[str, p2pavg.Success]] = field(default_factory=list)
     tally: Counter[str] = field(default_factory=Counter)
     formed: dict[str, float] = field(default_factory=dict)
     longest: float = 0.0
     crashed: set[str] = field(default_factory=set)
     stopped: set[str] = field(default_factory=set)
-    """Peers that never went on: as good as crashed, although their tasks run here."""
+    """Peers that never resumed; they count as crashed, although their tasks run here."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What a seed stands for."""
+    """The parameters that a seed stands for."""
 
     seed: int
     peers: int
@@ -81,10 +81,10 @@ class Setting:
 
 
 def setting(seed: int) -> Setting:
-    """The same in every run."""
+    """Return the parameters of a seed, always the same."""
     dice = random.Random(f"setting/{seed}")
     sizes = range(3, 17)
-    # A large group costs as much time as its square in small ones, which find as much.
+    # A large group takes quadratic time, and small groups find as many errors.
     peers = dice.choices(sizes, [1 / size**2 for size in sizes])[0]
     elements = dice.choice([1, 100, 1_000, 3_000])
     return Setting(
@@ -100,7 +100,7 @@ def setting(seed: int) -> Setting:
 
 
 async def run(how: Setting) -> Record:
-    """One seed, from the first peer to the last."""
+    """Run one seed from the first peer to the last."""
     dice = random.Random(f"values/{how.seed}")
     record = Record()
     network = MemoryNetwork(seed=how.seed, latency=(0.001, 0.02), bandwidth=dice.choice([None, 1e6, 1e5]))
@@ -118,7 +118,7 @@ async def run(how: Setting) -> Record:
         mine = record.samples.setdefault(peer.id, [])
         async with peer.averager(config) as averager:
             for number in range(ROUNDS):
-                # Distinct sums of weights tell which samples a contribution was made of.
+                # Sums of weights are distinct, so that a contribution's weight identifies its samples.
                 sample = Sample(peer.id, float(2**number), torch.randn(how.elements, generator=generator))
                 averager.accumulate([sample.values], weight=sample.weight)
                 mine.append(sample)
@@ -143,7 +143,7 @@ async def run(how: Setting) -> Record:
     async def find_out(
         averager: p2pavg.DecentralizedAverager, taken: list[Sample], mine: list[Sample]
     ) -> bool:
-        """Whether a contribution was used, once the peer has found out."""
+        """Wait until the peer knows if its contribution was used; note the answer."""
         weight = sum(sample.weight for sample in mine if sample.left)
         with trio.move_on_after(FOUND_OUT_SECONDS):
             while averager.unresolved_weight:  # noqa: ASYNC110 - as a user would
@@ -174,7 +174,7 @@ def note(record: Record, peer_id: str, milestone: Milestone) -> None:
 
 
 def check(how: Setting, record: Record) -> None:
-    """Raises AssertionError with what is wrong."""
+    """Check a run; raise AssertionError with the violation."""
     bits: dict[str, tuple[str, tuple[str, ...], str]] = {}
     counted: dict[int, str] = {}
     for peer_id, result in record.successes:
@@ -198,7 +198,7 @@ def check(how: Setting, record: Record) -> None:
                 assert counted.setdefault(id(sample), result.group_id) == result.group_id, (
                     f"a sample of {member} is in two results"
                 )
-                # What a peer returned before it died counts as well: its program may have saved it.
+                # Results of a peer that died later count as well: its program may have saved them.
                 kept = sample.left and member not in record.crashed | record.stopped
                 assert not kept, f"a sample of {member} is in a result and in its accumulator"
         assert result.total_weight == sum(result.weights[member] for member in result.peers)
@@ -210,7 +210,7 @@ def check(how: Setting, record: Record) -> None:
 
 
 def one(seed: int) -> tuple[int, Counter[str], str]:
-    """Run and check one seed. What is wrong with it, or nothing."""
+    """Run and check one seed; return the violation, if any."""
     torch.set_num_threads(1)
     how = setting(seed)
     try:
@@ -224,14 +224,14 @@ def one(seed: int) -> tuple[int, Counter[str], str]:
 
 
 def describe(error: BaseException) -> str:
-    """The errors at the bottom of a group."""
+    """Return the innermost errors of an exception group."""
     if isinstance(error, BaseExceptionGroup):
         return "; ".join(map(describe, error.exceptions))
     return f"{type(error).__name__}: {error}"
 
 
 def main() -> int:
-    """See the top of this file."""
+    """Run the simulation."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, usage=argparse.SUPPRESS
     )

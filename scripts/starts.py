@@ -1,8 +1,8 @@
 """Start the documented program as DiLoCo peers, again and again: scripts/starts [--starts 20 --late 0 1.5 7].
 
 Each start is a daemon to bootstrap from, two peers at once, and a third one at once or some seconds later. The program
-is the first one of ``docs/training.md`` with the optimizer of its section "Local updates". A start is in one lineage
-when all three programs end with the same lineage at the last update. A third peer that does not get in has to say so.
+is the first one of ``docs/training.md`` with the optimizer of its section "Local updates". A start succeeds if all
+three programs end with the same lineage at the last update. A third peer that cannot join has to report that.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ TRAINING = Path(__file__).resolve().parents[1] / "docs" / "training.md"
 EPOCHS = 20
 SYNC_EVERY = 10
 BATCH_SECONDS = (
-    0.02  # of computing: else the updates are over before a peer that is 7 s late has imported torch
+    0.02  # of computing: with less, the updates end before a peer that is 7 s late has imported torch
 )
 END_SECONDS = 120.0  # after which a start has failed
-BEHIND = "cannot follow"  # of the sentence with which the documented program ends
+BEHIND = "cannot follow"  # part of the sentence with which the documented program ends
 OPENED = "others join"
 ENDED = "ended with lineage"
 
@@ -53,7 +53,7 @@ def program(epochs: int = EPOCHS) -> str:
 
 
 class Program:
-    """One process, the lines that it has written, and when it wrote each."""
+    """One process, its output lines and their times."""
 
     def __init__(self, arguments: list[str]) -> None:
         self.began = time.monotonic()
@@ -70,7 +70,7 @@ class Program:
             self.lines.append((time.monotonic() - self.began, line.rstrip()))
 
     def wait(self, until: float) -> bool:
-        """Return whether it has ended by then."""
+        """Wait for its end; return whether it came in time."""
         try:
             self.process.wait(max(until - time.monotonic(), 0.0))
         except subprocess.TimeoutExpired:
@@ -79,7 +79,7 @@ class Program:
         return True
 
     def close(self) -> None:
-        """End it, and what reads from it."""
+        """End the process and the thread that reads from it."""
         self.process.kill()
         self.process.wait()
         self._reader.join(5.0)
@@ -96,13 +96,13 @@ class Start:
     """The end of one start."""
 
     lineages: tuple[str, ...]
-    """Of the programs that came to the last update."""
+    """Lineages of the programs that reached the last update."""
     heard: float | None
     """Seconds from the moment when the third program was in the network until it said that it cannot follow."""
     said: str
-    """Its words."""
+    """The sentence in which it said that."""
     stuck: int
-    """Programs that had not ended in time."""
+    """Number of programs that had not ended in time."""
     logs: tuple[str, ...]
 
     @property
@@ -118,7 +118,7 @@ class Start:
 
 @contextmanager
 def running(arguments: list[str]) -> Iterator[Program]:
-    """A program for as long as the block runs."""
+    """Run a program for as long as the block runs."""
     started = Program(arguments)
     try:
         yield started
@@ -127,7 +127,7 @@ def running(arguments: list[str]) -> Iterator[Program]:
 
 
 def start(late: float, path: Path) -> Start:
-    """Let three peers start, the third one so many seconds late, and wait for their end."""
+    """Start three peers, the third one some seconds late, and wait for their end."""
     with ExitStack() as stack:
         daemon = stack.enter_context(
             running(["-u", "-m", "p2pavg", "peer", "--listen", "/ip4/127.0.0.1/tcp/0"])

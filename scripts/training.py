@@ -1,12 +1,12 @@
-"""What training with peers comes to, beside one process that has the whole batch.
+"""Comparison of training with peers and training in one process with the whole batch.
 
 scripts/training synchronous     four peers with AveragedOptimizer against one process with the fourfold batch
 scripts/training table           bytes against loss: DiLoCo and every step, by codec
-scripts/training churn           eight peers: again and again one is killed and another comes; against eight calm ones
+scripts/training churn eight peers, repeatedly one is killed and another joins; compared with eight undisturbed ones
 
-A GPT of 115,000 parameters learns Python's documentation, eight sequences a batch, in processes on this machine. Bytes
-are those of the exchanges: what a peer sends of encoded parts, with their frames. Losses are of held-out text, in nats
-a character.
+A GPT of 115,000 parameters learns Python's documentation, eight sequences per batch, in processes on this machine.
+Bytes are those that a peer sends in exchanges: encoded parts with their frames. Losses are those of held-out text, in
+nats per character.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CODECS = ("fp32", "bf16", "blockwise8", "int8")
 
 
 def main() -> int:
-    """The exit status: 1 when peers did not end with the same parameters."""
+    """Run the comparison; return the exit status, 1 if the peers' final parameters differ."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -55,19 +55,19 @@ def main() -> int:
 
 
 def together(peers: int, **arguments: Any) -> list[dict[str, Any]]:
-    """What every peer of a swarm reported at its end."""
+    """Run a swarm; return every peer's final report."""
     with LocalSwarm(WORK + "train", peers=peers, arguments={"peers": peers, **arguments}) as swarm:
         swarm.start()
         return [list(process.events(3600))[-1] for process in swarm.processes]
 
 
 def are_same(found: list[dict[str, Any]]) -> bool:
-    """Whether all ended with the same bits."""
+    """Return whether all peers ended with the same bits."""
     return len({peer["digest"] for peer in found}) == 1
 
 
 def synchronous(given: argparse.Namespace) -> int:
-    """AveragedOptimizer."""
+    """Compare AveragedOptimizer with one process."""
     peers, steps = given.peers or 4, given.steps or 200
     rows, ok = [], True
     for name, others in (
@@ -106,7 +106,7 @@ def synchronous(given: argparse.Namespace) -> int:
 
 
 def table(given: argparse.Namespace) -> int:
-    """DiLoCo, and its pseudo-gradients every step."""
+    """Compare DiLoCo with averaging at every step, by codec."""
     with tempfile.TemporaryDirectory() as folder:
         return _table(given, f"{folder}/checkpoint")
 
@@ -163,7 +163,7 @@ def _table(given: argparse.Namespace, checkpoint: str) -> int:
 
 
 def churn(given: argparse.Namespace) -> int:
-    """Samples to the calm run's loss."""
+    """Compare the samples that a run with churn and an undisturbed run need for the same loss."""
     peers = given.peers or 8
     calm = one_churn(peers, updates=given.updates, every=None, reach=None)
     wild = one_churn(peers, updates=None, every=given.every, reach=calm["held_out"])
@@ -189,7 +189,7 @@ def churn(given: argparse.Namespace) -> int:
 
 
 def one_churn(peers: int, *, updates: int | None, every: float | None, reach: float | None) -> dict[str, Any]:
-    """A run until so many updates, or until the held-out loss is as low as ``reach``."""
+    """Run until a number of updates, or until the held-out loss is as low as ``reach``."""
     with tempfile.TemporaryDirectory() as folder:
         arguments = {
             "peers": peers,
@@ -247,14 +247,14 @@ def _watch(
 
 
 def _said_by(process: SwarmProcess) -> Iterator[dict[str, Any]]:
-    """What it has reported and nobody has read."""
+    """Return a process's unread reports."""
     with suppress(TimeoutError, EOFError):
         while True:
             yield process.event(0.0)
 
 
 def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """A table."""
+    """Print a table."""
     shown = Table(*columns, title=title)
     for row in rows:
         shown.add_row(*row)

@@ -31,10 +31,10 @@ SEED = 1
 
 @dataclass
 class Task:
-    """What is learned: the same for everybody.
+    """The learning task, the same for all peers.
 
     Args:
-        peers: among whom the text is dealt out.
+        peers: number of peers among which the text is divided.
         checkpoint: of the model, to begin from.
     """
 
@@ -43,7 +43,7 @@ class Task:
 
     @cached_property
     def model(self) -> GPT:
-        """As it begins."""
+        """Return the initial model."""
         text = load_text()
         config = ModelConfig(
             vocabulary_size=len(text.vocabulary), context=CONTEXT, width=64, heads=4, layers=2
@@ -55,29 +55,29 @@ class Task:
 
     @cached_property
     def batches(self) -> Batches:
-        """Of every peer."""
+        """Return the batches of every peer."""
         return Batches(load_text().train, context=CONTEXT, batch_size=BATCH, peers=self.peers, seed=SEED)
 
     def loss(self, windows: torch.Tensor) -> torch.Tensor:
-        """Mean cross entropy, in nats a character, of windows (n, CONTEXT + 1)."""
+        """Return the mean cross entropy, in nats per character, of windows (n, CONTEXT + 1)."""
         scores = self.model(windows[:, :-1])
         return functional.cross_entropy(scores.flatten(0, 1), windows[:, 1:].flatten())
 
     @torch.no_grad()
     def held_out_loss(self) -> float:
-        """Of text that nobody trains on."""
+        """Return the loss on held-out text."""
         windows = held_out_windows(load_text().held_out, context=CONTEXT, count=HELD_OUT)
         return float(self.loss(windows))
 
     def digest(self) -> str:
-        """Of the parameters' bytes."""
+        """Return a digest of the parameters' bytes."""
         digest = hashlib.sha256()
         for parameter in self.model.parameters():
             digest.update(parameter.detach().numpy().tobytes())
         return digest.hexdigest()
 
     def optimizer(self, name: str = "adamw") -> torch.optim.Optimizer:
-        """Of all, or every peer's inner one."""
+        """Return the optimizer: the common one, or a peer's inner one."""
         if name == "sgd":
             return torch.optim.SGD(self.model.parameters(), lr=0.3, momentum=0.9)
         return torch.optim.AdamW(self.model.parameters(), lr=LR, betas=(0.9, 0.95))
@@ -94,14 +94,14 @@ def in_one_process(
     checkpoint: str | None = None,
     save_to: str | None = None,
 ) -> tuple[list[float], float]:
-    """The loss of every step with all peers' batches as one, and the held-out loss at the end.
+    """Train in one process; return the loss of every step on all peers' batches, and the final held-out loss.
 
     Args:
-        first: the batch to begin with.
-        one_by_one: accumulate the gradients of the peers' batches, which rounds otherwise.
-        delay: updates by which each gradient comes late.
+        first: number of the first batch.
+        one_by_one: accumulate the gradients of the peers' batches separately, which changes the rounding.
+        delay: number of updates by which each gradient is late.
         checkpoint: of the model, to begin from.
-        save_to: where the model is saved at the end.
+        save_to: file for the final model.
     """
     task = Task(peers, checkpoint)
     optimizer = task.optimizer(name)
@@ -128,7 +128,7 @@ def in_one_process(
 
 
 def config_of(arguments: dict[str, Any]) -> p2pavg.AveragingConfig:
-    """Of a run on one machine."""
+    """Return the configuration of a run on one machine."""
     return p2pavg.AveragingConfig(
         run_id="training",
         group_size=arguments["peers"],
@@ -139,7 +139,7 @@ def config_of(arguments: dict[str, Any]) -> p2pavg.AveragingConfig:
 
 
 def averaged(task: Task, averager: Averager, arguments: dict[str, Any], **options: Any) -> AveragedOptimizer:
-    """One optimizer step of all peers for each batch of theirs."""
+    """Train with one common optimizer step for each batch of all peers."""
     given: dict[str, Any] = {
         "target_batch_size": BATCH * arguments["peers"],
         "max_samples_per_peer": BATCH,
@@ -152,14 +152,14 @@ def averaged(task: Task, averager: Averager, arguments: dict[str, Any], **option
 
 
 def local(task: Task, averager: Averager, arguments: dict[str, Any]) -> LocalUpdates:
-    """DiLoCo."""
+    """Train with DiLoCo."""
     return diloco(
         task.optimizer(), averager, sync_every=arguments["sync_every"], peers_to_start=arguments["peers"]
     )
 
 
 def train(member: Member) -> None:
-    """As many batches as ``steps`` says; reports what came of it."""
+    """Train on ``steps`` batches; report the results."""
     torch.set_num_threads(1)
     arguments = member.arguments
     task = Task(arguments["peers"], arguments.get("checkpoint"))
@@ -192,7 +192,7 @@ def train(member: Member) -> None:
 
 
 def churn(member: Member) -> None:
-    """Train until the run's held-out loss is low enough, from the newest state that anybody left; report progress."""
+    """Train from the newest saved state until the run's held-out loss is low enough; report progress."""
     torch.set_num_threads(1)
     arguments = member.arguments
     folder, task = Path(arguments["folder"]), Task(arguments["peers"] * 4)
@@ -211,7 +211,7 @@ def churn(member: Member) -> None:
             optimizer.zero_grad()
             loss = task.loss(task.batches.of_peer(member.index % (arguments["peers"] * 4), step))
             torch.autograd.backward(loss)
-            time.sleep(arguments["pause"])  # as if the batch were larger
+            time.sleep(arguments["pause"])  # simulates a larger batch
             report = optimizer.step(samples=BATCH, metrics={"loss": loss.item()})
             event: dict[str, Any] = {"computed": BATCH, "epoch": report.epoch, "behind": report.behind}
             if report.updated:
@@ -229,7 +229,7 @@ def after_update(
     report: StepReport,
     arguments: dict[str, Any],
 ) -> dict[str, Any]:
-    """The first of the group leaves its state for those that come, and says how good it is now and then."""
+    """If this peer is the first of the group, save its state for new peers and report its loss now and then."""
     result = report.result
     assert isinstance(result, p2pavg.Success)
     found: dict[str, Any] = {"weight": result.total_weight, "peers": result.peers_count}
@@ -242,7 +242,7 @@ def after_update(
 
 
 def save(folder: Path, task: Task, optimizer: AveragedOptimizer) -> None:
-    """Whole or not at all, and in place of older ones."""
+    """Save the state atomically; remove older ones."""
     place = folder / f"{optimizer.epoch:08}.state"
     new = folder / f"new.{os.getpid()}"
     torch.save({"model": task.model.state_dict(), "optimizer": optimizer.state_dict()}, new)
@@ -252,13 +252,13 @@ def save(folder: Path, task: Task, optimizer: AveragedOptimizer) -> None:
 
 
 def load_newest(folder: Path, task: Task, optimizer: AveragedOptimizer) -> None:
-    """If there is one that is newer than what this peer has."""
+    """Load the newest saved state if it is newer than this peer's."""
     for place in sorted(folder.glob("*.state"), reverse=True):
         if int(place.stem) <= optimizer.epoch:
             return
         try:
             state = torch.load(place)
-        except FileNotFoundError:  # a newer one took its place
+        except FileNotFoundError:  # replaced by a newer one
             continue
         task.model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])

@@ -1,7 +1,7 @@
-"""How hypothesis searches.
+"""Profiles of hypothesis.
 
-The suite tries the same examples in every run, so that a run of it says something about the change that it is run
-for. ``scripts/test --hypothesis-profile=explore tests/properties`` draws new ones.
+The suite tries the same examples in every run, so that a failure is caused by the tested change. ``scripts/test
+--hypothesis-profile=explore tests/properties`` draws new ones.
 """
 
 from __future__ import annotations

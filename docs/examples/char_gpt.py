@@ -2,9 +2,9 @@
 
     .venv/bin/python docs/examples/char_gpt.py
 
-The text is that of Python's own help topics. One process trains first; then four peers begin with what it has learned,
-each with a quarter of the text. Every 25 steps they send each other how far they have come, in 8 bits a parameter. The
-picture shows the loss of text that nobody trains on: of the peers, and of the process if it goes on alone.
+The text is that of Python's own help topics. One process trains first. Then four peers begin with its parameters, each
+with a quarter of the text. Every 25 steps they average their parameter changes, at 8 bits per parameter. The picture
+shows the loss on held-out text: of the peers, and of the process if it continues alone.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from p2pavg.testing import LocalSwarm, Member
 
 CONTEXT, WIDTH, BATCH = 64, 96, 8
 Curve = list[tuple[int, float]]
-"""Steps of a peer, and the held-out loss after them."""
+"""(steps of a peer, held-out loss after them)."""
 
 TEXT = "\n".join(topics[name] for name in sorted(topics))
 LETTERS = sorted(set(TEXT))
@@ -33,7 +33,7 @@ TRAIN, HELD_OUT = TOKENS[: len(TOKENS) * 9 // 10], TOKENS[len(TOKENS) * 9 // 10 
 
 
 class GPT(nn.Module):
-    """Scores of the next letter: int64 (batch, time) to float32 (batch, time, letters)."""
+    """Scores for the next letter: int64 (batch, time) to float32 (batch, time, letters)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class GPT(nn.Module):
         self.scores = nn.Linear(WIDTH, len(LETTERS))
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Each letter sees those before it."""
+        """Compute the scores; each position sees the letters up to it."""
         time = tokens.shape[1]
         mask = nn.Transformer.generate_square_subsequent_mask(time)
         seen = self.letters(tokens) + self.places.weight[:time]
@@ -54,18 +54,18 @@ class GPT(nn.Module):
         return scores
 
     def loss(self, windows: torch.Tensor) -> torch.Tensor:
-        """Mean cross entropy in nats a letter, of windows (batch, CONTEXT + 1)."""
+        """Return the mean cross entropy, in nats per letter, of windows (batch, CONTEXT + 1)."""
         return functional.cross_entropy(self(windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten())
 
     @torch.no_grad()
     def held_out_loss(self) -> float:
-        """Of 256 windows that nobody trains on."""
+        """Return the loss on 256 held-out windows."""
         starts = torch.linspace(0, len(HELD_OUT) - CONTEXT - 1, 256).long()
         return self.loss(windows_of(HELD_OUT, starts)).item()
 
     @torch.no_grad()
     def write(self, beginning: str, letters: int) -> str:
-        """Go on with a text, each letter drawn from what it thinks likely."""
+        """Continue a text, drawing each letter from the predicted distribution."""
         tokens = [LETTERS.index(letter) for letter in beginning]
         draw = torch.Generator().manual_seed(0)
         for _ in range(letters):
@@ -75,24 +75,27 @@ class GPT(nn.Module):
 
 
 def windows_of(tokens: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
-    """(starts, CONTEXT + 1)."""
+    """Return the windows at these starts, (starts, CONTEXT + 1)."""
     return tokens[starts[:, None] + torch.arange(CONTEXT + 1)]
 
 
 def batches(part: int, parts: int) -> Iterator[torch.Tensor]:
-    """Windows of one of so many parts of the text, drawn for ever, (BATCH, CONTEXT + 1)."""
+    """Draw batches of windows, (BATCH, CONTEXT + 1), from one part of the text, without end."""
     tokens, draw = TRAIN.chunk(parts)[part], torch.Generator().manual_seed(part)
     while True:
         yield windows_of(tokens, torch.randint(len(tokens) - CONTEXT, (BATCH,), generator=draw))
 
 
 def inner_optimizer(model: GPT) -> torch.optim.Optimizer:
-    """Of every peer, and of who is alone."""
+    """Return the inner optimizer, the same for the peers and the process that trains alone."""
     return torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95))
 
 
 def peer(member: Member) -> None:
-    """One of the peers. Elsewhere, ``p2pavg.blocking.open_averager(config, bootstrap=[...])`` makes the averager."""
+    """Train as one of the peers.
+
+    Outside a swarm, ``p2pavg.blocking.open_averager(config, bootstrap=[...])`` makes the averager.
+    """
     torch.set_num_threads(1)
     how = member.arguments
     config = p2pavg.AveragingConfig(run_id="char-gpt", group_size=how["peers"], compression="blockwise8")
@@ -127,7 +130,7 @@ def peer(member: Member) -> None:
 
 
 def alone(model: GPT, first: int, last: int) -> Curve:
-    """Of a process that trains by itself."""
+    """Train in one process without peers; return its losses."""
     optimizer, curve = inner_optimizer(model), []
     for step, windows in zip(range(first, last + 1), batches(0, 1), strict=False):
         optimizer.zero_grad()
@@ -140,7 +143,7 @@ def alone(model: GPT, first: int, last: int) -> Curve:
 
 
 def together(how: argparse.Namespace, start: Path, end: Path) -> tuple[Curve, int]:
-    """Of peers that begin with the parameters in one file and leave them in the other; the bytes that one sent."""
+    """Train with peers, from the parameters in one file to those in another; return losses and bytes sent per peer."""
     arguments = {name: getattr(how, name) for name in ("peers", "steps", "sync_every", "outer_lr")}
     arguments |= {"start": str(start.resolve()), "end": str(end.resolve())}
     curve, sent = [], 0
@@ -155,12 +158,12 @@ def together(how: argparse.Namespace, start: Path, end: Path) -> tuple[Curve, in
 
 
 def show(step: int, loss: float) -> None:
-    """A line."""
+    """Print a line of the run."""
     print(f"  step {step:5}   held-out loss {loss:.3f}", flush=True)
 
 
 def draw(curves: dict[str, Curve], where: Path) -> None:
-    """The losses over the steps of a peer."""
+    """Draw the losses over the steps of a peer."""
     import matplotlib
 
     matplotlib.use("agg")
@@ -175,7 +178,7 @@ def draw(curves: dict[str, Curve], where: Path) -> None:
 
 
 def main() -> None:
-    """Train first, go on alone, go on with peers; print, draw."""
+    """Train first, continue alone and with peers, print and draw the losses."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -190,7 +193,7 @@ def main() -> None:
         parser.error("--peers: 2 to 16")
     if how.first_steps < 1 or not 1 <= how.sync_every <= how.steps:
         parser.error("--first-steps and --sync-every: at least 1; --steps: at least --sync-every")
-    torch.set_num_threads(1)  # as the peers: a model as small as this is slower with more
+    torch.set_num_threads(1)  # like the peers: so small a model is slower with more threads
     how.output.mkdir(parents=True, exist_ok=True)
     start, end = how.output / "char-gpt-start.pt", how.output / "char-gpt-end.pt"
     torch.manual_seed(0)

@@ -2,11 +2,11 @@
 
     .venv/bin/python docs/examples/ddp_two_by_two.py
 
-starts two peers with torchrun on this machine, and draws their losses. A peer by itself, on a machine with two GPUs or
-with none:
+starts two peers with torchrun on this machine, and draws their losses. To start a single peer, on a machine with two
+GPUs or with none:
 
     torchrun --nproc-per-node=2 docs/examples/ddp_two_by_two.py
-    torchrun --nproc-per-node=2 docs/examples/ddp_two_by_two.py --join ADDRESS      (what the first one printed)
+    torchrun --nproc-per-node=2 docs/examples/ddp_two_by_two.py --join ADDRESS      (ADDRESS: printed by the first)
 
 They learn scikit-learn's handwritten digits; each of the four processes has a quarter of the images, and all of them
 take the same steps, as the ranks of one DistributedDataParallel would.
@@ -41,7 +41,7 @@ BATCH = 32
 
 
 def images(part: int, parts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """One of so many equal parts of the 1500 to learn from: pixels, float32 (n, 64), of 0 to 1, and what they show."""
+    """Return one of several equal parts of the 1500 training images: pixels, float32 (n, 64), and labels."""
     pixels, shown = load_digits(return_X_y=True)
     mine = slice(part, 1500, parts)
     return torch.tensor(pixels[mine], dtype=torch.float32) / 16, torch.tensor(shown[mine])
@@ -49,14 +49,14 @@ def images(part: int, parts: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 @torch.no_grad()
 def accuracy(network: nn.Module, device: torch.device) -> float:
-    """Of the 297 images that nobody learns from, the part that is recognised."""
+    """Return the model's accuracy on the 297 held-out images."""
     pixels, shown = load_digits(return_X_y=True)
     scores = network(torch.tensor(pixels[1500:], dtype=torch.float32, device=device) / 16)
     return float((scores.argmax(1).cpu() == torch.tensor(shown[1500:])).float().mean())
 
 
 def train(how: argparse.Namespace) -> None:
-    """One rank of one peer, started by torchrun."""
+    """Run one rank of one peer, started by torchrun."""
     cuda = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
     dist.init_process_group("nccl" if cuda else "gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -85,7 +85,7 @@ def train(how: argparse.Namespace) -> None:
             chosen = torch.randint(len(shown), (BATCH,), generator=draw)
             loss = functional.cross_entropy(model(pixels[chosen]), shown[chosen])
             torch.autograd.backward(loss)
-            if gradients.averaged():  # else a peer was lost in this step: leave it out
+            if gradients.averaged():  # otherwise a peer was lost in this step: skip it
                 optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.item())
@@ -101,23 +101,23 @@ def train(how: argparse.Namespace) -> None:
 
 
 def start(peer: str, result: Path, how: argparse.Namespace, join: str | None) -> subprocess.Popen[str]:
-    """A peer of two ranks on this machine."""
+    """Start a peer of two ranks on this machine."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
     command += [os.path.abspath(__file__), "--peer", peer, "--steps", str(how.steps), "--result", str(result)]
     command += ["--listen", "/ip4/127.0.0.1/tcp/0"]
     if join is not None:
         command += ["--join", join]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    stdout = subprocess.PIPE if join is None else None  # the first one's has its address
+    stdout = subprocess.PIPE if join is None else None  # the first peer prints its address
     return subprocess.Popen(command, stdout=stdout, text=True, env=environment)
 
 
 def both(how: argparse.Namespace) -> list[dict[str, Any]]:
-    """What the two peers came to."""
+    """Run two peers; return their results."""
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         results = [Path(folder, peer) for peer in PEERS]
         processes = [start(PEERS[0], results[0], how, None)]
-        stack.callback(processes[0].terminate)  # nothing, where it has ended
+        stack.callback(processes[0].terminate)  # has no effect if it has ended
         assert processes[0].stdout is not None
         for line in processes[0].stdout:
             print(line, end="", flush=True)
@@ -130,7 +130,7 @@ def both(how: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def draw_losses(found: list[dict[str, Any]], where: Path) -> None:
-    """Of each peer's first rank."""
+    """Draw the losses of each peer's first rank."""
     import matplotlib
 
     matplotlib.use("agg")
@@ -145,17 +145,21 @@ def draw_losses(found: list[dict[str, Any]], where: Path) -> None:
 
 
 def main() -> None:
-    """Both peers, or under torchrun one rank of one."""
+    """Run both peers or, under torchrun, one rank of one."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--steps", type=int, default=100, help="[%(default)s]")
     parser.add_argument("--output", type=Path, default=Path("examples-output"), help="a folder [%(default)s]")
     one = parser.add_argument_group("a peer by itself, under torchrun")
-    one.add_argument("--peer", choices=PEERS, help="whose part of the images")
+    one.add_argument(
+        "--peer", choices=PEERS, help="number of this peer, which decides its part of the images"
+    )
     one.add_argument("--join", action="append", default=[], help="an address that another peer printed")
-    one.add_argument("--listen", default="/ip4/0.0.0.0/tcp/0", help="where this peer is reached")
-    one.add_argument("--result", type=Path, help="a file for what came of it")
+    one.add_argument(
+        "--listen", default="/ip4/0.0.0.0/tcp/0", help="address at which other peers reach this one"
+    )
+    one.add_argument("--result", type=Path, help="file for the results")
     how = parser.parse_args()
     if how.steps < 1:
         parser.error("--steps: at least 1")

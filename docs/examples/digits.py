@@ -2,9 +2,9 @@
 
     .venv/bin/python docs/examples/digits.py        (pip install scikit-learn matplotlib)
 
-Scikit-learn's handwritten digits are dealt out so that each of five peers has two of the ten, and its images stay with
-it. In every round each trains by itself for a while, and only how its parameters changed is averaged. The picture shows
-how many of the held-out images, of all ten digits, are recognised: by one peer alone, and after each round.
+Each of five peers has the images of two of the ten digits of scikit-learn's handwritten digits, and keeps them to
+itself. In every round each peer trains locally for a while, and only the changes of the parameters are averaged. The
+picture shows the accuracy on held-out images of all ten digits: of one peer alone, and after each round.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ ALGORITHMS = {"FedAvg": fedavg, "FedYogi": fedyogi}
 
 
 def images() -> tuple[torch.Tensor, torch.Tensor]:
-    """1797 images, float32 (n, 64), of 0 to 1, and what they show; always in the same drawn order."""
+    """Return the 1797 images, float32 (n, 64), from 0 to 1, and their labels, shuffled with a fixed seed."""
     pixels, shown = load_digits(return_X_y=True)
     order = torch.randperm(len(shown), generator=torch.Generator().manual_seed(0))
     return torch.tensor(pixels, dtype=torch.float32)[order] / 16, torch.tensor(shown)[order]
 
 
 def held_out() -> tuple[torch.Tensor, torch.Tensor]:
-    """The last 297."""
+    """Return the held-out images: the last 297."""
     pixels, shown = images()
     return pixels[1500:], shown[1500:]
 
 
 def images_of(peer: int, peers: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of the first 1500, those that show this peer's digits; no two peers have an image in common."""
+    """Return this peer's images: those of its digits among the first 1500. No two peers share an image."""
     pixels, shown = images()
     mine = torch.isin(shown[:1500], torch.arange(DIGITS).tensor_split(peers)[peer])
     return pixels[:1500][mine], shown[:1500][mine]
 
 
 def batches(peer: int, peers: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Drawn for ever."""
+    """Draw random batches without end."""
     pixels, shown = images_of(peer, peers)
     draw = torch.Generator().manual_seed(peer)
     while True:
@@ -58,14 +58,14 @@ def batches(peer: int, peers: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]
 
 
 def network() -> nn.Module:
-    """The same for every peer."""
+    """Return the network, with the same parameters on every peer."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, DIGITS))
 
 
 @torch.no_grad()
 def accuracy(model: nn.Module, parameters: list[torch.Tensor]) -> float:
-    """Of the held-out images, the part that the model recognises with these parameters."""
+    """Return the model's accuracy on the held-out images with these parameters."""
     pixels, shown = held_out()
     names = [name for name, _ in model.named_parameters()]
     scores = torch.func.functional_call(model, dict(zip(names, parameters, strict=True)), pixels)
@@ -73,7 +73,10 @@ def accuracy(model: nn.Module, parameters: list[torch.Tensor]) -> float:
 
 
 def peer(member: Member) -> None:
-    """One of the peers. Elsewhere, ``p2pavg.blocking.open_averager(config, bootstrap=[...])`` makes the averager."""
+    """Train as one of the peers.
+
+    Outside a swarm, ``p2pavg.blocking.open_averager(config, bootstrap=[...])`` makes the averager.
+    """
     torch.set_num_threads(1)
     how = member.arguments
     config = p2pavg.AveragingConfig(
@@ -97,7 +100,7 @@ def peer(member: Member) -> None:
             if report.behind is not None:
                 raise SystemExit(f"peer {member.index} was left behind: {report.behind}")
             if report.updated and member.index == 0:
-                # What all peers have in common is the anchor; a peer that was not drawn has learned on from there.
+                # All peers share the anchor. The parameters of a peer that was not drawn may have moved on from it.
                 member.report(
                     round=report.epoch, accuracy=accuracy(model, optimizer.anchor), **report.metrics
                 )
@@ -106,7 +109,7 @@ def peer(member: Member) -> None:
 
 
 def alone(peers: int, steps: int) -> float:
-    """The accuracy of one peer that trains by itself."""
+    """Return the accuracy of one peer that trains alone."""
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     for (pixels, shown), _ in zip(batches(0, peers), range(steps), strict=False):
@@ -117,7 +120,7 @@ def alone(peers: int, steps: int) -> float:
 
 
 def together(algorithm: str, how: argparse.Namespace) -> list[float]:
-    """The accuracy after each round of a swarm on this machine."""
+    """Run a swarm on this machine; return the accuracy after each round."""
     arguments = {"algorithm": algorithm, "peers": how.peers, "rounds": how.rounds}
     arguments |= {"sync_every": how.sync_every, "fraction": how.fraction}
     found: list[float] = []
@@ -125,16 +128,14 @@ def together(algorithm: str, how: argparse.Namespace) -> list[float]:
         swarm.start()
         for event in swarm.processes[0].events(600.0):
             found.append(event["accuracy"])
-            print(
-                f"  round {event['round']:3}   mean loss of those who contributed {event['loss']:.3f}", end=""
-            )
+            print(f"  round {event['round']:3}   mean loss of the contributors {event['loss']:.3f}", end="")
             print(f"   recognised {found[-1]:.1%}", flush=True)
         swarm.wait_ended(60.0)
     return found
 
 
 def draw(by_oneself: float, curves: dict[str, list[float]], where: Path) -> None:
-    """The accuracy of each algorithm over the rounds."""
+    """Draw the accuracy of each algorithm over the rounds."""
     import matplotlib
 
     matplotlib.use("agg")
@@ -150,7 +151,7 @@ def draw(by_oneself: float, curves: dict[str, list[float]], where: Path) -> None
 
 
 def main() -> None:
-    """Every algorithm in turn; prints, draws."""
+    """Run every algorithm in turn; print and draw the accuracies."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -160,7 +161,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=40, help="of each algorithm [%(default)s]")
     parser.add_argument("--sync-every", type=int, default=10, help="steps between rounds [%(default)s]")
     parser.add_argument(
-        "--fraction", type=float, default=1.0, help="of the peers who contribute to a round [%(default)s]"
+        "--fraction", type=float, default=1.0, help="of the peers that contribute to a round [%(default)s]"
     )
     parser.add_argument("--output", type=Path, default=Path("examples-output"), help="a folder [%(default)s]")
     how = parser.parse_args()
@@ -170,7 +171,7 @@ def main() -> None:
         parser.error("--rounds and --sync-every: at least 1")
     if not 0 < how.fraction <= 1:
         parser.error("--fraction: above 0, and at most 1")
-    torch.set_num_threads(1)  # as the peers: a model as small as this is slower with more
+    torch.set_num_threads(1)  # like the peers: so small a model is slower with more threads
     how.output.mkdir(parents=True, exist_ok=True)
     by_oneself = alone(how.peers, how.rounds * how.sync_every)
     print(f"one peer alone, as many steps: recognised {by_oneself:.1%}")

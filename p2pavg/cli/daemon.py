@@ -27,18 +27,18 @@ def run_peer(
     max_upload_mbps: float | None = None,
     max_download_mbps: float | None = None,
 ) -> None:
-    """Be a peer until SIGINT or SIGTERM; prints the address that others bootstrap from.
+    """Run a peer until SIGINT or SIGTERM; print the address that other peers bootstrap from.
 
     Args:
-        run_id: of the run whose rounds are helped, if any.
-        bandwidth: and the limits, in Mbit/s: what :func:`p2pavg.round.auxiliary.assist` says.
+        run_id: id of the run that this peer helps, if any.
+        bandwidth: like the two limits, in Mbit/s; see :func:`p2pavg.round.auxiliary.assist`.
 
     Raises:
         ConfigError: no averager could have this ``run_id``, ``bandwidth`` or limit.
         P2PAvgError: what :func:`p2pavg.open_peer` raises.
     """
 
-    # Refuses what no averager could have, without a run as well: the limits would be wrong all the same.
+    # The arguments are checked even without a run id: a limit that is out of range is a mistake either way.
     AveragingConfig(
         run_id="none" if run_id is None else run_id,
         bandwidth=bandwidth,

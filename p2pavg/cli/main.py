@@ -34,7 +34,7 @@ def options(
         typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit."),
     ] = False,
 ) -> None:
-    """What holds for every command."""
+    """Options that every command has."""
 
 
 @app.command()
@@ -45,7 +45,7 @@ def peer(
             metavar="ADDR",
             help="Address to listen on, such as /ip4/0.0.0.0/tcp/4001; port 0 takes a free one. Repeatable.",
         ),
-    ] = ["/ip4/0.0.0.0/tcp/0"],  # noqa: B006 - typer reads it, nobody writes it
+    ] = ["/ip4/0.0.0.0/tcp/0"],  # noqa: B006 - typer only reads it
     bootstrap: Annotated[
         list[str],
         typer.Option(
@@ -69,7 +69,7 @@ def peer(
         float | None,
         typer.Option(
             metavar="MBIT/S",
-            help="What this machine can send and receive: its share follows from it. Without it, rounds are measured.",
+            help="Bandwidth of this machine, from which its share follows. Without it, rounds are measured.",
         ),
     ] = None,
     max_upload_mbps: Annotated[
@@ -82,7 +82,7 @@ def peer(
     ] = None,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log every decision.")] = False,
 ) -> None:
-    """Be a peer until Ctrl-C or SIGTERM: keep the network's records and, with --run-id, help a run's rounds.
+    """Run a peer until Ctrl-C or SIGTERM: keep the network's records and, with --run-id, help a run's rounds.
 
     Prints its address on one line when it is ready; everything else goes to the log on stderr.
     """
@@ -122,7 +122,7 @@ def _log_to_stderr(*, verbose: bool) -> None:
 
 
 def main() -> None:
-    """Run the command line; a mistake of the user's is one line on stderr and exit code 1."""
+    """Run the command line; report a user's mistake in one line on stderr, with exit code 1."""
     try:
         app()
     except P2PAvgError as error:

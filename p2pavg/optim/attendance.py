@@ -1,19 +1,20 @@
-"""Which words of other peers count, for how much, and for how long. No I/O, no clock: calls are given ``now``.
+"""Trust in the other peers' words: which of them count, for how much, and for how long. No I/O, no clock.
 
-Each word is signed, and no word is proven: a stranger can make any number of identities, and each can say anything.
-So a peer believes first of all those with which it has taken one of its last updates, its *known* peers:
+A peer's *word* is the progress that it publishes. Each word is signed, but none is proven: a stranger can make any
+number of identities, and each can claim anything. So a peer trusts most the peers that took one of its last updates
+with it, its *known* peers:
 
 * While a known peer is there, only known peers decide whether this peer is behind.
-* Samples of known peers count as they are said. Those of *newcomers* count as far as they could have been computed
-  since their first word, and together for no more than those of this peer and the known ones.
-* Newcomers are waited for only briefly; no more than a few are in a round at once, and none for a while after some
-  did not come.
+* Samples of known peers count as claimed. Samples of *newcomers* count as far as they could have been computed since
+  the newcomer's first word. Together they count no more than the samples of this peer and its known peers.
+* This peer waits for newcomers only briefly, and lets only a few into a round at once. After newcomers repeatedly fail
+  to come, it expects none for a while.
 
-A peer without known peers, because it has just begun or because all are gone, believes everything but samples. This is
-what remains open until peers are admitted: most of the words that it sees may be invented.
+A peer without known peers has just begun, or all of them are gone. It believes everything but samples. This gap remains
+as long as any peer may join: most of the words that such a peer sees may be invented.
 
-Who is waited for: at the start every peer that is there. After that a peer counts once it has computed a batch, until
-it has computed nothing for a few of its own batch times.
+At the start, every peer that is present is waited for. Later a peer is waited for once it has computed a batch, and
+until it has computed nothing for a few of its own batch times. All calls are given ``now``, in seconds of any clock.
 """
 
 from __future__ import annotations
@@ -27,55 +28,55 @@ from dataclasses import dataclass
 from p2pavg.optim.progress import Progress, Seen, following
 
 SETTLE_SECONDS = 5.0
-"""The first round begins when no new peer has come for so long. Programs that a user starts at once differ by this
-much: importing torch takes 2 to 4 s, more on a busy machine, and a word takes up to a second."""
+"""The first round begins when no new peer has come for this long. Programs that are started together differ by as much:
+importing torch takes 2 to 4 s, more on a busy machine, and a word takes up to a second."""
 MAX_SETTLE_SECONDS = 30.0
-"""The first round begins after this, however many new peers come: inventing one every 5 s would hold up the start."""
+"""The first round begins after this time even if new peers keep coming. Otherwise an attacker could delay the start by
+inventing one every 5 s."""
 START_SECONDS = 60.0
-"""A peer that is there at the start may take so long for its first batch: ``torch.compile`` takes as long."""
-FOLLOW_SECONDS = 10.0  # that a peer of the last round may take to say so
+"""Time that a peer present at the start may take for its first batch: ``torch.compile`` takes as long."""
+FOLLOW_SECONDS = 10.0  # that a peer of the last round may take to publish its new state
 PAUSE_BATCHES = 4
-"""A peer that computes nothing for so many of its batch times is not waited for."""
+"""A peer that computes nothing for this many of its batch times is no longer waited for."""
 PAUSE_SECONDS = 10.0
-"""At least so long, however short its batches: dropping a peer leaves it behind, and a busy machine, a checkpoint or
-a word that is late takes seconds."""
+"""Minimum of that time, for peers with short batches. Dropping a peer leaves it behind, and a busy machine, a
+checkpoint or a late word takes seconds."""
 NEWCOMER_BATCHES = 2
-"""A newcomer joins the round after its batch when it sees that the others wait; a second one for the words' delay."""
+"""Batch times for which a newcomer is waited for. It joins the round after its batch, when it sees that the others
+wait; the second batch allows for the words' delay."""
 NEWCOMER_SECONDS = 30.0
-"""At most so long, however long a newcomer says that its batches take: the default ``match_timeout``, which it can cost
-by not coming as well."""
+"""Maximum of that time, whatever batch time a newcomer claims. It is the default ``match_timeout``, which a newcomer
+that does not come costs anyway."""
 NEWCOMERS = 4
-"""In a round beside so many known peers or fewer; else as many as there are known ones."""
+"""Newcomers in a round with this many known peers or fewer; with more, as many newcomers as known peers."""
 KNOWN_UPDATES = 8
 """A peer that took none of this peer's last updates is a newcomer again."""
 CLAIM_MARGIN = 10.0
-"""A newcomer may be so much faster than this peer and the usual known one: a GPU beside a CPU."""
+"""Factor by which a newcomer may be faster than this peer and the median known peer: a GPU beside a CPU."""
 FIRST_BATCHES = 4.0
-"""Batches of this peer that a newcomer may have computed before its first word."""
+"""Credit for a newcomer's work before its first word, in batches of this peer."""
 MAX_UPDATES_PER_SECOND = 50.0
 """No run is faster: a round between processes of one machine takes 0.1 s."""
 MAX_REMEMBERED = 1024
-"""Peers that did not come; the oldest is forgotten. An attacker that goes through as many names gains one missed round
-for each, which it would with new names anyway."""
-RETRY_SECONDS = (
-    10.0  # and twice as long each time: until a peer is counted on that let a round come to nothing
-)
+"""Limit of the remembered absent peers; the oldest is forgotten. An attacker that uses more names gains one missed
+round for each, as it would with new names anyway."""
+RETRY_SECONDS = 10.0  # doubled each time: pause until a peer that made a round fail is expected again
 MAX_RETRY_SECONDS = 120.0
 
 
 @dataclass(slots=True)
 class _Peer:
-    """One peer's word at its present state."""
+    """The word of one peer at its present state."""
 
     progress: Progress
     since: float
     computed_at: float
-    """When its words last showed that it goes on."""
+    """Time at which its words last showed progress."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Missed:
-    """A peer that did not come to a round in which it was due."""
+    """A peer that did not come to a round in which it was expected."""
 
     times: int
     said: Progress
@@ -88,7 +89,7 @@ class Attendance:
     """The other peers of a run as one peer counts them.
 
     Args:
-        now: seconds of any clock that all calls are given.
+        now: seconds of the clock that all calls use.
         pause_seconds: see :data:`PAUSE_SECONDS`.
     """
 
@@ -99,24 +100,24 @@ class Attendance:
         self.begin(now)
 
     def begin(self, now: float) -> None:
-        """This peer has other parameters now: with those that have the same it has taken no update yet."""
-        self._known: dict[str, int] = {}  # and the epoch of the last update that they took too
-        self._companions: frozenset[str] = frozenset()  # who took the last one
-        self._earlier: deque[bytes] = deque(maxlen=KNOWN_UPDATES)  # the states before it, the newest last
+        """Start anew with other parameters: no peer has taken an update with this one yet."""
+        self._known: dict[str, int] = {}  # peer id -> epoch of the last update taken together
+        self._companions: frozenset[str] = frozenset()  # peers of the last update
+        self._earlier: deque[bytes] = deque(maxlen=KNOWN_UPDATES)  # this peer's states before it
         self._took_at = -math.inf
         self.started = False
-        self._due: set[str] = set()  # who was expected to the next round
+        self._due: set[str] = set()  # peers expected in the next round
         self._news_at = now
         self._enough_at: float | None = None
         self._waits_since: float | None = None
-        self._fruitless = 0  # updates in a row to which newcomers were expected, and none came
-        self._newcomers_from = 0  # the epoch
+        self._fruitless = 0  # consecutive updates to which newcomers were expected and none came
+        self._newcomers_from = 0  # epoch from which newcomers are expected again
         self._missed.clear()
 
-    # ------------------------------------------------------------------ what is heard
+    # ------------------------------------------------------------------ words of other peers
 
     def hear(self, mine: Progress, words: Mapping[str, Progress], now: float) -> tuple[Seen, ...]:
-        """Take what the peers say now, and return how far each is believed."""
+        """Take in the peers' current words; return each peer with the credit that its word gets."""
         if not mine.waiting:
             self._waits_since = None
         elif self._waits_since is None:
@@ -158,13 +159,13 @@ class Attendance:
             self._peers[peer] = _Peer(word, last.since, now if went_on else last.computed_at)
 
     def _is_absent(self, peer: str, word: Progress, epoch: int, now: float) -> bool:
-        """Return whether it says that it is there, and did not come to a round."""
+        """Return whether a peer is ignored because it claimed to be present and did not come to a round."""
         missed = self._missed.get(peer)
         return missed is not None and (
             word == missed.said or epoch < missed.until_epoch or now < missed.until
         )
 
-    # ------------------------------------------------------------------ how far it is believed
+    # ------------------------------------------------------------------ credit
 
     def _believed(self, mine: Progress, known: Collection[str], now: float) -> dict[str, float]:
         """Return each peer's samples as far as they are believed."""
@@ -191,25 +192,25 @@ class Attendance:
         possible = mine.epoch + 1 + (now - self._took_at) * MAX_UPDATES_PER_SECOND
         return self._peers[peer].progress.epoch <= possible
 
-    # ------------------------------------------------------------------ who is waited for
+    # ------------------------------------------------------------------ peers to wait for
 
     def _is_start(self, mine: Progress) -> bool:
-        """Return whether all peers of this state are about to take their first update."""
+        """Return whether the run starts: all peers of this state are about to take their first update."""
         others = (peer.progress for peer in self._peers.values() if peer.progress.state == mine.state)
         return not self.started and not (mine.epoch > 0 and any(other.started for other in others))
 
     def joins(self, mine: Progress) -> bool:
-        """Return whether this peer has come into a run that goes on, and has taken no update with it yet."""
+        """Return whether this peer has joined a running run and has taken no update with it yet."""
         return not self.started and not self._is_start(mine)
 
     def is_settled(self, mine: Progress, peers: int, peers_to_start: int, now: float) -> bool:
-        """Return whether the first round may begin: no new peer has come for a while, of those that are to start.
+        """Return whether the first round may begin, because no new peer has come for a while.
 
         Args:
-            mine: how far this peer is.
-            peers: that are there.
-            peers_to_start: without which the round does not begin.
-            now: as always.
+            mine: progress of this peer.
+            peers: number of peers that are present.
+            peers_to_start: number of peers that the first round needs.
+            now: the current time.
         """
         if not self._is_start(mine):
             return True
@@ -222,7 +223,7 @@ class Attendance:
         return now >= self._news_at + SETTLE_SECONDS
 
     def _is_awake(self, peer: str, at_least: float, now: float) -> bool:
-        """Return whether it has computed something lately, measured by what its batches take."""
+        """Return whether a peer has computed something lately, compared with its batch time."""
         word = self._peers[peer]
         return word.progress.waiting or now < word.computed_at + max(
             PAUSE_BATCHES * word.progress.batch_seconds, at_least
@@ -249,7 +250,7 @@ class Attendance:
         return progress.samples > 0 or progress.waiting
 
     def _is_given_up(self, newcomer: str, now: float) -> bool:
-        """Return whether this peer has waited for a newcomer for as long as it does."""
+        """Return whether this peer has waited long enough for a newcomer."""
         progress = self._peers[newcomer].progress
         if progress.waiting or self._waits_since is None:
             return False
@@ -261,13 +262,13 @@ class Attendance:
     def took(
         self, companions: Iterable[str], mine: Progress, words: Mapping[str, Progress], now: float
     ) -> None:
-        """An update was taken, with these others.
+        """Note an update that this peer took with others.
 
         Args:
-            companions: their ids.
-            mine: how far this peer was before it.
-            words: what all say now.
-            now: as always.
+            companions: ids of the other peers.
+            mine: progress of this peer before the update.
+            words: the current words of all peers.
+            now: the current time.
         """
         self.hear(mine, words, now)
         self._companions = frozenset(companions)
@@ -280,20 +281,20 @@ class Attendance:
             self._missed.pop(peer, None)
         for peer in self._due - self._companions:
             word = words.get(peer)
-            if word is not None and word.state == mine.state:  # others were not due
+            if word is not None and word.state == mine.state:  # peers of other states were not due
                 self._note_missed(peer, word, epoch, -math.inf)
         self.started, self._took_at = True, now
         self._due.clear()
         self._waits_since = None
 
     def came_to_nothing(self, mine: Progress, words: Mapping[str, Progress], now: float) -> None:
-        """No other peer has come to a round, within the match timeout."""
+        """Note a round to which no other peer came within the match timeout."""
         self.hear(mine, words, now)
         for peer in tuple(self._due):
             word = words.get(peer)
             if word is not None and word.state == mine.state:
                 times = self._missed[peer].times if peer in self._missed else 0
-                # No number of updates: without these peers there may be none.
+                # A pause in seconds, not in updates: without these peers there may be no update.
                 pause = min(RETRY_SECONDS * 2.0 ** min(times - 1, 8), MAX_RETRY_SECONDS) if times > 1 else 0.0
                 self._note_missed(peer, word, 0, now + pause)
         self._due.clear()
@@ -308,7 +309,7 @@ class Attendance:
             self._newcomers_from = epoch + 2 ** min(self._fruitless - 2, 8)
 
     def _note_missed(self, peer: str, word: Progress, epoch: int, until: float) -> None:
-        """Not counted on until it says something new; absent again and again, for ever more updates."""
+        """Ignore an absent peer until its word changes; if it is repeatedly absent, for exponentially more updates."""
         times = self._missed[peer].times + 1 if peer in self._missed else 1
         updates = 2 ** min(times - 2, 8) if times > 2 and epoch else 0
         self._missed.pop(peer, None)

@@ -1,11 +1,11 @@
-"""Across peers what DistributedDataParallel does within one: a peer is several processes under ``torch.distributed``.
+"""Averaging of DDP's gradient buckets across peers: each peer is several processes under ``torch.distributed``.
 
-Within a peer its ranks reduce each bucket of gradients as always; across peers this library averages the same bucket,
-while backward goes on with the next. Rank 0 of each peer talks to the other peers. Not imported by :mod:`p2pavg.optim`:
-it needs a torch that was built with ``torch.distributed``.
+Within a peer, the ranks reduce each bucket of gradients as usual. This library then averages the bucket across peers,
+while the backward pass goes on with the next one. Rank 0 of each peer talks to the other peers. :mod:`p2pavg.optim`
+does not import this module, since it needs a torch that was built with ``torch.distributed``.
 """
 
-# Without `from __future__ import annotations`: DDP compares the hook's annotations with the types themselves.
+# No `from __future__ import annotations` here: DDP compares the hook's annotations with the types themselves.
 import hashlib
 import logging
 import math
@@ -32,18 +32,18 @@ from p2pavg.result import Failed, InProgress, NoPeers, Success
 logger = logging.getLogger(__name__)
 
 CLOSE_SECONDS = 10.0
-LOOK_SECONDS = 1.0  # whether a pass still is on its way
+LOOK_SECONDS = 1.0  # between two checks if a pass is still running
 _FAILED, _OK, _ENDED = 0, 1, 2
 _STATE_DOMAIN = "p2pavg/ddp/1"
 
 
 @dataclass(slots=True)
 class _Bucket:
-    """One bucket of one backward pass, on its way."""
+    """One bucket of one backward pass that is being averaged."""
 
     index: int
     number: int
-    """Of the backward pass."""
+    """Number of the backward pass."""
     is_last: bool
     values: torch.Tensor
     reduced: torch.futures.Future[list[torch.Tensor]]
@@ -51,7 +51,7 @@ class _Bucket:
 
 
 class _Speaker:
-    """The part of rank 0: rounds with the other peers, one a bucket, in the buckets' order."""
+    """Rank 0's rounds with the other peers: one for each bucket, in the buckets' order."""
 
     def __init__(self, averager: Averager, together: Together, weight: float, stack: ExitStack) -> None:
         self.together = together
@@ -60,12 +60,12 @@ class _Speaker:
         self._stack = stack
         self._averagers: dict[tuple[int, int], Averager] = {}
         self._groups: list[str] = []
-        self._peers = 0  # of this backward pass; 0 when there is no round
+        self._peers = 0  # in the rounds of this backward pass; 0 if there is no round
         self._failed = ""
         self._last: Success | None = None
 
     def average(self, index: int, values: torch.Tensor) -> None:
-        """Put the peers' mean in the place of this peer's values, in place; what they are if that fails."""
+        """Replace this peer's values by the peers' mean, in place; leave them unchanged if that fails."""
         if index == 0:
             self._begin()
         if self._failed or self._peers == 1:
@@ -74,7 +74,7 @@ class _Speaker:
         averager.clear()
         try:
             averager.accumulate([values], weight=self._weight)
-        except AccumulateError as error:  # an overflow of mixed precision, for one
+        except AccumulateError as error:  # e.g. an overflow of mixed precision
             self._failed = f"bucket {index}: {error}"
             return
         result = self._round(averager)
@@ -87,7 +87,10 @@ class _Speaker:
         self._last = result
 
     def end(self) -> bool:
-        """The backward pass is over: whether every bucket is the peers' mean, or this peer is alone."""
+        """End the backward pass; return whether its gradients may be used.
+
+        They may if every bucket is the peers' mean, or if this peer is alone.
+        """
         ok, alone = not self._failed, self._peers == 1
         if alone:
             self.together.took_alone()
@@ -96,28 +99,28 @@ class _Speaker:
             self.together.took(replace(self._last, group_id=self._state().hex()))
         else:
             logger.warning("the gradients of this step were not averaged: %s", self._failed)
-        self.together.say(0.0, waiting=False)
+        self.together.run.say(0.0, waiting=False)
         return ok
 
     def _begin(self) -> None:
-        self._groups, self._failed = [], ""  # also of a pass that did not come to its end
+        self._groups, self._failed = [], ""  # also those of an incomplete pass
         self.together.computed(self._weight)
-        self.together.say(self._weight, waiting=True)
+        self.together.run.say(self._weight, waiting=True)
         decision = self.together.decide_when_all_are_ready()
         self._peers = decision.peers if isinstance(decision, Average) else 0
         if not isinstance(decision, Average):
             self._failed = decision.reason
 
     def _state(self) -> bytes:
-        """Peers of which one has another result of an earlier bucket do not meet for the later ones."""
-        lineage = self.together.lineage
+        """Return the state for the next bucket: peers with different results of an earlier bucket must not meet."""
+        lineage = self.together.run.lineage
         return hashlib.sha256(pack(_STATE_DOMAIN, lineage.state, tuple(self._groups))).digest()
 
     def _round(self, averager: Averager) -> Success | InProgress | NoPeers | Failed:
         return self.together.average(self._peers, averager, self._state())
 
     def _averager_of(self, index: int, values: torch.Tensor) -> Averager:
-        key = (index, values.numel())  # DDP cuts its buckets anew after the first pass
+        key = (index, values.numel())  # DDP changes its buckets after the first pass
         if key not in self._averagers:
             run_id = f"{self._averager.config.run_id}/bucket {index} of {values.numel()}"
             config = replace(self._averager.config, run_id=run_id)
@@ -131,25 +134,28 @@ class PeerGradients:
     def __init__(self, speaker: _Speaker | None) -> None:
         self._speaker = speaker
         self._size = dist.get_world_size()
-        # What a thread says to the other ranks must not come between the backward pass' own collectives.
+        # A group of its own: the thread's collectives must not mix with those of the backward pass.
         self._beside = dist.new_group()
         self._queue: queue.SimpleQueue[_Bucket | None] = queue.SimpleQueue()
         self._passes: queue.SimpleQueue[tuple[int, bool]] = queue.SimpleQueue()
         self._begun = 0  # backward passes
-        self._asked = 0  # the newest of them whose result `averaged` has told
+        self._asked = 0  # the newest of them whose result `averaged` has returned
         self._taken = 0  # buckets
-        self._averaged = 0  # of these, or given up
+        self._averaged = 0  # of these, including the failed ones
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="p2pavg-ddp", daemon=True)
         self._thread.start()
 
     @property
     def lineage(self) -> Lineage | None:
-        """Which parameters this peer has; of rank 0."""
-        return None if self._speaker is None else self._speaker.together.lineage
+        """The lineage of this peer's parameters; on rank 0 only."""
+        return None if self._speaker is None else self._speaker.together.run.lineage
 
     def take(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """Reduce a bucket within the peer and average it across peers: the future of its values, in the same memory."""
+        """Reduce a bucket within the peer and average it across peers.
+
+        Returns the future of its values, in the same memory.
+        """
         values = bucket.buffer().div_(self._size)
         devices: list[int | str | torch.device] | None = [values.device] if values.is_cuda else None
         result: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
@@ -164,20 +170,20 @@ class PeerGradients:
         return result
 
     def averaged(self) -> bool:
-        """After a backward pass, on every rank: whether its gradients are the peers' mean.
+        """Return whether the gradients of the last backward pass are the peers' mean; call it on every rank.
 
-        If not, a peer was lost on the way, or this one is left behind: leave the optimizer's step out, and go on with
-        the next batch. A peer that is alone in its run goes on with its own gradients.
+        If not, a peer was lost during the pass, or this peer is behind: skip the optimizer's step and go on with the
+        next batch. For a peer that is alone in its run the result is true, and its gradients are its own.
 
         Raises:
-            RuntimeError: there was no backward pass since it was asked last, or only passes under ``no_sync()``, or an
-                error has ended the pass.
-            p2pavg.ClosedError: the averager is closed, or whatever else ended the averaging.
+            RuntimeError: there was no backward pass since the last call, or only passes under ``no_sync()``, or an
+                error ended the pass.
+            p2pavg.ClosedError: the averager is closed. Any other error that ended the averaging is raised as it is.
         """
         if self._asked == self._begun:
-            raise RuntimeError("no backward pass has reduced its gradients since this was asked last")
+            raise RuntimeError("no backward pass has reduced its gradients since the last call")
         averaged = False
-        while self._asked < self._begun:  # of earlier passes nobody has asked
+        while self._asked < self._begun:  # skips earlier passes whose result was not read
             self._asked, averaged = self._next_pass()
         if self._error is not None:
             raise self._error
@@ -185,19 +191,19 @@ class PeerGradients:
 
     def _next_pass(self) -> tuple[int, bool]:
         while True:
-            is_idle = self._averaged == self._taken  # before the look at what it may have left
+            is_idle = self._averaged == self._taken  # read before the queue: no pass is missed
             try:
                 return self._passes.get(timeout=0.0 if is_idle else LOOK_SECONDS)
             except queue.Empty:
                 if is_idle:
-                    raise RuntimeError("the last backward pass did not come to its end") from None
+                    raise RuntimeError("the last backward pass is incomplete") from None
 
     def close(self) -> None:
-        """End the thread. What is on its way is awaited, for 10 s at most."""
+        """End the thread; wait at most 10 s for running passes."""
         self._queue.put(None)
         self._thread.join(CLOSE_SECONDS)
         if self._thread.is_alive():
-            logger.warning("a backward pass is still on its way %g s after it was to end", CLOSE_SECONDS)
+            logger.warning("a backward pass is still running %g s after it should have ended", CLOSE_SECONDS)
         elif dist.is_initialized():
             dist.destroy_process_group(self._beside)
 
@@ -207,8 +213,8 @@ class PeerGradients:
         while (bucket := self._queue.get()) is not None:
             try:
                 self._average(bucket)
-            except BaseException as error:  # noqa: BLE001 - it is raised again where somebody waits for it
-                # Backward gets what there is, so that it ends; that it counts for nothing is what `averaged` says.
+            except BaseException as error:  # noqa: BLE001 - raised again by `averaged`
+                # The backward pass gets the local values, so that it ends; `averaged` then returns False.
                 self._error = error
                 if not bucket.result.done():
                     bucket.result.set_result(bucket.values)
@@ -217,7 +223,11 @@ class PeerGradients:
             self._averaged += 1
 
     def _average(self, bucket: _Bucket) -> None:
-        """Also after an error: the ranks of a peer take part in each other's collectives until all know of it."""
+        """Average one bucket and broadcast it to all ranks.
+
+        This goes on after an error: all ranks of a peer take part in the same collectives until all know of the
+        error.
+        """
         bucket.reduced.wait()
         if self._speaker is not None and self._error is None:
             try:
@@ -233,7 +243,7 @@ class PeerGradients:
             )
             dist.broadcast(said, src=0, group=self._beside)
             if said.item() == _ENDED and self._error is None:
-                self._error = ClosedError("rank 0 of this peer averages no more")
+                self._error = ClosedError("rank 0 of this peer has stopped averaging")
             self._passes.put((bucket.number, said.item() == _OK))
 
 
@@ -246,7 +256,7 @@ def peer_gradients(
     peers_to_start: int | None = None,
     sync_timeout: float = 600.0,
 ) -> Iterator[PeerGradients]:
-    """For as long as the block runs, the state of :func:`ddp_comm_hook`; on all ranks of a peer at once.
+    """Provide the state of :func:`ddp_comm_hook` while the block runs; enter it on all ranks of a peer together.
 
     ::
 
@@ -259,12 +269,12 @@ def peer_gradients(
                 optimizer.step()
 
     Args:
-        averager: on rank 0, of a run that averages nothing else; ``None`` on the other ranks.
-        parameters: of the model, as they are at the start: peers with other ones never meet
-            (:func:`p2pavg.optim.sync_parameters` makes them the same).
-        weight: how much this peer's gradients count among the peers'; its number of ranks if not given, so that all
-            ranks of all peers count alike.
-        peers_to_start: peers without which there is no first round; ``config.min_group_size`` if not given.
+        averager: on rank 0, the averager of a run that averages nothing else; ``None`` on the other ranks.
+        parameters: the model's parameters at the start. Peers with different ones never meet;
+            :func:`p2pavg.optim.sync_parameters` makes them the same.
+        weight: weight of this peer's gradients; its number of ranks if not given, so that all ranks of all peers count
+            alike.
+        peers_to_start: number of peers that the first round needs; ``config.min_group_size`` if not given.
         sync_timeout: seconds that a backward pass waits at most, for peers or for a round.
 
     Raises:
@@ -300,7 +310,7 @@ def _speaker_of(
     if averager is None:
         return None
     if averager.config.participation is not None:
-        # Drawn for every bucket anew: an update would be of some peers here and of others there.
+        # The participants are drawn for every bucket separately: one update would mix different peers' gradients.
         raise ValueError("averager must be of a config without participation")
     averager.clear()
     together = Together(
@@ -315,7 +325,7 @@ def _speaker_of(
 
 
 def _raise_on_all(wrong: ValueError | P2PAvgError | None) -> None:
-    """Else the ranks on which nothing is wrong would wait for the others for ever."""
+    """Raise a rank's error on all ranks. Otherwise the ranks without an error would wait for ever."""
     found: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(found, None if wrong is None else str(wrong))
     if wrong is not None:
@@ -326,8 +336,8 @@ def _raise_on_all(wrong: ValueError | P2PAvgError | None) -> None:
 
 
 def ddp_comm_hook(state: PeerGradients, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """For ``DistributedDataParallel.register_comm_hook``, with the state of :func:`peer_gradients`.
+    """Average one bucket; a hook for ``DDP.register_comm_hook``, with the state of :func:`peer_gradients`.
 
-    With ``no_sync()`` nothing is averaged, as always, and the gradients that accumulated are with the next pass.
+    Under ``no_sync()`` nothing is averaged, as usual in DDP; the next pass includes the accumulated gradients.
     """
     return state.take(bucket)

@@ -8,8 +8,10 @@ import torch
 from blake3 import blake3
 
 DIGEST_BYTES = 32
-SHORT_BYTES = 8  # of a digest that peers compare to find out where they differ; a chance match is 1 in 2^64
-MANY_BYTES = 2**22  # that several threads hash; below, waking them takes longer than a millisecond of one
+SHORT_BYTES = (
+    8  # of a digest that peers compare to locate differences; the chance of a false match is 1 in 2^64
+)
+MANY_BYTES = 2**22  # from which on several threads hash; with less, waking them costs more than it saves
 MAX_CHUNKS = 64  # 512 bytes of a record's 4096
 
 
@@ -17,7 +19,7 @@ MAX_CHUNKS = 64  # 512 bytes of a record's 4096
 def tensor_digest(tensor: torch.Tensor) -> bytes:
     """Return 32 bytes that depend on the shape, the dtype and every bit.
 
-    How the values lie in memory, and on which device, does not count. A tensor on a GPU is copied to the CPU.
+    Memory layout and device do not count. A tensor on a GPU is copied to the CPU.
     """
     values = tensor.detach().contiguous().cpu()
     threads = blake3.AUTO if values.nbytes >= MANY_BYTES else 1
@@ -37,7 +39,7 @@ def digest_of(tensors: Iterable[torch.Tensor]) -> bytes:
 
 
 def chunk_bounds(tensors: int) -> list[tuple[int, int]]:
-    """Return which tensors each chunk holds, as (first, end): at most 64 chunks, none empty."""
+    """Return each chunk's range of tensors as (first, end): at most 64 chunks, none empty."""
     chunks = min(tensors, MAX_CHUNKS)
     return [(tensors * i // chunks, tensors * (i + 1) // chunks) for i in range(chunks)]
 

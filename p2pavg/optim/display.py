@@ -1,4 +1,4 @@
-"""What a training loop may do with its reports: a line in the terminal, curves for TensorBoard."""
+"""Displays of a training loop's reports: a line in the terminal, curves for TensorBoard."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class RunProgress:
-    """A line that shows how far the run is: epoch, loss, samples of the target, peers, samples per second.
+    """A line with the run's progress: epoch, loss, samples of the target, peers, samples per second.
 
     Use it in a ``with`` block, and call :meth:`show` with every report::
 
@@ -26,10 +26,11 @@ class RunProgress:
                 progress.show(optimizer.step(samples=len(inputs), metrics={"loss": loss.item()}))
 
     Args:
-        target: samples of all peers together that make an update, if there is such a number; finite and above 0. With
+        target: number of samples, of all peers together, for one update, if it is fixed; finite and above 0. With
             :class:`~p2pavg.optim.LocalUpdates`, peers * steps * samples of a batch.
-        metric: what is shown of :attr:`StepReport.metrics`: its mean over the peers of the last update.
-        console: where to draw; standard output if not given. Where that is no terminal, only the last state is drawn.
+        metric: name of the metric of :attr:`StepReport.metrics` to show: its mean over the peers of the last update.
+        console: rich console to draw on; standard output if not given. Unless it is a terminal, only the last state is
+            drawn.
 
     Raises:
         ValueError: ``target`` is out of range.
@@ -40,7 +41,7 @@ class RunProgress:
     ) -> None:
         if target is not None and not 0 < target < math.inf:
             raise ValueError(f"target must be a number of samples above 0, got {target!r}")
-        # A loop that shows nothing need not wait for these.
+        # Imported late: a loop without a display does not have to wait for these imports.
         from rich.progress import BarColumn, Progress, TextColumn
 
         self._target = target
@@ -61,7 +62,7 @@ class RunProgress:
         self._progress.stop()
 
     def show(self, report: StepReport) -> None:
-        """How far peer and run are now."""
+        """Show the progress of this peer and its run."""
         self._value = report.metrics.get(self._metric, self._value)
         samples = f"{report.samples:,.0f}" + ("" if self._target is None else f"/{self._target:,.0f}")
         peers = "1 peer" if report.peers == 1 else f"{report.peers} peers"
@@ -84,12 +85,12 @@ class RunProgress:
 class TensorBoardLog:
     """Writes every update's figures for TensorBoard; fits ``on_update=`` of the optimizers.
 
-    The step of all curves is the epoch. Written are ``metrics/...``, the means over the update's peers; ``grad_norm``;
-    and ``round/...``: ``peers`` that contributed, ``samples`` of theirs, ``seconds``, and ``bytes_sent`` and
-    ``bytes_received`` of this peer. A report without an update is left out.
+    The step of all curves is the epoch. The curves are ``metrics/...``, the means over the update's peers;
+    ``grad_norm``; and ``round/...``: contributing ``peers``, their ``samples``, ``seconds``, and this peer's
+    ``bytes_sent`` and ``bytes_received``. Reports without an update are skipped.
 
     Args:
-        log_dir: the folder, made when missing; one for each peer.
+        log_dir: the folder, a separate one for each peer; created when missing.
 
     Raises:
         ImportError: TensorBoard is not installed; the message says how to install it.
@@ -103,7 +104,7 @@ class TensorBoardLog:
         self._writer: Any = SummaryWriter(os.fspath(log_dir))
 
     def __call__(self, report: StepReport) -> None:
-        """Write what one report says."""
+        """Write the figures of one report."""
         result = report.result
         if not isinstance(result, Success):
             return
@@ -119,7 +120,7 @@ class TensorBoardLog:
             self._writer.add_scalar(name, value, report.epoch)
 
     def close(self) -> None:
-        """Write what is left; also done by leaving a ``with`` block."""
+        """Flush and close the log; leaving a ``with`` block does it too."""
         self._writer.close()
 
     def __enter__(self) -> TensorBoardLog:

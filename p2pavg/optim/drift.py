@@ -1,7 +1,8 @@
-"""Which peers hold other parameters than this one, though all took the same updates. No I/O, no clock.
+"""Detection of drift: peers that hold different parameters after the same updates. No I/O, no clock.
 
-Every few updates each peer tells short digests of its parameters, chunk by chunk. Peers of one lineage should tell the
-same: that they do not is a bug in a program, a computer that fails, or kinds of machines that round differently.
+Every few updates each peer publishes short digests of its parameters, chunk by chunk. Peers of one lineage should
+publish the same digests. If they do not, the cause is a bug in a program, a faulty computer, or machines that round
+differently.
 """
 
 from __future__ import annotations
@@ -11,16 +12,16 @@ from collections.abc import Mapping, Sequence
 from p2pavg.optim.digest import SHORT_BYTES, chunk_bounds
 
 MAX_NAMED = 3  # peers, parameters and kinds of peers that one sentence names
-MAX_ID_CHARS = 16  # of a peer's id in a sentence; enough to find it, and its end is what differs
+MAX_ID_CHARS = 16  # of a peer's id in a sentence; enough to find it; ids differ at their ends
 
 
 def drifted(epoch: int, mine: bytes, others: Mapping[str, bytes], labels: Sequence[str]) -> str | None:
-    """Return a sentence that says which peers hold other parameters, and where they differ; ``None`` if none does.
+    """Return a sentence on the peers with other parameters and the differing tensors; ``None`` if none differ.
 
     Args:
         epoch: update after which the digests were taken.
         mine: 8 bytes for each chunk.
-        others: what the peers of the same lineage tell of theirs, by peer id.
+        others: the digests that peers of the same lineage published, by peer id.
         labels: a name for each of this peer's tensors.
     """
     same = sum(digests == mine for digests in others.values())

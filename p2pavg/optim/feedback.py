@@ -1,4 +1,4 @@
-"""What a lossy codec leaves out of one contribution goes into the next one.
+"""Error feedback: the part of a contribution that a lossy codec drops is added to the next contribution.
 
 Source: Seide, Fu, Droppo, Li and Yu, "1-Bit Stochastic Gradient Descent", Interspeech 2014, section 3; Karimireddy,
 Rebjock, Stich and Jaggi, "Error Feedback Fixes SignSGD and other Gradient Compression Schemes", ICML 2019, Algorithm 2
@@ -22,34 +22,34 @@ Shapes = tuple[tuple[int, ...], ...]
 
 
 class FeedbackState(TypedDict):
-    """What :meth:`ErrorFeedback.state_dict` returns."""
+    """The dictionary that :meth:`ErrorFeedback.state_dict` returns."""
 
     shapes: list[list[int]]
-    """Of the tensors, in order; empty before the first."""
+    """Shapes of the tensors, in order; empty before the first call."""
     residual: torch.Tensor | None
     """float32, flat, on the tensors' device; ``None`` before the first call."""
 
 
 class ErrorFeedback:
-    """Error feedback: a codec's error in one contribution is made up for in the next ones.
+    """Compensates a codec's error in one contribution by the next ones.
 
-    With x what is given, C the codec there and back, and e the *residual*, 0 at first:
+    Let x be the given tensors, C encoding followed by decoding, and e the *residual*, 0 at first:
 
-        p <- x + e, which is contributed;   when others have it:   e <- p - C(p)
+        p <- x + e is contributed; once it is delivered: e <- p - C(p)
 
-    So after any number of contributions, all that the others averaged is all that was given but for the last residual.
-    Elements of this peer's own share are averaged as they are, and leave no residual. The exchange cuts the vector at
-    multiples of the codec's granularity, so that C is the same for the whole vector and for its parts.
+    So after any number of contributions, the sum of all averaged values is the sum of all given values, less the last
+    residual. Elements of this peer's own share are averaged unencoded and leave no residual. The exchange cuts the
+    vector at multiples of the codec's granularity, so that C is the same for the whole vector and for its parts.
 
-    Not made up for: the second encoding of a round, of the average by each share's reducer; and what the codec leaves
-    out of the mean of several contributions, where more than one is accumulated for a round. An fp16 element beyond
-    65504 leaves a residual that only smaller ones use up.
+    Two errors are not compensated: that of the second encoding of a round, when each reducer encodes its share of the
+    average; and that of a mean of several contributions, if more than one is accumulated for a round. An fp16 element
+    beyond 65504 leaves a residual that only smaller ones use up.
 
-    It keeps one float32 vector, and another one from :meth:`compensate` to :meth:`delivered`, on the tensors' device
-    (on the CPU when they are spread over several). Not for several threads at once.
+    It keeps one float32 vector, and a second one from :meth:`compensate` to :meth:`delivered`. Both are on the tensors'
+    device, or on the CPU if the tensors are on several devices. It is not thread-safe.
 
     Args:
-        codec: as in ``AveragingConfig.compression``, and the same: a name, an object, or ``None`` for fp32.
+        codec: the same as ``AveragingConfig.compression``: a name, an object, or ``None`` for fp32.
 
     Raises:
         ValueError: no codec of that name; the message lists those that are known.
@@ -60,32 +60,32 @@ class ErrorFeedback:
         self._shapes: Shapes | None = None
         self._residual: torch.Tensor | None = None
         self._pending: tuple[torch.Tensor, list[torch.Tensor]] | None = None
-        """What is to be contributed, as float32 before it was rounded to the tensors' dtypes, and as it was given."""
+        """The pending contribution: as float32 before rounding to the tensors' dtypes, and rounded as returned."""
 
     @property
     def residual_norm(self) -> float:
-        """L2 norm of what is still to be made up for, in the tensors' units; 0 before the first call."""
+        """L2 norm of the residual, in the tensors' units; 0 before the first call."""
         if self._residual is None:
             return 0.0
         return float(torch.linalg.vector_norm(self._residual, dtype=torch.float64).item())
 
     @torch.no_grad()
     def compensate(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The tensors with the residual added: to be contributed in their place.
+        """Return the tensors plus the residual; contribute these instead.
 
-        The residual stays until :meth:`delivered`; where the contribution came to nothing, just call this again.
+        The residual stays until :meth:`delivered`. If the contribution fails, just call this again.
 
         Args:
-            tensors: float32, float16 or bfloat16, of the shapes of the call before, in its order. Not changed.
+            tensors: float32, float16 or bfloat16, with the shapes and order of the previous call. They are not changed.
 
         Returns:
-            As many tensors, each of the shape, dtype and device given; new memory.
+            As many tensors of the same shapes, dtypes and devices, in new memory.
 
         Raises:
-            TypeError: not a sequence.
-            ValueError: a tensor that cannot be averaged, of another shape than before, or which with its residual holds
-                NaN, infinity or a magnitude beyond what can be accumulated (2^99); the message names it, and nothing
-                has changed.
+            TypeError: ``tensors`` is not a sequence.
+            ValueError: a tensor cannot be averaged, has another shape than before, or holds, with its residual, NaN,
+                infinity or a magnitude above the limit of accumulation (2^99). The message names it; nothing has
+                changed.
         """
         if not isinstance(tensors, Sequence):
             raise TypeError(f"tensors must be a sequence of tensors, got {type(tensors).__name__}")
@@ -105,14 +105,14 @@ class ErrorFeedback:
 
     @torch.no_grad()
     def delivered(self, start: int, stop: int) -> None:
-        """What :meth:`compensate` returned last is averaged: what the codec left out of it is the new residual.
+        """Note that the tensors from :meth:`compensate` are averaged; the codec's error becomes the residual.
 
         Args:
             start, stop: this peer's own share of the flat vector, :attr:`p2pavg.Success.share`, which was not encoded.
 
         Raises:
-            RuntimeError: nothing is to be delivered.
-            ValueError: not a range of the vector.
+            RuntimeError: no contribution is pending.
+            ValueError: ``start`` and ``stop`` are not a range of the vector.
         """
         if self._pending is None:
             raise RuntimeError("nothing was compensated since the last delivery")
@@ -125,21 +125,22 @@ class ErrorFeedback:
         self._residual, self._pending = total.sub_(decoded), None
 
     def clear(self) -> None:
-        """Forget the residual, and of which shapes the tensors were."""
+        """Discard the residual and the remembered shapes."""
         self._shapes = self._residual = self._pending = None
 
     def state_dict(self) -> FeedbackState:
-        """The residual and the tensors' shapes. The residual is not a copy; later calls do not change it."""
+        """Return the residual and the tensors' shapes. The residual is not a copy; later calls do not change it."""
         shapes = [] if self._residual is None else [list(shape) for shape in self._shapes or ()]
         return {"shapes": shapes, "residual": self._residual}
 
     def load_state_dict(self, state: FeedbackState) -> None:
-        """Go on from a state, of any codec; a residual is copied.
+        """Continue from a state, of any codec; its residual is copied.
 
         Raises:
-            TypeError: not a mapping, a residual that is not a tensor, or shapes that are not lists of integers.
-            ValueError: an entry is missing or unknown, the residual is not flat float32 of the shapes' length or not
-                finite, or the shapes are not those of the tensors seen here. Nothing was loaded then.
+            TypeError: ``state`` is not a mapping, its residual is not a tensor, or its shapes are not lists of
+                integers.
+            ValueError: an entry is missing or unknown; the residual is not finite, or not flat float32 of the shapes'
+                length; or the shapes differ from those of the tensors seen here. Nothing is loaded then.
         """
         shapes, residual = _checked_state(state)
         if residual is None:
@@ -155,7 +156,7 @@ def _as_given(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     shaped = values.view(like.shape)
     if like.dtype != torch.float32:
         largest = torch.finfo(like.dtype).max
-        shaped = shaped.clamp(-largest, largest)  # float16 would make infinity of more
+        shaped = shaped.clamp(-largest, largest)  # float16 would turn a larger value into infinity
     return shaped.to(device=like.device, dtype=like.dtype)
 
 
@@ -168,7 +169,7 @@ def _check_same(before: Shapes, now: Shapes) -> None:
 
 
 def _check_values(total: torch.Tensor, sizes: list[int]) -> None:
-    # A NaN comes through minimum and maximum, and fails the comparison.
+    # Minimum and maximum propagate NaN, which fails the comparison.
     if total.numel() == 0 or bool((torch.stack(torch.aminmax(total)).abs() <= LIMIT).all()):
         return
     first = int((~(total.abs() <= LIMIT)).nonzero()[0].item())

@@ -1,9 +1,9 @@
-"""Which parameters a peer has, as a name: where it began, by which recipe, and every update since. No I/O, no clock.
+"""Lineage: a name of a peer's parameters, made of its beginning, its recipe and every update. No I/O, no clock.
 
-Two peers of one lineage began with the same parameters and the same recipe, and took the same averages, bit for bit, in
-the same order, with the same hyperparameters. On machines of one kind their parameters are then identical. Kinds of
-processors and versions of torch may round an optimizer's arithmetic differently; a lineage does not see that, and the
-digests that peers compare every few updates do (:mod:`p2pavg.optim.drift`).
+Two peers of one lineage began with the same parameters and the same recipe. They took the same averages, bit for bit,
+in the same order and with the same hyperparameters. On machines of one kind their parameters are then identical.
+Different processors and versions of torch may round an optimizer's arithmetic differently. A lineage does not show
+that; the digests that peers compare every few updates do (:mod:`p2pavg.optim.drift`).
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ _OTHER_RULES = "p2pavg/lineage/rules/1"
 
 @dataclass(frozen=True, slots=True)
 class Lineage:
-    """Where a peer stands."""
+    """Position of a peer in its run."""
 
     epoch: int
     """Updates since the run began."""
     state: bytes
-    """32 bytes: the same for two peers only if they began alike and took the same updates alike."""
+    """32 bytes: the same for two peers only if they began alike and took the same updates in the same way."""
 
     def after(self, group_id: str, result: bytes = b"", numbers: bytes = b"") -> Lineage:
-        """Return the lineage once the average of a group has been taken as an update.
+        """Return the lineage after an update with a group's average.
 
         Args:
             group_id: :attr:`p2pavg.Success.group_id`.
@@ -44,10 +44,10 @@ class Lineage:
         return Lineage(epoch, hashlib.sha256(packed).digest())
 
     def with_rules(self, rules: bytes) -> Lineage:
-        """Return the lineage of a peer that goes on from here with other rules than those of the run so far.
+        """Return the lineage of a peer that continues from here with other rules than the run had so far.
 
         Args:
-            rules: digest of the rules; peers that go on with the same ones stay together.
+            rules: digest of the new rules. Peers that continue with the same ones stay together.
         """
         return Lineage(self.epoch, hashlib.sha256(pack(_OTHER_RULES, self.state, rules)).digest())
 
@@ -56,12 +56,12 @@ def first_lineage(parameters: Iterable[torch.Tensor], recipe: bytes = b"") -> Li
     """Return the lineage of a peer that begins.
 
     Args:
-        parameters: their shapes, dtypes and bytes count, in their order.
-        recipe: digest of how it trains.
+        parameters: the first parameters; shapes, dtypes, bytes and order count.
+        recipe: digest of the peer's recipe.
     """
     return lineage_from(digest_of(parameters), recipe)
 
 
 def lineage_from(parameters: bytes, recipe: bytes = b"") -> Lineage:
-    """As :func:`first_lineage`, of the parameters' digest."""
+    """Return the same as :func:`first_lineage`, from the parameters' digest."""
     return Lineage(0, hashlib.sha256(pack(_FIRST, parameters, recipe)).digest())

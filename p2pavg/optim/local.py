@@ -1,4 +1,4 @@
-"""Local updates: peers train by themselves for a while, and then take one step together from where they began."""
+"""Local updates: peers train separately for a while, and then take a common step from their common starting point."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from p2pavg.optim.digest import digest_of
 from p2pavg.optim.feedback import ErrorFeedback
 from p2pavg.optim.progress import Average
 from p2pavg.optim.recipe import hyperparameters
-from p2pavg.optim.report import StepReport, report_of
+from p2pavg.optim.report import StepReport
 from p2pavg.optim.state import (
     check_both,
     check_holds,
@@ -33,48 +33,47 @@ from p2pavg.vector.metrics import MetricMeans, checked_metrics
 
 logger = logging.getLogger(__name__)
 
-MAX_RESTORED = (
-    3  # steps one after the other that came to nothing; then the others do not wait for this peer any more
-)
+MAX_RESTORED = 3  # consecutive destroyed steps, after which the others stop waiting for this peer
 
 Outer = Callable[[list[torch.Tensor]], Optimizer]
-"""Makes the outer optimizer of the anchor's tensors, e.g. ``functools.partial(torch.optim.SGD, lr=1.0)``."""
+"""Factory of the outer optimizer for the anchor's tensors, e.g. ``functools.partial(torch.optim.SGD, lr=1.0)``."""
 
 
 class LocalUpdates(PeerOptimizer):
-    """Inner steps by oneself, and every ``sync_every`` of them an outer step with all peers of the run.
+    """Takes inner steps locally and, after every ``sync_every`` of them, an outer step with all peers of the run.
 
     Each peer keeps the *anchor*: the parameters after the last outer step, the same bits for all peers. After
-    ``sync_every`` inner steps the *pseudo-gradients* (anchor - parameters) are averaged, weighted by samples; the outer
-    optimizer takes a step from the anchor with that average as its gradient; and all go on from there. The inner
-    optimizer keeps its state. With SGD of rate 1 as the outer one this is FedAvg; :mod:`p2pavg.optim.recipes` has
-    others. The scheme is algorithm 1 of Reddi et al. 2021 ("Adaptive Federated Optimization").
+    ``sync_every`` inner steps the *pseudo-gradients* (anchor - parameters) are averaged, weighted by samples. The outer
+    optimizer takes a step from the anchor with that average as its gradient, and all peers continue from the result.
+    The inner optimizer keeps its state. With SGD of rate 1 as the outer one this is FedAvg; :mod:`p2pavg.optim.recipes`
+    has others. The scheme is algorithm 1 of Reddi et al. 2021 ("Adaptive Federated Optimization").
 
-    A round that fails costs nothing: the peer trains on, and its next pseudo-gradient counts all since the anchor. A
-    peer whose anchor differs from most peers' cannot follow: :attr:`StepReport.behind` says so, until it loads a state.
+    A round that fails loses nothing: the peer trains on, and its next pseudo-gradient covers everything since the
+    anchor. A peer whose anchor differs from most peers' cannot follow: :attr:`StepReport.behind` says so, until the
+    peer loads a state. If a parameter is NaN or infinite after an inner step, this peer returns to the anchor, with a
+    cleaned inner optimizer state. Its work since the last outer step is lost, and :attr:`StepReport.restored` says so.
 
-    An inner step after which a parameter is NaN or infinite sends this peer back to the anchor, with an inner optimizer
-    that begins anew; :attr:`StepReport.restored` says so, and what it had come to counts for nothing.
-
-    Beside the parameters it keeps two float32 vectors on their device, the anchor and what the outer optimizer keeps
-    (one of momentum, for DiLoCo), and the averager keeps one of what is contributed. Another one is there while a
-    round is late and the peer trains on.
+    Beside the parameters it keeps float32 vectors on their device: the anchor, and the outer optimizer's state (one
+    vector of momentum, for DiLoCo). The averager keeps one for the contribution. While a round is late and the peer
+    trains on, there is one more.
 
     Args:
         inner: any torch optimizer of this peer's parameters that needs no closure.
-        outer: makes the outer optimizer of the anchor: float32 copies of the parameters, on their devices.
-        averager: of a run that averages nothing else. Rounds are among all peers with the same anchor, whatever its
-            ``group_size``, 64 at most; one that does not come is waited for until ``match_timeout``.
-        sync_every: inner steps between two outer steps, H; the same for all peers.
-        scheduler: of ``inner``; stepped with every inner step. One that needs no metric.
+        outer: factory of the outer optimizer. It is given the anchor: float32 copies of the parameters, on their
+            devices.
+        averager: averager of a run that averages nothing else. A round includes all peers with the same anchor, at most
+            64, whatever its ``group_size``. It waits for a peer that does not come until ``match_timeout``.
+        sync_every: number of inner steps between two outer steps, H; the same for all peers.
+        scheduler: learning-rate scheduler of ``inner`` that needs no metric; stepped with every inner step.
         proximal: mu of FedProx: adds ``mu * (parameter - anchor)`` to each gradient before an inner step (Li et al.
-            2020, "Federated Optimization in Heterogeneous Networks", equation 2). 0 is without.
-        feedback: makes up for what a lossy codec leaves out of the pseudo-gradients.
-        peers_to_start: peers without which this peer takes no first outer step; ``config.min_group_size`` if not given.
-        sync_timeout: seconds that a call waits at most for the other peers, and then as long again for a round.
+            2020, "Federated Optimization in Heterogeneous Networks", equation 2). 0 adds nothing.
+        feedback: compensates the error of a lossy codec in the pseudo-gradients.
+        peers_to_start: number of peers that this peer waits for before its first outer step; ``config.min_group_size``
+            if not given.
+        sync_timeout: seconds that a call waits at most for the other peers, and then at most for the round.
         on_update: called after every outer step, with its report.
         model, buffers, check_every: see :class:`AveragedOptimizer`; the running statistics are averaged at the outer
-            steps. What is compared are the anchors. Not with ``feedback`` where buffers are averaged.
+            steps, and the anchors are compared. ``feedback`` cannot be combined with averaged buffers.
 
     Raises:
         ValueError: an argument is out of range; the message names it.
@@ -121,7 +120,7 @@ class LocalUpdates(PeerOptimizer):
         self._proximal = float(proximal)
         self._feedback = feedback
         if feedback is not None and self._parts.averaged:
-            raise ValueError("feedback cannot be used where a model's buffers are averaged; give buffers=[]")
+            raise ValueError("feedback cannot be combined with averaged buffers of a model; give buffers=[]")
         self._join(
             rules=(
                 ("sync_every", self._sync_every),
@@ -134,37 +133,37 @@ class LocalUpdates(PeerOptimizer):
             sync_timeout=sync_timeout,
         )
         self._steps = 0
-        """Inner steps since the last outer step, or since the last try of one."""
+        """Inner steps since the last outer step, or since the last attempt at one."""
         self._samples = 0.0
         self._contributed = 0.0
-        """Samples of the pseudo-gradients that were given last."""
+        """Samples behind the last contribution."""
         self._given: list[torch.Tensor] | None = None
-        """Of those, before what a codec had left out was added, what the parameters still hold beside later steps;
-        kept only while a round is late, and empty if they hold nothing of it any more."""
+        """The contributed pseudo-gradients, without the compensation by ``feedback``. They are kept only while a round
+        is late; empty after a return to the anchor, when the parameters hold nothing of them any more."""
         self._restored = 0
-        """Inner steps since the last one that came to something."""
+        """Inner steps since the last one that was not destroyed."""
         self._fills_at_first_step = not inner.state
         self._metrics = MetricMeans()
         averager.declare([*self._anchor, *self._parts.averaged])
 
     @property
     def anchor(self) -> list[torch.Tensor]:
-        """The parameters after the last outer step: float32, one a parameter, in the order of ``inner``'s. A copy."""
+        """A copy of the parameters after the last outer step: float32, in the order of ``inner``'s parameters."""
         return [tensor.clone() for tensor in self._anchor]
 
     def step(self, *, samples: float, metrics: Mapping[str, float] = MappingProxyType({})) -> StepReport:
-        """One inner step with the gradients that are there, and an outer one when it is time.
+        """Take an inner step with the present gradients, and an outer step if it is due.
 
         Args:
-            samples: of the batch that the gradients are of; what this peer counts for is their sum.
-            metrics: what was measured on it, e.g. ``{"loss": loss.item()}``; 15 at most.
+            samples: size of the batch behind the gradients. The sum since the last outer step is this peer's weight.
+            metrics: measurements on the batch, e.g. ``{"loss": loss.item()}``; 15 at most.
 
         Returns:
-            How far peer and run are. With ``updated`` an outer step was taken.
+            Progress of this peer and its run. If ``updated`` is true, an outer step was taken.
 
         Raises:
-            ValueError: ``samples`` is no number above 0, a metric no finite number, or a buffer changes that is not
-                averaged, and nothing has changed.
+            ValueError: ``samples`` is not a number above 0, a metric is not a finite number, or a buffer changes
+                without being averaged. Nothing has changed then.
             p2pavg.ClosedError: the averager is closed.
         """
         weight, measured = checked_amount("samples", samples), checked_metrics(metrics)
@@ -172,8 +171,8 @@ class LocalUpdates(PeerOptimizer):
         if self._begin():
             self._set_anchor()
         self._check_parameters()
-        if self._averager.round_state is not None and self._given is None:
-            self._given = self._pseudo_gradients()  # nothing has changed since it began
+        if self._running and self._given is None:
+            self._given = self._pseudo_gradients()  # the parameters have not changed since the round began
         self._pull_to_anchor()
         self.inner.step()
         if self._zeroing is not None:
@@ -185,16 +184,16 @@ class LocalUpdates(PeerOptimizer):
         self._samples += weight
         self._metrics.add(measured, weight)
         self._together.computed(weight)
-        due = self._steps >= self._sync_every or self._together.is_called
-        self._together.say(self._samples, waiting=due)
+        due = self._steps >= self._sync_every or self._together.run.is_called
+        self._together.run.say(self._samples, waiting=due)
         self._step_scheduler()
-        if self._averager.round_state is not None:  # its call was ended by its sync_timeout, or by Ctrl-C
+        if self._running:  # its call ended early, by sync_timeout or Ctrl-C
             return self._take(self._together.average(2) if due else self._together.look())
         if not due:
-            return self._report()
+            return self._report(goes_on=self._running)
         decision = self._together.decide_when_all_are_ready()
         if not isinstance(decision, Average):
-            return self._report()
+            return self._report(goes_on=self._running)
         self._contribute()
         return self._take(self._together.average(decision.peers))
 
@@ -205,14 +204,14 @@ class LocalUpdates(PeerOptimizer):
 
     @torch.no_grad()
     def _is_finite(self) -> bool:
-        # One pass and one synchronisation; a NaN comes through a maximum.
+        # One pass and one synchronisation; a maximum propagates NaN.
         filled = [parameter for parameter in self._parameters if parameter.numel()]
         largest = torch.nn.utils.get_total_norm(filled, norm_type=math.inf)
         return bool(torch.isfinite(largest))
 
     @torch.no_grad()
     def _restore(self) -> StepReport:
-        """Go back to the anchor after an inner step that destroyed the parameters."""
+        """Return to the anchor after an inner step that made a parameter NaN or infinite."""
         for parameter, anchor in zip(self._parameters, self._anchor, strict=True):
             parameter.copy_(anchor)
         self._parts.restore()
@@ -226,20 +225,20 @@ class LocalUpdates(PeerOptimizer):
         )
         logger.warning("%s", reason)
         if self._restored < MAX_RESTORED:
-            self._together.say(0.0, waiting=False)
+            self._together.run.say(0.0, waiting=False)
         else:
-            self._together.leave()  # until a step comes to something: nobody is to wait for it
+            self._together.run.leave()  # until a step succeeds, no other peer should wait for this one
         self._step_scheduler()
-        return replace(self._report(), restored=reason)
+        return replace(self._report(goes_on=self._running), restored=reason)
 
     @torch.no_grad()
     def _mend_inner(self) -> None:
-        """Take NaN and infinity out of the inner optimizer's state."""
+        """Remove NaN and infinity from the inner optimizer's state."""
         wrong = [tensor for tensor in _tensors_of(self.inner) if not bool(tensor.isfinite().all())]
         if wrong and self._fills_at_first_step:
             self.inner.state.clear()  # as before its first step
             return
-        for tensor in wrong:  # one that was filled before, e.g. Adagrad's, is not filled again
+        for tensor in wrong:  # a state made at construction, e.g. Adagrad's, is not made again if cleared
             tensor.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
     @torch.no_grad()
@@ -253,24 +252,24 @@ class LocalUpdates(PeerOptimizer):
 
     def _take(self, result: RoundResult) -> StepReport:
         if self._steps >= self._sync_every or not isinstance(result, InProgress):
-            self._steps = 0  # if it came to nothing there is another try after as many steps
+            self._steps = 0  # after a failure, the next attempt follows after as many steps
         if not isinstance(result, Success):
             if not isinstance(result, InProgress):
                 self._given = None
-            return self._report(result)
+            return self._report(result, goes_on=self._running)
         assert isinstance(result.averaged, list)
         averaged, numbers = digest_of(result.averaged), hyperparameters(self.outer)
         norm = self._update(result, result.averaged)
         self._took(result, numbers, averaged, self._anchor)
-        self._together.say(self._samples, waiting=False)
-        return self._updated(self._report(result, norm))
+        self._together.run.say(self._samples, waiting=False)
+        return self._updated(self._report(result, norm, goes_on=self._running))
 
     def _contribute(self) -> None:
         self._parts.mend()
         pseudo: Sequence[torch.Tensor] = self._pseudo_gradients()
         if self._feedback is not None:
             pseudo = self._feedback.compensate(pseudo)
-        self._averager.clear()  # what a round that failed gave back: it is in these once more
+        self._averager.clear()  # drops a failed round's contribution: the new pseudo-gradients contain it
         self._averager.accumulate(
             [*pseudo, *self._parts.averaged],
             weight=self._samples,
@@ -280,7 +279,7 @@ class LocalUpdates(PeerOptimizer):
 
     @torch.no_grad()
     def _pseudo_gradients(self) -> list[torch.Tensor]:
-        # From what the parameters were set to: what their own dtype has rounded off the anchor is no progress.
+        # Relative to the anchor in the parameters' dtype: its rounding error is not progress.
         return [
             anchor.to(parameter.dtype).float() - parameter.float()
             for anchor, parameter in zip(self._anchor, self._parameters, strict=True)
@@ -288,9 +287,13 @@ class LocalUpdates(PeerOptimizer):
 
     @torch.no_grad()
     def _later(self, *, contributed: bool) -> list[torch.Tensor]:
-        """Of the pseudo-gradients, what is for a later round: all of who only listened, else what came after."""
+        """Return the pseudo-gradients for a later round.
+
+        For a peer that only observed they are all of its pseudo-gradients; for others, the part since the
+        contribution.
+        """
         if contributed and self._samples == self._contributed:
-            return []  # as almost always
+            return []  # the usual case
         now = self._pseudo_gradients()
         if not contributed or not self._given:
             return now
@@ -298,7 +301,7 @@ class LocalUpdates(PeerOptimizer):
 
     @torch.no_grad()
     def _update(self, success: Success, averaged: list[torch.Tensor]) -> float:
-        """Take the outer step; return the L2 norm of the averaged pseudo-gradient."""
+        """Take the outer step; return the averaged pseudo-gradient's L2 norm."""
         contributed = self._averager.peer_id in success.peers
         later = self._later(contributed=contributed)
         self._given = None
@@ -318,16 +321,10 @@ class LocalUpdates(PeerOptimizer):
                 self._feedback.delivered(*success.share)
         return float(norm)
 
-    def _report(self, result: RoundResult | None = None, norm: float | None = None) -> StepReport:
-        # While its round goes on, this peer may only be the last to hear of its end.
-        goes_on = self._averager.round_state is not None
-        behind = None if goes_on else self._together.left_behind()
-        return self._checked(report_of(self._together, result, norm, behind))
-
     def state_dict(self) -> dict[str, Any]:
-        """All that a peer needs beside the model's state to go on from here.
+        """Return all that a peer needs beside the model's state to continue from here.
 
-        Another peer that loads it begins at the anchor: what this one has come to since is its own.
+        Another peer that loads it begins at the anchor: this peer's later local steps are left out.
         """
         return self._saved() | {
             "peer_id": self._averager.peer_id,
@@ -340,13 +337,13 @@ class LocalUpdates(PeerOptimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state that this peer or another one saved; load the model's before it.
+        """Continue from a state that this or another peer saved; load the model's state before it.
 
-        Of another peer's state, what it had come to since the last outer step is left out: the parameters become the
-        anchor. A peer without an identity file is another one each time.
+        From another peer's state, the local steps since the last outer step are left out: the parameters become the
+        anchor. A peer without an identity file has a new id at each start, so its own state counts as another peer's.
 
         Raises:
-            ValueError: not such a state.
+            ValueError: ``state`` is malformed.
         """
         lineage = lineage_of(state)
         origin_of(state)
@@ -357,7 +354,7 @@ class LocalUpdates(PeerOptimizer):
         steps, samples = (int(state["steps"]), float(state["samples"])) if is_mine else (0, 0.0)
         if [tuple(t.shape) for t in anchor] != [tuple(t.shape) for t in self._anchor]:
             raise ValueError("state: its anchor is of other parameters")
-        # What may still be refused comes before what the lineage names.
+        # Loads that may raise come first, before the anchor and the lineage change.
         if is_mine and self._feedback is not None:
             self._feedback.load_state_dict(state["feedback"])
         self._load_inner(state)

@@ -1,4 +1,4 @@
-"""A model beside the parameters that an optimizer trains: names, frozen parameters, buffers."""
+"""The parts of a model beside its trained parameters: names, frozen parameters, buffers."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from p2pavg.optim.shards import local_of
 from p2pavg_compression import Codec
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-# A variance among larger ones of its block; below that, normalisation adds an epsilon of about as much.
+# A small variance among larger ones in a codec block. Below it, normalisation's epsilon is about as large.
 _SMALL_AMONG_LARGE = (1.0, 1e-3)
 _WORST_ERROR = 0.2
 
 
 class ModelParts:
-    """What an optimizer has to know of its model.
+    """The model's buffers, frozen parameters and names, as an optimizer needs them.
 
     Args:
-        model: the model; ``None`` if it was not given: then frozen parameters that the optimizer does not have, and
-            buffers, are not known.
+        model: the model, or ``None`` if it was not given. Without it, buffers and frozen parameters outside the
+            optimizer are unknown.
         trained: the parameters that are trained.
-        buffers: names of the buffers to average; ``None``: the running statistics of normalisation layers that are in
+        buffers: names of the buffers to average; ``None`` for the running statistics of normalisation layers in
             training mode.
-        codec: of the run.
+        codec: codec of the run.
 
     Raises:
-        TypeError: ``model`` is no module, or ``buffers`` a text.
-        ValueError: a name in ``buffers`` is none of a buffer that can be averaged, or the codec is too coarse.
+        TypeError: ``model`` is not a module, or ``buffers`` is a string.
+        ValueError: a name in ``buffers`` is not that of a buffer that can be averaged, or the codec is too coarse.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class ModelParts:
         if model is not None and not isinstance(model, nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
         if model is None and buffers is not None:
-            raise ValueError("buffers are of a model: give model= too")
+            raise ValueError("buffers needs the model: give model= too")
         self._model = model
         self._trained = list(trained)
         self._averaged_names = _averaged_names(model, buffers)
@@ -57,12 +57,12 @@ class ModelParts:
                 ' Use compression="blockwise8", "bf16" or None, or buffers=[] if they do not change'
             )
         self._common = [tensor.detach().clone() for tensor in self.averaged]
-        """The averaged buffers after the last update, which all peers have."""
+        """Copies of the averaged buffers after the last update, the same on all peers."""
         self._constants = self._constant_marks()
 
     @property
     def averaged(self) -> list[torch.Tensor]:
-        """The buffers that are averaged; asked anew each time, since a module may exchange them."""
+        """The averaged buffers, looked up each time because a module may replace them."""
         found = self._buffers() if self._averaged_names else {}
         return [found[name] for name in self._averaged_names]
 
@@ -74,10 +74,10 @@ class ModelParts:
         return [*of_trained, *(f"buffer {name}" for name in self._averaged_names)]
 
     def rules(self, frozen: Iterable[torch.Tensor]) -> Settings:
-        """Return what belongs into the recipe.
+        """Return the settings of frozen parameters and buffers for the recipe.
 
         Args:
-            frozen: parameters that the optimizer has and that require no gradient.
+            frozen: the optimizer's parameters that require no gradient.
         """
         still = {id(p): p for p in frozen}
         if self._model is not None:
@@ -95,12 +95,12 @@ class ModelParts:
         )
 
     def begin(self) -> None:
-        """Take the buffers as they are as those that all peers have."""
+        """Remember the present buffers as the common state of all peers."""
         self._common = [tensor.detach().clone() for tensor in self.averaged]
         self._constants = self._constant_marks()
 
     def check_constants(self) -> None:
-        """Raise ValueError if a buffer changes that is not averaged."""
+        """Raise ValueError if a buffer that is not averaged has changed."""
         buffers = self._buffers() if self._constants else {}
         for name, (kept, version, digest) in self._constants.items():
             now = buffers.get(name)
@@ -108,26 +108,26 @@ class ModelParts:
                 continue
             if now is None or tensor_digest(now) != digest:
                 raise ValueError(
-                    f"the model's buffer {name!r} changes in training, so that no two peers' would be alike."
+                    f"the model's buffer {name!r} changes in training, and would differ between peers."
                     f" Give buffers=[{name!r}, ..] to average it with those named there, or keep it out of the model"
                 )
             self._constants[name] = (now, now._version, digest)
 
     @torch.no_grad()
     def take(self, averaged: Sequence[torch.Tensor]) -> None:
-        """Set the averaged buffers."""
+        """Set the averaged buffers to an average."""
         for buffer, kept, average in zip(self.averaged, self._common, averaged, strict=True):
             kept.copy_(average)
             buffer.copy_(average)
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Set the averaged buffers to what they were after the last update."""
+        """Reset the averaged buffers to their values after the last update."""
         for buffer, kept in zip(self.averaged, self._common, strict=True):
             buffer.copy_(kept)
 
     def mend(self) -> None:
-        """As :meth:`restore`, if one of them is not finite: a batch that was not has gone through the model."""
+        """Reset the averaged buffers if one is not finite, after a batch with NaN or infinity."""
         if not all(bool(tensor.isfinite().all()) for tensor in self.averaged):
             self.restore()
 
@@ -160,7 +160,7 @@ def _averaged_names(model: nn.Module | None, buffers: Collection[str] | None) ->
     for name in buffers:
         if name not in known or known[name].dtype not in _DTYPES:
             raise ValueError(
-                f"buffers: {name!r} is none of the model's buffers of float32, float16 or bfloat16"
+                f"buffers: {name!r} is not a buffer of the model in float32, float16 or bfloat16"
             )
     return tuple(sorted(set(buffers)))
 
@@ -175,7 +175,7 @@ def _running_statistics(model: nn.Module) -> set[str]:
 
 
 def _keeps_small_values(codec: Codec) -> bool:
-    """Return whether a small value beside large ones comes through about as it was."""
+    """Return whether a codec roughly keeps a small value beside large ones."""
     large, small = _SMALL_AMONG_LARGE
     probe = torch.full((max(codec.granularity, 2),), large)
     probe[0] = small

@@ -1,16 +1,18 @@
 """The server optimizers of federated learning, for the outer step of local updates.
 
 Source: Reddi, Charles, Zaheer, Garrett, Rush, Konečný, Kumar and McMahan, "Adaptive Federated Optimization", ICLR
-2021, Algorithm 2. Peers train by themselves for a while, average how far they have come, and take one step from their
-common *anchor*, the parameters at which they began. The paper averages Delta = local - anchor and adds. Here ``.grad``
-holds the average of the *pseudo-gradient* g = anchor - local = -Delta and a step subtracts, as everywhere in torch:
+2021, Algorithm 2. Peers train separately for a while and average their changes. Then they take one step from their
+common *anchor*, the parameters at which they began. The paper averages Delta = local - anchor and adds it. Here
+``.grad`` holds the average of the *pseudo-gradient* g = anchor - local = -Delta, and a step subtracts, as usual in
+torch:
 
     m <- beta1 m + (1 - beta1) g
-    v <- of g^2, which is where the three differ
+    v <- a function of v and g^2, in which the three differ
     x <- x - lr m / (sqrt(v) + tau)
 
-All of it elementwise. m starts at 0 and v at tau^2, and neither is corrected for its start, as in the paper. ``tau`` is
-the degree of adaptivity, in units of the pseudo-gradient: the smaller, the more every element moves by the same length.
+All operations are elementwise. m starts at 0 and v at tau^2, without bias correction, as in the paper. ``tau`` is the
+degree of adaptivity, in units of the pseudo-gradient: the smaller it is, the more equal are the step lengths of all
+elements.
 """
 
 from __future__ import annotations
@@ -26,23 +28,23 @@ from torch.optim.optimizer import ParamsT
 
 
 class _ServerOptimizer(Optimizer):
-    """Algorithm 2 but for v."""
+    """Algorithm 2 without its rule for v, which the subclasses add."""
 
     @staticmethod
     @abstractmethod
     def _betas(group: dict[str, Any]) -> tuple[float, float]:
-        """beta1 and beta2 of a parameter group."""
+        """Return beta1 and beta2 of a parameter group."""
 
     @staticmethod
     @abstractmethod
     def _accumulate(v: torch.Tensor, squared: torch.Tensor, beta2: float) -> None:
-        """Take ``squared``, the g^2 of this step, into ``v``, in place; both have the parameter's shape."""
+        """Update ``v`` in place with ``squared``, the g^2 of this step; both have the parameter's shape."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group as every torch optimizer does.
+        """Add a parameter group, as in every torch optimizer.
 
         Raises:
-            ValueError: one of its options is out of range; the message names it.
+            ValueError: an option of the group is out of range; the message names it.
         """
         options = self.defaults | param_group
         _check("lr", options["lr"], 0.0 <= _number(options["lr"]) < math.inf, "finite and not negative")
@@ -59,13 +61,13 @@ class _ServerOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """One outer step. Parameters whose ``.grad`` is ``None`` stay as they are, and so does their state.
+        """Take one outer step. Parameters without a ``.grad`` keep their values and their state.
 
         Args:
-            closure: called first, with gradients enabled, to set the ``.grad``.
+            closure: function that sets the ``.grad``; it is called first, with gradients enabled.
 
         Returns:
-            What the closure returned, or ``None`` without one.
+            The closure's return value, or ``None`` without a closure.
 
         Raises:
             RuntimeError: a gradient is sparse or complex.

@@ -1,6 +1,6 @@
-"""How far the peers of a run are, from what each says of itself, and what follows for one of them.
+"""Progress of a run's peers, as each states its own, and the resulting decision of one peer.
 
-No I/O, no clock. A *state* names the parameters that a peer has: where it began, and every update since
+No I/O, no clock. A *state* names a peer's parameters by its beginning and every update since
 (:mod:`p2pavg.optim.lineage`). Peers of one state have the same parameters, and only those average with each other.
 """
 
@@ -17,15 +17,13 @@ from p2pavg.errors import RemoteProtocolError
 
 MAX_SAMPLES = 1e15
 MAX_EPOCH = 2**53
-MAX_BATCH_SECONDS = (
-    600.0  # as the default sync_timeout: no peer is waited for longer, whatever its batches take
-)
+MAX_BATCH_SECONDS = 600.0  # the default sync_timeout: no peer is waited for longer
 STATE_BYTES = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """What one peer says of itself.
+    """The progress that one peer publishes, its *word*.
 
     Raises:
         RemoteProtocolError: a number is out of range.
@@ -35,10 +33,10 @@ class Progress:
     """Updates since the run began."""
     state: bytes
     samples: float
-    """Accumulated since the last update."""
+    """Samples accumulated since the last update."""
     samples_per_second: float
     waiting: bool
-    """Whether it computes no more until the next update."""
+    """True if it computes no more until the next update."""
     batch_seconds: float = 0.0
     """Seconds that a batch of this peer takes, the median of the last few; 0 before the first one."""
     started: bool = False
@@ -54,7 +52,7 @@ class Progress:
 
 
 def encode_progress(progress: Progress) -> bytes:
-    """A word for the board."""
+    """Return the bytes that a peer publishes on the board."""
     return pack(
         2,
         progress.epoch,
@@ -68,7 +66,7 @@ def encode_progress(progress: Progress) -> bytes:
 
 
 def read_progress(value: bytes) -> Progress:
-    """Raises RemoteProtocolError for anything that :func:`encode_progress` does not make."""
+    """Read a peer's progress; raise RemoteProtocolError for anything that :func:`encode_progress` does not make."""
     version, epoch, state, samples, speed, waiting, batch, started = unpack(
         value, int, int, bytes, float, float, bool, float, bool
     )
@@ -87,16 +85,16 @@ def read_progress(value: bytes) -> Progress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """The word of another peer, and how far it is believed (:mod:`p2pavg.optim.attendance`)."""
+    """The word of another peer, and the credit it gets (:mod:`p2pavg.optim.attendance`)."""
 
     peer_id: str
     progress: Progress
     samples: float
-    """Those of its samples that are believed."""
+    """The part of its claimed samples that this peer believes."""
     votes: bool = True
-    """True if it counts among the peers that decide with which state the run goes on."""
+    """True if it counts for the decision which state the run continues with."""
     expected: bool = True
-    """True if the next round is with this peer, where it has this peer's state."""
+    """True if it is expected in the next round, provided that it has this peer's state."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,31 +102,33 @@ class Survey:
     """The run as one peer sees it."""
 
     peers: int
-    """That the next round of this peer's state is among, itself included."""
+    """Number of peers expected in the next round of this peer's state, this peer included."""
     samples: float
-    """That they have accumulated together since the last update, as far as they are believed."""
+    """Samples that these peers have accumulated since the last update, as far as they are believed."""
     samples_per_second: float
     waiting: bool
-    """Whether all of them compute no more."""
+    """True if all of them have stopped computing until the next update."""
     others: int
-    """Peers of other states."""
+    """Number of peers with other states."""
     ahead: tuple[int, int] | None
-    """Epoch and number of the peers of the other state that the run goes on with, if it does not with this one: of
-    those that are no less far the most, of as many the furthest, and of these the one of the greatest name."""
+    """Epoch and number of peers of another state that the run continues with; ``None`` if it continues with this peer's
+    state. The state is chosen among those at this peer's epoch or later: the one with most peers, then the latest
+    epoch, then the largest digest."""
     unmet_ahead: tuple[int, int] | None = None
-    """The same if every word counted, where it does not: a part of the run that has split off, or invented peers."""
+    """The same if the words of all peers counted, and ``ahead`` is ``None``: a part of the run that split off, or
+    invented peers."""
     claimed: float = 0.0
-    """The samples that they say they have, believed or not."""
+    """Samples that these peers claim, believed or not."""
     others_wait: bool = False
-    """True if there are others among them, and all of those compute no more."""
+    """True if there are other peers among them, and all of those have stopped computing."""
     computing: tuple[str, ...] = ()
-    """Ids of the others among them that still compute."""
+    """Ids of the other peers among them that still compute."""
     apart: str = ""
-    """The reason why no more peers are with this one, as far as it is known."""
+    """Known reason why no more peers share this peer's state; empty if there is none."""
 
 
 def survey(mine: Progress, others: Iterable[Seen]) -> Survey:
-    """What ``others`` say, as seen from ``mine``."""
+    """Summarise the words of ``others`` for the peer with the progress ``mine``."""
     seen = list(others)
     with_me = [other for other in seen if other.progress.state == mine.state]
     expected = [other for other in with_me if other.expected]
@@ -164,7 +164,7 @@ def _ahead(mine: Progress, others: Iterable[Progress]) -> tuple[int, int] | None
 
 
 def _apart(mine: Progress, elsewhere: Iterable[Progress]) -> str:
-    """Say of the peers with other states what keeps them from this one."""
+    """Return the differences that keep the peers with other states from this one, most common first."""
     kinds = Counter(_difference(mine, other) for other in elsewhere)
     largest = sorted(kinds.items(), key=lambda kind: (-kind[1], kind[0]))[:3]
     return "; ".join(f"{_peers(count)} {what}" for what, count in largest)
@@ -187,14 +187,14 @@ class Compute:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Compute no more; look again when somebody has said something."""
+    """Stop computing; look again when a peer has published something."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Average:
-    """Begin the round, with so many peers."""
+    """Begin the round with this many peers."""
 
     peers: int
     reason: str
@@ -205,7 +205,7 @@ class Behind:
     """Most of the run has other parameters, and this peer cannot follow by itself."""
 
     epoch: int
-    """Of most of the run."""
+    """Epoch of most of the run."""
     reason: str
 
 
@@ -221,19 +221,19 @@ def decide(
     least: int = 1,
     settled: bool = True,
 ) -> Decision:
-    """What a peer does next.
+    """Decide what a peer does next.
 
     Args:
-        target: samples that the peers of one state accumulate together before they average; infinite when each counts
-            its own steps, and all wait for each other.
-        peers_to_start: peers without which no round begins; 1 once the peer has been in one.
-        least: peers without which a round comes to nothing: until they are there, each goes on by itself.
-        settled: the first round may begin: no new peer has come for a while.
+        target: number of samples that the peers of one state accumulate together before they average; infinite when
+            each counts its own steps, and all wait for each other.
+        peers_to_start: number of peers that the first round needs; 1 once the peer has been in a round.
+        least: number of peers that any round needs: with fewer, each goes on computing by itself.
+        settled: true if the first round may begin, because no new peer has come for a while.
     """
     starting = seen.peers < peers_to_start
     if seen.ahead is not None:
         epoch, peers = seen.ahead
-        # Of as many at the beginning this peer may only not have heard of those that are with it.
+        # At the start, with no more peers in the other state, this peer may just not have heard of its own yet.
         if not ((starting or not settled) and epoch == mine.epoch and peers <= seen.peers):
             return Behind(
                 epoch, f"{_where(mine, epoch, peers)}; {seen.peers} with this one at epoch {mine.epoch}"
@@ -244,7 +244,7 @@ def decide(
     if starting or not settled:
         there = f"{seen.peers} of {peers_to_start} peers are there to start"
         reason = f"{there if starting else 'more peers may be about to start'}{apart}"
-        # More samples would only be more of this peer's in the first update.
+        # Further samples would only raise this peer's part in the first update.
         return Wait(reason) if mine.waiting or seen.samples >= target else Compute(reason)
     if seen.peers < least:
         return Compute(f"{seen.peers} of the {least} peers of a group are there{apart}")
@@ -252,17 +252,17 @@ def decide(
 
 
 def _when_there(mine: Progress, seen: Survey, target: float, apart: str) -> Decision:
-    """Return what a peer does next when all that a round needs is enough samples, or that all of them wait."""
+    """Decide what a peer does next once enough peers are present: it depends on samples, or on all peers waiting."""
     far = f"{seen.peers} peers have {seen.samples:g} of {target:g} samples together{apart}"
     if seen.samples >= target:
         return Average(seen.peers, far)
     if seen.waiting and math.isinf(target):
         return Average(seen.peers, f"all {seen.peers} peers wait")
-    # Claims beyond belief count when all the others have stopped for them: the honest among them believe them too.
+    # Unbelieved claims count when all the others have stopped because of them: then honest peers believe them.
     if seen.others_wait and seen.claimed >= target:
         return Average(seen.peers, f"the other {seen.peers - 1} say that {seen.claimed:g} samples are there")
     if seen.waiting:
-        return Compute(f"{far}, and all wait")  # for a peer that is gone: the others do its part
+        return Compute(f"{far}, and all wait")  # the others do the part of a peer that is gone
     return Wait(far) if mine.waiting else Compute(far)
 
 
@@ -279,12 +279,12 @@ def _peers(number: int) -> str:
 
 
 def following(progress: Progress, earlier: Collection[bytes], mine: Progress) -> Progress:
-    """Return what a peer that took this peer's last update is about to say, while it still says what it was before it.
+    """Return a peer's expected next word, if it took this peer's last update and its word is still from before.
 
     Args:
-        progress: its word.
+        progress: the other peer's word.
         earlier: this peer's states before the last update; words may be slower than updates.
-        mine: how far this peer is.
+        mine: progress of this peer.
     """
     if progress.state not in earlier:
         return progress
@@ -292,7 +292,7 @@ def following(progress: Progress, earlier: Collection[bytes], mine: Progress) ->
 
 
 def read_all(said: Mapping[str, bytes]) -> dict[str, Progress]:
-    """What each peer says; nonsense is left out."""
+    """Return each peer's progress; leave out malformed words."""
     found = {}
     for peer_id, value in said.items():
         try:

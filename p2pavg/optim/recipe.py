@@ -1,7 +1,7 @@
-"""The settings with which a peer trains: as a digest that peers agree on, and as short texts that they can compare.
+"""The recipe: a peer's training settings, as a digest that peers agree on and as short texts to compare.
 
-No I/O, no clock. A digest is the same in every process, on every machine and for every supported version of torch: it
-depends on names and values alone, never on the order of a dict, on an object's address or on how a number is printed.
+No I/O, no clock. A digest is the same in every process, on every machine and for every supported version of torch. It
+depends on names and values alone, not on the order of a dict, an object's address or the printed form of a number.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from blake3 import blake3
 from p2pavg.encoding import pack
 from p2pavg.optim.digest import SHORT_BYTES, tensor_digest
 
-MAX_FIELDS = 40  # with a name and a text of up to 96 bytes each, they fit into a record beside the rest
+MAX_FIELDS = 40  # fields of up to 96 bytes, name and text together, fit into a record beside the rest
 MAX_FIELD_CHARS = 64
-MAX_SHOWN_GROUPS = 3  # parameter groups whose numbers peers show each other; the digest has all of them
+MAX_SHOWN_GROUPS = 3  # parameter groups with numbers that peers show each other; the digest covers all groups
 _MAX_DEPTH = 8
 
 _RECIPE = "p2pavg/recipe/1"
 _HYPERPARAMETERS = "p2pavg/hyperparameters/1"
 
-# `foreach`, `fused`, `capturable` and `differentiable` choose an implementation of the same arithmetic: a GPU and a
-# CPU choose differently. `initial_lr` is a schedule's note of the rate that the recipe has already.
+# `foreach`, `fused`, `capturable` and `differentiable` choose an implementation of the same arithmetic, and may differ
+# between a GPU and a CPU. `initial_lr` is a scheduler's copy of a rate that the recipe contains already.
 _NOT_SETTINGS = frozenset(
     {"params", "param_names", "foreach", "fused", "capturable", "differentiable", "initial_lr"}
 )
-# Said by the class itself; versions of torch before 2.7 do not write it down.
+# Implied by the class; versions of torch before 2.7 do not store it.
 _IMPLIED = {"AdamW": frozenset({"decoupled_weight_decay"})}
 
 Settings: TypeAlias = tuple[tuple[str, Any], ...]
@@ -39,10 +39,10 @@ Settings: TypeAlias = tuple[tuple[str, Any], ...]
 
 
 def canonical(value: Any, depth: int = 0) -> tuple[Any, ...]:
-    """Return a value as tuples of plain text and bytes, alike in every process.
+    """Return a value as tuples of plain text and bytes, the same in every process.
 
-    A number is its value: 1, 1.0 and a tensor that holds 1 are the same. A callable is its qualified name (and, of a
-    ``functools.partial``, its arguments); any other object is the name of its class.
+    A number is represented by its value: 1, 1.0 and a tensor that holds 1 are the same. A callable is represented by
+    its qualified name, a ``functools.partial`` also by its arguments, and any other object by the name of its class.
     """
     if depth > _MAX_DEPTH:
         return ("deep", type(value).__qualname__)
@@ -81,7 +81,7 @@ def _canonical_of_several(value: Any, depth: int) -> tuple[Any, ...]:
 
 
 def text_of(value: Any) -> str:
-    """Return a value as a short text for people; empty if there is none that fits."""
+    """Return a value as a short readable text; empty if it would be too long."""
     if value is None:
         text = "none"
     elif isinstance(value, torch.Tensor):
@@ -100,9 +100,9 @@ def text_of(value: Any) -> str:
 
 
 def hyperparameters(optimizer: torch.optim.Optimizer) -> Settings:
-    """Return what every parameter group of an optimizer says of how it steps, parameters left out.
+    """Return the options of every parameter group of an optimizer, without the parameters.
 
-    What is ``None`` or ``False`` counts as not there: later versions of torch add such options.
+    Options that are ``None`` or ``False`` are left out: later versions of torch add such options.
     """
     implied = _IMPLIED.get(type(optimizer).__qualname__, frozenset())
     settings = []
@@ -121,26 +121,26 @@ def settings_digest(domain: str, settings: Settings) -> bytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """How a peer trains."""
+    """The settings with which a peer trains."""
 
     rules: Settings
-    """What stays as it is for as long as the optimizer is."""
+    """Settings that never change during the optimizer's life."""
     numbers: Settings
-    """Hyperparameters of the optimizers, as they are when the run begins; they may change from update to update."""
+    """Hyperparameters of the optimizers at the beginning of the run; they may change from update to update."""
 
     @property
     def digest(self) -> bytes:
-        """32 bytes, of both."""
+        """Digest of both, 32 bytes."""
         return settings_digest(_RECIPE, (*self.rules, ("numbers", ""), *self.numbers))
 
     @property
     def rules_digest(self) -> bytes:
-        """32 bytes, of the rules alone."""
+        """Digest of the rules alone, 32 bytes."""
         return settings_digest(_RECIPE, self.rules)
 
     @property
     def fields(self) -> tuple[tuple[str, str], ...]:
-        """Those that are short enough to be told, with their values as text."""
+        """The settings that are short enough to be published, with their values as text."""
         shown = [(name, text_of(value)) for name, value in (*self.rules, *self.numbers) if _is_shown(name)]
         return tuple((name, text) for name, text in shown if text)[:MAX_FIELDS]
 
@@ -152,22 +152,22 @@ def _is_shown(name: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """The hyperparameters of one update, and of all after it until the next one that is kept."""
+    """The hyperparameters of one update, and of all later ones until the next :class:`Rate`."""
 
     update: int
     digest: bytes
     """8 bytes."""
     text: str
-    """The learning rates, for people."""
+    """The learning rates as readable text."""
 
 
 def numbers_digest(settings: Settings) -> bytes:
-    """Return 32 bytes of the hyperparameters that an update is taken with."""
+    """Return a digest of the hyperparameters of an update, 32 bytes."""
     return settings_digest(_HYPERPARAMETERS, settings)
 
 
 def rate_of(update: int, settings: Settings) -> Rate:
-    """Return what this peer tells of the hyperparameters of one update."""
+    """Return this peer's published description of the hyperparameters of one update."""
     rates = [text_of(value) for name, value in settings if name == "lr" or name.startswith("lr of group")]
     text = f"lr {', '.join(rates[:MAX_SHOWN_GROUPS])}" if rates else ""
     return Rate(update, numbers_digest(settings)[:SHORT_BYTES], text[:MAX_FIELD_CHARS])
@@ -180,12 +180,12 @@ def in_force(rates: Iterable[Rate], update: int) -> Rate | None:
 
 
 def named(prefix: str, settings: Settings) -> Settings:
-    """Return the settings under other names."""
+    """Return the settings with a prefix before their names."""
     return tuple((f"{prefix} {name}", value) for name, value in settings)
 
 
 def first_difference(mine: Sequence[Rate], others: Sequence[Rate], until: int) -> tuple[Rate, Rate] | None:
-    """Return the hyperparameters of the first update that both know and that differ; ``None`` without one."""
+    """Return both sides' hyperparameters of the first update in which they differ; ``None`` if there is none."""
     updates = sorted({rate.update for rate in (*mine, *others) if rate.update <= until})
     for update in updates:
         one, other = in_force(mine, update), in_force(others, update)

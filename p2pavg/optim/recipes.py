@@ -25,7 +25,7 @@ def diloco(
     """DiLoCo: an outer SGD with Nesterov momentum (Douillard et al. 2023, section 2 and table 5; inner: AdamW).
 
     Args:
-        options: further ones of :class:`LocalUpdates`, as for all of these.
+        options: further options of :class:`LocalUpdates`; all functions of this module have them.
     """
     outer = partial(torch.optim.SGD, lr=lr, momentum=momentum, nesterov=momentum > 0)
     return LocalUpdates(inner, outer, averager, sync_every=sync_every, **options)

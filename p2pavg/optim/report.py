@@ -1,4 +1,4 @@
-"""What a call of an optimizer's ``step`` came to."""
+"""The report of a call of an optimizer's ``step``."""
 
 from __future__ import annotations
 
@@ -10,58 +10,59 @@ from p2pavg.optim.together import Together
 from p2pavg.result import RoundResult, Success
 
 SPEED = "samples_per_second"
-"""The metric that every optimizer adds to the caller's."""
+"""Name of the metric that every optimizer adds to the caller's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
-    """How far this peer and its run are after one ``step``."""
+    """Progress of this peer and its run after one ``step``."""
 
     epoch: int
-    """Updates that this peer's parameters have taken."""
+    """Number of updates that this peer's parameters have taken."""
     peers: int
-    """Peers with the same parameters, this one included, as far as is known."""
+    """Number of known peers with the same parameters, this one included."""
     others: int
-    """Peers of the run with other parameters, which do not average with these."""
+    """Number of peers of the run with other parameters, which cannot average with this one."""
     samples: float
-    """That these have accumulated since the last update."""
+    """Samples that the ``peers`` have accumulated since the last update."""
     samples_per_second: float
-    """Of these together."""
+    """Speed of the ``peers`` together."""
     result: RoundResult | None = None
-    """What came of the round, if this call tried one or found one ended."""
+    """Result of the round, if this call tried one or found that one had ended."""
     grad_norm: float | None = None
-    """L2 norm of the averaged gradient, or pseudo-gradient, before it was clipped; of an update only."""
+    """L2 norm of the averaged gradient or pseudo-gradient, before clipping; after an update only."""
     behind: str | None = None
-    """Why this peer cannot follow the run any more, if so: most peers have other parameters. Load a newer state."""
+    """Reason why this peer cannot follow the run any more: most peers have other parameters. Load a newer state
+    then."""
     waiting: str | None = None
-    """Why this call waited for other peers, if it did."""
+    """Reason why this call waited for other peers, if it did."""
     waited_for: tuple[str, ...] = ()
     """Ids of the peers that it waited for, as far as they are known."""
     waited_seconds: float = 0.0
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Of an update: the means over its peers of what they measured, with ``samples_per_second`` of a peer; the same
-    for all peers."""
+    """After an update: the means of its peers' metrics, including ``samples_per_second``; the same for all peers."""
     drifted: str | None = None
-    """Which peers say that they hold other parameters after the same updates, and where those differ; ``None`` if all
-    that told theirs agree. As of the last check, every ``check_every`` updates."""
+    """Sentence on peers that report other parameters after the same updates, with the differing tensors. ``None`` if
+    all reported ones agree. It is from the last check, every ``check_every`` updates."""
     differs: tuple[str, ...] = ()
-    """How peers of the run train otherwise than this one, a sentence each; they never average with it."""
+    """Differences in training between this peer and others, one sentence each; those peers never average with this
+    one."""
     restored: str | None = None
-    """Why this peer threw away what it had come to since the last outer step, if this call did so."""
+    """Reason why this call discarded this peer's work since the last outer step, if it did."""
 
     @property
     def updated(self) -> bool:
-        """Whether the parameters were changed by an average."""
+        """True if an average changed the parameters."""
         return isinstance(self.result, Success)
 
 
 def report_of(
     together: Together, result: RoundResult | None, grad_norm: float | None, behind: Behind | None
 ) -> StepReport:
-    """The report of an optimizer that has got this far."""
-    seen = together.survey()
+    """Return the report of an optimizer at its present progress."""
+    seen = together.run.survey()
     return StepReport(
-        epoch=together.lineage.epoch,
+        epoch=together.run.lineage.epoch,
         peers=seen.peers,
         others=seen.others,
         samples=seen.samples,

@@ -1,7 +1,7 @@
-"""Parameters that are spread over the ranks of one peer: each rank averages its own part of them.
+"""Sharded parameters: each rank of a peer averages its own shard of them.
 
-With FSDP (``torch.distributed.fsdp.fully_shard``) a parameter is a DTensor, of which each rank holds a shard. Ranks of
-the same number of all peers hold the same shard, and average it in a run of their own, so that nothing is gathered.
+With FSDP (``torch.distributed.fsdp.fully_shard``) a parameter is a DTensor, and each rank holds a shard of it. Ranks
+with the same number hold the same shard on all peers. They average it in a run of their own, so no gathering is needed.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ T = TypeVar("T")
 
 
 def shard_config(config: AveragingConfig, rank: int, ranks: int) -> AveragingConfig:
-    """Of the run in which the ranks of one number average their shard.
+    """Return the configuration of the run in which all ranks with this number average their shard.
 
     Args:
-        config: of all ranks of all peers.
-        rank: 0 to ``ranks - 1``, within the peer.
-        ranks: over which each peer spreads its parameters; the same for all peers.
+        config: common configuration of all ranks of all peers.
+        rank: number of the rank within its peer, 0 to ``ranks - 1``.
+        ranks: number of ranks over which each peer shards its parameters; the same for all peers.
 
     Raises:
-        ValueError: no such rank.
+        ValueError: ``rank`` is out of range.
         ConfigError: the run's id becomes too long.
     """
     if not 0 <= rank < ranks:
@@ -41,13 +41,13 @@ def shard_config(config: AveragingConfig, rank: int, ranks: int) -> AveragingCon
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of a tensor that is in this process: a DTensor's shard, and any other tensor itself."""
+    """Return this process's part of a tensor: a DTensor's shard, and any other tensor itself."""
     to_local = getattr(tensor, "to_local", None)
     return tensor if to_local is None else cast(torch.Tensor, to_local())
 
 
 def spread_like(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """A tensor of which ``local`` is this process' part, spread as ``parameter`` is."""
+    """Return a tensor with the layout of ``parameter``, of which ``local`` is this process's part."""
     if not hasattr(parameter, "to_local"):
         return local
     from torch.distributed.tensor import DTensor  # needs a torch that was built with torch.distributed
@@ -59,23 +59,23 @@ def spread_like(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
 
 
 def whole_of(value: torch.Tensor) -> float:
-    """A number, which a DTensor may hold in parts. All ranks call it."""
+    """Return the number in a tensor, which may be a DTensor; call it on all ranks."""
     full = getattr(value, "full_tensor", None)
     return float(value if full is None else full())
 
 
 class Ranks:
-    """The ranks of one peer, which decide alike.
+    """The ranks of one peer, which take all decisions together.
 
     Args:
-        group: of ``torch.distributed``; ``None`` where the peer is one process.
+        group: group of ``torch.distributed``; ``None`` for a peer of one process.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._group = group
 
     def as_the_first(self, decide: Callable[[], T]) -> T:
-        """What the first rank decides."""
+        """Return the first rank's decision on all ranks."""
         if self._group is None:
             return decide()
         import torch.distributed as dist
@@ -85,20 +85,20 @@ class Ranks:
         return cast(T, found[0])
 
     def as_one(self, name: str) -> str:
-        """One name for what each rank has another name of: a digest of all, in their order; the name of one alone."""
+        """Return one common name for the ranks' different names: their digest, or the name itself for a single rank."""
         if self._group is None:
             return name
         return hashlib.sha256(pack(*self.gather(name))).hexdigest()
 
     @property
     def are_several(self) -> bool:
-        """Whether the peer is several processes."""
+        """True if the peer has several processes."""
         return self._group is not None
 
     def check_batch(self, tensors: Sequence[torch.Tensor], samples: float) -> None:
-        """Raise AccumulateError on all ranks when a value of one is not finite, or their samples are not the same.
+        """Raise AccumulateError on all ranks if a value on one is not finite, or their samples differ.
 
-        A peer that is one process checks when it accumulates.
+        A peer of one process checks this when it accumulates.
         """
         if self._group is None:
             return
@@ -113,7 +113,7 @@ class Ranks:
             )
 
     def on_all(self, act: Callable[[], None]) -> None:
-        """Act on every rank. What one of them raises as P2PAvgError, each of them raises."""
+        """Act on every rank; if one rank raises a P2PAvgError, all ranks raise one."""
         wrong: P2PAvgError | None = None
         try:
             act()
@@ -127,11 +127,11 @@ class Ranks:
                 raise AccumulateError(f"on another rank of this peer: {text}")
 
     def all_agree(self, here: bool) -> bool:
-        """Whether it is so on every rank."""
+        """Return whether a condition holds on every rank."""
         return all(self.gather(here))
 
     def gather(self, mine: T) -> list[T]:
-        """What each rank has, in their order."""
+        """Return the values of all ranks, in their order."""
         if self._group is None:
             return [mine]
         import torch.distributed as dist

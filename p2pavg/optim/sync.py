@@ -1,4 +1,4 @@
-"""Starting from one peer's parameters."""
+"""Distribution of one peer's parameters to all peers before a run starts."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ logger = logging.getLogger(__name__)
 
 RUN_SUFFIX = "/sync"
 TOPIC = "sync"
-AGAIN_SECONDS = 0.2  # after a round that came to nothing
-LOOK_SECONDS = 1.0  # between two looks at what the others received
+AGAIN_SECONDS = 0.2  # pause after a failed round
+LOOK_SECONDS = 1.0  # between two looks at the digests of the others
 
 _VERSION = 1
 
 
 class SyncError(P2PAvgError):
-    """The parameters did not come within the time, of several peers, or not the same for all; they are as they were."""
+    """The parameters came late, from several sources, or differently to some peers; the tensors are unchanged."""
 
 
 @torch.no_grad()
@@ -44,29 +44,31 @@ def sync_parameters(
 ) -> None:
     """Give all peers of a run the tensors of one of them, to the last bit, before they begin to train.
 
-    A round in which the source alone contributes, uncompressed, and all others observe. After it every peer tells the
-    others of the round the digest of what it received, and no peer takes tensors that another one did not receive
-    alike. All call it, before they make an optimizer. Buffers of a model, such as a batch norm's means, may be among
-    the tensors.
+    All peers call it before they make an optimizer. In one round, the source alone contributes, uncompressed, and all
+    others observe. Afterwards every peer publishes the digest of the tensors that it received. No peer accepts the
+    tensors unless all members of the round received the same. The tensors may include buffers of a model, such as a
+    batch norm's means.
 
-    Any peer that knows the run's id can say that it is the source. Give ``source_id`` on every peer: then a peer takes
-    the tensors of the peer with that id alone, whose connection proves that it is the one, and goes on looking for it
-    when another one comes in its place. The source prints :attr:`Averager.peer_id`; with an identity file it stays.
+    Any peer that knows the run's id can claim to be the source. To prevent that, give ``source_id`` on every peer. A
+    peer then accepts tensors only from the peer with that id, which the connection authenticates, and keeps looking for
+    it if another peer claims to be the source. The id is the source's :attr:`Averager.peer_id`; an identity file keeps
+    it the same between starts.
 
     Args:
-        averager: of the run; the round is one of its peer's own, beside it.
-        tensors: float32, float16 or bfloat16, in the same order on all peers; overwritten where this is not the source.
-        source: whether the tensors of this peer are the ones; of exactly one peer.
-        peers: that take part, the source included, 2 to 64.
-        timeout: seconds until it is given up; the exchange may take all of them, whatever the run's
+        averager: averager of the run. The round uses another averager of the same peer.
+        tensors: float32, float16 or bfloat16, in the same order on all peers; overwritten unless this peer is the
+            source.
+        source: true on the one peer whose tensors all peers are given.
+        peers: number of participating peers, the source included, 2 to 64.
+        timeout: seconds until :class:`SyncError`. The exchange may use all of it, whatever the run's
             ``exchange_timeout``.
-        source_id: the id of the source.
+        source_id: the source's peer id.
 
     Raises:
-        SyncError: it did not come about in time, more than one peer is the source, or another peer received other
-            tensors. ``tensors`` are as they were.
+        SyncError: the timeout has passed, more than one peer is the source, or another peer received other tensors.
+            ``tensors`` are unchanged.
         ValueError: an argument is out of range; the message names it.
-        p2pavg.AccumulateError: a tensor that cannot be averaged, such as one that is not finite.
+        p2pavg.AccumulateError: a tensor cannot be averaged, for example because it is not finite.
     """
     kept, until = list(tensors), time.monotonic() + checked_amount("timeout", timeout)
     _check_source(averager, source, source_id)
@@ -81,24 +83,24 @@ def sync_parameters(
         match_timeout=min(averager.config.match_timeout, longest),
         exchange_timeout=longest,
     )
-    board = averager.board(TOPIC)  # of the run: what is said there stays when the round's averager is closed
+    board = averager.board(TOPIC)  # the run's board, which stays open when the round's averager closes
     with averager.sibling(config) as sibling:
         result = _until_all_came(sibling, kept, source=source, source_id=source_id, until=until)
     if not isinstance(result, Success):
-        raise SyncError(f"the parameters did not come within {timeout:g} s: {result.reason}")
+        raise SyncError(f"the parameters did not arrive within {timeout:g} s: {result.reason}")
     if len(result.peers) != 1:
-        raise SyncError(f"{len(result.peers)} peers say that they are the source")
+        raise SyncError(f"{len(result.peers)} peers claim to be the source")
     if not _is_of(result, source_id):
         raise SyncError(
-            f"the parameters did not come within {timeout:g} s: peer {result.peers[0]} says that it is the source,"
-            f" and not {source_id}"
+            f"the parameters did not arrive within {timeout:g} s: peer {result.peers[0]} claims to be the source,"
+            f" not {source_id}"
         )
     assert isinstance(result.averaged, list)
-    # Every observer averages a share, and could give all others the same false one: the source tells what is true. As
-    # below, a sum makes 0.0 of -0.0.
+    # Every observer reduces a share and could send all others the same false result, so the source publishes the true
+    # digest. Adding 0.0 turns -0.0 into 0.0, as averaging does.
     true = [tensor + 0.0 for tensor in kept] if source else result.averaged
     _compare(board, averager.peer_id, result, digest_of(true), until)
-    # The source too: a sum makes 0.0 of -0.0, and all are to have the same bits.
+    # The source too: averaging turns -0.0 into 0.0, and all peers need the same bits.
     for tensor, came in zip(kept, result.averaged, strict=True):
         tensor.copy_(came)
 
@@ -108,13 +110,13 @@ def _check_source(averager: Averager, source: bool, source_id: str | None) -> No
         raise ValueError(f"source_id must be a peer's id or None, got {source_id!r}")
     if source_id is not None and source != (source_id == averager.peer_id):
         raise ValueError(
-            f"source must be whether this peer is source_id: this one is {averager.peer_id},"
+            f"source must be true on the peer source_id alone: this peer is {averager.peer_id},"
             f" source_id is {source_id} and source is {source!r}"
         )
 
 
 def _is_of(result: Success, source_id: str | None) -> bool:
-    """Return whether the tensors are those of the peer that was named; any one's if none was."""
+    """Return whether the tensors come from the named source; always true if none was named."""
     return source_id is None or result.peers == (source_id,)
 
 
@@ -130,23 +132,23 @@ def _until_all_came(
             return result
         if isinstance(result, Success):
             others = ", ".join(peer for peer in result.peers if peer != source_id)
-            logger.warning("not the source that was named: %s; its parameters are not taken", others)
+            logger.warning("ignoring the parameters of a peer that is not the named source: %s", others)
         else:
-            logger.info("not all peers are there yet: %s", result.reason)
+            logger.info("not all peers are present yet: %s", result.reason)
         if not isinstance(result, InProgress):
-            averager.clear()  # what became of it does not matter: it is the same again
+            averager.clear()  # the next attempt contributes the same tensors again
             time.sleep(AGAIN_SECONDS)
 
 
 def _compare(board: Board, me: str, result: Success, digest: bytes, until: float) -> None:
-    """Tell what this peer received, and wait until all others of the round have told the same.
+    """Publish the digest of the received tensors; wait until all others of the round have published the same.
 
     Raises:
-        SyncError: one of them received something else, or has not told in time.
+        SyncError: a member received other tensors, or published no digest in time.
     """
     group = bytes.fromhex(result.group_id)
     board.publish(pack(_VERSION, group, digest), now=True)
-    # Without the source's word nothing is taken, also if it was lost after it had sent everything.
+    # The source's digest is required, even if the source was lost after it had sent everything.
     members = {*result.peers, *(set(result.observers) - result.lost.keys())} - {me}
     while True:
         version = board.version
@@ -159,7 +161,7 @@ def _compare(board: Board, me: str, result: Success, digest: bytes, until: float
             return
         left = until - time.monotonic()
         if left <= 0:
-            raise SyncError(f"{_peers(missing)} did not say what they received")
+            raise SyncError(f"{_peers(missing)} published no digest of the received parameters")
         board.wait(version, min(left, LOOK_SECONDS))
 
 
@@ -168,7 +170,7 @@ def _peers(ids: list[str]) -> str:
 
 
 def _told_of(board: Board, group: bytes) -> dict[str, bytes]:
-    """Return the digests that peers tell of one round; nonsense is left out."""
+    """Return the digests that peers published for one round; leave out malformed ones."""
     found = {}
     for peer_id, said in board.entries.items():
         try:

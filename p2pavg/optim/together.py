@@ -1,63 +1,43 @@
-"""One optimizer's place in its run: says how far it is, sees how far the others are, averages when it is time."""
+"""Rounds of one optimizer: waits for the other peers, averages with them, and reports the waiting."""
 
 from __future__ import annotations
 
 import logging
-import statistics
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import torch
 
 from p2pavg.blocking import Averager
 from p2pavg.group.limits import MAX_GROUP_SIZE
-from p2pavg.optim.attendance import PAUSE_SECONDS, Attendance
 from p2pavg.optim.lineage import Lineage, first_lineage
-from p2pavg.optim.progress import (
-    MAX_BATCH_SECONDS,
-    MAX_SAMPLES,
-    Average,
-    Behind,
-    Decision,
-    Progress,
-    Survey,
-    Wait,
-    decide,
-    encode_progress,
-    read_all,
-    survey,
-)
+from p2pavg.optim.progress import Average, Behind, Decision, Survey, Wait
 from p2pavg.optim.state import checked_amount, checked_count
+from p2pavg.optim.view import RunView
 from p2pavg.optim.waiting import GrowingPauses, Waiting
 from p2pavg.result import EXCHANGES, Failed, InProgress, NoPeers, RoundResult, Success
 
 logger = logging.getLogger(__name__)
 
-TOPIC = "progress"
-SPEED_WEIGHT = 0.2  # of the newest batch in the mean of samples per second
-BATCHES = 8  # of which the median is what a batch takes: one that came after an evaluation does not count
-LOOK_SECONDS = 1.0  # a waiting peer looks again at least as often, also while its group is being formed
+LOOK_SECONDS = 1.0  # maximum between two looks of a waiting peer, also while its group is being formed
 
 
 class Together:
-    """Used by the optimizers; in one thread.
+    """Coordinates one optimizer with the other peers of its run; not thread-safe.
 
     Args:
-        averager: what averages; nothing else may step it.
-        parameters: as this peer has them at the beginning.
-        target: samples of all peers together that make a round due; infinite where every peer counts its own steps.
-        peers_to_start: peers without which this peer's first round does not begin; ``config.min_group_size`` if
-            ``None``.
+        averager: the run's averager; nothing else may call its ``step``.
+        parameters: this peer's parameters at the beginning.
+        target: number of samples, of all peers together, that make a round due; infinite if every peer counts its own
+            steps.
+        peers_to_start: number of peers that this peer's first round needs; ``config.min_group_size`` if ``None``.
         sync_timeout: seconds that this peer waits for the others before it begins a round without them, and for a round
-            before it goes on alone.
-        alone: a round of this peer alone is due like any other; else none is before ``config.min_group_size`` peers
-            are there for it.
-        recipe: digest of how this peer trains.
+            before it continues alone.
+        alone: if true, this peer may take updates alone; otherwise a round needs ``config.min_group_size`` peers.
+        recipe: digest of this peer's recipe.
 
     Raises:
-        ValueError: one of the last two is out of range.
+        ValueError: ``peers_to_start`` or ``sync_timeout`` is out of range.
     """
 
     def __init__(
@@ -72,168 +52,94 @@ class Together:
         recipe: bytes = b"",
     ) -> None:
         self.averager = averager
+        least = averager.config.min_group_size
+        to_start = least if peers_to_start is None else checked_count("peers_to_start", peers_to_start)
+        self._patience = checked_amount("sync_timeout", sync_timeout)
+        self._not_ours = averager.round_state is not None  # an earlier optimizer began this round
+        self.run = RunView(
+            averager,
+            first_lineage(parameters, recipe),
+            target=target,
+            peers_to_start=to_start,
+            alone_after=sync_timeout if alone else None,
+        )
         self.on_look: Callable[[], None] = lambda: None
         """Called at least once a second while this peer waits."""
-        self.lineage = first_lineage(parameters, recipe)
-        self._target = target
-        self._peers_to_start = (
-            averager.config.min_group_size
-            if peers_to_start is None
-            else checked_count("peers_to_start", peers_to_start)
-        )
-        self._patience = checked_amount("sync_timeout", sync_timeout)
-        self._least = 1 if alone else averager.config.min_group_size
-        self._not_ours = averager.round_state is not None  # a round that an optimizer before this one began
-        self._board = averager.board(TOPIC)
         self.why: Callable[[], str] = lambda: ""
-        """More reasons why this peer waits, in words, or an empty text; an optimizer may set another one."""
-        self._behind, self._split = GrowingPauses(), GrowingPauses()
-        self._speed = 0.0
-        self._batches: deque[float] = deque(maxlen=BATCHES)
-        self._last = time.monotonic()
-        # A peer that goes on alone has no way back, so it is not made to by a pause of the others.
-        self._attendance = Attendance(self._last, pause_seconds=sync_timeout if alone else PAUSE_SECONDS)
+        """Returns further reasons why this peer waits, or an empty text; an optimizer may replace it."""
         self.waiting = Waiting()
+        self._behind, self._split = GrowingPauses(), GrowingPauses()
         self._regroups = False
         self._stopped = False
-        self._mine = self._progress(0.0, waiting=False)
-        # The others are to know of this peer before its first batch: the first round is with all that are there.
-        self._board.publish(encode_progress(self._mine), now=True)
-
-    # ------------------------------------------------------------------ what is said
 
     def computed(self, batch: float) -> None:
-        """A batch was computed, of so many samples."""
-        now = time.monotonic()
+        """Note that a batch of this many samples was computed."""
         self.waiting.begin()
-        if now > self._last:
-            self._batches.append(min(now - self._last, MAX_BATCH_SECONDS))
-            speed = batch / (now - self._last)
-            share = SPEED_WEIGHT if self._speed else 1.0
-            self._speed = min((1 - share) * self._speed + share * speed, MAX_SAMPLES)
-        self._last = now
-
-    def say(self, samples: float, *, waiting: bool) -> None:
-        """How far this peer is now: ``samples`` since the last update; ``waiting``: no more will be until the next."""
-        self._mine = self._progress(samples, waiting=waiting)
-        urgent = isinstance(self.decide(), Average | Wait)
-        self._board.publish(encode_progress(self._mine), now=urgent)
-
-    def leave(self) -> None:
-        """Take back what was said: nobody waits for this peer until it says something again."""
-        self._board.withdraw()
-
-    def _progress(self, samples: float, *, waiting: bool) -> Progress:
-        return Progress(
-            epoch=self.lineage.epoch,
-            state=self.lineage.state,
-            samples=samples,
-            samples_per_second=self._speed,
-            waiting=waiting,
-            batch_seconds=statistics.median(self._batches) if self._batches else 0.0,
-            started=self._attendance.started,
-        )
-
-    def _stand_by(self) -> None:
-        """Say that this peer computes no more for now: it is in a call that waits for the others."""
-        if not self._mine.waiting:
-            self._mine = replace(self._mine, waiting=True)
-            self._board.publish(encode_progress(self._mine))
-
-    # ------------------------------------------------------------------ what is seen
-
-    @property
-    def samples_per_second(self) -> float:
-        """Of this peer, a moving average."""
-        return self._speed
-
-    def survey(self) -> Survey:
-        """The run as this peer sees it."""
-        seen = self._attendance.hear(self._mine, self._words(), time.monotonic())
-        return survey(self._mine, seen)
-
-    def _words(self) -> dict[str, Progress]:
-        return read_all({peer_id: word.value for peer_id, word in self._board.entries.items()})
-
-    @property
-    def is_called(self) -> bool:
-        """Return whether this peer has come into a run whose other peers wait for nothing but its batch."""
-        seen = self.survey()  # first: it is what the next line asks about
-        return self._attendance.joins(self._mine) and seen.others_wait
-
-    def decide(self) -> Decision:
-        """What is to be done now."""
-        return self._decide(self.survey())
-
-    def _decide(self, seen: Survey) -> Decision:
-        return decide(
-            self._mine,
-            seen,
-            target=self._target,
-            peers_to_start=self._peers_to_start,
-            least=self._least,
-            settled=self._attendance.is_settled(
-                self._mine, seen.peers, self._peers_to_start, time.monotonic()
-            ),
-        )
+        self.run.computed(batch)
 
     def decide_when_all_are_ready(self) -> Decision:
-        """As :meth:`decide`, but for as long as there is nothing to do but wait, wait: for ``sync_timeout`` at most."""
+        """Decide as :meth:`RunView.decide`, but first wait while that is the decision, ``sync_timeout`` at most."""
         until = time.monotonic() + self._patience
         try:
             while True:
-                version = self._board.version
+                version = self.run.version
                 self.on_look()
-                seen = self.survey()
-                decision, left = self._decide(seen), until - time.monotonic()
+                seen = self.run.survey()
+                decision, left = self.run.decide(seen), until - time.monotonic()
                 if not isinstance(decision, Wait):
                     return decision
-                if left <= 0 and seen.peers < self._peers_to_start:
+                if left <= 0 and seen.peers < self.run.peers_to_start:
                     return decision
                 if left <= 0:
                     return Average(seen.peers, f"waited {self._patience:g} s: {decision.reason}")
-                self._stand_by()
+                self.run.stand_by()
                 self._waits(decision.reason, seen.computing)
-                self._board.wait(version, min(left, LOOK_SECONDS))
+                self.run.wait(version, min(left, LOOK_SECONDS))
         finally:
             self._waits_no_more()
 
     def _waits(self, reason: str, peers: Sequence[str]) -> None:
-        """Of peers that never meet, the user has to know why."""
+        """Note the reason for waiting; warn the user when it lasts."""
         reason = "; ".join(part for part in (reason, self.why()) if part)
         warning = self.waiting.waits(reason, peers, time.monotonic())
         if warning is not None:
             logger.warning("this peer %s", warning)
 
     def _waits_no_more(self) -> None:
-        self._last = time.monotonic()  # waiting is no part of the next batch's time
-        self.waiting.ends(self._last)
+        now = time.monotonic()
+        self.run.rested(now)
+        self.waiting.ends(now)
 
     # ------------------------------------------------------------------ rounds
 
     def begin_round(self, peers: int) -> None:
-        """In the background: what is accumulated from now on belongs to the next one."""
-        logger.debug("epoch %d: averaging with %d peers", self.lineage.epoch, peers)
-        self._step(0.0, peers, self.averager, self.lineage.state)
+        """Begin a round in the background; anything accumulated from now on belongs to the next one."""
+        logger.debug("epoch %d: averaging with %d peers", self.run.lineage.epoch, peers)
+        self._step(0.0, peers, self.averager, self.run.lineage.state)
 
     def look(self) -> RoundResult:
-        """The result of the round that was begun, if there is one yet."""
-        return self._step(0.0, 2, self.averager, self.lineage.state)
+        """Return the running round's result, or InProgress."""
+        return self._step(0.0, 2, self.averager, self.run.lineage.state)
 
     def average(
         self, peers: int, averager: Averager | None = None, state: bytes | None = None
     ) -> RoundResult:
-        """A round with so many peers, or what came of the one that was begun: within ``sync_timeout``, or InProgress.
+        """Average in a round with this many peers, or in the round that runs already.
+
+        Returns InProgress if the round takes longer than ``sync_timeout``.
 
         Args:
-            averager: another one than the optimizer's, which averages some of the tensors.
-            state: of the tensors, where it is not the lineage's.
+            averager: another averager than the optimizer's, for some of the tensors.
+            state: state of the tensors, if it is not the lineage's.
         """
         is_mine = averager is None
         try:
             while True:
                 result = self._round(
-                    peers, averager or self.averager, self.lineage.state if state is None else state, is_mine
+                    peers,
+                    averager or self.averager,
+                    self.run.lineage.state if state is None else state,
+                    is_mine,
                 )
                 if not self._regroups:
                     return result
@@ -248,7 +154,7 @@ class Together:
     def _round(self, peers: int, averager: Averager, state: bytes, is_mine: bool) -> RoundResult:
         until = time.monotonic() + self._patience
         if is_mine:
-            self._stand_by()
+            self.run.stand_by()
         while True:
             wait = min(max(until - time.monotonic(), 0.0), LOOK_SECONDS)
             result = self._step(wait, peers, averager, state)
@@ -256,7 +162,7 @@ class Together:
                 return result
             self.on_look()
             behind = self.left_behind()
-            # No peer is coming any more to a group of parameters that the run has left behind.
+            # No other peer will join a group whose parameters the run has left behind.
             if behind is not None:
                 self._stopped = averager.cancel_matchmaking(behind.reason)
                 if not self._stopped:
@@ -265,21 +171,21 @@ class Together:
                 self._look_again(peers, averager, result.reason, is_mine)
 
     def _look_again(self, peers: int, averager: Averager, reason: str, is_mine: bool) -> None:
-        """While a group is being formed: end that when it is to be another one than this peer has begun with."""
-        seen = self.survey()
+        """Cancel matchmaking if the group to be formed has changed since this peer began it."""
+        seen = self.run.survey()
         self._waits(f"the round is to be among {peers} peers: {reason}", seen.computing)
-        # Who comes to the start late, but in time, would be left out of a group of those that were there before.
-        came = seen.peers > peers and not self._attendance.started
-        went = self._target_of(seen.peers) < self._target_of(peers)
+        # A peer that arrives late, but before the first round, must not be left out of the group.
+        came = seen.peers > peers and not self.run.has_started
+        went = self._group_size(seen.peers) < self._group_size(peers)
         if is_mine and (came or went):
             self._regroups = self._stopped = averager.cancel_matchmaking(
-                "more peers have come to start" if came else "a peer is not waited for any longer"
+                "more peers have come to start" if came else "a peer is no longer waited for"
             )
 
     def _step(self, wait: float, peers: int, averager: Averager, state: bytes) -> RoundResult:
-        result = averager.step(wait=wait, state=state, group_size=self._target_of(peers))
+        result = averager.step(wait=wait, state=state, group_size=self._group_size(peers))
         if isinstance(result, NoPeers) and not self._stopped:
-            self._attendance.came_to_nothing(self._mine, self._words(), time.monotonic())
+            self.run.came_to_nothing()
         if not isinstance(result, InProgress):
             self._stopped = False
         if not self._not_ours or averager is not self.averager or isinstance(result, InProgress):
@@ -287,17 +193,17 @@ class Together:
         self._not_ours = False
         if isinstance(result, Success):
             return Failed(
-                reason="the round was of parameters that were replaced meanwhile", contribution_used=True
+                reason="the round averaged parameters that were replaced meanwhile", contribution_used=True
             )
         return result
 
-    def _target_of(self, peers: int) -> int:
+    def _group_size(self, peers: int) -> int:
         return min(max(peers, self.averager.config.min_group_size), MAX_GROUP_SIZE)
 
     def left_behind(self) -> Behind | None:
-        """Whether the others have gone on without this peer while it waited."""
-        seen = self.survey()
-        decision = self._decide(seen)
+        """Return the evidence that the others went on without this peer while it waited; ``None`` if they did not."""
+        seen = self.run.survey()
+        decision = self.run.decide(seen)
         if not isinstance(decision, Behind):
             self._warn_of_a_split(seen)
             return None
@@ -309,39 +215,34 @@ class Together:
         return decision
 
     def _warn_of_a_split(self, seen: Survey) -> None:
-        """Two parts of a run that have lost each other may each have enough peers to go on."""
-        if seen.unmet_ahead is None or not self._attendance.started:
+        """Warn if another part of the run may have split off: both parts may have enough peers to continue."""
+        if seen.unmet_ahead is None or not self.run.has_started:
             return
         if self._split.is_due(time.monotonic()):
             epoch, peers = seen.unmet_ahead
             logger.warning(
-                "%d peers that took none of the last updates with this one say that they are at epoch %d, with other"
-                " parameters; this peer goes on with those that did. If they are yours, the run has split: let one"
-                " part load the other's state",
+                "%d peers that took none of the last updates with this one report epoch %d and other parameters; this"
+                " peer continues with the peers that did. If the others are yours, the run has split: let one part"
+                " load the other's state",
                 peers,
                 epoch,
             )
 
     def took(self, success: Success, result: bytes = b"", numbers: bytes = b"") -> None:
-        """The average was taken as an update; the last two as for :meth:`Lineage.after`."""
+        """Note an update by an average; ``result`` and ``numbers`` are as for :meth:`Lineage.after`."""
         companions = {*success.peers, *success.observers} - success.lost.keys() - {self.averager.peer_id}
-        self._take(companions, self.lineage.after(success.group_id, result, numbers))
-        self._peers_to_start = 1
-
-    def _take(self, companions: set[str], after: Lineage) -> None:
-        self._last = time.monotonic()
-        self._attendance.took(companions, self._mine, self._words(), self._last)
-        self.lineage = after
+        self.run.took(companions, self.run.lineage.after(success.group_id, result, numbers))
+        self.run.peers_to_start = 1
         self.waiting.updated()
 
     def took_alone(self) -> None:
-        """An update of this peer alone was taken, since nobody else is there."""
-        self._take(set(), self.lineage.after(self.averager.peer_id))
+        """Note an update that this peer took alone, since no other peer is present."""
+        self.run.took(set(), self.run.lineage.after(self.averager.peer_id))
+        self.waiting.updated()
 
     def is_at(self, lineage: Lineage) -> None:
-        """The parameters were replaced by those of another lineage, or by earlier ones of the same."""
-        self.lineage = lineage
-        self._attendance.begin(time.monotonic())
+        """Note that the parameters were replaced by those of another lineage, or by earlier ones of the same."""
+        self.run.is_at(lineage)
         self._behind.reset()
         self._not_ours = self.averager.round_state is not None
-        self.say(0.0, waiting=False)
+        self.run.say(0.0, waiting=False)

@@ -1,13 +1,13 @@
-"""How long a call has waited for other peers, and when its user is told. No I/O, no clock: calls are given ``now``."""
+"""Waiting for other peers: its duration, and warnings to the user. No I/O, no clock: calls are given ``now``."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-WARN_SECONDS = 10.0  # a user looks at a program that stands still after about as long
-MAX_PAUSE_SECONDS = 600.0  # between two warnings: a log of a night shows that it went on all night
-MAX_NAMED = 5  # peers; a line of a terminal
-SHORT_ID = 6  # last characters of an id: the first ones are the same for all
+WARN_SECONDS = 10.0  # about the time after which a user wonders why a program stands still
+MAX_PAUSE_SECONDS = 600.0  # maximum between two warnings: the log of a night shows that it lasted all night
+MAX_NAMED = 5  # peers; they fit on a line of a terminal
+SHORT_ID = 6  # last characters of an id; the first ones are the same for all peers
 
 
 def named(peers: Sequence[str]) -> str:
@@ -18,14 +18,14 @@ def named(peers: Sequence[str]) -> str:
 
 
 class GrowingPauses:
-    """When something that lasts is said again: at once, and then ever more rarely."""
+    """Schedule of repeated warnings: the first at once, the next ones after doubling pauses."""
 
     def __init__(self) -> None:
         self._pause = 0.0
         self._quiet_until = 0.0
 
     def is_due(self, now: float) -> bool:
-        """Return whether to say it now; then the next pause begins."""
+        """Return whether to warn now; if so, the next pause begins."""
         if self._pause and now < self._quiet_until:
             return False
         self._pause = min(2 * self._pause, MAX_PAUSE_SECONDS) if self._pause else WARN_SECONDS
@@ -33,47 +33,47 @@ class GrowingPauses:
         return True
 
     def reset(self) -> None:
-        """It is over: when it comes again, it is news."""
+        """Note that the cause has ended: the next warning is due at once."""
         self._pause = 0.0
 
 
 class Waiting:
-    """The waiting of one optimizer's calls."""
+    """Waiting times of one optimizer's calls."""
 
     def __init__(self) -> None:
         self._warnings = GrowingPauses()
         self.begin()
 
     def begin(self) -> None:
-        """A call begins."""
+        """Note that a call begins."""
         self.seconds = 0.0
         self.reason: str | None = None
         self.peers: tuple[str, ...] = ()
         self._since: float | None = None
 
     def waits(self, reason: str, peers: Sequence[str], now: float) -> str | None:
-        """The call waits now; return what to warn of, if it is time.
+        """Note that the call waits; return a warning if one is due.
 
         Args:
-            reason: in words.
-            peers: ids of those that it waits for, as far as they are known.
+            reason: the reason, in words.
+            peers: ids of the peers that it waits for, as far as they are known.
             now: seconds of any clock.
         """
         if self._since is None:
-            self._since = now - self.seconds  # goes on where an earlier wait of this call ended
+            self._since = now - self.seconds  # continues an earlier wait of this call
         self.seconds, self.reason = now - self._since, reason
         self.peers = tuple(peers) or self.peers
         if self.seconds < WARN_SECONDS or not self._warnings.is_due(now):
             return None
-        who = f" (for {named(peers)})" if peers else ""
-        return f"has waited {self.seconds:.0f} s for other peers{who}: {reason}"
+        missing = f" (for {named(peers)})" if peers else ""
+        return f"has waited {self.seconds:.0f} s for other peers{missing}: {reason}"
 
     def ends(self, now: float) -> None:
-        """The call waits no more."""
+        """Note that the call has stopped waiting."""
         if self._since is not None:
             self.seconds, self._since = now - self._since, None
 
     def updated(self) -> None:
-        """An update was taken; after one that came without a long wait, the next long one is news again."""
+        """Note an update; after one without a long wait, the next long wait is warned of at once."""
         if self.seconds < WARN_SECONDS:
             self._warnings.reset()

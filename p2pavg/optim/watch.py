@@ -1,4 +1,4 @@
-"""Tells the other peers by which recipe this one trains and which parameters it holds, and reads what they tell."""
+"""Publishes this peer's recipe and parameter digests, and compares them with those of the other peers."""
 
 from __future__ import annotations
 
@@ -17,21 +17,19 @@ from p2pavg.optim.word import MAX_RATES, TOPIC, Word, differences, encode_word, 
 
 logger = logging.getLogger(__name__)
 
-LOOK_SECONDS = 5.0  # between two looks where no word comes by itself: no decision waits for one
-ERROR_SECONDS = 60.0  # between two lines about drift: a peer that lies costs a line a minute
-MAX_WARNINGS = (
-    16  # different sentences that are logged: a peer that says something else each time fills no disk
-)
-MAX_CHECKS = 4  # of this peer's own digests that are kept, for peers that are an update or two away
+LOOK_SECONDS = 5.0  # between two look-ups of the others' records; no decision depends on them
+ERROR_SECONDS = 60.0  # between two log lines about drift: a lying peer causes at most one line a minute
+MAX_WARNINGS = 16  # different sentences to log: a peer that changes its record each time cannot fill the disk
+MAX_CHECKS = 4  # of this peer's own digests to keep, for peers that are an update or two away
 
 
 class Watch:
-    """Used by the optimizers; in one thread.
+    """Compares recipes and parameters with the other peers; not thread-safe.
 
     Args:
-        averager: of the run.
-        every: updates between two digests of the parameters; 0 for none.
-        labels: a name for each of the tensors whose digests are compared.
+        averager: averager of the run.
+        every: number of updates between two digests of the parameters; 0 for none.
+        labels: names of the tensors that are compared.
     """
 
     def __init__(self, averager: Averager, *, every: int, labels: Sequence[str]) -> None:
@@ -47,12 +45,12 @@ class Watch:
         self._logged_at = -ERROR_SECONDS
         self._warned: set[str] = set()
         self.drifted: str | None = None
-        """Which peers hold other parameters after the same updates, and where they differ."""
+        """Sentence on the peers with other parameters after the same updates; ``None`` if there are none."""
         self.differs: tuple[str, ...] = ()
-        """How peers of the run train otherwise than this one."""
+        """Differences in training between this peer and others, one sentence each."""
 
     def begins(self, word: Word, lineage: Lineage) -> None:
-        """Tell by which recipe this peer goes on from a lineage; what it told of another one is over."""
+        """Publish the recipe with which this peer continues from a lineage; forget what belongs to an earlier one."""
         self._rates.clear()
         self._checks.clear()
         self._word, self._update, self.drifted = word, lineage.epoch, None
@@ -62,9 +60,9 @@ class Watch:
         """Note an update.
 
         Args:
-            lineage: after it.
-            numbers: the hyperparameters with which it was taken.
-            digests: of the parameters after it, one a tensor; called every few updates.
+            lineage: lineage after the update.
+            numbers: hyperparameters of the update.
+            digests: returns the digests of the parameters after it, one per tensor; called every few updates.
         """
         self._update = lineage.epoch
         rate = rate_of(lineage.epoch, numbers)
@@ -81,10 +79,10 @@ class Watch:
             self._say(now=True)
 
     def look(self, *, forked: bool) -> None:
-        """Read what the others say, if any of it may be new.
+        """Read the others' records, if any may be new.
 
         Args:
-            forked: peers of the run are of other lineages; then this one tells its hyperparameters up to now.
+            forked: true if some peers have other lineages; this peer then publishes its hyperparameters up to now.
         """
         if self._word is None:
             return
@@ -107,7 +105,7 @@ class Watch:
                 logger.warning("%s", sentence)
 
     def _compare(self, words: dict[str, Word]) -> None:
-        """Compare the parameters of the last update at which others of this lineage told theirs."""
+        """Compare the parameters after the last update for which others of this lineage published digests."""
         for (epoch, state), mine in sorted(self._checks.items(), reverse=True):
             theirs = {
                 peer_id: word.digests
@@ -126,5 +124,5 @@ class Watch:
         if self._word is None:
             return
         self._word = replace(self._word, rates=tuple(self._rates), until=self._update)
-        self._seen = -1  # what the others said may be compared with more now
+        self._seen = -1  # there is more to compare the others' records with now
         self._board.publish(encode_word(self._word), now=now)

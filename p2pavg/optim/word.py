@@ -1,6 +1,6 @@
-"""What each peer of a run says of its recipe and of its parameters, in one signed record. No I/O, no clock.
+"""The record in which a peer describes its recipe and its parameters. No I/O, no clock.
 
-Every byte may come from a stranger: lengths, ranges and characters are checked before anything is compared or shown.
+A record may come from any stranger: lengths, ranges and characters are checked before anything is compared or shown.
 """
 
 from __future__ import annotations
@@ -19,18 +19,16 @@ from p2pavg.records.run_entry import MAX_ELEMENTS
 from p2pavg.vector.accumulation import MAX_TENSORS
 
 TOPIC = "recipes"
-MAX_RATES = (
-    24  # changes of the hyperparameters that a peer tells of: more updates than a fork takes to be noticed
-)
-MAX_WORD_BYTES = 3500  # of a record's 4096: the rest is for what signs and names it
-MAX_TOLD = 3  # differences that are told of one kind of peers, and kinds of peers
+MAX_RATES = 24  # published changes of the hyperparameters: more updates than it takes to notice a fork
+MAX_WORD_BYTES = 3500  # of a record's 4096: the rest is for its signature and key
+MAX_TOLD = 3  # reported differences of one kind of peers, and reported kinds of peers
 
 _VERSION = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Word:
-    """What one peer says.
+    """One peer's record of its recipe and parameters.
 
     Raises:
         RemoteProtocolError: something is out of range.
@@ -42,19 +40,19 @@ class Word:
     """32 bytes: digest of the parameters with which its run began."""
     tensors: int
     elements: int
-    """Of the parameters that it trains."""
+    """Number of elements of the parameters that it trains."""
     fields: tuple[tuple[str, str], ...]
-    """Its recipe, for people."""
+    """Its recipe as readable text."""
     rates: tuple[Rate, ...] = ()
-    """Hyperparameters of its updates: those from which on there were others, the newest last."""
+    """Hyperparameters of its updates, one entry for each change, the newest last."""
     until: int = 0
-    """Update up to which ``rates`` tells."""
+    """Last update that ``rates`` covers."""
     epoch: int = 0
     """Update after which it took the digests of its parameters; 0 before the first time."""
     state: bytes = b""
-    """32 bytes, of its lineage then."""
+    """State of its lineage at that update, 32 bytes; empty before the first time."""
     digests: bytes = b""
-    """8 bytes for each chunk of its parameters."""
+    """Digests of its parameters, 8 bytes per chunk."""
 
     def __post_init__(self) -> None:
         if len(self.recipe) != DIGEST_BYTES or len(self.origin) != DIGEST_BYTES:
@@ -75,7 +73,7 @@ class Word:
 
 
 def encode_word(word: Word) -> bytes:
-    """Return a record's value; the last fields are left out where it would become too long."""
+    """Return a record's value; leave out the last fields if it would be too long."""
     fields = word.fields
     while len(packed := _packed(word, fields)) > MAX_WORD_BYTES:
         fields = fields[:-1]
@@ -89,7 +87,7 @@ def _packed(word: Word, fields: tuple[tuple[str, str], ...]) -> bytes:
 
 
 def read_word(value: bytes) -> Word:
-    """Raises RemoteProtocolError for anything that :func:`encode_word` does not make."""
+    """Read a word; raise RemoteProtocolError for anything that :func:`encode_word` does not make."""
     version, recipe, origin, tensors, elements, until, epoch, fields, rates, state, digests = unpack(
         value, int, bytes, bytes, int, int, int, int, tuple, tuple, bytes, bytes
     )
@@ -110,7 +108,7 @@ def read_word(value: bytes) -> Word:
 
 
 def read_words(said: Mapping[str, bytes]) -> dict[str, Word]:
-    """Return what each peer says; nonsense is left out."""
+    """Return each peer's word; leave out malformed ones."""
     found = {}
     for peer_id, value in said.items():
         try:
@@ -121,13 +119,13 @@ def read_words(said: Mapping[str, bytes]) -> dict[str, Word]:
 
 
 def differences(mine: Word, others: Iterable[Word]) -> tuple[str, ...]:
-    """Return a sentence for each way in which peers of the run train otherwise than this one; the most common first."""
+    """Return one sentence for each difference in training between other peers and this one, most common first."""
     kinds = Counter(what for word in others for what in _differences(mine, word))
     return tuple(_sentence(count, *what) for what, count in kinds.most_common(MAX_TOLD))
 
 
 def _differences(mine: Word, other: Word) -> list[tuple[str, str, str]]:
-    """Return what follows the number of peers: the verb of one, the verb of several, the rest."""
+    """Return the parts of sentences on one other peer: verb in the singular, verb in the plural, rest."""
     if (other.tensors, other.elements) != (mine.tensors, mine.elements):
         one = f"{other.tensors} tensors of {other.elements} elements"
         return [
@@ -165,8 +163,8 @@ def _field_difference(name: str, its: str, own: str) -> tuple[str, str, str]:
 
 
 def _sentence(count: int, one: str, several: str, rest: str) -> str:
-    who, verb = ("1 peer", one) if count == 1 else (f"{count} peers", several)
-    return f"{who} of this run {verb} {rest}"
+    subject, verb = ("1 peer", one) if count == 1 else (f"{count} peers", several)
+    return f"{subject} of this run {verb} {rest}"
 
 
 def _is_field(name: str, text: str) -> bool:

@@ -1,8 +1,7 @@
-"""What the optimizers of a run have in common: the torch optimizer in them, and how far the run is."""
+"""The common base of the optimizers of a run: they wrap a torch optimizer and follow the run's progress."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -12,37 +11,36 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from p2pavg.blocking import Averager
-from p2pavg.optim.digest import digest_of, tensor_digest
-from p2pavg.optim.lineage import Lineage, lineage_from
+from p2pavg.optim.beginning import Beginning
+from p2pavg.optim.digest import tensor_digest
+from p2pavg.optim.lineage import Lineage
 from p2pavg.optim.model import ModelParts
 from p2pavg.optim.recipe import Recipe, Settings, hyperparameters, named, numbers_digest
-from p2pavg.optim.report import SPEED, StepReport
+from p2pavg.optim.report import SPEED, StepReport, report_of
 from p2pavg.optim.shards import Ranks, local_of
-from p2pavg.optim.state import Origin, checked_period, digest_in, origin_of, pack_lineage, pack_origin
+from p2pavg.optim.state import checked_period
 from p2pavg.optim.together import Together
 from p2pavg.optim.watch import Watch
-from p2pavg.optim.word import Word
 from p2pavg.optim.zeroing import ZeroingCheck
-from p2pavg.result import Success
+from p2pavg.result import RoundResult, Success
 
 if TYPE_CHECKING:
     import torch.distributed as dist
-
-logger = logging.getLogger(__name__)
 
 
 class PeerOptimizer:
     """Wraps a torch optimizer; the base of :class:`AveragedOptimizer` and :class:`LocalUpdates`.
 
-    A run begins at the first :meth:`step`, with the parameters that are there then. See
+    A run begins at the first :meth:`step`, with the parameters at that time. See
     :class:`~p2pavg.optim.AveragedOptimizer` for the arguments.
 
     Raises:
-        TypeError: ``inner`` needs a closure, ``scheduler`` a metric, or ``model`` is no module.
+        TypeError: ``inner`` needs a closure, ``scheduler`` needs a metric, or ``model`` is not a module.
         ValueError: ``inner`` has nothing to train, or an argument is out of range; the message names it.
     """
 
     _together: Together
+    _beginning: Beginning
     _watch: Watch
 
     def __init__(
@@ -60,7 +58,9 @@ class PeerOptimizer:
         self.inner = inner
         self.scheduler = scheduler
         if isinstance(inner, torch.optim.LBFGS):
-            raise TypeError("inner evaluates the loss several times a step, which cannot be averaged: LBFGS")
+            raise TypeError(
+                "inner evaluates the loss several times per step, which cannot be averaged: LBFGS"
+            )
         if isinstance(scheduler, ReduceLROnPlateau):
             raise TypeError("scheduler needs a metric at every step, and gets none: ReduceLROnPlateau")
         self._parameters = _trained_by(inner)
@@ -72,10 +72,7 @@ class PeerOptimizer:
         self._averager = averager
         self._on_update = on_update
         self._zeroing = None if self._ranks.are_several else ZeroingCheck(self._parameters)
-        self._has_begun = False
-        self._loaded: Mapping[str, Any] | None = None
-        """The state that was loaded since the last step."""
-        averager.clear()  # what an optimizer before this one accumulated
+        averager.clear()  # contributions of an earlier optimizer
 
     def _join(
         self,
@@ -86,107 +83,71 @@ class PeerOptimizer:
         peers_to_start: int | None,
         sync_timeout: float,
     ) -> None:
-        """Take this peer's place in the run, once the arguments are checked."""
+        """Join the run, after the arguments are checked."""
         self._rules = rules
         numbers = hyperparameters(self.inner)
-        # As they are now: a rate that is set by hand before the first step is told with the first update.
+        # The values at this time: a rate that is set by hand before the first step is published with the first update.
         self._numbers = numbers if outer is None else (*numbers, *named("outer", hyperparameters(outer)))
-        recipe = self._recipe()
         self._together = Together(
             self._averager,
             self._locals(),
             target=target,
             peers_to_start=peers_to_start,
             sync_timeout=sync_timeout,
-            recipe=recipe.digest,
+            recipe=self._recipe().digest,
         )
-        if self._ranks.are_several:
-            self._together.is_at(self._as_one(self.lineage))
+        self._beginning = Beginning(self._together, self._ranks, recipe=self._recipe, parameters=self._locals)
         self._watch = Watch(self._averager, every=self._check_every, labels=self._parts.labels)
         self._together.on_look = self._look
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Those of ``inner``."""
+        """The parameter groups of ``inner``."""
         return self.inner.param_groups
 
     @property
     def lineage(self) -> Lineage:
-        """Which parameters the peers that this one averages with have in common."""
-        return self._together.lineage
+        """The lineage of this peer's parameters; it averages with peers of the same lineage."""
+        return self._together.run.lineage
 
     @property
     def epoch(self) -> int:
-        """Updates that these have taken."""
-        return self._together.lineage.epoch
+        """Number of updates that the parameters have taken."""
+        return self._together.run.lineage.epoch
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As of every torch optimizer: before each backward pass."""
+        """Zero the gradients, as in every torch optimizer; call it before each backward pass."""
         self.inner.zero_grad(set_to_none=set_to_none)
 
     def leave(self) -> None:
-        """This peer trains no more: the others do not wait for it. Until :meth:`step` is called again.
+        """Stop taking part, so that the others do not wait for this peer, until :meth:`step` is called again.
 
-        Closing the averager does the same; this is for a peer that goes on to something else before that.
+        Closing the averager does the same; use this if the averager stays open.
         """
-        self._together.leave()
+        self._together.run.leave()
 
     # ------------------------------------------------------------------ the beginning
 
     def _begin(self) -> bool:
-        """Begin at the first step, with the parameters that are there now; whether they are others than before.
+        """Begin the run at the first step; return whether the parameters changed since this optimizer was made.
 
         Raises:
             ValueError: a state was loaded, and the parameters are not those that were saved with it.
         """
-        if self._has_begun:
+        if self._beginning.has_begun:
             return False
-        recipe, parameters = self._recipe(), digest_of(self._locals())
-        changed = False
-        if self._loaded is None:
-            changed = self._begin_anew(parameters, recipe)
-            self._origin = _origin(parameters, recipe)
-        else:
-            self._origin = self._go_on(self._loaded, parameters, recipe)
+        changed = self._beginning.begin()
         self._parts.begin()
-        self._has_begun, self._loaded = True, None
-        self._watch.begins(self._word(), self.lineage)
+        self._watch.begins(self._beginning.word(), self.lineage)
         return changed
-
-    def _begin_anew(self, parameters: bytes, recipe: Recipe) -> bool:
-        first = self._as_one(lineage_from(parameters, recipe.digest))
-        changed = first != self.lineage
-        if changed:
-            logger.info(
-                "the parameters were changed after this optimizer was made: the run begins with them as they are now"
-            )
-            self._together.is_at(first)
-        return changed
-
-    def _go_on(self, loaded: Mapping[str, Any], parameters: bytes, recipe: Recipe) -> Origin:
-        """Go on from a loaded state; return where its run comes from."""
-        saved = origin_of(loaded)
-        is_right = loaded.get("parameters") is None or digest_in(loaded, "parameters") == parameters
-        if not self._ranks.all_agree(is_right):
-            raise ValueError(
-                "the parameters are not those that the state was saved with: load the model's state that was saved"
-                " beside the optimizer's"
-            )
-        if self._ranks.all_agree(saved.rules == recipe.rules_digest):
-            return saved
-        logger.warning(
-            "the state was saved by a peer that trains otherwise; this peer goes on with its own settings, and only"
-            " with peers that do the same"
-        )
-        rules = bytes.fromhex(self._ranks.as_one(recipe.rules_digest.hex()))
-        self._together.is_at(self.lineage.with_rules(rules))
-        return _origin(saved.parameters, recipe)
 
     def _goes_on_from(self, state: Mapping[str, Any], lineage: Lineage) -> None:
-        """A state was loaded; what is to be compared with it may be loaded after it."""
+        """Continue from a loaded state.
+
+        The parameters are compared with it at the next step, since they may be loaded later.
+        """
         self._averager.clear()
-        self._together.is_at(lineage)
-        self._loaded, self._has_begun = state, False
+        self._beginning.load(state, lineage)
 
     def _recipe(self) -> Recipe:
         frozen = [p for group in self.inner.param_groups for p in group["params"] if not p.requires_grad]
@@ -201,26 +162,16 @@ class PeerOptimizer:
         )
         return Recipe(rules=rules, numbers=self._numbers)
 
-    def _word(self) -> Word:
-        return Word(
-            recipe=self._origin.recipe,
-            origin=self._origin.parameters,
-            tensors=len(self._parameters),
-            elements=sum(tensor.numel() for tensor in self._locals()),
-            fields=self._origin.fields,
-        )
-
     def _locals(self) -> list[torch.Tensor]:
         return [local_of(parameter) for parameter in self._parameters]
-
-    def _as_one(self, lineage: Lineage) -> Lineage:
-        """One lineage for all ranks of this peer."""
-        return replace(lineage, state=bytes.fromhex(self._ranks.as_one(lineage.state.hex())))
 
     # ------------------------------------------------------------------ steps
 
     def _check_parameters(self) -> None:
-        """The inner optimizer would step others with this peer's gradients alone, and no two peers be alike."""
+        """Raise ValueError if the trained parameters were replaced.
+
+        The inner optimizer would step new parameters with this peer's gradients alone, and the peers would diverge.
+        """
         now = _trained_by(self.inner)
         if len(now) != len(self._parameters) or any(
             a is not b for a, b in zip(now, self._parameters, strict=True)
@@ -238,7 +189,7 @@ class PeerOptimizer:
     def _with_speed(self, metrics: Mapping[str, float]) -> dict[str, float]:
         if SPEED in metrics:
             raise ValueError(f"metrics: {SPEED!r} is measured by the optimizer itself")
-        return {**metrics, SPEED: self._together.samples_per_second}
+        return {**metrics, SPEED: self._together.run.samples_per_second}
 
     def _took(
         self, success: Success, numbers: Settings, result: bytes, parameters: Sequence[torch.Tensor]
@@ -246,28 +197,39 @@ class PeerOptimizer:
         """Note an update.
 
         Args:
-            numbers: hyperparameters with which it was taken.
+            numbers: hyperparameters of the update.
             result: digest of the averaged tensors.
-            parameters: after it.
+            parameters: the parameters after the update.
         """
         group_id = self._ranks.as_one(success.group_id)
         joint = bytes.fromhex(self._ranks.as_one(result.hex()))
         self._together.took(replace(success, group_id=group_id), joint, numbers_digest(numbers))
-        self._watch.updated(self.lineage, numbers, lambda: self._digests(parameters))
-
-    def _digests(self, parameters: Sequence[torch.Tensor]) -> list[bytes]:
-        return [tensor_digest(local_of(tensor)) for tensor in (*parameters, *self._parts.averaged)]
+        self._watch.updated(
+            self.lineage,
+            numbers,
+            lambda: [tensor_digest(local_of(tensor)) for tensor in (*parameters, *self._parts.averaged)],
+        )
 
     def _look(self) -> None:
-        self._watch.look(forked=self._together.survey().others > 0)
+        self._watch.look(forked=self._together.run.survey().others > 0)
 
-    def _checked(self, report: StepReport) -> StepReport:
-        """With what the other peers say of their recipes and parameters."""
+    @property
+    def _running(self) -> bool:
+        """True while the end of a round has not been collected, also after Ctrl-C."""
+        return self._averager.round_state is not None
+
+    def _report(
+        self, result: RoundResult | None = None, norm: float | None = None, *, goes_on: bool
+    ) -> StepReport:
+        """Return the report of a step, with the comparison with the other peers' recipes and parameters."""
+        # While its round goes on, this peer may look behind only because it hears of the end last.
+        behind = None if goes_on else self._ranks.as_the_first(self._together.left_behind)
+        report = report_of(self._together, result, norm, behind)
         self._watch.look(forked=report.others > 0)
         return replace(report, drifted=self._watch.drifted, differs=self._watch.differs)
 
     def _updated(self, report: StepReport) -> StepReport:
-        """Tell who wants to know of an update."""
+        """Call ``on_update`` with the report of an update."""
         if self._on_update is not None:
             self._on_update(report)
         return report
@@ -280,29 +242,12 @@ class PeerOptimizer:
             self.scheduler.load_state_dict(saved["scheduler"])
 
     def _saved(self) -> dict[str, Any]:
-        """Return what both kinds of states hold."""
-        lineage, origin = self.lineage, self._origin_now()
-        if not self._has_begun and self._loaded is None:
-            lineage = self._as_one(lineage_from(origin.parameters, origin.recipe))
+        """Return the entries that the saved states of both kinds of optimizers have."""
         return {
             "inner": self.inner.state_dict(),
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
-            "lineage": pack_lineage(lineage),
-            "origin": pack_origin(origin),
+            **self._beginning.saved(),
         }
-
-    def _origin_now(self) -> Origin:
-        if self._has_begun:
-            return self._origin
-        if self._loaded is not None:
-            return origin_of(self._loaded)
-        return _origin(digest_of(self._locals()), self._recipe())
-
-
-def _origin(parameters: bytes, recipe: Recipe) -> Origin:
-    return Origin(
-        parameters=parameters, recipe=recipe.digest, rules=recipe.rules_digest, fields=recipe.fields
-    )
 
 
 def _trained_by(inner: Optimizer) -> list[torch.Tensor]:

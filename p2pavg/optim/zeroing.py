@@ -1,4 +1,4 @@
-"""Finds out that a loop does not zero its gradients between two steps, so that each batch counts again and again."""
+"""Detects a training loop that does not zero its gradients between steps, so that batches count repeatedly."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-STEPS = 10  # that are looked at: a loop that forgets does so from the second on
+STEPS = 10  # to check: a loop that forgets to zero shows it from the second step on
 
 
 class ZeroingCheck:
-    """Warns once if a gradient that a step has used is still there, unchanged, when the next backward pass adds to it.
+    """Warns once if the next backward pass adds to a gradient that a step has already used.
 
-    A gradient that was set to ``None`` is another tensor afterwards, and one that was zeroed in place has another
-    version or holds zeros: neither is a false alarm. It looks at the first and the last parameter, for ten steps.
-    What it misses: loops in which neither of the two gets a gradient, or in which something else changes the
-    gradients in place after the step; gradients that are not accumulated by autograd (FSDP).
+    It checks the first and the last parameter, for ten steps. Zeroed gradients cause no false alarm: one that was set
+    to ``None`` is a new tensor, and one that was zeroed in place has a new version or holds zeros. It misses loops in
+    which neither parameter gets a gradient, or in which the gradients are changed in place after the step. It also
+    misses gradients that autograd does not accumulate (FSDP).
 
     Args:
-        parameters: that are trained.
+        parameters: the trained parameters.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
@@ -31,7 +31,7 @@ class ZeroingCheck:
         self._used: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
         self._steps = 0
         self._forgotten = False
-        # It knows the check by a weak reference: a hook lives as long as its parameter.
+        # The hook has a weak reference to the check, because a hook lives as long as its parameter.
         this = weakref.ref(self)
         self._hooks = [
             p.register_hook(_Hook(this, weakref.ref(p)))  # type: ignore[no-untyped-call]
@@ -39,7 +39,7 @@ class ZeroingCheck:
         ]
 
     def stepped(self) -> None:
-        """Note which gradients a step has used."""
+        """Note the gradients that a step has used."""
         if self._forgotten:
             logger.warning(
                 "the gradients of the last step were not zeroed before this one's backward pass, so that its batch"
@@ -50,15 +50,15 @@ class ZeroingCheck:
         self._used = {
             id(p): (weakref.ref(p.grad), p.grad._version) for p in self._watched if p.grad is not None
         }
-        self._steps += bool(self._used)  # a step that left no gradient tells nothing
+        self._steps += bool(self._used)  # a step that left no gradient shows nothing
 
     def before_accumulation(self, parameter: torch.Tensor) -> None:
-        """Autograd is about to add to a parameter's gradient."""
+        """Check a parameter whose gradient autograd is about to add to."""
         used, version = self._used.pop(id(parameter), (None, 0))
         gradient = parameter.grad
         if used is None or gradient is None or used() is not gradient or gradient._version != version:
             return
-        # One that was zeroed through `.data` keeps its version.
+        # A gradient that was zeroed through `.data` keeps its version.
         self._forgotten = self._forgotten or bool(gradient.detach().count_nonzero())
 
     def _end(self) -> None:
@@ -68,7 +68,7 @@ class ZeroingCheck:
 
 
 class _Hook:
-    """Called with a gradient that is about to be added to a parameter's."""
+    """Autograd hook, called with a gradient that is about to be added to a parameter's."""
 
     def __init__(self, check: weakref.ref[ZeroingCheck], parameter: weakref.ref[torch.Tensor]) -> None:
         self._check = check

@@ -1,8 +1,8 @@
-"""What the peers of a run say of themselves: short texts, signed, that everybody reads and that fade unless renewed.
+"""A bulletin board of a run: each peer publishes one short signed entry, which expires unless it is renewed.
 
-Under one topic each peer has one live word; a new one takes its place. It reaches the peers that hold it at once (in a
-run of up to eight everybody does), and the others when they look next. What is taken back is gone at once where it is
-held, and fades elsewhere.
+Under one topic each peer has one live entry; a new one replaces it. An entry reaches the peers that store it at once
+(in a run of up to eight, all of them), and the other peers at their next look. A withdrawn entry disappears at once
+from the peers that store it, and expires elsewhere.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from p2pavg.errors import ClosedError
 from p2pavg_dht import Published, Record
 from p2pavg_dht.record import MAX_VALUE_BYTES
 
-SAID_TTL_SECONDS = 15.0  # what a peer that died has said is gone after this
-SAY_SECONDS = 0.2  # between two words that nobody waits for
+SAID_TTL_SECONDS = 15.0  # the entry of a peer that died expires after this
+SAY_SECONDS = 0.2  # between two entries that no peer waits for
 MAX_SKEW_SECONDS = 60.0  # of peers' clocks
 MAX_CALLS = 4  # at once
-LOOK_SECONDS = 1.0  # between two looks, where nothing comes by itself
+LOOK_SECONDS = 1.0  # between two look-ups on a peer that does not store the entries
 MAX_PUBLISHERS = 1024
-"""Words of more peers are not kept: those that keep records can invent publishers, of 4 KB a word. Publishers that are
-known already keep their places, so that invented ones cannot push them out."""
+"""Entries of more publishers are ignored: a peer that stores records can invent publishers, at 4 KB an entry. Known
+publishers keep their places, so that invented ones cannot push them out."""
 
 _KEY_DOMAIN = "p2pavg/bulletin/1"
 
 
 def board_key(run_id: str, topic: str) -> bytes:
-    """The key under which the peers of a run speak of one topic."""
+    """Return the key under which the peers of a run publish on one topic."""
     return hashlib.sha256(pack(_KEY_DOMAIN, run_id, topic)).digest()
 
 
@@ -51,11 +51,11 @@ class BoardRecords(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One peer's word."""
+    """One peer's entry."""
 
     value: bytes
     sequence: int
-    """Grows with every word of that peer, also when it says the same again."""
+    """Grows with every entry of that peer, even if the value is the same."""
     expiration_time: float
     """Wall clock, seconds."""
 
@@ -80,7 +80,7 @@ class Board:
         self._changed = threading.Condition()
         self._entries: dict[str, Entry] = {}
         self._version = 0
-        self._to_publish: bytes | None = None  # nothing new; or empty: what was said is taken back
+        self._to_publish: bytes | None = None  # None: nothing new; empty: withdraw the entry
         self._urgent = False
         self._ended = False
         self._token = trio.lowlevel.current_trio_token()
@@ -89,13 +89,13 @@ class Board:
         self._scope = trio.CancelScope()
 
     def publish(self, value: bytes, *, now: bool = False) -> None:
-        """Take back what was said before, and say this: soon, or at once when somebody waits for it.
+        """Replace this peer's entry: soon, or at once with ``now``, for an entry that another peer waits for.
 
         Args:
             value: 1 to 4096 bytes.
 
         Raises:
-            ValueError: more or none.
+            ValueError: ``value`` is empty or too long.
         """
         if not 0 < len(value) <= MAX_VALUE_BYTES:
             raise ValueError(f"value must have 1 to {MAX_VALUE_BYTES} bytes, got {len(value)}")
@@ -104,25 +104,25 @@ class Board:
         self._wake()
 
     def withdraw(self) -> None:
-        """Say nothing any more, until :meth:`publish` is called again."""
+        """Withdraw this peer's entry, until :meth:`publish` is called again."""
         with self._changed:
             self._to_publish, self._urgent = b"", True
         self._wake()
 
     def look(self) -> None:
-        """See what is new now, rather than soon."""
+        """Look for new entries now, without waiting for the next regular look."""
         with self._changed:
             self._urgent = True
         self._wake()
 
     @property
     def version(self) -> int:
-        """Grows whenever somebody's word has changed."""
+        """A number that grows whenever an entry of another peer changes."""
         return self._version
 
     @property
     def entries(self) -> Mapping[str, Entry]:
-        """What the other peers say, as far as it is known here and has not faded."""
+        """The live entries of the other peers, as far as this peer knows them, by peer id."""
         now = self._wall_clock()
         with self._changed:
             live = {p: said for p, said in self._entries.items() if said.value and said.expiration_time > now}
@@ -142,7 +142,7 @@ class Board:
     # ------------------------------------------------------------------ in trio
 
     async def run(self) -> None:
-        """Say and look, until cancelled; what was said is taken back by :meth:`aclose`."""
+        """Publish and look until cancelled; :meth:`aclose` withdraws the entry."""
         self._records.watch(self._key, self._take_held)
         try:
             with self._scope:
@@ -156,7 +156,7 @@ class Board:
 
     async def _speak_and_look(self, nursery: trio.Nursery) -> None:
         while True:
-            # A call to a peer that is gone may take seconds; what is said meanwhile does not wait for it.
+            # A call to a peer that is gone may take seconds; entries published meanwhile do not wait for it.
             await self._calling.acquire()
             with self._changed:
                 value, self._to_publish, self._urgent = self._to_publish, None, False
@@ -164,10 +164,10 @@ class Board:
             await self._pause()
 
     async def _pause(self) -> None:
-        """Until there is something to say or to see."""
+        """Wait until there is something to publish or to look for."""
         began = trio.current_time()
         while True:
-            woken = self._woken = trio.Event()  # before the look at what may have woken it
+            woken = self._woken = trio.Event()  # made before the check: no wake-up is missed
             with self._changed:
                 most = SAY_SECONDS if self._to_publish is not None else self._look_seconds
                 until = began if self._urgent else began + most
@@ -178,7 +178,8 @@ class Board:
 
     async def _call(self, value: bytes | None) -> None:
         try:
-            # Else what is said at the last moment is signed and stored before this is cancelled, and renewed for ever.
+            # Without this checkpoint, an entry published at the last moment would be signed and stored before the
+            # cancellation, and then renewed for ever.
             await trio.lowlevel.checkpoint_if_cancelled()
             if value is None:
                 self._take(await self._records.find(self._key))
@@ -191,7 +192,7 @@ class Board:
             self._calling.release()
 
     async def aclose(self) -> None:
-        """End :meth:`run`, and take back what was said."""
+        """End :meth:`run` and withdraw this peer's entry."""
         self._scope.cancel()
         await self._records.withdraw(self._key)
 
@@ -199,7 +200,7 @@ class Board:
         try:
             self._token.run_sync_soon(lambda: self._woken.set())
         except trio.RunFinishedError:
-            return  # the averager is closed, as its next call says
+            return  # the averager is closed; its next call raises ClosedError
 
     def _take_held(self) -> None:
         self._take(self._records.held(self._key))
@@ -210,7 +211,7 @@ class Board:
             now = self._wall_clock()
             for record in records:
                 if record.expiration_time > now + SAID_TTL_SECONDS + MAX_SKEW_SECONDS:
-                    continue  # who says so means to be waited for when it is gone
+                    continue  # an entry that lives longer would make others wait for a dead peer
                 known = self._entries.get(record.publisher)
                 if known is None and len(self._entries) >= MAX_PUBLISHERS:
                     continue

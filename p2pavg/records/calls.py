@@ -15,19 +15,19 @@ from p2pavg.net.framing import receive_message, send_message
 from p2pavg.net.transport import PeerId, Stream, Transport
 from p2pavg_dht import MAX_MESSAGE_BYTES, PROTOCOL, RPC_TIMEOUT, Contact, RpcError
 
-RECORD_STREAM_SECONDS = 60.0  # that a stream without a call stays open
-MAX_KEPT = 64  # streams; the one that was used longest ago gives way
+RECORD_STREAM_SECONDS = 60.0  # after which the serving side closes a stream without a call
+MAX_KEPT = 64  # streams; beyond that, the least recently used one is closed
 
-# Calls to one peer at a time; a fifth waits. Lookups of several keys ask the same nearest peers.
+# Concurrent calls to one peer; a fifth waits. Lookups of several keys ask the same nearest peers.
 MAX_CALLS_PER_PEER = 4
 
-# Streams of one peer that are served at a time, over all its connections: those calls, the stream that is kept, and
-# some that it has let go of a moment ago. With 120 streams two connections could hold 240 MB.
+# Concurrently served streams of one peer, over all its connections. They are the streams of its calls, the one that it
+# keeps, and some that it closed a moment ago. With 120 streams, two connections could hold 240 MB.
 MAX_STREAMS_PER_PEER = 8
 
 
 class RecordCalls:
-    """The calls of one peer. Each waits for at most ``RPC_TIMEOUT``, as its caller sees to."""
+    """Record calls from this peer to others. The caller limits each to ``RPC_TIMEOUT``."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
@@ -35,10 +35,10 @@ class RecordCalls:
         self._turns: dict[PeerId, trio.CapacityLimiter] = {}
 
     async def call(self, contact: Contact, request: bytes) -> bytes:
-        """The answer.
+        """Send a request and return the answer.
 
         Raises:
-            RpcError: there is none, and why.
+            RpcError: no answer came; the message says why.
         """
         turns = self._turns.setdefault(contact.peer_id, trio.CapacityLimiter(MAX_CALLS_PER_PEER))
         try:
@@ -68,7 +68,7 @@ class RecordCalls:
             raise RpcError(str(error)) from None
 
     async def _take(self, peer_id: PeerId) -> Stream | None:
-        """A stream that the other side has not let go of yet, as far as time tells."""
+        """Return a kept stream, unless by its age the other side has closed it."""
         stream, until = self._kept.pop(peer_id, (None, 0.0))
         if stream is not None and trio.current_time() >= until:
             await stream.aclose()
@@ -76,7 +76,7 @@ class RecordCalls:
         return stream
 
     async def _try_kept(self, stream: Stream, request: bytes) -> bytes | None:
-        """``None`` when the other side has closed it in the meantime, as it may: calls can be repeated."""
+        """Ask on a kept stream; return ``None`` if the other side has closed it. The call can then be repeated."""
         try:
             return await self._ask(stream, request)
         except (StreamBrokenError, ClosedError):
@@ -98,8 +98,8 @@ class RecordCalls:
         return answer
 
     async def _keep(self, stream: Stream) -> None:
-        # Half of the other side's sync_timeout: who is asked on a stream has not let go of it.
-        before = self._kept.pop(stream.remote, None)  # of a call at the same time
+        # Half of the other side's timeout, so that the other side still has the stream open when it is used.
+        before = self._kept.pop(stream.remote, None)  # kept by a concurrent call
         self._kept[stream.remote] = (stream, trio.current_time() + RECORD_STREAM_SECONDS / 2)
         if before is None and len(self._kept) > MAX_KEPT:
             _, before = self._kept.popitem(last=False)

@@ -1,4 +1,4 @@
-"""Asks a few peers for their clock, versions and number of runs, and answers the same (:mod:`p2pavg.records.hello`)."""
+"""Ask a few peers for their clock, versions and number of runs; answer the same (:mod:`p2pavg.records.hello`)."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from p2pavg_dht import Contact
 
 logger = logging.getLogger(__name__)
 
-ASKED_AT_ONCE = 8  # the median of eight clocks holds against three liars
+ASKED_AT_ONCE = 8  # the median of eight clocks stays right with three false ones
 HELLO_SECONDS = 3.0
 FIRST_SECONDS = 1.0  # joining the network comes first
 AGAIN_SECONDS = 300.0  # clocks drift slowly
-FRESH_SECONDS = 10.0  # what was heard is as good for so long
-MIN_SECONDS_BETWEEN = 0.5  # between two questions of one peer; an honest one asks every ten seconds at most
+FRESH_SECONDS = 10.0  # for which answers are reused
+MIN_SECONDS_BETWEEN = 0.5  # between two questions of one peer; an honest peer asks at most every ten seconds
 MAX_REMEMBERED = 1024  # askers
 
 
 class Greeter:
-    """One peer's hellos.
+    """The hello protocol of one peer: it asks others, and answers them.
 
     Args:
         protocols: what this peer serves.
@@ -65,15 +65,15 @@ class Greeter:
         self._askers: OrderedDict[str, float] = OrderedDict()
 
     async def run(self) -> None:
-        """Compare clocks and versions soon after the start and then now and again, until cancelled."""
+        """Compare clocks and versions soon after the start and then periodically, until cancelled."""
         await trio.sleep(FIRST_SECONDS)
         while True:
             await self.look()
-            # A peer that came first has no one to ask yet.
+            # The first peer of a network has no other peer to ask yet.
             await trio.sleep(AGAIN_SECONDS if self._heard else FRESH_SECONDS)
 
     async def look(self) -> tuple[Heard, ...]:
-        """Return what a few peers answer; what was heard within the last seconds is not asked again."""
+        """Return the answers of a few peers; reuse answers of the last seconds."""
         if trio.current_time() < self._looked + FRESH_SECONDS:
             return self._heard
         self._looked = trio.current_time()
@@ -86,12 +86,12 @@ class Greeter:
         return self._heard
 
     def differences(self, heard: Sequence[Heard]) -> list[str]:
-        """Sentences on this peer's clock and versions, as the answers have them."""
+        """Return sentences on how this peer's clock and versions differ from the answers."""
         found = [wrong_clock(heard), other_versions(self._protocols, heard)]
         return [sentence for sentence in found if sentence]
 
     def _warn(self) -> None:
-        """Once for each change; seconds that a wrong clock drifts are none."""
+        """Log each difference once; a wrong clock that drifts by seconds is not a new difference."""
         said = "; ".join(self.differences(self._heard))
         kind = "".join(character for character in said if not character.isdigit())
         if said and kind != self._said:

@@ -1,11 +1,11 @@
-"""What is concluded from other peers' clocks, protocol versions and number of runs. No I/O, no clock, no random source.
+"""Conclusions from other peers' clocks, protocol versions and number of runs. No I/O, no clock, no random source.
 
 The protocol ``/p2pavg/hello/1`` is one question and one answer: the time of day, the protocols that the peer serves,
-and the number of runs it takes part in. It never changes, so that peers of all versions can tell each other which they
-are. Run ids stay private: only their number is told. :mod:`p2pavg.records.greeting` asks and answers.
+and the number of runs it takes part in. It never changes, so that peers of all versions can tell each other their
+versions. Run ids stay private: only their number is sent. :mod:`p2pavg.records.greeting` asks and answers.
 
-Every answer may be a lie. It changes nothing but what a log line and ``NoPeers.reason`` say; of the clocks the median
-counts, and the sentence says how many peers it is of.
+Every answer may be false. Answers only affect log lines and ``NoPeers.reason``. The median of the clocks counts, and
+the sentence gives the number of peers behind it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MAX_PROTOCOL_CHARS = 64
 MAX_RUNS = 10_000
 MAX_CLOCK = 1e11  # seconds since 1970; thousands of years
 SKEW_SECONDS = 5.0
-"""A clock that is off by less does no harm: a follower leaves a leader that is 5 s late by its own clock."""
+"""A smaller error does no harm. A follower leaves a leader that is 5 s late by the follower's own clock."""
 
 _VERSIONED = re.compile(r"/p2pavg/([a-z]{1,16})/([0-9]{1,4}(?:\.[0-9]{1,4}){0,2})")
 
@@ -51,7 +51,7 @@ class Heard:
 
 
 def encode_hello(hello: Hello) -> bytes:
-    """The bytes of an answer."""
+    """Return the bytes of an answer."""
     return pack(1, float(hello.clock), hello.protocols, hello.runs)
 
 
@@ -77,11 +77,11 @@ def _read_protocols(protocols: tuple[Any, ...]) -> tuple[str, ...]:
 
 
 def compare(hello: Hello, asked: float, answered: float) -> Heard:
-    """Return an answer with the difference of the clocks, as far as the time that it took leaves no doubt.
+    """Return an answer with the certain part of the clock difference: what the call's duration cannot explain.
 
     Args:
         asked: this peer's wall clock when it asked.
-        answered: and when the answer was there.
+        answered: this peer's wall clock when the answer arrived.
     """
     if hello.clock > answered:
         return Heard(hello, hello.clock - answered)
@@ -89,7 +89,7 @@ def compare(hello: Hello, asked: float, answered: float) -> Heard:
 
 
 def wrong_clock(heard: Sequence[Heard]) -> str:
-    """Say that this peer's clock is off; empty when the median of the others says that it is not."""
+    """Return a sentence that this peer's clock is off; empty when the median of the answers shows no error."""
     if not heard:
         return ""
     sorted_ahead = sorted(answer.ahead for answer in heard)
@@ -104,7 +104,7 @@ def wrong_clock(heard: Sequence[Heard]) -> str:
 
 
 def other_versions(mine: Sequence[str], heard: Sequence[Heard]) -> str:
-    """Say how many peers speak another version of a protocol that this peer speaks; empty when none does."""
+    """Return a sentence on the peers that speak another version of one of this peer's protocols; empty if none does."""
     own = _versions(mine)
     found = Counter[tuple[str, str]]()
     for answer in heard:
@@ -119,7 +119,7 @@ def other_versions(mine: Sequence[str], heard: Sequence[Heard]) -> str:
 
 
 def _newest(versions: Iterable[str]) -> str:
-    """Return the greatest version; 10 is greater than 9."""
+    """Return the highest version, compared as a number: 10 is above 9."""
     return max(versions, key=lambda version: tuple(map(int, version.split("."))))
 
 
@@ -132,11 +132,11 @@ def _versions(protocols: Sequence[str]) -> dict[str, set[str]]:
 
 
 def nobody_of_the_run(run_id: str, *, known: int, heard: Sequence[Heard], addresses: Sequence[str]) -> str:
-    """Say who is in the network when no other peer says that it takes part in the run.
+    """Describe the network to a peer that finds no other peer of its run.
 
     Args:
         known: peers in the network that answered lately.
-        addresses: where this peer can be dialled.
+        addresses: addresses at which this peer can be dialled.
     """
     if not known:
         if not addresses:

@@ -13,7 +13,7 @@ SEED_BYTES = 32
 
 
 def load_or_make_seed(path: str | os.PathLike[str] | None) -> bytes:
-    """The private key in ``path``, which is made when missing; a fresh one for ``None``.
+    """Return the private key in ``path``, which is created when missing; a fresh key for ``None``.
 
     Raises:
         IdentityError: the file cannot be read or written, is readable by others, or holds no key.
@@ -32,17 +32,21 @@ def load_or_make_seed(path: str | os.PathLike[str] | None) -> bytes:
 def _load(file: Path) -> bytes:
     with file.open("rb") as opened:
         mode = stat.S_IMODE(os.fstat(opened.fileno()).st_mode)
-        # Windows has no such bits; there a user's folder keeps others out.
+        # Windows has no such mode bits; there the user's folder keeps other users out.
         if os.name == "posix" and mode & 0o077:
             raise IdentityError(f"others can read the identity {file} (mode {mode:04o}); chmod 600 it")
         seed = opened.read(SEED_BYTES + 1)
     if len(seed) != SEED_BYTES:
-        raise IdentityError(f"{file} is no identity: it has not {SEED_BYTES} bytes")
+        raise IdentityError(f"{file} is not an identity: it does not have {SEED_BYTES} bytes")
     return seed
 
 
 def _make(file: Path) -> bytes:
-    """Linked into place when whole: never half a key, and of two processes that make one, both use the first."""
+    """Create the key file.
+
+    It is linked into place when complete, so that no process reads half a key. If two processes create one at the same
+    time, both use the first.
+    """
     seed = secrets.token_bytes(SEED_BYTES)
     draft = file.with_name(f".{file.name}.{os.getpid()}.{secrets.token_hex(4)}")
     try:
@@ -58,7 +62,7 @@ def _make(file: Path) -> bytes:
     except FileExistsError:
         try:
             return _load(file)
-        except OSError as error:  # a link that leads nowhere, for one
+        except OSError as error:  # e.g. a dangling symbolic link
             raise IdentityError(f"cannot read the identity {file}: {error.strerror}") from None
     except OSError as error:
         raise IdentityError(f"cannot make the identity {file}: {error.strerror}") from None

@@ -1,4 +1,4 @@
-"""What peers of a run say about what they average, so that others see why they do not meet."""
+"""The entry in which a peer of a run states what it averages, so that peers that cannot meet see the reason."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _KEY_DOMAIN = "p2pavg/run/2"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunEntry:
-    """What one peer of a run averages."""
+    """Description of what one peer of a run averages."""
 
     schema_hash: bytes
     tensors: int
@@ -30,23 +30,23 @@ class RunEntry:
     codec: str
     group_size: int
     rule: str
-    """Of who contributes; empty for everybody."""
+    """The participation rule; empty if all members contribute."""
 
 
 def run_key(run_id: str) -> bytes:
-    """The key under which every peer of a run, ready or not, says what it averages."""
+    """Return the key under which every peer of a run, ready or not, publishes its entry."""
     return hashlib.sha256(pack(_KEY_DOMAIN, run_id)).digest()
 
 
 def encode_entry(entry: RunEntry) -> bytes:
-    """A record's value."""
+    """Return the value of a record."""
     return pack(
         2, entry.schema_hash, entry.tensors, entry.elements, entry.codec, entry.group_size, entry.rule
     )
 
 
 def read_entry(value: bytes) -> RunEntry:
-    """Raises RemoteProtocolError for anything that :func:`encode_entry` does not make."""
+    """Read an entry; raise RemoteProtocolError for anything that :func:`encode_entry` does not make."""
     version, schema_hash, tensors, elements, codec, group_size, rule = unpack(
         value, int, bytes, int, int, str, int, str
     )
@@ -67,7 +67,7 @@ def read_entry(value: bytes) -> RunEntry:
 
 
 def read_entries(records: Iterable[Record]) -> dict[str, RunEntry]:
-    """What each publisher averages; nonsense is left out."""
+    """Return the entry of each publisher; leave out malformed ones."""
     entries = {}
     for record in records:
         try:
@@ -78,7 +78,7 @@ def read_entries(records: Iterable[Record]) -> dict[str, RunEntry]:
 
 
 def why_apart(mine: RunEntry, others: Iterable[RunEntry]) -> str:
-    """A sentence for each kind of peer of this run that cannot meet this one; empty when there is none."""
+    """Return one sentence for each kind of peer of this run that cannot meet this one; empty if there is none."""
     apart = (entry for entry in others if _meets(entry) != _meets(mine))
     kinds = Counter(_difference(mine, entry) for entry in apart)
     return "; ".join(
@@ -99,5 +99,5 @@ def _difference(mine: RunEntry, other: RunEntry) -> str:
     if other.schema_hash != mine.schema_hash:
         return "tensors of other names, shapes or dtypes than yours"
     if other.rule != mine.rule:
-        return "with another rule of who contributes than yours"
+        return "with another participation rule than yours"
     return f"with the codec {other.codec}, you with {mine.codec}"

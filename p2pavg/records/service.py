@@ -1,4 +1,4 @@
-"""Answers the record calls of others, as far as their budgets go."""
+"""Answers the record calls of other peers, within their budgets."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class RecordService:
         self._streams: Counter[str] = Counter()
 
     async def serve(self, stream: Stream) -> None:
-        """Answer one call after the other, until the caller closes the stream or has asked nothing for a while.
+        """Answer one call after the other, until the caller closes the stream or is idle for too long.
 
         Raises:
             RemoteProtocolError: the caller has too many streams, or makes calls faster than its budget allows.
@@ -43,7 +43,7 @@ class RecordService:
                 pass
         finally:
             self._streams[stream.remote] -= 1
-            self._streams += Counter()  # peers that have none take no room
+            self._streams += Counter()  # drops the peers without streams
 
     async def _answer_next(self, stream: Stream) -> bool:
         with trio.move_on_after(RECORD_STREAM_SECONDS) as scope:
@@ -61,8 +61,8 @@ class RecordService:
             raise RemoteProtocolError(str(error)) from None
         finally:
             now = trio.current_time()
-            # This thread's own time: a training loop that holds the interpreter meanwhile is not the caller's fault.
-            # In simulations the event loop's clock stands still here, so that every run charges the same.
+            # This thread's own CPU time is charged: a training loop that holds the interpreter is not the caller's
+            # fault. In simulations the event loop's clock stands still here, so that every run charges the same.
             seconds = min(now - began, time.thread_time() - thread_began)
             self._budget.charge(now, stream.remote, prefix, seconds=seconds, count=count)
         with trio.move_on_after(ANSWER_SECONDS) as scope:
@@ -73,6 +73,6 @@ class RecordService:
         delay = self._budget.delay(trio.current_time(), peer_id, prefix)
         if delay is None:
             raise RemoteProtocolError(
-                f"busy: its record calls have used up what is granted for more than {LONGEST_DELAY:.0f} s ahead"
+                f"busy: its record calls have used up the budget of the next {LONGEST_DELAY:.0f} s"
             )
         await trio.sleep(delay)

@@ -1,4 +1,4 @@
-"""Tensors to one flat float32 vector and back, and the weighted mean of what was accumulated.
+"""Conversion of tensors to one flat float32 vector and back, and the weighted mean of accumulated tensors.
 
 The vector is the concatenation of the tensors in the order in which they were given. It lives where the tensors live
 (on the CPU when they are spread over devices) and is filled in place: nothing is allocated from step to step.
@@ -29,7 +29,7 @@ MAX_TENSORS = 100_000
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _SCHEMA_DOMAIN = "p2pavg/schema/1"
-# Half of what the codecs carry, so that a mean of such values, rounded, still fits.
+# Half of the codecs' maximum, so that a rounded mean of such values still fits.
 LIMIT = MAX_MAGNITUDE / 2
 
 Given = Sequence[torch.Tensor] | Mapping[str, torch.Tensor]
@@ -37,7 +37,7 @@ Given = Sequence[torch.Tensor] | Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Schema:
-    """What a vector is made of. Peers average only with peers of the same schema hash."""
+    """Names, shapes and dtypes of a vector's tensors. Peers average only with peers of the same schema hash."""
 
     names: tuple[str, ...] | None
     """The keys of a mapping, or ``None`` for a sequence."""
@@ -57,19 +57,19 @@ class Schema:
 
     @cached_property
     def device(self) -> torch.device:
-        """Where the vector lives."""
+        """The device on which the vector lives."""
         devices = set(self.devices)
         return devices.pop() if len(devices) == 1 else torch.device("cpu")
 
     @cached_property
     def is_plain(self) -> bool:
-        """Whether the tensors are views of a float32 vector on the CPU."""
+        """True if the tensors are views of a float32 vector on the CPU."""
         return self.device.type == "cpu" and set(self.dtypes) == {torch.float32}
 
     @cached_property
     def hash(self) -> bytes:
-        """SHA-256 over names, shapes and dtypes; devices are each peer's own affair."""
-        # One text a tensor, joined: msgpack's arrays are bounded where they are read, not here.
+        """SHA-256 over names, shapes and dtypes. Devices are left out: they may differ between peers."""
+        # One text per tensor, joined: msgpack's arrays are limited where they are read, not here.
         lines = [f"{shape}:{dtype}" for shape, dtype in zip(self.shapes, self.dtypes, strict=True)]
         names = (
             [] if self.names is None else [name.encode("utf-8", "surrogatepass").hex() for name in self.names]
@@ -78,11 +78,11 @@ class Schema:
         return hashlib.sha256(pack(_SCHEMA_DOMAIN, text)).digest()
 
     def label(self, position: int) -> str:
-        """What to call a tensor in a message to the user."""
+        """Return a tensor's name for messages to the user."""
         return f"tensor {position}" if self.names is None else f"tensor {self.names[position]!r}"
 
     def unflatten(self, vector: torch.Tensor) -> Tensors:
-        """The tensors that a float32 vector on the CPU stands for, with their shapes, dtypes and devices."""
+        """Return the tensors that a float32 vector on the CPU stands for, with their shapes, dtypes and devices."""
         pieces = torch.split(vector.to(self.device), self.sizes)
         tensors = [
             piece.view(shape).to(device=device, dtype=dtype)
@@ -94,10 +94,10 @@ class Schema:
 
 
 def schema_of(given: Given) -> tuple[Schema, list[torch.Tensor]]:
-    """The schema of what a caller gave, and its tensors in order.
+    """Return the schema of a caller's tensors, and the tensors in order.
 
     Raises:
-        AccumulateError: something that cannot be averaged; the message names it.
+        AccumulateError: something cannot be averaged; the message names it.
     """
     if isinstance(given, torch.Tensor) or not isinstance(given, Mapping | Sequence):
         raise AccumulateError(
@@ -136,21 +136,21 @@ def _check_kind(label: str, tensor: object) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Contribution:
-    """What a round takes along: the weighted mean of all that was accumulated until it began."""
+    """Contribution to a round: the weighted mean of everything accumulated until the round began."""
 
     schema: Schema
     mean: torch.Tensor
     """float32, the vector's length."""
     weight: float
     metrics: MetricMeans
-    """Of each metric, the mean by weight over the calls that gave it."""
+    """Mean of each metric, by weight, over the calls that gave it."""
     generation: int
 
 
 class Accumulation:
-    """The weighted sum of what was accumulated since the last success. May be used from any thread.
+    """The weighted mean of everything accumulated since the last success. Safe to use from any thread.
 
-    Two buffers take turns: one belongs to the round that runs, the other takes what is accumulated meanwhile.
+    Two buffers take turns: one belongs to the running round, the other collects what is accumulated meanwhile.
     """
 
     def __init__(self, max_weight: float | None = None) -> None:
@@ -161,20 +161,20 @@ class Accumulation:
         self._spare: torch.Tensor | None = None
         self._weight = 0.0
         self._metrics = MetricMeans()
-        self._taken_weight = 0.0  # of rounds that may give it back
-        # Of these, what rounds that have ended may have used: weights, by the contributions' identity.
+        self._taken_weight = 0.0  # in rounds that may still give it back
+        # The part of it in ended rounds that may have used it: weights, by the contributions' identity.
         self._withheld: dict[int, float] = {}
         self._generation = 0
 
     @property
     def unresolved_weight(self) -> float:
-        """Summed weight of what was taken into rounds of which it is not known whether they used it."""
+        """Summed weight of contributions whose rounds have ended, while it is unknown if they were used."""
         with self._lock:
             return sum(self._withheld.values())
 
     @property
     def schema(self) -> Schema | None:
-        """What the first call fixed, or ``None`` before it."""
+        """The schema that the first call fixed, or ``None`` before it."""
         return self._schema
 
     @property
@@ -183,7 +183,7 @@ class Accumulation:
         return self._weight
 
     def declare(self, given: Given) -> None:
-        """Fix what is averaged, without accumulating anything. Raises AccumulateError as :meth:`add`."""
+        """Fix the schema without accumulating anything. Raises AccumulateError like :meth:`add`."""
         schema, _ = schema_of(given)
         with self._lock:
             if self._schema is None:
@@ -192,7 +192,7 @@ class Accumulation:
 
     @torch.no_grad()
     def add(self, given: Given, weight: float, metrics: Mapping[str, float] = MappingProxyType({})) -> None:
-        """Add ``weight`` times the tensors. All of them or, when one is refused, none.
+        """Add the tensors with a weight. If one of them is refused, none is added.
 
         Raises:
             AccumulateError: see :meth:`p2pavg.DecentralizedAverager.accumulate`.
@@ -218,7 +218,7 @@ class Accumulation:
                 self._sum, self._spare = self._spare, None
             if self._sum is None:
                 self._sum = torch.zeros(schema.elements, dtype=torch.float32, device=schema.device)
-            # Running mean instead of a sum: it never leaves the values' own range, whatever the weights.
+            # A running mean instead of a sum: it stays within the values' range for any weights.
             share = weight / (self._weight + weight)
             for total, tensor in zip(torch.split(self._sum, schema.sizes), tensors, strict=True):
                 flat = tensor.detach().reshape(-1).to(total.device)
@@ -227,7 +227,7 @@ class Accumulation:
             self._metrics.add(measured, weight)
 
     def take(self) -> Contribution | None:
-        """All that was accumulated, which then counts as gone; ``None`` when there is nothing."""
+        """Take everything accumulated out for a round; ``None`` when there is nothing."""
         with self._lock:
             if self._weight == 0 or self._sum is None or self._schema is None:
                 return None
@@ -239,13 +239,13 @@ class Accumulation:
 
     @torch.no_grad()
     def give_back(self, taken: Contribution) -> None:
-        """The round failed: it counts as accumulated again, beside what came meanwhile."""
+        """Accumulate a failed round's contribution again, beside what was added meanwhile."""
         with self._lock:
             self._let_go(taken)
             if taken.generation == self._generation:
                 self._metrics.merge(taken.metrics)
             if taken.generation != self._generation:
-                self._spare = taken.mean  # cleared since
+                self._spare = taken.mean  # :meth:`clear` was called since
             elif self._weight == 0:
                 self._sum, self._spare, self._weight = taken.mean, self._sum, taken.weight
             else:
@@ -255,7 +255,7 @@ class Accumulation:
                 self._spare, self._weight = taken.mean, total
 
     def release(self, taken: Contribution) -> None:
-        """The round succeeded: its buffer may be filled anew."""
+        """Free the buffer of a contribution whose round succeeded."""
         with self._lock:
             self._let_go(taken)
             self._spare = taken.mean
@@ -265,13 +265,13 @@ class Accumulation:
             self._taken_weight -= taken.weight
 
     def withhold(self, taken: Contribution) -> None:
-        """The round has ended, and whether it used the contribution will be found out."""
+        """Keep a contribution aside: its round has ended, and it is not known yet if it was used."""
         with self._lock:
             if taken.generation == self._generation:
                 self._withheld[id(taken)] = taken.weight
 
     def found_out(self, taken: Contribution, *, used: bool) -> None:
-        """What became of a contribution that was withheld."""
+        """Settle a withheld contribution: it is used up, or accumulated again."""
         with self._lock:
             self._withheld.pop(id(taken), None)
         if used:
@@ -280,7 +280,7 @@ class Accumulation:
             self.give_back(taken)
 
     def clear(self) -> None:
-        """Forget what was accumulated, also what a running round would give back."""
+        """Discard everything accumulated, including what a running round would give back."""
         with self._lock:
             self._withheld.clear()
             self._weight = self._taken_weight = 0.0
@@ -288,7 +288,7 @@ class Accumulation:
             self._generation += 1
 
     def mean(self) -> Tensors | None:
-        """A copy of the weighted mean so far, or ``None`` when there is nothing."""
+        """Return a copy of the weighted mean so far, or ``None`` when there is nothing."""
         with self._lock:
             if self._weight == 0 or self._sum is None or self._schema is None:
                 return None
@@ -326,7 +326,7 @@ def _check_same(before: Schema, now: Schema) -> None:
 
 
 def _check_values(schema: Schema, tensors: Sequence[torch.Tensor]) -> None:
-    """One pass and, on CUDA, one synchronisation: a NaN comes through a maximum."""
+    """Check all values in one pass and, on CUDA, one synchronisation; a maximum propagates NaN."""
     filled = [(position, tensor) for position, tensor in enumerate(tensors) if tensor.numel()]
     if not filled:
         return

@@ -1,8 +1,8 @@
-"""Memory that goes from round to round.
+"""Memory that is reused from round to round.
 
-A fresh vector costs more than averaging it does: the system hands out its pages one by one and fills each with zeros
-(64 MiB: 24 ms, against 2 ms). So what a round has used is used again by a later one, as soon as the last tensor or view
-on it is gone, be it ours or the caller's, who may keep a result for as long as it likes.
+Allocating a vector costs more than averaging it: the system hands out its pages one by one and fills each with zeros
+(64 MiB: 24 ms, against 2 ms). So a later round reuses the memory of an earlier one, as soon as the last tensor or view
+on it is gone. That includes the caller's views: a caller may keep a result for any time.
 """
 
 from __future__ import annotations
@@ -18,30 +18,31 @@ from numpy.typing import NDArray
 
 
 class Buffers:
-    """Lends buffers, and takes each back by itself when nothing refers to it any more. Safe to use from any thread.
+    """Lends buffers, and reclaims each when nothing refers to it any more. Safe to use from any thread.
 
     Args:
-        max_idle_bytes: held back for later at most; what came back first is freed first.
+        max_idle_bytes: limit of the idle bytes kept for reuse; the oldest idle buffer is freed first.
     """
 
     def __init__(self, max_idle_bytes: int) -> None:
         self._max_idle_bytes = max_idle_bytes
         self._lock = threading.Lock()
         self._idle: list[NDArray[np.uint8]] = []
-        # Finalizers run wherever a last reference is dropped, under the lock as well: they append here, and never wait.
+        # Finalizers run wherever a last reference is dropped, even under the lock. They append here and never wait.
         self._returned: deque[NDArray[np.uint8]] = deque()
 
     def floats(self, elements: int) -> torch.Tensor:
-        """float32 (elements,) on the CPU, of arbitrary content."""
+        """Return a float32 tensor (elements,) on the CPU, of arbitrary content."""
         return torch.from_numpy(self._lend(4 * elements, np.float32))
 
     def bytes(self, count: int) -> memoryview:
-        """So many writable bytes, of arbitrary content."""
+        """Return a writable buffer of that many bytes, of arbitrary content."""
         return self._lend(count, np.uint8).data
 
     def _lend(self, count: int, dtype: type[np.generic]) -> NDArray[Any]:
         memory = self._take(count)
-        # The finalizer watches the view that is handed out: numpy lets views of a view refer to the memory itself.
+        # The finalizer watches the view that is handed out, because in numpy a view of a view refers to the memory
+        # itself.
         lent = memory.view(dtype)
         if count:
             weakref.finalize(lent, self._take_back, memory).atexit = False
@@ -57,7 +58,7 @@ class Buffers:
 
     def _take_back(self, memory: NDArray[np.uint8]) -> None:
         self._returned.append(memory)
-        # It may be this very thread that holds the lock, in the midst of which its last reference went.
+        # The last reference may be dropped in the thread that holds the lock, so do not wait for it.
         if self._lock.acquire(blocking=False):
             try:
                 self._sort_in()
@@ -73,7 +74,7 @@ class Buffers:
 
     @property
     def idle_bytes(self) -> int:
-        """What is held back for later."""
+        """Bytes that are kept for reuse."""
         with self._lock:
             self._sort_in()
             return sum(memory.nbytes for memory in self._idle)

@@ -1,4 +1,4 @@
-"""What a peer measures while it accumulates: means by weight, that travel with its contribution. No I/O, no clock."""
+"""Metrics of a peer: weighted means that travel with its contribution. No I/O, no clock."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from p2pavg.group.names import is_name
 
 
 def checked_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
-    """The metrics as floats.
+    """Return the metrics as floats.
 
     Raises:
-        AccumulateError: a name that is no text of 1 to 32 printable characters, or a value that is no finite number.
+        AccumulateError: a name is not 1 to 32 printable characters, or a value is not a finite number.
     """
     if not isinstance(metrics, Mapping):
         raise AccumulateError(f"metrics must be a mapping of names to numbers, got {type(metrics).__name__}")
@@ -38,33 +38,33 @@ def checked_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
 def _float_of(value: SupportsFloat) -> float:
     try:
         return float(value)
-    except OverflowError:  # a whole number of hundreds of digits
+    except OverflowError:  # an integer of hundreds of digits
         return math.inf
 
 
 class MetricMeans:
-    """Of each metric, the mean by weight over those who gave it."""
+    """Mean of each metric, by weight, over the calls or peers that gave it."""
 
     def __init__(self) -> None:
         self._found: dict[str, tuple[float, float]] = {}  # name -> mean, weight
 
     @property
     def means(self) -> dict[str, float]:
-        """As they are now."""
+        """The means as they are now."""
         return {name: mean for name, (mean, _) in self._found.items()}
 
     def check_room(self, metrics: Mapping[str, float]) -> None:
-        """Raise AccumulateError if these would be more names than a contribution carries."""
+        """Raise AccumulateError if these metrics would exceed the names that a contribution carries."""
         if len(self._found.keys() | metrics.keys()) > MAX_METRICS:
             raise AccumulateError(f"at most {MAX_METRICS} metrics travel with a contribution")
 
     def add(self, metrics: Mapping[str, float], weight: float) -> None:
-        """Once more, with a weight above 0."""
+        """Add one measurement of each metric, with a weight above 0."""
         for name, value in metrics.items():
             self._take(name, value, weight)
 
     def merge(self, other: MetricMeans) -> None:
-        """All that another one holds; names for which there is no room are left out."""
+        """Add the means of another instance; leave out names beyond the limit."""
         for name, (mean, weight) in other._found.items():
             if name in self._found or len(self._found) < MAX_METRICS:
                 self._take(name, mean, weight)
@@ -72,5 +72,5 @@ class MetricMeans:
     def _take(self, name: str, value: float, weight: float) -> None:
         mean, before = self._found.get(name, (value, 0.0))
         share = weight / (before + weight)
-        # Convex, so that it stays between the two: their difference may be more than a float holds.
+        # A convex combination stays between the two; their difference may overflow a float.
         self._found[name] = (mean * (1 - share) + value * share, before + weight)

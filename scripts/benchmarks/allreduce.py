@@ -1,4 +1,4 @@
-"""One all-reduce on this machine: p2pavg beside gloo and hivemind, in turn, so that what disturbs one disturbs all."""
+"""One all-reduce on this machine: p2pavg, gloo and hivemind in turn, so that a disturbance affects all of them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace, report: Report) -> None:
 
 
 def choose(codecs: list[str], arguments: argparse.Namespace, report: Report) -> list[System]:
-    """In the order of their turns."""
+    """Return the systems in the order of their turns."""
     systems = [*(p2pavg(codec, arguments.peers) for codec in codecs), gloo()]
     try:
         python = hivemind_python(arguments.hivemind_python)
@@ -58,7 +58,7 @@ def choose(codecs: list[str], arguments: argparse.Namespace, report: Report) -> 
 
 
 def measure(systems: list[System], folder: Path, arguments: argparse.Namespace, report: Report) -> Rounds:
-    """All systems stay, and do nothing while it is another's turn. Who fails is out of it."""
+    """Measure all systems in turn. Each keeps running but is idle outside its turns; a system that fails is dropped."""
     setup = {"elements": arguments.elements, "vectors": str(folder)}
     found: Rounds = {system.name: [] for system in systems}
     with ExitStack() as stack:
@@ -68,7 +68,7 @@ def measure(systems: list[System], folder: Path, arguments: argparse.Namespace, 
             try:
                 crew = stack.enter_context(Crew(system, [Place()] * arguments.peers, setup))
                 crew.ready()
-                crew.round()  # the first one allocates what later ones find there
+                crew.round()  # the first round allocates buffers that later rounds reuse
                 crews.append(crew)
             except CrewError as error:
                 report.error(NAME, system.name, str(error))
@@ -86,7 +86,7 @@ def measure(systems: list[System], folder: Path, arguments: argparse.Namespace, 
 
 
 def idle(crews: list[Crew], report: Report) -> None:
-    """What those cost who wait for their turn: the others pay for it."""
+    """Note the cost of idle systems, which slows the measured one."""
 
     def used(crew: Crew) -> float:
         return sum(cpu_seconds(process_tree(process.pid)) for process in crew.processes)
@@ -99,7 +99,7 @@ def idle(crews: list[Crew], report: Report) -> None:
 
 
 def figures(name: str, rounds: list[Measured], arguments: argparse.Namespace, report: Report) -> None:
-    """Everything of one system."""
+    """Report all figures of one system."""
     nbytes = 4 * arguments.elements
     what: dict[str, tuple[str, Callable[[Measured], float]]] = {
         "exchange": ("s", lambda found: found.exchange),
@@ -112,7 +112,7 @@ def figures(name: str, rounds: list[Measured], arguments: argparse.Namespace, re
         "resident": ("MB at the peak", lambda found: found.resident / 1e6),
     }
     if name == "gloo":
-        del what["exchange"], what["group"]  # it has no group to find
+        del what["exchange"], what["group"]  # it forms no group
     for figure, (unit, value) in what.items():
         report.figure(
             NAME,
@@ -141,7 +141,7 @@ def ratios(codec: str, rounds: Rounds, arguments: argparse.Namespace, report: Re
             continue
         above, below = (list(map(value, rounds[name])) for name in (over, under))
         if not all(below):
-            continue  # so small a vector that it cost nothing that the kernel counts
+            continue  # the vector is too small for the kernel to count any cost
         report.figure(
             NAME,
             f"ratio of {figure}",

@@ -1,7 +1,7 @@
-"""The codecs alone: MB of fp32 that one core encodes and decodes in a second, and what is lost.
+"""The codecs alone: MB of fp32 that one core encodes and decodes per second, and the error.
 
-Part by part, as an exchange does it, of normal values. ``bitsandbytes`` is its own code for CPUs, with the same format
-and block as ``blockwise8``.
+Normally distributed values are encoded part by part, as in an exchange. ``bitsandbytes`` is that library's own CPU
+code, with the same format and block size as ``blockwise8``.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ def run(arguments: argparse.Namespace, report: Report) -> None:
 
 
 Work = dict[str, Callable[[], object]]
-"""What ``encode`` and ``decode`` do; the one after the other leaves the values as decoded in ``out``."""
+"""The ``encode`` and ``decode`` functions; after both, ``out`` holds the decoded values."""
 
 
 def of_codec(codec: Codec, values: torch.Tensor, out: torch.Tensor) -> Work:
-    """One of ours."""
+    """Return the work of one of this project's codecs."""
     parts, outs = split(values), split(out)
     payloads = [bytearray(codec.encoded_nbytes(part.numel())) for part in parts]
 
@@ -67,7 +67,7 @@ def of_codec(codec: Codec, values: torch.Tensor, out: torch.Tensor) -> Work:
 
 
 def of_bitsandbytes(values: torch.Tensor, out: torch.Tensor) -> Work:
-    """The library's own functions."""
+    """Return the work of bitsandbytes' own functions."""
     from bitsandbytes import functional  # takes seconds
 
     parts, outs = split(values), split(out)
@@ -84,14 +84,14 @@ def of_bitsandbytes(values: torch.Tensor, out: torch.Tensor) -> Work:
 
 
 def split(values: torch.Tensor) -> Parts:
-    """Views."""
+    """Return views of the parts."""
     return list(torch.split(values, MAX_PART_ELEMENTS))
 
 
 def measure(
     works: dict[str, Work], values: torch.Tensor, out: torch.Tensor, repeats: int, report: Report
 ) -> None:
-    """Each once as a warm-up, and then one after the other, again and again."""
+    """Run each codec once as a warm-up, then all in turn, repeatedly."""
     rates: dict[tuple[str, str], list[float]] = {}
     errors: dict[str, float] = {}
     for number in range(repeats + 1):

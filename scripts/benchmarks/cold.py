@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace, report: Report) -> None:
 
 
 def start(system: System, folder: Path, arguments: argparse.Namespace) -> float:
-    """Seconds of one start."""
+    """Return the duration of one cold start, in seconds."""
     setup = {"elements": arguments.elements, "vectors": str(folder), "at_once": True}
     began = time.monotonic()
     with Crew(system, [Place()] * arguments.peers, setup) as crew:

@@ -1,4 +1,4 @@
-"""The processes of one system, which do rounds together when they are told."""
+"""The processes of one system, which do rounds together on command."""
 
 from __future__ import annotations
 
@@ -20,61 +20,61 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 START_SECONDS = 90.0  # importing torch in many processes on a busy machine
 END_SECONDS = 5.0
-LEAD_SECONDS = 0.03  # from "begin at this moment" to the moment: all have read it by then
+LEAD_SECONDS = 0.03  # between the command and the start of a round: all processes have read it by then
 
 
 class CrewError(Exception):
-    """Processes that ended, or said nothing in time, or averaged wrongly."""
+    """A process ended early, timed out, or averaged wrongly."""
 
 
 @dataclass(frozen=True)
 class System:
-    """What is measured."""
+    """One system to measure."""
 
     name: str
     module: str
-    """What each process runs."""
+    """Module that each process runs."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
     tolerance: float = 1e-5
-    """Relative L2 error above which a result is wrong, and not just encoded."""
+    """Relative L2 error above which a result counts as wrong; encoding alone stays below it."""
     python: str = sys.executable
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where one process runs."""
+    """Place in which one process runs."""
 
     host: str = "127.0.0.1"
     interface: str = "lo"
     prefix: tuple[str, ...] = ()
-    """What comes before its command."""
+    """Words before the process's command."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """One round of all."""
+    """Figures of one round, over all members."""
 
     step: float
-    """Seconds from the moment at which all began to the end of the last."""
+    """Seconds from the common start to the end of the last member."""
     exchange: float
-    """The longest of the members'; the same as ``step`` where a system has nothing before it."""
+    """The longest exchange of a member; the same as ``step`` for a system without matchmaking."""
     group: float
     cpu: float
-    """CPU seconds of all together."""
+    """CPU seconds of all members together."""
     above: float
-    """Bytes at the peak that were not there before the round, of the member with most."""
+    """Peak memory above that before the round, in bytes; maximum over the members."""
     above_first: float
-    """The same, beside what was there before the first round: with the buffers that are kept between rounds."""
+    """Peak memory above that before the first round, which includes buffers kept between rounds."""
     resident: float
-    """Bytes at the peak, of the member with most."""
+    """Peak memory in bytes; maximum over the members."""
     error: float
-    """Relative L2 error of the member with most."""
+    """Relative L2 error; maximum over the members."""
     ended: float
-    """When the last had its result."""
+    """Time at which the last member had its result."""
 
 
 class Process:
-    """One of them, seen from the parent."""
+    """One child process, seen from the parent."""
 
     def __init__(self, system: System, place: Place) -> None:
         self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - read after its end, closed by `end`
@@ -85,7 +85,7 @@ class Process:
             stderr=self.log,
             text=True,
             cwd=ROOT,
-            # The environment of another python has none of ours on its path.
+            # Another python's environment does not have this project on its path.
             env={**os.environ, "PYTHONPATH": str(ROOT)},
             process_group=0,
         )
@@ -97,22 +97,22 @@ class Process:
     def _read(self) -> None:
         assert self._popen.stdout is not None
         for line in self._popen.stdout:
-            if line.endswith("\n"):  # else it was killed before it had said it all
+            if line.endswith("\n"):  # otherwise it was killed in the middle of a line
                 self._events.put(json.loads(line))
         self._events.put(None)
 
     def tell(self, **message: Any) -> None:
-        """Send one message; one that has ended hears nothing."""
+        """Send one message; do nothing if the process has ended."""
         assert self._popen.stdin is not None
         with suppress(BrokenPipeError):
             self._popen.stdin.write(json.dumps(message) + "\n")
             self._popen.stdin.flush()
 
     def event(self, deadline: float) -> dict[str, Any]:
-        """Its next report.
+        """Return its next report.
 
         Raises:
-            CrewError: there is none by ``deadline``.
+            CrewError: no report arrives by ``deadline``.
         """
         try:
             found = self._events.get(timeout=max(deadline - time.monotonic(), 0.0))
@@ -128,7 +128,7 @@ class Process:
         return lines[-1] if lines else "nothing is said of why"
 
     def end(self) -> None:
-        """Now, with its children."""
+        """Kill the process and its children."""
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         self._popen.wait()
@@ -138,17 +138,19 @@ class Process:
         with suppress(BrokenPipeError):
             self._popen.stdin.close()
         self._reader.join(END_SECONDS)
-        if not self._reader.is_alive():  # else some child that has left the group holds the other end
+        if (
+            not self._reader.is_alive()
+        ):  # otherwise a child that left the process group still holds the other end
             self._popen.stdout.close()
 
 
 class Crew:
-    """So many processes of one system. Leaving the ``with`` block ends them.
+    """The processes of one system. Leaving the ``with`` block ends them.
 
     Args:
-        places: one for each.
-        setup: what each is told first, beside its place and the system's arguments.
-        seconds: how long one round may take.
+        places: one for each process.
+        setup: first message to each process, beside its place and the system's arguments.
+        seconds: timeout of one round.
     """
 
     def __init__(
@@ -173,13 +175,13 @@ class Crew:
         self.end()
 
     def end(self) -> None:
-        """End them all."""
+        """End all processes."""
         for process in self.processes:
             process.end()
         self.processes = []
 
     def _start(self) -> None:
-        """All import at once; the first is asked where it is, and the others are told."""
+        """Start all processes at once; pass the first one's address to the others."""
         self.processes = [Process(self.system, place) for place in self._places]
         deadline = time.monotonic() + START_SECONDS
         bootstrap: list[str] = []
@@ -193,23 +195,23 @@ class Crew:
             process.event(deadline)
 
     def ready(self) -> None:
-        """Wait until each can do rounds."""
+        """Wait until each process can do rounds."""
         self.heard(time.monotonic() + START_SECONDS)
 
     def heard(self, deadline: float) -> list[dict[str, Any]]:
-        """One report of each."""
+        """Return the next report of each process."""
         return [process.event(deadline) for process in self.processes]
 
     def tell(self, **message: Any) -> None:
-        """The same to all."""
+        """Send the same message to all."""
         for process in self.processes:
             process.tell(**message)
 
     def round(self) -> Measured:
-        """One round, begun by all at the same moment.
+        """Run one round, begun by all processes at the same moment.
 
         Raises:
-            CrewError: it came to no end, or the wrong one.
+            CrewError: the round did not end in time, or its result is wrong.
         """
         deadline = time.monotonic() + self._seconds
         self.tell(prepare=self._rounds)
@@ -219,7 +221,7 @@ class Crew:
         return self.ended(deadline)
 
     def ended(self, deadline: float) -> Measured:
-        """What came of a round that all have begun."""
+        """Collect the reports of a round that all have begun."""
         times = self.heard(deadline)
         self.tell(check=True)
         found = self.heard(deadline)

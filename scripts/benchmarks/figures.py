@@ -1,4 +1,4 @@
-"""What is printed: one line of JSON a figure, and a table of them all."""
+"""Output of figures: one line of JSON for each, and a table of all of them."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ DIGITS = 4
 
 
 class Report:
-    """Takes figures as they are measured.
+    """Collects and prints figures as they are measured.
 
-    Lines go to ``path``, or to the standard output, and then the table goes to the standard error: whoever reads lines
-    reads nothing else.
+    Lines go to ``path`` or to the standard output. In the latter case the table goes to the standard error, so that a
+    reader of the lines sees nothing else.
     """
 
     def __init__(self, path: Path | None = None) -> None:
@@ -27,7 +27,7 @@ class Report:
         self._console = Console(stderr=path is None, width=150)
         self._rows: list[tuple[str, str, str, str, str]] = []
         self.errors = 0
-        """How many figures there should be and are not."""
+        """Number of figures that are missing because of an error."""
 
     def figure(
         self,
@@ -40,11 +40,11 @@ class Report:
         median: float | None = None,
         **conditions: Any,
     ) -> float:
-        """One figure: the median of ``values`` with their range.
+        """Report one figure: the median of ``values`` with their range.
 
         Args:
-            median: in place of theirs, where the figure is made of other medians.
-            conditions: what it was measured with; goes into the line.
+            median: replaces the median of ``values``, for a figure that is derived from other medians.
+            conditions: settings of the measurement, which go into the line.
 
         Returns:
             The median.
@@ -68,29 +68,29 @@ class Report:
         return middle
 
     def skipped(self, benchmark: str, system: str, why: str) -> None:
-        """Say that something is not measured here, which is no error."""
+        """Report that something is not measured here, which is not an error."""
         self._line(benchmark=benchmark, system=system, skipped=why)
         self._rows.append((benchmark, system, "skipped", why, ""))
 
     def error(self, benchmark: str, system: str, what: str) -> None:
-        """Say that something was measured and cannot be believed, or came to no end."""
+        """Report that a measurement is implausible or did not end."""
         self.errors += 1
         self._line(benchmark=benchmark, system=system, error=what)
         self._rows.append((benchmark, system, "ERROR", what, ""))
 
     def note(self, text: str) -> None:
-        """Tell whoever waits what goes on."""
+        """Print progress for the user."""
         print(text, file=sys.stderr, flush=True)
 
     def table(self) -> None:
-        """Print everything once more, for people."""
+        """Print all figures as a table."""
         table = Table("benchmark", "system", "figure", "median", "range (repeats)")
         for row in self._rows:
             table.add_row(*row)
         self._console.print(table)
 
     def close(self) -> None:
-        """No more figures."""
+        """Close the file, if there is one."""
         if self._file is not None:
             self._file.close()
 

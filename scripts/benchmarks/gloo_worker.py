@@ -1,4 +1,4 @@
-"""One process of torch.distributed's all-reduce over gloo: fp32, in the clear, and no member may be lost."""
+"""One process of torch.distributed's all-reduce over gloo: fp32, unencrypted, without tolerance of lost members."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Member:
 
 
 def main() -> None:
-    """See the top of this file."""
+    """Run the worker."""
     torch.set_num_threads(1)
     line = Line()
     setup = line.told()

@@ -1,4 +1,4 @@
-"""How long it takes to find a group: from the moment the last of its members is ready to its commit.
+"""Matchmaking time: from the moment the last member of a group is ready to the group's commit.
 
 Peers become ready at random moments within 0.2 s, and do rounds of a small vector.
 """
@@ -36,7 +36,7 @@ def run(arguments: argparse.Namespace, report: Report) -> None:
             waits.setdefault(event["group_id"], []).append(event["to_group"])
         else:
             report.error(NAME, "p2pavg", f"round {event['round']}: {event['result']}")
-    # Of a group's members, the last to be ready waited the shortest.
+    # The member of a group that was ready last waited for the shortest time.
     found = sorted(min(members) for members in waits.values())
     if not found:
         report.error(NAME, "p2pavg", "no group was formed")

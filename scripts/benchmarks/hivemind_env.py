@@ -1,4 +1,4 @@
-"""A virtual environment for hivemind: its dependencies and ours do not go together."""
+"""A virtual environment for hivemind, whose dependencies conflict with this project's."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ import sys
 from scripts.benchmarks.crew import ROOT
 
 VARIABLE = "P2PAVG_BENCH_HIVEMIND_PYTHON"
-FOLDER = ROOT / ".venv-hivemind"  # git ignores it, as it does .venv
-# With numpy 2.4 its 8-bit codecs fail inside and `step()` says that all is well; it imports pkg_resources, which
+FOLDER = ROOT / ".venv-hivemind"  # ignored by git, like .venv
+# With numpy 2.4 its 8-bit codecs fail internally while `step()` reports success. It also imports pkg_resources, which
 # setuptools 81 no longer has.
 PACKAGES = ("torch==2.13.0", "numpy<2.4", "setuptools<81", "hivemind==1.1.12", "bitsandbytes")
 
 
 class NoHivemindError(Exception):
-    """There is nothing to compare with; says why."""
+    """No environment with hivemind is available; the message says why."""
 
 
 def hivemind_python(given: str | None) -> str:
-    """The python of an environment that has hivemind, made on the first call.
+    """Return the python of an environment with hivemind, which the first call creates.
 
     Args:
-        given: one that is there already, or ``"none"``; of the environment's variable if not given.
+        given: an existing python, or ``"none"``; by default, the value of the environment variable.
 
     Raises:
-        NoHivemindError: there is none.
+        NoHivemindError: hivemind is not available.
     """
     given = given or os.environ.get(VARIABLE)
     if given == "none":
@@ -43,7 +43,7 @@ def hivemind_python(given: str | None) -> str:
 
 
 def _make() -> None:
-    """Make it, unless it was made to the end."""
+    """Create the environment, unless a complete one exists."""
     made = FOLDER / "made"
     if made.exists() and made.read_text() == "\n".join(PACKAGES):
         return

@@ -28,7 +28,7 @@ class Member:
     def run(self) -> dict[str, float]:
         began = time.monotonic()
         control = self._averager.step(weight=1.0, timeout=STEP_SECONDS, wait=False)
-        # Its all-reduce begins where its own flag says so: there is no other way to hear of it.
+        # Its own flag marks the beginning of the all-reduce; there is no public notification.
         while not control.began_allreduce and not control.done():
             time.sleep(POLL_SECONDS)
         formed = time.monotonic()
@@ -43,8 +43,8 @@ class Member:
 
 
 def main() -> None:
-    """See the top of this file."""
-    # Not in the environment that checks this file's types.
+    """Run the worker."""
+    # hivemind is missing in the environment that checks this file's types.
     hivemind: Any = importlib.import_module("hivemind")
     compression: Any = importlib.import_module("hivemind.compression")
     codecs = {"NONE": compression.NoCompression, "BLOCKWISE_8BIT": compression.BlockwiseQuantization}
@@ -62,7 +62,7 @@ def main() -> None:
         dht,
         start=True,
         prefix="bench",
-        # Without it, every round waits for five seconds for more peers.
+        # Without this setting, every round waits five seconds for more peers.
         target_group_size=count,
         min_group_size=count,
         compression=codecs[setup["codec"]](),

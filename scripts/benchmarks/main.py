@@ -1,9 +1,9 @@
 """Measures p2pavg beside gloo and hivemind on this machine.
 
-Prints one line of JSON a figure, with its median, its range and the number of repeats, and a table of all of them: the
-lines on the standard output and the table on the standard error; with --json, the lines in the file and the table on
-the standard output. What cannot be measured here is skipped, with the reason. Ends with 1 when a result was wrong or
-did not come, with 2 when a benchmark cannot run here at all.
+Prints one line of JSON for each figure, with its median, its range and the number of repeats, and a table of all
+figures. The lines go to the standard output and the table to the standard error; with --json, the lines go to the file
+and the table to the standard output. Measurements that are impossible on this machine are skipped, with the reason. The
+exit status is 1 if a result was wrong or missing, and 2 if a benchmark cannot run here at all.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ ALL = "all"
 
 
 def main() -> int:
-    """See the top of this file."""
-    small = "--small" in sys.argv  # decides the defaults that --help shows
+    """Run the benchmarks."""
+    small = "--small" in sys.argv  # needed early: it decides the defaults that --help shows
     parser = argparse.ArgumentParser(
         prog="scripts/bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -50,7 +50,7 @@ def main() -> int:
     _add_common(everything)
     everything.add_argument("--hivemind-python", help="one that can import hivemind, or none")
     arguments = parser.parse_args()
-    # As Ctrl-C does: leave every `with`, and so no process and no network namespace behind.
+    # Like Ctrl-C: every `with` block is left, so that no process and no network namespace remains.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     report = Report(arguments.json)
     try:
@@ -70,8 +70,8 @@ def _run(name: str, arguments: argparse.Namespace, report: Report) -> int:
 
 
 def _run_all(arguments: argparse.Namespace, small: bool, report: Report) -> int:
-    """What cannot run here is said, and does not count."""
-    # Links that differ at one rate only: at 10 Mbit/s the slow one makes a round of fp32 take minutes.
+    """Run all benchmarks; those that cannot run here are reported, but do not affect the exit status."""
+    # Unequal links at one rate only: at 10 Mbit/s, the slow link would make an fp32 round take minutes.
     runs: list[tuple[str, list[str]]] = [(name, []) for name in SUMMARIES]
     if not small:
         runs.append(("wan", ["--unequal", "--rates", "100"]))

@@ -1,4 +1,4 @@
-"""What a process and its children use, from Linux's /proc. Imports nothing but the standard library."""
+"""CPU time and memory of a process and its children, from Linux's /proc. Imports only the standard library."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PROC = Path("/proc")
 
 
 def process_tree(pid: int) -> list[int]:
-    """A process and all below it; one that has just ended is left out."""
+    """Return a process and its descendants, without those that have just ended."""
     found = [pid]
     with suppress(OSError):
         for task in (PROC / str(pid) / "task").iterdir():
@@ -21,7 +21,7 @@ def process_tree(pid: int) -> list[int]:
 
 
 def cpu_seconds(pids: Iterable[int]) -> float:
-    """User and system time so far, that of children who have ended included."""
+    """Return user and system time so far, including that of children that have ended."""
     ticks = 0
     for pid in pids:
         with suppress(OSError):
@@ -32,9 +32,9 @@ def cpu_seconds(pids: Iterable[int]) -> float:
 
 
 def resident_bytes(pids: Iterable[int], field: str = "VmRSS") -> int:
-    """Memory of all together, at this moment or at its highest (``VmHWM``).
+    """Return the memory of all processes together, at this moment or at their peaks (``VmHWM``).
 
-    Shared memory, in which hivemind hands a vector from process to process, counts once; libraries count for each.
+    Shared memory, by which hivemind passes vectors between processes, counts once. Libraries count for each process.
     """
     statuses = [_status(pid) for pid in pids]
     shared = [status.get("RssShmem", 0) for status in statuses]
@@ -42,7 +42,7 @@ def resident_bytes(pids: Iterable[int], field: str = "VmRSS") -> int:
 
 
 def _status(pid: int) -> dict[str, int]:
-    """Sizes in bytes."""
+    """Return memory sizes of a process, in bytes."""
     found = {}
     with suppress(OSError):
         for line in (PROC / str(pid) / "status").read_text().splitlines():
@@ -53,30 +53,30 @@ def _status(pid: int) -> dict[str, int]:
 
 
 class Meter:
-    """What this process and its children use between :meth:`start` and :meth:`read`.
+    """CPU time and memory of this process and its children between :meth:`start` and :meth:`read`.
 
-    The peak is the sum of the processes' own peaks, which the kernel keeps: nothing is sampled, and so nothing is
-    missed. Of several processes it may be more than there ever was at one moment.
+    The peak is the sum of the processes' own peaks, which the kernel keeps, so that no sampling can miss one. For
+    several processes the sum may exceed the memory used at any one moment.
     """
 
     def __init__(self) -> None:
         self._first: int | None = None
 
     def start(self) -> None:
-        """Begin."""
+        """Begin a measurement."""
         self._pids = process_tree(os.getpid())
         for pid in self._pids:
-            with suppress(OSError):  # no such file on other systems
-                (PROC / str(pid) / "clear_refs").write_text("5")  # its peak is from now on
+            with suppress(OSError):  # the file exists on Linux only
+                (PROC / str(pid) / "clear_refs").write_text("5")  # resets its peak
         self._resident = resident_bytes(self._pids)
         if self._first is None:
             self._first = self._resident
         self._cpu = cpu_seconds(self._pids)
 
     def read(self) -> dict[str, float]:
-        """CPU seconds, bytes at the peak, and of those the bytes above this start, and above the first one.
+        """Return CPU seconds, peak bytes, and peak bytes above this start and above the first start.
 
-        What is kept from round to round is in the last of them only.
+        Only the last figure includes memory that is kept from round to round.
         """
         assert self._first is not None
         peak = resident_bytes(self._pids, "VmHWM")

@@ -1,7 +1,7 @@
-"""Machines that are none: network namespaces, each with a link of a given rate to a common switch.
+"""Virtual machines: network namespaces, each with a link of a given rate to a common switch.
 
-Each namespace has one end of a veth pair; the other is a port of a bridge, in a namespace of its own, so that nothing
-here touches the machine's network. A token bucket at either end limits what the member sends and what it receives.
+Each namespace has one end of a veth pair. The other end is a port of a bridge in a namespace of its own, so that the
+machine's network is untouched. A token bucket at each end limits the member's sending and receiving rates.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ PREFIX = "p2pavg-bench"
 INTERFACE = "eth0"
 SUBNET = "10.77.0"
 
-# What most systems use. BBR, which some have by default, leaves a fifth of so short a path unused when several
+# The default of most systems. BBR, the default of some, leaves a fifth of such a short path unused when several
 # connections share it.
 CONGESTION_CONTROL = "cubic"
-# A bucket has to take one segment as the kernel hands it over; more of it is a head start that no real link gives.
+# A bucket must hold one segment of the kernel; a larger one would give a head start that no real link gives.
 LEAST_BURST_BYTES = 32 * 1024
 BURST_SECONDS = 0.004
-# What waits before a link. A home router's queue is of this kind; with much less, members that send to one at the same
-# moment lose so much that TCP, and not the link, is measured.
+# Queue before a link, as in a home router. With a much shorter one, members that send to the same member at once would
+# lose so many packets that the figure shows TCP and not the link.
 QUEUE_SECONDS = 0.05
 LEAST_QUEUE_BYTES = 64 * 1024
 
 
 class NoNamespacesError(Exception):
-    """They cannot be made here; says why."""
+    """Network namespaces cannot be made here; the message says why."""
 
 
 def check() -> None:
-    """Raises NoNamespacesError when namespaces or their links cannot be made here."""
+    """Raise NoNamespacesError if namespaces or their links cannot be made here."""
     if os.name != "posix" or os.geteuid() != 0:
         raise NoNamespacesError("network namespaces need root")
     for tool in ("ip", "tc"):
@@ -51,7 +51,7 @@ def check() -> None:
 
 @contextmanager
 def switched(rates_mbps: Sequence[float]) -> Iterator[list[Place]]:
-    """One place for each rate, removed at the end however that comes."""
+    """Provide one place for each rate; remove them on every kind of exit."""
     _remove_abandoned()
     hub = f"{PREFIX}-{os.getpid()}-hub"
     with ExitStack() as stack:
@@ -78,7 +78,7 @@ def _member(stack: ExitStack, hub: str, index: int, rate_mbps: float) -> Place:
 
 
 def _namespace(stack: ExitStack, name: str) -> None:
-    stack.callback(_remove, name)  # before it is there: a Ctrl-C may come between
+    stack.callback(_remove, name)  # registered before the creation, because a Ctrl-C may come between
     _run("ip", "netns", "add", name)
 
 
@@ -95,7 +95,7 @@ def _remove(name: str) -> None:
 
 
 def _remove_abandoned() -> None:
-    """Those of a process that was killed and could not do it."""
+    """Remove the namespaces of a process that was killed before it could."""
     listed = subprocess.run(["ip", "netns", "list"], check=True, capture_output=True, text=True).stdout
     for line in listed.splitlines():
         name = line.split()[0]

@@ -1,9 +1,10 @@
-"""What a training loop loses to rounds in the background: its steps per second with them, beside those without.
+"""Cost of background rounds for a training loop: steps per second with them, compared with those without.
 
-One process trains, with one thread, and calls ``step(wait=0)`` after every step; the others only average. Windows with
-and without rounds alternate. The others keep to one core, since in a run they are on machines of their own; the one
-that trains has all of them. So with two, its own averaging shares with all that the others do the one that training
-leaves. Over a home link (``--mbps``) a round takes many steps; without a limit it is as fast as this machine makes it.
+One process trains with one thread and calls ``step(wait=0)`` after every step; the others only average. Windows with
+and without rounds alternate. The others are confined to one core, since in a real run they have machines of their own.
+The training process may use all cores. On a machine with two, its averaging thus shares the second core with all the
+other processes. Over a home link (``--mbps``) a round takes many steps; without a limit it is as fast as this machine
+allows.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def run(arguments: argparse.Namespace, report: Report) -> None:
 
 
 def measure(mbps: str, limits: dict[str, float], arguments: argparse.Namespace, report: Report) -> None:
-    """Windows in turn."""
+    """Measure the windows in turn."""
     system = replace(p2pavg(CODEC, arguments.peers, **limits), module=MODULE)
     with Crew(system, [Place()] * arguments.peers, {"elements": arguments.elements}) as crew:
         training = crew.processes[0]
@@ -76,7 +77,7 @@ def figures(
     arguments: argparse.Namespace,
     report: Report,
 ) -> None:
-    """Steps per second, and what is left of them."""
+    """Report steps per second, and the fraction that remains with rounds."""
     how = {"mbps": mbps, "peers": arguments.peers, "elements": arguments.elements}
     without, steps = ([found["steps_a_second"] for found in windows] for windows in (alone, beside))
     report.figure(NAME, "training without rounds", "steps/s", without, **how)

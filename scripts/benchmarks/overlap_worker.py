@@ -13,7 +13,7 @@ from scripts.benchmarks.worker import Line
 
 FEATURES = 1024
 BATCH = 48
-SETTLE_SECONDS = 0.2  # what a member still has to do for others when it has its own result
+SETTLE_SECONDS = 0.2  # time for a member to finish its work for others after its own result
 
 
 class Training:
@@ -31,7 +31,7 @@ class Training:
         self._optimizer = torch.optim.SGD(self._model.parameters(), lr=1e-3)
 
     def step(self) -> list[torch.Tensor]:
-        """One step. Returns the gradients."""
+        """Take one step; return the gradients."""
         self._optimizer.zero_grad()
         loss = torch.nn.functional.mse_loss(self._model(self._inputs), self._inputs)
         torch.autograd.backward(loss)
@@ -39,14 +39,14 @@ class Training:
         return self.gradients()
 
     def gradients(self) -> list[torch.Tensor]:
-        """Of the last step; zeros before the first."""
+        """The gradients of the last step; zeros before the first."""
         return [torch.zeros_like(p) if p.grad is None else p.grad for p in self._model.parameters()]
 
 
 def train(line: Line, averager: blocking.Averager, elements: int) -> None:
-    """Windows of so many seconds, with rounds in the background or without, as one is told.
+    """Train in windows of some seconds, with or without background rounds, on command.
 
-    A step trains and accumulates in both. What a round's last moments cost is no part of a window without.
+    Every step trains and accumulates in both kinds. The end of a round does not fall into a window without rounds.
     """
     training = Training(elements)
     training.step()
@@ -69,7 +69,7 @@ def train(line: Line, averager: blocking.Averager, elements: int) -> None:
 
 
 def average(line: Line, averager: blocking.Averager, elements: int) -> None:
-    """Rounds without end; they wait when the one that trains does not come."""
+    """Run rounds without end; they wait while the training peer does not join."""
     gradients = Training(elements).gradients()
     while not line.hears():
         if averager.weight == 0:
@@ -78,13 +78,13 @@ def average(line: Line, averager: blocking.Averager, elements: int) -> None:
 
 
 def stay_aside() -> None:
-    """On the last of the cores, where the system can be told: members of a run are on other machines."""
+    """Confine this process to the last core, if the system allows: in a run, members are on other machines."""
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[-1:])
 
 
 def main() -> None:
-    """See the top of this file."""
+    """Run the worker."""
     torch.set_num_threads(1)
     line = Line()
     setup = line.told()

@@ -1,4 +1,4 @@
-"""One member of a group of p2pavg, set up as a training loop would."""
+"""One member of a p2pavg group, set up as in a training loop."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class Member:
 
 
 def main() -> None:
-    """See the top of this file."""
-    import p2pavg.net.libp2p.transport  # what opening needs, while the first process finds out its address
+    """Run the worker."""
+    import p2pavg.net.libp2p.transport  # imported early, while the first process learns its address
 
     torch.set_num_threads(1)  # several processes share this machine
     line = Line()

@@ -1,7 +1,7 @@
-"""Many peers, simulated: production's matchmaker and record node on a virtual clock, over a network in memory.
+"""Many simulated peers: the real matchmaker and record node on a virtual clock, over a network in memory.
 
-All want groups of one size, and each becomes ready at a random moment of a second in each round. Seconds are the
-virtual clock's; ``wall time`` is what the simulation took.
+All peers want groups of one size. In each round, each becomes ready at a random moment within a second. Seconds are
+virtual; ``wall time`` is the duration of the simulation.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ELEMENTS = 64
 
 
 class Swarm:
-    """One run of so many peers, and what was counted."""
+    """One run with a number of peers, and its counters."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.rounds = arguments.rounds
@@ -44,10 +44,10 @@ class Swarm:
         self.sizes: list[int] = []
         self.held: list[int] = []
         self.without: int = 0
-        """Steps that found nobody, or came to nothing."""
+        """Number of steps without a group or without a result."""
 
     async def live(self, peer: Peer, index: int) -> None:
-        """The rounds of one peer."""
+        """Run the rounds of one peer."""
         answer: Callable[[str, bytes], bytes] = peer.records.answer
         vars(peer.records)["answer"] = partial(self.counted, answer)
         values = torch.full((ELEMENTS,), float(index))
@@ -63,17 +63,17 @@ class Swarm:
                     self.sizes.append(result.peers_count)
                 else:
                     self.without += 1
-            # While the others' records are there still: what one peer keeps in the midst of a run.
+            # Counted while the others' records are alive: the load of a peer in the middle of a run.
             self.held.append(records_held(peer))
 
     def counted(self, answer: Callable[[str, bytes], bytes], sender: str, request: bytes) -> bytes:
-        """A call that one peer's record node answers to another's."""
+        """Count a call from one peer's record node to another's."""
         self.calls += 1
         return answer(sender, request)
 
 
 def records_held(peer: Peer) -> int:
-    """How many a peer keeps for the network."""
+    """Number of records that each peer keeps for the network."""
     return len(peer.records._store)
 
 
@@ -103,7 +103,7 @@ def run(arguments: argparse.Namespace, report: Report) -> None:
 
 
 def simulate_one(peers: int, arguments: argparse.Namespace, report: Report) -> None:
-    """One number of peers."""
+    """Simulate one number of peers."""
     began = time.monotonic()
 
     async def main() -> Swarm:

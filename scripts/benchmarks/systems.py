@@ -1,4 +1,4 @@
-"""What is measured: p2pavg with a codec, gloo, and hivemind with a codec."""
+"""The measured systems: p2pavg with a codec, gloo, and hivemind with a codec."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from p2pavg_compression import Fp32, resolve_codec
 from scripts.benchmarks.crew import System
 
 EXACT = 1e-5
-EIGHT_BITS = 0.05  # encoded twice, of normal values; a result with a member missing is ten times as far off
+EIGHT_BITS = 0.05  # for normal values, encoded twice; the error of a result with a missing member is ten times as large
 
 HIVEMIND_CODECS = {"fp32": "NONE"}
-"""Its counterpart of a codec of ours; of all that is not in here, its block-wise 8 bits."""
+"""hivemind's counterpart of each p2pavg codec; for all others, its block-wise 8 bits."""
 
 
 def p2pavg(codec: str, peers: int, *, timeout: float = 60.0, **config: Any) -> System:
-    """A group of ``peers``, complete or not at all."""
+    """Return p2pavg with a group of exactly ``peers``."""
     return System(
         name=f"p2pavg {codec}",
         module="scripts.benchmarks.p2pavg_worker",
@@ -34,12 +34,12 @@ def p2pavg(codec: str, peers: int, *, timeout: float = 60.0, **config: Any) -> S
 
 
 def gloo() -> System:
-    """``torch.distributed``: fp32, nothing encrypted."""
+    """Return ``torch.distributed`` with gloo: fp32, unencrypted."""
     return System(name="gloo", module="scripts.benchmarks.gloo_worker")
 
 
 def hivemind(codec: str, python: str) -> System:
-    """The counterpart of p2pavg with ``codec``, in its own environment."""
+    """Return hivemind's counterpart of p2pavg with ``codec``, in its own environment."""
     theirs = hivemind_codec(codec)
     return System(
         name=f"hivemind {theirs}",
@@ -51,10 +51,10 @@ def hivemind(codec: str, python: str) -> System:
 
 
 def hivemind_codec(codec: str) -> str:
-    """What hivemind calls that which is nearest to ours."""
+    """Return hivemind's name for its closest codec."""
     return HIVEMIND_CODECS.get(codec, "BLOCKWISE_8BIT")
 
 
 def encoded_bytes(codec: str, elements: int) -> int:
-    """Bytes of a vector on the wire, without headers."""
+    """Return the bytes of a vector on the wire, without headers."""
     return resolve_codec(codec).encoded_nbytes(elements)

@@ -1,8 +1,8 @@
-"""One exchange over links of a given rate: how near it comes to what the links allow.
+"""One exchange over links of a given rate, compared with the bound that the links set.
 
-Links are limited as wires are, by whole Ethernet frames; what is possible is counted of the values alone, as encoded.
-Of 1514 bytes of a full frame 1448 are a stream's, so nothing can be above 0.956 of the bound (``headroom``), and
-acknowledgements of what comes the other way take a little more.
+Links are limited by whole Ethernet frames, as wires are, while the bound counts the encoded values alone. Of the 1514
+bytes of a full frame, 1448 belong to a stream. So no result can exceed 0.956 of the bound (``headroom``), and
+acknowledgements for the other direction take a little more.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NAME = "wan"
 UNABLE = 2
 SLOW = 0.2
 STREAM_BYTES_OF_FRAME = 1448 / 1514
-# Peers measure each other's links in their first rounds, and divide the work by what they found.
+# Peers measure each other's links in their first rounds and divide the work accordingly.
 WARM_UP = {"equal": 1, "unequal": 4}
 PATIENCE = 8.0
 
@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, small: bool) -> None:
 
 
 def run(arguments: argparse.Namespace, report: Report) -> int:
-    """Measure, and report. Returns 2 where there are no namespaces."""
+    """Measure and report; return 2 if there are no network namespaces."""
     try:
         check()
     except NoNamespacesError as error:
@@ -68,7 +68,7 @@ def measure(
     arguments: argparse.Namespace,
     report: Report,
 ) -> None:
-    """All systems over the same links, in turn."""
+    """Measure all systems in turn over the same links."""
     kind = "unequal" if arguments.unequal else "equal"
     bounds = {system.name: (system, seconds) for system, seconds in choose(links, arguments)}
     setup = {"elements": arguments.elements, "vectors": str(folder)}
@@ -91,7 +91,7 @@ def measure(
 
 
 def choose(links: list[float], arguments: argparse.Namespace) -> Iterator[tuple[System, float]]:
-    """What is measured, and the least seconds that its exchange takes."""
+    """Return the systems, each with the least possible seconds of its exchange."""
     members = [MemberLink(link) for link in links]
     for codec in arguments.codecs.split(","):
         bound = bound_seconds(encoded_bytes(codec, arguments.elements), members)
@@ -100,7 +100,7 @@ def choose(links: list[float], arguments: argparse.Namespace) -> Iterator[tuple[
 
 
 def started(stack: ExitStack, crew: Crew, warm_up: int, report: Report) -> list[Crew]:
-    """The crew after its first rounds, or nothing when it came to nothing."""
+    """Return the crew after its first rounds, or ``None`` if they failed."""
     try:
         stack.enter_context(crew)
         crew.ready()
@@ -121,7 +121,7 @@ def figures(
     arguments: argparse.Namespace,
     report: Report,
 ) -> None:
-    """Seconds, and the fraction of the bound that they are."""
+    """Report seconds, and the fraction of the bound that is reached."""
     seconds = [found.exchange for found in rounds]
     sizes = {"peers": arguments.peers, "elements": arguments.elements}
     report.figure(NAME, "exchange", "s", seconds, system=name, **conditions, **sizes)

@@ -34,12 +34,11 @@ def demo(
     match_timeout: Annotated[
         float, typer.Option(min=0.5, help="Seconds a round waits for a full group.")
     ] = 5.0,
-    seed: Annotated[int, typer.Option(min=0, help="Decides the weights and the batches.")] = 0,
-    output: Annotated[Path, typer.Option(help="Where the chart and the logs go.")] = Path("demo-output"),
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the weights and the batches.")] = 0,
+    output: Annotated[Path, typer.Option(help="Folder for the chart and the logs.")] = Path("demo-output"),
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
-    """Train a small GPT with peer processes that share only gradients, beside one process that sees all their
-    batches, and compare."""
+    """Train a small GPT with peers that share only gradients, and compare with one process on all their batches."""
     signal.signal(signal.SIGTERM, exit_on_sigterm)
     output.mkdir(parents=True, exist_ok=True)
     settings = Settings(

@@ -1,4 +1,4 @@
-"""Which windows of the text each peer sees at which step: a function of the seed alone."""
+"""The windows of text that each peer sees at each step: a function of the seed alone."""
 
 import random
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def cut_windows(tokens: Tensor, context: int) -> Tensor:
-    """Windows without overlap, (windows, context + 1): the inputs and, one further, the targets."""
+    """Return windows without overlap, (windows, context + 1): the inputs and, shifted by one, the targets."""
     length = context + 1
     count = len(tokens) // length
     return tokens[: count * length].view(count, length)
@@ -20,8 +20,10 @@ def shuffled(count: int, *key: object) -> Tensor:
 
 
 class Batches:
-    """Deals the windows out to the peers: no window belongs to two, and each peer goes through its own in
-    an order that changes from one pass to the next."""
+    """Divides the windows among the peers.
+
+    No window belongs to two peers. Each peer goes through its own in an order that changes with every pass.
+    """
 
     def __init__(self, tokens: Tensor, *, context: int, batch_size: int, peers: int, seed: int) -> None:
         windows = cut_windows(tokens, context)
@@ -33,7 +35,7 @@ class Batches:
         self._seed = seed
 
     def of_peer(self, peer: int, step: int) -> Tensor:
-        """The batch of one peer, int64 (batch_size, context + 1)."""
+        """Return the batch of one peer, int64 (batch_size, context + 1)."""
         share = self._shares[peer]
         epoch, position = divmod(step, len(share) // self._batch_size)
         order = shuffled(len(share), self._seed, peer, epoch)
@@ -41,11 +43,11 @@ class Batches:
         return share[order[first : first + self._batch_size]]
 
     def together(self, step: int) -> Tensor:
-        """The batches of all peers, one after another, int64 (peers * batch_size, context + 1)."""
+        """Return the batches of all peers, one after another, int64 (peers * batch_size, context + 1)."""
         return torch.cat([self.of_peer(peer, step) for peer in range(len(self._shares))])
 
 
 def held_out_windows(tokens: Tensor, *, context: int, count: int) -> Tensor:
-    """`count` windows evenly spaced over the text, int64 (count, context + 1)."""
+    """Return `count` windows evenly spaced over the text, int64 (count, context + 1)."""
     windows = cut_windows(tokens, context)
     return windows[torch.linspace(0, len(windows) - 1, count).long()]

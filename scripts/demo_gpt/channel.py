@@ -1,6 +1,6 @@
-"""A training process's line to the launcher: events go out on stdout, two orders come in on stdin.
+"""The connection of a training process to the launcher: events go out on stdout, two commands come in on stdin.
 
-A line on stdin means go; its end means leave. It also ends when the launcher dies, however it dies, so no
+A line on stdin means go; the end of stdin means leave. Stdin also ends when the launcher dies for any reason, so no
 training process outlives its launcher.
 """
 
@@ -15,7 +15,7 @@ STDIN, STDOUT, STDERR = 0, 1, 2
 
 class Channel:
     def __init__(self) -> None:
-        # a copy of stdout for the events alone: what anyone prints goes to the log
+        # a copy of stdout for the events alone: other output goes to the log
         self._events = os.fdopen(os.dup(STDOUT), "w")
         os.dup2(STDERR, STDOUT)
         self._go = threading.Event()

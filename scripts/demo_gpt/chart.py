@@ -1,4 +1,4 @@
-"""The loss curves as a PNG: every peer, the reference, and how far apart they are."""
+"""The loss curves as a PNG: every peer, the reference, and the differences between them."""
 
 from pathlib import Path
 
@@ -34,7 +34,7 @@ STYLE = {
 
 
 def save_chart(run: Run, path: Path) -> None:
-    """Held-out losses over faint training losses; below, how far each peer is from the reference."""
+    """Draw held-out losses over faint training losses and, below, each peer's difference from the reference."""
     with plt.style.context(STYLE):
         figure, (losses, distance) = plt.subplots(
             2, 1, figsize=(9, 6.4), sharex=True, height_ratios=(3.2, 1), layout="constrained"
@@ -62,7 +62,7 @@ def colour(index: int) -> str:
 
 
 def nested_width(index: int, peers: int) -> float:
-    """Wide lines below narrow ones, so that curves that coincide are all seen."""
+    """Return the width of a line. Wide lines lie below narrow ones, so that coinciding curves stay visible."""
     return 2.0 + 1.8 * (peers - 1 - index)
 
 
@@ -79,7 +79,7 @@ def draw_losses(axes: Axes, run: Run) -> None:
 
 
 def draw_train(axes: Axes, peer: Progress, line_colour: str) -> None:
-    steps = [entry.step - 1 for entry in peer.train]  # the loss of a step is that of the weights before it
+    steps = [entry.step - 1 for entry in peer.train]  # the loss of a step belongs to the weights before it
     axes.plot(steps, [entry.loss for entry in peer.train], color=line_colour, linewidth=0.7, alpha=0.4)
 
 

@@ -1,4 +1,4 @@
-"""The run as a table for the terminal: a row a process, live and at the end."""
+"""The run as a table in the terminal: one row per process, live and at the end."""
 
 import time
 
@@ -27,7 +27,7 @@ STYLES = {
 
 
 class Display:
-    """Redraws at most every REDRAW_S; shows nothing until the end where there is no terminal."""
+    """Redraws at most every REDRAW_S. Without a terminal it shows nothing until the end."""
 
     def __init__(self, run: Run, console: Console) -> None:
         self._run = run
@@ -68,7 +68,7 @@ def heading(run: Run) -> Text:
 
 
 def table(run: Run) -> Table:
-    """78 columns wide at four peers and up to 999 steps."""
+    """Return the table, 78 columns wide at four peers and up to 999 steps."""
     grid = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
     grid.add_column("", no_wrap=True)
     grid.add_column("step", justify="right", no_wrap=True)
@@ -112,14 +112,14 @@ def failures(run: Run) -> list[RenderableType]:
 
 
 def failure(process: Progress) -> Panel:
-    """The reason, and the last lines of the log where the reason does not already say as much."""
+    """Return the reason of a failure, and the last lines of the log unless the reason contains them."""
     lines = [f"[bold]{escape(process.reason)}[/] ({when(process)})"]
     lines += [f"[dim]{escape(line)}[/]" for line in process.log_tail.strip().splitlines()[-6:]]
     return Panel("\n".join(lines), title=f"{process.name} failed", title_align="left", border_style="red")
 
 
 def waiting_note(run: Run) -> list[RenderableType]:
-    """Why rounds have become slow, and why a peer repeats one."""
+    """Return the reasons for slow rounds and for a peer's retries."""
     notes = [
         Text(f"{process.name} tries again. {process.reason}", style="yellow")
         for process in run.peers

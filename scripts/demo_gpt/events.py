@@ -1,4 +1,4 @@
-"""What a training process tells the launcher, one JSON object a line."""
+"""Events from a training process to the launcher, one JSON object per line."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Ready:
-    """Waiting for the word to go. A peer has an id and an address, the reference has neither."""
+    """The process is ready to start. A peer has an id and an address, the reference has neither."""
 
     parameters: int
     peer_id: str = ""
@@ -15,7 +15,7 @@ class Ready:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainLoss:
-    """The loss of one step on the process's own batch, in nats a character; steps count from 1."""
+    """The loss of one step on the process's own batch, in nats per character; steps count from 1."""
 
     step: int
     loss: float
@@ -23,8 +23,11 @@ class TrainLoss:
 
 @dataclass(frozen=True, kw_only=True)
 class Round:
-    """A round that succeeded. `seconds` and `exchange_seconds` are p2pavg's figures, `waited_seconds` is all
-    that the training loop spent in `step`, earlier attempts included."""
+    """A round that succeeded.
+
+    `seconds` and `exchange_seconds` are p2pavg's figures. `waited_seconds` is the training loop's total time in `step`,
+    earlier attempts included.
+    """
 
     step: int
     peers: list[str]
@@ -48,7 +51,7 @@ class Retry:
 
 @dataclass(frozen=True, kw_only=True)
 class HeldOutLoss:
-    """The loss on the held-out text after so many steps."""
+    """The loss on the held-out text after a number of steps."""
 
     step: int
     loss: float
@@ -61,7 +64,7 @@ class Failed:
 
 @dataclass(frozen=True, kw_only=True)
 class Done:
-    """All steps taken; `digest` is of the final parameters."""
+    """All steps are taken; `digest` is that of the final parameters."""
 
     digest: str
 
@@ -77,7 +80,7 @@ def to_line(event: Event) -> str:
 
 
 def from_line(line: str) -> Event:
-    """Raises ValueError if the line is no event."""
+    """Read an event; raise ValueError if the line is not one."""
     fields = json.loads(line)
     try:
         return _KINDS[fields.pop("event")](**fields)

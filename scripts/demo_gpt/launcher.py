@@ -1,4 +1,4 @@
-"""Starts the peers and the reference, gives the word to go, and follows them to the end."""
+"""Starts the peers and the reference together and follows them to the end."""
 
 import time
 from collections.abc import Callable
@@ -22,17 +22,17 @@ class Launcher:
         self._settings = run.settings.to_json()
 
     def train(self) -> None:
-        """Until all are done or have failed; what became of each is in the run."""
+        """Follow all processes until they are done or have failed; the run holds their results."""
         with Processes(self._output) as processes:
             if self._start(processes):
                 processes.go()
                 self._follow(processes, self._is_over)
             self._run.finished = time.monotonic()
-        for process in self._run.processes:  # those that were not started, too
+        for process in self._run.processes:  # including those that were not started
             process.stop()
 
     def _start(self, processes: Processes) -> bool:
-        """Peer 0 first: the others enter the run through its address. False if someone failed."""
+        """Start peer 0 first, because the others join through its address; return False if a process failed."""
         first, *others = self._run.peers
         self._start_peer(processes, 0, [])
         processes.start(self._run.reference, "-m", f"{PACKAGE}.reference", "--settings", self._settings)
@@ -69,7 +69,7 @@ class Launcher:
             self._on_change()
 
     def _is_over(self) -> bool:
-        """The reference is worth waiting for only if there is a peer to compare it with."""
+        """Return whether to stop: the reference is needed only if there is a peer to compare it with."""
         peers, reference = self._run.peers, self._run.reference
         all_failed = all(peer.state is State.FAILED for peer in peers)
         return all(peer.ended for peer in peers) and (reference.ended or all_failed)

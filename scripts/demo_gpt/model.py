@@ -79,13 +79,13 @@ class GPT(nn.Module):
                 nn.init.zeros_(parameter)
 
     def forward(self, inputs_bt: Tensor) -> Tensor:
-        """Logits, float32 (B, T, V), of int64 characters (B, T)."""
+        """Return logits, float32 (B, T, V), of int64 characters (B, T)."""
         x_btd = self.characters(inputs_bt) + self.positions.weight[: inputs_bt.shape[1]]
         for block in self.blocks:
             x_btd = block(x_btd)
         return functional.linear(self.norm(x_btd), self.characters.weight)
 
     def loss(self, windows: Tensor) -> Tensor:
-        """Mean cross-entropy in nats a character over windows, int64 (B, T + 1)."""
+        """Return the mean cross-entropy, in nats per character, over windows, int64 (B, T + 1)."""
         logits_btv = self(windows[:, :-1])
         return functional.cross_entropy(logits_btv.flatten(0, 1), windows[:, 1:].flatten())

@@ -14,8 +14,8 @@ from .recipe import Trainer, is_evaluated, use_one_thread
 from .settings import Settings
 
 EXCHANGE_TIMEOUT_S = 30.0
-PATIENCE_S = 60.0  # without a successful round for so long, a peer gives up
-PAUSE_S = 0.2  # between attempts, so that one that fails at once is not repeated in a hot loop
+PATIENCE_S = 60.0  # after which a peer without a successful round gives up
+PAUSE_S = 0.2  # pause between attempts, so that an attempt that fails at once does not cause a busy loop
 
 
 class NoRoundError(Exception):
@@ -34,7 +34,7 @@ def averaging_config(settings: Settings) -> p2pavg.AveragingConfig:
 
 
 def average(averager: p2pavg.blocking.Averager, step: int, channel: Channel) -> p2pavg.Success:
-    """Rounds until one succeeds. What was accumulated stays accumulated until then."""
+    """Try rounds until one succeeds; the accumulated gradients are kept until then."""
     started = time.monotonic()
     attempts = 0
     while True:
@@ -74,7 +74,7 @@ def train(
         averager.accumulate(gradients, weight=settings.batch_size)
         success = average(averager, step, channel)
         averaged = success.averaged
-        assert isinstance(averaged, list)  # as given to accumulate
+        assert isinstance(averaged, list)  # a list, like the argument of accumulate
         trainer.apply_gradients(step, averaged)
         if is_evaluated(step + 1, settings.steps):
             channel.send(HeldOutLoss(step=step + 1, loss=trainer.held_out_loss()))

@@ -1,4 +1,4 @@
-"""Child processes and their events: started, listened to, and never left behind."""
+"""Child processes and their events; every child is stopped at the end."""
 
 import queue
 import subprocess
@@ -14,7 +14,7 @@ from .events import Event, from_line
 from .progress import Progress
 
 ROOT = Path(__file__).resolve().parents[2]
-LEAVE_TIMEOUT_S = 10.0  # for a process that is done to close what it has open
+LEAVE_TIMEOUT_S = 10.0  # for a finished process to close its resources
 TERMINATE_TIMEOUT_S = 3.0
 LOG_TAIL_BYTES = 4000
 LINE_LIMIT = 65_536  # characters; the longest event, a round's, takes about a thousand
@@ -22,8 +22,11 @@ QUEUE_LIMIT = 1_000  # events; beyond it the children wait until the launcher ca
 
 
 class Child:
-    """One process. Its stderr goes to a file; its own process group keeps the terminal's Ctrl-C from it, so
-    that the launcher alone decides who stops when."""
+    """One child process.
+
+    Its stderr goes to a file. It has its own process group, which keeps the terminal's Ctrl-C from it, so that the
+    launcher alone decides when each process stops.
+    """
 
     def __init__(self, progress: Progress, arguments: list[str], log: Path) -> None:
         self.progress = progress
@@ -41,7 +44,7 @@ class Child:
 
     def go(self) -> None:
         assert self.process.stdin
-        with suppress(BrokenPipeError):  # it has just died, and its exit will say so
+        with suppress(BrokenPipeError):  # it has just died; its exit is reported separately
             self.process.stdin.write("go\n")
             self.process.stdin.flush()
 
@@ -82,7 +85,7 @@ class Processes:
             child.go()
 
     def pump(self, seconds: float) -> None:
-        """Apply what has arrived to the progress of its sender; wait at most so long for the first."""
+        """Apply the arrived events to their senders' progress; wait at most this long for the first event."""
         with suppress(queue.Empty):
             self._apply(*self._inbox.get(timeout=seconds))
             while True:
@@ -95,14 +98,14 @@ class Processes:
             child.progress.apply(event)
 
     def _read(self, child: Child) -> None:
-        """Runs in the child's own thread: its events, then its exit code."""
+        """Read a child's events, then its exit code; runs in a thread for each child."""
         for line in child.lines():
-            with suppress(ValueError):  # a line that a kill cut short; the exit code says so
+            with suppress(ValueError):  # a kill cut the line short; the exit code reports it
                 self._inbox.put((child, from_line(line)))
         self._inbox.put((child, child.process.wait()))
 
     def _stop(self, timeout: float) -> None:
-        """Let everyone leave, and kill who has not left after so many seconds."""
+        """Let all children leave; kill those that have not left after some seconds."""
         for child in self._children:
             child.progress.stop()
             child.leave()
@@ -129,4 +132,4 @@ class Processes:
         self._stop(LEAVE_TIMEOUT_S)
         for reader in self._readers:
             reader.join(TERMINATE_TIMEOUT_S)
-        self.pump(0.01)  # the exit codes: one that failed while closing has failed
+        self.pump(0.01)  # collects exit codes: a process that failed while closing counts as failed

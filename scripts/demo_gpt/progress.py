@@ -1,4 +1,4 @@
-"""What the launcher knows about each training process, built from its events."""
+"""The launcher's knowledge of each training process, built from its events."""
 
 import signal
 import time
@@ -16,12 +16,12 @@ class State(StrEnum):
     RETRYING = "retrying"
     DONE = "done"
     FAILED = "failed"
-    STOPPED = "stopped"  # by the launcher, for no fault of its own
+    STOPPED = "stopped"  # by the launcher, without a failure of the process
 
 
 @dataclass(kw_only=True)
 class Progress:
-    """One process. `reason` says why it retries or failed; `log_tail` is the end of a failed one's stderr."""
+    """Progress of one process. `reason` is the cause of a retry or failure; `log_tail` is the end of its stderr."""
 
     name: str
     state: State = State.STARTING
@@ -74,7 +74,7 @@ class Progress:
                 self.state, self.digest = State.DONE, event.digest
 
     def exited(self, code: int, log_tail: str) -> None:
-        """The process is gone: a failure unless it was done or was told to stop."""
+        """Note the process's exit, which is a failure unless it was done or told to stop."""
         if self.state is State.STOPPED or (code == 0 and self.state is State.DONE):
             return
         self.log_tail = log_tail
@@ -85,7 +85,7 @@ class Progress:
             self.state, self.reason = State.STOPPED, ""
 
     def fail(self, reason: str) -> None:
-        """The first reason stays: what follows is its consequence."""
+        """Note a failure; the first reason is kept, because later ones are its consequences."""
         if self.state is not State.FAILED:
             self.state, self.reason = State.FAILED, reason
 
@@ -100,7 +100,7 @@ def exit_reason(code: int, log_tail: str) -> str:
 
 @dataclass(kw_only=True)
 class Run:
-    """The whole demo: what was asked for and how far everyone is. Times are of time.monotonic, in seconds."""
+    """The whole demo: its settings and every process's progress. Times are those of time.monotonic, in seconds."""
 
     settings: Settings
     peers: list[Progress]

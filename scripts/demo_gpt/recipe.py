@@ -1,4 +1,4 @@
-"""What every process does alike, peers and reference: initial weights, optimizer, schedule, evaluation."""
+"""The common training recipe of peers and reference: initial weights, optimizer, schedule, evaluation."""
 
 import hashlib
 import math
@@ -21,7 +21,7 @@ EVALUATIONS = 24
 
 
 class Trainer:
-    """One copy of the model in training; whoever owns it decides where the gradients come from."""
+    """One copy of the model in training; its owner provides the gradients."""
 
     def __init__(self, settings: Settings) -> None:
         text = load_text()
@@ -44,7 +44,7 @@ class Trainer:
         return sum(parameter.numel() for parameter in self.parameters)
 
     def compute_gradients(self, windows: Tensor) -> tuple[float, list[Tensor]]:
-        """The loss on the windows and its gradients, in the order of the parameters."""
+        """Return the loss on the windows and its gradients, in the order of the parameters."""
         loss = self.model.loss(windows)
         return loss.item(), list(torch.autograd.grad(loss, self.parameters))
 
@@ -69,7 +69,7 @@ class Trainer:
 
 
 def learning_rate(step: int, steps: int) -> float:
-    """Linear warm-up, then half a cosine down to a tenth (Loshchilov & Hutter, 2017, section 3)."""
+    """Return the learning rate: linear warm-up, then half a cosine (Loshchilov & Hutter, 2017, section 3)."""
     warmup = min(1.0, (step + 1) / WARMUP_STEPS)
     cosine = 0.5 * (1 + math.cos(math.pi * step / steps))
     return PEAK_LEARNING_RATE * warmup * (FINAL_SHARE + (1 - FINAL_SHARE) * cosine)
@@ -80,5 +80,5 @@ def is_evaluated(steps_done: int, steps: int) -> bool:
 
 
 def use_one_thread() -> None:
-    """Several processes share the machine; more threads in each would only take turns."""
+    """Limit torch to one thread: several processes share the machine, and more threads would only compete."""
     torch.set_num_threads(1)

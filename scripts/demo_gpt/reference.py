@@ -1,4 +1,4 @@
-"""The yardstick: one process that takes the same steps on all peers' batches put together."""
+"""The reference: one process that takes the same steps on the combined batches of all peers."""
 
 import argparse
 

@@ -10,7 +10,7 @@ from .progress import Progress, Run, State
 
 
 def final_loss(progress: Progress) -> float | None:
-    """The held-out loss after the last step; None of a process that did not get there."""
+    """Return the held-out loss after the last step; None for a process that did not reach it."""
     return progress.held_out[-1].loss if progress.state is State.DONE else None
 
 
@@ -20,13 +20,13 @@ def peers_final_loss(run: Run) -> float | None:
 
 
 def relative_difference(run: Run) -> float | None:
-    """How far the peers' final loss lies from the reference's: |peers - reference| / reference."""
+    """Return the relative difference of the final losses: |peers - reference| / reference."""
     peers, reference = peers_final_loss(run), final_loss(run.reference)
     return abs(peers - reference) / reference if peers is not None and reference is not None else None
 
 
 def are_identical(run: Run) -> bool:
-    """Whether all peers that finished hold the same parameters, bit for bit."""
+    """Return whether all peers that finished hold the same parameters, bit for bit."""
     return len({peer.digest for peer in run.peers if peer.state is State.DONE}) == 1
 
 
@@ -36,7 +36,7 @@ def mean_compression_ratio(run: Run) -> float | None:
 
 
 def sentences(run: Run) -> str:
-    """The outcome for a reader who sees nothing else."""
+    """Return the outcome as sentences that stand on their own."""
     return " ".join([_losses_sentence(run), *_bits_sentence(run), *_failures_sentence(run)])
 
 
@@ -46,11 +46,11 @@ def _losses_sentence(run: Run) -> str:
     difference = relative_difference(run)
     if peers is None:
         return "No peer took all its steps."
-    who = f"{done} peers" if done == len(run.peers) else f"{done} of {len(run.peers)} peers"
+    subject = f"{done} peers" if done == len(run.peers) else f"{done} of {len(run.peers)} peers"
     if reference is None or difference is None:
-        return f"{who} that shared only gradients ended at a held-out loss of {peers:.4f}."
+        return f"{subject} that shared only gradients ended at a held-out loss of {peers:.4f}."
     return (
-        f"{who} that shared only gradients ended at a held-out loss of {peers:.4f}; "
+        f"{subject} that shared only gradients ended at a held-out loss of {peers:.4f}; "
         f"one process that trained on the batches of all {len(run.peers)} together "
         f"ended at {reference:.4f}, {percent(difference)} apart."
     )
@@ -119,7 +119,7 @@ def _traffic(peer: Progress) -> dict[str, Any]:
 
 
 def _round(run: Run, step: int) -> dict[str, Any]:
-    """One step over all peers; group sizes in the order of the peers, 0 for one that was not there."""
+    """Summarise one step over all peers; group sizes are in the order of the peers, 0 for an absent one."""
     entries = [_round_at(peer, step) for peer in run.peers]
     present = [entry for entry in entries if entry]
     return {
@@ -135,5 +135,5 @@ def _round(run: Run, step: int) -> dict[str, Any]:
 
 
 def _round_at(peer: Progress, step: int) -> Round | None:
-    """A peer's rounds are its steps in order, one each, until it fails."""
+    """Return a peer's round at a step. A peer has one round for each step, in order, until it fails."""
     return peer.rounds[step - 1] if step <= len(peer.rounds) else None

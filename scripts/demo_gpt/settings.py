@@ -1,4 +1,4 @@
-"""What the user chose, handed to every training process."""
+"""The user's settings, which every training process is given."""
 
 import json
 from dataclasses import asdict, dataclass

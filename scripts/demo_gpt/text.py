@@ -1,4 +1,4 @@
-"""The text that the demo learns: Python's own reference topics, which every installation has."""
+"""The text that the demo learns: Python's reference topics, which every installation has."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from pydoc_data.topics import topics
 import torch
 
 HELD_OUT_SHARE = 0.1
-RARE = "\N{REPLACEMENT CHARACTER}"  # stands for every character that occurs fewer than MIN_COUNT times
+RARE = "\N{REPLACEMENT CHARACTER}"  # replaces every character that occurs fewer than MIN_COUNT times
 MIN_COUNT = 10
 
 

@@ -3,45 +3,23 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 
-from p2pavg import AveragingConfig, Failed, InProgress, NoPeers, RoundResult, Success
+from p2pavg import Failed, InProgress, NoPeers, RoundResult, Success
 from p2pavg.blocking import Averager, open_averager
-
-LOOPBACK = ["/ip4/127.0.0.1/tcp/0"]
-WATCHDOG_SECONDS = 60.0
-
-
-def config(**changes: Any) -> AveragingConfig:
-    settings: dict[str, Any] = {"run_id": "test", "group_size": 2, "compression": "fp32"}
-    return AveragingConfig(**(settings | changes))
-
-
-@contextmanager
-def two_averagers(**changes: Any) -> Iterator[tuple[Averager, Averager]]:
-    with (
-        open_averager(config(**changes), listen=LOOPBACK) as first,
-        open_averager(config(**changes), listen=LOOPBACK, bootstrap=first.addresses) as second,
-    ):
-        yield first, second
-
-
-def step_together(*averagers: Averager) -> list[RoundResult]:
-    with ThreadPoolExecutor(len(averagers)) as threads:
-        steps = [threads.submit(averager.step, wait=None) for averager in averagers]
-        return [step.result(WATCHDOG_SECONDS) for step in steps]
-
-
-def tensors(success: RoundResult) -> list[torch.Tensor]:
-    assert isinstance(success, Success), success
-    assert isinstance(success.averaged, list)
-    return success.averaged
+from tests.integration.loopback import (
+    LOOPBACK,
+    WATCHDOG_SECONDS,
+    config,
+    step_together,
+    tensors,
+    two_averagers,
+)
 
 
 def test_a_round_of_two() -> None:

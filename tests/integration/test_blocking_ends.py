@@ -32,7 +32,7 @@ from p2pavg import (
 )
 from p2pavg.blocking import Averager, open_averager
 from p2pavg_dht import Ed25519Signer, RecordNode
-from tests.integration.test_blocking import LOOPBACK, WATCHDOG_SECONDS, config, step_together, two_averagers
+from tests.integration.loopback import LOOPBACK, WATCHDOG_SECONDS, config, step_together, two_averagers
 
 SOME_PEER = Ed25519Signer(b"s" * 32).peer_id
 

@@ -309,7 +309,7 @@ class TestWrong:
     def test_a_process_without_a_final_report(self) -> None:
         a, b = right()
         a.events.pop()
-        assert "process 0 did not say what is left" in wrong(a, b)
+        assert "process 0 did not report its unused samples" in wrong(a, b)
 
     def test_a_process_that_ends_by_itself(self) -> None:
         a, b = right()

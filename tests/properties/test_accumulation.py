@@ -1,4 +1,4 @@
-"""Any sequence of calls and rounds: the mean of everything that was not used up or forgotten, and its weight."""
+"""Any sequence of calls and rounds leaves the mean and weight of everything not used up or discarded."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ def check(found: torch.Tensor, weight: float, expected: Sequence[Call]) -> None:
     total = sum(weight for _, weight in expected)
     mean = sum((values.double() * (weight / total) for values, weight in expected), torch.zeros(3).double())
     scale = max(values.abs().max().item() for values, _ in expected)
-    # Each call rounds the running mean once or twice, by at most an ulp of the largest value.
+    # Each call rounds the running mean once or twice, each time by at most an ulp of the largest value.
     torch.testing.assert_close(found.double(), mean, rtol=0, atol=2**-22 * scale * len(expected) + 1e-30)
     assert abs(weight - total) <= 1e-9 * total
 
 
 @settings(deadline=None)
 @given(operations)
-def test_nothing_is_lost_and_nothing_counts_twice(operations: list[tuple[object, ...]]) -> None:
+def test_no_contribution_is_lost_or_counted_twice(operations: list[tuple[object, ...]]) -> None:
     accumulation = Accumulation()
     waiting: list[Call] = []
     in_round: list[Call] = []
     taken: Contribution | None = None
-    # Of rounds that ended cut off; what was cleared since is empty.
+    # Withheld contributions; those cleared since are empty.
     unresolved: list[tuple[Contribution, list[Call]]] = []
     for operation in operations:
         match operation:

@@ -1,4 +1,4 @@
-"""What no words of strangers can do, whatever they say and whenever."""
+"""Limits of the effect of strangers' words, whatever and whenever they publish."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ moments = st.lists(st.builds(Moment, st.floats(0.0, 100.0), strangers), min_size
 
 
 def running(samples: float) -> tuple[Attendance, dict[str, Progress]]:
-    """Return how a peer counts the others after an update with two of them, and what those say."""
+    """Return a peer's attendance after an update with two others, and the others' words."""
     attendance = Attendance(0.0)
     attendance.hear(honest(0, 8.0), {peer: honest(0, 8.0) for peer in KNOWN}, 0.0)
     attendance.took(KNOWN, honest(0, 8.0), {peer: honest(0, 8.0) for peer in KNOWN}, 0.0)
@@ -89,7 +89,7 @@ def test_strangers_never_make_a_peer_behind_whose_companions_are_with_it(
 
 
 @given(moments)
-def test_strangers_count_for_no_more_samples_than_the_peers_of_the_last_updates(said: list[Moment]) -> None:
+def test_strangers_samples_are_limited_by_those_of_known_peers(said: list[Moment]) -> None:
     attendance, words = running(8.0)
     now = 0.0
     for moment in said:
@@ -102,7 +102,7 @@ def test_strangers_count_for_no_more_samples_than_the_peers_of_the_last_updates(
 
 
 @given(moments)
-def test_at_the_start_each_counts_as_what_it_could_have_computed_since_its_first_word(
+def test_at_the_start_samples_are_limited_by_the_time_since_the_first_word(
     said: list[Moment],
 ) -> None:
     attendance, now, mine = Attendance(0.0), 0.0, honest(0, 8.0)
@@ -113,8 +113,8 @@ def test_at_the_start_each_counts_as_what_it_could_have_computed_since_its_first
 
 
 @given(moments)
-def test_strangers_hold_up_peers_that_wait_for_a_bounded_time(said: list[Moment]) -> None:
-    """However they change what they say."""
+def test_strangers_delay_waiting_peers_for_a_bounded_time(said: list[Moment]) -> None:
+    """This holds for any changes of their words."""
     attendance, _ = running(8.0)
     words = {peer: honest(1, 8.0, waiting=True) for peer in KNOWN}
     mine, now = honest(1, 8.0, waiting=True), 0.0
@@ -128,7 +128,7 @@ def test_strangers_hold_up_peers_that_wait_for_a_bounded_time(said: list[Moment]
 
 
 @given(moments, st.integers(0, 3))
-def test_whatever_is_said_it_is_counted_without_an_error(said: list[Moment], epoch: int) -> None:
+def test_any_words_are_counted_without_an_error(said: list[Moment], epoch: int) -> None:
     attendance, now = Attendance(0.0), 0.0
     for moment in said:
         now += moment.after

@@ -1,4 +1,4 @@
-"""What the simulations share."""
+"""Fixtures of the simulations."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from types import SimpleNamespace
 
 import pytest
 
-from p2pavg.optim import together, watch
+from p2pavg.optim import together, view, watch
 from tests.simulation.stage import Stage
 
 
 @pytest.fixture
 def stages(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Stage]:
-    """Makes a stage whose clock is the optimizers'."""
+    """Return a factory of stages whose clock the optimizers use."""
 
     def make(seed: int = 0, **changes: float) -> Stage:
         stage = Stage(seed, **changes)
-        for module in (together, watch):
+        for module in (together, view, watch):
             monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: stage.now))
         return stage
 

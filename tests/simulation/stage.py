@@ -1,7 +1,7 @@
-"""Optimizers of several peers on virtual time, with a board and rounds that are played instead of sent.
+"""Optimizers of several peers on virtual time, with a simulated board and simulated rounds.
 
-Each peer is a thread, and only one of them runs at a time: a peer that waits hands over to the next one that has
-something to do, and the clock jumps there. So a run is the same each time, and an hour takes a second.
+Each peer is a thread, and only one of them runs at a time. A peer that waits hands over to the next peer with something
+to do, and the clock jumps to that time. So a run is deterministic, and an hour takes a second.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ import torch
 
 import p2pavg
 from p2pavg.blocking import Averager
-from p2pavg.optim.together import TOPIC
+from p2pavg.optim.view import TOPIC
 from p2pavg.records.board import Entry
 from p2pavg.result import InProgress, NoPeers, RoundResult, Success
 
-END = 900.0  # of virtual time, when a test has failed
+END = 900.0  # of virtual time, after which a test has failed
 
 
 class Ended(BaseException):
-    """The stage is closed; ends the threads of peers that are still on it."""
+    """The stage is closed. Ends the threads of its remaining peers."""
 
 
 @dataclass(eq=False)
@@ -43,7 +43,7 @@ class Actor:
 
 
 class Stage:
-    """The clock, the peers, what they have said, and who looks for a group."""
+    """The clock, the peers, their published words, and the peers that look for a group."""
 
     def __init__(self, seed: int, *, match_timeout: float = 30.0, round_seconds: float = 0.3) -> None:
         self.now = 0.0
@@ -83,7 +83,7 @@ class Stage:
         return actor
 
     def play(self) -> list[Any]:
-        """Let them play until all have ended; return what each came to."""
+        """Run the peers until all have ended; return their results."""
         for actor in self.actors:
             assert actor.thread is not None
             actor.thread.start()
@@ -102,7 +102,7 @@ class Stage:
         return [actor.came_to for actor in self.actors]
 
     def park(self, actor: Actor, until: float, ready: Callable[[], bool] = lambda: False) -> None:
-        """Wait until a time, or until something is so."""
+        """Wait until a time, or until a condition holds."""
         actor.until, actor.ready = until, ready
         self._hand_over(actor)
 
@@ -128,11 +128,11 @@ class Stage:
                 raise Ended
 
     def delay(self, source: str, target: str) -> float:
-        """Return how long words take from one peer to another."""
+        """Return the delay of words from one peer to another."""
         return self.delays.setdefault((source, target), self.dice.uniform(0.01, 1.0))
 
     def form_groups(self) -> None:
-        """Let the first that looks lead, with as many as it aims at, or with those that are there at its timeout."""
+        """Form groups: the first peer that looks leads, with its group size or, at its timeout, with those present."""
         for state in {seeker.state for seeker in self.seekers}:
             looking = [seeker for seeker in self.seekers if seeker.state == state]
             leader = looking[0]
@@ -192,17 +192,17 @@ class Player:
 
     @property
     def averager(self) -> Averager:
-        """Itself, as the optimizers take it."""
+        """This player, typed as an averager."""
         return cast(Averager, self)
 
     def sleep(self, seconds: float) -> None:
-        """Compute, or do something else."""
+        """Let virtual time pass, as a computation would."""
         self.stage.park(self.actor, self.stage.now + seconds)
 
     # ------------------------------------------------------------------ the averager
 
     def declare(self, tensors: Any) -> None:
-        """Nothing has to be known."""
+        """Accept any declaration."""
 
     def clear(self) -> None:
         self.weight, self.sum = 0.0, []
@@ -255,12 +255,12 @@ class Player:
         return self.boards.setdefault(topic, Board(self, topic))
 
     def hears(self, at: float, name: str, word: Entry, topic: str = TOPIC) -> None:
-        """A word is on its way; those of one peer come in order."""
+        """Deliver a word after its delay; words of one peer arrive in order."""
         heapq.heappush(self.board(topic).coming, (at, word.sequence, name, word))
 
 
 class Board:
-    """What the others say under one topic, as one peer hears it."""
+    """The others' entries of one topic, as one peer reads them."""
 
     def __init__(self, player: Player, topic: str) -> None:
         self._player = player

@@ -30,7 +30,7 @@ def config(**changes: object) -> p2pavg.AveragingConfig:
     return p2pavg.AveragingConfig(**chosen)  # type: ignore[arg-type]
 
 
-async def test_two_averagers_of_one_peer_and_run_are_an_error_that_loses_nothing(
+async def test_second_averager_of_a_run_is_an_error_that_keeps_contributions(
     autojump_clock: MockClock,
 ) -> None:
     async with simulated_peer(MemoryNetwork(latency=LAN), 0) as peer:
@@ -60,7 +60,7 @@ async def test_a_step_that_waits_ends_with_the_averager(autojump_clock: MockCloc
         assert averager.weight == 2.0, "what the round held counts as accumulated again"
 
 
-async def test_a_closed_averager_says_so(autojump_clock: MockClock) -> None:
+async def test_closed_averager_raises_closed_error(autojump_clock: MockClock) -> None:
     async with simulated_peer(MemoryNetwork(latency=LAN), 0) as peer:
         async with peer.averager(config()) as averager:
             pass
@@ -78,20 +78,20 @@ async def test_nothing_accumulated_is_no_peers_at_once(autojump_clock: MockClock
 
 
 @pytest.mark.parametrize("wait", [-1.0, float("nan"), "soon", True])
-async def test_a_wait_that_is_no_time_is_refused(autojump_clock: MockClock, wait: object) -> None:
+async def test_invalid_wait_is_refused(autojump_clock: MockClock, wait: object) -> None:
     async with simulated_peer(MemoryNetwork(latency=LAN), 0) as peer, peer.averager(config()) as averager:
         with pytest.raises(ValueError, match="wait"):
             await averager.step(wait=wait)  # type: ignore[arg-type]
 
 
-async def test_whole_numbers_do_as_bandwidth_and_weight(autojump_clock: MockClock) -> None:
+async def test_whole_numbers_are_valid_bandwidths_and_weights(autojump_clock: MockClock) -> None:
     how = config(bandwidth=100, match_timeout=2)
     async with simulated_peer(MemoryNetwork(latency=LAN), 0) as peer, peer.averager(how) as averager:
         averager.accumulate(ONES, weight=4)
         assert isinstance(await averager.step(wait=None), p2pavg.NoPeers)
 
 
-async def test_clearing_during_a_round_leaves_nothing_of_it(autojump_clock: MockClock) -> None:
+async def test_clear_during_a_round_drops_its_contribution(autojump_clock: MockClock) -> None:
     async with simulated_peer(MemoryNetwork(latency=LAN), 0) as peer, peer.averager(config()) as averager:
         averager.accumulate(ONES)
         await averager.step(wait=1.0)
@@ -100,8 +100,8 @@ async def test_clearing_during_a_round_leaves_nothing_of_it(autojump_clock: Mock
         assert averager.weight == 0
 
 
-async def test_a_closed_averager_is_no_longer_spoken_of(autojump_clock: MockClock) -> None:
-    """Neither as ready nor as one of the run."""
+async def test_records_of_a_closed_averager_are_withdrawn(autojump_clock: MockClock) -> None:
+    """Neither its candidate record nor its run entry remains."""
     async with simulated_peers(MemoryNetwork(latency=LAN), 2) as (peer, other):
         async with peer.averager(config(match_timeout=1.0)) as averager:
             averager.accumulate(ONES * 2)
@@ -114,7 +114,9 @@ async def test_a_closed_averager_is_no_longer_spoken_of(autojump_clock: MockCloc
 
 
 class TestCancelMatchmaking:
-    async def test_a_search_ends_at_once_and_loses_nothing(self, autojump_clock: MockClock) -> None:
+    async def test_cancelled_search_ends_at_once_and_keeps_contributions(
+        self, autojump_clock: MockClock
+    ) -> None:
         async with (
             simulated_peers(MemoryNetwork(latency=LAN), 2) as (peer, other),
             peer.averager(config()) as averager,
@@ -133,8 +135,8 @@ class TestCancelMatchmaking:
                 nursery.start_soon(partial(another.step, wait=None))
                 assert isinstance(await averager.step(wait=None), p2pavg.Success)
 
-    def test_at_any_moment_a_peer_leaves_or_is_in_the_group(self) -> None:
-        """What it is told is true: nobody has its contribution, or it has the group's result."""
+    def test_cancelling_at_any_moment_leaves_or_joins_the_group(self) -> None:
+        """The answer is true: either no member has the peer's contribution, or the peer has the group's result."""
         outcomes = Counter[bool]()
 
         async def main(seed: int) -> None:
@@ -174,8 +176,8 @@ class TestCancelMatchmaking:
         assert min(outcomes.values()) > 5, outcomes
 
 
-def test_peers_that_close_at_one_moment_take_nobody_with_them() -> None:
-    """What a stream brings to an attempt that has just ended must start nothing in it."""
+def test_simultaneous_closing_raises_on_no_peer() -> None:
+    """A stream that arrives at an attempt that has just ended must start nothing in it."""
 
     async def main(seed: int) -> None:
         chosen = random.Random(seed)
@@ -199,12 +201,12 @@ def test_peers_that_close_at_one_moment_take_nobody_with_them() -> None:
 
 
 async def never(function: Callable[..., T], *args: object) -> T:
-    """A worker that does not come back: its peer agrees to a group, and sends it nothing."""
+    """A worker that never returns: its peer agrees to a group and sends it nothing."""
     await trio.sleep_forever()
     raise AssertionError
 
 
-async def test_who_stalls_one_round_after_another_is_named_and_not_met_again(
+async def test_member_that_stalls_repeatedly_is_named_and_excluded(
     autojump_clock: MockClock,
 ) -> None:
     network = MemoryNetwork(latency=LAN)

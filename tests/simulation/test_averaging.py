@@ -1,8 +1,7 @@
-"""Real peers on a simulated network: what a round comes to, whatever the network does."""
+"""Results of rounds of real peers on a simulated network."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from functools import partial
 
 import pytest
@@ -13,80 +12,7 @@ from trio.testing import MockClock
 import p2pavg
 from p2pavg.peer import Peer
 from p2pavg.testing import MemoryNetwork, simulated_peer, simulated_peers
-
-LAN = (0.0005, 0.002)
-ELEMENTS = 3_000
-
-
-def config(**changes: object) -> p2pavg.AveragingConfig:
-    chosen = {
-        "run_id": "sim",
-        "compression": None,
-        "match_timeout": 10.0,
-        "exchange_timeout": 20.0,
-        **changes,
-    }
-    return p2pavg.AveragingConfig(**chosen)  # type: ignore[arg-type]
-
-
-def values(index: int, elements: int = ELEMENTS) -> torch.Tensor:
-    return torch.randn(elements, generator=torch.Generator().manual_seed(index))
-
-
-class Swarm:
-    """What every peer's step came to."""
-
-    def __init__(self) -> None:
-        self.results: dict[str, p2pavg.RoundResult] = {}
-        self.averagers: dict[str, p2pavg.DecentralizedAverager] = {}
-        self.began: dict[str, float] = {}
-        self.ended: dict[str, float] = {}
-
-    async def step_once(
-        self,
-        peer: Peer,
-        index: int,
-        how: p2pavg.AveragingConfig,
-        *,
-        weight: float = 1.0,
-        after: float = 0.0,
-        tensors: Sequence[torch.Tensor] | None = None,
-        done: trio.Event | None = None,
-    ) -> None:
-        await trio.sleep(after)
-        async with peer.averager(how) as averager:
-            self.averagers[peer.id] = averager
-            averager.accumulate(tensors if tensors is not None else [values(index)], weight=weight)
-            self.began[peer.id] = trio.current_time()
-            self.results[peer.id] = await averager.step(wait=None)
-            self.ended[peer.id] = trio.current_time()
-            if done is not None:
-                await done.wait()
-
-    def successes(self) -> list[p2pavg.Success]:
-        assert all(isinstance(result, p2pavg.Success) for result in self.results.values()), self.results
-        return [result for result in self.results.values() if isinstance(result, p2pavg.Success)]
-
-
-def tensors_of(result: p2pavg.RoundResult) -> list[torch.Tensor]:
-    assert isinstance(result, p2pavg.Success), result
-    assert isinstance(result.averaged, list)
-    return result.averaged
-
-
-def same_bits(results: Sequence[p2pavg.Success]) -> bool:
-    return all(
-        torch.equal(one, other)
-        for result in results
-        for one, other in zip(tensors_of(results[0]), tensors_of(result), strict=True)
-    )
-
-
-def mean(indices: Iterable[int], elements: int, weights: Sequence[float] | None = None) -> torch.Tensor:
-    """The exact weighted mean, float64."""
-    drawn = torch.stack([values(index, elements).double() for index in indices])
-    factors = torch.tensor(weights or [1.0] * len(drawn), dtype=torch.float64)
-    return (factors[:, None] * drawn).sum(0) / factors.sum()
+from tests.simulation.swarm import ELEMENTS, LAN, Swarm, config, mean, same_bits, tensors_of, values
 
 
 @pytest.mark.parametrize("count", [2, 3, 4, 8, 16])
@@ -122,7 +48,7 @@ async def test_a_vector_smaller_than_the_group(autojump_clock: MockClock, elemen
         torch.testing.assert_close(tensors_of(result)[0], torch.full((elements,), 2.0), rtol=0.02, atol=0.0)
 
 
-async def test_tensors_of_all_kinds_come_back_as_they_were_given(autojump_clock: MockClock) -> None:
+async def test_shapes_and_dtypes_of_tensors_are_kept(autojump_clock: MockClock) -> None:
     swarm, how = Swarm(), config(group_size=2)
 
     def tensors(index: int) -> list[torch.Tensor]:
@@ -153,7 +79,7 @@ async def test_a_lone_peer_gets_no_peers_at_its_match_timeout(autojump_clock: Mo
         assert swarm.averagers[peer.id].weight == 1.0
 
 
-async def test_three_of_four_go_ahead_at_the_match_timeout(autojump_clock: MockClock) -> None:
+async def test_three_of_four_start_at_the_match_timeout(autojump_clock: MockClock) -> None:
     swarm = Swarm()
     async with simulated_peers(MemoryNetwork(latency=LAN), 3) as peers, trio.open_nursery() as nursery:
         for index, peer in enumerate(peers):
@@ -196,7 +122,7 @@ async def test_eight_peers_form_two_groups_of_four(autojump_clock: MockClock) ->
 
 
 async def test_many_peers_in_groups_of_eight(autojump_clock: MockClock) -> None:
-    """48 of 52 find groups of eight, the other four go ahead at the match timeout."""
+    """Of 52 peers, 48 find groups of eight; the other four start at the match timeout."""
     swarm, how = Swarm(), config(group_size=8, match_timeout=20.0)
     network = MemoryNetwork(seed=7, latency=(0.005, 0.04))
     async with simulated_peers(network, 52) as peers, trio.open_nursery() as nursery:
@@ -231,7 +157,7 @@ async def test_peers_of_another_schema_are_named(autojump_clock: MockClock) -> N
     assert "2 peers of this run average 2 tensors, you have 1" in result.reason
 
 
-async def test_what_is_accumulated_during_a_round_belongs_to_the_next(autojump_clock: MockClock) -> None:
+async def test_tensors_accumulated_during_a_round_belong_to_the_next(autojump_clock: MockClock) -> None:
     async with simulated_peers(MemoryNetwork(latency=LAN), 2) as peers:
 
         async def twice(peer: Peer, found: list[float]) -> None:
@@ -253,7 +179,7 @@ async def test_what_is_accumulated_during_a_round_belongs_to_the_next(autojump_c
 async def test_a_round_that_cannot_end_in_time_says_so_before_it_starts(
     autojump_clock: MockClock, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """With the seconds that it would need; and again when it has failed."""
+    """The warning has the seconds that it would need, and is repeated after the failure."""
     how = config(group_size=2, bandwidth=0.2, exchange_timeout=4.0)
     swarm = Swarm()
     tensors = [torch.ones(50_000)]  # 1.6 Mbit each way

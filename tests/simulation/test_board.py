@@ -1,4 +1,4 @@
-"""What peers of a run say of themselves, on a simulated network: who hears it, and for how long."""
+"""Boards of a run on a simulated network: which peers read an entry, and for how long."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def all_but(peer: Peer, words: dict[str, bytes]) -> dict[str, bytes]:
 
 
 class Company:
-    """Averagers of one run, one a peer, and their boards of one topic."""
+    """Averagers of one run, one for each peer, and their boards of one topic."""
 
     def __init__(self, peers: list[Peer]) -> None:
         self.peers = peers
@@ -49,7 +49,7 @@ class Company:
             await stack.aclose()
 
     async def say_hello(self) -> dict[str, bytes]:
-        """Everybody, all at once; what each of them says."""
+        """Publish an entry on every board at once; return the entries."""
         words = {peer.id: b"peer %d" % index for index, peer in enumerate(self.peers)}
         for peer, board in zip(self.peers, self.boards, strict=True):
             board.publish(words[peer.id])
@@ -62,7 +62,7 @@ class Company:
         return self.peers.pop()
 
 
-async def test_what_is_taken_back_is_gone_until_something_is_said_again(autojump_clock: MockClock) -> None:
+async def test_withdrawn_entry_is_gone_until_the_next_publish(autojump_clock: MockClock) -> None:
     async with simulated_peers(MemoryNetwork(latency=LAN), 3) as peers, Company(peers) as company:
         await company.say_hello()
         company.boards[0].withdraw()
@@ -76,8 +76,8 @@ async def test_what_is_taken_back_is_gone_until_something_is_said_again(autojump
 
 
 @pytest.mark.parametrize("count", [2, 3, 12])
-async def test_everybody_hears_everybody_within_seconds(autojump_clock: MockClock, count: int) -> None:
-    """Of twelve, not all hold what everybody says: some look."""
+async def test_all_peers_read_all_entries_within_seconds(autojump_clock: MockClock, count: int) -> None:
+    """With twelve peers, not every peer stores every entry: some have to look."""
     async with simulated_peers(MemoryNetwork(latency=LAN), count) as peers, Company(peers) as company:
         words = await company.say_hello()
         if count > 8:
@@ -86,7 +86,7 @@ async def test_everybody_hears_everybody_within_seconds(autojump_clock: MockCloc
             assert heard(board) == all_but(peer, words)
 
 
-async def test_an_urgent_word_is_heard_at_once(autojump_clock: MockClock) -> None:
+async def test_urgent_entry_is_read_at_once(autojump_clock: MockClock) -> None:
     async with simulated_peers(MemoryNetwork(latency=LAN), 3) as peers, Company(peers) as company:
         await company.say_hello()
         for word in (b"a", b"b", b"c"):
@@ -95,7 +95,7 @@ async def test_an_urgent_word_is_heard_at_once(autojump_clock: MockClock) -> Non
             assert all(heard(board)[peers[0].id] == word for board in company.boards[1:])
 
 
-async def test_words_last_as_long_as_their_peers(autojump_clock: MockClock) -> None:
+async def test_entries_last_as_long_as_their_peers(autojump_clock: MockClock) -> None:
     async with simulated_peers(MemoryNetwork(latency=LAN), 3) as peers, Company(peers) as company:
         words = await company.say_hello()
         for _ in range(20):
@@ -105,10 +105,10 @@ async def test_words_last_as_long_as_their_peers(autojump_clock: MockClock) -> N
 
 
 @pytest.mark.parametrize(("count", "seconds"), [(3, AT_ONCE), (12, SAID_TTL_SECONDS + 1.0)])
-async def test_the_word_of_a_closed_averager_is_gone(
+async def test_entry_of_a_closed_averager_is_gone(
     autojump_clock: MockClock, count: int, seconds: float
 ) -> None:
-    """At once where everybody holds it; who only looks is not told of withdrawals, and sees it fade."""
+    """It is gone at once where it is stored. A peer that only looks gets no withdrawals, and sees it expire."""
     async with simulated_peers(MemoryNetwork(latency=LAN), count) as peers, Company(peers) as company:
         await company.say_hello()
         await trio.sleep(LOOK_SECONDS)
@@ -119,7 +119,7 @@ async def test_the_word_of_a_closed_averager_is_gone(
             assert gone.id not in heard(board)
 
 
-async def test_an_averager_that_comes_again_is_heard_again(autojump_clock: MockClock) -> None:
+async def test_entries_of_a_restarted_averager_are_read(autojump_clock: MockClock) -> None:
     async with simulated_peers(MemoryNetwork(latency=LAN), 3) as peers, Company(peers) as company:
         await company.say_hello()
         again = await company.close_the_last()
@@ -131,7 +131,7 @@ async def test_an_averager_that_comes_again_is_heard_again(autojump_clock: MockC
             assert set(heard(board)) == {peer.id for peer in company.peers}
 
 
-async def test_the_word_of_a_killed_peer_fades(autojump_clock: MockClock) -> None:
+async def test_entry_of_a_killed_peer_expires(autojump_clock: MockClock) -> None:
     network = MemoryNetwork(latency=LAN)
     async with simulated_peers(network, 3) as peers, Company(peers) as company:
         words = await company.say_hello()
@@ -144,7 +144,7 @@ async def test_the_word_of_a_killed_peer_fades(autojump_clock: MockClock) -> Non
             assert heard(board) == all_but(peer, left)
 
 
-async def test_topics_and_runs_are_apart(autojump_clock: MockClock) -> None:
+async def test_topics_and_runs_are_separate(autojump_clock: MockClock) -> None:
     async with (
         simulated_peers(MemoryNetwork(latency=LAN), 2) as (speaker, listener),
         speaker.averager(config()) as one,
@@ -164,7 +164,7 @@ async def test_topics_and_runs_are_apart(autojump_clock: MockClock) -> None:
         assert [heard(each) for each in boards] == [{speaker.id: b"a"}, {speaker.id: b"b"}, {}, {}]
 
 
-async def test_one_topic_of_an_averager_is_one_board(autojump_clock: MockClock) -> None:
+async def test_each_topic_of_an_averager_has_one_board(autojump_clock: MockClock) -> None:
     async with simulated_peers(MemoryNetwork(latency=LAN), 1) as (peer,):
         async with peer.averager(config()) as averager:
             board = await averager.board("topic")

@@ -1,4 +1,4 @@
-"""The proving ground: plans of faults, what they do, that a run can be repeated, and a first part of what it proves."""
+"""The simulated faults: their plans, their effects, deterministic runs, and a short version of ``scripts/simulate``."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ from p2pavg.testing.simulation import simulated_signer
 LAN = (0.001, 0.002)
 
 
-def test_hundreds_of_rounds_in_which_things_go_wrong() -> None:
-    """``scripts/simulate`` has more of them; each that fails prints the command that repeats it."""
+def test_hundreds_of_rounds_with_faults() -> None:
+    """``scripts/simulate`` runs more of them; each failure prints the command that repeats it."""
     command = [sys.executable, "-m", "scripts.simulate", "--rounds", "30", "--processes", "2"]
     done = subprocess.run(
         command, capture_output=True, text=True, env={**os.environ, "PYTHONHASHSEED": "0"}, check=False
@@ -45,14 +45,14 @@ def test_hundreds_of_rounds_in_which_things_go_wrong() -> None:
 
 
 def test_a_leader_that_commits_and_dies_leaves_no_contribution_that_counts_twice() -> None:
-    """A follower that was stopped when it was told does not use its contribution again."""
+    """A follower that was stopped when the commit arrived does not use its contribution again."""
     command = [sys.executable, "-m", "scripts.simulate", "--seed", "501981"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_a_wrong_result_is_found_and_its_seed_named(tmp_path: os.PathLike[str]) -> None:
-    """A round that gives back what it has used: the run says so, and how to see it again."""
+def test_wrong_result_is_found_and_its_seed_printed(tmp_path: os.PathLike[str]) -> None:
+    """A round that gives back a used contribution is reported with the command that repeats it."""
     broken = (
         "import p2pavg.vector.accumulation as a, scripts.simulate as s, sys\n"
         "a.Accumulation.release = a.Accumulation.give_back\n"
@@ -64,7 +64,7 @@ def test_a_wrong_result_is_found_and_its_seed_named(tmp_path: os.PathLike[str]) 
     assert "scripts/simulate --seed 3 --log" in done.stdout
 
 
-def test_a_plan_follows_from_its_seed() -> None:
+def test_plan_is_deterministic() -> None:
     def plans(seed: int) -> str:
         return repr([FaultPlan.draw(seed + i, peers=5, faults=3) for i in range(5)])
 
@@ -73,8 +73,8 @@ def test_a_plan_follows_from_its_seed() -> None:
     assert "Fault(what=" in plans(7)
 
 
-def test_a_run_follows_from_its_seed() -> None:
-    """To the last message: the moments at which the peers end are the same."""
+def test_run_is_deterministic() -> None:
+    """Runs agree to the last message: the peers end at the same moments."""
     config = p2pavg.AveragingConfig(run_id="again", group_size=4, match_timeout=5.0, compression=None)
 
     async def main() -> list[tuple[int, str, float]]:
@@ -94,14 +94,14 @@ def test_a_run_follows_from_its_seed() -> None:
 
 
 class Watch:
-    """What peers of a network get from each other, moment by moment."""
+    """Log of the answers that peers of a network get from each other."""
 
     def __init__(self, network: MemoryNetwork) -> None:
         self.network = network
         self.heard: dict[tuple[int, int], list[float]] = {}
 
     async def talk(self, peer: Peer, index: int) -> None:
-        """Ask all others something twice a second, for twenty seconds."""
+        """Send a question to all others twice a second, for twenty seconds."""
         async with trio.open_nursery() as nursery:
             for other in range(3):
                 if other != index:
@@ -133,7 +133,7 @@ class Watch:
     ],
     ids=["cut", "partition", "stop"],
 )
-async def test_silence_begins_and_ends_when_the_plan_says(
+async def test_silence_begins_and_ends_as_planned(
     autojump_clock: MockClock, what: Cut | Partition | Stop, silent: set[tuple[int, int]]
 ) -> None:
     network = MemoryNetwork(latency=LAN)
@@ -147,8 +147,8 @@ async def test_silence_begins_and_ends_when_the_plan_says(
         assert after, pair
 
 
-async def test_a_fault_may_wait_for_the_third_part_that_a_reducer_sends(autojump_clock: MockClock) -> None:
-    """And for time after it; what a peer does not live to see does not happen."""
+async def test_fault_can_wait_for_the_third_part_of_a_reducer(autojump_clock: MockClock) -> None:
+    """A delay after the part is possible too; a fault after a peer's death does not happen."""
     network = MemoryNetwork(latency=LAN, bandwidth=1e6)
     config = p2pavg.AveragingConfig(run_id="third", group_size=3, match_timeout=5.0, compression=None)
     victim = simulated_signer(1).peer_id
@@ -172,7 +172,7 @@ async def test_a_fault_may_wait_for_the_third_part_that_a_reducer_sends(autojump
     assert sent == [True, True, False]
 
 
-async def test_a_connection_that_is_lost_can_be_made_again(autojump_clock: MockClock) -> None:
+async def test_lost_connection_can_be_replaced(autojump_clock: MockClock) -> None:
     network = MemoryNetwork(latency=LAN)
     lost: list[bool] = []
 
@@ -195,9 +195,7 @@ async def test_a_connection_that_is_lost_can_be_made_again(autojump_clock: MockC
     [Throttle(0, bandwidth=1e4, seconds=100.0), Delay(0, (0.2, 0.2), seconds=100.0)],
     ids=["throttle", "delay"],
 )
-async def test_a_slow_link_makes_a_round_slower_and_no_worse(
-    autojump_clock: MockClock, what: Throttle | Delay
-) -> None:
+async def test_slow_link_only_delays_a_round(autojump_clock: MockClock, what: Throttle | Delay) -> None:
     config = p2pavg.AveragingConfig(
         run_id="slow", group_size=2, match_timeout=5.0, compression=None, exchange_timeout=100.0
     )

@@ -1,4 +1,4 @@
-"""A message that the rules do not survive costs its sender; an exception that no message caused stays loud."""
+"""A message on which a rule raises excludes its sender; an exception without a message is raised."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ ONES = [torch.ones(1_000)]
 HOSTILE = simulated_signer(0).peer_id  # the first to announce, or the last
 
 
-def raises_for_the_hostile(method: Callable[..., Any], whose: Callable[..., str]) -> Callable[..., Any]:
+def raises_for_the_hostile(method: Callable[..., Any], sender_of: Callable[..., str]) -> Callable[..., Any]:
     def replaced(self: Any, *given: Any, **named: Any) -> Any:
-        if whose(self, *given) == HOSTILE:
+        if sender_of(self, *given) == HOSTILE:
             raise KeyError("a rule that a message broke")
         return method(self, *given, **named)
 
@@ -52,7 +52,7 @@ async def average(peers: Sequence[Peer], delays: Sequence[float]) -> dict[str, p
 
 @pytest.mark.parametrize("first", [True, False], ids=["leads", "follows"])
 @pytest.mark.parametrize(
-    ("rule", "whose"),
+    ("rule", "sender_of"),
     [
         ("asked", lambda _self, candidate, _now: candidate.peer_id),
         ("nudged", lambda _self, candidate, _now: candidate.peer_id),
@@ -61,16 +61,16 @@ async def average(peers: Sequence[Peer], delays: Sequence[float]) -> dict[str, p
         ("told_by_leader", lambda _self, peer_id, *_: peer_id),
     ],
 )
-async def test_a_message_that_raises_costs_its_sender(
+async def test_message_that_raises_excludes_its_sender(
     autojump_clock: MockClock,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     rule: str,
-    whose: Callable[..., str],
+    sender_of: Callable[..., str],
     first: bool,
 ) -> None:
-    """On version 0.1 it left the averager and ended the training program."""
-    monkeypatch.setattr(Matchmaking, rule, raises_for_the_hostile(getattr(Matchmaking, rule), whose))
+    """In version 0.1 the exception left the averager and ended the training program."""
+    monkeypatch.setattr(Matchmaking, rule, raises_for_the_hostile(getattr(Matchmaking, rule), sender_of))
     async with simulated_peers(MemoryNetwork(latency=LAN), 3) as peers:
         results = await average(peers, [0.0 if first else 0.3, 0.1, 0.2])
     errors = [record for record in caplog.records if record.levelno == logging.ERROR]
@@ -83,7 +83,7 @@ async def test_a_message_that_raises_costs_its_sender(
         assert not errors or HOSTILE not in result.peers
 
 
-async def test_a_message_that_cannot_be_read_without_an_exception_costs_its_sender(
+async def test_message_that_raises_on_reading_excludes_its_sender(
     autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def decode(_data: bytes) -> None:
@@ -96,12 +96,12 @@ async def test_a_message_that_cannot_be_read_without_an_exception_costs_its_send
     assert "OverflowError" in caplog.text
 
 
-async def test_when_even_the_loss_raises_the_attempt_ends_and_says_so(
+async def test_attempt_ends_with_a_reason_when_reporting_the_loss_raises(
     autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whose = lambda _self, peer_id, *_: peer_id  # noqa: E731 - as above
+    sender_of = lambda _self, peer_id, *_: peer_id  # noqa: E731 - as above
     for rule in ("told_by_leader", "expel"):
-        monkeypatch.setattr(Matchmaking, rule, raises_for_the_hostile(getattr(Matchmaking, rule), whose))
+        monkeypatch.setattr(Matchmaking, rule, raises_for_the_hostile(getattr(Matchmaking, rule), sender_of))
     async with simulated_peers(MemoryNetwork(latency=LAN), 3) as peers:
         results = await average(peers, [0.0, 0.1, 0.2])
     for peer_id in results.keys() - {HOSTILE}:
@@ -110,7 +110,7 @@ async def test_when_even_the_loss_raises_the_attempt_ends_and_says_so(
         assert "raised KeyError here" in result.reason
 
 
-async def test_an_exception_that_no_message_caused_is_loud(
+async def test_exception_without_a_message_is_raised(
     autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def tick(_self: Matchmaking, _now: float) -> None:

@@ -1,4 +1,4 @@
-"""Random messages of hostile members: a short form of ``scripts/fuzz``, and that it finds what is wrong."""
+"""Random messages of hostile members: a short run of ``scripts/fuzz``, and a test that it finds bugs."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import sys
 
 
 def test_valid_looking_messages_in_random_order_harm_no_honest_peer() -> None:
-    """Each seed that fails prints the command that repeats it."""
+    """Each failing seed prints the command that repeats it."""
     command = [sys.executable, "-m", "scripts.fuzz", "--messages", "1500", "--processes", "2"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_a_rule_that_fails_over_a_vote_is_found_and_its_seed_named() -> None:
-    """Although it costs only the member that sent the vote: it is a bug all the same."""
+def test_rule_that_raises_on_a_vote_is_found_and_its_seed_printed() -> None:
+    """It is a bug although it only excludes the member that sent the vote."""
     broken = (
         "import p2pavg.round.voting as e, scripts.fuzz as f, sys\n"
         "real = e.advance\n"

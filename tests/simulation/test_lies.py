@@ -1,7 +1,7 @@
-"""Lies and damage: a member that misbehaves costs itself, and nobody else anything.
+"""Lies and damage: a member that misbehaves harms only itself.
 
-Real peers on a simulated network, and one that is real but for the piece with which it lies. Wherever it stands in the
-roster, the others exclude it by name, say what it did, and end with the same bits: the mean of exactly the rest.
+The peers are real, on a simulated network; one of them has a lying part. At any place in the roster, the others exclude
+it by name, report its action, and end with the same bits: the mean of exactly the other members.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import copy
 import struct
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, ClassVar
 
 import pytest
@@ -52,16 +51,22 @@ from p2pavg.round import exchange, voting
 from p2pavg.round.control import Control
 from p2pavg.round.rounds import Rounds
 from p2pavg.round.voting import max_votes
-from p2pavg.testing import MemoryNetwork, simulated_peers
+from p2pavg.testing import MemoryNetwork
 from p2pavg.testing.memory import MemoryTransport
-from p2pavg.testing.simulation import simulated_signer
 from p2pavg_dht.record import pack as pack_record
-from tests.simulation.test_averaging import Swarm, config, mean, same_bits, tensors_of, values
+from tests.simulation.liars import (
+    ELEMENTS,
+    SIZE,
+    check_costs_itself,
+    check_exact,
+    honest,
+    instead,
+    name,
+    play,
+)
+from tests.simulation.swarm import LAN, config, mean, same_bits, tensors_of
 from tests.unit.group.samples import candidate
 
-LAN = (0.0005, 0.002)
-ELEMENTS = 2_000
-SIZE = 4
 EVERYWHERE = pytest.mark.parametrize("liar", [0, 2], ids=["leads", "follows"])
 ON_EITHER_LANE = pytest.mark.parametrize(
     ("lane", "liar"),
@@ -75,100 +80,18 @@ def many_small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("p2pavg.allreduce.reduction.part_size", lambda _elements, _reducers: 64)
 
 
-def name(index: int) -> str:
-    """The id of the peer that is ``index``-th in the roster."""
-    return simulated_signer(index).peer_id
-
-
-def honest(liar: int, size: int = SIZE) -> list[int]:
-    return [index for index in range(size) if index != liar]
-
-
-async def play(
-    network: MemoryNetwork | None = None,
-    *,
-    size: int = SIZE,
-    how: p2pavg.AveragingConfig | None = None,
-    prepare: Callable[[Peer, int], None] = lambda _peer, _index: None,
-    stranger: Callable[[Peer, bytes, Sequence[Peer]], Awaitable[None]] | None = None,
-) -> Swarm:
-    """One step of each peer; they announce themselves in the order of their indices.
-
-    A stranger is told the group that they form.
-    """
-    swarm = Swarm()
-    here = size + (stranger is not None)
-    how = how or config(group_size=size)
-    async with (
-        simulated_peers(network or MemoryNetwork(latency=LAN), here) as peers,
-        trio.open_nursery() as beside,
-    ):
-        async with trio.open_nursery() as nursery:
-            for index, peer in enumerate(peers[:size]):
-                prepare(peer, index)
-                tensors = [values(index, ELEMENTS)]
-                nursery.start_soon(
-                    partial(swarm.step_once, peer, index, how, after=0.1 * index, tensors=tensors)
-                )
-            if stranger is not None:
-                group_id = await formed(swarm, peers[0])
-                beside.start_soon(stranger, peers[-1], group_id, peers[:size])
-        beside.cancel_scope.cancel()
-    return swarm
-
-
-async def formed(swarm: Swarm, leader: Peer) -> bytes:
-    """The id of the group that a peer is in, as soon as there is one."""
-    with trio.fail_after(9.0):
-        while True:
-            averager = swarm.averagers.get(leader.id)
-            if averager is not None and averager._round and averager._round._roster is not None:
-                return averager._round._roster.group_id
-            await trio.sleep(0.0002)
-
-
-def check_exact(swarm: Swarm, members: Sequence[int]) -> list[p2pavg.Success]:
-    """These ended with the mean of exactly themselves, to the same bits."""
-    results = [swarm.results[name(index)] for index in members]
-    found = [result for result in results if isinstance(result, p2pavg.Success)]
-    assert len(found) == len(results), results
-    assert same_bits(found)
-    for result in found:
-        assert set(result.peers) == {name(index) for index in members}
-    torch.testing.assert_close(tensors_of(found[0])[0], mean(members, ELEMENTS).float(), rtol=1e-5, atol=1e-6)
-    return found
-
-
-def check_costs_itself(swarm: Swarm, liar: int, reason: str, size: int = SIZE) -> None:
-    """The others exclude the liar by name, and nobody else, and say what it did."""
-    for result in check_exact(swarm, honest(liar, size)):
-        assert set(result.lost) == {name(liar)}
-        assert reason in result.lost[name(liar)], dict(result.lost)
-
-
-def instead(monkeypatch: pytest.MonkeyPatch, what: str, liar: int, lying: Callable[..., Any]) -> None:
-    """Make one peer's exchanges of ``lying`` in the place of the class of that name: Attempt or Control."""
-    real = getattr(exchange, what)
-
-    def make(**given: Any) -> Any:
-        transport = given["transport"] if "transport" in given else given["context"].transport
-        return (lying if transport.peer_id == name(liar) else real)(**given)
-
-    monkeypatch.setattr(exchange, what, make)
-
-
-# ---------------------------------------------------------------------- what it sends on its lanes
+# ---------------------------------------------------------------------- lies on lanes
 
 Deliver = Callable[[Stream, Part, bytes], Awaitable[None]]
 
 
 async def deliver(stream: Stream, part: Part, payload: bytes) -> None:
-    """As it should be."""
+    """Deliver a part unchanged."""
     await stream.send_all(part_frame(part.index) + payload)
 
 
 class LyingAttempt(Attempt):
-    """Sends one kind of lane in its own way, and complains of nobody."""
+    """Sends one kind of lane with a manipulation, and accuses no member."""
 
     lies_on: ClassVar[Lane | None] = None
     how: ClassVar[list[Deliver]] = []
@@ -200,7 +123,7 @@ def lying(lane: Lane, how: Deliver = deliver, *, backwards: bool = False) -> typ
 
 
 def changed(change: Callable[[bytes], bytes], index: int = 1) -> Deliver:
-    """A part of it is changed."""
+    """Sends a vector of which a part is changed."""
 
     async def send(stream: Stream, part: Part, payload: bytes) -> None:
         await deliver(stream, part, change(payload) if part.index == index else payload)
@@ -223,7 +146,7 @@ async def too_few(stream: Stream, part: Part, payload: bytes) -> None:
 
 
 def flip_a_bit(payload: bytes) -> bytes:
-    """The highest of the exponent of a number below 2: what is left of it is above 2**100."""
+    """Flip the highest exponent bit of a number below 2; the result is above 2**100."""
     at = next(start for start in range(0, len(payload), 4) if not payload[start + 3] & 0x40)
     return payload[: at + 3] + bytes([payload[at + 3] ^ 0x40]) + payload[at + 4 :]
 
@@ -249,7 +172,7 @@ ON_LANES: dict[str, tuple[Deliver, str]] = {
 
 @ON_EITHER_LANE
 @pytest.mark.parametrize("lie", ON_LANES)
-async def test_who_damages_its_parts_is_excluded_by_name(
+async def test_member_with_damaged_parts_is_excluded_by_name(
     autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, lie: str, lane: Lane, liar: int
 ) -> None:
     how, reason = ON_LANES[lie]
@@ -258,7 +181,7 @@ async def test_who_damages_its_parts_is_excluded_by_name(
 
 
 @ON_EITHER_LANE
-async def test_who_sends_its_parts_out_of_order_is_excluded_by_name(
+async def test_member_with_unordered_parts_is_excluded_by_name(
     autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, lane: Lane, liar: int
 ) -> None:
     instead(monkeypatch, "Attempt", liar, lying(lane, backwards=True))
@@ -274,7 +197,7 @@ def only_to(victim: int, how: Deliver) -> Deliver:
 
 @pytest.mark.parametrize("victim", [0, 1, 3])
 @pytest.mark.parametrize("lane", [Lane.CONTRIBUTIONS, Lane.AVERAGES], ids=["contributions", "averages"])
-async def test_everybody_learns_whom_one_member_saw_lie(
+async def test_all_members_learn_which_member_one_saw_lie(
     autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, lane: Lane, victim: int
 ) -> None:
     nan = changed(first_number(float("nan")))
@@ -283,34 +206,34 @@ async def test_everybody_learns_whom_one_member_saw_lie(
 
 
 @pytest.mark.parametrize("victim", [1, 2, 3])
-async def test_a_leader_that_lies_to_the_others_later_parts_nobody_from_them(
+async def test_leader_that_lies_later_to_others_splits_no_group(
     autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, victim: int
 ) -> None:
-    """It goes on without the one that saw it lie; when the others see it too, they go on with that one."""
+    """The leader drops the member that saw it lie; when the others see a lie too, they keep that member."""
     first: dict[str, Stream] = {}
 
     async def lie(stream: Stream, part: Part, payload: bytes) -> None:
         spared = first.setdefault(stream.remote, stream) is stream and stream.remote != name(victim)
         if spared and part.index > 3:
-            await trio.sleep(0.1)  # so that the others are in the midst of it
+            await trio.sleep(0.1)  # so that the others are already in the exchange
         await deliver(stream, part, payload if spared else first_number(float("nan"))(payload))
 
     instead(monkeypatch, "Attempt", 0, lying(Lane.CONTRIBUTIONS, lie))
     check_costs_itself(await play(), 0, INVALID)
 
 
-# ---------------------------------------------------------------------- which lanes it opens
+# ---------------------------------------------------------------------- unexpected lanes
 
 
 class AnotherGroups(LyingAttempt):
-    """All of its lanes say that they belong to another group."""
+    """Marks all its lanes as belonging to another group."""
 
     def __init__(self, **given: Any) -> None:
         super().__init__(**given | {"group_id": bytes(32)})
 
 
 class AnotherAttempts(LyingAttempt):
-    """All of its lanes say that they belong to an attempt that is far away."""
+    """Marks all its lanes as belonging to a far later attempt."""
 
     async def _send_to(self, member: Candidate) -> None:
         elsewhere = copy.copy(self)
@@ -320,7 +243,7 @@ class AnotherAttempts(LyingAttempt):
 
 @EVERYWHERE
 @pytest.mark.parametrize("lie", [AnotherGroups, AnotherAttempts])
-async def test_whose_parts_belong_to_another_group_or_attempt_is_excluded_by_name(
+async def test_member_with_parts_of_another_group_or_attempt_is_excluded_by_name(
     autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, lie: type[LyingAttempt], liar: int
 ) -> None:
     instead(monkeypatch, "Attempt", liar, lie)
@@ -330,7 +253,7 @@ async def test_whose_parts_belong_to_another_group_or_attempt_is_excluded_by_nam
 
 
 def opening(*headers: LaneHeader, parts: int = 40) -> type[LyingAttempt]:
-    """Opens lanes of its own beside those that are due, and sends numbers on them."""
+    """Return an attempt class that opens additional lanes and sends numbers on them."""
 
     class Opening(LyingAttempt):
         async def _send_to(self, member: Candidate) -> None:
@@ -359,7 +282,7 @@ def header(lane: Lane, attempt: int = 0, reducer: int = 0) -> LaneHeader:
 
 @ON_EITHER_LANE
 @pytest.mark.parametrize("often", [1, 140])
-async def test_who_opens_a_lane_again_is_excluded_by_name(
+async def test_member_that_opens_a_second_lane_is_excluded_by_name(
     autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, often: int, lane: Lane, liar: int
 ) -> None:
     instead(monkeypatch, "Attempt", liar, opening(*[header(lane)] * often, parts=0))
@@ -368,14 +291,14 @@ async def test_who_opens_a_lane_again_is_excluded_by_name(
 
 HARMLESS = {
     "of attempts that are far ahead": [header(Lane.CONTRIBUTIONS, 1000 + index) for index in range(40)],
-    "of a share that nobody asked it for": [header(Lane.PASSED_ON, reducer=index) for index in range(SIZE)],
+    "of a share that it was not asked for": [header(Lane.PASSED_ON, reducer=index) for index in range(SIZE)],
     "that ask how the round ended": [header(Lane.ASK)] * 20,
 }
 
 
 @EVERYWHERE
 @pytest.mark.parametrize("lanes", HARMLESS)
-async def test_lanes_that_nobody_reads_change_nothing(
+async def test_unread_lanes_change_nothing(
     autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, lanes: str, liar: int
 ) -> None:
     instead(monkeypatch, "Attempt", liar, opening(*HARMLESS[lanes]))
@@ -383,10 +306,10 @@ async def test_lanes_that_nobody_reads_change_nothing(
         assert result.lost == {}
 
 
-async def test_votes_on_a_stream_that_is_not_due_are_not_read(
+async def test_votes_on_an_unexpected_stream_are_ignored(
     autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those that come later in the roster open it."""
+    """Members later in the roster open the stream."""
     instead(monkeypatch, "Attempt", 0, opening(*[header(Lane.CONTROL)] * 20))
     for result in check_exact(await play(), range(SIZE)):
         assert result.lost == {}
@@ -394,7 +317,7 @@ async def test_votes_on_a_stream_that_is_not_due_are_not_read(
 
 @pytest.mark.parametrize("lane", list(Lane))
 @pytest.mark.parametrize("attempt", [0, 7])
-async def test_a_stranger_that_knows_the_group_changes_nothing(
+async def test_stranger_that_knows_the_group_changes_nothing(
     autojump_clock: MockClock, attempt: int, lane: Lane
 ) -> None:
     async def intrude(stranger: Peer, group_id: bytes, peers: Sequence[Peer]) -> None:
@@ -411,11 +334,11 @@ async def test_a_stranger_that_knows_the_group_changes_nothing(
         assert result.lost == {}
 
 
-# ---------------------------------------------------------------------- what it says
+# ---------------------------------------------------------------------- lies in votes
 
 
 class LyingControl(Control):
-    """Says something before anything else; its own votes follow."""
+    """Sends something before its own votes."""
 
     said: ClassVar[bytes]
 
@@ -450,7 +373,7 @@ BROKEN_VOTES: dict[str, tuple[bytes, str]] = {
 
 @EVERYWHERE
 @pytest.mark.parametrize("vote", BROKEN_VOTES)
-async def test_who_breaks_the_protocol_of_votes_is_excluded_by_name(
+async def test_member_with_malformed_votes_is_excluded_by_name(
     autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, vote: str, liar: int
 ) -> None:
     said, reason = BROKEN_VOTES[vote]
@@ -468,7 +391,7 @@ OTHERS_VOTES: dict[str, Vote] = {
 
 
 @pytest.mark.parametrize("vote", OTHERS_VOTES)
-async def test_votes_that_are_not_a_members_to_give_change_nothing(
+async def test_votes_beyond_a_members_role_change_nothing(
     autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, vote: str
 ) -> None:
     instead(monkeypatch, "Control", 2, saying(message(encode_vote(OTHERS_VOTES[vote]))))
@@ -488,11 +411,14 @@ ATTEMPT_WITH_STRANGERS: list[Vote] = [
 async def test_a_leader_that_names_members_of_an_attempt_that_were_not_in_it_is_excluded(
     autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It asks a member to pass on the share of one that was never in that attempt."""
+    """The leader asks a member to pass on the share of another one that was never in that attempt."""
     votes = b"".join(message(encode_vote(vote)) for vote in ATTEMPT_WITH_STRANGERS)
     instead(monkeypatch, "Control", 0, saying(votes))
     swarm = await play()
-    for index in (1, 2):  # both were asked, and go on without it or, being too few, keep what they had
+    for index in (
+        1,
+        2,
+    ):  # both were asked; they continue without the leader or, if too few, keep their contributions
         result = swarm.results[name(index)]
         assert isinstance(result, p2pavg.Success | p2pavg.Failed)
         told = result.lost[name(0)] if isinstance(result, p2pavg.Success) else result.reason
@@ -510,8 +436,8 @@ async def test_a_leader_that_names_members_of_an_attempt_that_were_not_in_it_is_
 async def test_a_leader_that_names_other_members_to_each_member_makes_no_two_ban_each_other(
     autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, misled: int
 ) -> None:
-    """Their cuts of the vector differ, so that the parts of one are wrong for the other."""
-    # As for vectors of millions of elements, a part's size depends on the number of members.
+    """Their shares of the vector differ, so that one member's parts are wrong for the other."""
+    # As with vectors of millions of elements, a part's size depends on the number of members.
     monkeypatch.setattr("p2pavg.allreduce.reduction.part_size", lambda _elements, count: 32 * count)
 
     class TwoFaced(LyingControl):
@@ -554,7 +480,7 @@ async def test_a_member_that_votes_without_end_is_excluded(
 async def test_a_member_that_accuses_all_others_is_left_out_itself(
     autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, liar: int
 ) -> None:
-    """It says so again and again, and answers the leader that it has trouble with none of them."""
+    """It repeats the accusation, but answers the leader that it has trouble with no member."""
     accused = [index for index in range(1, SIZE) if index != liar]
     said = b"".join(message(encode_vote(Trouble(index, False, "so it says"))) for index in accused) * 20
     instead(monkeypatch, "Control", liar, saying(said))
@@ -562,7 +488,7 @@ async def test_a_member_that_accuses_all_others_is_left_out_itself(
 
 
 @EVERYWHERE
-async def test_an_exception_over_a_members_vote_costs_that_member(
+async def test_an_exception_over_a_members_vote_excludes_that_member(
     autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, liar: int
 ) -> None:
     advance = agreement.advance
@@ -580,10 +506,10 @@ async def test_an_exception_over_a_members_vote_costs_that_member(
     assert all(name(liar) in record.getMessage() and record.exc_info for record in errors)
 
 
-async def test_members_that_can_form_no_group_end_the_round_and_no_program(
+async def test_members_that_can_form_no_group_end_the_round_without_an_exception(
     autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A leader may have put an auxiliary in front of the others, and left."""
+    """A leader may have placed an auxiliary first in the roster, and left."""
     only = Roster.only
 
     def impossible(self: Roster, members: Sequence[Candidate], shares: Sequence[int]) -> Roster:
@@ -602,7 +528,7 @@ async def test_members_that_can_form_no_group_end_the_round_and_no_program(
 
 
 @pytest.mark.parametrize("what", ["_parts_of", "_is_due"])
-async def test_an_exception_over_a_members_lane_costs_that_member(
+async def test_an_exception_over_a_members_lane_excludes_that_member(
     autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     real = getattr(Attempt, what)
@@ -628,7 +554,7 @@ async def test_an_exception_that_no_message_caused_leaves_the_averager(
     assert raised.group_contains(KeyError)
 
 
-# ---------------------------------------------------------------------- different things to different members
+# ---------------------------------------------------------------------- different messages to different members
 
 
 @pytest.mark.parametrize(("size", "liar"), [(3, 0), (3, 1), (3, 2), (4, 0), (4, 3), (5, 2)])
@@ -643,7 +569,7 @@ async def test_a_reducer_that_sends_different_averages_is_excluded_by_name(
 
     instead(monkeypatch, "Attempt", liar, lying(Lane.AVERAGES, something_else))
     reason = "it sent one result to one member and another to another"
-    if liar == 0:  # its own leader code finds it out
+    if liar == 0:  # its own leader code detects the lie
         reason = "was lost: it gave the round up: this peer holds another result"
     check_costs_itself(await play(size=size), liar, reason, size)
 
@@ -651,7 +577,7 @@ async def test_a_reducer_that_sends_different_averages_is_excluded_by_name(
 async def test_a_reducer_is_not_banned_because_one_member_names_another_digest(
     autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The two may both lie. The reducer is left out of this round, and met again in the next."""
+    """Either of the two may lie. The reducer is left out of this round and admitted again in the next."""
     liar, bans = 3, []
     completed = exchange.Exchange.completed
 
@@ -667,14 +593,12 @@ async def test_a_reducer_is_not_banned_because_one_member_names_another_digest(
     check_exact(swarm, [0, 2, 3])
 
 
-# ---------------------------------------------------------------------- what it does not do
+# ---------------------------------------------------------------------- omissions
 
 
 @EVERYWHERE
-async def test_who_votes_and_never_contributes_is_excluded_by_name(
-    autojump_clock: MockClock, liar: int
-) -> None:
-    """Its workers never run: it is there, answers and says nothing false."""
+async def test_voter_that_never_contributes_is_excluded_by_name(autojump_clock: MockClock, liar: int) -> None:
+    """Its workers never run: it is present, answers and sends nothing false."""
 
     async def never(function: Callable[..., Any], *args: object) -> Any:
         await trio.sleep_forever()
@@ -692,7 +616,7 @@ async def test_who_votes_and_never_contributes_is_excluded_by_name(
 async def test_a_member_that_never_says_that_it_holds_the_result_is_left_behind(
     autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, liar: int
 ) -> None:
-    """It does everything else. The leader leaves enough time for another attempt, however short the first one was."""
+    """It does everything else. The leader leaves enough time for another attempt, even after a short first one."""
     tell = Control.tell
 
     def say_nothing_of_it(self: Control, position: int, vote: Vote) -> None:
@@ -706,7 +630,7 @@ async def test_a_member_that_never_says_that_it_holds_the_result_is_left_behind(
 async def test_a_leader_that_leads_to_no_end_has_a_strike_and_no_ban(
     autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is there and answers, and never says that the round is committed."""
+    """It is present and answers, but never announces the commit."""
     strikes: list[tuple[str | None, bool, bool]] = []
     advance, until_the_end = agreement.advance, exchange.Exchange._until_the_end
     leave = exchange.Exchange._leave_the_slowest_behind
@@ -737,10 +661,10 @@ async def test_a_leader_that_leads_to_no_end_has_a_strike_and_no_ban(
     assert {strike for strike in strikes if strike[1] or strike[2]} == {(name(0), False, True)}
 
 
-async def test_a_member_that_is_not_where_its_record_says_is_lost_and_its_neighbour_is_not(
+async def test_member_with_a_false_address_is_lost_and_its_neighbour_is_not(
     autojump_clock: MockClock,
 ) -> None:
-    """Its record names another member's address, and it calls nobody itself once the group stands."""
+    """Its record has another member's address, and it dials no other member once the group stands."""
     network, liar, victim = MemoryNetwork(latency=LAN), 2, 1
     location = network._location(name(victim))
     transports: list[MemoryTransport] = []
@@ -773,15 +697,15 @@ async def test_a_member_that_is_not_where_its_record_says_is_lost_and_its_neighb
     check_costs_itself(swarm, liar, "silent for")
 
 
-# ---------------------------------------------------------------------- a leader that names two groups
+# ---------------------------------------------------------------------- a leader with two groups
 
 
 @pytest.mark.parametrize("astray", [{1}, {4}, {1, 2}, {3, 4}, {1, 2, 3, 4}], ids=str)
 @pytest.mark.parametrize("fewer", [False, True], ids=["the same members", "other members"])
-async def test_a_leader_that_proposes_different_rosters_makes_nobody_wrong(
+async def test_leader_with_different_rosters_causes_no_wrong_result(
     autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, fewer: bool, astray: set[int]
 ) -> None:
-    """It commits both; each follower has one group, and whoever succeeds holds what the others of it hold."""
+    """The leader commits both groups. Members of one group that succeed hold the same result."""
     ids = {name(index) for index in astray}
     proposed: dict[str, bytes] = {}
     propose, answered = Matchmaking._propose, Matchmaking._answered
@@ -833,17 +757,17 @@ async def test_a_leader_that_proposes_different_rosters_makes_nobody_wrong(
         )
         used = {name(index) for index in members} - {name(0)}
         ended = {p for p in used if isinstance(swarm.results[p], p2pavg.Success)}
-        assert ended == used, "who is told that it failed is counted by others"
+        assert ended == used, "a member that is told of a failure is counted in another group"
     assert groups
 
 
-# ---------------------------------------------------------------------- rosters that cannot be
+# ---------------------------------------------------------------------- invalid rosters
 
 
 A, B, C = candidate(0), candidate(1), candidate(2)
 
 
-def test_a_roster_that_names_a_peer_twice_or_one_that_signed_nothing_is_refused() -> None:
+def test_roster_with_a_duplicate_or_unsigned_peer_is_refused() -> None:
     stranger = replace(C, record=replace(A.record, publisher=C.peer_id))
     for members, reason in (([A, B, A], "names a peer twice"), ([A, B, stranger], "forged")):
         packed = pack(tuple(pack_record(member.record) for member in members), (1, 1, 1), 0, ())

@@ -1,4 +1,4 @@
-"""What a round holds is let go with it: a vector may be gigabytes, and the garbage collector comes when it likes."""
+"""The memory of a round is freed with it: a vector may have gigabytes, and garbage collection may come late."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from p2pavg.allreduce.values import Values
 from p2pavg.peer import Peer
 from p2pavg.testing import MemoryNetwork, simulated_peers
 
-ELEMENTS = 10_007  # no table or scratch of a codec has this length
+ELEMENTS = 10_007  # a length that no table or scratch buffer of a codec has
 
 
-async def test_nothing_of_a_vectors_size_outlives_its_round(autojump_clock: MockClock) -> None:
+async def test_no_vector_outlives_its_round(autojump_clock: MockClock) -> None:
     config = p2pavg.AveragingConfig(run_id="memory", group_size=2, match_timeout=5.0)
 
     async def step(averager: p2pavg.DecentralizedAverager) -> None:
@@ -29,9 +29,9 @@ async def test_nothing_of_a_vectors_size_outlives_its_round(autojump_clock: Mock
         async with peer.averager(config) as averager:
             for _ in range(3):
                 await step(averager)
-            await trio.sleep(30.0)  # for what the exchange does after its result
+            await trio.sleep(30.0)  # until the exchange has finished its work after the result
             alive = [o for o in gc.get_objects() if type(o) is torch.Tensor and o.numel() == ELEMENTS]
-            # Two buffers that take turns, for each of the two peers that share this process.
+            # Two alternating buffers for each of the two peers in this process.
             assert len(alive) <= 4, [(tensor.shape, tensor.dtype) for tensor in alive]
             assert not any(o._encoded or o._pending for o in gc.get_objects() if type(o) is Values)
 
@@ -45,7 +45,7 @@ async def test_nothing_of_a_vectors_size_outlives_its_round(autojump_clock: Mock
         gc.enable()
 
 
-async def test_a_round_that_failed_leaves_its_vector_once(autojump_clock: MockClock) -> None:
+async def test_failed_round_keeps_its_vector_once(autojump_clock: MockClock) -> None:
     config = p2pavg.AveragingConfig(run_id="memory", group_size=2, match_timeout=5.0, exchange_timeout=3.0)
     network = MemoryNetwork(bandwidth=20_000.0)
     gc.collect()
@@ -66,7 +66,7 @@ async def test_a_round_that_failed_leaves_its_vector_once(autojump_clock: MockCl
                 assert isinstance(await averager.step(wait=None), p2pavg.Failed)
                 await trio.sleep(10.0)
                 alive = [o for o in gc.get_objects() if type(o) is torch.Tensor and o.numel() == ELEMENTS]
-                assert len(alive) <= 2, "this peer's and the stopped one's"
+                assert len(alive) <= 2, "those of this peer and of the stopped one"
                 assert not any(o._encoded or o._pending for o in gc.get_objects() if type(o) is Values)
                 nursery.cancel_scope.cancel()
     finally:

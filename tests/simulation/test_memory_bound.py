@@ -1,4 +1,4 @@
-"""What one remote peer can make this process hold in a round, whatever it sends: real members, real streams."""
+"""Limits of the memory that one remote peer can occupy in a round: real members, real streams."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from p2pavg.peer import Peer
 from p2pavg.round.control import MAX_UNSENT, Control
 from p2pavg.testing import MemoryNetwork
 from p2pavg.testing.simulation import run_on_loop
-from tests.simulation.test_lies import LAN, SIZE, check_exact, honest, instead, name, play
+from tests.simulation.liars import SIZE, check_exact, honest, instead, name, play
+from tests.simulation.swarm import LAN
 from tests.unit.group.samples import SIGNERS, candidate
 
 
@@ -37,7 +38,7 @@ SLOW = 3
 
 
 def slow_down(peer: Peer, index: int) -> None:
-    """One member's encoder takes its time."""
+    """Slow down one member's encoder."""
     if index == SLOW:
         peer.context = replace(peer.context, run_in_thread=take_time)
 
@@ -48,13 +49,13 @@ async def take_time(function: Callable[..., Any], *args: object) -> Any:
 
 
 @pytest.mark.parametrize("reducer", [0, 2], ids=["leads", "follows"])
-async def test_a_reducer_holds_few_parts_of_a_member_that_is_ahead_of_a_slow_one(
+async def test_reducer_buffers_few_parts_of_a_fast_member(
     autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, reducer: int
 ) -> None:
     most: Counter[str] = Counter()
 
     class Watched(Attempt):
-        """Counts what it holds of each member whenever a part has come whole."""
+        """Records the buffered parts of each member whenever a part is complete."""
 
         def _owes(self, peer_id: str, yes: bool) -> None:
             super()._owes(peer_id, yes)
@@ -64,12 +65,12 @@ async def test_a_reducer_holds_few_parts_of_a_member_that_is_ahead_of_a_slow_one
     instead(monkeypatch, "Attempt", reducer, Watched)
     check_exact(await play(prepare=slow_down), range(SIZE))
     ahead = [most[name(index)] for index in honest(SLOW) if index != reducer]
-    assert min(ahead) >= MAX_WAITING_PARTS, "nobody was ahead"
+    assert min(ahead) >= MAX_WAITING_PARTS, "no member was ahead"
     assert max(most.values()) <= MAX_WAITING_PARTS + 1
 
 
 async def open_and_wait(transport: Transport, to: str, header: LaneHeader, opened: list[Stream]) -> None:
-    """A lane on which nothing comes, until its other end lets go of it."""
+    """Open a lane without sending on it, and wait until the other end closes it."""
     try:
         stream = await transport.open_stream(to, PROTOCOL, timeout=5.0)
         await send_message(stream, encode_header(header))
@@ -82,7 +83,7 @@ async def open_and_wait(transport: Transport, to: str, header: LaneHeader, opene
 
 
 @pytest.mark.parametrize("spread", [False, True], ids=["one attempt", "many attempts"])
-async def test_few_lanes_of_a_peer_wait_for_attempts_to_come(autojump_clock: MockClock, spread: bool) -> None:
+async def test_few_lanes_of_a_peer_wait_for_future_attempts(autojump_clock: MockClock, spread: bool) -> None:
     seen: list[tuple[int, int]] = []
 
     async def intrude(stranger: Peer, group_id: bytes, peers: Sequence[Peer]) -> None:
@@ -107,8 +108,8 @@ async def test_few_lanes_of_a_peer_wait_for_attempts_to_come(autojump_clock: Moc
 
 
 @pytest.mark.parametrize("lane", [Lane.AVERAGES, Lane.CONTROL])
-async def test_lanes_that_were_refused_leave_nothing_behind(autojump_clock: MockClock, lane: Lane) -> None:
-    """However many a peer opens one after the other."""
+async def test_refused_lanes_leave_no_memory(autojump_clock: MockClock, lane: Lane) -> None:
+    """This holds for any number of consecutive lanes of a peer."""
     seen: list[int] = []
 
     async def intrude(stranger: Peer, group_id: bytes, peers: Sequence[Peer]) -> None:
@@ -128,7 +129,7 @@ async def test_lanes_that_were_refused_leave_nothing_behind(autojump_clock: Mock
 
 
 class Hearing:
-    """Keeps what is told of the members."""
+    """Keeps the reports about the members."""
 
     def __init__(self) -> None:
         self.lost_members: list[tuple[int, str, bool]] = []
@@ -145,7 +146,7 @@ class Hearing:
 
 
 class Counting(Stream):
-    """Says what it is given, and counts what is asked of it."""
+    """Sends the given messages, and counts the requests."""
 
     def __init__(self, remote: str, said: bytes) -> None:
         self.remote = remote
@@ -182,7 +183,7 @@ def control(transport: Transport, hears: Hearing) -> Control:
     )
 
 
-async def test_votes_to_a_member_that_reads_none_are_few_and_it_is_lost(autojump_clock: MockClock) -> None:
+async def test_member_that_reads_no_votes_is_lost_after_few_votes(autojump_clock: MockClock) -> None:
     hears, network = Hearing(), MemoryNetwork(latency=LAN)
     async with network.transport(SIGNERS[0]) as transport:
         speaking = control(transport, hears)

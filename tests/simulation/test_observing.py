@@ -1,4 +1,4 @@
-"""Real peers on a simulated network, some of which only observe: what they hold, and what they keep."""
+"""Observers among real peers on a simulated network: their results and their kept contributions."""
 
 from __future__ import annotations
 
@@ -25,8 +25,16 @@ from p2pavg.testing import (
     simulated_peer,
 )
 from p2pavg.testing.simulation import simulated_signer
-from tests.simulation.test_averaging import ELEMENTS, LAN, config, mean, same_bits, tensors_of, values
-from tests.simulation.test_surviving import check_one_result
+from tests.simulation.swarm import (
+    ELEMENTS,
+    LAN,
+    check_one_result,
+    config,
+    mean,
+    same_bits,
+    tensors_of,
+    values,
+)
 
 CODECS = pytest.mark.parametrize("compression", [None, "blockwise8"])
 
@@ -50,7 +58,7 @@ async def step_once(
     elements: int = ELEMENTS,
     after: float = 0.0,
 ) -> p2pavg.RoundResult:
-    """One round; checks that who does not contribute keeps everything, whatever the round comes to."""
+    """Run one round; check that peers that do not contribute keep everything, whatever the result."""
     await trio.sleep(after)
     async with peer.averager(how) as averager:
         averager.declare([torch.empty(elements)])
@@ -70,7 +78,7 @@ async def step_once(
 class TestWhoObserves:
     @CODECS
     @pytest.mark.parametrize("contributor", [0, 1, 2])
-    async def test_everybody_holds_what_the_only_contributor_has(
+    async def test_all_members_hold_the_only_contribution(
         self, autojump_clock: MockClock, contributor: int, compression: str | None
     ) -> None:
         how = config(group_size=3, compression=compression)
@@ -93,7 +101,7 @@ class TestWhoObserves:
 
     @CODECS
     @pytest.mark.parametrize("weight", [None, 100.0], ids=["nothing", "something"])
-    async def test_what_a_listener_has_is_not_in_the_average(
+    async def test_observers_are_not_in_the_average(
         self, autojump_clock: MockClock, weight: float | None, compression: str | None
     ) -> None:
         how = config(group_size=3, compression=compression)
@@ -117,7 +125,7 @@ class TestWhoObserves:
             assert set(result.observers) == ids(2)
 
     @pytest.mark.parametrize("elements", [0, 1, 2, 65])
-    async def test_a_vector_smaller_than_the_group(self, autojump_clock: MockClock, elements: int) -> None:
+    async def test_vector_smaller_than_the_group(self, autojump_clock: MockClock, elements: int) -> None:
         how = config(group_size=4, compression="fp32")
 
         async def average(peer: Peer, index: int) -> p2pavg.RoundResult:
@@ -127,7 +135,7 @@ class TestWhoObserves:
             assert torch.equal(tensors_of(result)[0], values(1, elements))
 
     @CODECS
-    async def test_the_compression_ratio_is_of_what_a_listener_moves(
+    async def test_compression_ratio_of_an_observer(
         self, autojump_clock: MockClock, compression: str | None
     ) -> None:
         how = config(group_size=3, compression=compression)
@@ -139,9 +147,7 @@ class TestWhoObserves:
         for result in successes(await run_peers(MemoryNetwork(latency=LAN), 3, average)):
             assert 0.97 * ratio < result.compression_ratio <= ratio
 
-    async def test_what_was_declared_is_enough_to_listen_and_nothing_is_not(
-        self, autojump_clock: MockClock
-    ) -> None:
+    async def test_observing_needs_declared_tensors(self, autojump_clock: MockClock) -> None:
         async with simulated_peer(MemoryNetwork(latency=LAN), 0) as peer, peer.averager(config()) as averager:
             assert await averager.step(wait=None, observe=True) == p2pavg.NoPeers(
                 reason="nothing is accumulated"
@@ -151,10 +157,10 @@ class TestWhoObserves:
             assert isinstance(await averager.step(wait=0, observe=True), p2pavg.InProgress)
 
     @pytest.mark.parametrize("rule", [None, RandomFraction(0.25)], ids=["observe", "rule"])
-    async def test_an_auxiliary_helps_them_too(
+    async def test_auxiliary_helps_rounds_with_observers(
         self, autojump_clock: MockClock, rule: RandomFraction | None
     ) -> None:
-        """Whatever their state and their rule."""
+        """Auxiliaries help groups of any state and rule."""
         how = config(group_size=3, match_timeout=30.0, participation=rule)
 
         async def average(peer: Peer, index: int) -> p2pavg.RoundResult | None:
@@ -164,7 +170,7 @@ class TestWhoObserves:
                 return None
             async with peer.averager(how) as averager:
                 result: p2pavg.RoundResult | None = None
-                for number in range(2):  # the auxiliary finds them while the first one runs
+                for number in range(2):  # the auxiliary finds the group while the first round runs
                     averager.accumulate([values(index)])
                     observes = rule is None and index > 0
                     result = await averager.step(wait=None, state=b"%d" % number, observe=observes)
@@ -181,9 +187,7 @@ class TestWhoObserves:
             index = [simulated_signer(each).peer_id for each in range(3)].index(contributor)
             assert torch.equal(tensors_of(result)[0], values(index))
 
-    async def test_observers_alone_wait_and_go_on_with_who_contributes(
-        self, autojump_clock: MockClock
-    ) -> None:
+    async def test_observers_alone_wait_for_a_contributor(self, autojump_clock: MockClock) -> None:
         how = config(group_size=3, match_timeout=5.0)
 
         async def average(peer: Peer, index: int) -> p2pavg.RoundResult:
@@ -198,8 +202,8 @@ class TestWhoObserves:
         results = successes(await run_peers(MemoryNetwork(latency=LAN), 3, average))
         assert all(torch.equal(tensors_of(result)[0], values(2)) for result in results)
 
-    async def test_a_contributor_may_listen_the_next_time(self, autojump_clock: MockClock) -> None:
-        """Of three, another one contributes in each round; the others' weights wait."""
+    async def test_contributor_may_observe_the_next_round(self, autojump_clock: MockClock) -> None:
+        """A different one of three contributes in each round; the others keep their weights."""
         how = config(group_size=3)
 
         async def average(peer: Peer, index: int) -> list[p2pavg.RoundResult]:
@@ -221,7 +225,7 @@ class TestWhoObserves:
 
 
 class TestParticipation:
-    async def test_half_of_four_contribute_to_each_round_and_the_others_keep_what_they_have(
+    async def test_half_of_four_contribute_and_the_others_keep_their_weight(
         self, autojump_clock: MockClock
     ) -> None:
         rounds = 6
@@ -257,7 +261,7 @@ class TestParticipation:
         assert len(chosen) > 1
         assert max(max(result.weights.values()) for result in results[0]) > 1.0, "a weight that has grown"
 
-    async def test_only_those_that_can_contribute(self, autojump_clock: MockClock) -> None:
+    async def test_only_tagged_peers_contribute(self, autojump_clock: MockClock) -> None:
         async def average(peer: Peer, index: int) -> p2pavg.RoundResult:
             tags = ("fast", "gpu") if index == 1 else ("fast",)
             how = config(group_size=3, participation=ByCapability(tags=("gpu",)), tags=tags)
@@ -271,20 +275,22 @@ class TestParticipation:
         assert all(torch.equal(tensors_of(result)[0], values(1)) for result in results)
         assert all(set(result.peers) == ids(1) for result in results)
 
-    async def test_peers_with_another_rule_never_meet_and_are_named(self, autojump_clock: MockClock) -> None:
+    async def test_peers_with_different_rules_never_meet_and_are_reported(
+        self, autojump_clock: MockClock
+    ) -> None:
         async def average(peer: Peer, index: int) -> p2pavg.RoundResult:
             rule = RandomFraction(0.5) if index else None
             async with peer.averager(config(group_size=3, participation=rule)) as averager:
                 averager.accumulate([values(index)])
                 result = await averager.step(wait=None)
                 if index:
-                    await trio.sleep(1.0)  # what it says of itself can be read
+                    await trio.sleep(1.0)  # its record can be read by then
                 return result
 
         results = await run_peers(MemoryNetwork(latency=LAN), 3, average)
         lone = results.pop(0)
         assert isinstance(lone, p2pavg.NoPeers)
-        assert "2 peers of this run average with another rule of who contributes than yours" in lone.reason
+        assert "2 peers of this run average with another participation rule than yours" in lone.reason
         assert all(set(result.weights) | set(result.observers) == ids(1, 2) for result in successes(results))
 
 
@@ -301,8 +307,8 @@ class TestStates:
         assert isinstance(results.pop(1), p2pavg.NoPeers)
         assert all(set(result.peers) == ids(0, 2) for result in successes(results))
 
-    async def test_who_was_alone_meets_the_others_in_their_state(self, autojump_clock: MockClock) -> None:
-        """What it could not average in a state of its own counts in the next round."""
+    async def test_peer_alone_in_its_state_later_meets_the_others(self, autojump_clock: MockClock) -> None:
+        """Its contribution, which it could not average alone, counts in the next round."""
         how = config(group_size=2, match_timeout=3.0)
 
         async def average(peer: Peer, index: int) -> p2pavg.RoundResult:
@@ -334,7 +340,7 @@ class TestGroupSize:
         assert [result.peers_count for result in results] == [2, 2]
         assert trio.current_time() - began < 30.0
 
-    async def test_it_is_of_one_round(self, autojump_clock: MockClock) -> None:
+    async def test_group_size_holds_for_one_round(self, autojump_clock: MockClock) -> None:
         async def average(peer: Peer, index: int) -> p2pavg.RoundResult:
             async with peer.averager(config(group_size=4, match_timeout=10.0)) as averager:
                 averager.accumulate([values(index)])
@@ -347,7 +353,9 @@ class TestGroupSize:
 
 
 class TestMetrics:
-    async def test_they_are_means_by_weight_and_the_same_for_all(self, autojump_clock: MockClock) -> None:
+    async def test_metrics_are_weighted_means_and_equal_on_all_members(
+        self, autojump_clock: MockClock
+    ) -> None:
         how = config(group_size=4)
 
         async def average(peer: Peer, index: int) -> p2pavg.RoundResult:
@@ -359,7 +367,7 @@ class TestMetrics:
                 return await averager.step(wait=None, observe=index == 3)
 
         results = successes(await run_peers(MemoryNetwork(latency=LAN), 4, average))
-        # Of each: (its index + 10 times (its index + 1)) by 2, 3 and 4 samples; the fourth only observes.
+        # Peer i has the value i + 10 (i + 1), with 2, 3 and 4 samples; the fourth peer only observes.
         losses = [10.0 / 2, 21.0 / 3, 32.0 / 4]
         expected = sum(loss * weight for loss, weight in zip(losses, (2.0, 3.0, 5.0), strict=True)) / 10.0
         for result in results:
@@ -368,16 +376,14 @@ class TestMetrics:
             assert result.metrics["loss"] == pytest.approx(expected, rel=1e-12)
             assert set(result.metrics) == {"accuracy", "loss"}
 
-    async def test_without_any_there_are_none(self, autojump_clock: MockClock) -> None:
+    async def test_no_metrics_without_measurements(self, autojump_clock: MockClock) -> None:
         async def average(peer: Peer, index: int) -> p2pavg.RoundResult:
             return await step_once(peer, index, config(group_size=2), observes=False)
 
         for result in successes(await run_peers(MemoryNetwork(latency=LAN), 2, average)):
             assert result.metrics == {}
 
-    async def test_those_of_a_round_that_found_nobody_are_in_the_next(
-        self, autojump_clock: MockClock
-    ) -> None:
+    async def test_metrics_of_a_round_without_peers_are_in_the_next(self, autojump_clock: MockClock) -> None:
         how = config(group_size=2, match_timeout=2.0)
 
         async def average(peer: Peer, index: int) -> p2pavg.RoundResult:
@@ -396,10 +402,10 @@ class TestMetrics:
 class TestLosses:
     @pytest.mark.parametrize("victim", [0, 3], ids=["leader", "follower"])
     @pytest.mark.parametrize("seconds", [0.0, 0.02, 0.08, 0.2])
-    async def test_a_contributor_that_dies_costs_its_own_contribution_only(
+    async def test_dead_contributor_costs_only_its_own_contribution(
         self, autojump_clock: MockClock, victim: int, seconds: float
     ) -> None:
-        """Contributors are the first and the last, and observers the two between them."""
+        """The first and the last contribute, and the two between them observe."""
         network = MemoryNetwork(latency=LAN, bandwidth=1e6)
         how = config(group_size=4)
 
@@ -416,7 +422,7 @@ class TestLosses:
             assert set(result.observers) == ids(1, 2)
 
     @pytest.mark.parametrize("victim", [0, 2], ids=["leader", "follower"])
-    async def test_the_only_contributor_that_dies_leaves_nothing_and_observers_hear_so(
+    async def test_death_of_the_only_contributor_fails_the_round_with_a_reason(
         self, autojump_clock: MockClock, victim: int
     ) -> None:
         network = MemoryNetwork(latency=LAN, bandwidth=1e6)
@@ -441,10 +447,10 @@ class TestLosses:
             assert result.contribution_used is False
         assert max(took) < how.match_timeout + how.exchange_timeout
 
-    async def test_what_one_listener_holds_of_a_dead_contributor_is_passed_on_to_another(
+    async def test_observer_passes_on_the_shares_of_a_dead_contributor(
         self, autojump_clock: MockClock
     ) -> None:
-        """The second one is far away, and reduces nothing: the first one holds the result long before."""
+        """The second observer has a slow link and reduces nothing: the first one holds the result long before."""
         network = MemoryNetwork(latency=LAN, bandwidth=1e6)
 
         async def average(peer: Peer, index: int) -> p2pavg.RoundResult:
@@ -464,7 +470,7 @@ class TestLosses:
             assert set(result.peers) == ids(0)
             assert set(result.lost) == ids(0)
 
-    async def test_a_listener_that_dies_costs_nobody_anything(self, autojump_clock: MockClock) -> None:
+    async def test_dead_observer_costs_no_contribution(self, autojump_clock: MockClock) -> None:
         network = MemoryNetwork(latency=LAN, bandwidth=1e6)
         how = config(group_size=3)
 
@@ -478,7 +484,7 @@ class TestLosses:
             assert set(result.observers) == ids(1)
             assert set(result.lost) == ids(2)
 
-    async def test_the_contributor_keeps_what_it_has_when_nobody_is_left_to_observe(
+    async def test_contributor_keeps_its_weight_when_all_observers_die(
         self, autojump_clock: MockClock
     ) -> None:
         network = MemoryNetwork(latency=LAN, bandwidth=1e6)
@@ -498,8 +504,8 @@ class TestLosses:
 
 
 @pytest.mark.parametrize("contributors", [1, 2])
-def test_a_contributor_that_is_lost_at_any_part(monkeypatch: pytest.MonkeyPatch, contributors: int) -> None:
-    """Many small parts. The others all end with one result, or, if nobody else contributes, all with none."""
+def test_contributor_lost_at_any_part(monkeypatch: pytest.MonkeyPatch, contributors: int) -> None:
+    """The others all end with one result or, without another contributor, all with none."""
     monkeypatch.setattr("p2pavg.allreduce.reduction.part_size", lambda _elements, _reducers: 64)
     how = config(group_size=4, exchange_timeout=10.0)
     ends: set[type] = set()
@@ -530,7 +536,7 @@ class TestArguments:
             *[("group_size", value) for value in (-1, 0, 1, 65, 2.0, "4", True)],
         ],
     )
-    async def test_what_is_out_of_range_is_refused_by_name(
+    async def test_out_of_range_arguments_are_named(
         self, autojump_clock: MockClock, name: str, value: object
     ) -> None:
         arguments: dict[str, Any] = {"wait": 0, name: value}
@@ -558,7 +564,7 @@ class TestArguments:
             assert isinstance(await averager.step(wait=0, **arguments), p2pavg.InProgress)
             assert averager.weight == (1.0 if "observe" in arguments else 0.0)
 
-    async def test_a_round_that_runs_is_as_it_was_begun(self, autojump_clock: MockClock) -> None:
+    async def test_running_round_keeps_its_arguments(self, autojump_clock: MockClock) -> None:
         async with simulated_peer(MemoryNetwork(latency=LAN), 0) as peer, peer.averager(config()) as averager:
             averager.accumulate([torch.ones(3)])
             await averager.step(wait=0, group_size=3)
@@ -568,7 +574,7 @@ class TestArguments:
             assert averager.weight == 0.0
 
     @pytest.mark.parametrize("metrics", [{"loss": float("nan")}, {"loss": "1"}, {"": 1.0}])
-    async def test_metrics_that_cannot_be_averaged_take_nothing_in(
+    async def test_bad_metrics_accumulate_nothing(
         self, autojump_clock: MockClock, metrics: dict[str, Any]
     ) -> None:
         async with simulated_peer(MemoryNetwork(latency=LAN), 0) as peer, peer.averager(config()) as averager:
@@ -576,7 +582,7 @@ class TestArguments:
                 averager.accumulate([torch.ones(3)], metrics=metrics)
             assert averager.weight == 0.0
 
-    async def test_a_closed_averager_declares_nothing(self, autojump_clock: MockClock) -> None:
+    async def test_closed_averager_refuses_declare(self, autojump_clock: MockClock) -> None:
         async with simulated_peer(MemoryNetwork(latency=LAN), 0) as peer:
             async with peer.averager(config()) as averager:
                 pass

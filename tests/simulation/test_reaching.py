@@ -1,4 +1,4 @@
-"""Peers that cannot be dialled, or not by all: who leads, who meets, and what the others hear."""
+"""Peers that some or all others cannot dial: which peer leads, which peers meet, and the reported reasons."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def transport_of(peer: Peer) -> MemoryTransport:
 async def average(
     peers: Sequence[Peer], how: p2pavg.AveragingConfig, delays: Sequence[float]
 ) -> list[tuple[float, p2pavg.RoundResult]]:
-    """When each peer had its result, and which, where each begins after its delay."""
+    """Start each peer after its delay; return the times and results."""
     results: dict[int, tuple[float, p2pavg.RoundResult]] = {}
     began = trio.current_time()
 
@@ -52,7 +52,7 @@ async def average(
 async def test_a_peer_that_no_one_can_dial_does_not_lead_those_that_can_be_dialled(
     autojump_clock: MockClock,
 ) -> None:
-    """It announces first. On version 0.1 it led, and the other peer without an address could not reach it."""
+    """It announces first. In version 0.1 it led, and the other peer without an address could not reach it."""
     async with simulated_peers(MemoryNetwork(latency=LAN), 3) as peers:
         for peer in peers[1:]:
             transport_of(peer).listens = False
@@ -64,9 +64,9 @@ async def test_a_peer_that_no_one_can_dial_does_not_lead_those_that_can_be_diall
 
 
 async def test_a_peer_behind_a_router_leads_one_that_it_has_dialled(autojump_clock: MockClock) -> None:
-    """The later one cannot dial it and is nudged by it: over that connection it asks, at once."""
+    """The later peer cannot dial it. It dials the later peer, which then asks at once over that connection."""
     async with simulated_peers(MemoryNetwork(latency=LAN), 2, first=1) as peers:
-        for peer in peers:  # the bootstrap connection is not to count
+        for peer in peers:  # the bootstrap connection must not count
             await peer.context.transport.disconnect(peers[0].id)
             await peer.context.transport.disconnect(peers[1].id)
         transport_of(peers[1]).inbound = "refused"
@@ -76,10 +76,10 @@ async def test_a_peer_behind_a_router_leads_one_that_it_has_dialled(autojump_clo
         assert took < 6.5
 
 
-async def test_peers_that_cannot_reach_each_other_hear_exactly_that(
+async def test_peers_that_cannot_reach_each_other_get_that_reason(
     autojump_clock: MockClock, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Two home routers, and a bootstrap peer that both can dial. Version 0.1 said that no other peer was ready."""
+    """Two peers behind home routers, and a bootstrap peer that both can dial. Version 0.1 reported no ready peer."""
     async with simulated_peers(MemoryNetwork(latency=LAN), 3) as peers:
         for peer in peers[1:]:
             transport_of(peer).inbound = "dropped"

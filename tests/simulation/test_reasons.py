@@ -1,4 +1,4 @@
-"""Each reason why two peers do not meet: both hear it in words, in the result and in the log."""
+"""Each reason why two peers do not meet is reported to both, in the result and in the log."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ async def step(
 
 
 async def reasons(*calls: Callable[[], Awaitable[p2pavg.RoundResult]]) -> list[str]:
-    """The reasons of rounds that run at once and find no group."""
+    """Run rounds at once that find no group; return their reasons."""
     found: dict[int, str] = {}
 
     async def run(index: int, call: Callable[[], Awaitable[p2pavg.RoundResult]]) -> None:
@@ -74,7 +74,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
 
 
-async def test_nobody_else_is_there(autojump_clock: MockClock, caplog: pytest.LogCaptureFixture) -> None:
+async def test_empty_network(autojump_clock: MockClock, caplog: pytest.LogCaptureFixture) -> None:
     async with simulated_peers(MemoryNetwork(latency=LAN), 1) as (peer,):
         [reason] = await reasons(partial(step, peer, config()))
         alone = f"no other peer is in this network; others join with bootstrap=[{peer.addresses[0]!r}]"
@@ -84,7 +84,7 @@ async def test_nobody_else_is_there(autojump_clock: MockClock, caplog: pytest.Lo
     assert alone in warned
 
 
-async def test_waiting_is_said_ever_more_rarely(
+async def test_waiting_is_logged_with_growing_pauses(
     autojump_clock: MockClock, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with simulated_peers(MemoryNetwork(latency=LAN), 1) as (peer,):
@@ -106,7 +106,7 @@ async def test_a_round_that_forms_soon_warns_of_nothing(
     assert warnings(caplog) == []
 
 
-async def test_others_take_part_in_another_run(autojump_clock: MockClock) -> None:
+async def test_other_peers_in_another_run(autojump_clock: MockClock) -> None:
     async with simulated_peers(MemoryNetwork(latency=LAN), 3) as peers:
         first, second, _ = await reasons(
             partial(step, peers[0], config(run_id="mine")),
@@ -121,7 +121,7 @@ async def test_others_take_part_in_another_run(autojump_clock: MockClock) -> Non
     assert "takes part in run" not in second
 
 
-async def test_other_parameters_and_another_architecture(autojump_clock: MockClock) -> None:
+async def test_other_parameters_and_other_architecture(autojump_clock: MockClock) -> None:
     async with simulated_peers(MemoryNetwork(latency=LAN), 3) as peers:
         first, second, third = await reasons(
             partial(step, peers[0], config(), state=b"seed 1"),
@@ -135,10 +135,10 @@ async def test_other_parameters_and_another_architecture(autojump_clock: MockClo
 
 
 @pytest.mark.parametrize("seconds", [118.0, -118.0])
-async def test_a_clock_that_is_off(
+async def test_wrong_clock(
     autojump_clock: MockClock, caplog: pytest.LogCaptureFixture, seconds: float
 ) -> None:
-    """Fast or slow, its records are refused; version 0.1 said nothing."""
+    """With a fast or a slow clock, its records are refused; version 0.1 did not report it."""
     network = MemoryNetwork(latency=LAN)
     async with (
         simulated_peers(network, 3) as peers,
@@ -151,7 +151,7 @@ async def test_a_clock_that_is_off(
     assert said == [f"your clock is 118 s {how} 3 peers; set it"], "once, and by no peer whose clock is right"
 
 
-async def test_another_version(autojump_clock: MockClock, caplog: pytest.LogCaptureFixture) -> None:
+async def test_other_protocol_version(autojump_clock: MockClock, caplog: pytest.LogCaptureFixture) -> None:
     async with simulated_peers(MemoryNetwork(latency=LAN), 2) as (peer, newer):
 
         async def answer(stream: Stream) -> None:
@@ -166,7 +166,7 @@ async def test_another_version(autojump_clock: MockClock, caplog: pytest.LogCapt
     assert any("1 peer speaks match/99.0.0" in warned for warned in warnings(caplog))
 
 
-async def test_a_heavy_peer_is_named_by_the_others_and_hears_why(autojump_clock: MockClock) -> None:
+async def test_a_heavy_peer_is_named_by_the_others_and_gets_the_reason(autojump_clock: MockClock) -> None:
     async with simulated_peers(MemoryNetwork(latency=LAN), 2) as (peer, heavy):
 
         async def step_heavily() -> p2pavg.RoundResult:
@@ -180,7 +180,7 @@ async def test_a_heavy_peer_is_named_by_the_others_and_hears_why(autojump_clock:
     assert "is above max_weight 1000" in second
 
 
-async def test_a_peer_that_asks_again_and_again_gets_one_answer(autojump_clock: MockClock) -> None:
+async def test_repeated_questions_get_one_answer(autojump_clock: MockClock) -> None:
     async with simulated_peers(MemoryNetwork(latency=LAN), 2) as (peer, asker):
         answers = []
         for pause in (2.0, 0.0, 0.0, 1.0):
@@ -196,7 +196,7 @@ async def test_a_peer_that_asks_again_and_again_gets_one_answer(autojump_clock: 
     assert read_hello(answers[0]).runs == 0
 
 
-async def test_what_adds_up_to_more_than_max_weight_counts_max_weight(
+async def test_sum_above_max_weight_counts_max_weight(
     autojump_clock: MockClock, caplog: pytest.LogCaptureFixture
 ) -> None:
     results: dict[str, p2pavg.RoundResult] = {}

@@ -1,4 +1,4 @@
-"""Record calls beyond their budget, on the virtual clock: who waits, who is refused, and that others do not notice."""
+"""Record calls beyond their budget, on the virtual clock: delays, refusals, and no effect on other peers."""
 
 import trio
 from trio.testing import MockClock
@@ -21,7 +21,7 @@ RATES = CallRates()
 
 
 async def flood(attacker: MemoryTransport, question: bytes) -> int:
-    """The bytes that come for questions on as many streams as one may have, each renewed when it is reset."""
+    """Send questions on the maximum number of streams, each renewed after a reset; return the received bytes."""
     received = 0
 
     async def ask_on_one_stream() -> None:
@@ -49,7 +49,7 @@ async def flood(attacker: MemoryTransport, question: bytes) -> int:
     return received
 
 
-async def test_a_flood_gets_what_is_granted_and_an_honest_peer_its_answers(autojump_clock: MockClock) -> None:
+async def test_flood_is_limited_and_an_honest_peer_is_answered(autojump_clock: MockClock) -> None:
     network = MemoryNetwork(seed=1)
     async with (
         simulated_peer(network, SERVER) as server,
@@ -83,7 +83,7 @@ async def test_a_flood_gets_what_is_granted_and_an_honest_peer_its_answers(autoj
     )
 
 
-async def test_a_peer_has_so_many_record_streams_and_no_more(autojump_clock: MockClock) -> None:
+async def test_record_streams_of_a_peer_are_limited(autojump_clock: MockClock) -> None:
     network = MemoryNetwork(seed=1)
     async with simulated_peer(network, SERVER) as server, network.transport(ATTACKER) as attacker:
         await attacker.dial(server.addresses[0], timeout=10.0)

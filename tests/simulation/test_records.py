@@ -1,6 +1,6 @@
 """Whole networks of record nodes on a virtual clock: seeded delays, dead peers, late and simultaneous joins.
 
-A dead peer is the worst kind: it takes the call and never answers.
+A dead peer here is the worst kind: it accepts the call and never answers.
 """
 
 import random
@@ -22,7 +22,7 @@ EPOCH = 1_700_000_000.0
 # One way, seconds: a call takes 2 to 4 ms, as measured over libp2p on loopback.
 DELAYS = 0.001, 0.002
 KEY = b"k" * 32
-# The looks around after joining are over, and the next is not due for some seconds.
+# By then the lookups after joining are over, and the next one is not due for some seconds.
 SETTLE = 10.0
 
 
@@ -63,7 +63,7 @@ class Peer:
 
 
 class Network:
-    """Peers in memory. What is in `silent` takes calls and does not answer, and makes none."""
+    """Peers in memory. Those in `silent` accept calls without answering, and make none."""
 
     def __init__(self, nursery: trio.Nursery, clock: MockClock, seed: int) -> None:
         self.clock = clock
@@ -78,7 +78,7 @@ class Network:
         if contact.peer_id in self.silent or sender in self.silent:
             await trio.sleep_forever()
         if contact.peer_id not in self.peers or not contact.addresses:
-            raise RpcError("nobody is there")
+            raise RpcError("no peer is there")
         answer = await self.peers[contact.peer_id].node.handle(sender, request)
         await trio.sleep(self._random.uniform(*DELAYS))
         return answer
@@ -91,7 +91,7 @@ class Network:
         return peer
 
     async def grow(self, count: int) -> list[Peer]:
-        """`count` peers that all join at once through the first."""
+        """Add `count` peers that all join at once through the first."""
         peers = [await self.start() for _ in range(count)]
         async with trio.open_nursery() as nursery:
             for peer in peers[1:]:
@@ -109,7 +109,7 @@ class Network:
             peer.scope.cancel()
 
     def holders(self, key: bytes) -> list[Peer]:
-        """The K peers, dead ones too, to which `key` belongs."""
+        """Return the K peers, including dead ones, that are nearest to `key`."""
         return nearest(self.peers.values(), key_point(key))
 
 
@@ -130,7 +130,7 @@ async def test_a_record_is_found_from_every_peer(autojump_clock: MockClock, coun
         peers = await network.grow(count)
         await trio.sleep(SETTLE)
         published = await peers[-1].node.publish(KEY, b"here", ttl=600.0)
-        # Its own copy, and one at somebody who was asked on the way, may come on top of the K.
+        # Two more copies are possible: the publisher's own, and one at a peer that was asked on the way.
         assert min(count, K) <= published.stored <= min(count, K + 2)
         assert (published.refused, published.records) == ((), ())
         assert await values_seen_by(peers) == [[b"here"]] * count
@@ -154,7 +154,7 @@ async def test_in_a_small_network_publishing_and_finding_are_one_wave_of_calls(
             assert peers[1].calls - calls == count - 1
 
 
-async def test_in_a_larger_network_the_way_is_looked_up_once(autojump_clock: MockClock) -> None:
+async def test_larger_network_caches_the_lookup(autojump_clock: MockClock) -> None:
     async with open_network(autojump_clock) as network:
         peers = await network.grow(50)
         await trio.sleep(SETTLE)
@@ -184,13 +184,13 @@ async def test_with_a_third_of_the_peers_dead_finding_takes_longer_and_misses_no
             begin = trio.current_time()
             assert await values_seen_by([peer]) == [[b"here"]]
             assert trio.current_time() - begin <= RPC_TIMEOUT
-            # Those that did not answer are not asked again; others may be met instead.
+            # Peers that did not answer are not asked again; others may be found instead.
             begin = trio.current_time()
             assert await values_seen_by([peer]) == [[b"here"]]
             assert trio.current_time() - begin <= 3 * HEDGE_DELAY + 0.05
 
 
-async def test_a_dead_peer_costs_one_publish_half_a_second_and_the_next_nothing(
+async def test_dead_peer_delays_one_publish_by_half_a_second(
     autojump_clock: MockClock,
 ) -> None:
     async with open_network(autojump_clock) as network:
@@ -206,7 +206,7 @@ async def test_a_dead_peer_costs_one_publish_half_a_second_and_the_next_nothing(
         assert trio.current_time() - begin <= 2 * DELAYS[1]
 
 
-async def test_with_the_only_other_peer_dead_a_publish_ends_after_one_time_limit(
+async def test_publish_with_one_dead_peer_ends_after_one_timeout(
     autojump_clock: MockClock,
 ) -> None:
     async with open_network(autojump_clock) as network:
@@ -219,7 +219,7 @@ async def test_with_the_only_other_peer_dead_a_publish_ends_after_one_time_limit
 
 
 @pytest.mark.parametrize("count", [2, 8, 50])
-async def test_what_is_withdrawn_is_gone_everywhere(autojump_clock: MockClock, count: int) -> None:
+async def test_withdrawn_record_is_gone_everywhere(autojump_clock: MockClock, count: int) -> None:
     async with open_network(autojump_clock) as network:
         peers = await network.grow(count)
         await peers[0].node.publish(KEY, b"here", ttl=600.0)
@@ -228,7 +228,7 @@ async def test_what_is_withdrawn_is_gone_everywhere(autojump_clock: MockClock, c
         assert await values_seen_by(peers) == [[b"there"]] * count
 
 
-async def test_all_is_withdrawn_at_shutdown_even_while_everything_is_being_cancelled(
+async def test_all_records_are_withdrawn_at_shutdown_despite_cancellation(
     autojump_clock: MockClock,
 ) -> None:
     keys = [bytes([number]) * 32 for number in range(10)]
@@ -259,12 +259,12 @@ async def test_a_withdrawal_wins_over_peers_that_missed_it_and_reaches_them_late
         await trio.sleep(20.0)
         for peer in peers[:5]:
             network.kill(peer)
-        # What is left of the K nearest holds the withdrawal; `away` would have said the opposite.
+        # The remaining ones of the K nearest hold the withdrawal; `away` still has the record.
         assert await values_seen_by([away]) == [[]]
 
 
 @pytest.mark.parametrize("count", [2, 8, 50])
-async def test_who_joins_late_finds_what_was_said_before(autojump_clock: MockClock, count: int) -> None:
+async def test_late_peer_finds_earlier_records(autojump_clock: MockClock, count: int) -> None:
     async with open_network(autojump_clock) as network:
         peers = await network.grow(count)
         await peers[0].node.publish(KEY, b"here", ttl=600.0)
@@ -273,7 +273,7 @@ async def test_who_joins_late_finds_what_was_said_before(autojump_clock: MockClo
         assert await values_seen_by([late]) == [[b"here"]]
 
 
-async def test_who_joins_late_is_given_what_it_should_hold_without_waiting_for_a_renewal(
+async def test_late_peer_is_given_its_records_before_a_renewal(
     autojump_clock: MockClock,
 ) -> None:
     async with open_network(autojump_clock) as network:
@@ -305,7 +305,7 @@ async def test_a_record_outlives_all_peers_that_held_it_as_long_as_its_publisher
         assert await values_seen_by(finders) == [[]] * 5
 
 
-async def test_two_that_know_only_a_third_and_announce_at_once_meet(autojump_clock: MockClock) -> None:
+async def test_two_peers_that_know_only_a_third_meet(autojump_clock: MockClock) -> None:
     async with open_network(autojump_clock) as network:
         third, one, other = [await network.start() for _ in range(3)]
         heard: dict[str, Published] = {}
@@ -355,7 +355,7 @@ async def test_many_that_join_and_announce_at_once_find_each_other_in_a_second(
         assert [len(values) for values in await values_seen_by(peers)] == [30] * 30
 
 
-async def test_of_two_that_announce_at_once_at_least_one_hears_of_the_other(
+async def test_one_of_two_simultaneous_announcers_finds_the_other(
     autojump_clock: MockClock,
 ) -> None:
     async with open_network(autojump_clock) as network:
@@ -371,7 +371,7 @@ async def test_of_two_that_announce_at_once_at_least_one_hears_of_the_other(
         assert any(published.records for published in heard)
 
 
-async def test_who_lost_everybody_comes_back_through_its_bootstrap_peers(autojump_clock: MockClock) -> None:
+async def test_peer_without_contacts_rejoins_through_its_bootstrap_peers(autojump_clock: MockClock) -> None:
     async with open_network(autojump_clock) as network:
         one, other = await network.grow(2)
         network.silent.add(other.peer_id)
@@ -384,7 +384,7 @@ async def test_who_lost_everybody_comes_back_through_its_bootstrap_peers(autojum
         assert [contact.peer_id for contact in other.node.contacts] == [one.peer_id]
 
 
-async def test_a_peer_that_was_silent_for_a_while_is_used_again_and_told_what_it_missed(
+async def test_peer_that_was_silent_is_used_again_and_gets_missed_records(
     autojump_clock: MockClock,
 ) -> None:
     async with open_network(autojump_clock) as network:
@@ -397,7 +397,7 @@ async def test_a_peer_that_was_silent_for_a_while_is_used_again_and_told_what_it
         assert await values_seen_by([other]) == [[b"here"]]
 
 
-async def test_an_identity_whose_clock_was_set_back_over_a_restart_is_still_heard(
+async def test_records_after_a_restart_with_an_earlier_clock_are_accepted(
     autojump_clock: MockClock,
 ) -> None:
     async with open_network(autojump_clock) as network:
@@ -415,7 +415,7 @@ async def test_an_identity_whose_clock_was_set_back_over_a_restart_is_still_hear
         assert await values_seen_by(peers) == [[b"now"]] * 3
 
 
-async def test_a_publisher_whose_clock_is_wrong_learns_why_nobody_takes_its_records(
+async def test_publisher_with_a_wrong_clock_learns_why_its_records_are_refused(
     autojump_clock: MockClock,
 ) -> None:
     async with open_network(autojump_clock) as network:

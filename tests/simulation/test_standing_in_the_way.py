@@ -1,4 +1,4 @@
-"""Leaders that take peers in and never propose: they cost seconds, and do not keep the others apart."""
+"""Hostile leaders that accept peers and never propose: they cost seconds, and do not keep the others apart."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MATCH_TIMEOUT = 30.0
 
 
 def hostile_candidate(index: int, seconds: float, weight: float = 1.0) -> Candidate:
-    """The ``index``-th peer, ready with a deadline so many seconds from now."""
+    """Return the candidate record of the ``index``-th peer, with a deadline some seconds from now."""
     now = simulated_clock()
     return sign_candidate(
         simulated_signer(index),
@@ -48,12 +48,12 @@ def hostile_candidate(index: int, seconds: float, weight: float = 1.0) -> Candid
 
 
 class Standing:
-    """A peer that takes in all that ask it, and says for ever that its group is not complete yet.
+    """A peer that accepts all that ask it, and always answers that its group is not complete yet.
 
     Args:
-        seconds: its deadline from when it begins.
-        renews: sign an earlier deadline than the honest peers' again every 2 s.
-        says: what it says to a peer that has joined, again and again.
+        seconds: time from its start to its deadline.
+        renews: if true, sign a deadline earlier than the honest peers' every 2 s.
+        says: message that it repeats to a peer that has joined.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class Standing:
 async def rounds_among(
     network: MemoryNetwork, peers: Sequence[Peer], rounds: int, size: int
 ) -> list[list[tuple[float, p2pavg.RoundResult]]]:
-    """When each peer had the result of each of its rounds, in seconds since the round before."""
+    """Run rounds; return, for each peer, the seconds from result to result."""
     found: list[list[tuple[float, p2pavg.RoundResult]]] = [[] for _ in peers]
     how = p2pavg.AveragingConfig(run_id="sim", group_size=size, match_timeout=MATCH_TIMEOUT)
 
@@ -155,17 +155,19 @@ async def stand_among_four(
 async def test_hostile_leaders_cost_seconds_each(
     autojump_clock: MockClock, hostiles: int, seconds: float
 ) -> None:
-    """On version 0.1 one cost each peer 61 s, and two kept the four apart for 3,400 s."""
+    """In version 0.1, one cost each peer 61 s, and two kept the four apart for 3,400 s."""
     hostile = [Standing(10 + index, seconds=seconds) for index in range(hostiles)]
     for [(took, result)] in await stand_among_four(hostile):
         assert isinstance(result, p2pavg.Success), result
         assert len(result.peers) == 4
         assert took <= 15.0 + 8.0 * (hostiles - 1), took
-    assert all(one.asked for one in hostile), "they stood in nobody's way"
+    assert all(one.asked for one in hostile), "they delayed no peer"
 
 
 @pytest.mark.parametrize("how", [{"renews": True}, {"proposes": True}, {"ready": 64}], ids=str)
-async def test_no_variation_costs_much_more(autojump_clock: MockClock, how: dict[str, Any]) -> None:
+async def test_variations_of_hostile_leaders_cost_no_more(
+    autojump_clock: MockClock, how: dict[str, Any]
+) -> None:
     hostile = [Standing(10 + index, seconds=20.0, **how) for index in range(2)]
     for [(took, result)] in await stand_among_four(hostile):
         assert isinstance(result, p2pavg.Success), result

@@ -1,4 +1,4 @@
-"""Peers that begin to train: in one lineage, or with words; on virtual time with the optimizers as they are."""
+"""Peers that begin to train end in one lineage, or with a reason; on virtual time, with the real optimizers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ both = pytest.mark.parametrize("make", [local, large_batch])
 def trains(
     make: Make, batch_seconds: float, updates: int = UPDATES
 ) -> Callable[[Player], tuple[bytes, str | None]]:
-    """The loop of the documents: its lineage at the end, and why it could not follow."""
+    """Run the documented loop; return its final lineage, or the reason why it could not follow."""
 
     def work(player: Player) -> tuple[bytes, str | None]:
         weights = model()
@@ -56,7 +56,7 @@ def test_peers_that_start_at_once_or_a_little_late_are_in_one_lineage(
     make: Make,
     seed: int,
 ) -> None:
-    """With ``peers_to_start`` as it is by default, 2."""
+    """This is with the default ``peers_to_start`` of 2."""
     stage = stages(seed)
     for name in "abc":
         late = stage.dice.choice([0.0, 0.0, 1.5, stage.dice.uniform(0.0, 2.0)])
@@ -83,7 +83,7 @@ def test_the_order_in_which_peers_start_does_not_matter(
 
 @both
 def test_a_peer_whose_first_batch_takes_long_is_waited_for(stages: Callable[..., Stage], make: Make) -> None:
-    """It compiles its model; the others know of it since its optimizer was made."""
+    """It compiles its model; the others have known it since its optimizer was made."""
     stage = stages()
 
     def compiles(player: Player) -> tuple[bytes, str | None]:
@@ -102,10 +102,10 @@ def test_a_peer_whose_first_batch_takes_long_is_waited_for(stages: Callable[...,
     assert {len(group) for group in stage.groups} == {3}
 
 
-def test_a_group_that_is_formed_without_a_peer_that_comes_in_time_is_formed_anew(
+def test_group_is_formed_again_with_a_peer_that_comes_in_time(
     stages: Callable[..., Stage],
 ) -> None:
-    """One peer hears of the third only when it looks for a group of two; the second has heard of it and waits."""
+    """One peer learns of the third only while it looks for a group of two; the second knows it and waits."""
     stage = stages()
     stage.delays |= {("c", "a"): 3.0, ("c", "b"): 0.1, ("a", "b"): 0.1, ("b", "a"): 0.1}
     for name, at in (("a", 0.0), ("b", 0.0), ("c", 4.5)):
@@ -117,7 +117,7 @@ def test_a_group_that_is_formed_without_a_peer_that_comes_in_time_is_formed_anew
 
 @both
 @pytest.mark.parametrize("seed", range(5))
-def test_a_peer_that_is_too_late_hears_so_at_once_and_its_loop_ends(
+def test_a_peer_that_is_too_late_gets_the_reason_at_once_and_its_loop_ends(
     stages: Callable[..., Stage],
     make: Make,
     seed: int,

@@ -1,11 +1,8 @@
-"""Real peers on a simulated network, some of which are lost in the midst of a round: what the others end with."""
+"""Loss of members during a round, with real peers on a simulated network: the others' results."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
-import torch
 import trio
 from trio.testing import MockClock
 
@@ -26,11 +23,11 @@ from p2pavg.testing import (
     simulated_peers,
 )
 from p2pavg.testing.simulation import simulated_signer
-from tests.simulation.test_averaging import LAN, config, mean, tensors_of, values
+from tests.simulation.swarm import LAN, check_one_result, config, values
 
 
 async def until_exchanging(averager: p2pavg.DecentralizedAverager) -> None:
-    """Step until the group stands."""
+    """Call ``step`` until the group exchanges."""
     with trio.fail_after(9.0):
         while True:
             progress = await averager.step(wait=0.0005)
@@ -44,7 +41,7 @@ async def until_exchanging(averager: p2pavg.DecentralizedAverager) -> None:
 async def test_a_member_that_crashes_costs_its_own_contribution_only(
     autojump_clock: MockClock, victim: int, seconds: float
 ) -> None:
-    """Survivors end the same round with one result: without the victim, or with all of what it had contributed."""
+    """Survivors end the same round with one result: without the victim, or with its whole contribution."""
     network = MemoryNetwork(latency=(0.002, 0.006), bandwidth=2e6)
     how = config(group_size=3, min_group_size=2)
 
@@ -59,33 +56,18 @@ async def test_a_member_that_crashes_costs_its_own_contribution_only(
     plan = FaultPlan([Fault(Crash(victim), After(Milestone.FORMED, seconds=seconds))])
     results = list((await run_peers(network, 3, average, plan=plan)).values())
     check_one_result(results, 20_000)
-    # Three when all was committed before the victim crashed, and it has a result too.
+    # Three if the round was committed before the victim crashed, so that it has a result too.
     assert len(results) in (2, 3)
     lost = simulated_signer(victim).peer_id
     for result in results:
         assert isinstance(result, p2pavg.Success)
-        if seconds > 0.01 and lost not in result.peers:  # else the group was formed without it
+        if seconds > 0.01 and lost not in result.peers:  # otherwise the group was formed without it
             assert lost in result.lost
 
 
-def check_one_result(results: Sequence[p2pavg.RoundResult], elements: int) -> None:
-    """All succeeded, with the same peers and bits, and these are the mean of those peers."""
-    indices = {simulated_signer(index).peer_id: index for index in range(20)}
-    first = results[0]
-    assert isinstance(first, p2pavg.Success), first
-    expected = mean([indices[peer_id] for peer_id in first.peers], elements)
-    torch.testing.assert_close(tensors_of(first)[0], expected.float(), rtol=1e-5, atol=1e-6)
-    for result in results:
-        assert isinstance(result, p2pavg.Success), result
-        assert result.peers == first.peers
-        assert torch.equal(tensors_of(result)[0], tensors_of(first)[0])
-
-
 @pytest.mark.parametrize("stopped", [0, 2], ids=["leader", "follower"])
-async def test_a_silent_member_is_given_up_and_finds_out_later(
-    autojump_clock: MockClock, stopped: int
-) -> None:
-    """The others end within seconds; when it is back it learns that it was given up, and has what it had."""
+async def test_silent_member_is_dropped_and_learns_it_later(autojump_clock: MockClock, stopped: int) -> None:
+    """The others end within seconds. When it resumes, it learns that it was dropped, and keeps its contribution."""
     network = MemoryNetwork(latency=LAN, bandwidth=1e6)
     how = config(group_size=3, exchange_timeout=60.0)
     took: dict[int, float] = {}
@@ -110,8 +92,8 @@ async def test_a_silent_member_is_given_up_and_finds_out_later(
     assert max(took.values()) < 5.0
 
 
-async def test_where_nothing_happens_nobody_is_lost(autojump_clock: MockClock) -> None:
-    """The last word of a member that has ended is heard, also where it takes its time."""
+async def test_no_member_is_lost_without_faults(autojump_clock: MockClock) -> None:
+    """The last message of a member that has ended is read, even if it is slow."""
     network = MemoryNetwork(latency=(0.01, 0.01), bandwidth=5e4)
     how = config(group_size=5)
     lost: list[str] = []
@@ -129,7 +111,7 @@ async def test_where_nothing_happens_nobody_is_lost(autojump_clock: MockClock) -
 
 
 async def test_a_slow_member_is_waited_for(autojump_clock: MockClock) -> None:
-    """A twentieth of the others' bandwidth: a part takes longer than the shortest silence that counts."""
+    """It has a twentieth of the others' bandwidth, so that a part takes longer than the shortest suspicious silence."""
     network = MemoryNetwork(latency=LAN, bandwidth=1e6)
     how = config(group_size=3, exchange_timeout=120.0)
 
@@ -147,8 +129,8 @@ async def test_a_slow_member_is_waited_for(autojump_clock: MockClock) -> None:
         assert result.exchange_duration > 3.0
 
 
-async def test_a_member_too_slow_for_the_round_is_left_behind(autojump_clock: MockClock) -> None:
-    """It never falls silent, but would take longer than all of them have. (A leader cannot tell that of itself.)"""
+async def test_member_too_slow_for_the_round_is_dropped(autojump_clock: MockClock) -> None:
+    """It is never silent, but would exceed the round's time. (A leader cannot detect this of itself.)"""
     network = MemoryNetwork(latency=LAN, bandwidth=1e6)
     how = config(group_size=3, exchange_timeout=20.0)
 
@@ -165,7 +147,7 @@ async def test_a_member_too_slow_for_the_round_is_left_behind(autojump_clock: Mo
     check_one_result(list(results.values()), 150_000)
 
 
-async def test_all_but_one_lost_leaves_everything_as_it_was(autojump_clock: MockClock) -> None:
+async def test_last_survivor_keeps_its_contribution(autojump_clock: MockClock) -> None:
     network = MemoryNetwork(latency=LAN, bandwidth=1e6)
     how = config(group_size=4)
 
@@ -182,7 +164,7 @@ async def test_all_but_one_lost_leaves_everything_as_it_was(autojump_clock: Mock
     assert alone.contribution_used is False
 
 
-async def test_half_of_a_group_lost_at_once_leaves_the_other_half_to_go_on(autojump_clock: MockClock) -> None:
+async def test_half_of_a_group_survives_the_loss_of_the_other_half(autojump_clock: MockClock) -> None:
     network = MemoryNetwork(latency=LAN, bandwidth=1e6)
     how = config(group_size=4)
 
@@ -198,7 +180,7 @@ async def test_half_of_a_group_lost_at_once_leaves_the_other_half_to_go_on(autoj
     assert [len(result.peers) for result in results if isinstance(result, p2pavg.Success)] == [2, 2]
 
 
-async def test_of_two_halves_that_are_cut_apart_one_goes_on_and_the_other_hears_of_it(
+async def test_one_of_two_separated_halves_continues_and_the_other_learns_it(
     autojump_clock: MockClock,
 ) -> None:
     network = MemoryNetwork(latency=LAN, bandwidth=1e6)
@@ -219,8 +201,8 @@ async def test_of_two_halves_that_are_cut_apart_one_goes_on_and_the_other_hears_
         assert isinstance(results[index], p2pavg.Failed), results[index]
 
 
-def test_a_round_that_breaks_at_any_part_breaks_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many small parts, and a member that crashes in the midst of them: survivors succeed, and nothing is raised."""
+def test_member_lost_at_any_part_breaks_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A member crashes among many small parts: survivors succeed, and nothing is raised."""
     monkeypatch.setattr("p2pavg.allreduce.reduction.part_size", lambda _elements, _reducers: 64)
     how = config(group_size=4, min_group_size=3, exchange_timeout=5.0)
 

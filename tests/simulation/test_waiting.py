@@ -1,4 +1,4 @@
-"""Peers that pause, come late, die, differ or lie, and what that costs the others; on virtual time."""
+"""Costs for the others when a peer pauses, comes late, dies, differs or lies; on virtual time."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ both = pytest.mark.parametrize("make", [local, large_batch])
 
 
 class Trainer:
-    """One peer's loop, and what it noted of it."""
+    """One peer's training loop and its records."""
 
     def __init__(self, player: Player, make: Make, *, weights: float = 1.0) -> None:
         self.player = player
@@ -47,7 +47,7 @@ class Trainer:
         self.optimizer = make(player, self.weights)
         self.reports: list[StepReport] = []
         self.took: list[tuple[float, float]] = []
-        """When each call of ``step`` began, and its seconds."""
+        """Start and duration of each call of ``step``."""
 
     def batch(self) -> StepReport:
         self.player.sleep(BATCH_SECONDS)
@@ -65,7 +65,7 @@ class Trainer:
 
     @property
     def longest(self) -> float:
-        """The longest call after the first update, in seconds: the start takes its time."""
+        """Return the longest call after the first update, in seconds; the start is excluded because it is slow."""
         first = next(i for i, report in enumerate(self.reports) if report.updated)
         return max(seconds for _, seconds in self.took[first + 1 :])
 
@@ -75,7 +75,7 @@ class Trainer:
 
 @both
 def test_a_peer_that_pauses_costs_the_others_seconds_once(stages: Stages, make: Make) -> None:
-    """It evaluates for a minute without ``leave()``. The wait is in the report, with its name."""
+    """It evaluates for a minute without ``leave()``. The report has the wait and the peer's id."""
     stage = stages()
 
     def pauses(player: Player) -> Trainer:
@@ -98,7 +98,7 @@ def test_a_peer_that_pauses_costs_the_others_seconds_once(stages: Stages, make: 
 
 
 def test_a_joiner_holds_up_no_outer_step(stages: Stages) -> None:
-    """It loads the state when the others have computed most of their steps; it takes part with what it has."""
+    """It loads the state when the others have computed most of their steps; it takes part with the steps it has."""
     stage = stages()
     state: dict[str, Any] = {}
 
@@ -127,7 +127,7 @@ def test_a_joiner_holds_up_no_outer_step(stages: Stages) -> None:
 
 
 def test_peers_that_load_one_state_together_compute_all_their_steps(stages: Stages) -> None:
-    """None of them joins the others: they begin again, and do what they would have done."""
+    """No peer counts as a joiner: all start again and compute all their steps."""
     stage = stages(round_seconds=0.0)
     state = {}
 
@@ -157,10 +157,12 @@ def test_peers_that_load_one_state_together_compute_all_their_steps(stages: Stag
 
 
 class TestReasons:
-    """Why peers do not meet is said within seconds, without any logging setup: as a warning, and in the report."""
+    """The reasons why peers do not meet are given within seconds, as a warning and in the report."""
 
     @both
-    def test_other_first_weights(self, stages: Stages, make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    def test_other_first_weights_are_reported(
+        self, stages: Stages, make: Make, caplog: pytest.LogCaptureFixture
+    ) -> None:
         stage = stages()
 
         def works(player: Player) -> StepReport:
@@ -182,7 +184,9 @@ class TestReasons:
         assert all("another seed" in record.getMessage() for record in warnings)
 
     @both
-    def test_no_other_peer(self, stages: Stages, make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    def test_missing_peers_are_reported(
+        self, stages: Stages, make: Make, caplog: pytest.LogCaptureFixture
+    ) -> None:
         stage = stages()
 
         def works(player: Player) -> float:
@@ -215,11 +219,13 @@ def invented(state: bytes, epoch: int, *, samples: float, waiting: bool, started
 
 
 class TestInventedWords:
-    """One identity that keeps the run's records can store 64 words of publishers that it made up."""
+    """One identity that stores the run's records can store 64 words of publishers that it invented."""
 
     @pytest.mark.parametrize("names", [3, 64])
     @both
-    def test_of_a_state_far_ahead_stop_no_run(self, stages: Stages, make: Make, names: int) -> None:
+    def test_invented_words_of_a_state_far_ahead_stop_no_run(
+        self, stages: Stages, make: Make, names: int
+    ) -> None:
         stage = stages()
 
         def lies(player: Player) -> None:
@@ -239,10 +245,10 @@ class TestInventedWords:
 
     @pytest.mark.parametrize("waiting", [False, True])
     @both
-    def test_of_the_runs_state_neither_start_a_round_nor_hold_it_up_for_long(
+    def test_invented_words_of_the_runs_state_cause_no_round_and_only_a_short_delay(
         self, stages: Stages, make: Make, waiting: bool
     ) -> None:
-        """They follow the run's state for as long as it goes on."""
+        """The invented words always have the run's current state."""
         stage = stages()
         trainers: list[Trainer] = []
 

@@ -1,4 +1,4 @@
-"""Peers that train together, each in a thread of its own, over real libp2p on localhost."""
+"""Helpers: peers that train together, each in its own thread, over real libp2p on localhost."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 def config(peers: int, **changes: object) -> p2pavg.AveragingConfig:
-    """For a company of so many; uncompressed unless it is said."""
+    """Return the configuration for a number of peers, uncompressed by default."""
     fields: dict[str, object] = {
         "run_id": "company",
         "group_size": max(peers, 2),
@@ -32,7 +32,7 @@ def config(peers: int, **changes: object) -> p2pavg.AveragingConfig:
 def train_together(
     work: Callable[[int, Averager], T], peers: int, how: p2pavg.AveragingConfig | None = None
 ) -> list[T]:
-    """What ``work(index, averager)`` came to, for each of so many peers at once."""
+    """Run ``work(index, averager)`` for all peers at once; return the results."""
     how = config(peers) if how is None else how
     with ExitStack() as stack:
         averagers = [stack.enter_context(open_averager(how, listen=LISTEN))]
@@ -45,9 +45,9 @@ def train_together(
 
 
 def small_model() -> torch.nn.Module:
-    """The same for everybody."""
+    """Return a model with the same parameters on every peer."""
     model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
-    generator = torch.Generator().manual_seed(5)  # of its own: the peers' threads share the global one
+    generator = torch.Generator().manual_seed(5)  # its own: the peers' threads share the global one
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.uniform_(-0.4, 0.4, generator=generator)
@@ -55,7 +55,7 @@ def small_model() -> torch.nn.Module:
 
 
 class Batches:
-    """Of one peer, always the same ones: unlike the other peers' in what their targets are."""
+    """Batches of one peer, always the same; their targets differ from the other peers'."""
 
     def __init__(self, peer: int, size: int) -> None:
         self._generator = torch.Generator().manual_seed(100 + peer)
@@ -63,17 +63,17 @@ class Batches:
         self.size = size
 
     def next(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Inputs (size, 6) and targets (size, 1), float32."""
+        """Return inputs (size, 6) and targets (size, 1), float32."""
         inputs = torch.randn(self.size, 6, generator=self._generator)
         return inputs, (inputs.sum(1, keepdim=True) * self._slope).sin()
 
 
 def loss_of(model: torch.nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """Mean squared error."""
+    """Return the mean squared error."""
     inputs, targets = batch
     return torch.nn.functional.mse_loss(model(inputs), targets)
 
 
 def vector_of(model: torch.nn.Module) -> torch.Tensor:
-    """All parameters, float32, a copy."""
+    """Return a copy of all parameters as one float32 vector."""
     return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])

@@ -1,4 +1,4 @@
-"""One rank of one peer, a process of its own: trains, and writes what it came to. Arguments: see ``main``."""
+"""One rank of one peer in a separate process: trains and writes its results. For the arguments see ``main``."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from p2pavg.optim.ddp import ddp_comm_hook, peer_gradients
 from tests.integration.optim.company import LISTEN, Batches, config, loss_of, small_model, vector_of
 
 BATCH = 4
-MOMENT = 1e-3  # seconds in which no round ends
+MOMENT = 1e-3  # seconds; too short for any round
 
 
 def main(how: dict[str, Any]) -> None:
-    """``how``: folder, peer, rank, ranks, peers, steps, and the steps at which it dies, or overflows, if any."""
+    """Train with DDP. ``how``: folder, peer, rank, ranks, peers, steps, and optional steps of death or overflow."""
     folder = Path(how["folder"])
     torch.set_num_threads(1)
     peer, rank = how["peer"], how["rank"]
@@ -75,9 +75,10 @@ def main(how: dict[str, Any]) -> None:
 
 
 def shards(how: dict[str, Any]) -> None:
-    """As :func:`main`, with parameters that are spread over the peer's ranks, each of which averages its shard.
+    """Train like :func:`main`, with sharded parameters, of which each rank averages its shard.
 
-    ``how`` also has the norm to clip to, and the rank that waits for no round, if any. Ends when it is left behind.
+    ``how`` also has the norm to clip to, and optionally the rank that waits for no round. It ends when the peer is
+    behind.
     """
     folder, peer, rank, ranks = Path(how["folder"]), how["peer"], how["rank"], how["ranks"]
     torch.set_num_threads(1)
@@ -107,11 +108,10 @@ def shards(how: dict[str, Any]) -> None:
             if report.behind:
                 break
             if not report.updated:
-                time.sleep(0.02)  # until it hears where the others are
+                time.sleep(0.02)  # until it has read the others' progress
         (folder / f"done{peer}.{rank}").touch()
-        wait_until(
-            lambda: len(list(folder.glob("done*"))) == how["peers"] * ranks
-        )  # the others see where it is
+        # The others read its progress until then.
+        wait_until(lambda: len(list(folder.glob("done*"))) == how["peers"] * ranks)
         whole = [cast(Any, parameter).full_tensor().detach() for parameter in network.parameters()]
         parameters = torch.cat([tensor.reshape(-1) for tensor in whole])
         found = {"parameters": parameters.tolist(), "seen": seen, "state": optimizer.lineage.state.hex()}
@@ -121,7 +121,7 @@ def shards(how: dict[str, Any]) -> None:
 
 
 def mistakes(how: dict[str, Any]) -> None:
-    """What the ranks of one peer hear of mistakes, of which each is made on one of them; written as texts."""
+    """Make mistakes on one rank of a peer; write the errors of all ranks as texts."""
     folder, rank, said = Path(how["folder"]), how["rank"], []
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
     network = small_model()
@@ -172,7 +172,7 @@ def mistakes(how: dict[str, Any]) -> None:
 
 
 def wait_until(it_is_so: Callable[[], bool]) -> None:
-    """For 60 s at most."""
+    """Wait until a condition holds, for 60 s at most."""
     end = time.monotonic() + 60.0
     while not it_is_so():
         assert time.monotonic() < end
@@ -181,7 +181,7 @@ def wait_until(it_is_so: Callable[[], bool]) -> None:
 
 @contextmanager
 def open_peer_of(folder: Path, peer: int, how: dict[str, Any], rank: int | None = None) -> Iterator[Averager]:
-    """The first peer says in a file where it is; of ranks that each are one, each of the first peer's."""
+    """Open a peer; the first peer, or each of its ranks, writes its address to a file."""
     name, bootstrap = "addresses" if rank is None else f"addresses{rank}", []
     place, settings = folder / name, config(how["peers"], match_timeout=5.0)
     if rank is not None:

@@ -1,4 +1,4 @@
-"""Peers that would come apart hear it: other recipes, rates set by hand, parameters that differ, a false source."""
+"""Peers that would diverge are told: other recipes, rates set by hand, differing parameters, a false source."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.integration.optim.company import (
 )
 
 BATCH = 4
-ENOUGH_SECONDS = 60.0  # of a busy machine; a second is what it takes
+ENOUGH_SECONDS = 60.0  # for a busy machine; usually a second suffices
 
 
 def large_batch(model: torch.nn.Module, averager: Averager, **options: float) -> AveragedOptimizer:
@@ -60,7 +60,7 @@ def train_until(
     ready: Callable[[StepReport], bool],
     before: Callable[[], None] = lambda: None,
 ) -> list[StepReport]:
-    """All reports up to the one that the test waits for."""
+    """Train until a report that the test waits for; return all reports."""
     reports: list[StepReport] = []
     end = time.monotonic() + ENOUGH_SECONDS
     while not reports or not ready(reports[-1]):
@@ -74,7 +74,7 @@ def train_until(
     ("name", "mine", "others"),
     [("lr", 0.1, 0.01), ("max_grad_norm", 1.0, 0.5), ("target_batch_size", 8, 4096)],
 )
-def test_peers_with_other_recipes_never_average_and_hear_why(
+def test_peers_with_different_recipes_never_average_and_get_the_reason(
     name: str, mine: float, others: float, caplog: pytest.LogCaptureFixture
 ) -> None:
     heard = threading.Barrier(2, timeout=ENOUGH_SECONDS)
@@ -84,7 +84,7 @@ def test_peers_with_other_recipes_never_average_and_hear_why(
         optimizer = large_batch(model, averager, **{name: (mine, others)[peer]})
         reports = train_until(model, batches, optimizer, lambda report: bool(report.differs))
         assert not any(report.updated for report in reports)
-        heard.wait()  # a peer that goes takes back what it said
+        heard.wait()  # a peer that leaves withdraws its entries
         return reports[-1].differs
 
     first, second = train_together(work, 2)
@@ -93,7 +93,7 @@ def test_peers_with_other_recipes_never_average_and_hear_why(
     assert caplog.text.count(first[0]) == 1, "each sentence is logged once"
 
 
-def test_a_rate_set_by_hand_on_one_peer_parts_it_from_the_others_in_words() -> None:
+def test_rate_set_by_hand_on_one_peer_separates_it_with_a_reason() -> None:
     heard = threading.Barrier(2, timeout=ENOUGH_SECONDS)
 
     def work(peer: int, averager: Averager) -> tuple[int, tuple[str, ...]]:
@@ -115,8 +115,8 @@ def test_a_rate_set_by_hand_on_one_peer_parts_it_from_the_others_in_words() -> N
 
 
 @pytest.mark.parametrize("kind", ["large batch", "local updates"])
-def test_parameters_that_have_come_apart_are_reported_by_both(kind: str) -> None:
-    """Neither averaged gradients nor outer steps mend it: each peer adds the same to what it has."""
+def test_drifted_parameters_are_reported_by_both_peers(kind: str) -> None:
+    """Neither averaged gradients nor outer steps remove drift: all peers add the same values."""
     heard = threading.Barrier(2, timeout=ENOUGH_SECONDS)
 
     def work(peer: int, averager: Averager) -> tuple[list[int], str | None]:
@@ -167,8 +167,8 @@ def test_batch_norms_statistics_are_the_same_on_all_peers() -> None:
         assert not torch.equal(mine, torch.zeros(8))
 
 
-def test_a_stranger_that_says_it_is_the_source_is_passed_over(caplog: pytest.LogCaptureFixture) -> None:
-    """It joins first, with other parameters, and the observer waits for the one that was named."""
+def test_stranger_that_claims_to_be_the_source_is_ignored(caplog: pytest.LogCaptureFixture) -> None:
+    """The stranger joins first, with other parameters; the observer waits for the named source."""
     fooled = threading.Event()
     ids: list[str] = ["", "", ""]
     known = threading.Barrier(3, timeout=ENOUGH_SECONDS)
@@ -201,10 +201,10 @@ def test_a_stranger_that_says_it_is_the_source_is_passed_over(caplog: pytest.Log
     source, observer, _ = train_together(work, 3, config(3, match_timeout=2.0))
     assert torch.equal(source, 3 * vector_of(small_model()))
     assert torch.equal(observer, source)
-    assert f"not the source that was named: {ids[2]}" in caplog.text
+    assert f"not the named source: {ids[2]}" in caplog.text
 
 
-def test_no_peer_takes_what_another_did_not_receive(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_peer_accepts_tensors_that_another_did_not_receive(monkeypatch: pytest.MonkeyPatch) -> None:
     lying: set[threading.Thread] = set()
 
     def digest(tensors: list[torch.Tensor]) -> bytes:

@@ -1,4 +1,4 @@
-"""Large-batch training over real libp2p: one optimizer step for all peers, as if one process had the whole batch."""
+"""Large-batch training over real libp2p: the peers' common steps match one process with the whole batch."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def schedule(optimizer: AdamW) -> StepLR:
 
 
 def in_one_process() -> tuple[list[float], torch.Tensor]:
-    """The loss of every update, and the parameters at the end, with the peers' batches as one."""
+    """Train in one process on the combined batches; return the loss of every update and the final parameters."""
     model = small_model()
     optimizer = optimizer_of(model)
     scheduler = schedule(optimizer)
@@ -75,7 +75,7 @@ def one_batch(model: torch.nn.Module, batches: Batches, optimizer: AveragedOptim
 
 
 @pytest.mark.parametrize("codec", [None, "blockwise8"])
-def test_peers_together_are_one_process_with_the_whole_batch(codec: str | None) -> None:
+def test_peers_match_one_process_with_the_whole_batch(codec: str | None) -> None:
     losses, expected = in_one_process()
 
     def work(peer: int, averager: Averager) -> tuple[list[StepReport], torch.Tensor]:
@@ -98,7 +98,7 @@ def test_peers_together_are_one_process_with_the_whole_batch(codec: str | None) 
     assert max(report.grad_norm or 0.0 for report in found[0][0]) > CLIP, "nothing was ever clipped"
 
 
-def test_overlap_takes_every_update_too_and_stays_identical() -> None:
+def test_overlap_takes_every_update_and_stays_identical() -> None:
     updates = 12
 
     def work(peer: int, averager: Averager) -> tuple[int, torch.Tensor]:
@@ -115,7 +115,7 @@ def test_overlap_takes_every_update_too_and_stays_identical() -> None:
 
 
 def test_without_a_limit_the_faster_peer_does_more() -> None:
-    """The target alone says when: whoever is there does what it can."""
+    """The target alone decides when to update; each peer contributes as many samples as it can."""
 
     def work(peer: int, averager: Averager) -> tuple[float, torch.Tensor]:
         model, batches = small_model(), Batches(peer, (1, 7)[peer])
@@ -143,8 +143,8 @@ def test_without_a_limit_the_faster_peer_does_more() -> None:
     assert fast > slow
 
 
-def test_alone_it_goes_on_accumulating_and_says_so() -> None:
-    """And waits for nobody: it would be the match timeout, for every batch."""
+def test_peer_alone_accumulates_and_reports_it() -> None:
+    """It does not wait either: that would cost the match timeout for every batch."""
 
     def work(_peer: int, averager: Averager) -> list[StepReport]:
         model, batches = small_model(), Batches(0, BATCH)
@@ -164,8 +164,8 @@ def test_alone_it_goes_on_accumulating_and_says_so() -> None:
     assert not any(report.updated for report in reports)
 
 
-def test_a_peer_that_began_with_other_parameters_is_told_so() -> None:
-    """Two of a kind go on; the third takes no part, and can follow with the state of one of them."""
+def test_peer_with_other_first_parameters_is_told() -> None:
+    """The two equal peers continue; the third takes no part until it loads the state of one of them."""
 
     def work(peer: int, averager: Averager) -> tuple[str | None, torch.Tensor]:
         model, batches = small_model(), Batches(peer, BATCH)
@@ -188,8 +188,8 @@ def test_a_peer_that_began_with_other_parameters_is_told_so() -> None:
     assert not torch.equal(one, other)
 
 
-def test_a_saved_state_goes_on_where_it_was() -> None:
-    """Every peer stops after some updates, and begins anew from the first one's state."""
+def test_saved_state_continues_identically() -> None:
+    """Every peer stops after some updates and starts again from the first one's state."""
     half = 5
     saved: list[dict[str, Any]] = [{}, {}]
 
@@ -205,8 +205,8 @@ def test_a_saved_state_goes_on_where_it_was() -> None:
         for _ in range(half):
             batches.next()
         optimizer = averaged(model, averager, target_batch_size=2 * BATCH, peers_to_start=2)
-        averager.accumulate([torch.ones_like(p) for p in model.parameters()], weight=99.0)  # forgotten
-        state = copy.deepcopy(saved[0])  # torch loads without copying, and the peers are threads here
+        averager.accumulate([torch.ones_like(p) for p in model.parameters()], weight=99.0)  # discarded
+        state = copy.deepcopy(saved[0])  # torch loads without copying, and these peers share a process
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         assert optimizer.epoch == half
@@ -224,7 +224,7 @@ def test_a_saved_state_goes_on_where_it_was() -> None:
     train_together(first, 2)
     stopped, uninterrupted = train_together(second, 2), train_together(at_once, 2)
     assert torch.equal(stopped[0], stopped[1])
-    # Who is first in the group changes from run to run; a sum of two floats does not depend on it.
+    # The order in the group changes from run to run; a sum of two floats does not depend on it.
     assert torch.equal(stopped[0], uninterrupted[0])
 
 

@@ -1,4 +1,4 @@
-"""Peers of two processes each under torch.distributed, against plain DDP of all of them, or one process."""
+"""Peers of two processes each under torch.distributed, compared with plain DDP of all ranks, or one process."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def start(
     ranks: int,
     work: Callable[[dict[str, Any]], None] = ddp_work.main,
 ) -> Sequence[multiprocessing.process.BaseProcess]:
-    """A process each rank of each peer, out of one that has imported what all of them need."""
+    """Start a process for each rank of each peer, forked from one that has done the imports."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([ddp_work.__name__])
     folder.mkdir()
@@ -47,7 +47,7 @@ def start(
 
 
 def results(folder: Path, processes: Sequence[multiprocessing.process.BaseProcess]) -> list[dict[str, Any]]:
-    """What each rank wrote, peer by peer; every process ends by itself."""
+    """Return the results of all ranks, peer by peer, after every process has ended by itself."""
     for process in processes:
         process.join(90)
         assert process.exitcode == 0
@@ -58,8 +58,8 @@ def how(peers: int, **changes: Any) -> dict[str, Any]:
     return {"peers": peers, "steps": STEPS} | changes
 
 
-def test_two_peers_of_two_ranks_are_four_ranks(tmp_path: Path) -> None:
-    """Also where ``no_sync`` lets the gradients of two backward passes accumulate, as in every other step."""
+def test_two_peers_of_two_ranks_match_four_ranks(tmp_path: Path) -> None:
+    """This includes ``no_sync`` in every other step, which accumulates the gradients of two backward passes."""
     four = start(tmp_path / "plain", [how(0)], ranks=4)
     two_by_two = start(tmp_path / "peers", [how(2)] * 2, ranks=2)
     plain, together = results(tmp_path / "plain", four), results(tmp_path / "peers", two_by_two)
@@ -70,25 +70,25 @@ def test_two_peers_of_two_ranks_are_four_ranks(tmp_path: Path) -> None:
     assert away.abs().max() < 1e-5
 
 
-def test_a_peer_goes_on_when_the_other_one_is_gone(tmp_path: Path) -> None:
+def test_peer_continues_after_losing_the_other(tmp_path: Path) -> None:
     dying = how(2, dies_after=3)
     found = results(tmp_path / "peers", start(tmp_path / "peers", [how(2), dying], ranks=2))
     assert len(found) == 2, "only the first peer's ranks came to an end"
-    # The step in which the other one was lost may have been left out.
+    # The step in which the other peer was lost may have been skipped.
     assert [rank["stepped"] for rank in found] in ([STEPS] * 2, [STEPS - 1] * 2)
     assert found[0]["parameters"] == found[1]["parameters"]
 
 
 def test_a_gradient_that_overflows_costs_one_step(tmp_path: Path) -> None:
-    """As mixed precision makes them now and then; all peers leave the step out, and go on."""
+    """Mixed precision causes overflows now and then. All peers skip that step and continue."""
     folder = tmp_path / "peers"
     found = results(folder, start(folder, [how(2, overflows_at=2)] * 2, ranks=2))
     assert [rank["stepped"] for rank in found] == [STEPS - 1] * 4
     assert all(rank["parameters"] == found[0]["parameters"] for rank in found)
 
 
-def test_ranks_that_hold_shards_average_their_own(tmp_path: Path) -> None:
-    """Two peers of two ranks with FSDP, against one process with all four batches; clipped by the whole norm."""
+def test_sharded_ranks_average_their_own_shards(tmp_path: Path) -> None:
+    """Two peers of two FSDP ranks match one process with all four batches, with clipping by the whole norm."""
     clip = 0.05
     processes = start(tmp_path / "shards", [how(2, clip=clip)] * 2, ranks=2, work=ddp_work.shards)
     model, batches = small_model(), [Batches(rank, ddp_work.BATCH) for rank in range(4)]
@@ -107,8 +107,8 @@ def test_ranks_that_hold_shards_average_their_own(tmp_path: Path) -> None:
     assert (torch.tensor(found[0]["parameters"]) - vector_of(model)).abs().max() < 1e-5
 
 
-def test_a_rank_that_did_not_see_its_round_end_holds_up_nobody(tmp_path: Path) -> None:
-    """Of two ranks that hold shards one has the average and one has not: none takes it, and both hear of it alike."""
+def test_rank_without_its_rounds_result_blocks_no_other(tmp_path: Path) -> None:
+    """One of two sharded ranks has the average and the other has not: neither takes it, and both report it."""
     plans = [how(2, steps=1500, impatient=1), how(2, steps=1)]
     found = results(tmp_path / "shards", start(tmp_path / "shards", plans, ranks=2, work=ddp_work.shards))
     first, second = found[:2], found[2:]
@@ -119,14 +119,14 @@ def test_a_rank_that_did_not_see_its_round_end_holds_up_nobody(tmp_path: Path) -
     assert first[0]["parameters"] == vector_of(small_model()).tolist()
 
 
-def test_a_mistake_on_one_rank_is_heard_on_all(tmp_path: Path) -> None:
-    """Where only the one raised, the others would wait for it in a collective for ever."""
+def test_mistake_on_one_rank_is_raised_on_all(tmp_path: Path) -> None:
+    """Otherwise the other ranks would wait in a collective for ever."""
     found = results(tmp_path / "peer", start(tmp_path / "peer", [how(2)], ranks=2, work=ddp_work.mistakes))
     first, second = (rank["said"] for rank in found)
     out_of_range = "sync_timeout must be a number above 0, got -1.0"
     assert first[0] == f"ValueError: {out_of_range}"
     assert second[0] == f"ValueError: on rank 0: {out_of_range}"
-    nothing = "RuntimeError: no backward pass has reduced its gradients since this was asked last"
+    nothing = "RuntimeError: no backward pass has reduced its gradients since the last call"
     assert first[1:5] == second[1:5] == [nothing, nothing, "True", nothing]
     loss = "metric 'loss' must be a finite number, 1e+100 at most in magnitude"
     assert first[5:7] == [f"AccumulateError: on another rank of this peer: {loss}", "0.0"]
@@ -146,10 +146,10 @@ def shards(averager: Averager) -> None:
 
 
 @pytest.mark.parametrize("make", [ddp, shards])
-def test_who_contributes_cannot_be_drawn_for_ranks_or_buckets(
+def test_participation_rules_are_refused_for_ranks_and_buckets(
     make: Callable[[Averager], None], tmp_path: Path
 ) -> None:
-    """They would be drawn one by one, and an update be of some samples here and of others there."""
+    """Participants would be drawn for each rank or bucket, so one update would mix different samples."""
     settings = config(2, participation=p2pavg.RandomFraction(0.5))
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
     try:

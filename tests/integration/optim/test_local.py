@@ -1,4 +1,4 @@
-"""Local updates beyond the plain algorithms: who observes, rounds that fail, codecs, saved states, a common start."""
+"""Local updates beyond the plain algorithms: observers, failed rounds, codecs, saved states, a common start."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ def one_step(model: torch.nn.Module, batches: Batches, optimizer: LocalUpdates) 
 
 
 def wait_for_another(optimizer: LocalUpdates) -> None:
-    """Until this peer has heard that there is another one."""
+    """Wait until this peer has read another peer's progress."""
     end = time.monotonic() + 30
-    while optimizer._together.survey().peers < 2:
+    while optimizer._together.run.survey().peers < 2:
         assert time.monotonic() < end
         time.sleep(0.01)
 
@@ -53,8 +53,8 @@ def anchor_of(optimizer: LocalUpdates) -> torch.Tensor:
     return torch.cat([tensor.reshape(-1) for tensor in optimizer.anchor])
 
 
-def test_a_part_of_the_peers_contributes_and_all_have_the_same_anchor() -> None:
-    """Who only observes keeps what it learned for a later round."""
+def test_some_peers_contribute_and_all_have_the_same_anchor() -> None:
+    """An observer keeps its local steps for a later round."""
     peers, updates = 4, 6
 
     def work(peer: int, averager: Averager) -> tuple[torch.Tensor, list[p2pavg.Success], list[float]]:
@@ -82,8 +82,8 @@ def test_a_part_of_the_peers_contributes_and_all_have_the_same_anchor() -> None:
     assert any(away > 0 for _, _, kept in found for away in kept), "observers keep what they learned"
 
 
-def test_a_round_that_fails_is_made_up_for() -> None:
-    """The other one says that it is there, and does not come; the pseudo-gradient grows, and its weight with it."""
+def test_next_round_includes_the_steps_of_a_failed_one() -> None:
+    """The other peer does not come to a round. The pseudo-gradient grows, and so does its weight."""
 
     def work(peer: int, averager: Averager) -> None:
         model, batches = small_model(), Batches(peer, 4)
@@ -110,8 +110,8 @@ def test_a_round_that_fails_is_made_up_for() -> None:
     train_together(work, 2, config(2, match_timeout=0.3))
 
 
-def test_what_is_learned_while_a_round_is_late_is_for_the_next_one() -> None:
-    """The first peer's `sync_timeout` ends before the second peer comes; it trains on, and loses nothing."""
+def test_steps_during_a_late_round_count_in_the_next_one() -> None:
+    """The first peer's `sync_timeout` ends before the second peer comes; it trains on and loses no step."""
 
     def work(peer: int, averager: Averager) -> tuple[list[torch.Tensor], list[torch.Tensor], list[float]]:
         model, batches = small_model(), Batches(peer, 4)
@@ -142,7 +142,7 @@ def test_what_is_learned_while_a_round_is_late_is_for_the_next_one() -> None:
 
 
 @pytest.mark.parametrize("with_feedback", [False, True])
-def test_lossy_codecs_and_what_they_leave_out(with_feedback: bool) -> None:
+def test_error_feedback_of_lossy_codecs(with_feedback: bool) -> None:
     def work(peer: int, averager: Averager) -> tuple[torch.Tensor, float]:
         model, batches = small_model(), Batches(peer, 4)
         feedback = ErrorFeedback("int8") if with_feedback else None
@@ -153,11 +153,11 @@ def test_lossy_codecs_and_what_they_leave_out(with_feedback: bool) -> None:
 
     (one, first), (other, second) = train_together(work, 2, config(2, compression="int8"))
     assert torch.equal(one, other)
-    # So short a vector is one peer's share, who averages its own contribution as it is.
+    # So short a vector is one peer's share, and that peer averages its own contribution unencoded.
     assert (max(first, second) > 0) == with_feedback
 
 
-def test_a_saved_state_goes_on_where_it_was() -> None:
+def test_saved_state_continues_identically() -> None:
     saved: list[dict[str, Any]] = [{}, {}]
     make = partial(LocalUpdates, sync_every=SYNC_EVERY, peers_to_start=2)
 
@@ -170,7 +170,7 @@ def test_a_saved_state_goes_on_where_it_was() -> None:
         for _ in range(begin * SYNC_EVERY):
             batches.next()
         if begin:
-            state = copy.deepcopy(saved[peer])  # torch loads without copying, and the peers are threads here
+            state = copy.deepcopy(saved[peer])  # torch loads without copying, and these peers share a process
             model.load_state_dict(state["model"])
             optimizer.load_state_dict(state["optimizer"])
         while optimizer.epoch < end:
@@ -186,7 +186,7 @@ def test_a_saved_state_goes_on_where_it_was() -> None:
 
 
 def test_all_start_from_one_peers_parameters() -> None:
-    """To the last bit, though the run's codec is lossy; and then they train together."""
+    """The parameters agree to the last bit, although the run's codec is lossy; then the peers train together."""
 
     def work(peer: int, averager: Averager) -> tuple[torch.Tensor, torch.Tensor]:
         model, batches = small_model(), Batches(peer, 4)
@@ -207,20 +207,20 @@ def test_all_start_from_one_peers_parameters() -> None:
 
 def test_two_sources_are_an_error() -> None:
     def work(_peer: int, averager: Averager) -> None:
-        with pytest.raises(SyncError, match="2 peers say that they are the source"):
+        with pytest.raises(SyncError, match="2 peers claim to be the source"):
             sync_parameters(averager, small_model().parameters(), source=True, peers=2)
 
     train_together(work, 2)
 
 
-def test_closing_ends_the_waiting_for_others() -> None:
+def test_closing_ends_waiting_for_other_peers() -> None:
     model = small_model()
     with open_averager(config(2), listen=LISTEN) as averager:
         optimizer = optimizer_of(model, averager, 2, sync_every=1)
         waiting = threading.Thread(target=waits_in_vain, args=(model, optimizer), daemon=True)
         waiting.start()
         waiting.join(1.0)
-        assert waiting.is_alive(), "nobody else is there"
+        assert waiting.is_alive(), "the wait ended although no other peer is present"
     waiting.join(20.0)
     assert not waiting.is_alive()
 
@@ -230,11 +230,11 @@ def waits_in_vain(model: torch.nn.Module, optimizer: LocalUpdates) -> None:
         one_step(model, Batches(0, 4), optimizer)
 
 
-def test_parameters_that_do_not_come_are_an_error() -> None:
+def test_sync_times_out_without_a_source() -> None:
     def work(peer: int, averager: Averager) -> None:
         model = small_model()
         before = vector_of(model)
-        with pytest.raises(SyncError, match=r"did not come within 1 s"):
+        with pytest.raises(SyncError, match=r"did not arrive within 1 s"):
             sync_parameters(averager, model.parameters(), source=bool(peer), peers=3, timeout=1.0)
         assert torch.equal(vector_of(model), before)
 

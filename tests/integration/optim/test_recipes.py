@@ -1,4 +1,4 @@
-"""Each algorithm against a plain program of one process that does the same."""
+"""Each algorithm compared with a plain implementation in one process."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from tests.integration.optim.company import Batches, loss_of, small_model, train
 PEERS = 3
 OUTER_STEPS = 10
 SYNC_EVERY = 4
-SIZES = (2, 4, 6)  # of a batch, so that the peers' weights differ
+SIZES = (2, 4, 6)  # of the peers' batches; they differ, and so do the peers' weights
 MU = 0.3
 
 Recipe = Callable[[Optimizer, Averager], LocalUpdates]
 OuterStep = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""From the anchor and the averaged pseudo-gradient to the next anchor."""
+"""Function from the anchor and the averaged pseudo-gradient to the next anchor."""
 
 
 def sgd(model: torch.nn.Module) -> Optimizer:
@@ -38,7 +38,7 @@ def load(model: torch.nn.Module, vector: torch.Tensor) -> None:
 def reference(
     inner: Callable[[torch.nn.Module], Optimizer], outer: OuterStep, mu: float = 0.0
 ) -> torch.Tensor:
-    """The algorithm in one process, float64 between the inner steps: the anchor at the end."""
+    """Run the algorithm in one process, in float64 between the inner steps; return the final anchor."""
     models = [small_model() for _ in range(PEERS)]
     optimizers = [inner(model) for model in models]
     batches = [Batches(peer, SIZES[peer]) for peer in range(PEERS)]
@@ -59,7 +59,7 @@ def reference(
 
 
 def together(inner: Callable[[torch.nn.Module], Optimizer], recipe: Recipe) -> list[torch.Tensor]:
-    """The same with real peers: everybody's parameters at the end."""
+    """Run the algorithm with real peers; return the final parameters of all."""
 
     def work(peer: int, averager: Averager) -> torch.Tensor:
         model, batches = small_model(), Batches(peer, SIZES[peer])
@@ -75,7 +75,7 @@ def together(inner: Callable[[torch.nn.Module], Optimizer], recipe: Recipe) -> l
 
 
 class Nesterov:
-    """As Sutskever et al. 2013, in torch's form."""
+    """Nesterov momentum (Sutskever et al. 2013), in torch's form."""
 
     def __init__(self, lr: float, momentum: float) -> None:
         self._lr, self._momentum = lr, momentum
@@ -158,7 +158,7 @@ CASES: list[tuple[str, Callable[[torch.nn.Module], Optimizer], Recipe, OuterStep
 @pytest.mark.parametrize(
     ("inner", "recipe", "outer", "mu"), [case[1:] for case in CASES], ids=[c[0] for c in CASES]
 )
-def test_as_in_one_process(
+def test_recipe_matches_one_process(
     inner: Callable[[torch.nn.Module], Optimizer], recipe: Recipe, outer: OuterStep, mu: float
 ) -> None:
     expected = reference(inner, outer, mu)

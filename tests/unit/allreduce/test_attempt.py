@@ -18,31 +18,23 @@ from p2pavg.allreduce.messages import (
     FRAME_BYTES,
     Lane,
     LaneHeader,
-    encode_header,
     members_digest,
     part_frame,
 )
 from p2pavg.consensus.votes import DIGEST_BYTES
-from p2pavg.errors import StreamBrokenError, UnreachableError
+from p2pavg.errors import StreamBrokenError
 from p2pavg.group.milestones import Milestone
 from p2pavg.group.roster import Roster
-from p2pavg.net.transport import DirectLane, Stream, StreamHandler, Transport
+from p2pavg.net.transport import DirectLane, Stream
 from p2pavg_compression import Fp32
+from tests.unit.allreduce.attempts import AUX, GROUP, NUMBER, SHARE, A, B, C, Reaches, three
 from tests.unit.allreduce.contexts import context_over
 from tests.unit.allreduce.laid import Takes
 from tests.unit.allreduce.streams import SaidBefore, Silent
 from tests.unit.group.samples import SIGNERS, candidate, roster
 
-A, B, C, AUX = (signer.peer_id for signer in SIGNERS[:4])
 STRANGER = SIGNERS[5].peer_id
-GROUP = b"\x09" * 32
-SHARE = 4
-NUMBER = 7
 CODEC = Fp32()
-
-
-def three() -> Roster:
-    return roster([candidate(index, weight=1.0) for index in range(3)], [SHARE] * 3)
 
 
 def with_auxiliary() -> Roster:
@@ -78,55 +70,6 @@ class Reports:
 
     def reached(self, milestone: Milestone) -> None:
         self.milestones.append(milestone)
-
-
-class Reaches(Transport):
-    """Opens streams that take everything, to all but some."""
-
-    def __init__(self, peer_id: str, unreachable: Sequence[str] = ()) -> None:
-        self.peer_id = peer_id
-        self.members = b""
-        self.opened: list[SaidBefore] = []
-        self._unreachable = unreachable
-
-    @property
-    def addresses(self) -> tuple[str, ...]:
-        return ()
-
-    def serve(self, protocol: str, handler: StreamHandler) -> None:
-        raise NotImplementedError
-
-    async def dial(self, address: str, *, timeout: float) -> str:
-        raise NotImplementedError
-
-    async def open_stream(
-        self,
-        peer_id: str,
-        protocol: str,
-        *,
-        addresses: Sequence[str] = (),
-        timeout: float,
-        wait_inbound: bool = False,
-    ) -> Stream:
-        await trio.lowlevel.checkpoint()
-        if peer_id in self._unreachable:
-            raise UnreachableError(peer_id)
-        self.opened.append(SaidBefore(b"", peer_id))
-        return self.opened[-1]
-
-    def is_connected(self, peer_id: str) -> bool:
-        raise NotImplementedError
-
-    async def disconnect(self, peer_id: str) -> None:
-        raise NotImplementedError
-
-    def sent(self, peer_id: str, lane: Lane, reducer: int = 0) -> bytes | None:
-        """What went to a member on a lane, after its header."""
-        header = encode_header(LaneHeader(GROUP, lane, NUMBER, reducer, self.members))
-        head = len(header).to_bytes(4, "big") + header
-        found = [s for s in self.opened if s.remote == peer_id and s.sent.startswith(head)]
-        assert len(found) <= 1
-        return bytes(found[0].sent[len(head) :]) if found else None
 
 
 class Broken(SaidBefore):

@@ -1,4 +1,4 @@
-"""The command line, option by option: scripts and unit files of others depend on it."""
+"""The command line, option by option: users' scripts and unit files depend on it."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def options_of(command: Any) -> dict[str, tuple[list[str], bool, object]]:
     }
 
 
-def test_commands_and_options_are_these_and_no_others() -> None:
+def test_commands_and_options_are_frozen() -> None:
     program: Any = typer.main.get_command(app)
     found = {"": options_of(program)} | {
         name: options_of(command) for name, command in program.commands.items()
@@ -67,7 +67,7 @@ def test_only_the_key_file_of_identity_is_required() -> None:
 
 
 class LeftError(Exception):
-    """The helper has heard enough."""
+    """Ends the auxiliary once it has been called."""
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ class LeftError(Exception):
         (["--bandwidth", "50", "--max-upload-mbps", "8.5", "--max-download-mbps", "40"], 50.0, 8.5, 40.0),
     ],
 )
-def test_what_is_said_of_the_link_reaches_the_helper_of_the_run(
+def test_link_options_reach_the_auxiliary(
     monkeypatch: pytest.MonkeyPatch,
     given: list[str],
     bandwidth: float | None,
@@ -102,7 +102,7 @@ def test_what_is_said_of_the_link_reaches_the_helper_of_the_run(
     }
 
 
-async def test_rounds_that_are_helped_at_once_keep_one_limit_together(
+async def test_concurrent_auxiliary_rounds_share_one_limit(
     autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     used: list[RunContext] = []
@@ -144,7 +144,7 @@ async def test_rounds_that_are_helped_at_once_keep_one_limit_together(
 
 
 @pytest.mark.parametrize("name", ["bandwidth", "max_upload_mbps", "max_download_mbps"])
-async def test_what_is_out_of_range_is_refused_as_an_averagers(name: str) -> None:
+async def test_out_of_range_options_are_refused_like_an_averagers(name: str) -> None:
     async with simulated_peers(MemoryNetwork(), 1) as (peer,):
         with pytest.raises(p2pavg.ConfigError, match=rf"^{name} must be a number (above 0|from 0.1 to)"):
             await assist(peer, "sim", **{name: -1.0})

@@ -1,4 +1,4 @@
-"""AveragingConfig refuses what is out of range, by name, and never changes."""
+"""AveragingConfig refuses values out of range, by name, and is immutable."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MBPS = ("bandwidth", "max_upload_mbps", "max_download_mbps")
 
 
 class Rule(Participation):
-    """Of any text."""
+    """A participation rule with any text."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -65,25 +65,25 @@ REFUSED: list[tuple[str, object]] = [
 
 
 @pytest.mark.parametrize(("name", "value"), REFUSED, ids=lambda value: repr(value)[:30])
-def test_what_is_out_of_range_is_refused_by_name(name: str, value: object) -> None:
+def test_out_of_range_values_are_named(name: str, value: object) -> None:
     arguments: dict[str, Any] = {"run_id": "run", name: value}
     with pytest.raises(ConfigError, match=rf"^{name}\b"):
         AveragingConfig(**arguments)
 
 
-def test_tags_are_as_many_as_a_record_carries() -> None:
+def test_number_of_tags_is_limited() -> None:
     assert len(AveragingConfig(run_id="run", tags=("x",) * 16).tags) == 16
     with pytest.raises(ConfigError, match="tags can be 16 at most, got 17"):
         AveragingConfig(run_id="run", tags=("x",) * 17)
 
 
-def test_a_rule_is_known_by_its_text() -> None:
+def test_rule_has_its_text() -> None:
     assert AveragingConfig(run_id="run").rule == ""
     capable = ByCapability(tags=("gpu",))
     assert AveragingConfig(run_id="run", participation=capable).rule == capable.text
 
 
-def test_a_group_cannot_be_smaller_than_its_least() -> None:
+def test_group_size_is_at_least_min_group_size() -> None:
     with pytest.raises(ConfigError, match=r"^min_group_size must be a whole number from 2 to 3, got 4"):
         AveragingConfig(run_id="run", group_size=3, min_group_size=4)
 
@@ -132,14 +132,14 @@ def test_a_codec_by_name_or_as_an_object(compression: str | p2pavg.Codec | None,
     assert AveragingConfig(run_id="run", compression=compression).codec == codec
 
 
-def test_an_unknown_codec_is_answered_with_the_known_ones() -> None:
+def test_unknown_codec_error_lists_known_codecs() -> None:
     with pytest.raises(
         ConfigError, match=r"unknown codec 'zip'; known are fp32, fp16, bf16, int8.*blockwise8"
     ):
         AveragingConfig(run_id="run", compression="zip")
 
 
-def test_it_never_changes() -> None:
+def test_config_is_immutable() -> None:
     config = AveragingConfig(run_id="run")
     for field in dataclasses.fields(config):
         with pytest.raises(dataclasses.FrozenInstanceError):

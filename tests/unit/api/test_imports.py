@@ -1,4 +1,4 @@
-"""What an import costs and says, and which names the distribution takes."""
+"""Cost and output of imports, and the distribution's top-level names."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def python(code: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_importing_the_package_leaves_what_is_slow_alone() -> None:
+def test_importing_the_package_imports_no_slow_module() -> None:
     done = python(f"import p2pavg, sys; print([name for name in {HEAVY} if name in sys.modules])")
     assert (done.returncode, done.stdout, done.stderr) == (0, "[]\n", "")
 
 
-def test_no_module_says_or_warns_anything_when_imported() -> None:
+def test_importing_a_module_prints_and_warns_nothing() -> None:
     done = python(IMPORT_EVERYTHING)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
@@ -47,7 +47,7 @@ def test_no_module_says_or_warns_anything_when_imported() -> None:
 def test_the_source_roots_are_not_packages(name: str) -> None:
     """A package called ``compression`` would hide the standard library's own (PEP 784)."""
     found = importlib.util.find_spec(name)
-    # From a checkout a folder is seen as a namespace, which hides nothing: any real package goes before it.
+    # In a checkout, a folder counts as a namespace package, which hides nothing: any regular package has priority.
     assert found is None or (found.origin is None and found.loader is None)
     assert not (ROOT / name / "__init__.py").exists()
 

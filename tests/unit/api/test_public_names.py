@@ -1,4 +1,4 @@
-"""The public surface, word for word: changing it is a decision, and this file is where it is taken."""
+"""The public surface, word for word: a change of it needs a deliberate change of this file."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def test_signatures(function: Callable[..., Any], signature: str) -> None:
     assert str(inspect.signature(function)) == signature
 
 
-def test_both_averagers_offer_the_same() -> None:
+def test_both_averagers_have_the_same_methods() -> None:
     common = {
         "peer_id": "property",
         "addresses": "property",
@@ -192,7 +192,7 @@ def test_both_averagers_offer_the_same() -> None:
     assert public_names(blocking.Averager) == common | {"config": "property"}
 
 
-def test_a_peer_says_who_and_where_it_is() -> None:
+def test_peer_has_an_id_and_addresses() -> None:
     assert public_names(p2pavg.Peer) == {
         "id": "property",
         "addresses": "property",
@@ -211,7 +211,7 @@ def test_fields(of: Any, fields: list[tuple[str, str, object]]) -> None:
     assert of.__dataclass_params__.frozen
 
 
-def test_a_success_counts_its_peers() -> None:
+def test_success_has_peers_count() -> None:
     success = p2pavg.Success(
         averaged=[],
         peers=("a", "b"),
@@ -230,8 +230,6 @@ def test_a_success_counts_its_peers() -> None:
 
 
 @pytest.mark.parametrize(("error", "also"), ERRORS, ids=lambda value: value.__name__)
-def test_errors_are_caught_by_their_family_and_by_the_builtin(
-    error: type[Exception], also: type[Exception]
-) -> None:
+def test_errors_derive_from_their_family_and_a_builtin(error: type[Exception], also: type[Exception]) -> None:
     assert issubclass(error, p2pavg.P2PAvgError)
     assert issubclass(error, also)

@@ -264,6 +264,8 @@ class Group:
             if member.phase is not Phase.FAILED or member.me in world.crashed or member.undecided:
                 continue
             for other in done:
+                if other.me not in other.holders:
+                    continue  # an auxiliary has no result: if it alone commits, the contribution is used nowhere
                 assert other.outcome is not None
                 counted = member.me in other.outcome.members & member.holders
                 keeps = member.outcome is None and not member.presumed_used

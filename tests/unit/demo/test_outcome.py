@@ -1,4 +1,4 @@
-"""What the user reads: rows, failures, sentences, the JSON object and the chart."""
+"""The demo's output: rows, failures, sentences, the JSON object and the chart."""
 
 import io
 import json
@@ -104,7 +104,7 @@ def test_events_survive_their_line(event: Event) -> None:
 
 
 @pytest.mark.parametrize("line", ["", "{", "[]", "{}", '{"event": "Done"}', '{"event": "Nothing"}', "1"])
-def test_what_is_no_event_is_refused(line: str) -> None:
+def test_malformed_event_is_refused(line: str) -> None:
     with pytest.raises(ValueError, match=r".*"):
         from_line(line)
 
@@ -135,7 +135,7 @@ def test_a_crash_shows_the_end_of_its_log() -> None:
     assert "somewhere" in plain(render(run))
 
 
-def test_a_peer_that_gave_its_reason_keeps_it() -> None:
+def test_first_reason_of_a_peer_is_kept() -> None:
     peer = Progress(name="peer 0")
     peer.apply(Failed(reason="no round succeeded in 60 s"))
     peer.exited(1, "noise\n")
@@ -164,7 +164,7 @@ def test_the_sentence_has_both_final_losses() -> None:
     )
 
 
-def test_the_sentence_names_who_failed() -> None:
+def test_the_sentence_names_the_failed_peer() -> None:
     text = sentences(run_with_a_killed_peer())
     assert text.startswith("1 of 2 peers that shared only gradients")
     assert text.endswith("Peer 1 failed at step 2: killed by SIGKILL.")

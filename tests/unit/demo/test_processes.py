@@ -1,4 +1,4 @@
-"""Real child processes: their events arrive, and none is left behind."""
+"""Real child processes: their events arrive, and none remains at the end."""
 
 import os
 import signal
@@ -35,7 +35,7 @@ def start(processes: Processes, code: str) -> Progress:
 
 
 def is_alive(pid: int) -> bool:
-    """A child's pid; `parameters` carries it in these tests."""
+    """Return whether a child is alive. Its pid is in `parameters` in these tests."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -43,7 +43,7 @@ def is_alive(pid: int) -> bool:
     return True
 
 
-def test_from_start_to_leave(tmp_path: Path) -> None:
+def test_process_starts_reports_and_leaves(tmp_path: Path) -> None:
     with Processes(tmp_path) as processes:
         peer = start(processes, FINISH)
         pump_until(processes, lambda: peer.state is State.READY)
@@ -73,7 +73,7 @@ def test_a_crash_is_seen_with_its_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("deaf", ["", DEAF], ids=["obedient", "deaf"])
-def test_an_interrupt_leaves_nobody_behind(deaf: str, tmp_path: Path) -> None:
+def test_interrupt_leaves_no_process(deaf: str, tmp_path: Path) -> None:
     peer = Progress(name="peer 0")
 
     def interrupted() -> None:

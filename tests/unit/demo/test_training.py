@@ -1,4 +1,4 @@
-"""Text, batches and model: what makes the peers' runs comparable with the reference's."""
+"""Text, batches and model, which make the peers' runs comparable with the reference's."""
 
 import math
 
@@ -20,7 +20,7 @@ def text() -> Text:
 
 
 def batches(*, seed: int = 0) -> Batches:
-    """Over numbers that each occur once, so that a window tells where it comes from."""
+    """Return batches over distinct numbers, so that a window identifies its position."""
     tokens = torch.arange(100 * (CONTEXT + 1))
     return Batches(tokens, context=CONTEXT, batch_size=BATCH, peers=PEERS, seed=seed)
 

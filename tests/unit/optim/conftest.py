@@ -1,4 +1,4 @@
-"""No peer of these tests comes late: nothing is to be waited for at the start, unless a test says so."""
+"""No peer of these tests comes late, so the start does not wait, unless a test changes that."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small models and one batch of a training loop, and what other peers say of their recipes."""
+"""Helpers: small models, one batch of a training loop, and other peers' published recipes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 from p2pavg.optim import AveragedOptimizer, LocalUpdates, StepReport
 from p2pavg.optim.word import TOPIC
 from p2pavg.records.board import Entry
-from tests.unit.optim.test_optimizers import Alone, Board
+from tests.unit.optim.fakes import Alone, Board
 
 Either = AveragedOptimizer | LocalUpdates
 Make = Callable[..., Either]
@@ -39,7 +39,7 @@ def batch(model: nn.Module, optimizer: Either, *, zero: bool = True, scale: floa
 
 
 class Talk(Board):
-    """What other peers say, as the test has it."""
+    """A board with the other peers' entries, which the test sets."""
 
     def __init__(self) -> None:
         super().__init__()

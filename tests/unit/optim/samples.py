@@ -1,4 +1,4 @@
-"""Tensors of several shapes, and what they are as one vector."""
+"""Helpers: tensors of several shapes, and the vector that they form."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def there_and_back(codec: Codec, values: torch.Tensor) -> torch.Tensor:
 def contribute(
     feedback: ErrorFeedback, given: list[torch.Tensor], share: tuple[int, int] = NO_SHARE
 ) -> list[torch.Tensor]:
-    """What was contributed to a round that succeeded."""
+    """Contribute to a round that succeeds; return the contribution."""
     contributed = feedback.compensate(given)
     feedback.delivered(*share)
     return contributed
@@ -43,7 +43,7 @@ def contribute(
 def averaged(
     codec: Codec, contributed: list[torch.Tensor], share: tuple[int, int] = NO_SHARE
 ) -> torch.Tensor:
-    """What a contribution counts for in the average: decoded by the others, as it is in the peer's own share."""
+    """Return a contribution as it is averaged: decoded by the others, unencoded in the peer's own share."""
     sent = flat(contributed)
     counted = there_and_back(codec, sent).clone()
     counted[slice(*share)] = sent[slice(*share)]

@@ -1,4 +1,4 @@
-"""What a user does by accident is noticed: a forgotten zero_grad, a NaN, buffers that change. And what it costs."""
+"""Users' accidents are detected: a forgotten zero_grad, a NaN, changing buffers. Also the memory of an optimizer."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import p2pavg
 from p2pavg.blocking import Averager
 from p2pavg.optim import ErrorFeedback, diloco
 from p2pavg.result import RoundResult
+from tests.unit.optim.fakes import Alone, both, large_batch, local, parameter
 from tests.unit.optim.loops import Either, Make, batch, plain, small
-from tests.unit.optim.test_optimizers import Alone, both, large_batch, local, parameter
 
 
 class TestZeroing:
@@ -30,7 +30,9 @@ class TestZeroing:
 
     @both
     @pytest.mark.parametrize("how", ["none", "zeros", "data", "two passes", "clipped"])
-    def test_one_that_is_zeroed_is_none(self, make: Make, how: str, caplog: pytest.LogCaptureFixture) -> None:
+    def test_zeroed_gradients_cause_no_warning(
+        self, make: Make, how: str, caplog: pytest.LogCaptureFixture
+    ) -> None:
         model = plain()
         optimizer = make(Alone(), SGD(model.parameters(), lr=0.1), **never(make))
         for _ in range(5):
@@ -47,9 +49,7 @@ class TestZeroing:
             optimizer.step(samples=4)
         assert "were not zeroed" not in caplog.text
 
-    def test_a_batch_that_was_refused_is_not_one_that_was_used(
-        self, caplog: pytest.LogCaptureFixture
-    ) -> None:
+    def test_refused_batch_causes_no_warning(self, caplog: pytest.LogCaptureFixture) -> None:
         model = plain()
         optimizer = large_batch(Alone(), SGD(model.parameters(), lr=0.1), target_batch_size=1e9)
         with pytest.raises(p2pavg.AccumulateError):
@@ -68,7 +68,7 @@ class TestZeroing:
 
 
 def never(make: Make) -> dict[str, Any]:
-    """Options with which no update comes, after which the gradients are gone."""
+    """Options with which no update happens, because an update removes the gradients."""
     return {"target_batch_size": 1e9} if make is large_batch else {"sync_every": 10**6}
 
 
@@ -98,7 +98,7 @@ class TestNotFinite:
             weights.grad = torch.ones(2)
             assert optimizer.step(samples=4).restored is None, "the inner optimizer is destroyed"
 
-    def test_at_the_last_step_the_others_wait_one_batch_more(self) -> None:
+    def test_nan_at_the_last_step_delays_the_others_by_one_batch(self) -> None:
         weights, averager = parameter(1.0), Alone()
         optimizer = local(averager, SGD([weights], lr=0.1), sync_every=2)
         found = []
@@ -108,7 +108,7 @@ class TestNotFinite:
         assert found == [False, False, True]
         assert weights.item() == pytest.approx(0.9)
 
-    def test_nobody_waits_for_a_peer_whose_every_step_is_nan(self) -> None:
+    def test_peer_with_only_nan_steps_is_not_waited_for(self) -> None:
         weights, averager = parameter(1.0), Alone()
         optimizer = local(averager, SGD([weights], lr=0.1), sync_every=2)
         left = []
@@ -118,8 +118,8 @@ class TestNotFinite:
             left.append(averager.progress_board.withdrawn)
         assert left == [False, False, True, False]
 
-    def test_what_was_given_before_counts_and_what_is_lost_does_not_come_back(self) -> None:
-        """A NaN while a late round runs: its average holds this peer's part, the parameters do not any more."""
+    def test_nan_during_a_late_round_keeps_the_contribution_and_drops_later_steps(self) -> None:
+        """A NaN comes while a late round runs: the average has this peer's steps, its parameters do not."""
         averager, weights = Alone(), parameter(1.0)
         averager.runs_for = 3
         optimizer = local(averager, SGD([weights], lr=0.1), sync_every=2, sync_timeout=1e-9)
@@ -131,12 +131,12 @@ class TestNotFinite:
                 break
         assert reports[-1].updated
         assert reports[3].restored is not None
-        # The anchor is now where the two steps of the round led; of later ones only that after the NaN is kept.
+        # The anchor now includes the two steps of the round; of the later steps, only the one after the NaN is kept.
         assert optimizer.anchor[0].item() == pytest.approx(0.8)
         assert weights.item() == pytest.approx(0.6)
         assert optimizer._samples == 2
 
-    def test_buffers_come_back_too(self) -> None:
+    def test_buffers_are_restored_too(self) -> None:
         model = small()
         optimizer = local(Alone(compression=None), SGD(model.parameters(), lr=0.1), sync_every=5, model=model)
         batch(model, optimizer)
@@ -180,7 +180,7 @@ class TestBuffers:
         assert model[1].num_batches_tracked == 1  # type: ignore[index]
 
     @both
-    def test_of_another_shape_they_are_another_recipe(self, make: Make) -> None:
+    def test_buffer_shapes_are_part_of_the_recipe(self, make: Make) -> None:
         def made(size: int) -> Either:
             model = plain()
             model.register_buffer("mask", torch.zeros(size))
@@ -190,12 +190,12 @@ class TestBuffers:
         assert made(3).lineage != made(4).lineage
 
     @both
-    def test_one_that_changes_and_is_not_averaged_is_refused(self, make: Make) -> None:
+    def test_changing_buffer_that_is_not_averaged_is_refused(self, make: Make) -> None:
         model = plain()
         model.register_buffer("ema", torch.zeros(3))
         optimizer = make(Alone(), SGD(model.parameters(), lr=0.1), model=model)
         batch(model, optimizer)
-        model.load_state_dict(model.state_dict())  # the same values
+        model.load_state_dict(model.state_dict())  # with the same values
         batch(model, optimizer)
         cast(torch.Tensor, model.ema).add_(1.0)
         before = [p.detach().clone() for p in model.parameters()]
@@ -204,7 +204,7 @@ class TestBuffers:
         assert all(torch.equal(*pair) for pair in zip(model.parameters(), before, strict=True))
 
     @both
-    def test_it_may_be_named(self, make: Make) -> None:
+    def test_buffers_can_be_named(self, make: Make) -> None:
         model = plain()
         model.register_buffer("ema", torch.zeros(3))
         optimizer = make(Alone(), SGD(model.parameters(), lr=0.1), model=model, buffers=["ema"])
@@ -241,15 +241,15 @@ class TestBuffers:
             ({"check_every": True}, ValueError, "check_every"),
         ],
     )
-    def test_arguments_that_are_wrong_are_named(
+    def test_wrong_arguments_are_named(
         self, make: Make, changes: dict[str, Any], error: type[Exception], named: str
     ) -> None:
         with pytest.raises(error, match=named):
             make(Alone(), SGD([parameter(1.0)], lr=0.1), **changes)
 
-    def test_feedback_is_not_for_buffers(self) -> None:
+    def test_feedback_with_averaged_buffers_is_refused(self) -> None:
         model = small()
-        with pytest.raises(ValueError, match="feedback cannot be used"):
+        with pytest.raises(ValueError, match="feedback cannot be combined"):
             local(Alone(), SGD(model.parameters(), lr=0.1), model=model, feedback=ErrorFeedback("blockwise8"))
 
 
@@ -257,7 +257,7 @@ class TestMemory:
     ELEMENTS = 30_011
 
     def test_diloco_holds_two_vectors_beside_the_parameters_and_the_averagers(self) -> None:
-        """The anchor and the momentum; what was given is kept neither during a round nor until the next one."""
+        """The vectors are the anchor and the momentum; the contribution is kept neither during a round nor after it."""
         weights = parameter(*[0.0] * self.ELEMENTS)
         averager = Alone(compression=None)
         optimizer = diloco(SGD([weights], lr=0.1), cast(Averager, averager), sync_every=1, peers_to_start=2)
@@ -275,7 +275,7 @@ class TestMemory:
             optimizer.zero_grad()
             averager._taken = None
             after.append(self._vectors())
-        # The parameters, the anchor, the momentum, and the averager's one; during the round the gradient too.
+        # The parameters, the anchor, the momentum, and the averager's vector; during the round also the gradient.
         assert after == [4, 4, 4]
         assert during == [4, 5, 5], "there is no momentum before the first outer step"
 

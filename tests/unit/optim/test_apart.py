@@ -1,4 +1,4 @@
-"""Peers that train otherwise have other lineages, and hear why; parameters that come apart are reported."""
+"""Peers that train differently have different lineages and get the reason; drifting parameters are reported."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from torch.optim import SGD, AdamW
 from p2pavg.blocking import Averager
 from p2pavg.optim import AveragedOptimizer, LocalUpdates, diloco
 from p2pavg.optim.word import encode_word, read_word
+from tests.unit.optim.fakes import Alone, both, large_batch, local, parameter
 from tests.unit.optim.loops import Either, Make, batch, plain, with_talk
-from tests.unit.optim.test_optimizers import Alone, both, large_batch, local, parameter
 
 
 class TestRecipe:
-    """Peers that train otherwise have another lineage from the first update on."""
+    """Peers that train differently have different lineages from the first update on."""
 
     @both
     @pytest.mark.parametrize(
@@ -34,7 +34,9 @@ class TestRecipe:
             lambda ps: SGD([{"params": ps[:1]}, {"params": ps[1:]}], lr=0.1),
         ],
     )
-    def test_another_optimizer(self, make: Make, change: Callable[[list[nn.Parameter]], SGD]) -> None:
+    def test_inner_optimizer_changes_the_lineage(
+        self, make: Make, change: Callable[[list[nn.Parameter]], SGD]
+    ) -> None:
         one, other = list(plain().parameters()), list(plain().parameters())
         assert make(Alone(), SGD(one, lr=0.1)).lineage == make(Alone(), SGD(other, lr=0.1)).lineage
         assert make(Alone(), SGD(one, lr=0.1)).lineage != make(Alone(), change(other)).lineage
@@ -49,11 +51,11 @@ class TestRecipe:
             (local, {"proximal": 0.1}),
         ],
     )
-    def test_another_setting(self, make: Make, change: dict[str, Any]) -> None:
+    def test_other_setting_changes_the_lineage(self, make: Make, change: dict[str, Any]) -> None:
         one, other = make(Alone(), SGD([parameter(1.0)], lr=0.1)), SGD([parameter(1.0)], lr=0.1)
         assert one.lineage != make(Alone(), other, **change).lineage
 
-    def test_another_outer_optimizer(self) -> None:
+    def test_other_outer_optimizer_changes_the_lineage(self) -> None:
         def made(**options: Any) -> LocalUpdates:
             return diloco(SGD([parameter(1.0)], lr=0.1), cast(Averager, Alone()), **options)
 
@@ -61,7 +63,7 @@ class TestRecipe:
         several: list[dict[str, float]] = [{}, {"lr": 0.5}, {"momentum": 0.8}, {"momentum": 0.0}]
         assert len({made(**options).lineage for options in several}) == 4
 
-    def test_what_each_peer_may_choose_does_not_count(self) -> None:
+    def test_settings_of_a_single_peer_do_not_count(self) -> None:
         def made(**options: Any) -> AveragedOptimizer:
             return large_batch(Alone(), SGD([parameter(1.0)], lr=0.1), **options)
 
@@ -75,7 +77,7 @@ class TestRecipe:
         assert len({made(**options).lineage for options in same}) == 1
 
     @both
-    def test_frozen_parameters_of_the_optimizer(self, make: Make) -> None:
+    def test_frozen_parameters_of_the_optimizer_count(self, make: Make) -> None:
         def made(frozen: float) -> Either:
             still = parameter(frozen).requires_grad_(False)
             return make(Alone(), SGD([parameter(1.0), still], lr=0.1))
@@ -84,8 +86,8 @@ class TestRecipe:
         assert made(1.0).lineage != made(2.0).lineage
 
     @both
-    def test_frozen_parameters_of_the_model_alone(self, make: Make) -> None:
-        """As LoRA has them: the optimizer never sees the weights that it adapts."""
+    def test_frozen_parameters_of_the_model_alone_count(self, make: Make) -> None:
+        """As with LoRA: the optimizer does not have the adapted weights."""
 
         def made(seed: int) -> Either:
             model = plain(seed)
@@ -101,7 +103,7 @@ class TestRecipe:
 
 
 class TestRatesSetByHand:
-    def test_an_update_with_another_rate_is_another_lineage(self) -> None:
+    def test_update_with_another_rate_changes_the_lineage(self) -> None:
         lineages = []
         for rate in (0.1, 0.1, 0.2):
             weights = parameter(1.0)
@@ -113,13 +115,13 @@ class TestRatesSetByHand:
             lineages.append(optimizer.lineage)
         assert lineages[0] == lineages[1] != lineages[2]
 
-    def test_a_rate_set_before_the_first_step_splits_nobody_at_the_start(self) -> None:
-        """A loop that sets it for each batch may be some batches further on one peer, and they have yet to meet."""
+    def test_rate_set_before_the_first_step_splits_no_run(self) -> None:
+        """In a loop that sets the rate for each batch, one peer may be some batches ahead before they meet."""
         first, second = (large_batch(Alone(), SGD([parameter(1.0)], lr=0.1)) for _ in range(2))
         second.param_groups[0]["lr"] = 0.7
         assert first.lineage == second.lineage
 
-    def test_other_peers_hear_the_sentence(self) -> None:
+    def test_other_peers_get_the_difference_as_a_sentence(self) -> None:
         averager, talk = with_talk()
         weights = parameter(1.0)
         optimizer = large_batch(averager, SGD([weights], lr=0.1), check_every=4)
@@ -141,8 +143,8 @@ class TestRatesSetByHand:
         expected = "1 peer of this run took update 3 with lr 3, this one with lr 0.25"
         assert optimizer.step(samples=4).differs == (expected,)
 
-    def test_what_is_told_reaches_up_to_the_update_at_which_peers_part(self) -> None:
-        """The others of the run are at another lineage: only then are the rates told before the next check."""
+    def test_published_rates_reach_the_update_of_the_split(self) -> None:
+        """The other peers have another lineage: only then are the rates published before the next check."""
         averager, talk = with_talk()
         weights = parameter(1.0)
         optimizer = large_batch(averager, SGD([weights], lr=0.1))
@@ -155,8 +157,8 @@ class TestRatesSetByHand:
 
 
 class TestResult:
-    def test_another_average_is_another_lineage(self) -> None:
-        """Though the group was the same: a lineage names bits."""
+    def test_different_average_changes_the_lineage(self) -> None:
+        """This holds even for the same group: a lineage names bits."""
         lineages = []
         for gradient in (1.0, 1.0, 2.0):
             weights = parameter(1.0)
@@ -169,8 +171,8 @@ class TestResult:
 
 class TestBeginning:
     @both
-    def test_a_model_loaded_after_the_optimizer_was_made_is_the_beginning(self, make: Make) -> None:
-        """Else two peers with other parameters would have one lineage."""
+    def test_model_loaded_after_the_optimizer_was_made_defines_the_lineage(self, make: Make) -> None:
+        """Otherwise two peers with different parameters would have one lineage."""
         late, early = plain(1), plain(2)
         optimizer = make(Alone(), SGD(late.parameters(), lr=0.1))
         late.load_state_dict(early.state_dict())
@@ -193,7 +195,7 @@ class TestBeginning:
         assert report.grad_norm == pytest.approx(0.1)
         assert optimizer.anchor[0].item() == pytest.approx(4.9)
 
-    def test_what_comes_later_is_not_the_beginning(self) -> None:
+    def test_later_changes_do_not_change_the_first_lineage(self) -> None:
         model = plain()
         optimizer = large_batch(Alone(), SGD(model.parameters(), lr=0.1))
         batch(model, optimizer)
@@ -219,7 +221,7 @@ class TestBeginning:
         assert second.epoch == 2
 
     @both
-    def test_a_state_loaded_with_other_settings_is_another_lineage(
+    def test_state_loaded_with_other_settings_changes_the_lineage(
         self, make: Make, caplog: pytest.LogCaptureFixture
     ) -> None:
         change = {"target_batch_size": 2} if make is large_batch else {"proximal": 0.5}
@@ -240,16 +242,14 @@ class TestBeginning:
 
     @pytest.mark.parametrize("origin", [None, {}, {"parameters": "00"}, "x", {"parameters": 7}])
     @both
-    def test_a_state_that_does_not_say_where_it_comes_from_is_refused(
-        self, make: Make, origin: object
-    ) -> None:
+    def test_state_without_an_origin_is_refused(self, make: Make, origin: object) -> None:
         optimizer = make(Alone(), SGD([parameter(1.0)], lr=0.1))
-        with pytest.raises(ValueError, match="where it comes from"):
+        with pytest.raises(ValueError, match="it holds no origin"):
             optimizer.load_state_dict(optimizer.state_dict() | {"origin": origin})
 
 
 class TestOthersRecipes:
-    def test_a_peer_with_another_target_is_told_of(self, caplog: pytest.LogCaptureFixture) -> None:
+    def test_peer_with_another_target_is_reported(self, caplog: pytest.LogCaptureFixture) -> None:
         theirs, talk = with_talk()
         other = large_batch(theirs, SGD(plain().parameters(), lr=0.1), target_batch_size=4096)
         other._begin()
@@ -261,8 +261,8 @@ class TestOthersRecipes:
         assert [batch(model, optimizer).differs for _ in range(3)] == [(expected,)] * 3
         assert [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING].count(expected) == 1
 
-    def test_a_peer_that_waits_is_told_too(self, caplog: pytest.LogCaptureFixture) -> None:
-        """Two peers with other targets stand still at the first update, and `step` does not return for minutes."""
+    def test_waiting_peer_gets_the_difference_too(self, caplog: pytest.LogCaptureFixture) -> None:
+        """Two peers with different targets both wait at the first update, and `step` does not return for minutes."""
         theirs, talk = with_talk()
         large_batch(theirs, SGD([parameter(1.0)], lr=0.1), target_batch_size=4096)._begin()
         averager, mine = with_talk()
@@ -276,7 +276,7 @@ class TestOthersRecipes:
 
 class TestDrift:
     @both
-    def test_peers_that_hold_others_are_reported(
+    def test_peers_with_other_parameters_are_reported(
         self, make: Make, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         def same() -> list[torch.Tensor]:
@@ -297,7 +297,7 @@ class TestDrift:
                 with torch.no_grad():
                     changed = models[0][1].bias if make is large_batch else optimizers[0]._anchor[3]  # type: ignore[union-attr, index]
                     changed.add_(1e-3)
-            # The same average for both, as of one round: both contribute the same gradients.
+            # Both peers contribute the same gradients, so both averages are the same, as in one round.
             for model in models:
                 for weights in model.parameters():
                     weights.grad = torch.full_like(weights, 0.1)
@@ -321,7 +321,7 @@ class TestDrift:
         errors = [record for record in caplog.records if record.levelno == logging.ERROR]
         assert len(errors) == 2, "one line a minute"
 
-    def test_what_strangers_say_of_another_lineage_is_not_compared(self) -> None:
+    def test_digests_of_another_lineage_are_not_compared(self) -> None:
         averager, talk = with_talk()
         weights = parameter(1.0)
         optimizer = large_batch(averager, SGD([weights], lr=0.1), check_every=1)

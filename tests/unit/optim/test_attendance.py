@@ -1,4 +1,4 @@
-"""Whom a peer counts on, for how long, and how far it believes what is said."""
+"""Attendance: the peers that a peer expects, for how long, and the credit of their words."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ ELSEWHERE = b"x" * 32
 
 
 class World:
-    """One peer, the words of others, and a clock that the test moves."""
+    """One peer, the words of others, and a clock that the test controls."""
 
     def __init__(self, *, pause_seconds: float = PAUSE_SECONDS) -> None:
         self.now = 100.0
@@ -88,7 +88,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
 
 @pytest.fixture
 def running(world: World) -> World:
-    """A run in which this peer has taken an update with two others."""
+    """Return a run in which this peer has taken an update with two others."""
     world.says("a", "b")
     world.seen()
     world.took("a", "b")
@@ -96,7 +96,7 @@ def running(world: World) -> World:
 
 
 class TestStart:
-    def test_it_begins_when_no_new_peer_has_come_for_a_while(self, world: World) -> None:
+    def test_start_is_settled_when_no_new_peer_has_come_for_a_while(self, world: World) -> None:
         world.says("a")
         assert not world.is_settled()
         world.now += 4.9
@@ -108,14 +108,14 @@ class TestStart:
         world.now += 0.1
         assert world.is_settled()
 
-    def test_peers_of_other_parameters_do_not_hold_it_up(self, world: World) -> None:
+    def test_peers_with_other_parameters_do_not_delay_the_start(self, world: World) -> None:
         world.says("a")
         world.is_settled()
         world.now += SETTLE_SECONDS
         world.says("b", state=ELSEWHERE)
         assert world.is_settled()
 
-    def test_no_number_of_new_peers_holds_it_up_for_long(self, world: World) -> None:
+    def test_new_peers_delay_the_start_for_a_limited_time(self, world: World) -> None:
         began = world.now
         while not world.is_settled():
             world.says(f"new{world.now}", samples=0.0)
@@ -126,7 +126,7 @@ class TestStart:
         world.says("a", samples=0.0, batch_seconds=0.0, samples_per_second=0.0)
         assert world.seen().peers == 2
 
-    def test_one_that_never_computes_is_not_waited_for(self, world: World) -> None:
+    def test_peer_that_never_computes_is_not_waited_for(self, world: World) -> None:
         world.says("a")
         world.says("stuck", samples=0.0, batch_seconds=0.0)
         assert world.seen().peers == 3
@@ -134,7 +134,7 @@ class TestStart:
         world.says("a", samples=9.0)
         assert world.seen().peers == 2
 
-    def test_after_it_nothing_has_to_settle(self, running: World) -> None:
+    def test_no_settling_after_the_start(self, running: World) -> None:
         running.says("new")
         assert running.is_settled(1)
 
@@ -145,13 +145,13 @@ class TestStart:
         assert world.attendance.joins(world.mine)
         assert world.seen().peers == 2, "it is there, though it has yet to compute"
 
-    def test_peers_that_begin_again_from_a_saved_state_do(self, world: World) -> None:
+    def test_peers_that_load_one_state_wait_for_each_other(self, world: World) -> None:
         world.epoch = 7
         world.says("a", samples=0.0)
         assert not world.is_settled()
         assert not world.attendance.joins(world.mine)
 
-    def test_at_epoch_0_no_claim_shortens_it(self, world: World) -> None:
+    def test_at_epoch_0_no_claim_shortens_the_start(self, world: World) -> None:
         world.says("liar", started=True)
         assert not world.is_settled()
 
@@ -176,7 +176,7 @@ class TestPauses:
         running.now += 0.1
         assert running.seen().peers == 1
 
-    def test_a_peer_that_waits_itself_does_not_pause(self, running: World) -> None:
+    def test_waiting_peer_does_not_count_as_paused(self, running: World) -> None:
         running.says("a", waiting=True, started=True)
         running.seen()
         running.now += 1000.0
@@ -199,7 +199,7 @@ class TestJoining:
         running.says("new", samples=8.0)
         assert running.seen().peers == 4
 
-    def test_a_newcomer_is_waited_for_briefly_whatever_it_says(self, running: World) -> None:
+    def test_newcomer_is_waited_for_briefly_for_any_claim(self, running: World) -> None:
         running.waiting = True
         running.says("a", "b", waiting=True, started=True)
         running.says("new", batch_seconds=MAX_BATCH_SECONDS)
@@ -210,13 +210,13 @@ class TestJoining:
             running.says("new", samples=running.now, batch_seconds=MAX_BATCH_SECONDS)
         assert running.now - began == pytest.approx(NEWCOMER_SECONDS, abs=1.0)
 
-    def test_few_newcomers_are_in_a_round(self, running: World) -> None:
+    def test_number_of_newcomers_in_a_round_is_limited(self, running: World) -> None:
         running.says("a", "b", started=True)
         running.says(*(f"new{number}" for number in range(64)), waiting=True)
         assert running.seen().peers == 3 + NEWCOMERS
 
-    def test_newcomers_that_never_come_are_expected_ever_more_rarely(self, running: World) -> None:
-        """With new names each time."""
+    def test_absent_newcomers_are_expected_exponentially_less_often(self, running: World) -> None:
+        """They use new names each time."""
         expected = 0
         for update in range(100):
             running.says("a", "b", started=True)
@@ -231,9 +231,7 @@ class TestJoining:
 
 
 class TestMissedRounds:
-    def test_a_peer_that_let_a_round_come_to_nothing_is_counted_when_it_says_something_new(
-        self, running: World
-    ) -> None:
+    def test_peer_absent_from_a_failed_round_counts_after_a_new_word(self, running: World) -> None:
         running.says("a", "b", started=True)
         running.seen()
         running.attendance.came_to_nothing(running.mine, running.words, running.now)
@@ -241,8 +239,8 @@ class TestMissedRounds:
         running.says("a", samples=16.0, started=True)
         assert running.seen().peers == 2
 
-    def test_again_and_again_it_is_counted_ever_more_rarely(self, running: World) -> None:
-        """By the clock: without these peers there may never be another update."""
+    def test_repeatedly_absent_peer_counts_after_growing_pauses(self, running: World) -> None:
+        """The pauses are in seconds: without these peers there may never be another update."""
         rounds = 0
         for second in range(3600):
             running.now += 1.0
@@ -252,7 +250,7 @@ class TestMissedRounds:
                 running.attendance.came_to_nothing(running.mine, running.words, running.now)
         assert rounds <= 3600 / MAX_RETRY_SECONDS + 8
 
-    def test_their_number_is_bounded(self, running: World) -> None:
+    def test_number_of_remembered_absent_peers_is_limited(self, running: World) -> None:
         for number in range(2 * MAX_REMEMBERED):
             running.words = {}
             running.says(f"new{number}", waiting=True)
@@ -261,7 +259,7 @@ class TestMissedRounds:
 
 
 class TestClaims:
-    def test_known_peers_are_believed(self, running: World) -> None:
+    def test_samples_of_known_peers_are_believed(self, running: World) -> None:
         running.says("a", samples=1e6, started=True)
         assert running.seen().samples == 1e6
 
@@ -269,7 +267,7 @@ class TestClaims:
         world.says("new", samples=1e9)
         assert world.seen().samples == world.samples + FIRST_BATCHES * 8.0
 
-    def test_later_ones_count_as_what_could_have_been_computed(self, world: World) -> None:
+    def test_later_words_are_limited_by_the_time_since_the_first(self, world: World) -> None:
         world.says("new", samples=1e9)
         world.seen()
         world.now += 10.0
@@ -300,14 +298,14 @@ class TestClaims:
 
 
 class TestBehind:
-    def test_while_known_peers_are_there_no_invented_ones_say_who_is_behind(self, running: World) -> None:
+    def test_invented_peers_do_not_decide_while_known_ones_are_present(self, running: World) -> None:
         for epoch in (1, 2, 10**6):
             running.says(*(f"x{number}" for number in range(64)), state=ELSEWHERE, epoch=epoch)
             assert running.seen().ahead is None
         running.says("a", "b", state=state_at(2), epoch=2, started=True)
         assert running.seen().ahead == (2, 2)
 
-    def test_a_part_that_may_have_split_off_is_noted(self, running: World) -> None:
+    def test_possible_split_is_noted(self, running: World) -> None:
         running.says("a", "b", started=True)
         assert running.seen().unmet_ahead is None
         running.says("x", "y", state=ELSEWHERE, epoch=7)
@@ -315,13 +313,13 @@ class TestBehind:
         running.says("z", state=ELSEWHERE, epoch=7)
         assert (running.seen().ahead, running.seen().unmet_ahead) == (None, (7, 3))
 
-    def test_nor_do_they_hide_that_this_peer_is_behind(self, running: World) -> None:
+    def test_invented_peers_do_not_hide_that_this_peer_is_behind(self, running: World) -> None:
         running.says(*(f"x{number}" for number in range(64)))
         running.says("a", "b", state=state_at(2), epoch=2, started=True)
         assert running.seen().ahead == (2, 2)
 
-    def test_an_epoch_that_no_run_can_have_come_to_is_not_believed(self, running: World) -> None:
-        """Of peers known or not; until it is possible, since this peer may have slept."""
+    def test_impossible_epoch_is_not_believed(self, running: World) -> None:
+        """This holds for known peers too, until the epoch is possible: this peer may have been suspended."""
         for names in (("a", "b"), ("x", "y")):
             running.words = {}
             running.now = 200.0
@@ -331,7 +329,7 @@ class TestBehind:
             assert running.seen().ahead == (10**4, 2)
 
     def test_a_peer_that_has_just_begun_believes_the_majority(self, world: World) -> None:
-        """It knows no peer. This is what remains open until peers are admitted."""
+        """It knows no peer. This gap remains as long as any peer may join."""
         world.says("x", "y", state=ELSEWHERE, epoch=10**6)
         assert world.seen().ahead == (10**6, 2)
 
@@ -344,7 +342,7 @@ class TestBehind:
         seen = running.attendance.hear(running.mine, running.words, running.now)
         assert [other.peer_id for other in seen if other.votes] == ["b"]
 
-    def test_loading_a_state_forgets_who_is_known(self, running: World) -> None:
+    def test_loading_a_state_clears_the_known_peers(self, running: World) -> None:
         running.attendance.begin(running.now)
         running.words = {}
         running.says("x", "y", state=ELSEWHERE, epoch=10**6)
@@ -353,7 +351,7 @@ class TestBehind:
 
 class TestFollowing:
     def test_words_may_be_slower_than_updates(self, running: World) -> None:
-        """Those of a companion are of two updates ago, and it is where this peer is."""
+        """A companion's word is two updates old, although it has the same state as this peer."""
         old = {peer: replace(word, epoch=0, state=state_at(0)) for peer, word in running.words.items()}
         running.took("a", "b")
         running.words = dict(old)

@@ -1,4 +1,4 @@
-"""What is shown of reports, and what is written for TensorBoard."""
+"""Display of reports, in the terminal and for TensorBoard."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def report(**changes: Any) -> StepReport:
 
 
 def drawn(*reports: StepReport, **options: Any) -> str:
-    """What is on the screen at the end."""
+    """Return the final screen."""
     screen = io.StringIO()
     with RunProgress(console=Console(file=screen, width=160), **options) as progress:
         for each in reports:
@@ -60,14 +60,14 @@ def drawn(*reports: StepReport, **options: Any) -> str:
     return screen.getvalue()
 
 
-def test_a_line_says_how_far_the_run_is() -> None:
+def test_line_shows_the_progress_of_the_run() -> None:
     text = drawn(report(), target=4096)
     assert "epoch 7 " in text
     assert "1,024/4,096 samples  3 peers  1,234 samples/s" in text
     assert "loss" not in text, "no update has told it yet"
 
 
-def test_the_loss_is_that_of_the_last_update() -> None:
+def test_loss_is_that_of_the_last_update() -> None:
     update = report(result=success(), metrics={"loss": 0.25, "error": 0.5})
     assert "epoch 8  loss 0.25" in drawn(update, report(epoch=8))
     assert "epoch 8  error 0.5" in drawn(update, report(epoch=8), metric="error")
@@ -79,7 +79,7 @@ def test_without_a_target_it_counts_samples() -> None:
     assert "━" not in text
 
 
-def test_more_samples_than_the_target_are_no_fault() -> None:
+def test_more_samples_than_the_target_are_shown() -> None:
     assert "5,000/4,096 samples" in drawn(report(samples=5000.0), target=4096)
 
 
@@ -101,7 +101,7 @@ def test_an_exception_in_the_loop_leaves_the_screen_as_it_was() -> None:
     assert screen.getvalue().endswith("\x1b[?25h"), "the cursor stays hidden"
 
 
-def test_importing_it_imports_neither_rich_nor_tensorboard() -> None:
+def test_importing_the_module_imports_neither_rich_nor_tensorboard() -> None:
     code = (
         "import sys; before = set(sys.modules); import p2pavg.optim.display;"
         "print({'rich.progress', 'tensorboard', 'torch.utils.tensorboard'} & (set(sys.modules) - before))"
@@ -110,7 +110,9 @@ def test_importing_it_imports_neither_rich_nor_tensorboard() -> None:
     assert found.stdout.strip() == "set()"
 
 
-def test_without_tensorboard_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_missing_tensorboard_error_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(ImportError, match="pip install tensorboard"):
         TensorBoardLog(tmp_path)

@@ -1,4 +1,4 @@
-"""Peers that took the same updates and hold other parameters are named, with where they differ."""
+"""Peers with other parameters after the same updates are named, with the differing tensors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_peers_that_agree_have_not_drifted() -> None:
     assert drifted(20, digests(), {"a": digests(), "b": digests()}, LABELS) is None
 
 
-def test_one_that_differs_is_named_with_the_parameters() -> None:
+def test_differing_peer_is_named_with_the_parameters() -> None:
     told = drifted(20, digests(), {"peer-a": digests(1), "peer-b": digests()}, LABELS)
     assert told == (
         "1 peer (..peer-a) says that it holds other parameters after update 20 than this one and 1 other:"
@@ -41,14 +41,14 @@ def test_groups_of_peers_are_told_apart() -> None:
     )
 
 
-def test_a_thousand_liars_are_one_short_line() -> None:
+def test_thousand_liars_cause_one_short_line() -> None:
     others = {f"{index:060}": bytes([index % 251]) * 32 for index in range(1000)}
     told = drifted(10, digests(), others, LABELS)
     assert told is not None
     assert len(told) < 1000
 
 
-def test_of_many_tensors_a_chunk_is_named_by_its_ends() -> None:
+def test_chunk_of_many_tensors_is_named_by_its_ends() -> None:
     many = 1000
     labels = [f"p{index}" for index in range(many)]
     told = drifted(10, digests(tensors=many), {"a": digests(20, tensors=many)}, labels)

@@ -1,4 +1,4 @@
-"""What a codec leaves out comes later: nothing of what was given is lost but the last residual."""
+"""A codec's error is contributed later: only the last residual is missing."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ shares = st.tuples(st.integers(0, ELEMENTS), st.integers(0, ELEMENTS)).map(
 class TestNothingIsLost:
     @every_lossy_codec
     @every_dtype
-    def test_all_that_was_averaged_is_all_that_was_given_but_the_residual(
+    def test_sum_of_averaged_equals_sum_of_given_less_residual(
         self, codec: Codec, dtype: torch.dtype
     ) -> None:
         feedback = ErrorFeedback(codec)
@@ -61,7 +61,7 @@ class TestNothingIsLost:
         exponent=st.integers(-30, 15),
         steps=st.lists(st.tuples(st.integers(0, 10**6), st.booleans(), shares), min_size=1, max_size=8),
     )
-    def test_whatever_is_not_delivered_and_whichever_share_is_ones_own(
+    def test_sums_agree_for_any_failures_and_shares(
         self, codec: Codec, exponent: int, steps: list[tuple[int, bool, tuple[int, int]]]
     ) -> None:
         feedback = ErrorFeedback(codec)
@@ -82,7 +82,7 @@ class TestNothingIsLost:
             assert (missing - residual.double()).abs().max().item() <= rounded
 
     @every_lossy_codec
-    def test_the_residual_stays_small_however_often_the_same_is_given(self, codec: Codec) -> None:
+    def test_residual_stays_small_for_repeated_values(self, codec: Codec) -> None:
         feedback = ErrorFeedback(codec)
         before = tensors(3)
         norms = []
@@ -91,15 +91,15 @@ class TestNothingIsLost:
             norms.append(feedback.residual_norm)
         assert max(norms[20:]) < 3.0 * max(norms[:10])
 
-    def test_what_is_too_large_for_fp16_is_made_up_for_by_smaller_ones(self) -> None:
+    def test_residual_of_fp16_overflow_is_used_up_by_smaller_values(self) -> None:
         feedback = ErrorFeedback("fp16")
         assert contribute(feedback, [torch.tensor([70000.0, -70000.0])])[0].tolist() == [70000.0, -70000.0]
         assert residual_of(feedback).tolist() == [4496.0, -4496.0]
         assert contribute(feedback, [torch.tensor([10.0, -10.0])])[0].tolist() == [4506.0, -4506.0]
 
     @pytest.mark.parametrize("share", [(0, 0), (0, 3)], ids=str)
-    def test_what_a_tensors_own_dtype_rounds_off_is_made_up_for_too(self, share: tuple[int, int]) -> None:
-        """bfloat16 has no number between 1 and 1.0078; the peer's own share is averaged so rounded too."""
+    def test_rounding_of_the_tensors_dtype_is_compensated_too(self, share: tuple[int, int]) -> None:
+        """bfloat16 has no number between 1 and 1.0078; the peer's own share is rounded to it too."""
         feedback = ErrorFeedback(None)
         feedback.load_state_dict({"shapes": [[3]], "residual": torch.full((3,), 2.0**-9)})
         ones = torch.ones(3, dtype=torch.bfloat16)
@@ -114,13 +114,13 @@ class TestNothingIsLost:
 class TestCompensate:
     @every_lossy_codec
     @every_dtype
-    def test_the_first_contribution_is_what_was_given(self, codec: Codec, dtype: torch.dtype) -> None:
+    def test_first_contribution_is_unchanged(self, codec: Codec, dtype: torch.dtype) -> None:
         before = tensors(3, dtype=dtype)
         contributed = ErrorFeedback(codec).compensate(before)
         assert all(torch.equal(*pair) for pair in zip(contributed, before, strict=True))
 
     @every_lossy_codec
-    def test_the_second_adds_what_the_first_left_out(self, codec: Codec) -> None:
+    def test_second_contribution_adds_the_first_residual(self, codec: Codec) -> None:
         feedback = ErrorFeedback(codec)
         first, second = tensors(3), tensors(4)
         contribute(feedback, first)
@@ -140,7 +140,7 @@ class TestCompensate:
             assert all(torch.equal(*pair) for pair in zip(contributed, before, strict=True))
             assert feedback.residual_norm == 0.0
 
-    def test_tensors_come_back_as_they_were_and_what_was_given_is_not_changed(self) -> None:
+    def test_shapes_and_dtypes_are_kept_and_arguments_unchanged(self) -> None:
         before = [
             torch.randn(6, 4).t(),
             torch.randn(3, requires_grad=True),
@@ -157,7 +157,7 @@ class TestCompensate:
                 assert torch.equal(tensor, old)
 
     @every_dtype
-    def test_neither_what_was_given_nor_what_was_returned_is_read_later(self, dtype: torch.dtype) -> None:
+    def test_neither_arguments_nor_results_are_read_later(self, dtype: torch.dtype) -> None:
         feedback, other = ErrorFeedback("int8"), ErrorFeedback("int8")
         for step in range(3):
             before = tensors(step, dtype=dtype)
@@ -169,7 +169,7 @@ class TestCompensate:
             assert torch.equal(residual_of(feedback), residual_of(other))
 
     def test_a_float16_tensor_never_becomes_infinite(self) -> None:
-        """65504 is its largest number, and the residual that comes on top makes more of it."""
+        """Its largest number is 65504, which the residual exceeds."""
         feedback = ErrorFeedback(Int8(block_size=64))
         before = [torch.tensor([70000.0]), torch.tensor([-65504.0, 1.0], dtype=torch.float16)]
         beyond = False
@@ -180,7 +180,7 @@ class TestCompensate:
         assert beyond
         assert bool(residual_of(feedback).isfinite().all())
 
-    def test_nothing_at_all_may_be_given(self) -> None:
+    def test_empty_tensors_are_allowed(self) -> None:
         feedback = ErrorFeedback("int8")
         (contributed,) = contribute(feedback, [torch.empty(0, 3)])
         assert contributed.shape == (0, 3)
@@ -199,7 +199,7 @@ class TestDelivered:
             assert residual[300:].any()
 
     @every_lossy_codec
-    def test_a_peer_that_reduces_everything_makes_up_for_everything(self, codec: Codec) -> None:
+    def test_share_of_the_whole_vector_leaves_no_residual(self, codec: Codec) -> None:
         feedback = ErrorFeedback(codec)
         contribute(feedback, tensors(0))
         assert feedback.residual_norm > 0.0
@@ -207,7 +207,7 @@ class TestDelivered:
         assert feedback.residual_norm == 0.0
 
     @every_lossy_codec
-    def test_a_contribution_that_came_to_nothing_changes_nothing(self, codec: Codec) -> None:
+    def test_failed_contribution_leaves_the_residual(self, codec: Codec) -> None:
         feedback = ErrorFeedback(codec)
         contribute(feedback, tensors(0))
         before = residual_of(feedback).clone()
@@ -216,14 +216,14 @@ class TestDelivered:
         assert torch.equal(residual_of(feedback), before)
         assert torch.equal(flat(feedback.compensate(tensors(1))), flat(once))
 
-    def test_it_is_of_the_last_contribution(self) -> None:
+    def test_delivery_belongs_to_the_last_contribution(self) -> None:
         feedback, other = ErrorFeedback("int8"), ErrorFeedback("int8")
         feedback.compensate(tensors(0, 100.0))
         for each in (feedback, other):
             contribute(each, tensors(1))
         assert torch.equal(residual_of(feedback), residual_of(other))
 
-    def test_without_a_contribution_there_is_nothing_to_deliver(self) -> None:
+    def test_delivery_without_a_contribution_is_an_error(self) -> None:
         feedback = ErrorFeedback("int8")
         with pytest.raises(RuntimeError, match=r"^nothing was compensated since the last delivery"):
             feedback.delivered(0, 0)
@@ -234,9 +234,7 @@ class TestDelivered:
         assert torch.equal(residual_of(feedback), residual)
 
     @pytest.mark.parametrize("share", [(-1, 2), (3, 2), (0, ELEMENTS + 1), (ELEMENTS + 1, ELEMENTS + 1)])
-    def test_a_share_that_is_none_is_named_and_the_right_one_still_counts(
-        self, share: tuple[int, int]
-    ) -> None:
+    def test_invalid_share_is_named_and_a_valid_one_still_works(self, share: tuple[int, int]) -> None:
         feedback, other = ErrorFeedback("int8"), ErrorFeedback("int8")
         contribute(other, tensors(0), (64, 128))
         feedback.compensate(tensors(0))
@@ -249,7 +247,7 @@ class TestDelivered:
 
 
 class TestParts:
-    """The exchange encodes parts of the vector: they decode to the same as the whole, or the residual is not true."""
+    """The exchange encodes parts of the vector; they must decode to the same values as the whole vector."""
 
     @given(
         elements=st.integers(1, 3_000_000),
@@ -281,7 +279,7 @@ class TestParts:
 
 
 def test_feedback_brings_training_nearer_to_the_optimum() -> None:
-    """Least squares with columns of very different sizes: the small gradients vanish beside the large ones."""
+    """The problem is least squares with columns of very different sizes: small gradients vanish beside large ones."""
     codec = Int8(block_size=64)
     generator = torch.Generator().manual_seed(11)
     sizes = torch.logspace(0, -1.5, 40)
@@ -294,13 +292,13 @@ def test_feedback_brings_training_nearer_to_the_optimum() -> None:
         signs = torch.Generator().manual_seed(12)
         for _ in range(350):
             gradient = curvature @ (x - target)
-            # Large in every step, and sets the scale of its block.
+            # This gradient is large in every step, and sets the scale of its block.
             loud = 2.0 * torch.randn(1, generator=signs).sign()
             x -= 0.6 * send([gradient, loud])[0]
         return float((x - target).norm().item())
 
     def sent(given: list[torch.Tensor]) -> list[torch.Tensor]:
-        """As the others decode it."""
+        """Return the values as the others decode them."""
         return list(torch.split(averaged(codec, given), [40, 1]))
 
     feedback = ErrorFeedback(codec)

@@ -1,4 +1,4 @@
-"""A state goes on where it was taken, and what error feedback refuses is named and changes nothing."""
+"""Saved states of error feedback, and its refusals, which name the cause and change nothing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.unit.optim.samples import ELEMENTS, SHAPES, contribute, flat, residua
 
 
 class TestState:
-    def test_a_loaded_state_goes_on_to_the_same_bits(self) -> None:
+    def test_loaded_state_continues_with_the_same_bits(self) -> None:
         feedback, other = ErrorFeedback("int8"), ErrorFeedback("int8")
         for step in range(4):
             contribute(feedback, tensors(step))
@@ -30,7 +30,7 @@ class TestState:
             assert torch.equal(flat(contributed[0]), flat(contributed[1]))
         assert torch.equal(residual_of(feedback), residual_of(other))
 
-    def test_a_state_is_of_what_was_delivered(self) -> None:
+    def test_state_excludes_the_pending_contribution(self) -> None:
         feedback = ErrorFeedback("int8")
         feedback.compensate(tensors(0))
         assert feedback.state_dict() == {"shapes": [], "residual": None}
@@ -53,7 +53,7 @@ class TestState:
         assert state["residual"] is not None
         assert torch.equal(before["residual"], state["residual"])
 
-    def test_a_state_of_another_codec_is_made_up_for(self) -> None:
+    def test_state_of_another_codec_is_compensated(self) -> None:
         feedback, other = ErrorFeedback("int8"), ErrorFeedback(None)
         contribute(feedback, tensors(0))
         other.load_state_dict(feedback.state_dict())
@@ -62,7 +62,7 @@ class TestState:
         assert other.residual_norm == 0.0
 
     @pytest.mark.parametrize("delivered", [False, True])
-    def test_what_was_pending_is_dropped_when_a_state_is_loaded(self, delivered: bool) -> None:
+    def test_loading_a_state_drops_the_pending_contribution(self, delivered: bool) -> None:
         feedback, loaded = ErrorFeedback("int8"), ErrorFeedback("int8")
         if delivered:
             contribute(loaded, tensors(1))
@@ -79,7 +79,7 @@ class TestState:
         assert feedback.residual_norm == 0.0
         feedback.compensate([torch.ones(2)])
 
-    def test_clear_forgets_residual_and_shapes_and_what_is_pending(self) -> None:
+    def test_clear_drops_residual_shapes_and_pending_contribution(self) -> None:
         feedback = ErrorFeedback("int8")
         assert feedback.residual_norm == 0.0
         contribute(feedback, tensors(0))
@@ -134,7 +134,7 @@ class TestState:
             ),
         ],
     )
-    def test_what_is_no_state_of_these_tensors_is_refused(
+    def test_state_of_other_tensors_is_refused(
         self, state: Any, error: type[Exception], message: str
     ) -> None:
         feedback = ErrorFeedback("int8")
@@ -151,7 +151,7 @@ class TestState:
             pytest.param([[ELEMENTS]], id="of other tensors"),
         ],
     )
-    def test_what_is_pending_stays_when_a_state_is_refused(self, shapes: Any) -> None:
+    def test_refused_state_keeps_the_pending_contribution(self, shapes: Any) -> None:
         feedback, other = ErrorFeedback("int8"), ErrorFeedback("int8")
         contribute(other, tensors(0))
         feedback.compensate(tensors(0))
@@ -203,8 +203,10 @@ class TestRefusals:
             ],
         ],
     )
-    def test_it_is_named_and_changes_nothing(self, wrong: Any, error: type[Exception], message: str) -> None:
-        """Neither the residual nor what is still to be delivered."""
+    def test_bad_tensor_is_named_and_nothing_changes(
+        self, wrong: Any, error: type[Exception], message: str
+    ) -> None:
+        """Neither the residual nor the pending contribution changes."""
         feedback, other = ErrorFeedback("int8"), ErrorFeedback("int8")
         for some in (feedback, other):
             contribute(some, tensors(0))
@@ -223,7 +225,7 @@ class TestRefusals:
         with pytest.raises(ValueError, match=r"^tensor 0 has shape \(1, 2\), before it had \(2,\)"):
             feedback.compensate([torch.ones(1, 2)])
 
-    def test_what_is_too_large_only_with_its_residual_is_refused(self) -> None:
+    def test_value_too_large_with_its_residual_is_refused(self) -> None:
         feedback = ErrorFeedback("int8")
         feedback.load_state_dict({"shapes": [[1]], "residual": torch.tensor([LIMIT])})
         assert feedback.compensate([torch.zeros(1)])[0].item() == LIMIT
@@ -231,7 +233,7 @@ class TestRefusals:
             feedback.compensate([torch.tensor([LIMIT / 2])])
 
     @pytest.mark.parametrize("position", [0, 1, 2])
-    def test_the_tensor_is_the_right_one(self, position: int) -> None:
+    def test_named_tensor_is_the_right_one(self, position: int) -> None:
         """An empty one before it counts as a position, a scalar as an element."""
         wrong = [torch.ones(3), torch.ones(()), torch.ones(2)]
         wrong[position].fill_(math.nan)

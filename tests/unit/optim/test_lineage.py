@@ -52,7 +52,7 @@ class TestFirst:
         assert state_of(zeros) != state_of(-zeros)
 
     def test_every_dtype_counts(self) -> None:
-        """Also where the bytes are the same."""
+        """This holds even if the bytes are the same."""
         assert len({state_of(torch.zeros(4, dtype=dtype)) for dtype in DTYPES}) == len(DTYPES)
         assert state_of(torch.zeros(4, dtype=torch.float16)) != state_of(torch.zeros(2))
 
@@ -67,7 +67,7 @@ class TestFirst:
         assert len({state_of(*tensors) for tensors in several}) == len(several)
 
     @every_dtype
-    def test_how_the_values_lie_in_memory_does_not_count(self, dtype: torch.dtype) -> None:
+    def test_memory_layout_does_not_count(self, dtype: torch.dtype) -> None:
         values = torch.arange(12).reshape(3, 4).to(dtype)
         wide = torch.zeros(3, 8, dtype=dtype)
         wide[:, ::2] = values
@@ -77,7 +77,7 @@ class TestFirst:
         assert state_of(torch.cat([values, values])[3:]) == expected
         assert state_of(values[0, :1].expand(5)) == state_of(values[0, :1].repeat(5))
 
-    def test_parameters_are_as_good_as_their_values(self) -> None:
+    def test_parameters_and_their_values_have_one_lineage(self) -> None:
         model = torch.nn.Linear(3, 2)
         before = [parameter.detach().clone() for parameter in model.parameters()]
         assert first_lineage(model.parameters()) == first_lineage(before)
@@ -121,7 +121,7 @@ class TestAfter:
 
 
 class TestOtherRules:
-    def test_peers_that_go_on_with_the_same_rules_stay_together(self) -> None:
+    def test_peers_with_the_same_new_rules_stay_together(self) -> None:
         start = Lineage(7, bytes(32))
         assert start.with_rules(b"x" * 32) == start.with_rules(b"x" * 32)
         states = {start.state, start.with_rules(b"x" * 32).state, start.with_rules(b"y" * 32).state}

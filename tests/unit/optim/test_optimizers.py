@@ -1,125 +1,24 @@
-"""The optimizers with rounds that come to what the test says, without a network."""
+"""The optimizers with rounds whose results the test sets, without a network."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import cast
 
 import pytest
 import torch
 from torch.optim import SGD, lr_scheduler
 
-import p2pavg
 from p2pavg.blocking import Averager
-from p2pavg.optim import AveragedOptimizer, LocalUpdates, fedavg
+from p2pavg.optim import LocalUpdates
 from p2pavg.optim.digest import digest_of
 from p2pavg.optim.progress import Progress, encode_progress
 from p2pavg.optim.recipe import hyperparameters, numbers_digest
-from p2pavg.records.board import Entry
-from p2pavg.result import InProgress, RoundResult, Success
-from p2pavg.vector.accumulation import Accumulation
-
-GROUP = "00" * 32
-RUNS = InProgress(ready_peers=2, target_size=2, reason="it runs")
-
-
-class Board:
-    """Another peer says that it is where this one is; or what it is told to say."""
-
-    version = 0
-
-    def __init__(self) -> None:
-        self.mine = b""
-        self.other: bytes | None = None
-        self.withdrawn = False
-
-    def publish(self, value: bytes, *, now: bool = False) -> None:
-        self.mine, self.withdrawn = value, False
-
-    def withdraw(self) -> None:
-        self.withdrawn = True
-
-    @property
-    def entries(self) -> Mapping[str, Entry]:
-        return {"other": Entry(self.other or self.mine, 1, 1e12)}
-
-    def wait(self, version: int, timeout: float) -> None:
-        raise AssertionError("nothing is to be waited for")
-
-
-class Alone:
-    """An averager whose every average is this peer's own contribution, at once unless it is told otherwise."""
-
-    peer_id = "me"
-
-    def __init__(self, **changes: Any) -> None:
-        self.config = p2pavg.AveragingConfig(**({"run_id": "run"} | changes))
-        self.progress_board = Board()
-        self.boards: dict[str, Board] = {"progress": self.progress_board}
-        self.round_state: bytes | None = None
-        self.runs_for = 0
-        """Calls in which a round is not over."""
-        self._accumulation = Accumulation()
-        self._left = 0
-        self._taken: Any = None
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._accumulation, {"accumulate": "add"}.get(name, name))
-
-    def board(self, topic: str, look_seconds: float = 1.0) -> Board:
-        return self.boards.setdefault(topic, Board())
-
-    def step(self, *, state: bytes, **_: Any) -> RoundResult:
-        if self.round_state is None:
-            self._taken = self._accumulation.take()
-            self.round_state, self._left = state, self.runs_for
-        if self._left:
-            self._left -= 1
-            return RUNS
-        self.round_state = None
-        averaged = self.taken()
-        self._accumulation.release(self._taken)
-        return Success(
-            averaged=averaged,
-            peers=("me", "other"),
-            weights={"me": self._taken.weight},
-            total_weight=self._taken.weight,
-            compression_ratio=1.0,
-            bytes_sent=0,
-            bytes_received=0,
-            duration=0.0,
-            exchange_duration=0.0,
-            group_id=GROUP,
-            share=(0, 0),
-        )
-
-    def taken(self) -> list[torch.Tensor]:
-        """The average of the round that runs."""
-        averaged = self._taken.schema.unflatten(self._taken.mean.clone())
-        assert isinstance(averaged, list)
-        return averaged
-
-
-def large_batch(averager: Alone, inner: torch.optim.Optimizer, **options: Any) -> AveragedOptimizer:
-    given: dict[str, Any] = {"target_batch_size": 4, "peers_to_start": 2}
-    return AveragedOptimizer(inner, cast(Averager, averager), **(given | options))
-
-
-def local(averager: Alone, inner: torch.optim.Optimizer, **options: Any) -> LocalUpdates:
-    given: dict[str, Any] = {"sync_every": 1, "peers_to_start": 2}
-    return fedavg(inner, cast(Averager, averager), **(given | options))
-
-
-Make = Callable[..., AveragedOptimizer | LocalUpdates]
-both = pytest.mark.parametrize("make", [large_batch, local])
-
-
-def parameter(*values: float, dtype: torch.dtype = torch.float32) -> torch.nn.Parameter:
-    return torch.nn.Parameter(torch.tensor(values, dtype=dtype))
+from p2pavg.result import InProgress, Success
+from tests.unit.optim.fakes import GROUP, Alone, Make, both, large_batch, local, parameter
 
 
 class TestNorm:
-    """Gradients so large that the sum of their squares is no number of their dtype."""
+    """Gradients so large that the sum of their squares overflows their dtype."""
 
     @pytest.mark.parametrize(("dtype", "value"), [(torch.float16, 300.0), (torch.float32, 1e20)])
     def test_without_a_limit_nothing_is_clipped(self, dtype: torch.dtype, value: float) -> None:
@@ -129,7 +28,7 @@ class TestNorm:
         assert optimizer.step(samples=4).updated
         assert torch.equal(weights, torch.full_like(weights, -1e-4 * value))
 
-    def test_of_float16_it_is_a_number(self) -> None:
+    def test_norm_of_large_float16_gradients_is_finite(self) -> None:
         weights = torch.nn.Parameter(torch.zeros(10_000, dtype=torch.float16))
         optimizer = large_batch(Alone(), SGD([weights], lr=1.0), max_grad_norm=3.0)
         weights.grad = torch.full_like(weights, 1000.0)
@@ -141,8 +40,8 @@ class TestNorm:
 class TestParameters:
     @both
     @pytest.mark.parametrize("how", ["added", "thawed", "frozen", "exchanged"])
-    def test_others_than_at_the_start_are_refused(self, make: Make, how: str) -> None:
-        """Each peer would step them by its own gradients, and no two would be alike."""
+    def test_replaced_parameters_are_refused(self, make: Make, how: str) -> None:
+        """Each peer would step them by its own gradients, and the peers would diverge."""
         first, second = parameter(1.0), parameter(2.0)
         second.requires_grad_(how not in ("thawed", "exchanged"))
         inner = SGD([first] if how == "added" else [first, second], lr=0.1)
@@ -158,7 +57,7 @@ class TestParameters:
         assert optimizer.epoch == 0
 
     @both
-    def test_what_another_optimizer_accumulated_is_forgotten(self, make: Make) -> None:
+    def test_contributions_of_an_earlier_optimizer_are_discarded(self, make: Make) -> None:
         averager = Alone()
         averager.accumulate([torch.ones(1)], 3.0)
         make(averager, SGD([parameter(1.0)], lr=0.1))
@@ -175,8 +74,8 @@ class TestParameters:
         with pytest.raises(TypeError, match="ReduceLROnPlateau"):
             make(Alone(), inner, scheduler=lr_scheduler.ReduceLROnPlateau(inner))
 
-    def test_of_an_outer_optimizer_others_are_refused(self) -> None:
-        """Also of the same values, and of several."""
+    def test_outer_optimizer_of_other_tensors_is_refused(self) -> None:
+        """This holds for tensors of the same values, and for additional ones."""
         with pytest.raises(ValueError, match="exactly the tensors"):
             LocalUpdates(
                 SGD([parameter(1.0), parameter(2.0, 3.0)], lr=0.1),
@@ -188,7 +87,7 @@ class TestParameters:
 
 class TestSchedule:
     def test_an_update_counts_before_its_schedule_is_stepped(self) -> None:
-        """One that has come to its end raises, and the parameters have changed."""
+        """A schedule raises after its last step, when the parameters have already changed."""
         weights = parameter(1.0)
         inner = SGD([weights], lr=0.1)
         optimizer = large_batch(Alone(), inner, scheduler=lr_scheduler.OneCycleLR(inner, 1.0, total_steps=1))
@@ -204,7 +103,7 @@ class TestSchedule:
 
 class TestMetrics:
     @both
-    def test_what_the_optimizer_measures_is_not_the_callers(self, make: Make) -> None:
+    def test_own_metric_of_the_optimizer_is_reserved(self, make: Make) -> None:
         weights = parameter(1.0)
         optimizer = make(Alone(), SGD([weights], lr=0.1))
         weights.grad = torch.ones(1)
@@ -214,10 +113,10 @@ class TestMetrics:
 
 
 class TestLateRounds:
-    """A call was ended before its round was: by its sync_timeout, or by Ctrl-C."""
+    """A call ended before its round, by its sync_timeout or by Ctrl-C."""
 
     def test_a_peer_that_takes_its_round_late_is_not_behind(self) -> None:
-        """The other peer has long taken the update, and says so."""
+        """The other peer has long taken and published the update."""
         averager, weights = Alone(), parameter(1.0)
         averager.runs_for = 2
         optimizer = local(averager, SGD([weights], lr=0.1), sync_every=2, sync_timeout=1e-9)
@@ -232,8 +131,8 @@ class TestLateRounds:
         assert optimizer.epoch == 1
         assert weights.item() == pytest.approx(0.6), "what was learned meanwhile is kept"
 
-    def test_a_round_is_not_of_the_state_that_was_loaded_meanwhile(self) -> None:
-        """Also where that is of the same epoch, and its samples are as many."""
+    def test_result_is_not_taken_for_a_state_loaded_meanwhile(self) -> None:
+        """This holds even for a state of the same epoch and the same number of samples."""
         averager, weights = Alone(), parameter(1.0)
         averager.runs_for = 1
         optimizer = local(averager, SGD([weights], lr=0.1), sync_timeout=1e-9)
@@ -251,8 +150,8 @@ class TestLateRounds:
 
 
 class TestRounding:
-    def test_what_the_parameters_dtype_rounds_off_the_anchor_is_no_progress(self) -> None:
-        """Else an anchor between two numbers of bfloat16 is drawn to one of them by peers that learn nothing."""
+    def test_rounding_of_the_anchor_is_not_progress(self) -> None:
+        """Otherwise peers that learn nothing would pull an anchor between two bfloat16 numbers to one of them."""
         weights = parameter(1.0, dtype=torch.bfloat16)
         optimizer = LocalUpdates(
             SGD([weights], lr=0.1),
@@ -286,7 +185,7 @@ class TestStates:
 
 class TestLeaving:
     @both
-    def test_who_leaves_says_nothing_until_it_steps_again(self, make: Make) -> None:
+    def test_peer_that_leaves_publishes_nothing_until_its_next_step(self, make: Make) -> None:
         averager, weights = Alone(), parameter(1.0)
         optimizer = make(averager, SGD([weights], lr=0.1))
         for _ in range(2):
@@ -298,7 +197,7 @@ class TestLeaving:
 
 
 def after(optimizer: LocalUpdates, averager: Alone) -> bytes:
-    """What a peer says that has taken the update of the round that runs."""
+    """Return the word of a peer that has taken the running round's update."""
     result = digest_of(averager.taken())
     taken = optimizer.lineage.after(GROUP, result, numbers_digest(hyperparameters(optimizer.outer)))
     return encode_progress(

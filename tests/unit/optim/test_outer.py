@@ -29,7 +29,7 @@ def parameters(seed: int = 0) -> list[torch.nn.Parameter]:
 
 
 def set_gradients(of: list[torch.nn.Parameter], step: int) -> None:
-    """Of sizes from a thousandth to ten, so that each of v's terms counts somewhere."""
+    """Set gradients from a thousandth to ten, so that each term of v matters somewhere."""
     generator = torch.Generator().manual_seed(1000 + step)
     for parameter in of:
         parameter.grad = torch.randn(parameter.shape, generator=generator) * 10.0 ** (step % 5 - 3)
@@ -45,7 +45,7 @@ V_RULES: dict[type[Server], Callable[[Array, Array, float], Array]] = {
 def reference(
     server: type[Server], x: Array, deltas: list[Array], lr: float, beta1: float, beta2: float, tau: float
 ) -> Array:
-    """Lines 10 to 14 of Algorithm 2: Delta is added."""
+    """Compute lines 10 to 14 of Algorithm 2, which adds Delta."""
     m, v = np.zeros_like(x), np.full_like(x, tau**2)
     for delta in deltas:
         m = beta1 * m + (1 - beta1) * delta
@@ -56,7 +56,7 @@ def reference(
 
 @every_server
 @pytest.mark.parametrize("defaults", [True, False], ids=["defaults", "other options"])
-def test_the_steps_are_those_of_algorithm_2(server: type[Server], defaults: bool) -> None:
+def test_steps_match_algorithm_2(server: type[Server], defaults: bool) -> None:
     lr, beta1, beta2, tau = (1e-2, 0.9, 0.99, 1e-3) if defaults else (0.3, 0.5, 0.7, 0.1)
     options: dict[str, Any] = {} if defaults else {"lr": lr, "tau": tau}
     if not defaults:
@@ -138,7 +138,7 @@ def test_state_has_the_shape_and_dtype_of_its_parameter(server: type[Server]) ->
 
 
 @every_server
-def test_a_loaded_state_goes_on_to_the_same_bits(server: type[Server]) -> None:
+def test_loaded_state_continues_with_the_same_bits(server: type[Server]) -> None:
     given = parameters()
     optimizer = server(given, lr=0.05)
     for step in range(5):
@@ -224,7 +224,7 @@ def test_a_wrong_beta1_is_named(beta1: float) -> None:
 
 @every_server
 @pytest.mark.parametrize("kind", ["sparse", "complex"])
-def test_gradients_that_have_no_meaning_here_are_refused(server: type[Server], kind: str) -> None:
+def test_sparse_and_complex_gradients_are_refused(server: type[Server], kind: str) -> None:
     x = torch.nn.Parameter(torch.zeros(3, dtype=torch.complex64 if kind == "complex" else torch.float32))
     gradient = torch.ones_like(x)
     x.grad = gradient.to_sparse() if kind == "sparse" else gradient

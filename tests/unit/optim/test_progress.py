@@ -1,4 +1,4 @@
-"""What peers say of how far they are, what nobody can make a peer believe, and what follows."""
+"""Peers' words of their progress, the limits of belief in them, and the decisions that follow."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def at(
 
 
 def survey(mine: Progress, others: Iterable[Progress]) -> Survey:
-    """As one that believes every word."""
+    """Return the survey of a peer that believes every word."""
     seen = [Seen(peer_id="peer", progress=other, samples=other.samples) for other in others]
     return survey_of(mine, seen)
 
@@ -89,10 +89,10 @@ class TestWords:
         assert read_progress(ENCODED) == PROGRESS
 
     @given(anything)
-    def test_every_word_comes_back(self, progress: Progress) -> None:
+    def test_words_survive_encoding(self, progress: Progress) -> None:
         assert read_progress(encode_progress(progress)) == progress
 
-    def test_whole_numbers_are_said_as_others(self) -> None:
+    def test_whole_numbers_are_encoded_as_floats(self) -> None:
         said = encode_progress(replace(PROGRESS, samples=96, samples_per_second=0))
         assert read_progress(said) == replace(PROGRESS, samples_per_second=0.0)
 
@@ -115,7 +115,7 @@ class TestWords:
             *[(field, flag) for field in (5, 7) for flag in (0, 1, 1.0, "", None)],
         ],
     )
-    def test_a_field_that_is_none_of_a_word_is_refused(self, position: int, value: object) -> None:
+    def test_field_of_another_type_is_refused(self, position: int, value: object) -> None:
         fields: list[Any] = [2, 300, bytes(range(32)), 96.0, 12.5, True, 2.5, True]
         fields[position] = value
         with pytest.raises(RemoteProtocolError):
@@ -145,7 +145,7 @@ class TestWords:
     @example(b"\x80")
     @example(ENCODED + b"\0")
     @example(ENCODED[:-1])
-    def test_whatever_bytes_come_in(self, value: bytes) -> None:
+    def test_any_bytes_are_read_or_refused(self, value: bytes) -> None:
         try:
             progress = read_progress(value)
         except RemoteProtocolError:
@@ -153,7 +153,7 @@ class TestWords:
         assert read_progress(encode_progress(progress)) == progress
 
     @given(st.integers(0, len(ENCODED) - 1), st.integers(1, 255))
-    def test_whatever_byte_is_damaged(self, position: int, flipped: int) -> None:
+    def test_any_damaged_byte_is_read_or_refused(self, position: int, flipped: int) -> None:
         damaged = bytearray(ENCODED)
         damaged[position] ^= flipped
         try:
@@ -177,18 +177,18 @@ class TestWords:
             {"batch_seconds": math.nan},
         ],
     )
-    def test_what_nobody_would_believe_is_not_made_either(self, wrong: dict[str, Any]) -> None:
+    def test_out_of_range_progress_cannot_be_made(self, wrong: dict[str, Any]) -> None:
         with pytest.raises(RemoteProtocolError, match=r"^progress with "):
             replace(PROGRESS, **wrong)
 
-    def test_nonsense_is_left_out(self) -> None:
+    def test_malformed_words_are_left_out(self) -> None:
         said = {"a": ENCODED, "b": b"", "c": b"nonsense", "d": ENCODED[:-1], "e": b"\x98\x03" + ENCODED[2:]}
         assert read_all(said) == {"a": PROGRESS}
         assert read_all({}) == {}
 
 
 class TestSurvey:
-    def test_alone(self) -> None:
+    def test_survey_of_a_peer_alone(self) -> None:
         assert survey(at(samples=7.0), []) == Survey(
             peers=1,
             samples=7.0,
@@ -200,55 +200,57 @@ class TestSurvey:
             apart="no other peer of this run is seen",
         )
 
-    def test_those_of_the_same_state_count_together(self) -> None:
+    def test_peers_of_one_state_count_together(self) -> None:
         others = [at(samples=2.5, waiting=True), at(samples=0.0), at(THERE, samples=100.0, speed=50.0)]
         seen = survey(at(samples=1.0), others)
         assert (seen.peers, seen.samples, seen.samples_per_second) == (3, 3.5, 6.0)
         assert seen.others == 1
 
-    def test_they_wait_when_each_of_them_does(self) -> None:
+    def test_peers_wait_if_each_of_them_waits(self) -> None:
         waiting, busy = at(waiting=True), at()
         assert survey(waiting, [waiting, at(THERE)]).waiting
         assert not survey(waiting, [busy, waiting]).waiting
         assert not survey(busy, [waiting]).waiting
 
-    def test_a_larger_group_that_is_no_less_far_is_ahead(self) -> None:
+    def test_larger_group_at_the_same_epoch_is_ahead(self) -> None:
         for epoch in (3, 4, 9):
             assert survey(at(), [at(THERE, epoch)] * 2).ahead == (epoch, 2)
         assert survey(at(), [at(), *[at(THERE)] * 3]).ahead == (3, 3)
 
-    def test_of_as_many_the_furthest_goes_on_and_then_the_greatest_name(self) -> None:
-        """One of two halves knows that it is the other that goes on, however the run fell apart."""
+    def test_ties_are_broken_by_epoch_and_then_by_digest(self) -> None:
+        """After any split into halves, exactly one of them learns that the other one continues."""
         assert survey(at(), [at(THERE, 9)]).ahead == (9, 1)
         assert survey(at(), [at(), *[at(THERE, 9)] * 2]).ahead == (9, 2)
         one, other = at(), at(THERE, at().epoch)
         assert (survey(one, [other]).ahead is None) != (survey(other, [one]).ahead is None)
         assert survey(at(), [at(), at(THERE, 9)]).ahead is None
 
-    def test_a_group_that_is_behind_is_not(self) -> None:
+    def test_larger_group_at_an_earlier_epoch_is_not_ahead(self) -> None:
         assert survey(at(), [at(THERE, 2)] * 9).ahead is None
 
-    def test_peers_apart_from_each_other_are_no_group(self) -> None:
+    def test_peers_of_different_states_are_no_group(self) -> None:
         states = [bytes([number]) * 32 for number in range(1, 10)]
         assert survey(at(), [at(), *[at(state, 9) for state in states]]).ahead is None
-        # One state, and epochs that cannot all be true of it.
+        # One state with different epochs, which cannot all be true.
         assert survey(at(), [at(), *[at(THERE, epoch) for epoch in range(3, 12)]]).ahead is None
 
-    def test_of_several_it_is_the_largest_and_of_those_the_furthest(self) -> None:
+    def test_largest_and_then_latest_group_is_ahead(self) -> None:
         two, three = [at(THERE, 9)] * 2, [at(ELSEWHERE, 4)] * 3
         assert survey(at(), [*two, *three]).ahead == (4, 3)
         assert survey(at(), [*two, *three[:2]]).ahead == (9, 2)
-        # A larger one that is behind does not hide it.
+        # A larger group at an earlier epoch does not hide it.
         assert survey(at(), [*two, *[at(ELSEWHERE, 2)] * 8]).ahead == (9, 2)
 
     @given(peers, st.lists(peers, max_size=8), st.randoms(use_true_random=False))
-    def test_the_order_does_not_matter(self, mine: Progress, others: list[Progress], random: Any) -> None:
+    def test_order_of_words_does_not_matter(
+        self, mine: Progress, others: list[Progress], random: Any
+    ) -> None:
         seen = survey(mine, others)
         random.shuffle(others)
         assert survey(mine, others) == seen
 
     @given(peers, st.lists(peers, max_size=8))
-    def test_everybody_is_counted_once(self, mine: Progress, others: list[Progress]) -> None:
+    def test_every_peer_is_counted_once(self, mine: Progress, others: list[Progress]) -> None:
         seen = survey(mine, others)
         assert seen.peers + seen.others == len(others) + 1
         assert seen.peers >= 1
@@ -273,7 +275,7 @@ OTHERS_WAIT = {"others_wait": True, "claimed": 100.0}
 ENOUGH = {"samples": 100.0}
 FEW = {"peers": 2}
 
-# mine.samples, mine.waiting, what is seen, target -> what is done, and why. Of 3 peers to start.
+# mine.samples, mine.waiting, survey, target -> decision and reason, with peers_to_start=3.
 DECISIONS: list[tuple[float, bool, dict[str, Any], float, Decision]] = [
     (
         1.0,
@@ -333,7 +335,7 @@ DECISIONS: list[tuple[float, bool, dict[str, Any], float, Decision]] = [
 
 class TestDecide:
     @pytest.mark.parametrize(("samples", "waiting", "seen", "target", "decision"), DECISIONS)
-    def test_what_is_done_and_why(
+    def test_decision_and_reason(
         self, samples: float, waiting: bool, seen: dict[str, Any], target: float, decision: Decision
     ) -> None:
         mine = at(samples=samples, waiting=waiting)
@@ -341,8 +343,8 @@ class TestDecide:
 
     @pytest.mark.parametrize("changes", [{}, ENOUGH, ALL, ENOUGH | ALL])
     @pytest.mark.parametrize("target", [100.0, math.inf])
-    def test_too_few_for_a_group_go_on_by_themselves(self, changes: dict[str, Any], target: float) -> None:
-        """Not into a round that would come to nothing, each time after the whole match timeout."""
+    def test_too_few_peers_for_a_group_keep_computing(self, changes: dict[str, Any], target: float) -> None:
+        """They do not begin rounds that would fail, each after the whole match timeout."""
         seen = seen_as(peers=1, **changes)
         assert decide(at(samples=1.0, waiting=True), seen, target=target, least=2) == Compute(
             "1 of the 2 peers of a group are there"
@@ -351,15 +353,15 @@ class TestDecide:
             decide(at(samples=1.0, waiting=True), seen_as(peers=2, **changes), target=target)
         )
 
-    def test_one_peer_is_no_peers(self) -> None:
+    def test_reason_for_one_peer_is_singular(self) -> None:
         behind = decide(at(), seen_as(peers=1, ahead=(5, 1)), target=100.0)
         assert behind == Behind(5, "1 peer is at epoch 5; 1 with this one at epoch 3")
 
-    def test_one_peer_may_start_unless_it_is_said(self) -> None:
+    def test_one_peer_may_start_by_default(self) -> None:
         seen = seen_as(peers=1, samples=100.0)
         assert isinstance(decide(at(), seen, target=100.0), Average)
 
-    def test_at_the_start_as_many_elsewhere_may_only_be_heard_of_first(self) -> None:
+    def test_equal_group_elsewhere_is_not_ahead_at_the_start(self) -> None:
         mine, other = sorted([at(), at(THERE, at().epoch)], key=lambda peer: peer.state)
         seen = survey(mine, [other])
         assert not isinstance(decide(mine, seen, target=1e9, peers_to_start=2), Behind)
@@ -369,7 +371,7 @@ class TestDecide:
         assert isinstance(decide(mine, survey(mine, [other, other]), target=1e9, peers_to_start=2), Behind)
 
     @given(peers, st.lists(peers, max_size=8), targets, st.integers(1, 4))
-    def test_nobody_averages_nothing(
+    def test_no_average_without_samples(
         self, mine: Progress, others: list[Progress], target: float, start: int
     ) -> None:
         mine = replace(mine, samples=0.0)
@@ -377,7 +379,7 @@ class TestDecide:
         assert isinstance(decision, Compute | Behind)
 
     @given(peers, st.lists(peers, max_size=8), targets, st.integers(1, 4))
-    def test_behind_is_who_sees_more_peers_together_or_as_many_further(
+    def test_peer_is_behind_a_larger_or_later_group(
         self, mine: Progress, others: list[Progress], target: float, start: int
     ) -> None:
         together = 1 + sum(other.state == mine.state for other in others)
@@ -407,42 +409,38 @@ class TestDecide:
 
     @given(st.lists(peers, min_size=1, max_size=8), targets, st.integers(1, 4))
     def test_peers_of_one_state_agree_when_to_average(
-        self, everybody: list[Progress], target: float, start: int
+        self, peers: list[Progress], target: float, start: int
     ) -> None:
-        everybody = [replace(peer, state=HERE, epoch=3) for peer in everybody if peer.samples > 0]
+        peers = [replace(peer, state=HERE, epoch=3) for peer in peers if peer.samples > 0]
         decisions = [
-            decide(
-                mine, survey(mine, everybody[:i] + everybody[i + 1 :]), target=target, peers_to_start=start
-            )
-            for i, mine in enumerate(everybody)
+            decide(mine, survey(mine, peers[:i] + peers[i + 1 :]), target=target, peers_to_start=start)
+            for i, mine in enumerate(peers)
         ]
         assert len({isinstance(decision, Average) for decision in decisions}) <= 1
         assert len({decision for decision in decisions if isinstance(decision, Average)}) <= 1
 
     @given(st.lists(anything, min_size=2, max_size=6))
-    def test_the_last_digit_of_the_sum_is_everybodys(self, everybody: list[Progress]) -> None:
-        everybody = [replace(peer, state=HERE) for peer in everybody]
-        samples = {
-            survey(mine, everybody[:i] + everybody[i + 1 :]).samples for i, mine in enumerate(everybody)
-        }
+    def test_sum_of_samples_is_the_same_on_all_peers(self, peers: list[Progress]) -> None:
+        peers = [replace(peer, state=HERE) for peer in peers]
+        samples = {survey(mine, peers[:i] + peers[i + 1 :]).samples for i, mine in enumerate(peers)}
         assert len(samples) == 1
 
     @given(st.lists(peers, min_size=1, max_size=8), targets)
-    def test_they_do_not_all_wait_for_each_other(self, everybody: list[Progress], target: float) -> None:
+    def test_peers_of_one_state_never_all_wait(self, peers: list[Progress], target: float) -> None:
         decisions = [
-            decide(mine, survey(mine, everybody[:i] + everybody[i + 1 :]), target=target)
-            for i, mine in enumerate(everybody)
+            decide(mine, survey(mine, peers[:i] + peers[i + 1 :]), target=target)
+            for i, mine in enumerate(peers)
         ]
         assert not all(isinstance(decision, Wait) for decision in decisions)
 
 
 class TestFollowing:
-    def test_who_took_the_same_update_is_where_this_peer_is(self) -> None:
+    def test_peer_of_the_same_update_counts_as_following(self) -> None:
         mine = at(THERE, 4, 0.5)
         said = at(HERE, 3, 50.0, speed=7.0, waiting=True)
         assert following(said, [HERE], mine) == replace(at(THERE, 4, 0.0, speed=7.0), started=True)
 
-    def test_what_says_something_else_is_believed(self) -> None:
+    def test_other_words_are_left_unchanged(self) -> None:
         mine = at(THERE, 4)
         for said in (at(THERE, 4, 8.0, waiting=True), at(ELSEWHERE, 3, 8.0, waiting=True)):
             assert following(said, [HERE], mine) == said

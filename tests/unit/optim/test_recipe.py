@@ -1,4 +1,4 @@
-"""A recipe's digest depends on every setting that counts, and on nothing else; its texts are short."""
+"""A recipe's digest depends on exactly the relevant settings; its texts are short."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def digest_of(optimizer: torch.optim.Optimizer) -> bytes:
 
 class TestDigest:
     @pytest.mark.parametrize("seed", ["0", "77"])
-    def test_it_is_the_same_in_every_process(self, seed: str) -> None:
+    def test_digest_is_the_same_in_every_process(self, seed: str) -> None:
         environment = {"PYTHONHASHSEED": seed, "PYTHONPATH": ":".join(sys.path)}
         made = subprocess.run(
             [sys.executable, "-c", MAKE_GOLDEN], env=environment, capture_output=True, text=True, check=True
@@ -62,7 +62,7 @@ class TestDigest:
         st.floats(0.0, 10.0),
         st.floats(0.0, 10.0),
     )
-    def test_every_change_of_a_number_changes_it(self, name: str, one: float, other: float) -> None:
+    def test_every_change_of_a_number_changes_the_digest(self, name: str, one: float, other: float) -> None:
         found = {}
         for value in (one, other):
             optimizer = SGD(weights(), lr=0.1)
@@ -82,7 +82,7 @@ class TestDigest:
             {"maximize": True},
         ],
     )
-    def test_every_change_of_an_option_changes_it(self, change: dict[str, Any]) -> None:
+    def test_every_change_of_an_option_changes_the_digest(self, change: dict[str, Any]) -> None:
         assert digest_of(AdamW(weights(), **({"lr": 0.1} | change))) != digest_of(AdamW(weights(), lr=0.1))
 
     def test_every_group_counts(self) -> None:
@@ -92,7 +92,7 @@ class TestDigest:
         found = [grouped(0.1), grouped(0.1, 0.1), grouped(0.1, 0.2), grouped(0.2, 0.1)]
         assert len({digest_of(optimizer) for optimizer in found}) == len(found)
 
-    def test_how_a_number_is_given_does_not_count(self) -> None:
+    def test_type_of_a_number_does_not_count(self) -> None:
         found = [1, 1.0, torch.tensor(1.0), torch.tensor([1], dtype=torch.int64)]
         assert len({canonical(value) for value in found}) == 1
         assert canonical((0.9, 0.99)) == canonical([0.9, 0.99])
@@ -100,14 +100,14 @@ class TestDigest:
         assert canonical(10**400) != canonical(10**400 + 1)
 
     def test_the_implementation_does_not_count(self) -> None:
-        """A peer with a GPU and one without take the same update in other ways."""
+        """A peer with a GPU and one without compute the same update with different implementations."""
         assert digest_of(Adam(weights(), foreach=True)) == digest_of(Adam(weights(), foreach=False))
         assert digest_of(Adam(weights(), fused=True)) == digest_of(Adam(weights()))
         scheduled = SGD(weights(), lr=0.1)
         torch.optim.lr_scheduler.StepLR(scheduled, step_size=5)
         assert digest_of(scheduled) == digest_of(SGD(weights(), lr=0.1))
 
-    def test_options_that_a_version_of_torch_does_not_have_are_off_there(self) -> None:
+    def test_missing_options_count_as_off(self) -> None:
         older, newer = AdamW(weights()), AdamW(weights())
         newer.param_groups[0]["invented_later"] = False
         older.param_groups[0].pop("decoupled_weight_decay", None)
@@ -117,22 +117,22 @@ class TestDigest:
         assert canonical({"a": 1, "b": 2}) == canonical({"b": 2, "a": 1})
         assert canonical({"a": 1, "b": 2}) != canonical({"a": 2, "b": 1})
 
-    def test_what_is_called_is_its_name_and_its_arguments(self) -> None:
+    def test_callable_counts_by_name_and_arguments(self) -> None:
         first, second = partial(FedAdam, lr=0.1), partial(FedAdam, lr=0.1)
         assert canonical(first) == canonical(second) != canonical(partial(FedAdam, lr=0.2))
         assert canonical(FedAdam) != canonical(SGD)
         assert "0x" not in repr(canonical(object()))
 
-    def test_a_tensor_is_its_values(self) -> None:
+    def test_tensor_counts_by_its_values(self) -> None:
         assert canonical(torch.arange(3)) == canonical(torch.arange(3).clone())
         assert canonical(torch.arange(3)) != canonical(torch.arange(1, 4))
 
-    def test_what_holds_itself_comes_to_an_end(self) -> None:
+    def test_recursive_value_has_a_digest(self) -> None:
         held: list[Any] = []
         held.append(held)
         assert canonical(held) == canonical(held)
 
-    def test_rules_are_apart_from_numbers(self) -> None:
+    def test_rules_and_numbers_have_separate_digests(self) -> None:
         one = Recipe(rules=(("a", 1), ("b", 2)), numbers=())
         other = Recipe(rules=(("a", 1),), numbers=(("b", 2),))
         assert one.digest != other.digest
@@ -164,7 +164,7 @@ class TestTexts:
     def test_floats_that_differ_read_differently(self) -> None:
         assert text_of(0.1) != text_of(0.1 + 2**-56)
 
-    def test_of_many_groups_the_first_are_shown(self) -> None:
+    def test_first_of_many_groups_are_shown(self) -> None:
         many = SGD([{"params": weights(), "lr": float(index)} for index in range(30)], lr=1.0)
         recipe = Recipe(rules=(("inner", "SGD"),), numbers=hyperparameters(many))
         assert len(recipe.fields) <= MAX_FIELDS
@@ -191,8 +191,8 @@ class TestRates:
         assert first_difference(mine, other, 5) == (Rate(5, b"a" * 8, "lr 1"), Rate(5, b"b" * 8, "lr 2"))
         assert first_difference(mine, mine, 99) is None
 
-    def test_of_what_one_does_not_know_nothing_is_said(self) -> None:
-        """A peer that came later, or whose oldest rates are forgotten."""
+    def test_unknown_rates_are_not_compared(self) -> None:
+        """A peer may have come later, or its oldest rates may be dropped."""
         assert first_difference([Rate(1, b"a" * 8, "")], [Rate(9, b"b" * 8, "")], 8) is None
 
     def test_a_rate_names_the_learning_rates(self) -> None:

@@ -1,4 +1,4 @@
-"""Arguments and saved states: what is out of range is named."""
+"""Arguments and saved states: values out of range are named."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_any_other_count_is_named(value: object) -> None:
 
 
 @given(st.integers(0, MAX_EPOCH), st.binary(min_size=32, max_size=32))
-def test_a_lineage_comes_back_from_what_was_saved(epoch: int, state: bytes) -> None:
+def test_lineage_survives_saving(epoch: int, state: bytes) -> None:
     saved = json.loads(json.dumps({"lineage": pack_lineage(Lineage(epoch, state)), "inner": {}}))
     assert lineage_of(saved) == Lineage(epoch, state)
 
@@ -70,7 +70,7 @@ def test_a_lineage_comes_back_from_what_was_saved(epoch: int, state: bytes) -> N
         "lineage",
     ],
 )
-def test_where_no_lineage_is_saved_that_is_said(saved: Any) -> None:
+def test_state_without_a_lineage_is_named(saved: Any) -> None:
     with pytest.raises(ValueError, match=r"^state: it holds no lineage: "):
         lineage_of(saved)
 

@@ -1,4 +1,4 @@
-"""A common start: of the peer that was named, within the caller's own time, and the same for all that took part."""
+"""Common start: from the named source, within the caller's timeout, and the same for all members."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ GROUP = "07" * 32
 
 
 class Board:
-    """What the other peers of the round say that they received."""
+    """A board with the digests that the other members received."""
 
     version = 0
 
@@ -45,7 +45,7 @@ class Board:
 
 
 class Rounds:
-    """An averager whose rounds come to what the test says."""
+    """An averager whose rounds have results that the test sets."""
 
     peer_id = "me"
     weight = 0.0
@@ -103,16 +103,16 @@ def sync(rounds: Rounds, tensors: list[torch.Tensor], **options: Any) -> None:
 
 
 class TestSource:
-    def test_another_source_is_passed_over(self, caplog: pytest.LogCaptureFixture) -> None:
+    def test_other_source_is_ignored(self, caplog: pytest.LogCaptureFixture) -> None:
         tensors = [torch.zeros(3)]
         rounds = Rounds(came(6.0, "stranger"), came(7.0, "source", "stranger"), came(2.0, "source"))
         rounds.sync_board.others["source"] = received(2.0)
         sync(rounds, tensors, source_id="source")
         assert torch.equal(tensors[0], torch.full((3,), 2.0))
-        assert caplog.text.count("not the source that was named: stranger") == 2
+        assert caplog.text.count("not the named source: stranger") == 2
 
-    def test_a_false_share_that_all_others_received_alike_is_found_out_by_the_source(self) -> None:
-        """A observer that averages a share can give all others, and the source, the same false one."""
+    def test_source_detects_a_false_share(self) -> None:
+        """An observer that reduces a share can send all others, and the source, the same false share."""
         tensors = [torch.full((3,), 1.0)]
         rounds = Rounds(came(6.0, "me", observers=("other",)))
         rounds.sync_board.others["other"] = received(6.0)
@@ -120,36 +120,36 @@ class TestSource:
             sync(rounds, tensors, source=True, source_id="me")
         assert torch.equal(tensors[0], torch.full((3,), 1.0))
 
-    def test_nothing_is_taken_without_the_word_of_the_source(self) -> None:
+    def test_tensors_are_refused_without_the_sources_digest(self) -> None:
         tensors = [torch.zeros(3)]
         rounds = Rounds(replace(came(2.0, "source"), lost={"source": "it closed its stream"}))
-        with pytest.raises(SyncError, match="did not say what they received"):
+        with pytest.raises(SyncError, match="published no digest"):
             sync(rounds, tensors, source_id="source", timeout=0.3)
         assert torch.equal(tensors[0], torch.zeros(3))
 
-    def test_if_none_but_another_comes_it_is_an_error(self) -> None:
+    def test_other_source_alone_is_an_error(self) -> None:
         tensors = [torch.zeros(3)]
-        with pytest.raises(SyncError, match="peer stranger says that it is the source, and not source"):
+        with pytest.raises(SyncError, match="peer stranger claims to be the source, not source"):
             sync(Rounds(came(6.0, "stranger")), tensors, source_id="source", timeout=0.3)
         assert torch.equal(tensors[0], torch.zeros(3))
 
     @pytest.mark.parametrize(
         ("options", "named"),
         [
-            ({"source_id": "me", "source": False}, "source must be whether"),
-            ({"source_id": "other", "source": True}, "source must be whether"),
+            ({"source_id": "me", "source": False}, "source must be true on"),
+            ({"source_id": "other", "source": True}, "source must be true on"),
             ({"source_id": ""}, "source_id"),
             ({"source_id": 7}, "source_id"),
             ({"timeout": 0}, "timeout"),
         ],
     )
-    def test_arguments_that_are_wrong_are_named(self, options: dict[str, Any], named: str) -> None:
+    def test_wrong_arguments_are_named(self, options: dict[str, Any], named: str) -> None:
         with pytest.raises(ValueError, match=named):
             sync(Rounds(came(1.0, "source")), [torch.zeros(3)], **options)
 
 
 class TestComparison:
-    def test_tensors_that_another_received_otherwise_are_not_taken(self) -> None:
+    def test_tensors_with_differing_digests_are_refused(self) -> None:
         tensors, rounds = [torch.zeros(3)], Rounds(came(2.0, "source", observers=("me", "third")))
         rounds.sync_board.others = {"source": received(2.0), "third": received(9.0)}
         with pytest.raises(SyncError, match=r"1 peer \(third\) received other parameters"):
@@ -159,21 +159,21 @@ class TestComparison:
     @pytest.mark.parametrize(
         "word", [b"", b"nonsense", pack(2, b"", b""), pack(1, bytes(32), bytes(32)), None]
     )
-    def test_a_peer_that_does_not_say_what_it_received_is_named(self, word: bytes | None) -> None:
+    def test_peer_without_a_digest_is_named(self, word: bytes | None) -> None:
         tensors, rounds = [torch.zeros(3)], Rounds(came(2.0, "source"))
         rounds.sync_board.others = {} if word is None else {"source": word}
-        with pytest.raises(SyncError, match=r"1 peer \(source\) did not say what"):
+        with pytest.raises(SyncError, match=r"1 peer \(source\) published no digest"):
             sync(rounds, tensors, timeout=0.2)
         assert torch.equal(tensors[0], torch.zeros(3))
 
-    def test_what_strangers_say_does_not_matter(self) -> None:
+    def test_digests_of_strangers_are_ignored(self) -> None:
         tensors, rounds = [torch.zeros(3)], Rounds(came(2.0, "source"))
         rounds.sync_board.others = {"source": received(2.0), "stranger": received(9.0)}
         sync(rounds, tensors)
         assert torch.equal(tensors[0], torch.full((3,), 2.0))
         assert rounds.sync_board.mine == [received(2.0)]
 
-    def test_a_member_that_was_lost_is_not_waited_for(self) -> None:
+    def test_lost_member_is_not_waited_for(self) -> None:
         tensors, result = [torch.zeros(3)], came(2.0, "source", observers=("me", "gone"))
         rounds = Rounds(replace(result, lost={"gone": "cut off"}))
         rounds.sync_board.others = {"source": received(2.0)}
@@ -182,8 +182,8 @@ class TestComparison:
 
 
 @pytest.mark.parametrize(("timeout", "exchange"), [(900.0, 900.0), (5.0, 5.0), (1e6, MAX_TIMEOUT_SECONDS)])
-def test_the_exchange_may_take_the_time_that_the_caller_gives(timeout: float, exchange: float) -> None:
-    """Whole parameters, uncompressed, take longer than the rounds for which `exchange_timeout` was chosen."""
+def test_exchange_may_take_the_callers_timeout(timeout: float, exchange: float) -> None:
+    """Whole uncompressed parameters take longer than the rounds for which `exchange_timeout` was chosen."""
     rounds = Rounds(came(2.0, "source"))
     rounds.sync_board.others["source"] = received(2.0)
     sync(rounds, [torch.zeros(3)], timeout=timeout)

@@ -1,4 +1,4 @@
-"""Whom a peer counts on, and which results it takes."""
+"""The peers that an optimizer expects, and the results that it accepts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PARAMETERS = [torch.ones(3)]
 
 
 class Word:
-    """What other peers say, as the test has it."""
+    """A board with the other peers' entries, which the test sets."""
 
     version = 0
 
@@ -38,7 +38,7 @@ class Word:
 
 
 class Rounds:
-    """An averager whose rounds come to what the test says."""
+    """An averager whose rounds have results that the test sets."""
 
     peer_id = "me"
     weight = 1.0
@@ -67,7 +67,7 @@ class Rounds:
 
 
 class Company:
-    """One peer's place among others."""
+    """One peer's coordination with others."""
 
     def __init__(self, round_state: bytes | None = None) -> None:
         self.rounds = Rounds()
@@ -79,7 +79,7 @@ class Company:
 
     def says(self, peer: str, *, state: bytes | None = None, epoch: int = 0, waiting: bool = True) -> None:
         self._sequence += 1
-        lineage = self.together.lineage
+        lineage = self.together.run.lineage
         progress = Progress(
             epoch=lineage.epoch if state is None else epoch,
             state=lineage.state if state is None else state,
@@ -91,11 +91,11 @@ class Company:
 
     def took(self, *peers: str, lost: Mapping[str, str] | None = None) -> None:
         self.together.took(success(*peers, lost=lost))
-        self.together.say(1.0, waiting=True)
+        self.together.run.say(1.0, waiting=True)
 
     @property
     def counted(self) -> int:
-        return self.together.survey().peers
+        return self.together.run.survey().peers
 
 
 def success(*peers: str, lost: Mapping[str, str] | None = None) -> Success:
@@ -120,7 +120,7 @@ def company() -> Company:
     return Company()
 
 
-def test_who_did_not_come_is_counted_on_when_it_says_something_new(company: Company) -> None:
+def test_absent_peer_is_expected_after_a_new_word(company: Company) -> None:
     company.says("a")
     company.says("b")
     assert company.counted == 3
@@ -131,8 +131,8 @@ def test_who_did_not_come_is_counted_on_when_it_says_something_new(company: Comp
     assert company.counted == 3
 
 
-def test_who_is_absent_again_and_again_is_counted_on_ever_less_often(company: Company) -> None:
-    """However much it says that it is there: each time it costs the others a match timeout."""
+def test_repeatedly_absent_peer_is_expected_exponentially_less_often(company: Company) -> None:
+    """Its words do not help: each absence costs the others a match timeout."""
     counted = []
     for _ in range(40):
         company.says("liar")
@@ -150,25 +150,25 @@ def test_a_companion_is_waited_for_until_it_has_had_its_time(
     company: Company, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     company.says("a")
-    before = company.together.lineage
+    before = company.together.run.lineage
     company.took("a")
-    assert isinstance(company.together.decide(), Wait), "it has yet to say that it took the update too"
+    assert isinstance(company.together.run.decide(), Wait), "it has yet to say that it took the update too"
     company.says("a", state=before.state, epoch=before.epoch)
-    assert isinstance(company.together.decide(), Wait)
+    assert isinstance(company.together.run.decide(), Wait)
     later = time.monotonic() + FOLLOW_SECONDS + 1.0
     monkeypatch.setattr(time, "monotonic", lambda: later)
-    assert isinstance(company.together.decide(), Compute), "it is gone, and nobody else is there"
+    assert isinstance(company.together.run.decide(), Compute), "it is gone, and no other peer is present"
 
 
-def test_who_was_lost_in_a_round_is_no_companion(company: Company) -> None:
+def test_peer_lost_in_a_round_is_no_companion(company: Company) -> None:
     company.says("a")
     company.took("a", lost={"a": "cut off"})
     assert company.counted == 1
 
 
-def test_the_result_for_parameters_that_were_replaced_is_not_taken(company: Company) -> None:
-    """Also where it is the same update's parameters that were loaded: those that were contributed are not these."""
-    lineage = company.together.lineage
+def test_result_for_replaced_parameters_is_discarded(company: Company) -> None:
+    """This holds even if parameters of the same update were loaded: the contributed ones were different."""
+    lineage = company.together.run.lineage
     for loaded in (Lineage(7, b"7" * 32), lineage):
         company.rounds.results = [
             InProgress(ready_peers=1, target_size=2, reason="it runs"),
@@ -187,8 +187,8 @@ def test_the_result_for_parameters_that_were_replaced_is_not_taken(company: Comp
 
 
 @pytest.mark.parametrize("is_looking", [True, False])
-def test_a_search_ends_when_the_run_has_gone_on_without_this_peer(company: Company, is_looking: bool) -> None:
-    """Nobody is coming to it any more; a round that has a group goes on."""
+def test_search_ends_when_this_peer_is_behind(company: Company, is_looking: bool) -> None:
+    """No other peer will join the search; a round that has a group goes on."""
     runs = InProgress(ready_peers=1, target_size=2, reason="it runs")
     stopped = p2pavg.NoPeers(reason="stopped")
     company.rounds.results = [runs, runs, stopped] if is_looking else [runs, runs]
@@ -204,15 +204,15 @@ def test_a_search_ends_when_the_run_has_gone_on_without_this_peer(company: Compa
     assert company.rounds.stopped == ["1 peer is at epoch 9; 1 with this one at epoch 0"]
 
 
-def test_the_round_of_an_optimizer_before_this_one_is_not_taken() -> None:
+def test_round_of_an_earlier_optimizer_is_discarded() -> None:
     company = Company(round_state=b"of another")
     company.rounds.results = [success("a"), success("a")]
     assert isinstance(company.together.average(2), Failed)
     assert isinstance(company.together.average(2), Success)
 
 
-def test_who_was_not_due_has_not_missed_anything(company: Company) -> None:
-    """A peer that was behind for long and has loaded the state is counted on at once."""
+def test_peer_that_was_not_due_missed_nothing(company: Company) -> None:
+    """A peer that was behind for long and has loaded the state is expected at once."""
     for _ in range(12):
         company.says("a")
         company.says("late", state=b"x" * 32)
@@ -222,20 +222,18 @@ def test_who_was_not_due_has_not_missed_anything(company: Company) -> None:
     assert company.counted == 3
 
 
-def test_who_loads_a_state_counts_on_everybody_again(company: Company) -> None:
+def test_peer_that_loads_a_state_expects_all_peers_again(company: Company) -> None:
     for _ in range(4):
         company.says("a")
         company.took()
     company.says("a")
     assert company.counted == 1
-    company.together.is_at(company.together.lineage)
+    company.together.is_at(company.together.run.lineage)
     company.says("a")
     assert company.counted == 2
 
 
-def test_the_time_of_a_round_is_not_the_time_of_a_batch(
-    company: Company, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_batch_time_excludes_rounds(company: Company, monkeypatch: pytest.MonkeyPatch) -> None:
     now = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now)
     for seconds, what in ((2.0, "batch"), (50.0, "round"), (2.0, "batch"), (50.0, "round"), (2.0, "batch")):
@@ -244,13 +242,13 @@ def test_the_time_of_a_round_is_not_the_time_of_a_batch(
             company.together.computed(8.0)
         else:
             company.took()
-    assert company.together.samples_per_second == pytest.approx(4.0, rel=0.01)
+    assert company.together.run.samples_per_second == pytest.approx(4.0, rel=0.01)
 
 
 def test_a_split_of_the_run_is_a_warning_and_not_an_order(
     company: Company, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The peers of the last update go on together, whatever number of others is elsewhere."""
+    """The peers of the last update continue together, whatever number of peers is elsewhere."""
     company.says("a")
     company.took("a")
     company.says("a")

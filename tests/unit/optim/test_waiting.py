@@ -1,4 +1,4 @@
-"""When a user hears that a call waits, and what."""
+"""Warnings about waiting calls: their times and texts."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import itertools
 from p2pavg.optim.waiting import MAX_NAMED, MAX_PAUSE_SECONDS, GrowingPauses, Waiting, named
 
 
-def test_a_long_wait_is_said_with_growing_pauses() -> None:
+def test_long_wait_is_warned_of_with_growing_pauses() -> None:
     waiting = Waiting()
-    said = [now for now in range(4000) if waiting.waits("nobody came", (), float(now)) is not None]
+    said = [now for now in range(4000) if waiting.waits("no peer came", (), float(now)) is not None]
     assert said[:5] == [10, 20, 40, 80, 160]
     pauses = [later - now for now, later in itertools.pairwise(said)]
     assert max(pauses) == MAX_PAUSE_SECONDS
 
 
-def test_it_says_whom_and_why() -> None:
+def test_warning_names_peers_and_reason() -> None:
     waiting = Waiting()
     assert waiting.waits("they compute", ["12D3KooWabcdef", "12D3KooWuvwxyz"], 5.0) is None
     warning = waiting.waits("they compute", ["12D3KooWabcdef", "12D3KooWuvwxyz"], 15.0)
@@ -24,7 +24,7 @@ def test_it_says_whom_and_why() -> None:
     assert waiting.peers == ("12D3KooWabcdef", "12D3KooWuvwxyz")
 
 
-def test_many_are_counted() -> None:
+def test_many_peers_are_counted() -> None:
     assert named(["a" * 50] * (MAX_NAMED + 3)).endswith("…aaaaaa and 3 more")
     assert named(["abc"]) == "…abc"
 
@@ -41,7 +41,7 @@ def test_the_waits_of_one_call_add_up() -> None:
     assert (waiting.seconds, waiting.reason, waiting.peers) == (0.0, None, ())
 
 
-def test_after_an_update_without_a_long_wait_the_next_one_is_news() -> None:
+def test_long_wait_after_a_quick_update_is_warned_of_at_once() -> None:
     waiting = Waiting()
     for now in (0.0, 10.0):
         said = waiting.waits("a", (), now)
@@ -58,7 +58,7 @@ def test_after_an_update_without_a_long_wait_the_next_one_is_news() -> None:
     assert said is not None
 
 
-def test_what_lasts_is_said_ever_more_rarely_until_it_is_over() -> None:
+def test_pauses_grow_until_reset() -> None:
     pauses = GrowingPauses()
     assert [now for now in range(100) if pauses.is_due(float(now))] == [0, 10, 30, 70]
     pauses.reset()

@@ -1,4 +1,4 @@
-"""What peers say of their recipes: read back as it was, refused if it is nonsense, and told in plain sentences."""
+"""Peers' published recipes: encoded, refused if malformed, and compared in plain sentences."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def with_field(name: str, text: str) -> Word:
 
 
 class TestReading:
-    def test_it_comes_back_as_it_was(self) -> None:
+    def test_word_survives_encoding(self) -> None:
         assert read_word(encode_word(WORD)) == WORD
 
     def test_the_bytes_never_change(self) -> None:
@@ -79,7 +79,7 @@ class TestReading:
             {"digests": b"d" * (8 * 65)},
         ],
     )
-    def test_what_is_out_of_range_is_refused(self, change: dict[str, Any]) -> None:
+    def test_out_of_range_values_are_refused(self, change: dict[str, Any]) -> None:
         with pytest.raises(RemoteProtocolError):
             replace(WORD, **change)
 
@@ -105,7 +105,7 @@ class TestReading:
         found = read_words({"a": packed})
         assert not found or isinstance(found["a"], Word)
 
-    def test_the_longest_is_cut_to_fit_a_record(self) -> None:
+    def test_longest_word_is_cut_to_fit_a_record(self) -> None:
         fields = tuple((f"{index:032}", "\U0001f40e" * MAX_FIELD_CHARS) for index in range(MAX_FIELDS))
         rates = tuple(Rate(index, b"1" * 8, "x" * MAX_FIELD_CHARS) for index in range(MAX_RATES))
         longest = replace(WORD, fields=fields, rates=rates, digests=b"d" * 512)
@@ -115,44 +115,44 @@ class TestReading:
 
 
 class TestDifferences:
-    def test_alike_peers_are_not_told_of(self) -> None:
+    def test_no_sentence_for_equal_peers(self) -> None:
         later = replace(WORD, until=30, epoch=30, rates=(*WORD.rates, Rate(25, b"2" * 8, "lr 0.01")))
         assert differences(WORD, [WORD, later]) == ()
 
-    def test_the_field_is_named(self) -> None:
+    def test_differing_field_is_named(self) -> None:
         others = [with_field("target_batch_size", "4096")] * 2
         expected = "2 peers of this run train with target_batch_size 4096, this one with 16"
         assert differences(WORD, others) == (expected,)
 
-    def test_the_most_common_comes_first(self) -> None:
+    def test_most_common_difference_comes_first(self) -> None:
         others = [with_field("lr", "0.2"), *[with_field("max_grad_norm", "1")] * 2]
         assert differences(WORD, others) == (
             "2 peers of this run train with max_grad_norm 1, this one with none",
             "1 peer of this run trains with lr 0.2, this one with 0.1",
         )
 
-    def test_other_first_parameters(self) -> None:
+    def test_other_first_parameters_are_reported(self) -> None:
         expected = "1 peer of this run began with other parameters than this one (another seed?)"
         assert differences(WORD, [replace(WORD, origin=b"x" * 32)]) == (expected,)
 
-    def test_another_architecture(self) -> None:
+    def test_other_architecture_is_reported(self) -> None:
         [sentence] = differences(WORD, [replace(WORD, tensors=98, elements=2000, origin=b"x" * 32)])
         assert sentence == (
             "1 peer of this run trains another architecture: 98 tensors of 2000 elements, this one 97 of 1000"
         )
 
-    def test_a_difference_that_no_field_shows(self) -> None:
+    def test_difference_without_a_field_is_reported(self) -> None:
         [sentence] = differences(WORD, [replace(WORD, recipe=b"x" * 32)])
         assert "other settings" in sentence
 
-    def test_a_rate_that_was_set_by_hand(self) -> None:
+    def test_rate_set_by_hand_is_reported(self) -> None:
         other = replace(WORD, rates=(Rate(1, b"1" * 8, "lr 0.1"), Rate(3, b"9" * 8, "lr 0.9")))
         assert differences(WORD, [other]) == (
             "1 peer of this run took update 3 with lr 0.9, this one with lr 0.1",
         )
         assert differences(WORD, [replace(other, until=2)]) == (), "it may be about to say another one"
 
-    def test_a_thousand_kinds_of_liars_are_a_few_sentences(self) -> None:
+    def test_many_invented_differences_give_few_sentences(self) -> None:
         liars = [with_field("lr", str(index)) for index in range(1000)]
         told = differences(WORD, liars)
         assert len(told) == 3

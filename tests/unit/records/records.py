@@ -1,4 +1,4 @@
-"""A record node that does as told, and remembers what was asked of it."""
+"""Helper: a record node that the test controls, and that records its calls."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ ME, ALICE, BOB = (Ed25519Signer(bytes([number]) * 32) for number in (1, 2, 3))
 
 
 def wall_clock() -> float:
-    """Of the virtual clock, which begins at 0."""
+    """Return the virtual clock's time, which begins at 0."""
     return EPOCH + trio.current_time()
 
 
 def record(
     signer: Ed25519Signer = ALICE, value: bytes = b"a", *, sequence: int = 1, until: float = 15.0
 ) -> Record:
-    """Until so many seconds of the virtual clock."""
+    """Return a record that expires at a time of the virtual clock."""
     return sign_record(signer, key=KEY, sequence=sequence, expiration_time=EPOCH + until, value=value)
 
 
 class Records:
-    """What a board uses of a record node. Times are the virtual clock's."""
+    """The part of a record node that a board uses. Times are those of the virtual clock."""
 
     def __init__(self) -> None:
         self.there: tuple[Record, ...] = ()
-        """What is found, and what is heard in answer to a word."""
+        """Records that look-ups and publishing return."""
         self.stored: tuple[Record, ...] = ()
-        """What others have stored here."""
+        """Records that others have stored here."""
         self.published: list[tuple[float, bytes, float]] = []
         self.found: list[float] = []
         self.withdrawn: list[float] = []
         self.keys: set[bytes] = set()
         self.calling = 0
         self.gate: trio.Event | None = None
-        """When it is there, calls hang until it is set."""
+        """If set, calls hang until the event."""
         self._watching: dict[bytes, Callable[[], None]] = {}
 
     async def publish(self, key: bytes, value: bytes, *, ttl: float) -> Published:
@@ -77,18 +77,18 @@ class Records:
         return set(self._watching)
 
     def store(self, *records: Record) -> None:
-        """Somebody has brought these."""
+        """Store records, as another peer would."""
         self.stored = records
         self._watching[KEY]()
 
     @property
     def words(self) -> list[bytes]:
-        """What was said."""
+        """Return the published values."""
         return [value for _, value, _ in self.published]
 
     @property
     def moments(self) -> list[float]:
-        """When."""
+        """Return the times of publishing."""
         return [when for when, _, _ in self.published]
 
     async def _wait(self) -> None:
@@ -103,7 +103,7 @@ class Records:
 
 @asynccontextmanager
 async def open_board(records: Records) -> AsyncIterator[Board]:
-    """Of ``ME``, and it runs; the first look is over."""
+    """Open a running board of ``ME``, after its first look."""
     board = Board(records, key=KEY, peer_id=ME.peer_id, wall_clock=wall_clock)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(board.run)
@@ -113,5 +113,5 @@ async def open_board(records: Records) -> AsyncIterator[Board]:
 
 
 def heard(board: Board) -> dict[str, bytes]:
-    """What others say."""
+    """Return the others' values."""
     return {peer_id: said.value for peer_id, said in board.entries.items()}

@@ -1,4 +1,4 @@
-"""What is said goes out soon, what others say comes in, and what is old never comes back."""
+"""Boards: entries are published soon, others' entries are read, and old ones never come back."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from tests.unit.records.records import (
 WATCHDOG = 30.0
 
 
-def test_the_key_never_changes_and_is_of_run_and_topic() -> None:
+def test_key_is_frozen_and_depends_on_run_and_topic() -> None:
     key = board_key("run", "topic")
     assert key.hex() == "a138c2e3f632912f99f07298d039b4e8a142a3ffed27a76449ebb5a7d74caafb"
     pairs = [("run", "topic"), ("run", "other"), ("other", "topic"), ("topic", "run"), ("runt", "opic")]
@@ -51,7 +51,7 @@ def test_the_key_never_changes_and_is_of_run_and_topic() -> None:
 
 
 class TestSaying:
-    async def test_a_word_for_which_somebody_waits_goes_out_at_once(self, autojump_clock: MockClock) -> None:
+    async def test_urgent_entry_is_published_at_once(self, autojump_clock: MockClock) -> None:
         records = Records()
         async with open_board(records) as board:
             for moment, word in ((0.05, b"a"), (0.06, b"b"), (0.5, b"c")):
@@ -64,7 +64,7 @@ class TestSaying:
             (SAID_TTL_SECONDS, KEY)
         }
 
-    async def test_another_one_soon_and_only_the_newest(self, autojump_clock: MockClock) -> None:
+    async def test_next_entry_is_published_soon_and_only_the_newest(self, autojump_clock: MockClock) -> None:
         records = Records()
         async with open_board(records) as board:
             for moment, word in ((0.05, b"a"), (0.1, b"b"), (0.15, b"c")):
@@ -74,7 +74,7 @@ class TestSaying:
         assert records.words == [b"c"]
         assert records.moments == pytest.approx([SAY_SECONDS])
 
-    async def test_after_a_pause_it_goes_out_at_once_too(self, autojump_clock: MockClock) -> None:
+    async def test_entry_after_a_pause_is_published_at_once(self, autojump_clock: MockClock) -> None:
         records = Records()
         async with open_board(records) as board:
             await trio.sleep_until(0.7)
@@ -83,7 +83,7 @@ class TestSaying:
             assert records.words == [b"a"]
             assert records.moments == pytest.approx([0.7])
 
-    async def test_who_says_much_says_it_at_intervals(self, autojump_clock: MockClock) -> None:
+    async def test_frequent_entries_are_published_at_intervals(self, autojump_clock: MockClock) -> None:
         records = Records()
         async with open_board(records) as board:
             for count in range(100):
@@ -96,7 +96,7 @@ class TestSaying:
         assert records.words[-1] == b"99"
 
     @pytest.mark.parametrize("urgent", [(True, False), (False, True), (True, True)])
-    async def test_of_two_at_once_the_newest_goes_out_and_as_soon_as_either_must(
+    async def test_newest_of_two_entries_is_published_with_either_urgency(
         self, autojump_clock: MockClock, urgent: tuple[bool, bool]
     ) -> None:
         records = Records()
@@ -108,15 +108,15 @@ class TestSaying:
         assert records.words == [b"b"]
         assert records.moments == pytest.approx([0.05])
 
-    async def test_it_is_said_once(self, autojump_clock: MockClock) -> None:
-        """The node renews it."""
+    async def test_entry_is_published_once(self, autojump_clock: MockClock) -> None:
+        """The node renews the record."""
         records = Records()
         async with open_board(records) as board:
             board.publish(b"a")
             await trio.sleep(60.0)
         assert len(records.published) == 1
 
-    async def test_from_any_thread(self, autojump_clock: MockClock) -> None:
+    async def test_publish_from_any_thread(self, autojump_clock: MockClock) -> None:
         records = Records()
         async with open_board(records) as board:
             thread = threading.Thread(target=board.publish, args=(b"a",))
@@ -127,7 +127,7 @@ class TestSaying:
 
 
 class TestLooking:
-    async def test_what_others_say_is_read_at_intervals(self, autojump_clock: MockClock) -> None:
+    async def test_entries_are_read_at_intervals(self, autojump_clock: MockClock) -> None:
         records = Records()
         async with open_board(records) as board:
             records.there = (record(),)
@@ -138,7 +138,7 @@ class TestLooking:
         assert records.found == pytest.approx([LOOK_SECONDS * count for count in range(4)])
         assert records.keys == {KEY}
 
-    async def test_what_is_there_at_the_beginning_is_seen_at_once(self, autojump_clock: MockClock) -> None:
+    async def test_existing_entries_are_read_at_once(self, autojump_clock: MockClock) -> None:
         records = Records()
         records.there = (record(), record(BOB, b"b"))
         async with open_board(records) as board:
@@ -148,7 +148,7 @@ class TestLooking:
             }
             assert trio.current_time() == 0.0
 
-    async def test_the_answer_to_a_word_is_a_look(self, autojump_clock: MockClock) -> None:
+    async def test_publishing_also_reads_entries(self, autojump_clock: MockClock) -> None:
         records = Records()
         async with open_board(records) as board:
             records.there = (record(),)
@@ -159,7 +159,7 @@ class TestLooking:
             await trio.sleep(1.5 * LOOK_SECONDS)
         assert records.found == pytest.approx([0.0, 0.4 + LOOK_SECONDS])
 
-    async def test_one_can_look_now(self, autojump_clock: MockClock) -> None:
+    async def test_look_reads_entries_at_once(self, autojump_clock: MockClock) -> None:
         records = Records()
         async with open_board(records) as board:
             await trio.sleep_until(0.3)
@@ -167,7 +167,7 @@ class TestLooking:
             await wait_all_tasks_blocked()
         assert records.found == pytest.approx([0.0, 0.3])
 
-    async def test_what_somebody_stores_here_is_seen_at_once(self, autojump_clock: MockClock) -> None:
+    async def test_records_stored_here_are_read_at_once(self, autojump_clock: MockClock) -> None:
         records = Records()
         async with open_board(records) as board:
             await trio.sleep_until(0.3)
@@ -179,7 +179,7 @@ class TestLooking:
 
 
 class TestWhatIsHeard:
-    async def test_of_one_peer_the_newest_counts(self, mock_clock: MockClock) -> None:
+    async def test_newest_entry_of_a_peer_counts(self, mock_clock: MockClock) -> None:
         records = Records()
         async with open_board(records) as board:
             for sequence, word, counts in (
@@ -191,7 +191,7 @@ class TestWhatIsHeard:
                 records.store(record(value=word, sequence=sequence))
                 assert heard(board) == {ALICE.peer_id: counts}
 
-    async def test_what_was_taken_back_is_gone_and_does_not_come_back(self, mock_clock: MockClock) -> None:
+    async def test_withdrawn_entry_does_not_come_back(self, mock_clock: MockClock) -> None:
         records = Records()
         async with open_board(records) as board:
             records.store(record(sequence=5), record(BOB, b"b"))
@@ -210,7 +210,7 @@ class TestWhatIsHeard:
             max_size=12,
         )
     )
-    def test_however_records_come_the_newest_of_each_peer_counts(
+    def test_newest_entry_counts_in_any_order_of_records(
         self, brought: list[tuple[Ed25519Signer, int, bool]]
     ) -> None:
         newest: dict[str, int] = {}
@@ -232,7 +232,7 @@ class TestWhatIsHeard:
 
         trio.run(main, clock=MockClock())
 
-    async def test_the_own_word_is_not_among_them(self, mock_clock: MockClock) -> None:
+    async def test_own_entry_is_left_out(self, mock_clock: MockClock) -> None:
         records = Records()
         records.there = (record(ME, b"mine"),)
         async with open_board(records) as board:
@@ -240,7 +240,7 @@ class TestWhatIsHeard:
             assert heard(board) == {}
             assert board.version == 0
 
-    async def test_a_word_fades_at_its_expiration(self, autojump_clock: MockClock) -> None:
+    async def test_entry_disappears_at_its_expiration(self, autojump_clock: MockClock) -> None:
         records = Records()
         async with open_board(records) as board:
             records.store(record(until=4.5), record(BOB, b"b", until=60.0))
@@ -270,7 +270,7 @@ class TestWhatIsHeard:
             records.store(record(BOB, b"b", until=60.0))
             assert heard(board) == {ALICE.peer_id: b"new", BOB.peer_id: b"b"}
 
-    async def test_what_has_faded_before_it_came_is_not_heard(self, autojump_clock: MockClock) -> None:
+    async def test_expired_record_is_ignored(self, autojump_clock: MockClock) -> None:
         records = Records()
         async with open_board(records) as board:
             await trio.sleep_until(3.0)
@@ -279,10 +279,8 @@ class TestWhatIsHeard:
             assert heard(board) == {}
             assert board.version == version
 
-    async def test_the_version_grows_with_a_renewal_and_with_nothing_else(
-        self, autojump_clock: MockClock
-    ) -> None:
-        """Who has renewed its word is there, whatever it says."""
+    async def test_version_grows_with_a_renewal_only(self, autojump_clock: MockClock) -> None:
+        """A peer that renews its entry is alive, even if the value is the same."""
         records = Records()
         async with open_board(records) as board:
             records.store(record())
@@ -293,7 +291,7 @@ class TestWhatIsHeard:
             records.store(record(sequence=2))
             assert board.version > version
 
-    async def test_what_is_heard_is_nobodys_to_change(self, mock_clock: MockClock) -> None:
+    async def test_entries_are_read_only(self, mock_clock: MockClock) -> None:
         records = Records()
         async with open_board(records) as board:
             before = board.entries
@@ -304,7 +302,7 @@ class TestWhatIsHeard:
 
 
 class Noticing(threading.Condition):
-    """Says when somebody has begun to wait; whatever is told afterwards wakes it or nothing does."""
+    """A condition that reports when a thread has begun to wait; only a later notification can wake it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -316,7 +314,7 @@ class Noticing(threading.Condition):
 
 
 def waiting(board: Board) -> threading.Thread:
-    """A thread that waits for what is newer than now, for an hour."""
+    """Run a thread that waits for the next change, for an hour."""
     board._changed = noticing = Noticing()
     version = board.version
 
@@ -331,7 +329,7 @@ def waiting(board: Board) -> threading.Thread:
 
 
 class TestWaiting:
-    async def test_who_waits_hears_at_once(self, mock_clock: MockClock) -> None:
+    async def test_waiting_ends_with_a_new_entry(self, mock_clock: MockClock) -> None:
         records = Records()
         async with open_board(records) as board:
             thread = waiting(board)
@@ -340,7 +338,7 @@ class TestWaiting:
             thread.join(WATCHDOG)
             assert not thread.is_alive()
 
-    async def test_who_waits_hears_of_a_withdrawal(self, mock_clock: MockClock) -> None:
+    async def test_waiting_ends_with_a_withdrawal(self, mock_clock: MockClock) -> None:
         records = Records()
         async with open_board(records) as board:
             records.store(record())
@@ -349,20 +347,20 @@ class TestWaiting:
             thread.join(WATCHDOG)
             assert not thread.is_alive()
 
-    async def test_what_has_changed_already_is_not_waited_for(self, mock_clock: MockClock) -> None:
+    async def test_waiting_for_a_past_change_returns_at_once(self, mock_clock: MockClock) -> None:
         records = Records()
         async with open_board(records) as board:
             version = board.version
             records.store(record())
             board.wait(version, 3600.0)
 
-    async def test_where_nothing_changes_the_wait_ends(self, mock_clock: MockClock) -> None:
+    async def test_waiting_times_out(self, mock_clock: MockClock) -> None:
         async with open_board(Records()) as board:
             for timeout in (0.0, 0.001):
                 board.wait(board.version, timeout)
                 assert board.version == 0
 
-    async def test_nobody_waits_for_one_that_has_ended(self, mock_clock: MockClock) -> None:
+    async def test_waiting_on_an_ended_board_raises(self, mock_clock: MockClock) -> None:
         async with open_board(Records()) as board:
             thread = waiting(board)
             await board.aclose()
@@ -372,7 +370,7 @@ class TestWaiting:
             with pytest.raises(ClosedError):
                 board.wait(board.version, 3600.0)
 
-    async def test_nor_for_one_that_was_cancelled(self, mock_clock: MockClock) -> None:
+    async def test_waiting_on_a_cancelled_board_raises(self, mock_clock: MockClock) -> None:
         async with open_board(Records()) as board:
             thread = waiting(board)
         thread.join(WATCHDOG)
@@ -380,7 +378,7 @@ class TestWaiting:
 
 
 class TestCallsThatHang:
-    async def test_they_do_not_hold_up_the_next_word(self, autojump_clock: MockClock) -> None:
+    async def test_hanging_calls_do_not_delay_the_next_entry(self, autojump_clock: MockClock) -> None:
         records = Records()
         async with open_board(records) as board:
             records.gate = trio.Event()
@@ -391,7 +389,7 @@ class TestCallsThatHang:
                 assert records.moments[-1] == 0.0
                 assert records.calling == count + 1
 
-    async def test_there_are_no_more_at_once_and_then_the_newest_goes_first(
+    async def test_concurrent_calls_are_limited_and_the_newest_entry_goes_first(
         self, autojump_clock: MockClock
     ) -> None:
         records = Records()
@@ -409,7 +407,7 @@ class TestCallsThatHang:
             assert records.words[MAX_CALLS:] == [b"%d" % (MAX_CALLS + 4)]
             assert records.moments[MAX_CALLS:] == [60.0]
 
-    async def test_what_is_stored_here_is_seen_meanwhile(self, autojump_clock: MockClock) -> None:
+    async def test_stored_records_are_read_while_calls_hang(self, autojump_clock: MockClock) -> None:
         records = Records()
         async with open_board(records) as board:
             records.gate = trio.Event()
@@ -420,9 +418,7 @@ class TestCallsThatHang:
 
 
 class TestTakingBack:
-    async def test_it_goes_out_at_once_and_in_place_of_what_was_to_be_said(
-        self, autojump_clock: MockClock
-    ) -> None:
+    async def test_withdrawal_is_urgent_and_replaces_a_pending_entry(self, autojump_clock: MockClock) -> None:
         records = Records()
         async with open_board(records) as board:
             board.publish(b"a", now=True)
@@ -434,7 +430,7 @@ class TestTakingBack:
             await trio.sleep(60.0)
             assert records.words == [b"a"]
 
-    async def test_something_new_may_be_said_afterwards(self, autojump_clock: MockClock) -> None:
+    async def test_entry_can_be_published_after_a_withdrawal(self, autojump_clock: MockClock) -> None:
         records = Records()
         async with open_board(records) as board:
             board.withdraw()
@@ -445,7 +441,7 @@ class TestTakingBack:
 
 
 class TestTheEnd:
-    async def test_what_was_said_is_taken_back(self, autojump_clock: MockClock) -> None:
+    async def test_closing_withdraws_the_entry(self, autojump_clock: MockClock) -> None:
         records = Records()
         async with open_board(records) as board:
             assert records.watched == {KEY}
@@ -461,14 +457,14 @@ class TestTheEnd:
             assert records.watched == set()
             assert (len(records.published), len(records.found)) == calls
 
-    async def test_what_was_heard_can_still_be_read(self, mock_clock: MockClock) -> None:
+    async def test_entries_can_be_read_after_closing(self, mock_clock: MockClock) -> None:
         records = Records()
         async with open_board(records) as board:
             records.store(record())
             await board.aclose()
             assert heard(board) == {ALICE.peer_id: b"a"}
 
-    async def test_what_is_said_after_it_goes_nowhere(self, autojump_clock: MockClock) -> None:
+    async def test_entry_after_closing_is_not_published(self, autojump_clock: MockClock) -> None:
         records = Records()
         async with open_board(records) as board:
             await board.aclose()
@@ -477,8 +473,8 @@ class TestTheEnd:
             await trio.sleep(5.0)
         assert records.published == []
 
-    def test_what_is_said_just_before_it_goes_nowhere_or_is_taken_back(self) -> None:
-        """Wherever in its way the word is by then."""
+    def test_entry_just_before_closing_is_dropped_or_withdrawn(self) -> None:
+        """This holds at any stage of publishing."""
 
         async def main(steps: int) -> int:
             records = Records()
@@ -498,7 +494,7 @@ class TestTheEnd:
         }
         assert not any(late.values()), late
 
-    async def test_one_that_was_withdrawn_before_it_ran_says_nothing(self, autojump_clock: MockClock) -> None:
+    async def test_entry_withdrawn_before_the_start_is_not_published(self, autojump_clock: MockClock) -> None:
         records = Records()
         board = Board(records, key=KEY, peer_id=ME.peer_id, wall_clock=wall_clock)
         board.publish(b"a", now=True)
@@ -506,7 +502,7 @@ class TestTheEnd:
         await board.run()
         assert records.published == []
 
-    def test_once_the_loop_is_gone_nothing_is_said_and_nobody_waits(self) -> None:
+    def test_calls_after_the_event_loop_ended_do_nothing(self) -> None:
         async def main() -> Board:
             async with open_board(Records()) as board:
                 return board

@@ -1,4 +1,4 @@
-"""Record calls over streams that are kept: which stream a call uses, and whose answer it gets.
+"""Record calls over kept streams: a call's stream and its answer.
 
 All times are virtual.
 """
@@ -30,13 +30,13 @@ Serve = Callable[[Stream], Awaitable[None]]
 
 
 async def answers(stream: Stream) -> None:
-    """Every call, for as long as the other side likes."""
+    """Answer every call until the other side closes the stream."""
     while (request := await receive_message(stream)) is not None:
         await send_message(stream, b"answer to " + request)
 
 
 async def answers_once(stream: Stream) -> None:
-    """As a server does that closes after one answer."""
+    """Answer once and close the stream."""
     request = await receive_message(stream)
     assert request is not None
     await send_message(stream, b"answer to " + request)
@@ -44,7 +44,7 @@ async def answers_once(stream: Stream) -> None:
 
 
 class Peers:
-    """One peer that calls, and some that serve; ``streams`` are those that came, by whom they came to."""
+    """One calling peer and some serving ones; ``streams`` are the accepted ones by serving peer."""
 
     def __init__(self, network: MemoryNetwork, here: MemoryTransport, there: list[MemoryTransport]) -> None:
         self.network = network
@@ -54,7 +54,7 @@ class Peers:
         self.streams: list[tuple[int, Stream]] = []
 
     def serve(self, handler: Serve) -> None:
-        """Anew, all of them."""
+        """Serve again on all of them."""
         for index, transport in enumerate(self.there):
 
             async def note(stream: Stream, index: int = index) -> None:
@@ -104,7 +104,7 @@ async def test_each_peer_has_a_stream_of_its_own(autojump_clock: MockClock) -> N
         assert [index for index, _ in found.streams] == [0, 1]
 
 
-async def test_calls_that_follow_each_other_keep_it_open(autojump_clock: MockClock) -> None:
+async def test_consecutive_calls_keep_the_stream_open(autojump_clock: MockClock) -> None:
     async with peers() as found:
         for _ in range(10):
             assert await found.answered()
@@ -113,7 +113,7 @@ async def test_calls_that_follow_each_other_keep_it_open(autojump_clock: MockClo
 
 
 async def test_an_old_stream_is_not_used(autojump_clock: MockClock) -> None:
-    """The other side may let go of it at any moment; that would cost the call a round trip."""
+    """The other side may close it at any moment, which would cost the call a round trip."""
     async with peers() as found:
         assert await found.answered()
         await trio.sleep(KEPT_SECONDS + 0.1)
@@ -165,7 +165,7 @@ async def answers_half(stream: Stream) -> None:
     "handler",
     [answers_once, closes, resets, takes_one_more_and_closes, takes_one_more_and_resets, answers_half],
 )
-async def test_a_stream_that_the_other_side_let_go_of_is_replaced_within_the_call(
+async def test_stream_closed_by_the_other_side_is_replaced_within_the_call(
     handler: Serve, autojump_clock: MockClock
 ) -> None:
     async with peers(handler=handler) as found:
@@ -184,7 +184,7 @@ async def test_a_connection_that_broke_is_replaced_within_the_call(autojump_cloc
 
 
 async def test_calls_at_the_same_time_get_their_own_answers(autojump_clock: MockClock) -> None:
-    """And one stream of theirs is kept."""
+    """One of their streams is kept."""
 
     async def slowly(stream: Stream) -> None:
         while (request := await receive_message(stream)) is not None:
@@ -211,8 +211,10 @@ async def test_calls_at_the_same_time_get_their_own_answers(autojump_clock: Mock
                 assert len(end.streams) == 1, "the others were closed"
 
 
-async def test_so_many_streams_are_kept(autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The one that was used longest ago gives way."""
+async def test_number_of_kept_streams_is_limited(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The least recently used one is closed."""
     assert MAX_KEPT < 128, "streams that a connection may have, if all were of one"
     monkeypatch.setattr(calls, "MAX_KEPT", 2)
     async with peers(3) as found:
@@ -228,8 +230,8 @@ async def test_so_many_streams_are_kept(autojump_clock: MockClock, monkeypatch: 
         assert found.kept == [ids[0], ids[1]]
 
 
-async def test_a_cancelled_call_leaves_no_stream_with_half_an_answer(autojump_clock: MockClock) -> None:
-    """Its answer would else be the next call's."""
+async def test_cancelled_call_resets_its_stream(autojump_clock: MockClock) -> None:
+    """Otherwise the next call would read its answer."""
     late: list[bytes] = []
 
     async def slowly(stream: Stream) -> None:
@@ -285,7 +287,9 @@ HOSTILE = [says_nothing, says_too_much, says_an_empty_message, says_half, resets
 
 
 @pytest.mark.parametrize("hostile", HOSTILE)
-async def test_no_answer_is_an_error_and_keeps_nothing(hostile: Serve, autojump_clock: MockClock) -> None:
+async def test_missing_answer_is_an_error_and_keeps_no_stream(
+    hostile: Serve, autojump_clock: MockClock
+) -> None:
     async with peers(handler=hostile) as found:
         with pytest.raises(RpcError):
             await found.call()
@@ -296,9 +300,7 @@ async def test_no_answer_is_an_error_and_keeps_nothing(hostile: Serve, autojump_
 
 
 @pytest.mark.parametrize("hostile", HOSTILE)
-async def test_no_answer_on_a_stream_that_was_kept_is_an_error_too(
-    hostile: Serve, autojump_clock: MockClock
-) -> None:
+async def test_missing_answer_on_a_kept_stream_is_an_error(hostile: Serve, autojump_clock: MockClock) -> None:
     async def then(stream: Stream) -> None:
         if len(found.streams) == 1:
             request = await receive_message(stream)
@@ -313,7 +315,7 @@ async def test_no_answer_on_a_stream_that_was_kept_is_an_error_too(
         assert found.kept == []
 
 
-async def test_who_never_answers_is_waited_for_as_long_as_the_caller_likes(
+async def test_unanswered_call_waits_for_the_callers_timeout(
     autojump_clock: MockClock,
 ) -> None:
     async def deaf(stream: Stream) -> None:
@@ -325,7 +327,7 @@ async def test_who_never_answers_is_waited_for_as_long_as_the_caller_likes(
         assert found.kept == []
 
 
-async def test_who_cannot_be_reached_is_an_error(autojump_clock: MockClock) -> None:
+async def test_unreachable_peer_is_an_error(autojump_clock: MockClock) -> None:
     async with peers() as found:
         contact = found.contact()
         found.network.crash(found.there[0].peer_id)
@@ -333,7 +335,7 @@ async def test_who_cannot_be_reached_is_an_error(autojump_clock: MockClock) -> N
             await found.calls.call(contact, b"hello")
 
 
-async def test_who_has_gone_since_is_an_error(autojump_clock: MockClock) -> None:
+async def test_departed_peer_is_an_error(autojump_clock: MockClock) -> None:
     async with peers() as found:
         assert await found.answered()
         contact = found.contact()
@@ -348,7 +350,7 @@ async def test_who_has_gone_since_is_an_error(autojump_clock: MockClock) -> None
 
 @asynccontextmanager
 async def calling() -> AsyncIterator[tuple[Stream, RecordCalls, Contact]]:
-    """A stream of records to a real peer, and calls to it."""
+    """Open a record stream to a real peer, for calls to it."""
     network = MemoryNetwork(latency=(0.0, 0.0))
     async with network.transport(HERE) as here, simulated_peer(network, 0) as peer:
         stream = await here.open_stream(peer.id, PROTOCOL, addresses=peer.addresses, timeout=10.0)
@@ -365,12 +367,12 @@ async def seconds_until_let_go(stream: Stream) -> float:
 REQUEST = encode(Locate(addresses=(), point=bytes(32)))
 
 
-async def test_a_stream_on_which_nobody_calls_is_let_go(autojump_clock: MockClock) -> None:
+async def test_stream_without_calls_is_closed(autojump_clock: MockClock) -> None:
     async with calling() as (stream, _, _):
         assert await seconds_until_let_go(stream) == pytest.approx(RECORD_STREAM_SECONDS)
 
 
-async def test_a_stream_is_let_go_so_long_after_the_last_call(autojump_clock: MockClock) -> None:
+async def test_stream_is_closed_after_idle_time(autojump_clock: MockClock) -> None:
     async with calling() as (stream, _, _):
         for _ in range(5):
             await trio.sleep(0.9 * RECORD_STREAM_SECONDS)
@@ -379,14 +381,14 @@ async def test_a_stream_is_let_go_so_long_after_the_last_call(autojump_clock: Mo
         assert await seconds_until_let_go(stream) == pytest.approx(RECORD_STREAM_SECONDS)
 
 
-async def test_a_call_of_which_the_rest_never_comes_is_let_go(autojump_clock: MockClock) -> None:
+async def test_incomplete_call_is_closed(autojump_clock: MockClock) -> None:
     async with calling() as (stream, _, _):
         await stream.send_all(len(REQUEST).to_bytes(4, "big") + REQUEST[:5])
         assert await seconds_until_let_go(stream) == pytest.approx(MESSAGE_SECONDS)
 
 
-async def test_who_reads_no_answers_is_let_go(autojump_clock: MockClock) -> None:
-    """Nothing waits for ever with an answer in its hands."""
+async def test_stream_with_unread_answers_is_closed(autojump_clock: MockClock) -> None:
+    """An unread answer blocks no task for ever."""
     async with calling() as (stream, _, _):
 
         async def call_on_and_on() -> None:
@@ -399,16 +401,16 @@ async def test_who_reads_no_answers_is_let_go(autojump_clock: MockClock) -> None
         assert trio.current_time() == pytest.approx(ANSWER_SECONDS)
 
 
-async def test_a_request_that_is_none_costs_its_stream_at_once(autojump_clock: MockClock) -> None:
+async def test_malformed_request_resets_its_stream(autojump_clock: MockClock) -> None:
     async with calling() as (stream, _, _):
         await send_message(stream, b"hello")
         assert await seconds_until_let_go(stream) == pytest.approx(0.0)
 
 
-async def test_a_stream_that_is_kept_is_one_that_the_other_side_has_not_let_go_of(
+async def test_kept_stream_is_still_open_on_the_other_side(
     autojump_clock: MockClock,
 ) -> None:
-    """Whatever the pause, a call comes to its answer."""
+    """After any pause, a call gets its answer."""
     async with calling() as (_, calls, contact):
         for pause in (0.0, 0.9, 1.1, 1.9, 2.1, 10.0):
             await trio.sleep(pause * KEPT_SECONDS)

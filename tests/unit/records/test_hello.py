@@ -1,4 +1,4 @@
-"""What is concluded from other peers' clocks and versions, whatever they say."""
+"""Conclusions from other peers' clocks and versions, for any answers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def ahead(*seconds: float) -> list[Heard]:
 
 
 def test_the_protocol_never_changes() -> None:
-    """Peers of all versions have to understand it."""
+    """Peers of all versions need to understand it."""
     assert PROTOCOL == "/p2pavg/hello/1"
     assert QUESTION == b"\x91\x01"
     said = encode_hello(hello(1.5, "/p2pavg/match/2.0.0", runs=3))
@@ -64,7 +64,7 @@ def test_the_ends_of_the_ranges_are_allowed() -> None:
         pack(1, int(NOW), (), 0),
     ],
 )
-def test_nonsense_is_refused(said: bytes) -> None:
+def test_malformed_hello_is_refused(said: bytes) -> None:
     with pytest.raises(RemoteProtocolError):
         read_hello(said)
 
@@ -73,7 +73,7 @@ def test_nonsense_is_refused(said: bytes) -> None:
     ("clock", "found"),
     [(NOW + 1.0, 0.0), (NOW + 122.0, 120.0), (NOW - 120.0, -120.0), (NOW, 0.0), (NOW + 2.0, 0.0)],
 )
-def test_the_time_that_an_answer_took_is_not_held_against_a_clock(clock: float, found: float) -> None:
+def test_answer_time_does_not_count_as_clock_error(clock: float, found: float) -> None:
     assert compare(hello(clock), NOW, NOW + 2.0).ahead == found
 
 
@@ -85,7 +85,7 @@ def test_the_time_that_an_answer_took_is_not_held_against_a_clock(clock: float, 
         ([-118.0, -118.0], "your clock is 118 s ahead of 2 peers; set it"),
         ([7.0], "your clock is 7 s behind 1 peer; set it"),
         ([5.0, -5.0, 4.0], ""),
-        # One liar of three, or two of five, cannot say that it is off, and one of two neither.
+        # One liar of three, two of five, or one of two cannot cause a false report.
         ([1e9, 0.0, 0.1], ""),
         ([1e9, -1e9, 0.0, 0.0, 0.1], ""),
         ([1e9, 0.0], ""),
@@ -110,11 +110,11 @@ def test_another_version_is_named() -> None:
 @pytest.mark.parametrize(
     "protocol", ["/p2pavg/match/\x1b[2J", "/p2pavg/match/", "/other/match/2", "", "/p2pavg//2"]
 )
-def test_what_is_no_version_is_not_repeated(protocol: str) -> None:
+def test_malformed_version_is_not_repeated(protocol: str) -> None:
     assert other_versions(("/p2pavg/match/1.0.0",), [Heard(hello(NOW, protocol), 0.0)]) == ""
 
 
-def test_who_is_there_without_the_run() -> None:
+def test_network_without_the_run_is_described() -> None:
     heard = [Heard(hello(runs=runs), 0.0) for runs in (1, 2, 0, 1)]
     assert (
         nobody_of_the_run("x", known=4, heard=heard, addresses=())

@@ -1,4 +1,4 @@
-"""The key file: private from its first moment, never half written, and refused when others can read it."""
+"""The key file: private from the start, never half written, and refused if other users can read it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_missing_file_is_made_for_its_owner_alone(tmp_path: Path, umask: int) 
     assert os.listdir(tmp_path) == ["peer.key"], "a draft was left behind"
 
 
-def test_it_is_private_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_key_file_is_private_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[int, int]] = []
     link = os.link
 
@@ -53,7 +53,7 @@ def test_it_is_private_before_it_has_its_name(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("as_text", [True, False])
-def test_it_is_the_same_at_every_start(tmp_path: Path, as_text: bool) -> None:
+def test_identity_is_the_same_at_every_start(tmp_path: Path, as_text: bool) -> None:
     file = tmp_path / "peer.key"
     path = str(file) if as_text else file
     first = load_or_make_seed(path)
@@ -85,7 +85,7 @@ def test_a_file_of_another_size_is_no_key_and_stays_as_it_is(tmp_path: Path, con
     file = tmp_path / "peer.key"
     file.write_bytes(content)
     file.chmod(0o600)
-    with pytest.raises(IdentityError, match=r"peer\.key is no identity: it has not 32 bytes"):
+    with pytest.raises(IdentityError, match=r"peer\.key is not an identity: it does not have 32 bytes"):
         load_or_make_seed(file)
     assert file.read_bytes() == content
 
@@ -107,7 +107,7 @@ def test_a_file_in_the_place_of_a_directory(tmp_path: Path) -> None:
         load_or_make_seed(tmp_path / "file" / "peer.key")
 
 
-def test_a_link_that_leads_nowhere(tmp_path: Path) -> None:
+def test_dangling_link(tmp_path: Path) -> None:
     (tmp_path / "peer.key").symlink_to(tmp_path / "gone")
     with pytest.raises(IdentityError, match=r"cannot read the identity .*: No such file or directory"):
         load_or_make_seed(tmp_path / "peer.key")
@@ -139,10 +139,10 @@ def test_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "error", [PermissionError(13, "Permission denied"), OSError(5, "Input/output error")]
 )
-def test_whatever_the_system_refuses_is_an_identity_error(
+def test_any_system_error_is_an_identity_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: OSError
 ) -> None:
-    """As on a directory without rights or a full disk, for a test that runs as root as well."""
+    """For example on a full disk or without permissions; this version also works as root."""
 
     def refuse(*_: object) -> None:
         raise error
@@ -159,7 +159,7 @@ def test_whatever_the_system_refuses_is_an_identity_error(
         load_or_make_seed(file)
 
 
-def test_of_many_that_make_it_at_once_all_use_the_first(tmp_path: Path) -> None:
+def test_concurrent_creators_all_use_the_first_key(tmp_path: Path) -> None:
     threads = 16
     for attempt in range(20):
         file = tmp_path / f"peer{attempt}.key"
@@ -179,8 +179,8 @@ def test_of_many_that_make_it_at_once_all_use_the_first(tmp_path: Path) -> None:
     assert len(os.listdir(tmp_path)) == 20
 
 
-def test_who_comes_second_uses_the_key_of_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same race, with the other one faster for certain."""
+def test_second_creator_uses_the_first_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This is the same race with a fixed winner."""
     file = tmp_path / "peer.key"
     link = os.link
 

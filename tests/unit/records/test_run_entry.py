@@ -1,4 +1,4 @@
-"""What peers of one run say of themselves, and the sentence for those that cannot meet."""
+"""Entries of the peers of one run, and the sentence for peers that cannot meet."""
 
 from __future__ import annotations
 
@@ -46,17 +46,17 @@ def test_the_bytes_never_change() -> None:
         ((2, b"\1" * 32, 97.0, 1000, "fp32", 4, ""), "field 2 is float"),
     ],
 )
-def test_nonsense_is_refused(fields: tuple[object, ...], reason: str) -> None:
+def test_malformed_entry_is_refused(fields: tuple[object, ...], reason: str) -> None:
     with pytest.raises(RemoteProtocolError, match=reason):
         read_entry(pack(*fields))
 
 
 @pytest.mark.parametrize("rule", ["", "x" * 512, "tags ['gpu'] bandwidth 0x0.0p+0", "Übung"])
-def test_a_rule_comes_back(rule: str) -> None:
+def test_rule_survives_encoding(rule: str) -> None:
     assert read_entry(encode_entry(entry(rule=rule))) == entry(rule=rule)
 
 
-def test_nonsense_of_one_peer_hides_no_other() -> None:
+def test_malformed_entry_hides_no_other() -> None:
     records = [
         signed(0, encode_entry(MINE)),
         signed(1, b"nonsense"),
@@ -88,11 +88,11 @@ def test_nonsense_of_one_peer_hides_no_other() -> None:
         ([entry(codec="fp32")], "1 peer of this run averages with the codec fp32, you with blockwise8:64"),
         (
             [entry(rule="fraction")],
-            "1 peer of this run averages with another rule of who contributes than yours",
+            "1 peer of this run averages with another participation rule than yours",
         ),
         (
             [entry(codec="fp32", rule="fraction")],
-            "1 peer of this run averages with another rule of who contributes than yours",
+            "1 peer of this run averages with another participation rule than yours",
         ),
         (
             [entry(codec="fp32")] + [entry(schema_hash=b"\2" * 32, tensors=1)] * 2,
@@ -105,7 +105,7 @@ def test_why_peers_of_one_run_do_not_meet(others: list[RunEntry], sentence: str)
     assert why_apart(MINE, others) == sentence
 
 
-def test_of_many_kinds_the_three_most_common_are_named() -> None:
+def test_three_most_common_kinds_are_named() -> None:
     others = [entry(codec=f"int8:{size}") for size in (64, 128, 256, 512) for _ in range(size)]
     sentence = why_apart(MINE, others)
     assert sentence.count(";") == 2

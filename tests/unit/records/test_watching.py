@@ -1,4 +1,4 @@
-"""A record node tells at once what somebody stores with it."""
+"""A record node notifies watchers as soon as a record is stored."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ KEY, OTHER_KEY = b"k" * 32, b"o" * 32
 ME, ALICE, BOB = (Ed25519Signer(bytes([number]) * 32) for number in range(3))
 
 
-class Nobody:
-    """An Rpc that remembers what was asked, and knows of nobody."""
+class NoPeers:
+    """An Rpc without other peers, which records its calls."""
 
     def __init__(self) -> None:
         self.asked: list[Any] = []
@@ -28,10 +28,10 @@ class Nobody:
 
 
 class Watched:
-    """A node, and what it told of."""
+    """A node and its notifications."""
 
     def __init__(self) -> None:
-        self.rpc = Nobody()
+        self.rpc = NoPeers()
         self.now = NOW
         self.told: list[tuple[Record, ...]] = []
         self.node = RecordNode(signer=ME, rpc=self.rpc, addresses=list, wall_clock=lambda: self.now)
@@ -57,7 +57,7 @@ def record(
     return sign_record(signer, key=key, sequence=sequence, expiration_time=NOW + ttl, value=value)
 
 
-async def test_what_is_stored_is_told_and_held_by_then() -> None:
+async def test_watcher_is_called_after_a_record_is_stored() -> None:
     watched = Watched()
     watched.node.watch(KEY, watched.note)
     await watched.store(record())
@@ -68,7 +68,7 @@ async def test_what_is_stored_is_told_and_held_by_then() -> None:
     assert [set(held) for held in watched.told[1:]] == [{newer}, {newer, relayed}]
 
 
-async def test_a_withdrawal_is_told_and_held() -> None:
+async def test_watcher_is_called_after_a_withdrawal() -> None:
     watched = Watched()
     watched.node.watch(KEY, watched.note)
     tombstone = record(value=b"", sequence=2)
@@ -77,7 +77,7 @@ async def test_a_withdrawal_is_told_and_held() -> None:
     assert watched.told == [(record(),), (tombstone,)]
 
 
-async def test_a_message_is_told_once_and_only_of_its_keys() -> None:
+async def test_watcher_is_called_once_per_message_and_key() -> None:
     watched = Watched()
     others: list[None] = []
     watched.node.watch(KEY, watched.note)
@@ -90,7 +90,7 @@ async def test_a_message_is_told_once_and_only_of_its_keys() -> None:
     assert (len(watched.told), len(others)) == (2, 2)
 
 
-async def test_only_what_others_store_is_told() -> None:
+async def test_watcher_is_called_for_others_records_only() -> None:
     watched = Watched()
     watched.node.watch(KEY, watched.note)
     await watched.node.publish(KEY, b"mine", ttl=60.0)
@@ -100,7 +100,7 @@ async def test_only_what_others_store_is_told() -> None:
     assert watched.told == []
 
 
-async def test_nobody_is_told_any_more() -> None:
+async def test_unwatched_key_calls_no_watcher() -> None:
     watched = Watched()
     watched.node.unwatch(KEY)
     watched.node.watch(KEY, watched.note)
@@ -111,7 +111,7 @@ async def test_nobody_is_told_any_more() -> None:
     assert watched.node.held(KEY) == (record(),)
 
 
-async def test_of_two_that_watch_a_key_the_last_is_told() -> None:
+async def test_last_watcher_of_a_key_is_called() -> None:
     watched = Watched()
     first: list[None] = []
     watched.node.watch(KEY, lambda: first.append(None))
@@ -120,7 +120,7 @@ async def test_of_two_that_watch_a_key_the_last_is_told() -> None:
     assert (len(first), len(watched.told)) == (0, 1)
 
 
-async def test_what_is_held_is_live_or_withdrawn_and_asked_of_nobody() -> None:
+async def test_held_records_need_no_call() -> None:
     watched = Watched()
     await watched.node.join([Contact(BOB.peer_id, ("/bob",))])
     watched.rpc.asked.clear()
@@ -132,7 +132,7 @@ async def test_what_is_held_is_live_or_withdrawn_and_asked_of_nobody() -> None:
     assert watched.rpc.asked == []
 
 
-async def test_what_one_says_oneself_is_held_too() -> None:
+async def test_own_records_are_held_too() -> None:
     watched = Watched()
     await watched.node.publish(KEY, b"mine", ttl=60.0)
     assert [(each.publisher, each.value) for each in watched.node.held(KEY)] == [(ME.peer_id, b"mine")]

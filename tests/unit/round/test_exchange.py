@@ -16,9 +16,9 @@ from p2pavg.net.transport import Stream, Transport
 from p2pavg.round.exchange import Exchange, Outcome
 from p2pavg.round.voting import FIND_OUT_SECONDS
 from p2pavg_compression import Fp32
+from tests.unit.allreduce.attempts import A, B, C, Reaches, three
 from tests.unit.allreduce.contexts import context_over
 from tests.unit.allreduce.streams import SaidBefore
-from tests.unit.allreduce.test_attempt import A, B, C, Reaches, three
 
 TIMEOUT = 20.0
 

@@ -1,4 +1,4 @@
-"""Metrics go where the tensors go that they were measured on: into the round, back, or nowhere."""
+"""Metrics follow the tensors that they belong to: into the round, back, or nowhere."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def take(accumulation: Accumulation) -> Contribution:
 
 
 def waiting(accumulation: Accumulation) -> dict[str, float]:
-    """What the next contribution carries."""
+    """Return the metrics of the next contribution."""
     taken = accumulation.take()
     return {} if taken is None else taken.metrics.means
 
 
-def test_a_contribution_carries_what_was_measured_on_it() -> None:
+def test_contribution_carries_its_metrics() -> None:
     accumulation = Accumulation()
     accumulation.add(ONES, 1.0, {"loss": 4.0})
     accumulation.add(ONES, 5.0)
@@ -31,7 +31,7 @@ def test_a_contribution_carries_what_was_measured_on_it() -> None:
     assert take(accumulation).metrics.means == {"loss": 7.0, "accuracy": 0.5}
 
 
-def test_what_comes_during_a_round_belongs_to_the_next() -> None:
+def test_metrics_during_a_round_belong_to_the_next() -> None:
     accumulation = Accumulation()
     accumulation.add(ONES, 1.0, {"loss": 4.0})
     taken = take(accumulation)
@@ -41,14 +41,14 @@ def test_what_comes_during_a_round_belongs_to_the_next() -> None:
     assert waiting(accumulation) == {"accuracy": 0.5}
 
 
-def test_a_failed_round_gives_them_back() -> None:
+def test_failed_round_gives_metrics_back() -> None:
     accumulation = Accumulation()
     accumulation.add(ONES, 1.0, {"loss": 4.0})
     accumulation.give_back(take(accumulation))
     assert waiting(accumulation) == {"loss": 4.0}
 
 
-def test_a_failed_round_is_averaged_with_what_came_meanwhile() -> None:
+def test_failed_rounds_metrics_are_merged_with_newer_ones() -> None:
     accumulation = Accumulation()
     accumulation.add(ONES, 3.0, {"loss": 1.0, "accuracy": 0.5})
     taken = take(accumulation)
@@ -58,7 +58,7 @@ def test_a_failed_round_is_averaged_with_what_came_meanwhile() -> None:
 
 
 @pytest.mark.parametrize("used", [False, True])
-def test_what_is_withheld_comes_back_when_it_was_not_used(used: bool) -> None:
+def test_withheld_metrics_come_back_if_unused(used: bool) -> None:
     accumulation = Accumulation()
     accumulation.add(ONES, 1.0, {"loss": 4.0})
     taken = take(accumulation)
@@ -68,7 +68,7 @@ def test_what_is_withheld_comes_back_when_it_was_not_used(used: bool) -> None:
     assert waiting(accumulation) == ({} if used else {"loss": 4.0})
 
 
-def test_clear_forgets_them() -> None:
+def test_clear_drops_metrics() -> None:
     accumulation = Accumulation()
     accumulation.add(ONES, 1.0, {"loss": 4.0})
     accumulation.clear()
@@ -76,7 +76,7 @@ def test_clear_forgets_them() -> None:
     assert waiting(accumulation) == {}
 
 
-def test_clear_during_a_round_forgets_what_it_would_give_back() -> None:
+def test_clear_during_a_round_drops_its_metrics() -> None:
     accumulation = Accumulation()
     accumulation.add(ONES, 1.0, {"loss": 4.0})
     taken = take(accumulation)
@@ -87,7 +87,7 @@ def test_clear_during_a_round_forgets_what_it_would_give_back() -> None:
     assert waiting(accumulation) == {"loss": 8.0}
 
 
-def test_nothing_changes_when_one_is_refused() -> None:
+def test_refused_metric_changes_nothing() -> None:
     accumulation = Accumulation()
     accumulation.add(ONES, 1.0, {"loss": 4.0})
     many = {f"m{index}": 1.0 for index in range(16)}
@@ -101,7 +101,7 @@ def test_nothing_changes_when_one_is_refused() -> None:
     assert waiting(accumulation) == {"loss": 4.0}
 
 
-def test_there_is_room_for_as_many_again_once_they_are_taken() -> None:
+def test_limit_of_names_holds_for_each_contribution() -> None:
     accumulation = Accumulation()
     accumulation.add(ONES, 1.0, {f"m{index}": 1.0 for index in range(16)})
     taken = take(accumulation)
@@ -111,7 +111,7 @@ def test_there_is_room_for_as_many_again_once_they_are_taken() -> None:
 
 
 class TestDeclared:
-    def test_nothing_is_accumulated_and_what_is_averaged_stands(self) -> None:
+    def test_declare_accumulates_nothing_and_fixes_the_schema(self) -> None:
         accumulation = Accumulation()
         accumulation.declare(ONES)
         assert (accumulation.weight, accumulation.mean(), accumulation.take()) == (0, None, None)
@@ -121,7 +121,7 @@ class TestDeclared:
         with pytest.raises(AccumulateError):
             accumulation.add([torch.ones(5)], 1.0)
 
-    def test_only_what_was_accumulated_already_can_be_declared(self) -> None:
+    def test_declare_refuses_a_schema_other_than_the_accumulated(self) -> None:
         accumulation = Accumulation()
         accumulation.add(ONES, 1.0)
         accumulation.declare(ONES)
@@ -130,7 +130,7 @@ class TestDeclared:
                 accumulation.declare(other)
         assert accumulation.weight == 1.0
 
-    def test_values_are_not_read(self) -> None:
+    def test_declare_reads_no_values(self) -> None:
         accumulation = Accumulation()
         accumulation.declare([torch.full((4,), torch.nan)])
         assert accumulation.schema is not None

@@ -1,4 +1,4 @@
-"""Memory that goes from round to round: lent to one at a time, and back when nothing refers to it any more."""
+"""Memory reused from round to round: lent once at a time, and reclaimed when nothing refers to it."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ BYTE_VIEWS: dict[str, Callable[[memoryview], object]] = {
 
 
 @pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
-def test_floats_come_back_with_the_last_view_of_them(view: Callable[[torch.Tensor], object]) -> None:
+def test_float_memory_is_reclaimed_with_its_last_view(view: Callable[[torch.Tensor], object]) -> None:
     buffers = Buffers(PLENTY)
     lent = buffers.floats(ELEMENTS)
     address, kept = address_of(lent), [view(lent)]
@@ -71,7 +71,7 @@ def test_floats_come_back_with_the_last_view_of_them(view: Callable[[torch.Tenso
 
 
 @pytest.mark.parametrize("view", BYTE_VIEWS.values(), ids=BYTE_VIEWS)
-def test_bytes_come_back_with_the_last_view_of_them(view: Callable[[memoryview], object]) -> None:
+def test_byte_memory_is_reclaimed_with_its_last_view(view: Callable[[memoryview], object]) -> None:
     buffers = Buffers(PLENTY)
     lent = buffers.bytes(NBYTES)
     address, kept = address_of(lent), [view(lent)]
@@ -84,14 +84,14 @@ def test_bytes_come_back_with_the_last_view_of_them(view: Callable[[memoryview],
     assert address_of(buffers.bytes(NBYTES)) == address
 
 
-def test_what_was_floats_may_be_bytes_next() -> None:
+def test_float_memory_can_be_reused_as_bytes() -> None:
     buffers = Buffers(PLENTY)
     address = address_of(buffers.floats(ELEMENTS))
     assert address_of(buffers.bytes(NBYTES)) == address
     assert address_of(buffers.floats(ELEMENTS)) == address
 
 
-def test_only_what_has_the_length_is_used_again() -> None:
+def test_only_memory_of_the_same_length_is_reused() -> None:
     buffers = Buffers(PLENTY)
     buffers.bytes(NBYTES).release()
     assert len(buffers.bytes(NBYTES - 1)) == NBYTES - 1
@@ -99,7 +99,7 @@ def test_only_what_has_the_length_is_used_again() -> None:
     assert buffers.idle_bytes >= NBYTES
 
 
-def test_it_is_writable_and_of_its_shape() -> None:
+def test_buffer_is_writable_and_has_its_shape() -> None:
     buffers = Buffers(PLENTY)
     for _ in range(2):
         floats, view = buffers.floats(ELEMENTS), buffers.bytes(7)
@@ -111,8 +111,8 @@ def test_it_is_writable_and_of_its_shape() -> None:
         assert bytes(view) == b"written"
 
 
-def test_a_result_that_is_kept_is_never_written_over() -> None:
-    """The caller may keep what a round gave it for as long as it likes, or a part of it."""
+def test_kept_result_is_never_overwritten() -> None:
+    """The caller may keep a result, or a part of it, for any time."""
     buffers = Buffers(PLENTY)
     kept: list[torch.Tensor] = []
     for number in range(10):
@@ -128,7 +128,7 @@ def test_a_result_that_is_kept_is_never_written_over() -> None:
 
 
 @pytest.mark.parametrize("keep", [0, 1, 2])
-def test_what_is_held_back_has_a_bound(keep: int) -> None:
+def test_idle_memory_is_limited(keep: int) -> None:
     buffers = Buffers(keep * NBYTES + NBYTES // 2)
     lent = [buffers.floats(ELEMENTS) for _ in range(5)]
     addresses = [address_of(each) for each in lent]
@@ -142,7 +142,7 @@ def test_what_is_held_back_has_a_bound(keep: int) -> None:
         assert [address_of(each) for each in again] == addresses[: -keep - 1 : -1], "the last ones were kept"
 
 
-def test_what_is_too_much_is_freed_with_the_next_loan() -> None:
+def test_excess_memory_is_freed_with_the_next_loan() -> None:
     buffers = Buffers(NBYTES)
     lent = [buffers.bytes(NBYTES) for _ in range(5)]
     memories = [memory_of(each) for each in lent]
@@ -152,7 +152,7 @@ def test_what_is_too_much_is_freed_with_the_next_loan() -> None:
     assert len(another) == 3
 
 
-def test_what_is_too_much_is_freed_when_it_comes_back() -> None:
+def test_excess_memory_is_freed_on_return() -> None:
     buffers = Buffers(NBYTES)
     lent = [buffers.bytes(NBYTES) for _ in range(5)]
     memories = [memory_of(each) for each in lent]
@@ -166,7 +166,7 @@ def memory_of(lent: memoryview) -> weakref.ref[np.ndarray[tuple[int, ...], np.dt
     return weakref.ref(base)
 
 
-def test_nothing_is_nothing() -> None:
+def test_empty_buffers() -> None:
     buffers = Buffers(PLENTY)
     for _ in range(3):
         floats, view = buffers.floats(0), buffers.bytes(0)
@@ -178,7 +178,7 @@ def test_nothing_is_nothing() -> None:
     assert len(buffers._idle) == len(buffers._returned) == 0
 
 
-def test_what_is_lent_outlives_those_who_lent_it() -> None:
+def test_lent_memory_outlives_its_pool() -> None:
     buffers = Buffers(PLENTY)
     floats, view = buffers.floats(ELEMENTS), buffers.bytes(NBYTES)
     del buffers
@@ -198,9 +198,7 @@ def test_what_is_lent_outlives_those_who_lent_it() -> None:
     ),
     st.integers(0, 100),
 )
-def test_whatever_is_lent_and_dropped_no_two_share_memory(
-    steps: list[tuple[str, int, bool]], bound: int
-) -> None:
+def test_no_two_live_buffers_share_memory(steps: list[tuple[str, int, bool]], bound: int) -> None:
     buffers = Buffers(bound)
     alive: list[tuple[np.ndarray[tuple[int, ...], np.dtype[np.uint8]], int]] = []
     for number, (what, value, yes) in enumerate(steps):
@@ -220,8 +218,8 @@ def test_whatever_is_lent_and_dropped_no_two_share_memory(
     assert all(stop <= start for (_, stop), (start, _) in itertools.pairwise(ranges))
 
 
-def test_from_many_threads_no_two_share_memory() -> None:
-    """Each writes its own number all over what it has, again and again, and finds nothing else in it."""
+def test_no_two_threads_share_memory() -> None:
+    """Each thread repeatedly fills its buffers with its own number, and finds no other number in them."""
     threads, rounds = 8, 300
     buffers = Buffers(6 * NBYTES)
     begin = threading.Barrier(threads)
@@ -248,9 +246,9 @@ def test_from_many_threads_no_two_share_memory() -> None:
     assert 0 < buffers.idle_bytes <= 6 * NBYTES
 
 
-def test_of_threads_that_ask_at_once_one_gets_what_is_there() -> None:
+def test_one_of_concurrent_threads_gets_the_idle_buffer() -> None:
     class Slow(list[Any]):
-        """Other threads run between looking and taking, as they may."""
+        """Lets other threads run between finding and taking a buffer."""
 
         def __getitem__(self, index: Any) -> Any:
             found = super().__getitem__(index)
@@ -273,8 +271,8 @@ def test_of_threads_that_ask_at_once_one_gets_what_is_there() -> None:
             assert buffers.idle_bytes == 0
 
 
-def test_a_buffer_that_comes_back_in_the_midst_of_lending_blocks_nobody() -> None:
-    """A collection may run finalizers at any allocation, in the thread that holds the lock too."""
+def test_return_during_lending_does_not_deadlock() -> None:
+    """Garbage collection may run finalizers at any allocation, even in the thread that holds the lock."""
     buffers = Buffers(PLENTY)
     cycle: list[object] = [buffers.floats(ELEMENTS)]
     cycle.append(cycle)

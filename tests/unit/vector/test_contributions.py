@@ -1,4 +1,4 @@
-"""What a round takes, gives back or releases, and what comes meanwhile: nothing is lost, nothing counts twice."""
+"""Contributions that rounds take, give back or release: none is lost, none counts twice."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def mean(accumulation: Accumulation) -> float | None:
     return found[0][0].item()
 
 
-def test_what_is_taken_is_gone() -> None:
+def test_taken_contribution_is_gone() -> None:
     accumulation = Accumulation()
     add(accumulation, 1.0, 3.0)
     taken = take(accumulation)
@@ -39,7 +39,7 @@ def test_what_is_taken_is_gone() -> None:
     assert accumulation.take() is None
 
 
-def test_what_comes_during_a_round_belongs_to_the_next() -> None:
+def test_tensors_during_a_round_belong_to_the_next() -> None:
     accumulation = Accumulation()
     add(accumulation, 1.0)
     taken = take(accumulation)
@@ -49,7 +49,7 @@ def test_what_comes_during_a_round_belongs_to_the_next() -> None:
     assert (mean(accumulation), accumulation.weight) == (5.0, 2.0)
 
 
-def test_a_failed_round_gives_everything_back() -> None:
+def test_failed_round_gives_its_contribution_back() -> None:
     accumulation = Accumulation()
     add(accumulation, 1.0)
     add(accumulation, 3.0)
@@ -57,7 +57,7 @@ def test_a_failed_round_gives_everything_back() -> None:
     assert (mean(accumulation), accumulation.weight) == (2.0, 2.0)
 
 
-def test_a_failed_round_is_averaged_with_what_came_meanwhile() -> None:
+def test_failed_contribution_is_averaged_with_newer_tensors() -> None:
     accumulation = Accumulation()
     add(accumulation, 1.0, 3.0)
     taken = take(accumulation)
@@ -79,7 +79,7 @@ def test_any_number_of_failed_rounds_changes_nothing() -> None:
     assert mean(accumulation) == pytest.approx(sum(values) / len(values), rel=1e-6)
 
 
-def test_after_a_success_it_starts_anew() -> None:
+def test_success_starts_a_new_mean() -> None:
     accumulation = Accumulation()
     for value in (1.0, 2.0, 3.0):
         add(accumulation, value)
@@ -89,7 +89,7 @@ def test_after_a_success_it_starts_anew() -> None:
     assert mean(accumulation) is None
 
 
-def test_clear_forgets() -> None:
+def test_clear_drops_everything() -> None:
     accumulation = Accumulation()
     add(accumulation, 1.0)
     accumulation.clear()
@@ -100,7 +100,7 @@ def test_clear_forgets() -> None:
     assert (mean(accumulation), accumulation.weight) == (7.0, 1.0)
 
 
-def test_clear_during_a_round_forgets_what_it_would_give_back() -> None:
+def test_clear_during_a_round_drops_its_contribution() -> None:
     accumulation = Accumulation()
     add(accumulation, 1.0)
     taken = take(accumulation)
@@ -112,7 +112,7 @@ def test_clear_during_a_round_forgets_what_it_would_give_back() -> None:
     assert (mean(accumulation), accumulation.weight) == (5.0, 2.0)
 
 
-def test_clear_changes_nothing_in_the_round_that_runs() -> None:
+def test_clear_does_not_change_the_running_round() -> None:
     accumulation = Accumulation()
     add(accumulation, 1.0, 2.0)
     taken = take(accumulation)
@@ -136,7 +136,7 @@ def test_two_buffers_take_turns_and_no_third_is_made() -> None:
         add(accumulation, float(value))
         taken = take(accumulation)
         seen.append(taken.mean.data_ptr())
-        add(accumulation, -1.0)  # meanwhile, into the other one
+        add(accumulation, -1.0)  # meanwhile, into the other buffer
         if value % 3:
             accumulation.release(taken)
         else:
@@ -147,7 +147,7 @@ def test_two_buffers_take_turns_and_no_third_is_made() -> None:
     assert take(accumulation).mean.data_ptr() in seen
 
 
-def test_one_buffer_is_enough_when_nothing_comes_meanwhile() -> None:
+def test_one_buffer_suffices_without_newer_tensors() -> None:
     accumulation = Accumulation()
     seen = set()
     for _ in range(4):
@@ -159,33 +159,33 @@ def test_one_buffer_is_enough_when_nothing_comes_meanwhile() -> None:
 
 
 class TestWithheld:
-    """Rounds from which this peer was cut off: whether they used its contribution is found out later."""
+    """Rounds from which this peer was cut off: it learns later if they used its contribution."""
 
     def cut_off(self, accumulation: Accumulation, value: float, weight: float = 1.0) -> Contribution:
-        """One more round that ended so."""
+        """Run one more round that ends cut off."""
         add(accumulation, value, weight)
         taken = take(accumulation)
         accumulation.withhold(taken)
         return taken
 
-    def test_it_counts_nowhere_until_it_is_known(self) -> None:
+    def test_withheld_contribution_counts_nowhere_until_settled(self) -> None:
         accumulation = Accumulation()
         assert accumulation.unresolved_weight == 0
         self.cut_off(accumulation, 1.0, 3.0)
         assert (accumulation.unresolved_weight, accumulation.weight, mean(accumulation)) == (3.0, 0, None)
         assert accumulation.take() is None
 
-    def test_what_was_used_is_gone(self) -> None:
+    def test_used_contribution_is_gone(self) -> None:
         accumulation = Accumulation()
         accumulation.found_out(self.cut_off(accumulation, 1.0, 3.0), used=True)
         assert (accumulation.unresolved_weight, accumulation.weight, mean(accumulation)) == (0, 0, None)
 
-    def test_what_was_not_used_counts_again(self) -> None:
+    def test_unused_contribution_counts_again(self) -> None:
         accumulation = Accumulation()
         accumulation.found_out(self.cut_off(accumulation, 1.0, 3.0), used=False)
         assert (accumulation.unresolved_weight, accumulation.weight, mean(accumulation)) == (0, 3.0, 1.0)
 
-    def test_what_was_not_used_is_averaged_with_what_came_meanwhile(self) -> None:
+    def test_unused_contribution_is_averaged_with_newer_tensors(self) -> None:
         accumulation = Accumulation()
         unresolved = self.cut_off(accumulation, 1.0, 3.0)
         add(accumulation, 5.0)
@@ -195,7 +195,7 @@ class TestWithheld:
 
     @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
     @pytest.mark.parametrize("used", [(True, False, False), (False, True, True), (False,) * 3, (True,) * 3])
-    def test_several_while_another_round_runs(self, order: tuple[int, ...], used: tuple[bool, ...]) -> None:
+    def test_several_withheld_contributions(self, order: tuple[int, ...], used: tuple[bool, ...]) -> None:
         accumulation = Accumulation()
         unresolved = [self.cut_off(accumulation, 2.0**power, 2.0**power) for power in range(3)]
         add(accumulation, 64.0, 64.0)
@@ -215,14 +215,14 @@ class TestWithheld:
         assert accumulation.weight == sum(left)
         assert mean(accumulation) == pytest.approx(sum(one * one for one in left) / sum(left), rel=1e-6)
 
-    def test_nothing_is_withheld_any_more_when_all_is_known_whatever_the_weights(self) -> None:
+    def test_unresolved_weight_is_exactly_zero_when_all_is_settled(self) -> None:
         accumulation = Accumulation()
         unresolved = [self.cut_off(accumulation, 1.0, weight) for weight in (0.1, 0.2, 0.3)]
         for one in unresolved:
             accumulation.found_out(one, used=True)
         assert accumulation.unresolved_weight == 0, "a caller waits for that"
 
-    def test_a_round_that_succeeds_meanwhile_changes_nothing_of_it(self) -> None:
+    def test_later_success_keeps_the_withheld_contribution(self) -> None:
         accumulation = Accumulation()
         unresolved = self.cut_off(accumulation, 1.0, 3.0)
         for value in (10.0, 20.0, 30.0):
@@ -236,7 +236,7 @@ class TestWithheld:
         assert (mean(accumulation), accumulation.weight) == (2.0, 4.0)
 
     @pytest.mark.parametrize("used", [True, False])
-    def test_clear_forgets_it_whatever_is_found_out(self, used: bool) -> None:
+    def test_clear_drops_a_withheld_contribution(self, used: bool) -> None:
         accumulation = Accumulation()
         unresolved = [self.cut_off(accumulation, 1.0), self.cut_off(accumulation, 2.0)]
         accumulation.clear()
@@ -246,7 +246,7 @@ class TestWithheld:
             accumulation.found_out(one, used=used)
             assert (accumulation.unresolved_weight, accumulation.weight, mean(accumulation)) == (0, 2.0, 5.0)
 
-    def test_clear_between_two_forgets_the_older_only(self) -> None:
+    def test_clear_drops_only_older_withheld_contributions(self) -> None:
         accumulation = Accumulation()
         older = self.cut_off(accumulation, 1.0, 4.0)
         accumulation.clear()
@@ -257,7 +257,7 @@ class TestWithheld:
         accumulation.found_out(newer, used=False)
         assert (accumulation.unresolved_weight, accumulation.weight, mean(accumulation)) == (0, 2.0, 3.0)
 
-    def test_a_round_that_ends_cut_off_after_clear_withholds_nothing(self) -> None:
+    def test_round_cut_off_after_clear_withholds_nothing(self) -> None:
         accumulation = Accumulation()
         add(accumulation, 1.0, 4.0)
         taken = take(accumulation)
@@ -267,7 +267,7 @@ class TestWithheld:
         accumulation.found_out(taken, used=False)
         assert (accumulation.unresolved_weight, accumulation.weight, mean(accumulation)) == (0, 0, None)
 
-    def test_the_most_that_may_be_accumulated_counts_what_may_come_back(self) -> None:
+    def test_weight_limit_includes_withheld_contributions(self) -> None:
         accumulation = Accumulation()
         unresolved = self.cut_off(accumulation, 1.0, MAX_WEIGHT)
         with pytest.raises(AccumulateError, match="would sum to more"):

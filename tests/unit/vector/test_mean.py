@@ -1,4 +1,4 @@
-"""The mean of what was accumulated, against float64."""
+"""The accumulated mean, compared with float64."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def in_order(tensors: Tensors | None) -> list[torch.Tensor]:
 
 
 def expected_mean(given: Sequence[Sequence[torch.Tensor]], weights: Sequence[float]) -> list[torch.Tensor]:
-    """float64."""
+    """Return the mean in float64."""
     total = sum(weights)
     return [
         sum(
@@ -52,13 +52,13 @@ def random_tensors(generator: torch.Generator, dtype: torch.dtype = torch.float3
     ],
     ids=lambda weights: f"{len(weights)}-{weights[0]:g}",
 )
-def test_the_weighted_mean(weights: list[float]) -> None:
+def test_accumulated_mean_is_weighted(weights: list[float]) -> None:
     generator = torch.Generator().manual_seed(len(weights))
     given = [random_tensors(generator) for _ in weights]
     accumulation = Accumulation()
     for tensors, weight in zip(given, weights, strict=True):
         accumulation.add(tensors, weight)
-    # A mean is no sum of large numbers: its error is that of its own size, whatever the weights.
+    # A running mean is not a sum of large numbers: its error is relative to its own size, for any weights.
     for found, wanted in zip(in_order(accumulation.mean()), expected_mean(given, weights), strict=True):
         torch.testing.assert_close(found.double(), wanted, rtol=1e-6, atol=1e-6)
     assert accumulation.weight == pytest.approx(sum(weights), rel=1e-12)
@@ -87,7 +87,7 @@ def test_every_dtype_is_averaged_in_float32_and_returned_as_it_was(
         torch.testing.assert_close(found.double(), tensor, rtol=tolerance, atol=tolerance)
 
 
-def test_one_call_alone_changes_no_bit() -> None:
+def test_mean_of_one_call_is_exact() -> None:
     given = [torch.tensor([1e-45, -0.0, 3.0e-39, 2.0**99, -(2.0**99), 1 / 3]), torch.tensor(0.1)]
     accumulation = Accumulation()
     accumulation.add(given, 0.1)
@@ -95,7 +95,7 @@ def test_one_call_alone_changes_no_bit() -> None:
         assert torch.equal(found.view(torch.int32), tensor.view(torch.int32))
 
 
-def test_shapes_come_back() -> None:
+def test_shapes_are_kept() -> None:
     accumulation = Accumulation()
     accumulation.add([torch.ones(shape) for shape in SHAPES], 1.0)
     assert [tuple(tensor.shape) for tensor in in_order(accumulation.mean())] == SHAPES
@@ -126,7 +126,7 @@ def test_memory_layout_does_not_matter(tensor: torch.Tensor) -> None:
     assert torch.equal(found, tensor * 2)
 
 
-def test_no_graph_is_kept_and_the_callers_tensors_stay_as_they_were() -> None:
+def test_no_graph_is_kept_and_arguments_are_unchanged() -> None:
     parameter = torch.nn.Parameter(torch.ones(4))
     dependent = parameter * 2
     copies = [parameter.detach().clone(), dependent.detach().clone()]
@@ -140,7 +140,7 @@ def test_no_graph_is_kept_and_the_callers_tensors_stay_as_they_were() -> None:
     assert parameter.grad is None
     assert torch.equal(parameter, copies[0])
     assert torch.equal(dependent, copies[1])
-    [gradient] = torch.autograd.grad(dependent.sum(), parameter)  # its graph is whole
+    [gradient] = torch.autograd.grad(dependent.sum(), parameter)  # its graph is intact
     assert torch.equal(gradient, torch.full((4,), 2.0))
 
 
@@ -152,7 +152,7 @@ def test_tensors_are_read_and_not_kept() -> None:
     assert torch.equal(in_order(accumulation.mean())[0], torch.ones(4))
 
 
-def test_what_is_shown_is_a_copy() -> None:
+def test_mean_is_a_copy() -> None:
     accumulation = Accumulation()
     accumulation.add([torch.ones(4)], 1.0)
     in_order(accumulation.mean())[0].fill_(100.0)
@@ -170,13 +170,13 @@ def test_a_mapping_keeps_names_and_order() -> None:
     assert torch.equal(found["a"], torch.tensor(-2.0))
 
 
-def test_a_tuple_comes_back_as_a_list() -> None:
+def test_tuple_becomes_a_list() -> None:
     accumulation = Accumulation()
     accumulation.add((torch.ones(1),), 1.0)
     assert isinstance(accumulation.mean(), list)
 
 
-def test_nothing_accumulated_has_no_mean() -> None:
+def test_no_mean_without_tensors() -> None:
     accumulation = Accumulation()
     assert accumulation.mean() is None
     assert accumulation.take() is None
@@ -184,7 +184,7 @@ def test_nothing_accumulated_has_no_mean() -> None:
 
 
 def test_threads_may_accumulate_at_once() -> None:
-    """Whole numbers, whose running means are exact enough that one lost call would show."""
+    """The values are whole numbers, whose running means are exact enough to show one lost call."""
     threads, calls = 8, 50
     accumulation = Accumulation()
     start = threading.Barrier(threads)

@@ -1,4 +1,4 @@
-"""What is measured beside the tensors: means by weight that any number of calls and failed rounds leave right."""
+"""Metrics beside the tensors: weighted means, correct after any number of calls and failed rounds."""
 
 from __future__ import annotations
 
@@ -40,18 +40,18 @@ def exact(calls: list[tuple[dict[str, float], float]], name: str) -> Fraction | 
 
 
 class TestMeans:
-    def test_by_weight(self) -> None:
+    def test_means_are_weighted(self) -> None:
         assert means(({"loss": 4.0}, 1.0), ({"loss": 8.0}, 3.0)).means == {"loss": 7.0}
 
-    def test_each_over_those_that_gave_it(self) -> None:
+    def test_each_metric_is_averaged_over_its_own_calls(self) -> None:
         found = means(({"loss": 4.0}, 1.0), ({"accuracy": 0.5}, 9.0), ({"loss": 8.0}, 1.0))
         assert found.means == {"loss": 6.0, "accuracy": 0.5}
 
-    def test_of_nothing(self) -> None:
+    def test_no_means_without_calls(self) -> None:
         assert MetricMeans().means == {}
 
     @given(calls)
-    def test_any_calls(self, calls: list[tuple[dict[str, float], float]]) -> None:
+    def test_means_of_any_calls(self, calls: list[tuple[dict[str, float], float]]) -> None:
         found = means(*calls).means
         for name in "abc":
             expected = exact(calls, name)
@@ -60,35 +60,35 @@ class TestMeans:
                 assert found[name] == pytest.approx(float(expected), rel=1e-9, abs=1e-4)
 
     @given(calls, st.integers(0, 20))
-    def test_merged_is_as_if_never_apart(
+    def test_merged_means_equal_means_of_all_calls(
         self, calls: list[tuple[dict[str, float], float]], where: int
     ) -> None:
         whole, first, second = means(*calls), means(*calls[:where]), means(*calls[where:])
         second.merge(first)
         assert second.means == pytest.approx(whole.means, rel=1e-9, abs=1e-4)
 
-    def test_merging_leaves_the_other_as_it_was(self) -> None:
+    def test_merging_does_not_change_the_other(self) -> None:
         one, other = means(({"loss": 1.0}, 1.0)), means(({"loss": 3.0}, 1.0))
         one.merge(other)
         assert (one.means, other.means) == ({"loss": 2.0}, {"loss": 3.0})
 
-    def test_what_is_far_apart_has_a_mean(self) -> None:
+    def test_mean_of_extreme_values(self) -> None:
         assert means(({"loss": 1e308}, 1.0), ({"loss": -1e308}, 1.0)).means == {"loss": 0.0}
         assert means(({"loss": 1.0}, 1e15), ({"loss": 3.0}, 5e-324)).means == {"loss": 1.0}
 
 
 class TestRoom:
-    def test_as_many_names_as_a_record_carries(self) -> None:
+    def test_number_of_names_is_limited(self) -> None:
         found = means((MANY, 1.0))
         found.check_room(MANY)
         with pytest.raises(AccumulateError, match="at most 16 metrics"):
             found.check_room({"one more": 1.0})
 
-    def test_too_many_at_once(self) -> None:
+    def test_too_many_names_at_once_are_refused(self) -> None:
         with pytest.raises(AccumulateError, match="at most 16 metrics"):
             MetricMeans().check_room(MANY | {"one more": 1.0})
 
-    def test_what_comes_back_and_has_no_room_is_left_out(self) -> None:
+    def test_merged_names_beyond_the_limit_are_left_out(self) -> None:
         found = means((MANY, 1.0))
         found.merge(means(({"one more": 1.0, "m3": 5.0}, 1.0)))
         assert found.means == MANY | {"m3": 4.0}
@@ -96,24 +96,24 @@ class TestRoom:
 
 class TestChecks:
     @pytest.mark.parametrize("value", [1, 1.5, np.float32(1.5), np.int64(3), Fraction(1, 2), -0.0, 5e-324])
-    def test_whatever_is_a_number_is_a_float(self, value: Any) -> None:
+    def test_any_number_becomes_a_float(self, value: Any) -> None:
         [(name, found)] = checked_metrics({"loss": value}).items()
         assert (name, found, type(found)) == ("loss", float(value), float)
 
     @pytest.mark.parametrize(
         "value", [math.nan, math.inf, -math.inf, np.float32("nan"), 1.1e100, -1.1e100, 10**400]
     )
-    def test_what_is_not_finite_or_too_large_is_refused_by_name(self, value: Any) -> None:
+    def test_non_finite_or_large_value_is_refused_by_name(self, value: Any) -> None:
         with pytest.raises(AccumulateError, match=r"metric 'loss' must be a finite number, 1e\+100 at most"):
             checked_metrics({"accuracy": 0.5, "loss": value})
 
     @pytest.mark.parametrize("value", [None, "1.0", True, 1j, [1.0]])
-    def test_what_is_no_number_is_refused_by_name(self, value: Any) -> None:
+    def test_value_that_is_no_number_is_refused_by_name(self, value: Any) -> None:
         with pytest.raises(AccumulateError, match=r"metric 'loss' must be a number, got \w+$"):
             checked_metrics({"accuracy": 0.5, "loss": value})
 
     @pytest.mark.parametrize("value", [torch.tensor(1.0), np.array(1.0), np.bool_(True)])
-    def test_a_tensor_is_answered_with_what_to_do(self, value: Any) -> None:
+    def test_tensor_error_says_what_to_do(self, value: Any) -> None:
         with pytest.raises(
             AccumulateError, match=r"metric 'loss' must be a number, got \S+; use \.item\(\)$"
         ):
@@ -129,6 +129,6 @@ class TestChecks:
         assert checked_metrics({name: 1.0}) == {name: 1.0}
 
     @pytest.mark.parametrize("metrics", [None, 1.0, [("loss", 1.0)], "loss"])
-    def test_what_is_no_mapping_is_refused(self, metrics: Any) -> None:
+    def test_other_than_a_mapping_is_refused(self, metrics: Any) -> None:
         with pytest.raises(AccumulateError, match="metrics must be a mapping of names to numbers, got "):
             checked_metrics(metrics)

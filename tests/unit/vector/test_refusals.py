@@ -1,4 +1,4 @@
-"""What cannot be averaged is refused by name, and a refusal leaves everything as it was."""
+"""Tensors that cannot be averaged are refused by name, and a refusal changes nothing."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def refuse(accumulation: Accumulation, given: object, weight: object, message: s
 
 
 @pytest.mark.parametrize(("make", "message"), [case[1:] for case in ALWAYS], ids=[case[0] for case in ALWAYS])
-def test_what_cannot_be_averaged(make: Make, message: str) -> None:
+def test_tensors_that_cannot_be_averaged_are_refused(make: Make, message: str) -> None:
     refuse(accumulated(), make(), 1.0, message)
     fresh = Accumulation()
     refuse(fresh, make(), 1.0, message)
@@ -124,13 +124,13 @@ def test_what_cannot_be_averaged(make: Make, message: str) -> None:
 @pytest.mark.parametrize(
     ("make", "message"), [case[1:] for case in OTHER_THAN_BEFORE], ids=[case[0] for case in OTHER_THAN_BEFORE]
 )
-def test_other_tensors_than_before(make: Make, message: str) -> None:
+def test_other_tensors_than_before_are_refused(make: Make, message: str) -> None:
     refuse(accumulated(), make(), 1.0, message)
-    Accumulation().add(make(), 1.0)  # as a first call each of them would do
+    Accumulation().add(make(), 1.0)  # as a first call, each of them is valid
 
 
 @pytest.mark.parametrize(("weight", "message"), WEIGHTS, ids=lambda value: repr(value)[:20])
-def test_weights(weight: object, message: str) -> None:
+def test_bad_weights_are_refused(weight: object, message: str) -> None:
     refuse(accumulated(), GOOD, weight, message)
 
 
@@ -144,14 +144,14 @@ def test_a_sequence_is_named_by_position() -> None:
     refuse(Accumulation(), [torch.ones(2), torch.tensor(math.nan)], 1.0, "tensor 1 holds NaN")
 
 
-def test_the_first_bad_tensor_is_named_whatever_is_empty_before_it() -> None:
+def test_first_bad_tensor_is_named_after_empty_ones() -> None:
     refuse(
         Accumulation(), [torch.ones(0), torch.ones(1), torch.tensor([math.inf])], 1.0, "tensor 2 holds NaN"
     )
 
 
-def test_another_device_than_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seen on the CPU alone: the meta device, when it is let through, is another device."""
+def test_other_device_than_before_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tested on the CPU alone: the meta device, with its check disabled, serves as another device."""
     monkeypatch.setattr("p2pavg.vector.accumulation._check_kind", lambda *_: None)
     refuse(
         accumulated(),
@@ -161,13 +161,13 @@ def test_another_device_than_before(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def test_weights_that_sum_to_too_much() -> None:
+def test_too_large_sum_of_weights_is_refused() -> None:
     accumulation = Accumulation()
     accumulation.add(GOOD, MAX_WEIGHT)
     refuse(accumulation, GOOD, 1.0, r"weights accumulated would sum to more than 1e\+15")
 
 
-def test_weights_that_would_sum_to_too_much_if_a_round_failed() -> None:
+def test_too_large_sum_after_a_failed_round_is_refused() -> None:
     accumulation = Accumulation()
     accumulation.add(GOOD, MAX_WEIGHT)
     taken = accumulation.take()
@@ -178,7 +178,7 @@ def test_weights_that_would_sum_to_too_much_if_a_round_failed() -> None:
     accumulation.add(GOOD, MAX_WEIGHT)
 
 
-def test_the_largest_value_is_taken() -> None:
+def test_largest_value_is_accepted() -> None:
     accumulation = Accumulation()
     for value in (2.0**99, -(2.0**99)) * 5:
         accumulation.add([torch.tensor([value])], 1.0)
@@ -188,7 +188,7 @@ def test_the_largest_value_is_taken() -> None:
 
 
 def test_a_weight_above_max_weight_is_refused_and_sums_are_not() -> None:
-    """What failed rounds give back adds up, which is no mistake of the caller's."""
+    """Contributions of failed rounds add up, which is not an error of the caller."""
     accumulation = Accumulation(max_weight=10.0)
     with pytest.raises(AccumulateError, match=r"weight is 10.5, and the config's max_weight is 10"):
         accumulation.add([torch.ones(3)], 10.5)

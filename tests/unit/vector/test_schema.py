@@ -1,4 +1,4 @@
-"""The schema hash decides who can average with whom."""
+"""The schema hash decides which peers can average with each other."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def schema_hash(given: Given) -> bytes:
 
 
 def test_the_hash_never_changes() -> None:
-    """Peers of different versions meet under it."""
+    """Peers of different versions have to agree on it."""
     given = {"layer.weight": torch.zeros(2, 3), "layer.bias": torch.zeros((), dtype=torch.bfloat16)}
     assert schema_hash(given).hex() == "264580df99fdc33db316e7dfa49992d7e6257bf66a36e35eab0281ae6fe28997"
     assert (
@@ -25,7 +25,7 @@ def test_values_do_not_matter() -> None:
     assert schema_hash([torch.zeros(3)]) == schema_hash((torch.ones(3),))
 
 
-def test_everything_else_does() -> None:
+def test_names_shapes_and_dtypes_matter() -> None:
     given: list[Given] = [
         [torch.zeros(6)],
         [torch.zeros(2, 3)],
@@ -61,6 +61,6 @@ def test_a_vector_and_its_tensors() -> None:
     assert all(torch.equal(one, other) for one, other in zip(found.values(), tensors, strict=True))
 
 
-def test_many_tensors_have_a_hash() -> None:
+def test_hash_of_many_tensors() -> None:
     many = [torch.zeros(1)] * 5000
     assert schema_hash(many) != schema_hash(many[:-1])

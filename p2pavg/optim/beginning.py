@@ -1,0 +1,140 @@
+"""Beginning of a peer's run: with its own first parameters, or from a loaded state."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from p2pavg.optim.digest import digest_of
+from p2pavg.optim.lineage import Lineage, lineage_from
+from p2pavg.optim.recipe import Recipe
+from p2pavg.optim.shards import Ranks
+from p2pavg.optim.state import Origin, digest_in, origin_of, pack_lineage, pack_origin
+from p2pavg.optim.together import Together
+from p2pavg.optim.word import Word
+
+logger = logging.getLogger(__name__)
+
+
+class Beginning:
+    """The beginning of one optimizer's run, which sets the lineage and the origin of its parameters.
+
+    A run begins at the first step. Loading a state makes the next step begin again.
+
+    Args:
+        together: the optimizer's coordination with the other peers.
+        ranks: the ranks of this peer.
+        recipe: returns the recipe with the present settings.
+        parameters: returns the present parameters, or this process's part of them.
+    """
+
+    def __init__(
+        self,
+        together: Together,
+        ranks: Ranks,
+        *,
+        recipe: Callable[[], Recipe],
+        parameters: Callable[[], Sequence[torch.Tensor]],
+    ) -> None:
+        self._together = together
+        self._ranks = ranks
+        self._recipe = recipe
+        self._parameters = parameters
+        self.has_begun = False
+        self._origin: Origin | None = None
+        self._loaded: Mapping[str, Any] | None = None
+        """The state that was loaded since the last step."""
+        if ranks.are_several:
+            together.is_at(self._as_one(together.run.lineage))
+
+    def begin(self) -> bool:
+        """Begin with the present parameters; return whether they changed since the optimizer was made.
+
+        Raises:
+            ValueError: a state was loaded, and the parameters are not those that were saved with it.
+        """
+        recipe, parameters = self._recipe(), digest_of(self._parameters())
+        changed = False
+        if self._loaded is None:
+            changed = self._begin_anew(parameters, recipe)
+            self._origin = _origin(parameters, recipe)
+        else:
+            self._origin = self._go_on(self._loaded, parameters, recipe)
+        self.has_begun, self._loaded = True, None
+        return changed
+
+    def _begin_anew(self, parameters: bytes, recipe: Recipe) -> bool:
+        first = self._as_one(lineage_from(parameters, recipe.digest))
+        changed = first != self._together.run.lineage
+        if changed:
+            logger.info(
+                "the parameters were changed after this optimizer was made: the run begins with them as they are now"
+            )
+            self._together.is_at(first)
+        return changed
+
+    def _go_on(self, loaded: Mapping[str, Any], parameters: bytes, recipe: Recipe) -> Origin:
+        """Continue from a loaded state; return its origin."""
+        saved = origin_of(loaded)
+        is_right = loaded.get("parameters") is None or digest_in(loaded, "parameters") == parameters
+        if not self._ranks.all_agree(is_right):
+            raise ValueError(
+                "the parameters are not those that the state was saved with: load the model's state that was saved"
+                " beside the optimizer's"
+            )
+        if self._ranks.all_agree(saved.rules == recipe.rules_digest):
+            return saved
+        logger.warning(
+            "the state was saved by a peer with other settings; this peer continues with its own settings, and only"
+            " with peers that do the same"
+        )
+        rules = bytes.fromhex(self._ranks.as_one(recipe.rules_digest.hex()))
+        self._together.is_at(self._together.run.lineage.with_rules(rules))
+        return _origin(saved.parameters, recipe)
+
+    def load(self, state: Mapping[str, Any], lineage: Lineage) -> None:
+        """Continue from a loaded state.
+
+        The parameters are compared with it at the next step, since they may be loaded later.
+        """
+        self._together.is_at(lineage)
+        self._loaded, self.has_begun = state, False
+
+    def word(self) -> Word:
+        """Return the record that describes this peer's origin and parameters to the others."""
+        origin, parameters = self._present_origin(), self._parameters()
+        return Word(
+            recipe=origin.recipe,
+            origin=origin.parameters,
+            tensors=len(parameters),
+            elements=sum(tensor.numel() for tensor in parameters),
+            fields=origin.fields,
+        )
+
+    def saved(self) -> dict[str, Any]:
+        """Return the lineage and the origin as plain values, for a saved state."""
+        lineage, origin = self._together.run.lineage, self._present_origin()
+        if not self.has_begun and self._loaded is None:
+            lineage = self._as_one(lineage_from(origin.parameters, origin.recipe))
+        return {"lineage": pack_lineage(lineage), "origin": pack_origin(origin)}
+
+    def _present_origin(self) -> Origin:
+        if self._loaded is not None:
+            return origin_of(self._loaded)
+        if self.has_begun and self._origin is not None:
+            return self._origin
+        return _origin(digest_of(self._parameters()), self._recipe())
+
+    def _as_one(self, lineage: Lineage) -> Lineage:
+        """Return one common lineage for all ranks of this peer."""
+        return replace(lineage, state=bytes.fromhex(self._ranks.as_one(lineage.state.hex())))
+
+
+def _origin(parameters: bytes, recipe: Recipe) -> Origin:
+    return Origin(
+        parameters=parameters, recipe=recipe.digest, rules=recipe.rules_digest, fields=recipe.fields
+    )

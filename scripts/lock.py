@@ -25,15 +25,27 @@ MADE_FROM = "# Made by scripts/env --lock from pyproject.toml's requirements: "
 CUDA = re.compile(r"(nvidia|cuda|triton)\b")
 """Needed by torch's CUDA build alone; scripts/env lets pip see to these."""
 
+COMPILE = [
+    *("pip", "compile", "pyproject.toml", "--quiet", "--all-extras", "--universal", "--python-version=3.11"),
+    *(
+        "--fork-strategy=fewest",
+        "--no-header",
+        "--no-annotate",
+        "--no-emit-index-url",
+        "--no-emit-find-links",
+    ),
+]
+"""The same versions for all Pythons, and no word of where they came from."""
+
 
 def requirements(pyproject: str) -> list[str]:
     """What pyproject.toml asks for: dependencies, every extra's, those of the build and what overrides others'."""
     document = tomllib.loads(pyproject)
     project = document["project"]
-    extras = project["optional-dependencies"].values()
-    asked = [*project["dependencies"], *document["build-system"]["requires"]]
-    asked += document["tool"]["uv"]["override-dependencies"]
-    return sorted({*asked, *(requirement for extra in extras for requirement in extra)})
+    asked = {*project["dependencies"], *document["build-system"]["requires"]}
+    asked.update(*project["optional-dependencies"].values())
+    asked.update(document["tool"]["uv"]["override-dependencies"])
+    return sorted(asked)
 
 
 def digest(asked: Iterable[str]) -> str:
@@ -46,14 +58,15 @@ def what_is_wrong(pyproject: str, lock: str) -> list[str]:
     asked = requirements(pyproject)
     if f"{MADE_FROM}{digest(asked)}" not in lock.splitlines():
         return ["requirements.lock was made from other requirements than pyproject.toml has"]
+    # The digest tells nothing of lines that were changed by hand.
     pins = [Requirement(line) for line in lock.splitlines() if line and not line.startswith("#")]
     versions = {canonicalize_name(pin.name): str(pin.specifier).removeprefix("==") for pin in pins}
-    wanted = [Requirement(text) for text in asked]
-    return [
-        f"requirements.lock has {versions.get(canonicalize_name(want.name), 'nothing')} for {want}"
-        for want in wanted
-        if not want.specifier.contains(versions.get(canonicalize_name(want.name), "0"), prereleases=True)
-    ]
+    wrong = []
+    for want in map(Requirement, asked):
+        version = versions.get(canonicalize_name(want.name))
+        if version is None or not want.specifier.contains(version, prereleases=True):
+            wrong.append(f"requirements.lock has {version or 'nothing'} for {want}")
+    return wrong
 
 
 def make(options: list[str]) -> str:
@@ -67,12 +80,8 @@ def make(options: list[str]) -> str:
         resolved = Path(folder, "requirements.lock")
         if LOCK.exists():
             resolved.write_text(LOCK.read_text(encoding="utf-8"))  # uv keeps the versions that it finds there
-        uv = [f"{folder}/bin/uv", "pip", "compile", "--quiet", "pyproject.toml", str(built_with), "--all-extras"]
-        uv += ["--universal", "--python-version", "3.11", "--fork-strategy", "fewest"]
-        uv += ["--no-header", "--no-annotate", "--no-emit-index-url", "--no-emit-find-links"]
-        subprocess.run(
-            [*uv, "--output-file", str(resolved), *options], cwd=ROOT, check=True, stdout=subprocess.DEVNULL
-        )
+        uv = [f"{folder}/bin/uv", *COMPILE, str(built_with), "--output-file", str(resolved), *options]
+        subprocess.run(uv, cwd=ROOT, check=True)
         pins = [line for line in resolved.read_text().splitlines() if not CUDA.match(line)]
     return "\n".join([f"{MADE_FROM}{digest(requirements(pyproject))}", *pins, ""])
 

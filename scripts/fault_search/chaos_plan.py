@@ -1,4 +1,4 @@
-"""What is done to which process of ``scripts/chaos``, and when: drawn from a seed, before anything runs."""
+"""What is done to which process of ``scripts/faults chaos``, and when: drawn from a seed, before anything runs."""
 
 from __future__ import annotations
 

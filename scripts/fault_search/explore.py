@@ -1,10 +1,13 @@
-"""Looks at every state that a small group can get into, for more faults than the suite has time for: scripts/explore.
+"""Looks at every state that a small group can get into, for more faults than the suite has time for.
+
+scripts/faults explore
 
 An error is printed with every step on the way to it.
 """
 
 from __future__ import annotations
 
+import argparse
 import time
 
 from tests.unit.consensus.world import Faults, Group
@@ -29,6 +32,7 @@ CASES = [
 
 def main() -> None:
     """One line a case."""
+    argparse.ArgumentParser(prog="scripts/faults explore", description=__doc__).parse_args()
     for size, faults, auxiliaries, strict in CASES:
         began = time.monotonic()
         states = Group(size, faults, auxiliaries=auxiliaries, strict=strict).explore()

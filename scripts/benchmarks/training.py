@@ -1,8 +1,8 @@
 """What training with peers comes to, beside one process that has the whole batch.
 
-scripts/training synchronous     four peers with AveragedOptimizer against one process with the fourfold batch
-scripts/training table           bytes against loss: DiLoCo and every step, by codec
-scripts/training churn           eight peers: again and again one is killed and another comes; against eight calm ones
+scripts/bench training synchronous  four peers with AveragedOptimizer against one process with the fourfold batch
+scripts/bench training table        bytes against loss: DiLoCo and every step, by codec
+scripts/bench training churn        eight peers: again and again one is killed and another comes; and eight calm ones
 
 A GPT of 115,000 parameters learns Python's documentation, eight sequences a batch, in processes on this machine. Bytes
 are those of the exchanges: what a peer sends of encoded parts, with their frames. Losses are of held-out text, in nats
@@ -23,16 +23,18 @@ from rich.console import Console
 from rich.table import Table
 
 from p2pavg.testing import LocalSwarm, SwarmProcess
-from scripts.training_work import in_one_process
+from scripts.benchmarks.training_work import in_one_process
 
-WORK = "scripts.training_work:"
+WORK = "scripts.benchmarks.training_work:"
 CODECS = ("fp32", "bf16", "blockwise8", "int8")
 
 
 def main() -> int:
     """The exit status: 1 when peers did not end with the same parameters."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="scripts/bench training",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("what", choices=["synchronous", "table", "churn"])
     parser.add_argument("--peers", type=int, help="4, and 8 for churn, if not given")

@@ -1,4 +1,4 @@
-"""Whether what the processes of ``scripts/chaos`` have reported can be right. Plain functions of their histories.
+"""Whether what the processes of :mod:`chaos` have reported can be right. Plain functions of their histories.
 
 :func:`check` returns everything that is wrong, as sentences. What it holds the processes to:
 
@@ -31,7 +31,7 @@ from itertools import combinations
 from typing import Any, TypeAlias
 
 Event: TypeAlias = Mapping[str, Any]
-"""As :mod:`scripts.chaos_work` reports it: ``sample``, ``begun``, ``waits``, ``result`` and ``left``."""
+"""As :mod:`scripts.fault_search.chaos_work` reports it: ``sample``, ``begun``, ``waits``, ``result`` and ``left``."""
 
 SampleId: TypeAlias = tuple[int, int, int]
 """Slot, life, number."""
@@ -166,7 +166,7 @@ def check(lives: Sequence[Life], limits: Limits, sketches: Sketches) -> Findings
     Args:
         lives: of all processes, in any order.
         limits: what they were given.
-        sketches: of a sample's values; see :func:`scripts.chaos_work.sketch`.
+        sketches: of a sample's values; see :func:`scripts.fault_search.chaos_work.sketch`.
     """
     violations: list[str] = []
     accounts = []

@@ -1,4 +1,4 @@
-"""What every process of ``scripts/chaos`` does: it averages round after round, and reports everything that it sees.
+"""What every process of :mod:`chaos` does: it averages round after round, and reports everything that it sees.
 
 The parent makes the same samples from the same seed, and so knows what an average must be without having it sent: a
 process reports a digest of its bits, and :func:`sketch`, which is linear, so that the sketch of a weighted mean is the

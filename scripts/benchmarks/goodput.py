@@ -1,4 +1,4 @@
-"""What deaths cost a large run, on virtual time: scripts/goodput [--peers 64 --group-size 8 --rounds 12].
+"""What deaths cost a large run, on virtual time: scripts/bench goodput [--peers 64 --group-size 8 --rounds 12].
 
 Every peer trains for a while, averages what it made of it, and begins again. In every other round one of them dies in
 the midst of an exchange, and comes back with nothing after a while. Goodput is the samples that are in some peer's
@@ -109,7 +109,9 @@ class Run:
 def main() -> None:
     """See the top of this file."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="scripts/bench goodput",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--peers", type=int, default=64)
     parser.add_argument("--group-size", type=int, default=8)

@@ -35,7 +35,9 @@ PROGRAMS = {
         "what is promised of four peers: start, time to group, kills, two hundred rounds",
         "about an hour",
     ),
-    "goodput": Command("scripts.benchmarks.goodput", "what deaths cost a large simulated run", "TIME"),
+    "goodput": Command(
+        "scripts.benchmarks.goodput", "what deaths cost a large simulated run", "a quarter of an hour"
+    ),
     "training": Command(
         "scripts.benchmarks.training",
         "training with peers beside one process that has the whole batch",

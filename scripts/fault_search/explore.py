@@ -1,7 +1,5 @@
 """Looks at every state that a small group can get into, for more faults than the suite has time for.
 
-scripts/faults explore
-
 An error is printed with every step on the way to it.
 """
 
@@ -32,7 +30,11 @@ CASES = [
 
 def main() -> None:
     """One line a case."""
-    argparse.ArgumentParser(prog="scripts/faults explore", description=__doc__).parse_args()
+    argparse.ArgumentParser(
+        prog="scripts/faults explore",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    ).parse_args()
     for size, faults, auxiliaries, strict in CASES:
         began = time.monotonic()
         states = Group(size, faults, auxiliaries=auxiliaries, strict=strict).explore()

@@ -89,7 +89,12 @@ class Member:
         if not self.must:
             # It was in the view of every ballot that could commit what counts it, and held nothing. Without it only
             # members that cannot ask that ballot's leader may take the result for committed.
-            others -= {ballot_leader(self.ballot, self.size)}
+            leader = ballot_leader(self.ballot, self.size)
+            if leader == self.me:
+                # Members that lost it may have taken the result for committed before they heard that it gave up. They
+                # count it as gone by now, so fewer of them are a quorum.
+                return is_quorum(others, self.size, self.gone | {self.me})
+            others -= {leader}
         return is_quorum(others, self.size, self.gone)
 
     @property

@@ -16,26 +16,47 @@ from pathlib import Path
 from types import ModuleType
 
 from scripts.benchmarks.figures import Report
+from scripts.commands import Command, list_commands, run_command
 
 SUMMARIES = {
-    "allreduce": "one exchange on localhost: time, CPU and memory beside gloo's and hivemind's",
-    "wan": "one exchange over links of a given rate, in network namespaces, as a fraction of what is possible",
-    "group": "from the last peer ready to the group's commit",
-    "cold": "from the start of the processes to the first result on all",
-    "overlap": "what a training loop loses to rounds in the background",
-    "codecs": "encoding and decoding on one core",
-    "scale": "simulated peers on a virtual clock: time to group, records",
+    "allreduce": "one exchange on localhost: time, CPU and memory beside gloo's and hivemind's (2 minutes)",
+    "wan": "one exchange over links of a given rate, in network namespaces, as a fraction of what is possible"
+    " (6 minutes)",
+    "group": "from the last peer ready to the group's commit (a minute)",
+    "cold": "from the start of the processes to the first result on all (2 minutes)",
+    "overlap": "what a training loop loses to rounds in the background (4 minutes)",
+    "codecs": "encoding and decoding on one core (a minute)",
+    "scale": "simulated peers on a virtual clock: time to group, records (a minute)",
 }
 ALL = "all"
+PROGRAMS = {
+    "measure": Command(
+        "scripts.benchmarks.measure",
+        "what is promised of four peers: start, time to group, kills, two hundred rounds",
+        "about an hour",
+    ),
+    "goodput": Command(
+        "scripts.benchmarks.goodput", "what deaths cost a large simulated run", "a quarter of an hour"
+    ),
+    "training": Command(
+        "scripts.benchmarks.training",
+        "training with peers beside one process that has the whole batch",
+        "10 to 45 minutes",
+    ),
+}
+"""These have options and tables of their own, and no JSON."""
 
 
 def main() -> int:
     """Run the benchmarks."""
+    ended = run_command(PROGRAMS)
+    if ended is not None:
+        return ended
     small = "--small" in sys.argv  # needed early: it decides the defaults that --help shows
     parser = argparse.ArgumentParser(
         prog="scripts/bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    subparsers = parser.add_subparsers(dest="benchmark", required=True)
+    subparsers = parser.add_subparsers(dest="benchmark", metavar="BENCHMARK", required=True)
     for name, summary in SUMMARIES.items():
         benchmark = _module(name)
         subparser = subparsers.add_parser(
@@ -46,8 +67,9 @@ def main() -> int:
         )
         _add_common(subparser)
         benchmark.add_arguments(subparser, small=small)
-    everything = subparsers.add_parser(ALL, help="all of them, each with its defaults")
+    everything = subparsers.add_parser(ALL, help="all of these, each with its defaults (20 minutes)")
     _add_common(everything)
+    list_commands(subparsers, PROGRAMS)
     everything.add_argument("--hivemind-python", help="one that can import hivemind, or none")
     arguments = parser.parse_args()
     # Like Ctrl-C: every `with` block is left, so that no process and no network namespace remains.

@@ -1,4 +1,4 @@
-"""The checker of ``scripts/chaos`` on hand-made histories, its plan, and a short run with real processes."""
+"""The checker of ``scripts/faults chaos`` on hand-made histories, its plan, and a short run with real processes."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from scripts.chaos import Setting, examine, measure, run
-from scripts.chaos_check import Findings, Life, Limits, SampleId, check
-from scripts.chaos_plan import Action, draw
-from scripts.chaos_work import draw_sample, sketch
+from scripts.fault_search.chaos import Setting, examine, measure, run
+from scripts.fault_search.chaos_check import Findings, Life, Limits, SampleId, check
+from scripts.fault_search.chaos_plan import Action, draw
+from scripts.fault_search.chaos_work import draw_sample, sketch
 
 LIMITS = Limits(match_timeout=5.0, exchange_timeout=15.0, codec="fp32")
 A, B, C = "peer A", "peer B", "peer C"

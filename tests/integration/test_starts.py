@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts import starts
+from scripts.fault_search import starts
 
 
 @pytest.fixture
@@ -17,7 +17,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_three_peers_that_start_at_once_end_in_one_lineage(path: Path) -> None:
-    """``scripts/starts`` repeats this twenty times."""
+    """``scripts/faults starts`` repeats this twenty times."""
     ended = starts.start(0.0, path)
     assert ended.together, "\n---\n".join(ended.logs)
 

@@ -1,4 +1,4 @@
-"""The simulated faults: their plans, their effects, deterministic runs, and a short version of ``scripts/simulate``."""
+"""The simulated faults: their plans, effects, deterministic runs, and a short version of ``scripts/faults simulate``."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ LAN = (0.001, 0.002)
 
 
 def test_hundreds_of_rounds_with_faults() -> None:
-    """``scripts/simulate`` runs more of them; each failure prints the command that repeats it."""
-    command = [sys.executable, "-m", "scripts.simulate", "--rounds", "30", "--processes", "2"]
+    """``scripts/faults simulate`` runs more of them; each failure prints the command that repeats it."""
+    command = [sys.executable, "-m", "scripts.fault_search.simulate", "--rounds", "30", "--processes", "2"]
     done = subprocess.run(
         command, capture_output=True, text=True, env={**os.environ, "PYTHONHASHSEED": "0"}, check=False
     )
@@ -46,7 +46,7 @@ def test_hundreds_of_rounds_with_faults() -> None:
 
 def test_a_leader_that_commits_and_dies_leaves_no_contribution_that_counts_twice() -> None:
     """A follower that was stopped when the commit arrived does not use its contribution again."""
-    command = [sys.executable, "-m", "scripts.simulate", "--seed", "501981"]
+    command = [sys.executable, "-m", "scripts.fault_search.simulate", "--seed", "501981"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -54,14 +54,14 @@ def test_a_leader_that_commits_and_dies_leaves_no_contribution_that_counts_twice
 def test_wrong_result_is_found_and_its_seed_printed(tmp_path: os.PathLike[str]) -> None:
     """A round that gives back a used contribution is reported with the command that repeats it."""
     broken = (
-        "import p2pavg.vector.accumulation as a, scripts.simulate as s, sys\n"
+        "import p2pavg.vector.accumulation as a, scripts.fault_search.simulate as s, sys\n"
         "a.Accumulation.release = a.Accumulation.give_back\n"
         "sys.argv[1:] = ['--rounds', '1', '--first', '3', '--processes', '1']\n"
         "sys.exit(s.main())\n"
     )
     done = subprocess.run([sys.executable, "-c", broken], capture_output=True, text=True, check=False)
     assert done.returncode == 1
-    assert "scripts/simulate --seed 3 --log" in done.stdout
+    assert "scripts/faults simulate --seed 3 --log" in done.stdout
 
 
 def test_plan_is_deterministic() -> None:

@@ -1,4 +1,4 @@
-"""Random messages of hostile members: a short run of ``scripts/fuzz``, and a test that it finds bugs."""
+"""Random messages of hostile members: a short run of ``scripts/faults fuzz``, and a test that it finds bugs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 
 def test_valid_looking_messages_in_random_order_harm_no_honest_peer() -> None:
     """Each failing seed prints the command that repeats it."""
-    command = [sys.executable, "-m", "scripts.fuzz", "--messages", "1500", "--processes", "2"]
+    command = [sys.executable, "-m", "scripts.fault_search.fuzz", "--messages", "1500", "--processes", "2"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -16,7 +16,7 @@ def test_valid_looking_messages_in_random_order_harm_no_honest_peer() -> None:
 def test_rule_that_raises_on_a_vote_is_found_and_its_seed_printed() -> None:
     """It is a bug although it only excludes the member that sent the vote."""
     broken = (
-        "import p2pavg.round.voting as e, scripts.fuzz as f, sys\n"
+        "import p2pavg.round.voting as e, scripts.fault_search.fuzz as f, sys\n"
         "real = e.advance\n"
         "def advance(member, event):\n"
         "    if type(getattr(event, 'vote', None)).__name__ == 'Behind': raise KeyError('wrong')\n"
@@ -28,5 +28,5 @@ def test_rule_that_raises_on_a_vote_is_found_and_its_seed_printed() -> None:
     )
     done = subprocess.run([sys.executable, "-c", broken], capture_output=True, text=True, check=False)
     assert done.returncode == 1, done.stdout + done.stderr
-    assert "scripts/fuzz --seed" in done.stdout
+    assert "scripts/faults fuzz --seed" in done.stdout
     assert "KeyError" in done.stdout

@@ -58,7 +58,7 @@ def member(me: int, size: int = 3, minimum: int = 2) -> Member:
 def test_whatever_happens_in_whatever_order(
     size: int, faults: Faults, auxiliaries: int, observers: int
 ) -> None:
-    """``scripts/explore`` looks at larger ones."""
+    """``scripts/faults explore`` looks at larger ones."""
     assert Group(size, faults, auxiliaries=auxiliaries, observers=observers).explore() > 5
 
 

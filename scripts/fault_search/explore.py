@@ -1,10 +1,11 @@
-"""Explore every state that a small group can reach, with more faults than the test suite has time for: scripts/explore.
+"""Explore every state that a small group can reach, with more faults than the suite has time for: scripts/faults explore.
 
 An error is printed with all steps that lead to it.
 """
 
 from __future__ import annotations
 
+import argparse
 import time
 
 from tests.unit.consensus.world import Faults, Group
@@ -29,6 +30,11 @@ CASES = [
 
 def main() -> None:
     """Explore all cases; print a line for each."""
+    argparse.ArgumentParser(
+        prog="scripts/faults explore",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    ).parse_args()
     for size, faults, auxiliaries, strict in CASES:
         began = time.monotonic()
         states = Group(size, faults, auxiliaries=auxiliaries, strict=strict).explore()

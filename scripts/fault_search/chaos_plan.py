@@ -1,4 +1,4 @@
-"""The plan of faults for the processes of ``scripts/chaos``, drawn from a seed before anything runs."""
+"""The plan of faults for the processes of ``scripts/faults chaos``, drawn from a seed before anything runs."""
 
 from __future__ import annotations
 

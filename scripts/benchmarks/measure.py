@@ -1,7 +1,7 @@
 """Measure the documented figures of four peers with real processes on this machine; print a table.
 
-scripts/measure            everything, about an hour, most of it kill and stop
-scripts/measure cold kill  only some of: cold, group, kill, stop, soak, round, codecs
+scripts/bench measure            everything, about an hour, most of it kill and stop
+scripts/bench measure cold kill  only some of: cold, group, kill, stop, soak, round, codecs
 """
 
 from __future__ import annotations
@@ -178,7 +178,9 @@ PARTS: dict[str, Callable[..., list[tuple[str, str]]]] = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="scripts/bench measure",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("parts", nargs="*", choices=[[], *PARTS], default=[])
     parser.add_argument("--repeats", type=int, help="of each kind, for kill and stop")

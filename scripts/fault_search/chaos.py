@@ -1,16 +1,16 @@
 """Chaos test: processes on this machine are killed, stopped and restarted while they average.
 
-scripts/chaos                           8 peers for 5 minutes, after 5 calm minutes to compare them with
-scripts/chaos --peers 4 --minutes 1 --no-calm --seed 7 --codec fp32
-scripts/chaos --json                    the figures as JSON instead of tables
+scripts/faults chaos                           8 peers for 5 minutes, after 5 calm minutes to compare them with
+scripts/faults chaos --peers 4 --minutes 1 --no-calm --seed 7 --codec fp32
+scripts/faults chaos --json                    the figures as JSON instead of tables
 
 Every process averages round after round, all in one run, in groups of half of them. Meanwhile a plan that is drawn from
-the seed (scripts/chaos_plan.py) decides which process is killed (SIGKILL), stopped (SIGSTOP), resumed, or restarted
+the seed (chaos_plan.py) decides which process is killed (SIGKILL), stopped (SIGSTOP), resumed, or restarted
 with its identity. At least half of the processes run at any time, and each may be hit. A process that restarts is given
 the addresses of all running ones. At the end all are resumed, average for a while without faults, and report their
 unused samples.
 
-Then their reports are checked (scripts/chaos_check.py has the details and the exceptions). Every Success is the mean of
+Then their reports are checked (chaos_check.py has the details and the exceptions). Every Success is the mean of
 its peers' samples, identical to the last bit in a group. Every sample is in exactly one result, or still accumulated,
 or its process was killed. No process waits longer than the timeouts.
 
@@ -41,11 +41,11 @@ from rich.console import Console
 from rich.table import Table
 
 from p2pavg.testing import LocalSwarm, SwarmProcess
-from scripts.chaos_check import CODEC_ERRORS, Committed, Findings, Life, Limits, SampleId, check
-from scripts.chaos_plan import Action, draw
-from scripts.chaos_work import EXCHANGES, SETTLE_SECONDS, draw_sample, sketch
+from scripts.fault_search.chaos_check import CODEC_ERRORS, Committed, Findings, Life, Limits, SampleId, check
+from scripts.fault_search.chaos_plan import Action, draw
+from scripts.fault_search.chaos_work import EXCHANGES, SETTLE_SECONDS, draw_sample, sketch
 
-WORK = "scripts.chaos_work:average"
+WORK = "scripts.fault_search.chaos_work:average"
 JOIN_SECONDS = 90.0  # watchdog: for a process to start and join
 AIM_SECONDS = 4.0  # for which a fault waits for an exchange to hit
 
@@ -356,7 +356,7 @@ def keep(folder: Path, lives: Sequence[Life]) -> None:
 def read_arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
-        prog="scripts/chaos",
+        prog="scripts/faults chaos",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         usage=argparse.SUPPRESS,
@@ -426,7 +426,9 @@ def main() -> int:
     for text in violations:
         console.print(f"[red]WRONG[/red] {text}", highlight=False, soft_wrap=True)
     if violations:
-        again = [f"scripts/chaos --peers {how.peers} --minutes {arguments.minutes:g} --seed {how.seed}"]
+        again = [
+            f"scripts/faults chaos --peers {how.peers} --minutes {arguments.minutes:g} --seed {how.seed}"
+        ]
         again.append(f"--group-size {how.group_size} --elements {how.elements} --codec {how.codec}")
         again.append(f"--pause {how.pause:g} --match-timeout {how.match_timeout:g}")
         again.append(f"--exchange-timeout {how.exchange_timeout:g}")

@@ -1,4 +1,4 @@
-"""The work of a process of ``scripts/chaos``: it averages round after round and reports every event.
+"""The work of a process of ``scripts/faults chaos``: it averages round after round and reports every event.
 
 The parent makes the same samples from the same seed, so it can check an average without receiving it. A process reports
 only a digest of the average's bits, and its :func:`sketch`. Sketches are linear: the sketch of a weighted mean is the

@@ -1,7 +1,7 @@
 """Fuzz test on virtual time: hostile members send valid messages in random order to honest peers.
 
-scripts/fuzz --messages 100000      this many messages, over as many seeds as needed
-scripts/fuzz --seed 1234 --log      one seed again, with every line of its log
+scripts/faults fuzz --messages 100000      this many messages, over as many seeds as needed
+scripts/faults fuzz --seed 1234 --log      one seed again, with every line of its log
 
 Each seed is a run of two to four honest peers and one or two hostile ones. A hostile peer runs the real averager, so
 that it is a member of the groups. It also sends votes, lanes, matchmaking messages and records that decode, with random
@@ -72,7 +72,7 @@ from p2pavg_dht import PROTOCOL as RECORDS_PROTOCOL
 from p2pavg_dht import Record, sign_record
 from p2pavg_dht.messages import Find, Locate, Request, Store
 from p2pavg_dht.messages import encode as encode_request
-from scripts.simulate import describe
+from scripts.fault_search.simulate import describe
 
 RUN = "fuzzed"
 ELEMENTS = 600
@@ -547,7 +547,10 @@ def one(seed: int) -> tuple[int, Counter[str], Counter[str], str]:
 def main() -> int:
     """Run the fuzz test."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, usage=argparse.SUPPRESS
+        prog="scripts/faults fuzz",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage=argparse.SUPPRESS,
     )
     parser.add_argument("--messages", type=int, default=10_000, help="how many, at least")
     parser.add_argument("--first", type=int, default=0, help="the first seed")
@@ -580,7 +583,9 @@ def main() -> int:
                 seeds += 1
                 if wrong:
                     failed += 1
-                    print(f"seed {seed}: {wrong}\n  again: scripts/fuzz --seed {seed} --log", flush=True)
+                    print(
+                        f"seed {seed}: {wrong}\n  again: scripts/faults fuzz --seed {seed} --log", flush=True
+                    )
             if failed > 20:
                 break
     seconds = time.monotonic() - began

@@ -1,4 +1,4 @@
-"""Start the documented program as DiLoCo peers, again and again: scripts/starts [--starts 20 --late 0 1.5 7].
+"""Start the documented program as DiLoCo peers, again and again: scripts/faults starts [--starts 20 --late 0 1.5 7].
 
 Each start is a daemon to bootstrap from, two peers at once, and a third one at once or some seconds later. The program
 is the first one of ``docs/training.md`` with the optimizer of its section "Local updates". A start succeeds if all
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
 
-TRAINING = Path(__file__).resolve().parents[1] / "docs" / "training.md"
+TRAINING = Path(__file__).resolve().parents[2] / "docs" / "training.md"
 EPOCHS = 20
 SYNC_EVERY = 10
 BATCH_SECONDS = (
@@ -161,7 +161,9 @@ def _address_of(daemon: Program) -> str:
 def main() -> None:
     """Print a line for every start, and a table at the end."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="scripts/faults starts",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--starts", type=int, default=20, help="of each kind [%(default)s]")
     parser.add_argument(

@@ -1,4 +1,4 @@
-"""Cost of peer deaths in a large run, on virtual time: scripts/goodput [--peers 64 --group-size 8 --rounds 12].
+"""Cost of peer deaths in a large run, on virtual time: scripts/bench goodput [--peers 64 --group-size 8 --rounds 12].
 
 Every peer trains for a while, averages, and repeats. In every other round, one peer dies during an exchange and returns
 without state after a while. Goodput is the number of samples in some peer's ``Success``, compared with the same run
@@ -109,7 +109,9 @@ class Run:
 def main() -> None:
     """Run the measurement."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="scripts/bench goodput",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--peers", type=int, default=64)
     parser.add_argument("--group-size", type=int, default=8)

@@ -1,7 +1,7 @@
 """Simulated rounds with faults, on virtual time, and checks of their results.
 
-scripts/simulate --rounds 10000       this many rounds of 3 to 16 peers with 1 to 3 faults each
-scripts/simulate --seed 1234 --log    one of them again, with every line of its log
+scripts/faults simulate --rounds 10000       this many rounds of 3 to 16 peers with 1 to 3 faults each
+scripts/faults simulate --seed 1234 --log    one of them again, with every line of its log
 
 A round uses the real matchmaker, exchange and record node over a network in memory. The checks are:
 
@@ -233,7 +233,10 @@ def describe(error: BaseException) -> str:
 def main() -> int:
     """Run the simulation."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, usage=argparse.SUPPRESS
+        prog="scripts/faults simulate",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage=argparse.SUPPRESS,
     )
     parser.add_argument("--rounds", type=int, default=1000, help="how many seeds")
     parser.add_argument("--first", type=int, default=0, help="the first of them")
@@ -263,7 +266,9 @@ def main() -> int:
                 print(f"{done} seeds so far, {failed} wrong", file=sys.stderr, flush=True)
             if wrong:
                 failed += 1
-                print(f"seed {seed}: {wrong}\n  again: scripts/simulate --seed {seed} --log", flush=True)
+                print(
+                    f"seed {seed}: {wrong}\n  again: scripts/faults simulate --seed {seed} --log", flush=True
+                )
     seconds = time.monotonic() - began
     results = ", ".join(f"{count} {name}" for name, count in sorted(total.items()))
     print(f"{arguments.rounds} seeds in {seconds:.0f} s: {failed} wrong; results: {results}")

@@ -1,4 +1,4 @@
-"""Check of the reports of the processes of ``scripts/chaos``: plain functions of their histories.
+"""Check of the reports of the processes of ``scripts/faults chaos``: plain functions of their histories.
 
 :func:`check` returns every violation as a sentence. The rules are:
 
@@ -31,7 +31,7 @@ from itertools import combinations
 from typing import Any, TypeAlias
 
 Event: TypeAlias = Mapping[str, Any]
-"""An event as :mod:`scripts.chaos_work` reports it: ``sample``, ``begun``, ``waits``, ``result`` and ``left``."""
+"""An event as ``chaos_work`` reports it: ``sample``, ``begun``, ``waits``, ``result`` and ``left``."""
 
 SampleId: TypeAlias = tuple[int, int, int]
 """(slot, life, number)."""
@@ -166,7 +166,7 @@ def check(lives: Sequence[Life], limits: Limits, sketches: Sketches) -> Findings
     Args:
         lives: lives of all processes, in any order.
         limits: limits of durations and errors.
-        sketches: returns the sketch of a sample's values; see :func:`scripts.chaos_work.sketch`.
+        sketches: returns the sketch of a sample's values; see :func:`scripts.fault_search.chaos_work.sketch`.
     """
     violations: list[str] = []
     accounts = []

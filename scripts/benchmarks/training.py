@@ -1,8 +1,8 @@
 """Comparison of training with peers and training in one process with the whole batch.
 
-scripts/training synchronous     four peers with AveragedOptimizer against one process with the fourfold batch
-scripts/training table           bytes against loss: DiLoCo and every step, by codec
-scripts/training churn eight peers, repeatedly one is killed and another joins; compared with eight undisturbed ones
+scripts/bench training synchronous     four peers with AveragedOptimizer against one process with the fourfold batch
+scripts/bench training table           bytes against loss: DiLoCo and every step, by codec
+scripts/bench training churn           eight peers, of which one is killed and another joins, again and again
 
 A GPT of 115,000 parameters learns Python's documentation, eight sequences per batch, in processes on this machine.
 Bytes are those that a peer sends in exchanges: encoded parts with their frames. Losses are those of held-out text, in
@@ -23,16 +23,18 @@ from rich.console import Console
 from rich.table import Table
 
 from p2pavg.testing import LocalSwarm, SwarmProcess
-from scripts.training_work import in_one_process
+from scripts.benchmarks.training_work import in_one_process
 
-WORK = "scripts.training_work:"
+WORK = "scripts.benchmarks.training_work:"
 CODECS = ("fp32", "bf16", "blockwise8", "int8")
 
 
 def main() -> int:
     """Run the comparison; return the exit status, 1 if the peers' final parameters differ."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="scripts/bench training",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("what", choices=["synchronous", "table", "churn"])
     parser.add_argument("--peers", type=int, help="4, and 8 for churn, if not given")

@@ -1,38 +1,40 @@
-"""The agreement of the members of a group on how their round ends: one member's part, as a table of transitions.
+"""One member's state machine for the agreement on how a round ends, as a table of transitions.
 
-No I/O, no clock, no random source. :func:`advance` takes an event and returns the member's next state and the actions
-to carry out. ``docs/round.md`` explains the protocol; its diagram is generated from :data:`TABLE`. Members are named by
-their position in the roster.
+It has no I/O, no clock and no random source. :func:`advance` takes an event and returns the member's next state and the
+actions to carry out. ``docs/round.md`` explains the protocol; its diagram is generated from :data:`TABLE`. Members are
+named by their position in the roster.
 
 Theory of operation
 -------------------
 
-**The problem.** When the parts have been exchanged, each member must know whether the others hold the same result
-before it uses it up. Members crash, stop for a while, and are cut off, and each of them may lie. No clock is shared.
+**The problem.** After the exchange of parts, each member must know whether the others hold the same result before it
+uses the result. Members crash, pause, lose connections, and may lie. They share no clock.
 
-**The guarantees.** No two honest members commit different results. A member commits only if every member that the
-result counts on has said that it holds it. A contribution counts at most once. A member that lives comes to an end.
+**The guarantees.** No two honest members commit different results. A member commits only if every member of the
+ballot's view has said that it holds the result. A contribution counts at most once. Every member that stays alive ends
+its round.
 
 **The protocol** is Paxos (Lamport 1998) with one decision, where the value is a result: an attempt, its members, and
-the view, i.e. the members that must hold it. Ballots have numbers, and each ballot has one leader: the first member of
-the roster that its follower has not lost.
+the view, i.e. the members that must hold it. Ballots have numbers, and the number names the ballot's leader. A member
+follows the first member of the roster that it has not lost.
 
 * Ballot 0 begins by itself with all members (:class:`Run`). Each member that completes the attempt *accepts* and tells
-  its leader (``Held``). The leader commits when all of the view hold the same digests, and tells ``Commit``.
+  its leader (``Held``). The leader commits when all members of the view hold the same digests, and sends ``Commit``.
 * When a member loses another one, it tells its leader (``Trouble``). A leader that cannot commit *prepares* the next
-  ballot (``Gather``), and each member answers with a *promise* (``Promise``): what it holds, and what it accepted last.
-  A promise to a newer ballot refuses all older ones (``Behind`` is the nack).
-* From a quorum of promises :func:`~p2pavg.consensus.choice.choose` picks what the ballot is about: the result that an
-  older ballot may have committed, if there may be one; else an attempt among the members that are left (``Begin``).
-* A member that cannot go on, because too few answer, waits (*astray*) until it hears how the round ended.
+  ballot (``Gather``). Each member answers with a *promise* (``Promise``), which says what it holds and what it accepted
+  last. After a promise to a newer ballot a member refuses all older ones (``Behind`` is the nack).
+* From a quorum of promises :func:`~p2pavg.consensus.choice.choose` picks the ballot's value (``Begin``). If an older
+  ballot may have committed a result, the value is that result. Otherwise it is an attempt among the members that are
+  left.
+* If too few members answer, a member waits (*astray*) until it hears how the round ended.
 
-**Why a table.** All of this happens in any order, between any two members, at any time. A table can be searched: the
-tests explore every order of messages, crashes and suspicions for small groups, with liars, and check the guarantees in
-every state (``tests/unit/consensus``). Each row is one sentence, one condition and one function.
+**Why a table.** Events arrive in any order, between any two members, at any time. A table can be searched: the tests
+explore every order of messages, crashes and suspicions for small groups, and check the guarantees in every state
+(``tests/unit/consensus``). Each row is one sentence, one condition and one function.
 
 **What liars can do.** A vote that contradicts what this member knows (``is_impossible``, ``is_false_promise``,
-``is_false_commit``) drops its sender from this round, never the program. A lie that cannot be told from the truth may
-cost the round, and the liar is not waited for again.
+``is_false_commit``) drops its sender from this round, and never stops the program. A lie that cannot be detected may
+cost the round, and the members do not wait for the liar again.
 """
 
 from __future__ import annotations
@@ -109,7 +111,7 @@ from p2pavg.consensus.votes import (
 
 
 class _Draft:
-    """A member's next state, and what is to be done."""
+    """A member's next state and the actions to carry out."""
 
     def __init__(self, member: Member) -> None:
         self.m = copy.copy(member)
@@ -124,7 +126,7 @@ class _Draft:
             self.tell(peer, vote)
 
 
-# ---------------------------------------------------------------------- what is done
+# ---------------------------------------------------------------------- the rows' actions
 
 
 def _note_completed(draft: _Draft, event: Completed) -> None:
@@ -247,7 +249,7 @@ def _note_promise(draft: _Draft, event: Heard) -> None:
 
 
 def _with_accusations(m: Member, sender: int, promise: Promise) -> Promise:
-    """An answer with all that its sender has said of others, before it and after it."""
+    """Return a promise that includes every accusation of its sender, made before or after the promise."""
     said = {(accused, hostile) for accuser, accused, hostile in m.accusations if accuser == sender}
     return replace(
         promise,
@@ -267,7 +269,7 @@ def _hear_trouble(draft: _Draft, event: Heard) -> None:
 
 
 def _add_trouble(draft: _Draft, event: Heard) -> None:
-    """To an answer that was given before the trouble came."""
+    """Add an accusation to the promise that its sender gave earlier."""
     _accuse(draft, event)
     draft.m.promises = tuple(
         (position, _with_accusations(draft.m, position, promise) if position == event.sender else promise)
@@ -282,7 +284,7 @@ def _drop_liar(draft: _Draft, event: Heard) -> None:
 
 
 def _begin(draft: _Draft) -> None:
-    """What this leader has decided."""
+    """Begin the ballot that this leader has decided."""
     m = draft.m
     decision = decide(m)
     assert isinstance(decision, Begin)
@@ -296,9 +298,9 @@ def _take_up(draft: _Draft, begin: Begin) -> None:
     m.ballot, m.attempt, m.members = begin.ballot, begin.attempt, begin.members
     m.view, m.must, m.source = begin.view, begin.must, begin.source
     m.held, m.promises, m.trouble = (), (), bool(begin.view & m.lost)
-    m.accusations = frozenset()  # of two that cannot exchange, one is in the view no more
+    m.accusations = frozenset()  # the new view excludes one member of each pair that cannot exchange
     if m.accepted is not None and m.accepted.attempt != begin.attempt:
-        m.accepted = None  # a quorum has answered, and it was not committed
+        m.accepted = None  # a quorum has answered, so no ballot committed it
     if begin.attempt == begin.ballot:
         m.complete, m.digests = None, ()
         draft.actions.append(Run(begin.attempt, begin.members))
@@ -316,7 +318,7 @@ def _hear_begin(draft: _Draft, event: Heard) -> None:
 
 
 def _commit(draft: _Draft, event: Heard | None = None) -> None:
-    """Tell everybody, as whoever decided may have died before it told all."""
+    """Commit, and tell all members: the leader may have died before it told each of them."""
     m = draft.m
     vote = Commit(m.attempt, m.members) if event is None else event.vote
     assert isinstance(vote, Commit)
@@ -330,7 +332,7 @@ def _left_out(draft: _Draft, event: Heard | None = None) -> None:
 
 
 def _too_late(draft: _Draft, event: Heard) -> None:
-    draft.m.reason = "the others ended the round with this peer's contribution, but it has not their result"
+    draft.m.reason = "the others committed a result with this peer's contribution, but this peer lacks it"
     _commit(draft, event)
 
 
@@ -345,13 +347,13 @@ def _fail_stuck(draft: _Draft) -> None:
     assert isinstance(decision, Stuck)
     draft.m.reason = decision.reason
     _fail(draft)
-    draft.m.accepted = None  # a quorum has answered, and it was not committed
+    draft.m.accepted = None  # a quorum has answered, so no ballot committed it
 
 
 def _fail_too_few(draft: _Draft, _event: Heard) -> None:
     draft.m.reason = "fewer members are left than this peer's min_group_size"
     _fail(draft)
-    draft.m.accepted = None  # a quorum has answered, and it was not committed
+    draft.m.accepted = None  # a quorum has answered, so no ballot committed it
 
 
 def _fail_at_odds(draft: _Draft) -> None:
@@ -397,10 +399,11 @@ def _tell_the_end(draft: _Draft, event: Heard) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """In one of ``phases``, when ``on`` happens and ``when`` holds: ``do``, and be in ``becomes`` (``None``: stay).
+    """One transition: in one of ``phases``, on event ``on``, if ``when`` holds, call ``do`` and enter ``becomes``.
 
-    Of several rows that fit, the first counts. ``on`` is an event or the kind of a vote that was heard; ``None`` is
-    what follows from the state by itself, and is looked for after everything that happens.
+    The first row that fits is taken. ``on`` holds types of events, or types of votes that were heard. ``None`` in it
+    stands for a transition without an event: such rows are tried after every event. If ``becomes`` is ``None``, the
+    phase stays.
     """
 
     phases: frozenset[Phase]
@@ -426,13 +429,13 @@ def _row(
 _E, _H, _G, _P, _A = Phase.EXCHANGING, Phase.HOLDING, Phase.GATHERING, Phase.PROMISED, Phase.ASTRAY
 
 TABLE: tuple[Row, ...] = (
-    # What happens to this member.
+    # Events of this member itself.
     _row(_E, Completed, not_outvoted, _accept, _H, "has the whole result: tells the leader"),
     _row(LIVE, Completed, is_attempt, _note_completed, None, "has the whole result"),
     _row(LIVE, Lost, None, _lose, None, "lost a member: tells the leader"),
     _row(LIVE, Dead, None, _note_dead, None, "a lost member is known to be dead"),
     _row(LIVE, GivenUp, None, _fail, Phase.FAILED, "out of time, or given up by the caller"),
-    # What it hears.
+    # Votes of other members.
     _row((_E, _H), Held, leads_ballot, _note_held, None, "a member holds the result"),
     _row(LIVE, Commit, is_false_commit, _drop_liar, None, "a commit that cannot be: gives up who says so"),
     _row(LIVE, Commit, has_it, _commit, Phase.COMMITTED, "the group has committed"),
@@ -458,7 +461,7 @@ TABLE: tuple[Row, ...] = (
     _row((_E, _H, _P, _A), Trouble, concerns_me, _hear_trouble, None, "a member has trouble with another"),
     _row(LIVE, Left, None, _hear_left, None, "a member gave up"),
     _row(LIVE, Unknown, None, _hear_unknown, None, "a member has forgotten the round"),
-    # What follows from the state.
+    # Transitions without an event.
     _row(LIVE, None, leader_asks_anew, _promise, _P, "answers its leader"),
     _row(LIVE, None, leader_asks, _refuse, None, "has promised a newer ballot, and says so"),
     _row((_E, _H), None, own_fault, _fail_at_odds, Phase.FAILED, "holds another result than the others"),
@@ -488,14 +491,14 @@ TABLE: tuple[Row, ...] = (
 )
 
 
-_ENDS = (Commit, Left, Unknown)  # what a lost member, asked how the round ended, may still say
+_ENDS = (Commit, Left, Unknown)  # the only votes that a lost member may still send, as answers to a question
 
 
 def advance(member: Member, event: Event) -> tuple[Member, list[Action]]:
-    """What a member becomes when something happens, and what it does."""
+    """Return a member's state after an event, and the actions to carry out."""
     draft = _Draft(member)
     if isinstance(event, Heard) and event.sender in member.lost and type(event.vote) not in _ENDS:
-        return member, []  # what it said before it was given up
+        return member, []  # the sender sent it before this member gave it up
     on = type(event.vote) if isinstance(event, Heard) else type(event)
     for row in _ROWS.get((member.phase, on), ()):
         if row.when is None or row.when(draft.m, event):
@@ -508,7 +511,7 @@ def advance(member: Member, event: Event) -> tuple[Member, list[Action]]:
 
 
 def _follow(draft: _Draft) -> None:
-    """What follows from the state by itself, until nothing does."""
+    """Apply the transitions without an event until none fits."""
     while (row := _next_row(draft.m)) is not None:
         if row.do is not None:
             row.do(draft)

@@ -1,8 +1,8 @@
-"""What a leader concludes from the answers to its question. Plain functions of positions in the roster.
+"""The leader's choice of a ballot's value from a quorum of promises: pure functions of positions in the roster.
 
-After Paxos (Lamport, "The Part-Time Parliament", 1998; "Paxos Made Simple", 2001), with one difference: a ballot
-commits only when every member of its view holds the result, so one member of that view that does not is proof that the
-ballot has not committed, and the leader is free to begin again without whoever was lost.
+This is Paxos (Lamport, "The Part-Time Parliament", 1998; "Paxos Made Simple", 2001) with one difference. A ballot
+commits only when every member of its view holds the result. If one member of that view does not hold it, the ballot has
+not committed. The leader may then begin a new attempt without the lost members.
 """
 
 from __future__ import annotations
@@ -15,24 +15,26 @@ from p2pavg.consensus.votes import Accepted, Begin, Complete, Members, Promise
 
 
 def ballot_leader(ballot: int, size: int) -> int:
-    """Whose ballot it is."""
+    """Return the position of the member that leads a ballot."""
     return ballot % size
 
 
 def next_ballot(me: int, size: int, above: int) -> int:
-    """The first ballot of a member that is newer than another."""
+    """Return the first ballot that member ``me`` leads and that is newer than ``above``."""
     round_of = above // size
     ballot = round_of * size + me
     return ballot if ballot > above else ballot + size
 
 
 def is_quorum(some: Members, size: int, gone: Members) -> bool:
-    """Whether these may decide: no two disjoint sets are both quorums.
+    """Return whether ``some`` members are a quorum. No two disjoint sets are both quorums.
 
-    More than half of the members that are not gone, or just half with the first of them. ``gone`` are members that
-    will never decide anything any more, because their process has ended or they said so. Two members may know of
-    different ones to be gone: disjoint sets of at least (n-a)/2 and (n-b)/2 members, both among those that are not
-    gone, can only be two halves, of which one has the first.
+    A quorum is more than half of the members that are not gone, or exactly half of them including the first of them.
+    ``gone`` are members that will never decide again, because their process has ended or they said so.
+
+    Two members may know different sets of gone members, of sizes a and b. Their quorums have at least (n-a)/2 and
+    (n-b)/2 members, none of which is gone. If the quorums are disjoint, both are exact halves, and only one of them
+    includes the first member.
     """
     left = [position for position in range(size) if position not in gone]
     count = sum(position in some for position in left)
@@ -40,49 +42,47 @@ def is_quorum(some: Members, size: int, gone: Members) -> bool:
 
 
 def is_too_few(members: Members, holders: Members, contributors: Members, minimum: int) -> bool:
-    """Whether an attempt among these is worth nothing: too few would hold its result, or nobody is in it."""
+    """Return whether an attempt has too few members that would hold its result, or no contributor."""
     return len(members & holders) < minimum or not members & contributors
 
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """What a leader knows when everybody whom it can reach has answered."""
+    """The facts that a leader decides from, after every member that it can reach has answered."""
 
     me: int
     size: int
     holders: Members
     contributors: Members
     minimum: int
-    """Holders that an attempt needs."""
+    """Number of holders that an attempt needs."""
     ballot: int
     promises: Mapping[int, Promise]
-    """Of everybody whom the leader can reach, itself included."""
+    """Promises of all members that the leader can reach, itself included."""
     dead: Members
     left: Mapping[int, int]
-    """Members that gave the round up, and the last ballot that each accepted."""
+    """Members that gave up the round, with the last ballot that each accepted."""
 
     @property
     def gone(self) -> Members:
-        """Who decides nothing any more."""
+        """Members that will never decide again."""
         return self.dead | self.left.keys()
 
 
 @dataclass(frozen=True, slots=True)
 class Stuck:
-    """The leader must not begin anything."""
+    """The leader must not begin a ballot."""
 
     reason: str
     final: bool
-    """Nothing that is still to be heard can change that."""
+    """True if no later message can change that."""
 
 
 def choose(answers: Answers) -> Begin | Stuck:
-    """What the new ballot is about."""
+    """Return the value of the new ballot, or the reason for which there is none."""
     view = choose_view(answers.me, answers.promises)
     if not is_quorum(view, answers.size, answers.gone):
-        return Stuck(
-            "too few of the members answer to be sure that the others do not go on without them", False
-        )
+        return Stuck("the members that answer are no quorum; the others may go on without them", False)
     must = possibly_committed(answers)
     if must is not None:
         return _adopt(answers, view, Complete(must.attempt, must.members), must=True)
@@ -98,10 +98,12 @@ def choose(answers: Answers) -> Begin | Stuck:
 
 
 def choose_view(me: int, promises: Mapping[int, Promise]) -> Members:
-    """The members that can all exchange with one another: who broke the protocol goes, then who has most troubles.
+    """Return members that can all exchange with one another.
 
-    Of one accuser one accusation counts. Of two members that cannot exchange, the later one in the roster goes. So a
-    liar costs the group one honest member, or two that come after it.
+    First, members that are accused of breaking the protocol are removed; only one accusation of each accuser counts.
+    Then the member with the most broken links is removed, until no link is broken. If several have as many, the last
+    of them in the roster is removed. The leader never removes itself. So a liar costs the group one honest member, or
+    two that come after it.
     """
     view = set(promises)
     for position in sorted(promises):
@@ -120,7 +122,7 @@ def _apart(promises: Mapping[int, Promise], a: int, b: int) -> bool:
 
 
 def possibly_committed(answers: Answers) -> Accepted | None:
-    """The newest result that a member that does not answer may have committed, or ``None``."""
+    """Return the newest result that a member that does not answer may have committed, or ``None``."""
     accepted = {position: _ballot(promise.accepted) for position, promise in answers.promises.items()}
     accepted |= {position: ballot for position, ballot in answers.left.items() if position not in accepted}
     found = {promise.accepted for promise in answers.promises.values() if promise.accepted is not None}
@@ -137,9 +139,9 @@ def _ballot(accepted: Accepted | None) -> int:
 
 
 def _complete_without_the_dead(answers: Answers, view: Members) -> Complete | None:
-    """A result that somebody holds, with everybody who answers in it, and else only members that are dead.
+    """Return a result that a member holds and that counts all of the view and otherwise only dead members.
 
-    One that was given up and may live keeps its contribution, so no result that counts it may be committed.
+    A lost member that may be alive keeps its contribution, so no result that counts it may be committed.
     """
     complete = {
         promise.complete
@@ -169,7 +171,7 @@ def _adopt(answers: Answers, view: Members, result: Complete, *, must: bool) -> 
     )
     moved_on = [p for p in lacking if answers.promises[p].attempt != result.attempt]
     if moved_on or (lacking and not sources):
-        return Stuck("a result that may have been committed is held by nobody who answers", False)
+        return Stuck("no member that answers holds a result that may have been committed", False)
     source = sources[0] if sources else answers.me
     return Begin(answers.ballot, result.attempt, result.members, view, source, lacking, must)
 
@@ -177,16 +179,17 @@ def _adopt(answers: Answers, view: Members, result: Complete, *, must: bool) -> 
 def disputed(
     digests: Mapping[int, Sequence[bytes]], reducers: Sequence[int], source: int | None = None
 ) -> Members:
-    """Who is at fault when members hold different results.
+    """Return the members that are at fault when members hold different results.
 
-    A member whose digests differ from most others' in several shares is itself odd; a share on which members differ
-    otherwise is its reducer's fault, who sent one thing to one and another to the other. Where the reducer is gone, its
-    share was passed on: then it is the fault of who did that, or of the odd member.
+    A member whose digests differ from those of most others in several shares is itself at fault. If a member differs in
+    one share only, the share's reducer is at fault: it sent different averages to different members. If that reducer
+    is gone, another member passed its share on. Then that source is at fault, or, without a source, the member that
+    differs.
 
     Args:
-        digests: of each member that holds the result, one a share.
-        reducers: whose share each digest is of.
-        source: who has passed on shares, if it may be blamed.
+        digests: each holder's digests of the result, one per share.
+        reducers: the reducer of each share, in the same order.
+        source: the member that passed on shares, if it may be blamed.
     """
     votes = {member: tuple(found) for member, found in digests.items() if found}
     if len(set(votes.values())) <= 1:

@@ -1,6 +1,6 @@
 """The conditions of the agreement's table (:mod:`p2pavg.consensus.agreement`), as pure functions of a member's state.
 
-A condition about something that was heard takes the event as well. It may look only at what the row's kind of vote has.
+A condition about an event takes the event as well. It may read only the fields of the row's type of vote.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from p2pavg.consensus.events import Completed, Heard
 from p2pavg.consensus.member import Member
 from p2pavg.consensus.votes import Begin, Behind, Commit, Complete, Gather, Held, Members, Promise, Trouble
 
-MAX_LEAP = 64  # ballots of one leader between two that a member hears of; each loss costs one or two
+MAX_LEAP = 64  # a leader's ballots that a member may miss in a row; each loss costs one or two
 
 
 def is_attempt(member: Member, event: Completed) -> bool:
@@ -44,7 +44,7 @@ def outpaces(member: Member, event: Heard) -> bool:
 
 
 def is_due(member: Member, event: Heard) -> bool:
-    """Whether this is what was promised to be taken next."""
+    """Return whether this is the ballot that the member promised to take next."""
     vote = event.vote
     return (
         isinstance(vote, Begin)
@@ -55,7 +55,7 @@ def is_due(member: Member, event: Heard) -> bool:
 
 
 def is_impossible(member: Member, event: Heard) -> bool:
-    """Return whether a ballot that is due contradicts what this member knows of the attempts that it was in."""
+    """Return whether a ballot that is due contradicts this member's knowledge of its own attempts."""
     vote = event.vote
     if not is_due(member, event) or not isinstance(vote, Begin) or vote.attempt == vote.ballot:
         return False
@@ -64,26 +64,26 @@ def is_impossible(member: Member, event: Heard) -> bool:
     needs = member.me in vote.members & member.holders
     has = member.complete == Complete(vote.attempt, vote.members)
     if needs and not has and vote.attempt != member.attempt:
-        return True  # it was never in that attempt, or has given up what it had of it
-    # A member may have completed the attempt since it answered: then it is said to lack what it has by now.
+        return True  # this member was never in that attempt, or has discarded its parts
+    # A member may have completed the attempt since it answered. Then ``lacking`` names it although it has the result.
     lacks, is_served = needs and not has, member.me in vote.lacking
     passes_on = bool(vote.lacking) and vote.source == member.me
     return (lacks and not is_served) or (is_served and not needs) or (passes_on and not has)
 
 
 def contradicts(member: Member, attempt: int, members: Members) -> bool:
-    """Return whether an attempt has other members than this member knows. All are in the first."""
+    """Return whether an attempt's members differ from those that this member knows. Attempt 0 has all members."""
     known = frozenset(range(member.size)) if attempt == 0 else member.members
     return attempt in (0, member.attempt) and members != known
 
 
 def is_false_promise(member: Member, event: Heard) -> bool:
-    """Return whether an answer contradicts what the leader knows, or itself."""
+    """Return whether a promise contradicts the leader's knowledge or itself."""
     vote = event.vote
     if not isinstance(vote, Promise) or vote.ballot != member.promised:
         return False
     if {member.me, event.sender} & vote.apart:
-        return True  # it answers, so it has lost neither the leader nor itself
+        return True  # a member that answers has lost neither the leader nor itself
     accepted, complete = vote.accepted, vote.complete
     if complete is not None and (
         event.sender not in complete.members or contradicts(member, complete.attempt, complete.members)
@@ -124,7 +124,7 @@ def is_held(member: Member, event: Heard) -> bool:
 
 def holds(member: Member, vote: Begin) -> bool:
     if member.me not in vote.members & member.holders:
-        return True  # it needs nothing, and witnesses what was adopted
+        return True  # it needs no result, and only witnesses the adopted one
     return member.complete == Complete(vote.attempt, vote.members)
 
 
@@ -161,7 +161,7 @@ def has_accused(member: Member, accuser: int, accused: int) -> bool:
 
 
 def is_ahead(member: Member, event: Heard) -> bool:
-    """Whether a member begins what this one has promised to another, or it never asked about."""
+    """Return whether a member asks under a ballot of its own that is not too far ahead."""
     return (
         isinstance(event.vote, Gather)
         and ballot_leader(event.vote.ballot, member.size) == event.sender
@@ -170,7 +170,7 @@ def is_ahead(member: Member, event: Heard) -> bool:
 
 
 def leaps(member: Member, ballot: int) -> bool:
-    """Whether nobody who follows the rules can have come so far: a liar could use up all ballots that there are."""
+    """Return whether a ballot is further ahead than honest members can be. A liar could use up all ballot numbers."""
     return ballot > member.promised + MAX_LEAP * member.size
 
 
@@ -178,7 +178,7 @@ def is_unknown(member: Member, event: Heard) -> bool:
     return member.outcome is None and not is_false_commit(member, event)
 
 
-# What follows by itself from the state, without anything happening.
+# Conditions of transitions without an event.
 
 
 def must_lead(member: Member) -> bool:
@@ -239,7 +239,7 @@ def stuck(member: Member) -> bool:
 
 
 def may_go_on(member: Member) -> bool:
-    """What was heard of others has made those that answer a quorum."""
+    """Return whether the members that are not lost have become a quorum."""
     here = frozenset(range(member.size)) - member.lost
     return member.trouble and is_quorum(here, member.size, member.gone)
 

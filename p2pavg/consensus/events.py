@@ -1,4 +1,4 @@
-"""What can happen to a member of a group, and what it can be told to do: the input and the output of the agreement."""
+"""Events and actions: the input and the output of the agreement."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Completed:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """Nothing can be exchanged with a member any more, for the rest of the round."""
+    """This member can exchange nothing more with another one in this round."""
 
     peer: int
     hostile: bool = False
@@ -29,14 +29,14 @@ class Lost:
 
 @dataclass(frozen=True, slots=True)
 class Dead:
-    """A lost member's process has ended, or knows nothing of this round."""
+    """The process of a lost member has ended, or knows nothing of this round."""
 
     peer: int
 
 
 @dataclass(frozen=True, slots=True)
 class Heard:
-    """A member said something."""
+    """A vote of another member arrived."""
 
     sender: int
     vote: Vote
@@ -44,7 +44,7 @@ class Heard:
 
 @dataclass(frozen=True, slots=True)
 class GivenUp:
-    """The time is over, or the caller wants no result."""
+    """The round has timed out, or the caller cancelled it."""
 
     reason: str = ""
 
@@ -57,7 +57,7 @@ Event: TypeAlias = Completed | Lost | Dead | Heard | GivenUp
 
 @dataclass(frozen=True, slots=True)
 class Tell:
-    """Say something to a member."""
+    """Send a vote to a member."""
 
     peer: int
     vote: Vote
@@ -65,7 +65,7 @@ class Tell:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Begin the exchange of an attempt; the one before it is over."""
+    """Begin the exchange of an attempt, and end the previous one."""
 
     attempt: int
     members: Members
@@ -73,7 +73,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class PassOn:
-    """Send members the shares of reducers that are gone, as the same bytes."""
+    """Send the shares of reducers that are gone to other members, as the same bytes."""
 
     attempt: int
     reducers: Members
@@ -82,7 +82,7 @@ class PassOn:
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """Have nothing more to do with a member."""
+    """Close all streams with a member, and ignore it."""
 
     peer: int
     reason: str

@@ -1,8 +1,8 @@
-"""How long a member may be silent before it is given up. No I/O, no clock: who uses it says what time it is.
+"""Failure detector: it gives a member up after too long a silence. No I/O, no clock: the caller passes the time.
 
-A member that is there says so every :data:`PING_SECONDS` when it has nothing else to say. Over a slow link a ping waits
-behind data, whose arrival is as good a sign of life. How long a link is silent between two arrivals depends on its
-pace, so the wait is several times what a part takes at the pace that was measured in this round.
+A live member sends a ping every :data:`PING_SECONDS` when it has nothing else to send. Over a slow link a ping waits
+behind data, but then the data shows that the member is alive. The silence between two arrivals depends on the link's
+pace. So the timeout is several times the duration of a part at the pace measured in this round.
 """
 
 from __future__ import annotations
@@ -10,22 +10,25 @@ from __future__ import annotations
 PING_SECONDS = 0.5
 FLOOR_SECONDS = 1.5
 PARTS = 4.0
-"""How many parts' time a member may be silent."""
+"""Silence that gives a member up, in durations of a part."""
 STALLS = 3.0
-"""How many such waits a member that is there may send nothing of what it owes."""
+"""Such timeouts during which a live member may send nothing of the data that it owes."""
 FIRST_CONTACT_SECONDS = 4.0
-"""As long as no pace is known, until a part's worth of bytes has come: a connection takes four round trips to come
-about and, on a busy machine, its time; and over a slow link a piece of a part, of 32 KiB, takes its own."""
+"""Least timeout until the pace is known, i.e. until as many bytes as a part has have arrived.
+
+A new connection takes four round trips, and longer on a busy machine. Over a slow link, a piece of 32 KiB takes
+seconds too.
+"""
 
 
 class Pace:
-    """What one member's bytes arrive at, and what silence is therefore too long.
+    """The rate at which one member's bytes arrive, and the timeout that follows from it.
 
     Args:
-        now: when the member was first waited for, in seconds of a clock that does not jump.
-        part_bytes: of the largest part.
-        limit: the longest silence, in seconds.
-        prior: seconds that a part should take, until one has been measured.
+        now: time of the first wait for the member, in seconds of a monotonic clock.
+        part_bytes: size of the largest part.
+        limit: the longest timeout, in seconds.
+        prior: expected seconds per part, until a part has been measured.
     """
 
     def __init__(self, now: float, part_bytes: int, limit: float, prior: float = 0.0) -> None:
@@ -40,10 +43,10 @@ class Pace:
         self._seconds = 0.0
 
     def arrived(self, now: float, count: int, *, data: bool) -> None:
-        """So many bytes have come; ``data``: of a part, which is what a link carries at its own pace."""
+        """Note that ``count`` bytes have arrived. ``data`` says that they belong to a part: only those measure pace."""
         if self._heard and data:
-            # Pauses in which nothing was sent would make a fast link look slow: only so much of each counts.
-            # And after an excuse the last arrival may lie ahead.
+            # Pauses in which nothing was sent would make a fast link look slow, so each pause counts only up to a
+            # limit. After an excuse the last arrival may lie in the future.
             self._seconds += max(0.0, min(now - self._last, FLOOR_SECONDS))
             self._bytes += count
         if data and self._owed is not None:
@@ -52,21 +55,21 @@ class Pace:
         self._heard, self._last = True, now
 
     def owes(self, now: float, yes: bool) -> None:
-        """From now on the member has to send something and waits for nobody, or no longer has to."""
+        """Note that from now on the member owes data and does not depend on other members, or that it owes none."""
         self._owed = now if yes else None
 
     def doubt(self) -> None:
-        """Another member has given this one up: it has half the time for what it owes."""
+        """Halve the time for owed data: another member has given this one up."""
         self._doubted = True
 
     def part_seconds(self) -> float:
-        """What a part takes, as far as is known."""
+        """Return the estimated duration of a part, in seconds."""
         measured = self._seconds * self._part_bytes / self._bytes if self._bytes else 0.0
         return measured if self._bytes >= self._part_bytes else max(measured, self._prior)
 
     def overdue(self, now: float) -> str | None:
-        """Why the member is to be given up, or ``None``."""
-        # Votes may come late for the first time, on a stream that is opened while both sides send parts already.
+        """Return the reason to give the member up, or ``None``."""
+        # The first vote may come late, because its stream is opened while both sides already send parts.
         known = self._voted and self._bytes >= self._part_bytes
         floor = FLOOR_SECONDS if known else FIRST_CONTACT_SECONDS
         pace = max(floor, PARTS * self.part_seconds())
@@ -80,11 +83,11 @@ class Pace:
 
     @property
     def heard(self) -> bool:
-        """Whether anything has come yet."""
+        """True if anything has arrived yet."""
         return self._heard
 
     def excuse(self, seconds: float) -> None:
-        """This process itself was held up for so long, and may not have read what came."""
+        """Extend the timeouts: this process itself was held up for ``seconds``, and may have read nothing meanwhile."""
         self._last += seconds
         if self._owed is not None:
             self._owed += seconds

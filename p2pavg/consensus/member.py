@@ -1,4 +1,4 @@
-"""One member of a group, as the agreement sees it: its phase and everything that it knows."""
+"""State of one member in the agreement: its phase and its knowledge of the others."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from p2pavg.consensus.votes import Accepted, Complete, Members, Promise
 
 
 class Phase(enum.Enum):
-    """What a member is doing."""
+    """Phase of a member in a round."""
 
-    EXCHANGING = "exchanging"  # moves the parts of its attempt
-    HOLDING = "holding"  # holds the whole result, and has said so to the ballot's leader
-    GATHERING = "gathering"  # leads: asks who is there, and what they hold
-    PROMISED = "promised"  # has answered; waits for what the leader begins
-    ASTRAY = "astray"  # cannot go on: waits to hear how the round ended
+    EXCHANGING = "exchanging"  # sends and receives the parts of its attempt
+    HOLDING = "holding"  # holds the whole result, and has told the ballot's leader
+    GATHERING = "gathering"  # leads, has prepared a ballot, and waits for promises
+    PROMISED = "promised"  # has promised, and waits for the leader to begin the ballot
+    ASTRAY = "astray"  # has no quorum, and waits to hear how the round ended
     COMMITTED = "committed"
     FAILED = "failed"
 
@@ -33,24 +33,24 @@ class Member:
     me: int
     size: int
     holders: Members
-    """Those that want the result; the others only reduce a share."""
+    """Members that want the result; the others only reduce a share."""
     contributors: Members
-    """Of the holders, those whose vectors are averaged."""
+    """Holders whose vectors are averaged."""
     minimum: int
-    """Holders that an attempt needs for this member."""
+    """Number of holders below which this member takes part in no attempt."""
     phase: Phase = Phase.EXCHANGING
     ballot: int = 0
-    """The last that was begun here."""
+    """The last ballot that this member has begun."""
     promised: int = 0
     attempt: int = 0
     members: Members = frozenset()
-    """Of the attempt."""
+    """Members of the attempt."""
     view: Members = frozenset()
-    """Of the ballot."""
+    """View of the ballot: the members that must hold its result."""
     must: bool = False
-    """The ballot is about a result that an older one may have committed."""
+    """True if the ballot's value is a result that an older ballot may have committed."""
     source: int = 0
-    """Who passes on what others lack of the attempt's result."""
+    """The member that sends the others the parts of the result that they lack."""
     complete: Complete | None = None
     digests: tuple[bytes, ...] = ()
     accepted: Accepted | None = None
@@ -58,21 +58,24 @@ class Member:
     hostile: Members = frozenset()
     dead: Members = frozenset()
     left: tuple[tuple[int, int], ...] = ()
-    """Members that gave the round up, and the last ballot that each accepted."""
+    """Members that gave up the round, with the last ballot that each accepted."""
     held: tuple[tuple[int, tuple[bytes, ...]], ...] = ()
-    """To its leader: who holds the result of this ballot."""
+    """On the ballot's leader: the members that hold its result, with their digests."""
     promises: tuple[tuple[int, Promise], ...] = ()
     asked: tuple[tuple[int, int], ...] = ()
-    """Ballots of members that this one does not see as the leader yet."""
+    """Unanswered ballots, by member. A member answers only the member that it follows."""
     accusations: frozenset[tuple[int, int, bool]] = frozenset()
-    """(accuser, accused, hostile), of all that told this member of trouble in this ballot, while it led. They count
-    with the accusers' answers: else a member could say it has trouble, answer that it has none, and so on for ever."""
+    """(accuser, accused, hostile) for each trouble that was reported to this member in this ballot, while it led.
+
+    They are added to the accusers' promises. Otherwise a member could report trouble, promise without it, and repeat
+    that for ever.
+    """
     trouble: bool = False
-    """The ballot cannot commit as it was begun."""
+    """True if the ballot cannot commit with its view."""
     reason: str = ""
-    """Of a failure."""
+    """Reason of a failure."""
     outcome: Complete | None = None
-    """What the group committed, as far as this member knows."""
+    """The result that the group committed, if this member knows it."""
 
     def __post_init__(self) -> None:
         if not self.members:
@@ -80,30 +83,31 @@ class Member:
 
     @property
     def undecided(self) -> bool:
-        """Of a failure: the others may have committed a result that counts this member's contribution."""
+        """True after a failure if the others may have committed a result that counts this member's contribution."""
         if self.phase is not Phase.FAILED or self.outcome is not None:
             return False
         others = frozenset(range(self.size)) - {self.me} - self.gone
         if self.accepted is not None:
             return is_quorum(others, self.size, self.gone | {self.me})
         if not self.must:
-            # It was in the view of every ballot that could commit what counts it, and held nothing. Without it only
-            # members that cannot ask that ballot's leader may take the result for committed.
+            # This member was in the view of every ballot that could commit a result with its contribution, and it
+            # held no result. So only members that cannot ask the ballot's leader may believe that it committed.
             leader = ballot_leader(self.ballot, self.size)
             if leader == self.me:
-                # Members that lost it may have taken the result for committed before they heard that it gave up. They
-                # count it as gone by now, so fewer of them are a quorum.
+                # Members that lost this leader may have taken the result for committed before they heard that it gave
+                # up. They count it as gone by now, so fewer of them are a quorum.
                 return is_quorum(others, self.size, self.gone | {self.me})
             others -= {leader}
         return is_quorum(others, self.size, self.gone)
 
     @property
     def presumed_used(self) -> bool:
-        """Of a failure that is decided: a result that counts this member's contribution may stand all the same.
+        """True after a decided failure if a result with this member's contribution may be in use nevertheless.
 
-        This member held the result and told the ballot's leader so. The leader may have committed before it died, and
-        its program may have used or saved what it got. A contribution counts at most once, so it is not used again,
-        unless a member of the ballot's view says that it never held the result: then the leader cannot have committed.
+        This member held the result and told the ballot's leader. The leader may have committed before it died, and its
+        program may have used or saved the result. A contribution counts at most once, so this member does not use it
+        again. The exception: if a member of the ballot's view says that it never held the result, the leader cannot
+        have committed.
         """
         if self.phase is not Phase.FAILED or self.outcome is not None or self.accepted is None:
             return False
@@ -116,16 +120,16 @@ class Member:
 
     @property
     def leader(self) -> int:
-        """Whom this member follows: the first that it has not lost."""
+        """Position of the member that this one follows: the first in the roster that it has not lost."""
         return next(position for position in range(self.size) if position not in self.lost)
 
     @property
     def gone(self) -> Members:
-        """Members that will decide nothing any more."""
+        """Members that will never decide again."""
         return self.dead | {position for position, _ in self.left}
 
     def key(self) -> tuple[Any, ...]:
-        """Equal for equal states."""
+        """Return a hashable key, equal for equal states."""
         return tuple(getattr(self, name) for name in _FIELDS)
 
 

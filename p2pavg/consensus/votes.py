@@ -1,8 +1,8 @@
-"""What the members of a group say to each other about how their round ends.
+"""Votes: the messages by which the members of a group agree on how their round ends.
 
-Members are named by their position in the roster. A *ballot* is one leader's try at ending the round: it has a number,
-which also names its leader, and a *view*, the members that it counts on. An *attempt* is one exchange of parts among
-some members; it is named by the ballot that began it. See ``docs/round.md``.
+Members are named by their position in the roster. A *ballot* is one leader's try to end the round. It has a number,
+which also names its leader, and a *view*: the members that must hold the result. An *attempt* is one exchange of parts
+among some members; it is named by the ballot that began it. See ``docs/round.md``.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ DIGEST_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """The last ballot in which a member held the attempt's whole result, and said so to the ballot's leader."""
+    """The last ballot that a member accepted: it held the whole result and told the ballot's leader."""
 
     ballot: int
     attempt: int
     members: Members
-    """Whose contributions the attempt averages, and who exchanges it."""
+    """Members of the attempt: they exchange parts, and their contributions are averaged."""
     view: Members
-    """Who has to hold it for the ballot to commit."""
+    """Members that must hold the result before the ballot commits."""
     must: bool = False
-    """An older ballot may have committed it, so that nothing else may be committed any more."""
+    """True if an older ballot may have committed the result, so that no other may be committed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Complete:
-    """The last attempt of which a member has the whole result."""
+    """The last attempt whose whole result a member has."""
 
     attempt: int
     members: Members
@@ -46,51 +46,51 @@ class Complete:
 
 @dataclass(frozen=True, slots=True)
 class Gather:
-    """A leader asks: who is there, what do you hold? It follows from the answer that older ballots are off."""
+    """Prepare (Paxos): a leader asks every member for a promise."""
 
     ballot: int
 
 
 @dataclass(frozen=True, slots=True)
 class Promise:
-    """The answer: no older ballot counts for this member any more."""
+    """Promise (Paxos): the member refuses all older ballots from now on, and says what it holds."""
 
     ballot: int
     attempt: int
-    """Which the member is in: of older ones it has nothing any more."""
+    """The member's current attempt; it has discarded the parts of older ones."""
     accepted: Accepted | None
     complete: Complete | None
     apart: Members
-    """Members with which this one cannot exchange anything any more."""
+    """Members with which this one can exchange nothing more."""
     hostile: Members
-    """Those of them that broke the protocol."""
+    """Members of ``apart`` that broke the protocol."""
 
 
 @dataclass(frozen=True, slots=True)
 class Behind:
-    """The ballot asked about is not newer than one that was promised."""
+    """Nack (Paxos): the member has already promised this ballot or a newer one."""
 
     promised: int
 
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """What a ballot is about: a new attempt (``attempt == ballot``), or the result of an older one."""
+    """Value of a ballot: a new attempt (``attempt == ballot``), or the result of an older one."""
 
     ballot: int
     attempt: int
     members: Members
     view: Members
     source: int
-    """Who passes on what others lack of an older attempt's result; its own position when nobody lacks anything."""
+    """The member that passes on shares to the ``lacking`` members."""
     lacking: Members
     must: bool = False
-    """An older ballot may have committed it."""
+    """True if an older ballot may have committed the result."""
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """The member holds the whole result, one digest of each reducer's share; a member that has none sends none."""
+    """The member holds the whole result. It sends one digest per share; a member that needs no result sends none."""
 
     ballot: int
     digests: tuple[bytes, ...]
@@ -106,7 +106,7 @@ class Commit:
 
 @dataclass(frozen=True, slots=True)
 class Trouble:
-    """The member cannot exchange anything with another one any more."""
+    """The member can exchange nothing more with another one."""
 
     peer: int
     hostile: bool
@@ -115,7 +115,7 @@ class Trouble:
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """The member has given the round up, and accepts nothing any more."""
+    """The member has given up the round, and accepts no more ballots."""
 
     accepted: int
     """The last ballot that it accepted, -1 for none."""
@@ -124,19 +124,19 @@ class Left:
 
 @dataclass(frozen=True, slots=True)
 class Unknown:
-    """This peer knows of no such group: it never was in it, has forgotten it, or was started anew."""
+    """The peer does not know the group: it was never in it, has forgotten it, or was restarted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ping:
-    """The member is there; it has nothing to say."""
+    """The member is alive and has nothing else to send."""
 
 
 Vote: TypeAlias = Gather | Promise | Behind | Begin | Held | Commit | Trouble | Left | Unknown | Ping
 
 
 def encode_vote(vote: Vote) -> bytes:
-    """One message."""
+    """Return a vote as one message."""
     match vote:
         case Gather(ballot):
             return pack("gather", ballot)
@@ -169,12 +169,12 @@ def encode_vote(vote: Vote) -> bytes:
 
 
 def decode_vote(message: bytes, size: int) -> Vote:
-    """What :func:`encode_vote` made of a vote in a group of ``size`` members.
+    """Return the vote in a message of :func:`encode_vote`, in a group of ``size`` members.
 
     Raises:
-        RemoteProtocolError: anything else.
+        RemoteProtocolError: the message is no such vote.
     """
-    # The kind alone first: each has its own fields.
+    # Each kind has its own fields, so the kind is read first.
     for kind, (types, read) in _READERS.items():
         if message[1 : 2 + len(kind)] == pack(kind)[1:]:
             return read(_Fields(size), *unpack(message, str, *types)[1:])

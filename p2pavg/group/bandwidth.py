@@ -1,7 +1,7 @@
-"""What this peer's link carries, learned from rounds. No I/O, no clock: who uses it says what time it is.
+"""Estimate of this peer's bandwidth, learned from rounds. No I/O, no clock: the caller passes the time.
 
-How much a link can carry shows while it is busy. In a round it is idle again and again, because others are slow or
-nothing is left to send, so what counts of a round is its best half second, in either direction.
+A link's capacity shows only while the link is busy. During a round it is often idle, because other members are slow or
+nothing is left to send. So only the busiest half second of a round counts, in each direction.
 """
 
 from __future__ import annotations
@@ -9,25 +9,25 @@ from __future__ import annotations
 from collections import deque
 
 DEFAULT_MBPS = 100.0
-"""Mbit/s that are announced until something is known."""
+"""Mbit/s to announce before the first measurement."""
 MIN_MBPS = 0.1
 MAX_MEASURED_MBPS = 1000.0
-"""Mbit/s of which no more is announced: from there on the processor is the bottleneck, not the link, and the noise of
-measuring would tilt the shares of machines that are equals."""
+"""Largest rate that is announced, in Mbit/s. Above it the processor is the bottleneck, not the link, and measurement
+noise would give equal machines unequal shares."""
 WINDOW_SECONDS = 0.5
-"""Shorter bursts may be of buffers that fill, and say little of the link."""
+"""Shortest burst that counts. A shorter one may only fill buffers, and says little about the link."""
 LEAST_SECONDS = 0.1
-"""A shorter round counts as one of this length: what had arrived before it began must not count as instantaneous."""
+"""Least length of a round in the estimate: data that arrived before it began must not count as instantaneous."""
 NEW_WEIGHT = 0.3
 HYSTERESIS = 0.1
 
 
 class BandwidthMeter:
-    """Estimates from rounds, one at a time, what this peer can send and receive.
+    """Estimates this peer's upload and download rates from rounds, one at a time.
 
     Args:
-        max_upload_mbps: Mbit/s that this peer may send, ``None`` without limit. No more is announced.
-        max_download_mbps: likewise, of what it may receive.
+        max_upload_mbps: limit of what this peer sends, in Mbit/s, or ``None``. It never announces more.
+        max_download_mbps: limit of what this peer receives, likewise.
     """
 
     def __init__(
@@ -43,37 +43,37 @@ class BandwidthMeter:
 
     @property
     def mbps(self) -> float:
-        """Mbit/s to announce, of the slower direction; changes at the end of a round, by more than 10 % or not."""
+        """Mbit/s to announce, for the slower direction. It changes only at the end of a round, by more than 10 %."""
         return self._announced
 
     @property
     def upload_mbps(self) -> float:
-        """Mbit/s that this peer can send, as far as is known."""
+        """Estimated Mbit/s that this peer can send."""
         return self._upload.mbps
 
     @property
     def download_mbps(self) -> float:
-        """Mbit/s that this peer can receive, as far as is known."""
+        """Estimated Mbit/s that this peer can receive."""
         return self._download.mbps
 
     def begin(self, now: float, sent: int = 0, received: int = 0) -> None:
-        """A round's exchange begins; one that has not ended is forgotten.
+        """Begin to measure a round's exchange, and discard one that has not ended.
 
         Args:
-            now: seconds of a clock that does not jump.
-            sent: the total of bytes that had left before.
-            received: the total of bytes that had arrived before.
+            now: seconds of a monotonic clock.
+            sent: total of bytes sent so far.
+            received: total of bytes received so far.
         """
         self._round = (_Busiest(now, sent), _Busiest(now, received))
 
     def sample(self, now: float, sent: int, received: int) -> None:
-        """The totals at this moment: about every 0.1 s, and once more right before :meth:`end`."""
+        """Record the totals at this moment. Call it about every 0.1 s, and once more right before :meth:`end`."""
         if self._round is not None:
             for direction, total in zip(self._round, (sent, received), strict=True):
                 direction.sample(now, total)
 
     def end(self, now: float) -> None:
-        """The round's exchange is over, whatever came of it."""
+        """End the measurement of a round's exchange, successful or not."""
         if self._round is None:
             return
         for estimate, direction in zip((self._upload, self._download), self._round, strict=True):
@@ -88,7 +88,7 @@ class BandwidthMeter:
 
 
 class _Busiest:
-    """The largest rate, in one direction of one round, over any window of :data:`WINDOW_SECONDS` or more."""
+    """Largest rate over any window of :data:`WINDOW_SECONDS` or more, in one direction of one round."""
 
     def __init__(self, now: float, total: int) -> None:
         self._first = (now, total)
@@ -106,21 +106,21 @@ class _Busiest:
             return
         rates = [_mbps(total - before, now - then) for then, before in starts]
         self._most = max(rates if self._most is None else [self._most, *rates])
-        # A window that can be cut into two that are long enough is not busier than both of them.
+        # A window that can be cut into two long enough windows is at most as busy as one of them.
         while starts[-1][0] - self._samples[0][0] >= WINDOW_SECONDS:
             self._samples.popleft()
 
     @property
     def measured(self) -> float | None:
-        """Mbit/s; ``None`` when the link was not busy for long enough to tell what it carries at most.
+        """Mbit/s, or ``None`` if the link was not busy for long enough to measure its capacity.
 
-        A small vector is through in a moment, and a member whose share is empty sends nothing: that the rest of the
-        round was idle says nothing of the link.
+        A small vector is sent in a moment, and a member with an empty share sends nothing. The idle rest of such a
+        round says nothing about the link.
         """
         return self._most if self._busy_seconds >= WINDOW_SECONDS else None
 
     def at_least(self, now: float) -> float:
-        """Mbit/s that the link did carry."""
+        """Return the Mbit/s that the link has carried, a lower bound of its capacity."""
         if self._most is not None:
             return self._most
         begun, first = self._first
@@ -128,7 +128,7 @@ class _Busiest:
 
 
 class _Estimate:
-    """What one direction carries, over rounds."""
+    """Estimated rate of one direction, over all rounds."""
 
     def __init__(self) -> None:
         self.mbps = DEFAULT_MBPS
@@ -141,7 +141,7 @@ class _Estimate:
         elif not self._measured:
             self.mbps, self._measured = measured, True
         else:
-            # What it has carried it can carry; that it carried less may be the others' doing.
+            # A link can carry what it has carried. If it carried less, other members may have been the cause.
             mean = (1 - NEW_WEIGHT) * self.mbps + NEW_WEIGHT * measured
             self.mbps = max(mean, measured)
 

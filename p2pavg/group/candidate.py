@@ -55,7 +55,7 @@ class Candidate:
     """True for a peer without a vector: it reduces a share and takes no result."""
     addresses: tuple[str, ...]
     state: bytes
-    """Names what the vector belongs to, e.g. the parameters of the gradients. Only peers of one state meet."""
+    """Name of the state that the vector belongs to, e.g. the parameters of the gradients. Groups have one state."""
     tags: tuple[str, ...]
     """Capabilities that the peer claims, e.g. ``gpu``."""
     metrics: tuple[tuple[str, float], ...]

@@ -1,4 +1,4 @@
-"""What a member has reached in a round, for whoever wants to watch: a test that lets it crash there, for one."""
+"""Milestones of a member in a round, for observers, e.g. a test that crashes the member at one of them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 
 class Milestone(enum.Enum):
-    """A point in a round. Some are reached many times."""
+    """A point in a round. A member reaches some of them many times."""
 
     FORMED = "its group was formed"
     CONTRIBUTION_SENT = "it sent a part of its contribution"
@@ -22,4 +22,4 @@ OnMilestone: TypeAlias = Callable[[Milestone], None]
 
 
 def ignore(_milestone: Milestone) -> None:
-    """Nobody watches."""
+    """Do nothing: the observer of a round that is not watched."""

@@ -1,4 +1,4 @@
-"""Names that peers may give to things that end up in other peers' logs, results and records."""
+"""Checks of names that peers choose and that end up in other peers' logs, results and records."""
 
 from __future__ import annotations
 

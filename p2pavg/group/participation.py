@@ -1,6 +1,7 @@
-"""Who contributes to a round, and who only observes: rules that every member applies to what all have signed.
+"""Participation rules: they decide which members contribute to a round and which only observe.
 
-No I/O, no clock, no random source. Who observes holds the result like everybody else, and keeps what it accumulated.
+Every member applies the rule to the signed records of all members. No I/O, no clock, no random source. An observer
+holds the result like every other member, and keeps what it accumulated.
 """
 
 from __future__ import annotations
@@ -24,29 +25,29 @@ _DRAW_DOMAIN = "p2pavg/draw/1"
 
 
 class Participation(abc.ABC):
-    """A rule by which members of a group contribute or observe; all peers of a run need the same."""
+    """A rule that decides which members of a group contribute. All peers of a run need the same rule."""
 
     @property
     @abc.abstractmethod
     def text(self) -> str:
-        """The rule as text: peers with other rules never meet."""
+        """The rule as text. Peers whose rules have different texts never form a group."""
 
     @abc.abstractmethod
     def contributors(self, members: Sequence[Candidate]) -> frozenset[str]:
-        """Ids of those of some members, all with something to contribute, that do."""
+        """Return the ids of the members that contribute. All given members have something to contribute."""
 
 
 @dataclass(frozen=True, slots=True)
 class RandomFraction(Participation):
-    """A part of each group, drawn anew for every state: those of the lowest SHA-256 of seed, state and peer id.
+    """A random fraction of each group contributes: the members with the lowest SHA-256 of seed, state and peer id.
 
-    The state is what ``step(state=...)`` says, as :mod:`p2pavg.optim` does: without one the same peers are drawn each
-    time.
+    The draw is new for every state. :mod:`p2pavg.optim` sets the state; other callers set it with ``step(state=...)``.
+    Without a state the same peers are drawn each time.
 
     Args:
-        fraction: of the members that have something to contribute, above 0 and at most 1; rounded up, so that one at
-            least does. The fraction C of McMahan et al. 2017 ("Communication-Efficient Learning of Deep Networks from
-            Decentralized Data"), algorithm 1.
+        fraction: fraction of the members that have something to contribute, above 0 and at most 1. It is rounded up,
+            so at least one member contributes. This is the fraction C of McMahan et al. 2017
+            ("Communication-Efficient Learning of Deep Networks from Decentralized Data"), algorithm 1.
         seed: any whole number; the same for all peers.
 
     Raises:
@@ -77,7 +78,7 @@ class RandomFraction(Participation):
         return frozenset(member.peer_id for member in drawn[: self._count(len(drawn))])
 
     def _count(self, members: int) -> int:
-        # Exactly: 0.28 * 25 is a little more than 7 as a float.
+        # Exact arithmetic: as floats, 0.28 * 25 is a little more than 7.
         return max(1, math.ceil(Fraction(self.fraction).limit_denominator(10**6) * members))
 
     def _draw(self, member: Candidate) -> bytes:
@@ -86,11 +87,11 @@ class RandomFraction(Participation):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ByCapability(Participation):
-    """Those that say of themselves that they can.
+    """Members that claim some capabilities contribute.
 
     Args:
-        tags: what a contributor has among its tags (:attr:`p2pavg.AveragingConfig.tags`), e.g. ``("gpu", "fp16")``.
-        min_bandwidth: Mbit/s that it announces at least.
+        tags: tags that a contributor must have (:attr:`p2pavg.AveragingConfig.tags`), e.g. ``("gpu", "fp16")``.
+        min_bandwidth: least bandwidth that a contributor must announce, in Mbit/s.
 
     Raises:
         ConfigError: an argument is out of range.
@@ -120,7 +121,7 @@ class ByCapability(Participation):
 
 
 def check_tags(tags: object) -> None:
-    """Raise ConfigError unless these are tags that a peer can announce."""
+    """Raise ConfigError unless a peer can announce these tags."""
     if not isinstance(tags, tuple) or not all(isinstance(tag, str) and is_name(tag) for tag in tags):
         raise ConfigError(
             f"tags must be a tuple of texts of 1 to {MAX_NAME_CHARS} printable characters, got {tags!r}"
@@ -130,12 +131,12 @@ def check_tags(tags: object) -> None:
 
 
 def silent_members(members: Sequence[Candidate]) -> frozenset[str]:
-    """Ids of those that have nothing to contribute, and wait for the result."""
+    """Return the ids of the members that have nothing to contribute but want the result."""
     return frozenset(member.peer_id for member in members if member.weight == 0 and not member.auxiliary)
 
 
 def observers(rule: Participation | None, members: Sequence[Candidate]) -> frozenset[str]:
-    """Ids of those of some members that only observe."""
+    """Return the ids of the members that only observe."""
     silent = silent_members(members)
     if rule is None:
         return silent

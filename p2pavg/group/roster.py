@@ -46,7 +46,7 @@ class Roster:
     shares: tuple[int, ...]
     """Elements of the vector that each member reduces, in the members' order."""
     proposal: int
-    """Counts the leader's proposals, so that no two rosters have one id."""
+    """Number of the leader's proposal; it makes the id of every roster unique."""
     observers: frozenset[str] = frozenset()
     """Ids of the members that only observe in this round, whatever weight they signed."""
 
@@ -82,7 +82,7 @@ class Roster:
 
     @cached_property
     def holders(self) -> tuple[Candidate, ...]:
-        """The members that hold the result when the round has succeeded: contributors and observers."""
+        """The members that hold the result after a successful round: contributors and observers."""
         return tuple(member for member in self.members if not member.auxiliary)
 
     @property

@@ -1,7 +1,7 @@
-"""Which part of the vector goes where: decided from numbers alone, the same for every member.
+"""Division of the vector into shares and parts. Every member computes the same from the same numbers.
 
-The flat vector of ``elements`` floats is cut into one contiguous *share* a reducer, and a share into *parts*, the unit
-of transmission. Butterfly all-reduce: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
+The flat vector of ``elements`` floats is cut into one contiguous *share* per reducer. A share is cut into *parts*, the
+unit of transmission. Butterfly all-reduce: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
 workstations", 2009, section 3 (reduce-scatter, then all-gather).
 """
 
@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
-# 2 MiB of fp32. What a part costs beside its bytes, in calls and wake-ups, is then little: half and a quarter of it
-# cost a tenth to a fourth more processor for a large vector, twice as much saves nothing.
+# 2 MiB of fp32. At this size the fixed cost of a part, in calls and wake-ups, is small. For a large vector, parts of
+# half or a quarter of the size cost a tenth to a fourth more processor time, and parts of twice the size save nothing.
 MAX_PART_ELEMENTS = 524_288
 MIN_PART_ELEMENTS = 65_536
 PARTS_OF_A_SHARE = 8
-"""About as many as it takes until reducing and sending overlap: the last part of each lane overlaps with nothing."""
+"""Parts per share, enough for reducing and sending to overlap. The last part of each lane overlaps with nothing."""
 
 _HALF = Fraction(1, 2)
 
@@ -33,19 +33,19 @@ class Part:
 
     @property
     def elements(self) -> int:
-        """How many elements the part has."""
+        """Number of elements of the part."""
         return self.stop - self.start
 
 
 @dataclass(frozen=True, slots=True)
 class MemberLink:
-    """What counts of a member when the vector is cut.
+    """A member's properties that decide its share.
 
     Args:
         bandwidth: Mbit/s in its slower direction, above 0.
-        contributes: whether it has a contribution, or waits for the result; an auxiliary does neither. A observer
-            counts as a contributor, though it sends no contributions: a little more than it carries.
-        reachable: whether others can dial it.
+        contributes: True for a contributor or an observer, False for an auxiliary. An observer sends no contributions,
+            so its traffic is a little overestimated.
+        reachable: True if other members can dial it.
     """
 
     bandwidth: float
@@ -53,18 +53,19 @@ class MemberLink:
     reachable: bool = True
 
 
-# A reducer reads what the others contribute to its share, and says what its average is. One that lies about its
-# bandwidth gains at most one more equal share by it. The price: where one of eight has ten times the bandwidth of the
-# others, a round takes up to two thirds longer than with the best shares; among links within a factor of two, little.
+# A reducer reads the other members' contributions to its share and computes their average. With this limit, a reducer
+# that lies about its bandwidth gains at most one more equal share. The limit has a price. If one of eight members has
+# ten times the bandwidth of the others, a round takes up to two thirds longer than with the best shares. Among links
+# within a factor of two, the price is small.
 MOST_EQUAL_SHARES = 2
 MOST_OF_VECTOR = Fraction(2, 3)
-"""With two or three reducers, twice an equal share would be the whole vector."""
+"""Limit for two or three reducers, where twice an equal share would be (nearly) the whole vector."""
 
 
 def largest_fraction(members: Sequence[MemberLink]) -> Fraction:
-    """Return the part of the vector that one member reduces at most, whatever bandwidth it has signed.
+    """Return the largest fraction of the vector that one member reduces, for any signed bandwidth.
 
-    Two members see each other's contributions in any case, and one reducer has no choice: there is no limit then.
+    There is no limit for two members, which see each other's contributions in any case, or for a single reducer.
     """
     reducers = sum(member.reachable for member in members) or len(members)
     if len(members) <= 2 or reducers == 1:
@@ -75,24 +76,24 @@ def largest_fraction(members: Sequence[MemberLink]) -> Fraction:
 def best_fractions(members: Sequence[MemberLink], most: Fraction = Fraction(1)) -> tuple[Fraction, ...]:
     """Share fractions that minimise the round's duration; exact, each from 0 to ``most``, and summing to 1.
 
-    Of a vector of V bytes member i reduces the fraction x. With c contributors, a contributor sends V (1 - x) of
+    Of a vector of V bytes a member reduces the fraction x. With c contributors, a contributor sends V (1 - x) of
     contributions and V x (c - 1) of averages, and receives as much: V (1 + x (c - 2)) each way. An auxiliary receives
     c contributions and sends c averages: V x c each way. (Patarasuk and Yuan 2009, section 3, with shares of any
-    size.) Divided by the member's bandwidth b that is its time, and the round takes as long as the slowest.
+    size.) The member's time is that traffic divided by its bandwidth b. The round takes as long as its slowest member.
 
-    In a time of T V, a contributor reduces max(0, (T b - 1) / (c - 2)), which is nothing up to T = 1/b, and an
-    auxiliary T b / c; neither reduces more than ``most``. All of it grows with T, so the shortest time is the T at
-    which it adds up to 1: *water-filling*. Then the time of a member that reduces less than ``most`` cannot be made
-    shorter without making another's time, as long or longer, still longer. That is the objective of hivemind's
-    load_balancing.py, which solves a linear program and rounds; here it is exact.
+    In a time of T V, a contributor reduces max(0, (T b - 1) / (c - 2)), which is 0 up to T = 1/b, and an auxiliary
+    reduces T b / c. Neither reduces more than ``most``. All these fractions grow with T, so the shortest time is the T
+    at which they sum to 1: *water-filling*. At that T, the time of a member that reduces less than ``most`` can be
+    shortened only by lengthening that of another member that needs as long or longer. This is the objective of
+    hivemind's load_balancing.py, which solves a linear program and rounds; here the solution is exact.
 
-    Of two contributors each sends V, whatever it reduces: they share in proportion to bandwidth, and an auxiliary's
-    counts half, since it receives two contributions where a contributor receives one. That makes no auxiliary the
-    slowest. A member that cannot be dialled reduces nothing, unless none can be dialled.
+    With two contributors each of them sends V, for any x. They share in proportion to bandwidth. An auxiliary's
+    bandwidth counts half, because it receives two contributions where a contributor receives one. So no auxiliary is
+    the slowest. A member that cannot be dialled reduces nothing, unless no member can be dialled.
 
     Args:
-        members: their links.
-        most: the largest fraction of one member; with as many reducers as there are it has to suffice for all of it.
+        members: links of the members.
+        most: the largest fraction of one member. The reducers' fractions must be able to sum to 1.
     """
     contributors = sum(member.contributes for member in members)
     anybody = any(member.reachable for member in members)
@@ -129,7 +130,7 @@ def _pipe(link: MemberLink, contributors: int) -> _Pipe:
 
 
 def _level(pipes: Sequence[_Pipe], most: Fraction) -> Fraction:
-    """Return the least T, in units of V, in which the whole vector is reduced."""
+    """Return the least T, in units of V, at which the whole vector is reduced."""
     changes = sorted(
         [(pipe.start, pipe.slope) for pipe in pipes] + [(p.full_at(most), -p.slope) for p in pipes]
     )
@@ -143,11 +144,11 @@ def _level(pipes: Sequence[_Pipe], most: Fraction) -> Fraction:
 
 
 def levelled(members: Sequence[MemberLink]) -> list[MemberLink]:
-    """The members with bandwidths of few levels, a factor of 1.5 apart; those near the median have the median's.
+    """Return the members with their bandwidths rounded to levels, a factor of 1.5 apart, starting at the median.
 
-    What a link carries is measured, and two measurements of equal links differ. Shares that are best for such numbers
-    are worse than equal ones: of four members, one that seems a fifth slower than the others gets less than half of
-    what each of them gets.
+    Bandwidths are measured, and two measurements of equal links differ. Shares that are optimal for such numbers are
+    worse than equal shares: of four members, one that seems a fifth slower than the others gets less than half of the
+    share of each of them.
     """
     if not members:
         return []
@@ -156,7 +157,7 @@ def levelled(members: Sequence[MemberLink]) -> list[MemberLink]:
 
 
 _STEP = Fraction(3, 2)
-_NEAR = Fraction(60, 49)  # about the root of the step
+_NEAR = Fraction(60, 49)  # about the square root of the step
 _MOST_STEPS = 16
 
 
@@ -169,39 +170,39 @@ def _level_of(bandwidth: float, median: Fraction) -> float:
             level /= _STEP
         else:
             return float(level)
-    return bandwidth  # hundreds of times more, or less: then it matters little how much
+    return bandwidth  # hundreds of times more or less than the median: the exact value matters little
 
 
 def fastest_shares(
     elements: int, members: Sequence[MemberLink], granularity: int, most: Fraction = Fraction(1)
 ) -> tuple[int, ...]:
-    """Cut ``elements`` into one share a member, for the shortest round, each cut between two blocks.
+    """Cut ``elements`` into one share per member, for the shortest round. Every cut is between two blocks.
 
     Args:
         elements: length of the vector, 0 or more.
-        members: their links, in the roster's order.
+        members: links of the members, in the roster's order.
         granularity: the codec's block; a block is never split between reducers.
-        most: the fraction that one member reduces at most; see :func:`largest_fraction`.
+        most: the largest fraction that one member reduces; see :func:`largest_fraction`.
 
     Returns:
-        The elements of each member's share, in the members' order; they sum to ``elements``.
+        The number of elements of each member's share, in the members' order. They sum to ``elements``.
     """
-    # Every member computes this for itself, and all must come to the same integers. Fractions are exact: no rounding
-    # that another platform or version of Python may do otherwise (sum() of floats does, from 3.12 on).
+    # Every member computes the shares itself, and all must get the same integers. Fractions are exact. Floats may be
+    # rounded differently on other platforms or versions of Python (sum() of floats is, from 3.12 on).
     blocks = -(-elements // granularity)
     cuts = itertools.accumulate(best_fractions(members, most), initial=Fraction(0))
-    # The sums are rounded and not the shares, so that errors do not add up. Half goes up: with round()'s half to even
-    # a share of exactly one block could become none or two, depending on where it lies.
+    # The sums are rounded, not the shares, so errors do not add up. Halves are rounded up. With round(), which rounds
+    # half to even, a share of exactly one block could get no block or two, depending on its position.
     edges = [min(math.floor(blocks * cut + _HALF) * granularity, elements) for cut in cuts]
     return tuple(stop - start for start, stop in itertools.pairwise(edges))
 
 
 def bound_seconds(payload_bytes: int, members: Sequence[MemberLink]) -> float:
-    """The least time that a round takes, in seconds, when nothing but bandwidth costs time.
+    """Return the lower bound of a round's duration, in seconds, if only bandwidth costs time.
 
     Args:
-        payload_bytes: of one whole vector, as encoded for the wire.
-        members: their links; the best shares are taken, as exact fractions.
+        payload_bytes: bytes of one whole vector, as encoded for the wire.
+        members: links of the members. The shares are the best ones, as exact fractions.
     """
     contributors = sum(member.contributes for member in members)
     seconds_a_megabit = max(
@@ -212,23 +213,23 @@ def bound_seconds(payload_bytes: int, members: Sequence[MemberLink]) -> float:
 
 
 def _traffic(fraction: Fraction, contributors: int, member: MemberLink) -> Fraction:
-    """What a member sends, and receives, in vectors."""
+    """Return the traffic of a member in each direction, in units of the vector's size."""
     return 1 + fraction * (contributors - 2) if member.contributes else fraction * contributors
 
 
 def share_bounds(shares: Sequence[int], position: int) -> tuple[int, int]:
-    """Where the share of the member at ``position`` starts and stops in the vector."""
+    """Return the first element of the share of the member at ``position``, and the element after its last."""
     start = sum(shares[:position])
     return start, start + shares[position]
 
 
 def part_size(elements: int, reducers: int) -> int:
-    """Elements of a part, where a vector of so many is reduced by so many members; the same for all of them."""
+    """Return the number of elements of a part, for a vector of ``elements`` and a number of reducers."""
     return min(max(elements // (reducers * PARTS_OF_A_SHARE), MIN_PART_ELEMENTS), MAX_PART_ELEMENTS)
 
 
 def cut_into_parts(start: int, stop: int, granularity: int, part_elements: int) -> tuple[Part, ...]:
-    """The parts of the share from ``start`` to ``stop``, each but the last a whole number of blocks."""
+    """Return the parts of the share from ``start`` to ``stop``. Each but the last is a whole number of blocks."""
     step = max(granularity, part_elements - part_elements % granularity)
     return tuple(
         Part(index, first, min(first + step, stop)) for index, first in enumerate(range(start, stop, step))
@@ -236,13 +237,13 @@ def cut_into_parts(start: int, stop: int, granularity: int, part_elements: int) 
 
 
 def fp32_bytes(shares: Sequence[int], position: int, members: Sequence[tuple[bool, bool]]) -> int:
-    """Bytes of values that the member at ``position`` sends and receives in one exchange when nothing is encoded.
+    """Return the bytes of values that the member at ``position`` sends and receives in one exchange without a codec.
 
-    A contributor sends the shares of all others, and every member receives its own share from every other contributor;
-    then it sends its averaged share to every other holder and, if it is one itself, receives the shares of all others.
+    A contributor sends the shares of all others, and every member receives its own share from every other contributor.
+    Then each member sends its averaged share to every other holder. A holder receives the shares of all others.
 
     Args:
-        members: of each, whether it contributes and whether it holds the result.
+        members: for each member, True if it contributes, and True if it holds the result.
     """
     own, total = shares[position], sum(shares)
     contributes, holds = members[position]

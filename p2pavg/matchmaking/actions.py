@@ -1,4 +1,4 @@
-"""What :class:`~p2pavg.matchmaking.rules.Matchmaking` asks to be done, and what it is told to aim at. Plain values."""
+"""Actions and settings of :class:`~p2pavg.matchmaking.rules.Matchmaking`, as plain values."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from p2pavg.matchmaking.messages import Ask, Message, Nudge
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Send a message to a peer with whom a join stream is open."""
+    """Send a message to a peer over the open join stream."""
 
     peer_id: str
     message: Message
@@ -33,9 +33,9 @@ class Open:
 
 @dataclass(frozen=True, slots=True)
 class Close:
-    """Let go of the join stream with a peer, after what was sent on it.
+    """Close the join stream with a peer, after the messages that were queued on it.
 
-    ``upward``: the stream on which this peer asked, not one on which it was asked.
+    ``upward``: close the stream on which this peer asked, not the one on which it was asked.
     """
 
     peer_id: str
@@ -45,7 +45,7 @@ class Close:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The attempt goes on, and its caller may be told how far it is."""
+    """Report progress to the caller; the attempt goes on."""
 
     ready_peers: int
     reason: str
@@ -53,21 +53,21 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class GaveUp:
-    """Nobody was there at the deadline; the attempt is over."""
+    """The attempt has ended without a group."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Renew:
-    """This attempt's deadline is long over: begin another one with a new deadline."""
+    """Begin a new attempt with a new deadline: the deadline of this one is long over."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Formed:
-    """The group stands."""
+    """The group is committed."""
 
     roster: Roster
     reason: str
@@ -75,7 +75,7 @@ class Formed:
 
 @dataclass(frozen=True, slots=True)
 class Expect:
-    """Streams of this group may arrive from now on; any other group that was expected is off."""
+    """Accept streams of this group from now on, and of no other; ``None``: of no group."""
 
     group_id: bytes | None
     reason: str
@@ -87,14 +87,20 @@ Actions: TypeAlias = list[Action]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What a peer wants of a group."""
+    """Requirements of a peer for its group."""
 
     target: int
     minimum: int
     match_timeout: float  # seconds
     cut_shares: Callable[[Sequence[Candidate]], tuple[int, ...]]
-    """From what the members signed: every member computes the same, so no leader can load one of them."""
-    max_share: int | None = None  # elements that this peer reduces at most
-    max_weight: float = MAX_WEIGHT  # of one contribution; a peer that announces more is not met
+    """Cuts the vector into shares from the members' signed records only.
+
+    Every member computes the same shares, so no leader can put more load on one of them.
+    """
+    max_share: int | None = None  # largest number of elements that this peer reduces
+    max_weight: float = MAX_WEIGHT  # largest weight of a contribution; peers that announce more are refused
     choose_observers: Callable[[Sequence[Candidate]], frozenset[str]] | None = silent_members
-    """Who of some members only observes, from what they signed alone; ``None`` takes what the leader says."""
+    """Returns the ids of the members that only observe, from their signed records only.
+
+    ``None``: take the leader's choice.
+    """

@@ -1,7 +1,7 @@
-"""What one attempt knows of other peers, one :class:`KnownPeer` each. No I/O, no clock, no random source.
+"""One attempt's knowledge of other peers, one :class:`KnownPeer` each. No I/O, no clock, no random source.
 
-A peer's attempt is named by its deadline, which a peer never uses twice. So where something is known of one attempt of
-a peer, its deadline is kept: the peer's next attempt is a new candidate, to which it does not apply.
+A peer's attempt is named by its deadline, which a peer never uses twice. Knowledge about one attempt of a peer is
+stored with that deadline. It does not apply to the peer's next attempt, which is a new candidate.
 """
 
 from __future__ import annotations
@@ -12,18 +12,16 @@ from dataclasses import dataclass
 from p2pavg.group.candidate import Candidate
 from p2pavg.group.limits import MAX_TIMEOUT_SECONDS
 
-FORGET_SECONDS = (
-    60.0  # a candidate that no record names any more is forgotten after this; a record lives 30 s
-)
-RECENT_SECONDS = 6.0  # a candidate counts as there when a record named it within one poll and a look-up
-HOLD_OFF_SECONDS = 10.0  # a follower that spoiled a proposal is kept out for this, twice as long each time
+FORGET_SECONDS = 60.0  # a candidate is forgotten this long after a record last named it; a record lives 30 s
+RECENT_SECONDS = 6.0  # a candidate is present if a record named it this recently: one poll and a look-up
+HOLD_OFF_SECONDS = 10.0  # backoff for a follower that spoiled a proposal; doubles each time
 MAX_HOLD_OFF_SECONDS = 600.0
-MAX_DEADLINE_SECONDS = 2 * MAX_TIMEOUT_SECONDS  # between a deadline and now, either way
-PAST_SECONDS = 90.0  # no honest leader's deadline is over for longer, even if its clock is half a minute slow
+MAX_DEADLINE_SECONDS = 2 * MAX_TIMEOUT_SECONDS  # largest distance of a deadline from now, either way
+PAST_SECONDS = 90.0  # no honest leader is further past its deadline, even with a clock half a minute slow
 
 
 def plausible(candidate: Candidate, now: float) -> bool:
-    """Return whether a record still counts and an honest peer with a working clock signs such a deadline."""
+    """Return whether a record is still valid and its deadline is one that an honest peer would sign."""
     return candidate.record.expiration_time > now and abs(candidate.deadline - now) <= MAX_DEADLINE_SECONDS
 
 
@@ -34,7 +32,7 @@ def may_lead(candidate: Candidate, now: float) -> bool:
 
 @dataclass(slots=True)
 class KnownPeer:
-    """What one attempt knows of one other peer. Times are wall-clock seconds."""
+    """One attempt's knowledge of one other peer. Times are wall-clock seconds."""
 
     peer_id: str
     candidate: Candidate | None = None
@@ -42,11 +40,11 @@ class KnownPeer:
     seen: float | None = None
     """Time at which a record or message last named it."""
     avoided: tuple[float, float] | None = None
-    """Deadline of an attempt that is not asked, and until when."""
+    """Deadline of an attempt that is not asked for now, and the end of that pause."""
     broken: float | None = None
     """Deadline of the attempt with which a conversation broke off."""
     silent: float | None = None
-    """Deadline of the attempt that answers no message."""
+    """Deadline of the attempt that does not answer."""
     ended: float = -1.0
     """Deadline of the latest attempt that is known to be over."""
     came_back: float | None = None
@@ -56,19 +54,19 @@ class KnownPeer:
     awaited_until: float | None = None
     """A complete group waits until then for this auxiliary, which was nudged."""
     fruitless: int = 0
-    """Number of times that asking it came to nothing."""
+    """Number of times that asking it led to no group."""
     doubted: bool = False
-    """It was left as a leader before its deadline."""
+    """True if this peer has left it as a leader before its deadline."""
     banned: str | None = None
-    """Why it is neither asked nor admitted in this attempt."""
+    """Reason for which it is neither asked nor admitted in this attempt."""
     refused: str | None = None
-    """Why its candidates are not taken."""
+    """Reason for which its candidates are not taken."""
     declined: str | None = None
-    """Why it declined this peer."""
+    """Reason for which it declined this peer."""
     unreached: tuple[Candidate, str] | None = None
-    """The attempt that could not be reached, and why."""
+    """The attempt that could not be reached, and the reason."""
     held_off: tuple[str, float] | None = None
-    """Why it is not admitted as a follower, and until when."""
+    """Reason for which it is not admitted as a follower, and the end of that backoff."""
     times_held_off: int = 0
 
     @property
@@ -78,11 +76,11 @@ class KnownPeer:
 
     @property
     def is_silent(self) -> bool:
-        """True if its latest attempt answers no message."""
+        """True if its latest attempt does not answer."""
         return self.silent is not None and self.silent == self.deadline
 
     def is_there(self, now: float) -> bool:
-        """Return whether its latest attempt was named just now, and no conversation with it came to nothing."""
+        """Return whether a record named its latest attempt recently and no conversation with it has failed."""
         gone = self.deadline in (self.silent, self.broken)
         return not gone and (now if self.seen is None else self.seen) + RECENT_SECONDS >= now
 
@@ -91,15 +89,15 @@ class KnownPeer:
         if self.candidate is None or self.candidate.deadline <= candidate.deadline:
             self.candidate = candidate
             if self.avoided is not None and self.avoided[0] != candidate.deadline:
-                self.avoided = None  # that was another attempt
+                self.avoided = None  # it applied to another attempt
 
     def avoid(self, until: float) -> None:
-        """Leave its latest attempt alone until then."""
+        """Do not ask its latest attempt until then."""
         if self.candidate is not None:
             self.avoided = (self.candidate.deadline, until)
 
     def not_answering(self) -> None:
-        """Note that its latest attempt answers no message."""
+        """Note that its latest attempt does not answer."""
         if self.candidate is not None:
             self.silent = self.candidate.deadline
 
@@ -110,10 +108,10 @@ class KnownPeer:
         self.not_answering()
 
     def hold_off(self, reason: str, now: float) -> float:
-        """Keep out a peer that spoiled a proposal, and return for how many seconds.
+        """Back off from a follower that spoiled a proposal; return the seconds for which it is not admitted.
 
-        Not for ever, as it may have been slow once and be the only other peer; and longer each time, as it may mean to
-        hold up every proposal.
+        The backoff ends, because the peer may have been slow once and be the only other peer. It grows each time,
+        because the peer may spoil every proposal on purpose.
         """
         seconds = min(HOLD_OFF_SECONDS * 2.0 ** min(self.times_held_off, 10), MAX_HOLD_OFF_SECONDS)
         self.held_off = (reason, now + seconds)
@@ -142,12 +140,12 @@ class KnownPeers:
         return known
 
     def avoid(self, peer_id: str, until: float) -> None:
-        """Leave a peer's latest attempt alone until then, if the peer is known. Strangers may name any id."""
+        """Do not ask a peer's latest attempt until then, if the peer is known. Strangers may name any id."""
         if peer_id in self._peers:
             self._peers[peer_id].avoid(until)
 
     def why_banned(self, peer_id: str) -> str | None:
-        """Return why a peer is banned, or ``None``. Strangers may name any id."""
+        """Return the reason for which a peer is banned, or ``None``. Strangers may name any id."""
         known = self._peers.get(peer_id)
         return None if known is None else known.banned
 
@@ -170,7 +168,7 @@ class KnownPeers:
         return any(known.awaited_until is not None for known in self)
 
     def pass_time(self, now: float) -> None:
-        """Forget what no longer counts."""
+        """Forget everything that has expired."""
         for known in self:
             if known.avoided is not None and known.avoided[1] <= now:
                 known.avoided = None
@@ -180,6 +178,6 @@ class KnownPeers:
                 known.candidate = None
 
     def times(self) -> list[float]:
-        """Return the moments at which :meth:`pass_time` changes which peer may be asked or is waited for."""
+        """Return the times at which :meth:`pass_time` ends a pause or a wait."""
         avoided = [known.avoided[1] for known in self if known.avoided is not None]
         return avoided + [known.awaited_until for known in self if known.awaited_until is not None]

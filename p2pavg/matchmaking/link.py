@@ -1,4 +1,4 @@
-"""One join stream: messages out in order without waiting, messages in as they come."""
+"""One join stream: sending queues a message without waiting, and received messages go to callbacks."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from p2pavg.net.transport import Stream
 
 logger = logging.getLogger(__name__)
 
-# A conversation has a few messages in flight at most; a peer that reads none is lost, not waited for.
+# A conversation has a few messages in flight at most. A peer that does not read them is dropped.
 _OUTBOX_MESSAGES = 32
 _FLUSH_SECONDS = 2.0
 
 
 class Link:
-    """Owns ``stream`` for as long as :meth:`run` runs."""
+    """A join stream's queue of outgoing messages, and its reader. It owns ``stream`` while :meth:`run` runs."""
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
@@ -40,7 +40,7 @@ class Link:
             self._scope.cancel()
 
     def close(self) -> None:
-        """No more is said or heard; what is queued is still sent."""
+        """Stop sending and receiving; queued messages are still sent."""
         self._closed = True
         self._outbox.close()
 
@@ -50,9 +50,9 @@ class Link:
         on_lost: Callable[[str], None],
         on_fault: Callable[[str, Exception], None],
     ) -> None:
-        """Carry messages until either side closes; ``on_lost`` is called unless it was this one.
+        """Carry messages until either side closes; call ``on_lost`` unless this side closed.
 
-        ``on_fault`` is told when a message cannot even be decoded without an unexpected exception.
+        ``on_fault`` is called if decoding a message raises an unexpected exception.
         """
         reason = "it does not read its messages"
         try:
@@ -62,7 +62,7 @@ class Link:
                     reason = await self._read(on_message, on_fault)
                     nursery.cancel_scope.cancel()
         finally:
-            # Not when this task is cancelled from outside: then nobody is left to be told.
+            # After a cancellation from outside, ``on_lost`` is not called: its listener is gone too.
             lost, self._closed = not self._closed, True
             await self._stream.reset()
         if lost:
@@ -84,7 +84,7 @@ class Link:
             if message is None:
                 return "its message could not be read"
             if self._closed:
-                continue  # waits for the writer to have sent the rest
+                continue  # until the writer has sent the rest
             on_message(message)
 
     async def _write(self) -> None:

@@ -1,4 +1,4 @@
-"""Carries out what :mod:`p2pavg.matchmaking.rules` decides: records, join streams, time."""
+"""Matchmaking's I/O: records, join streams and timers that carry out :mod:`p2pavg.matchmaking.rules`."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ from p2pavg_dht import Record
 
 logger = logging.getLogger(__name__)
 
-RECORD_TTL_SECONDS = 30.0  # what a peer that died leaves behind is gone after this
-ATTEMPT_SECONDS = 3500.0  # the signed candidate of an attempt counts for an hour
+RECORD_TTL_SECONDS = 30.0  # the record of a peer that died expires after this
+ATTEMPT_SECONDS = 3500.0  # the signed candidate of an attempt is valid for an hour
 OPEN_SECONDS = 5.0
-# After an attempt the record stays for this long: a loop that steps again replaces it, at half the calls.
+# The record stays this long after an attempt. A training loop that steps again replaces it, which halves the calls.
 LINGER_SECONDS = 2.0
 _POLL_FIRST_SECONDS = 0.25
 _POLL_MOST_SECONDS = 4.0
-# A peer whose message raised an exception here is not met for so long: it would only send it again.
+# A peer whose message raised an exception here is banned for so long, because it would send the message again.
 FAULT_BAN_SECONDS = 600.0
-MAX_BANNED = 1024  # peers; an identity costs nothing, and a ban is only worth anything until the next one
+MAX_BANNED = 1024  # peers; a banned peer can take a new identity at no cost, so more bans would not help
 
 
 class Matchmaker:
-    """Finds groups for one averager, one attempt at a time, and answers those who ask it in between."""
+    """Finds groups for one averager, one attempt at a time, and answers peers that ask between attempts."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class Matchmaker:
         key: bytes,
         settings: Settings,
         codec: str,
-        bandwidth: Callable[[], float],  # Mbit/s, as it is to be signed next
+        bandwidth: Callable[[], float],  # returns the Mbit/s for the next signed candidate
     ) -> None:
         self._context = context
         self._key = key
@@ -74,22 +74,22 @@ class Matchmaker:
 
     @property
     def ready_peers(self) -> int:
-        """Contributors known to be ready, this peer included."""
+        """Number of contributors known to be ready, this peer included."""
         return 1 if self._attempt is None else self._attempt.ready_peers
 
     def ban(self, peer_id: str, reason: str, seconds: float) -> None:
-        """Meet a peer in no attempt that begins within so many seconds."""
+        """Ban a peer from all attempts that begin within ``seconds``."""
         self._banned.pop(peer_id, None)
         self._banned[peer_id] = (reason, trio.current_time() + seconds)
         if len(self._banned) > MAX_BANNED:
             del self._banned[next(iter(self._banned))]
 
     def finished_with(self, peer_ids: Iterable[str]) -> None:
-        """Note that a round with these peers was finished: they are preferred from now on."""
+        """Note that a round with these peers was finished; later attempts prefer them."""
         self._memory.finished_with(peer_id for peer_id in peer_ids if peer_id != self._context.signer.peer_id)
 
     def waits_for(self) -> str:
-        """Say what the attempt that runs waits for; empty without one."""
+        """Return a sentence that says what the current attempt waits for; empty without an attempt."""
         return "" if self._attempt is None else self._attempt.waits_for()
 
     def _blame(self, peer_id: str, error: Exception) -> None:
@@ -100,7 +100,7 @@ class Matchmaker:
             self._attempt.expel(peer_id, reason)
 
     def exchange_begun(self, group_id: bytes, peer_id: str) -> None:
-        """A peer opened a stream of a group's exchange that is expected."""
+        """Note that a peer has opened a stream of the exchange of an expected group."""
         if self._attempt is not None:
             self._attempt.exchange_begun(group_id, peer_id)
 
@@ -116,15 +116,15 @@ class Matchmaker:
         on_report: Callable[[Report], None],
         on_expect: Callable[[bytes | None], None],
     ) -> Roster | GaveUp:
-        """A committed roster with this peer in it, or why there is none.
+        """Return a committed roster with this peer in it, or the reason for which there is none.
 
         Args:
-            weight: of this peer's contribution, in samples; 0 observes, or takes part as an auxiliary.
+            weight: weight of this peer's contribution, in samples. A peer with 0 observes, or is an auxiliary.
             auxiliary: only reduce a share.
-            state, tags, metrics: what :class:`~p2pavg.group.roster.Candidate` says of them.
-            target: members that this group aims at; ``None`` is what the settings say.
-            on_report: told at the end of each match timeout that passes without a group.
-            on_expect: told which group's streams may arrive from now on.
+            state, tags, metrics: see :class:`~p2pavg.group.roster.Candidate`.
+            target: number of members that this group aims at; ``None`` takes that of the settings.
+            on_report: called at the end of each match timeout that passes without a group.
+            on_expect: called with the group whose streams may arrive from now on.
         """
         if self._attempt is not None:
             raise RuntimeError("an attempt runs already")
@@ -178,7 +178,7 @@ class Matchmaker:
         return _Attempt(self._context, me, rules, now, on_report, on_expect, self._blame)
 
     async def serve(self, stream: Stream, message: Ask | Nudge) -> None:
-        """An inbound stream that begins with ``message``; runs for as long as its conversation."""
+        """Serve an inbound stream that begins with ``message``, until its conversation ends."""
         if message.me.peer_id != stream.remote or message.me.record.key != self._key:
             raise RemoteProtocolError(f"{stream.remote} sent a record that is not its own")
         attempt = self._attempt
@@ -192,7 +192,7 @@ class Matchmaker:
             await attempt.serve(stream, message.me)
 
     async def withdraw(self) -> None:
-        """Take the readiness record back, if there is one."""
+        """Withdraw the readiness record, if there is one."""
         self._linger.cancel()
         if self._published:
             self._published = False
@@ -206,7 +206,7 @@ class Matchmaker:
 
 
 class _Attempt:
-    """One :class:`Matchmaking` and the streams it speaks over."""
+    """One :class:`Matchmaking` and its join streams."""
 
     def __init__(
         self,
@@ -235,32 +235,32 @@ class _Attempt:
 
     @property
     def ready_peers(self) -> int:
-        """Contributors known to be ready, this peer included."""
+        """Number of contributors known to be ready, this peer included."""
         return self._rules.ready_peers
 
     def waits_for(self) -> str:
-        """Say what it waits for."""
+        """Return a sentence that says what the attempt waits for."""
         return self._rules.waits_for()
 
     def expel(self, peer_id: str, reason: str) -> None:
-        """Drop a peer whose message raised an exception; the rules may be half-way through it."""
+        """Drop a peer whose message raised an exception. The rules may have handled half of the message."""
         left: Actions = []
         with guarded(peer_id, self._abandon, what="the loss"):
             left = self._rules.expel(peer_id, reason, self._now())
         self._do(left)
 
     def _abandon(self, peer_id: str, error: Exception) -> None:
-        """Even without the peer the rules raise: end this attempt. The next one begins without it, from nothing."""
+        """End this attempt: the rules raise even without the peer. The next attempt starts afresh, without it."""
         self._outcome = GaveUp(f"what {peer_id} said raised {type(error).__name__} here")
         self._done.set()
 
     def _now(self) -> float:
-        """Wall-clock seconds that neither jump nor run backwards within the attempt."""
+        """Return the wall-clock time in seconds, which does not jump or run backwards within the attempt."""
         wall, monotonic = self._started
         return wall + trio.current_time() - monotonic
 
     async def run(self) -> Roster | GaveUp | Renew:
-        """Until a group stands, no other peer is there, or a new attempt is to begin."""
+        """Run until a group is committed, the attempt gives up, or a new attempt is to begin."""
         try:
             async with trio.open_nursery() as nursery:
                 self._nursery = nursery
@@ -270,7 +270,7 @@ class _Attempt:
                     with trio.move_on_after(ATTEMPT_SECONDS):
                         await self._done.wait()
                 finally:
-                    self._nursery = None  # streams outlive it, and what they bring may start nothing more
+                    self._nursery = None  # streams outlive the attempt, but their messages start no new tasks
                     nursery.cancel_scope.cancel()
         finally:
             self._do(self._rules.stop("the peer has stopped looking for a group"))
@@ -279,18 +279,18 @@ class _Attempt:
         return self._outcome or GaveUp(f"no group within {ATTEMPT_SECONDS:.0f} s")
 
     def nudged(self, candidate: Candidate) -> None:
-        """An earlier candidate says that it leads."""
+        """Handle the nudge of an earlier candidate."""
         actions: Actions = []
         with guarded(candidate.peer_id, self._on_fault, what="a nudge"):
             actions = self._rules.nudged(candidate, self._now())
         self._do(actions)
 
     def exchange_begun(self, group_id: bytes, peer_id: str) -> None:
-        """A member may have heard of a commit that this peer has not heard of."""
+        """Note that a member has begun the exchange: it has heard of a commit that this peer may not know yet."""
         self._do(self._rules.exchange_begun(group_id, peer_id))
 
     async def serve(self, stream: Stream, candidate: Candidate) -> None:
-        """A peer asks to join."""
+        """Serve the join stream of a peer that asks to join."""
         old = self._downward.pop(candidate.peer_id, None)
         if old is not None:
             old.close()
@@ -303,7 +303,7 @@ class _Attempt:
         await self._run_link(link, candidate.peer_id, upward=False)
 
     async def _run_link(self, link: Link, peer_id: str, *, upward: bool) -> None:
-        """Hand on what comes, for as long as the link is the one with that peer in that direction."""
+        """Pass messages to the rules while the link is the current one with that peer in that direction."""
         links = self._upward if upward else self._downward
 
         def told(message: Message) -> None:
@@ -323,7 +323,7 @@ class _Attempt:
         await link.run(told, lost, self._on_fault)
 
     async def _announce(self) -> None:
-        """Publish; what is said under the same key comes back with it. Then look again, ever less often."""
+        """Publish this peer's record, which returns the other peers' records; then poll at growing intervals."""
         records = self._context.records
         published = await records.publish(self._me.record.key, self._me.record.value, ttl=RECORD_TTL_SECONDS)
         self._read(published.records)
@@ -341,7 +341,7 @@ class _Attempt:
                 ):
                     self._rules.learn(read_candidate(record), self._now())
             except RemoteProtocolError as error:
-                logger.info("%s published nonsense: %s", record.publisher, error)
+                logger.info("%s published an invalid candidate: %s", record.publisher, error)
         self._do(self._rules.discovered((), self._now()))
 
     async def _keep_time(self) -> None:
@@ -405,12 +405,12 @@ class _Attempt:
             except UnreachableError as error:
                 reason = str(error)
             else:
-                if self._opening.get(peer_id) is not scope:  # closed in the moment in which it opened
+                if self._opening.get(peer_id) is not scope:  # the rules closed it while it was opening
                     await stream.reset()
                     return
                 link = self._upward[peer_id] = Link(stream)
                 link.send(ask)
-                # In the nursery that outlives the attempt: what is still to be said is said.
+                # This nursery outlives the attempt, so queued messages are still sent.
                 self._context.nursery.start_soon(partial(self._run_link, link, peer_id, upward=True))
                 return
             finally:

@@ -1,8 +1,9 @@
-"""What peers say to each other until a group stands.
+"""Messages that peers exchange until a group is committed.
 
-A join stream (``/p2pavg/match/2.0.0``) carries one conversation: the asker opens it with :class:`Ask`, the asked peer
-answers :class:`Joined` or :class:`Declined`, and from then on leads: :class:`Status` every two seconds,
-:class:`Propose`, :class:`Commit` or :class:`Disband`. A stream that begins with :class:`Nudge` says only that.
+A join stream (``/p2pavg/match/2.0.0``) carries one conversation. The asker opens it with :class:`Ask`, and the asked
+peer answers :class:`Joined` or :class:`Declined`. After ``Joined`` the asked peer leads: it sends :class:`Status` every
+two seconds, :class:`Propose`, :class:`Commit` or :class:`Disband`. A stream that begins with :class:`Nudge` carries
+nothing else.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ MAX_REASON_CHARS = 300
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """May I join your group? ``me`` is the asker, as it signed itself."""
+    """May I join your group? ``me`` is the asker's signed candidate."""
 
     me: Candidate
 
@@ -38,16 +39,16 @@ class Nudge:
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """You are in my group; wait for my word. ``me`` is this attempt of mine: the asker may know an earlier one."""
+    """You are in my group; wait for my messages. ``me`` is my current attempt: the asker may know an earlier one."""
 
     me: Candidate
 
 
 @dataclass(frozen=True, slots=True)
 class Declined:
-    """Not now. ``leader`` is whom the asked peer follows; ``taken`` are peers that need not be asked either.
+    """Not now. ``leader`` is the peer that I follow; ``taken`` are peers that you need not ask either.
 
-    ``over``: the attempt that the asker knows of has ended, for those in ``taken`` too; only a new one is worth asking.
+    ``over``: the attempt that you know has ended, and those of the peers in ``taken`` too. Only ask a new one.
     """
 
     reason: str
@@ -58,9 +59,9 @@ class Declined:
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """The leader is there, with so many contributors; any proposal before this is withdrawn.
+    """I still lead, with ``ready_peers`` members that want the result. This withdraws any earlier proposal.
 
-    ``decided``: its deadline has passed with too few.
+    ``decided``: my deadline has passed with too few members.
     """
 
     ready_peers: int
@@ -76,7 +77,7 @@ class Propose:
 
 @dataclass(frozen=True, slots=True)
 class Accept:
-    """I take part in this group and in no other until you release me."""
+    """I take part in this group, and in no other until you withdraw the proposal."""
 
     group_id: bytes
 
@@ -91,14 +92,14 @@ class Refuse:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """All accepted: the exchange begins."""
+    """All members have accepted: the exchange begins."""
 
     group_id: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Disband:
-    """You are no longer in my group; ``leader`` is whom I follow now, if anybody."""
+    """You are no longer in my group. ``leader`` is the peer that I follow now, if any."""
 
     reason: str
     leader: Candidate | None = None
@@ -108,7 +109,7 @@ Message: TypeAlias = Ask | Nudge | Joined | Declined | Status | Propose | Accept
 
 
 def encode(message: Message) -> bytes:
-    """The bytes of a message: one that names its kind, then its fields."""
+    """Return a message as bytes: one byte for its kind, then its fields."""
     kind = bytes([_KINDS.index(type(message))])
     match message:
         case Ask(me) | Nudge(me) | Joined(me):
@@ -128,10 +129,10 @@ def encode(message: Message) -> bytes:
 
 
 def decode(data: bytes) -> Message:
-    """The message in ``data``, every record in it checked against its signature.
+    """Return the message in ``data``, after checking the signature of every record in it.
 
     Raises:
-        RemoteProtocolError: anything that :func:`encode` does not make.
+        RemoteProtocolError: ``data`` is no message of :func:`encode`.
     """
     if not data or data[0] >= len(_KINDS):
         raise RemoteProtocolError("a matchmaking message of unknown kind")
@@ -170,7 +171,7 @@ def _read_optional(fields: tuple[Any, ...]) -> Candidate | None:
 
 
 def _reason(text: str) -> str:
-    """A stranger's words end up in logs and terminals: bounded, and nothing but printable characters."""
+    """Return a peer's text with unprintable characters replaced: it ends up in logs and terminals."""
     if len(text) > MAX_REASON_CHARS:
         raise RemoteProtocolError("a reason of too many characters")
     return "".join(character if character.isprintable() else "?" for character in text)

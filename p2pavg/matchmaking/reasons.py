@@ -1,6 +1,6 @@
-"""Sentences that say why peers do not meet. No I/O, no clock, no random source.
+"""Sentences that explain why peers are not in one group. No I/O, no clock, no random source.
 
-They end in logs and results: what a stranger wrote is bounded here, and printable.
+They end up in logs and results, so the text of other peers is cut and made printable here.
 """
 
 from __future__ import annotations
@@ -9,18 +9,18 @@ from collections.abc import Mapping, Sequence
 
 from p2pavg.group.candidate import Candidate
 
-MAX_NAMED = 3  # peers that a sentence names; the rest is counted
+MAX_NAMED = 3  # peers that a sentence names; the others are only counted
 _MAX_ADDRESSES = 2
 _MAX_WHY_CHARS = 100
 
 
 def short(peer_id: str) -> str:
-    """Return a peer id as people compare it: its beginning is the same for all."""
+    """Return a short form of a peer id. Peer ids differ at the end; the beginning is the same for all."""
     return f"{peer_id[:4]}..{peer_id[-6:]}"
 
 
 def unreached_peers(unreached: Sequence[tuple[Candidate, str]]) -> str:
-    """Say that peers were seen and could not be reached, with their number and addresses."""
+    """Return a sentence about peers that were seen but could not be reached, with their number and addresses."""
     if not unreached:
         return ""
     them = "them" if len(unreached) > 1 else "it"
@@ -29,7 +29,7 @@ def unreached_peers(unreached: Sequence[tuple[Candidate, str]]) -> str:
 
 
 def refusing_peers(declined: Mapping[str, str]) -> str:
-    """Say which peers did not let this one join, and their reasons."""
+    """Return a sentence about peers that did not let this one join, with their reasons."""
     if not declined:
         return ""
     found = [f"{short(peer_id)} ({_clean(why)})" for peer_id, why in declined.items()]
@@ -37,7 +37,7 @@ def refusing_peers(declined: Mapping[str, str]) -> str:
 
 
 def refused_peers(refused: Mapping[str, str]) -> str:
-    """Say which peers this one does not meet, and why."""
+    """Return a sentence about peers that this one refuses, with the reasons."""
     if not refused:
         return ""
     found = [f"{short(peer_id)} ({_clean(why)})" for peer_id, why in refused.items()]
@@ -45,7 +45,7 @@ def refused_peers(refused: Mapping[str, str]) -> str:
 
 
 def peers_of_other_states(count: int) -> str:
-    """Say how many peers average vectors that belong to another state."""
+    """Return a sentence about the number of peers whose vectors belong to another state."""
     if not count:
         return ""
     do = "averages" if count == 1 else "average"
@@ -56,7 +56,7 @@ def peers_of_other_states(count: int) -> str:
 
 
 def leader_wait(leader: Candidate, ready: int, target: int) -> str:
-    """Say what a follower waits for."""
+    """Return a sentence about the leader that a follower waits for."""
     return f"waiting for {short(leader.peer_id)}, which leads {ready} of {target} members, to form a group"
 
 
@@ -77,7 +77,7 @@ def _where(candidate: Candidate) -> str:
 def _why(candidate: Candidate, why: str) -> str:
     if not candidate.addresses:
         return "it announces no address"
-    # The transport names the peer and its addresses again.
+    # The transport's error repeats the peer and its addresses.
     text = why.replace(f"no connection to {candidate.peer_id}: ", "").replace(f" to {candidate.peer_id}", "")
     for address in candidate.addresses:
         text = text.replace(f"{address}: ", "")

@@ -1,4 +1,4 @@
-"""What a follower checks before it accepts a roster. Pure functions."""
+"""Checks of a follower before it accepts a roster, as pure functions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from p2pavg.matchmaking.actions import Settings
 
 
 def too_heavy(candidate: Candidate, settings: Settings) -> str | None:
-    """Return why a candidate's weight is refused, or ``None``."""
+    """Return the reason for refusing a candidate's weight, or ``None``."""
     if candidate.weight <= settings.max_weight:
         return None
     return f"its weight of {candidate.weight:g} is above max_weight {settings.max_weight:g}"
@@ -26,12 +26,12 @@ def wrong_with(
     banned: Callable[[str], str | None],
     now: float,
 ) -> str | None:
-    """Return why a follower must not accept a roster, or ``None``.
+    """Return the reason for refusing a roster, or ``None``.
 
     Args:
-        me: the follower's own candidate, as it signed it.
+        me: the follower's own signed candidate.
         leader: the leader that it follows, in the attempt that it joined.
-        banned: returns why a peer is banned, or ``None``.
+        banned: returns the reason for which a peer is banned, or ``None``.
         now: wall clock, seconds.
     """
     first = roster.members[0]
@@ -59,8 +59,8 @@ def wrong_with(
 
 
 def _beyond_limits(roster: Roster, settings: Settings) -> str | None:
-    """Return why a roster breaks the rules of all rosters, or the follower's own limits; ``None`` if it does not."""
-    # The leader first, auxiliaries last: who leads an exchange after the first one follows from the order.
+    """Return the reason if a roster breaks the rules of all rosters or the follower's own limits, else ``None``."""
+    # The leader is first and auxiliaries are last: the order decides which member leads if the first one is lost.
     if list(roster.members) != sorted(roster.members, key=lambda member: member.order):
         return "a roster whose members are out of order"
     if not settings.minimum <= len(roster.holders) <= MAX_GROUP_SIZE + 1:

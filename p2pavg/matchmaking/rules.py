@@ -1,22 +1,42 @@
-"""The rules by which peers that are ready become a group. No I/O, no clock, no random source.
+"""The rules by which peers that are ready become a group: one peer's attempt, as a state machine.
 
-* Candidates are ordered by (auxiliary, without an address, deadline, peer id), as each signed it. A peer asks only
-  candidates before it, and one that is asked checks that the asker comes after it: waiting has no cycles, so nothing
-  can deadlock. Which of the candidates before it a peer asks first is its own affair.
-* A peer that follows nobody leads. The first to announce therefore leads, and whoever comes later joins it. A leader
-  that learns of an earlier one asks it, and takes its followers along.
-* A group is complete at ``target`` members that want the result (auxiliaries do not count), or at the leader's deadline
-  with at least ``minimum``; one of them at least has something to contribute. The leader then proposes a roster; when
-  every member has accepted, it commits.
-* A follower is in one group at most: it accepts from the leader it follows only, and follows one leader at a time.
-* A leader is *due* when it could propose, as far as a follower sees: as many as ``target`` are ready, or its deadline
-  is over and as many as ``minimum`` are. A follower leaves a leader that has been due for a few seconds, and does not
-  ask it for a while (:mod:`p2pavg.matchmaking.memory`). So a leader that never proposes costs seconds. Before its
-  deadline a leader is left once in an attempt, and not at all by a peer that has finished a round with it: the two may
-  aim at groups of different sizes.
+It has no I/O, no clock and no random source. A :class:`Matchmaking` takes an event and returns the actions to carry
+out, each with its reason. :mod:`p2pavg.matchmaking.matchmaker` carries them out. Times are wall-clock seconds.
 
-A :class:`Matchmaking` takes what happened and returns what is to be done, each with its reason;
-:mod:`p2pavg.matchmaking.matchmaker` does it. Times are wall-clock seconds.
+Theory of operation
+-------------------
+
+**The problem.** Peers that are ready find each other through records, which arrive late and in any order. They must
+agree on one roster without a coordinator. Peers crash, lose connections, and may lie. Some of them cannot be dialled.
+
+**The guarantees.** A peer commits to one group at most in an attempt. It follows one leader at a time, and accepts
+rosters from that leader only. A leader commits a roster only if every member has accepted it. Peers never wait for
+each other in a circle. A peer that wants a result reports or gives up after each match timeout without a group.
+
+**The order.** Candidates are ordered by (auxiliary, without an address, deadline, peer id), as each of them signed it.
+A peer asks only candidates before it, and an asked peer declines a candidate that does not come after it. So waiting
+has no cycles. A peer that follows no leader leads, so the first peer to announce leads and later peers join it. A
+leader nudges later candidates, which may not have seen its record. A leader that joins an earlier one disbands its own
+group, and names the new leader to its followers.
+
+**The commit** has two phases. A group is complete at ``target`` members that want the result; auxiliaries do not count.
+After the leader's deadline ``minimum`` of them are enough. At least one must have something to contribute.
+
+* The leader proposes a roster (``Propose``). Each follower checks it and answers ``Accept`` or ``Refuse``.
+* When all followers have accepted, the leader commits (``Commit``). It drops a follower that refuses or does not answer
+  in time, and admits it again only after a backoff that doubles each time.
+* A follower that accepted and then loses its leader waits a second for another member to begin the exchange, which
+  proves the commit. Otherwise it is free again.
+
+**Leaders that do not propose.** A follower considers its leader *due* when the leader could propose: ``target`` peers
+are ready, or its deadline has passed and ``minimum`` are. A follower leaves a leader that has been due for a few
+seconds, and backs off (:mod:`p2pavg.matchmaking.memory`). So a leader that never proposes costs seconds. Two peers may
+aim at groups of different sizes. So before a leader's deadline a follower leaves it once in an attempt at most, and
+never if the two have finished a round together.
+
+**Why this way.** The order follows from signed records, so no election is needed. Only a peer's own observations count
+in later attempts, so a lie about another peer has no lasting effect. The rules have no I/O, so a test can choose any
+order of arrivals, losses and crashes (``tests/properties/test_matchmaking.py``).
 """
 
 from __future__ import annotations
@@ -65,35 +85,38 @@ from p2pavg.matchmaking.reasons import (
 from p2pavg.matchmaking.roster_check import too_heavy, wrong_with
 
 HEARTBEAT_SECONDS = 2.0
-SILENCE_SECONDS = 3 * HEARTBEAT_SECONDS  # a leader that was silent for this long is given up
-ANSWER_SECONDS = 3.0  # for an answer to a proposal; one round trip, and a busy machine's pause
-GRACE_SECONDS = 1.0  # after its own deadline a follower still waits this long for its leader's word
+SILENCE_SECONDS = 3 * HEARTBEAT_SECONDS  # timeout after which a follower gives up a silent leader
+ANSWER_SECONDS = 3.0  # timeout of a proposal: one round trip, and the pause of a busy machine
+GRACE_SECONDS = 1.0  # a follower waits this much longer than its own deadline for its leader's status
 ORPHAN_SECONDS = (
-    1.0  # for word of a commit from another member, when the leader is lost after this one accepted
+    1.0  # a member that accepted and then lost its leader waits so long for another member to begin
 )
-RETRY_SECONDS = 1.0  # a candidate that declined is asked again after this
-UNREACHABLE_SECONDS = 10.0  # and one that could not be reached after this
+RETRY_SECONDS = 1.0  # delay before a candidate that declined is asked again
+UNREACHABLE_SECONDS = 10.0  # delay before a candidate that could not be reached is asked again
 DUE_SECONDS = 5.0
-"""A follower leaves a leader that has been due for so long: others need a poll of the records, 4 s, to find it."""
+"""A follower leaves a leader that has been due for so long. Other peers may need a poll of the records, 4 s, to find
+that leader."""
 BACK_SECONDS = 2.0
-"""A leader that was left before its deadline is asked again so long before it: an honest one, whose missing member has
-died, goes ahead with the others then. So it is left only when it can be held off for as long at least."""
+"""A leader that was left before its deadline is asked again this long before the deadline. If it waits for a member
+that has died, it goes ahead with the others at the deadline. So it is left only if it can be held off for at least as
+long."""
 MAX_PROPOSALS = 2
-"""A leader that proposes again and again is due all the same: it drops all silent members at once."""
+"""Number of proposals that give a due leader more time. An honest leader drops all silent members at once, so it needs
+few."""
 SETTLE_SECONDS = 2.0
-"""After its deadline a leader proposes to as many as ``minimum`` when they have been together for so long: peers that
-leave another leader come within seconds of each other."""
-RENEW_SECONDS = 60.0  # a leader whose deadline is over for so long begins a new attempt
+"""If ``minimum`` members come together after the leader's deadline, it waits so long for more before it proposes. Peers
+that leave another leader arrive within seconds of each other."""
+RENEW_SECONDS = 60.0  # a leader begins a new attempt this long after its deadline
 PROVEN_SECONDS = 1.0
-"""Peers that have finished a round with each other, and are enough for a group, have so long to form it before they ask
-one with which they have not. A group takes a few round trips."""
-AUXILIARY_SECONDS = 0.25  # a complete group waits this long for auxiliaries that were nudged
+"""If enough peers for a group have finished a round with each other, they have so long to form it before they ask
+other peers. A group takes a few round trips."""
+AUXILIARY_SECONDS = 0.25  # a complete group waits this long for auxiliaries that it has nudged
 
 
 class Phase(enum.Enum):
-    """What a peer is doing."""
+    """Phase of a peer's attempt."""
 
-    LEADING = "leading"  # follows nobody; may have followers
+    LEADING = "leading"  # follows no leader; may have followers
     ASKING = "asking"  # still leads, and has asked an earlier candidate
     FOLLOWING = "following"
     ACCEPTED = "accepted"  # follows, and has accepted a roster
@@ -106,7 +129,7 @@ class Matchmaking:
     """One peer's attempt to be in one group.
 
     Args:
-        memory: what earlier attempts have taught; this one adds to it.
+        memory: knowledge from earlier attempts; this one adds to it.
     """
 
     def __init__(self, me: Candidate, settings: Settings, now: float, memory: Memory | None = None) -> None:
@@ -123,20 +146,20 @@ class Matchmaking:
         self._accepted: set[str] = set()
         self._answers_due = 0.0
         self._proposals = 0
-        self._heard = now  # last word of the leader
-        self._begun_by: str | None = None  # a member of the accepted roster that acts as if it were committed
-        self._orphaned: float | None = None  # until when this peer waits for word of its lost leader's commit
-        self._joined = now  # when this peer began to follow
-        self._spoken = now  # last word to the followers
-        self._status = Status(1, False)  # the leader's last
-        self._due_since: float | None = None  # since when the leader could have proposed
-        self._looked = now  # when this peer last looked whether its leader is due
-        self._heard_proposals = 0  # of this leader
+        self._heard = now  # time of the leader's last message
+        self._begun_by: str | None = None  # a member of the accepted roster that has begun the exchange
+        self._orphaned: float | None = None  # end of the wait for proof that the lost leader has committed
+        self._joined = now  # time at which this peer began to follow
+        self._spoken = now  # time of the last message to the followers
+        self._status = Status(1, False)  # the leader's last status
+        self._due_since: float | None = None  # time since which the leader could have proposed
+        self._looked = now  # time of the last check whether the leader is due
+        self._heard_proposals = 0  # number of this leader's proposals
         self._enough_since: float | None = (
-            None  # since when this peer's own group could go ahead after the deadline
+            None  # time since which this peer's own group has had enough members to go ahead
         )
 
-    # ------------------------------------------------------------------ what is known
+    # ------------------------------------------------------------------ state
 
     @property
     def candidates(self) -> dict[str, Candidate]:
@@ -145,12 +168,12 @@ class Matchmaking:
 
     @property
     def holders(self) -> int:
-        """Contributors and observers in this peer's own group, itself included."""
+        """Number of contributors and observers in this peer's own group, itself included."""
         return 1 + sum(not follower.auxiliary for follower in self.followers.values())
 
     @property
     def ready_peers(self) -> int:
-        """Contributors known to be ready, this peer included."""
+        """Number of contributors known to be ready, this peer included."""
         if self.phase in (Phase.FOLLOWING, Phase.ACCEPTED):
             return max(self._status.ready_peers, 2)
         others = {
@@ -175,7 +198,7 @@ class Matchmaking:
         return bool(holders - self._observers_among(members))
 
     def _is_missing(self, candidate: Candidate) -> bool:
-        """Whether it has what nobody in a group of observers has."""
+        """Return whether the candidate would be the first contributor in a group of observers."""
         if candidate.auxiliary or self._somebody_contributes:
             return False
         return candidate.peer_id not in self._observers_among((self.me, *self.followers.values(), candidate))
@@ -184,7 +207,7 @@ class Matchmaking:
         return (self.settings.choose_observers or silent_members)(members)
 
     def wake_at(self) -> float:
-        """When :meth:`tick` has to be called at the latest."""
+        """Return the latest time for the next call of :meth:`tick`."""
         if self.phase in (Phase.COMMITTED, Phase.OVER):
             return float("inf")
         times = self._peers.times()
@@ -208,7 +231,7 @@ class Matchmaking:
         return min(times, default=float("inf"))
 
     def _own_times(self) -> list[float]:
-        """When a peer that follows no leader has something to do."""
+        """Return the times at which a peer that follows no leader has to act."""
         times = []
         if not self.me.auxiliary:
             times += [self._window_end, self.me.deadline + RENEW_SECONDS]
@@ -222,7 +245,7 @@ class Matchmaking:
         return times
 
     def waits_for(self) -> str:
-        """Say what this attempt waits for, and why it has no group."""
+        """Return a sentence that says what this attempt waits for, and why it has no group."""
         if self.phase in (Phase.FOLLOWING, Phase.ACCEPTED) and self.leader is not None:
             waiting = leader_wait(self.leader, self._status.ready_peers, self.settings.target)
         elif self.holders > 1:
@@ -232,7 +255,7 @@ class Matchmaking:
         return "; ".join([waiting, *self._why_apart()])
 
     def _why_apart(self) -> list[str]:
-        """Say why peers that were seen are not in this peer's group."""
+        """Return the reasons for which peers that were seen are not in this peer's group."""
         following = self.leader is not None and self.phase is not Phase.ASKING
         reached = self.followers.keys() | ({self.leader.peer_id} if self.leader and following else set())
         others = [known for known in self._peers if known.peer_id not in reached]
@@ -256,10 +279,10 @@ class Matchmaking:
         ]
         return [sentence for sentence in found if sentence]
 
-    # ------------------------------------------------------------------ what happens
+    # ------------------------------------------------------------------ events
 
     def tick(self, now: float) -> Actions:
-        """Time has passed."""
+        """Act on the time that has passed."""
         self._peers.pass_time(now)
         self._look_whether_due(now)
         if self._orphaned is not None:
@@ -280,7 +303,7 @@ class Matchmaking:
         return self._advance(now)
 
     def _patience_end(self) -> float:
-        """Until when this peer follows a leader that forms no group; it may be asked again, behind the others."""
+        """Return the time at which this peer leaves a leader that forms no group. It may ask it again later."""
         assert self.leader is not None
         if self._due_since is not None:
             return self._due_since + DUE_SECONDS
@@ -297,7 +320,7 @@ class Matchmaking:
             self._due_since = now
 
     def _is_due(self, now: float) -> bool:
-        """Return whether the leader could propose, as far as this peer sees."""
+        """Return whether the leader could propose, to this peer's knowledge."""
         leader = self.leader
         assert leader is not None
         there = [leader] if self.me.auxiliary else [leader, self.me]
@@ -314,7 +337,7 @@ class Matchmaking:
             return False
         if now >= leader.deadline:
             return len(there) >= self.settings.minimum
-        # One that is already due stays so while this peer's sync_timeout runs out.
+        # A leader that is already due stays due although its deadline comes nearer.
         begins = now if self._due_since is None else self._due_since
         soon = leader.deadline < begins + DUE_SECONDS + 2 * BACK_SECONDS
         excused = soon or self._peers[leader.peer_id].doubted or self._memory.is_proven(leader.peer_id)
@@ -322,7 +345,7 @@ class Matchmaking:
 
     def _leave_late(self, now: float) -> Actions:
         assert self.leader is not None
-        if self._due_since is None:  # it waits for more, as this peer would: no waste of time
+        if self._due_since is None:  # the leader rightly waits for more members: it wasted no time
             return self._leave("it has formed no group in its time and another match timeout", now)
         early = now < self.leader.deadline - BACK_SECONDS
         most = self.leader.deadline - BACK_SECONDS if early else float("inf")
@@ -331,7 +354,7 @@ class Matchmaking:
         return self._leave("it has formed no group in its time", now)
 
     def discovered(self, candidates: Iterable[Candidate], now: float) -> Actions:
-        """These are ready, say their records."""
+        """Take in candidates from their records, and act on them."""
         if self.phase in (Phase.COMMITTED, Phase.OVER):
             return []
         for candidate in candidates:
@@ -340,7 +363,7 @@ class Matchmaking:
         return self._advance(now)
 
     def learn(self, candidate: Candidate, now: float) -> None:
-        """Take in what one record says; :meth:`discovered` decides what follows from it."""
+        """Take in a candidate from its record without acting on it; :meth:`discovered` acts."""
         if candidate.peer_id == self.me.peer_id or not plausible(candidate, now):
             return
         known = self._peers[candidate.peer_id]
@@ -353,10 +376,11 @@ class Matchmaking:
         known.take(candidate)
 
     def nudged(self, candidate: Candidate, now: float) -> Actions:
-        """An earlier candidate has reached this peer.
+        """Handle the nudge of an earlier candidate.
 
-        So there is a connection: one that this peer could not dial, since it is behind a router, can be asked now. Once
-        for each of its attempts, or it could have itself asked without end.
+        The nudge proves that there is a connection. So this peer can now ask a candidate that it could not dial, e.g.
+        one behind a router. It does so once for each of the candidate's attempts; otherwise the candidate could make
+        this peer ask it without end.
         """
         known = self._peers[candidate.peer_id]
         if known.unreached is not None and known.came_back != candidate.deadline:
@@ -364,7 +388,7 @@ class Matchmaking:
         return self.discovered([candidate], now)
 
     def asked(self, candidate: Candidate, now: float) -> Actions:
-        """A peer has opened a join stream to this one."""
+        """Handle the join stream of a peer that asks to join."""
         refusal = self._refusal(candidate, now)
         if refusal is not None:
             actions: Actions = [
@@ -380,7 +404,7 @@ class Matchmaking:
         return actions + self._tell_followers(now) + self._advance(now)
 
     def _refusal(self, candidate: Candidate, now: float) -> Declined | None:
-        """Why this candidate cannot join, or ``None``."""
+        """Return the refusal for a candidate that cannot join, or ``None``."""
         if candidate.peer_id == self.me.peer_id:
             return Declined("it has the id of the peer that it asked", over=True)
         if not plausible(candidate, now):
@@ -390,7 +414,7 @@ class Matchmaking:
         if self.me.auxiliary:
             return Declined("an auxiliary leads nobody", over=True)
         if candidate.order <= self.me.order:
-            # What it knows of this peer is of an attempt that is over: this one comes after it.
+            # The candidate knows an earlier attempt of this peer, which is over.
             return Declined("comes before the peer it asked", over=True)
         if self.phase in (Phase.FOLLOWING, Phase.ACCEPTED):
             return Declined("follows another leader", self.leader)
@@ -410,7 +434,7 @@ class Matchmaking:
         if self.phase is Phase.PROPOSING:
             return Declined("a roster is being agreed", taken=tuple(self.followers))
         auxiliaries = len(self.followers) + 1 - self.holders
-        # A group of observers takes one contributor more than its target: a roster has to hold that one as well.
+        # A group of observers takes one contributor more than its target, and the roster must have room for it.
         most = min(self.settings.target, MAX_MEMBERS - self.settings.target - 1)
         has_no_use = auxiliaries >= most if candidate.auxiliary else self._full
         if has_no_use and not self._is_missing(candidate):
@@ -418,7 +442,7 @@ class Matchmaking:
         return None
 
     def lost(self, peer_id: str, reason: str, now: float) -> Actions:
-        """The join stream of a follower ended."""
+        """Handle the end of a follower's join stream."""
         if self.phase is Phase.COMMITTED or peer_id not in self.followers:
             return []
         known = self._peers[peer_id]
@@ -426,7 +450,7 @@ class Matchmaking:
         return self._member_lost(f"{peer_id} was lost: {reason}", now)
 
     def lost_leader(self, peer_id: str, reason: str, now: float, *, reachable: bool = True) -> Actions:
-        """The join stream to the peer that was asked or followed ended, or could not be opened."""
+        """Handle the end of the join stream to the leader or the asked peer, or a failure to open it."""
         if not reachable:
             self._peers[peer_id].not_reached(reason)
         if self.phase is Phase.COMMITTED or self.leader is None or self.leader.peer_id != peer_id:
@@ -436,7 +460,7 @@ class Matchmaking:
         known.avoid(now + (RETRY_SECONDS if reachable else UNREACHABLE_SECONDS))
         known.fruitless += 1
         if self.phase is Phase.ACCEPTED:
-            # It may have committed, and have told others: a stream of theirs says so.
+            # The leader may have committed and told other members. Then one of them opens a stream of the exchange.
             if self._begun_by is not None:
                 return self._commit(f"{self._begun_by} has heard of the commit")
             self._orphaned = now + ORPHAN_SECONDS
@@ -444,16 +468,16 @@ class Matchmaking:
         return self._free(reason, now)
 
     def exchange_begun(self, group_id: bytes, peer_id: str) -> Actions:
-        """A member opened a stream of the exchange of a group that this peer has accepted: the leader has committed."""
+        """Note that a member has begun the exchange of the accepted group, which proves that the leader committed."""
         if self.phase is not Phase.ACCEPTED or self.roster is None or self.roster.group_id != group_id:
             return []
         if not any(member.peer_id == peer_id for member in self.roster.members):
             return []
-        self._begun_by = peer_id  # the leader's own word is worth more, as long as it may still come
+        self._begun_by = peer_id  # as long as the leader is there, this peer waits for its Commit
         return [] if self._orphaned is None else self._commit(f"{peer_id} has heard of the commit")
 
     def not_nudged(self, peer_id: str, reason: str, now: float) -> Actions:
-        """A nudge could not be delivered."""
+        """Handle a nudge that could not be delivered."""
         known = self._peers[peer_id]
         known.not_reached(reason)
         if known.awaited_until is None:
@@ -462,7 +486,7 @@ class Matchmaking:
         return self._advance(now)
 
     def told(self, peer_id: str, message: Message, now: float) -> Actions:
-        """A message of a follower."""
+        """Handle a message of a follower."""
         if peer_id not in self.followers:
             return []
         if isinstance(message, Accept | Refuse):
@@ -471,7 +495,7 @@ class Matchmaking:
         return [Close(peer_id, wrong), *self.lost(peer_id, wrong, now)]
 
     def told_by_leader(self, peer_id: str, message: Message, now: float) -> Actions:
-        """A message of the peer that was asked or is followed; one that does not fit ends the conversation."""
+        """Handle a message of the leader or the asked peer. A message that does not fit ends the conversation."""
         if self.phase is Phase.COMMITTED or self.leader is None or self.leader.peer_id != peer_id:
             return []
         self._heard, self._orphaned = now, None
@@ -505,7 +529,7 @@ class Matchmaking:
         self._peers[peer_id].ban(reason)
 
     def expel(self, peer_id: str, reason: str, now: float) -> Actions:
-        """Have nothing more to do with a peer in this attempt, whatever it is to this one."""
+        """Ban a peer, and drop it if it is the leader or a follower."""
         self.ban(peer_id, reason)
         actions: Actions = []
         if self.leader is not None and self.leader.peer_id == peer_id:
@@ -518,7 +542,7 @@ class Matchmaking:
     # ------------------------------------------------------------------ as a follower
 
     def _leads(self, candidate: Candidate, now: float) -> bool:
-        """Whether what the asked peer says of itself makes it a leader for this one."""
+        """Return whether this peer can follow the asked peer, in the attempt that its answer names."""
         return (
             self.leader is not None
             and candidate.peer_id == self.leader.peer_id
@@ -551,7 +575,7 @@ class Matchmaking:
     def _declined(self, answer: Declined, now: float) -> Actions:
         assert self.leader is not None
         asked = self._peers[self.leader.peer_id]
-        if answer.over:  # of the attempt that was asked; what it says of others may be a lie
+        if answer.over:  # believed for the asked peer only: about others it may lie
             asked.ended, asked.candidate = self.leader.deadline, None
         else:
             asked.fruitless += 1
@@ -601,7 +625,7 @@ class Matchmaking:
         return [Close(peer_id, reason, upward=True), *self._free(reason, now)]
 
     def _free(self, reason: str, now: float) -> Actions:
-        """Follow nobody any more."""
+        """Follow no leader from now on."""
         accepted = self.phase is Phase.ACCEPTED
         self.phase, self.leader, self._orphaned, self._due_since = Phase.LEADING, None, None, None
         off: Actions = []
@@ -613,7 +637,7 @@ class Matchmaking:
     # ------------------------------------------------------------------ as a leader
 
     def _advance(self, now: float) -> Actions:
-        """Whatever is due: propose, ask an earlier candidate, nudge later ones, report."""
+        """Return all actions that are due: propose, ask an earlier candidate, nudge later ones, report."""
         if self.phase in (Phase.FOLLOWING, Phase.ACCEPTED):
             return self._report_as_follower(now)
         if self.phase not in (Phase.LEADING, Phase.ASKING):
@@ -640,7 +664,11 @@ class Matchmaking:
         return actions
 
     def _goes_ahead(self, now: float) -> bool:
-        """Whether a group that is not complete goes ahead: enough at the deadline, or enough that met after it."""
+        """Return whether an incomplete group goes ahead.
+
+        It does at the deadline if it has enough members by then, and otherwise :data:`SETTLE_SECONDS` after it has
+        enough.
+        """
         if self.holders < self.settings.minimum or not self._somebody_contributes:
             self._enough_since = None
             return False
@@ -650,7 +678,7 @@ class Matchmaking:
         return now >= (self.me.deadline if in_time else self._enough_since + SETTLE_SECONDS)
 
     def _waits_for_proven(self, now: float) -> bool:
-        """Whether enough for a group are peers with which a round was finished; they have a moment to form it."""
+        """Return whether peers with which a round was finished are enough for a group and have time left to form it."""
         if now >= self._begun + PROVEN_SECONDS:
             return False
         proven = (
@@ -673,8 +701,8 @@ class Matchmaking:
             and self._memory.held_until(peer_id, now) <= now
             and (self._memory.is_proven(peer_id) or not proven_only)
         ]
-        # Those that came to nothing go behind: neither the silent nor liars can stand in the way of the others. Among
-        # the rest those first with which a round was finished.
+        # Candidates that were asked in vain come last, so silent peers and liars cannot block the others. Among the
+        # rest, peers with which a round was finished come first.
         return min(possible, key=self._preference, default=None)
 
     def _preference(self, candidate: Candidate) -> tuple[int, bool, tuple[bool, bool, float, str]]:
@@ -682,12 +710,12 @@ class Matchmaking:
         return (self._peers[peer_id].fruitless, not self._memory.is_proven(peer_id), candidate.order)
 
     def _nudge(self, now: float) -> Actions:
-        """Tell later candidates that this peer leads; two that announced at once may not see each other."""
+        """Tell later candidates that this peer leads. Two peers that announced at once may not see each other."""
         actions: Actions = []
         nudged = self._peers.nudged
         for candidate in sorted(self.candidates.values(), key=lambda c: c.order):
             known = self._peers[candidate.peer_id]
-            # An auxiliary is nudged, and waited for, once: it could put off a complete group for ever.
+            # A group waits for a nudged auxiliary, so each is nudged once: it could delay a complete group for ever.
             told = known.nudged == candidate.deadline or (candidate.auxiliary and known.nudged is not None)
             if told or candidate.order < self.me.order or candidate.peer_id in self.followers:
                 continue
@@ -712,7 +740,7 @@ class Matchmaking:
         return [report, *self._tell_followers(now, decided=True), *self._advance(now)]
 
     def _renew(self) -> Actions:
-        """End an attempt whose deadline is so long over that others may doubt it; the peer begins another one."""
+        """End an attempt so long after its deadline that others may doubt it; the peer begins another one."""
         reason = "its deadline is long over"
         return [*self._give_up(reason)[:-1], Renew(reason)]
 
@@ -735,7 +763,7 @@ class Matchmaking:
         return [*closing, GaveUp(reason)]
 
     def stop(self, reason: str) -> Actions:
-        """End the attempt; whoever waits for this peer is told."""
+        """End the attempt, and tell the peers that wait for this one."""
         if self.phase in (Phase.COMMITTED, Phase.OVER):
             return []
         return self._give_up(reason)[:-1]
@@ -770,7 +798,7 @@ class Matchmaking:
             or self.roster is None
             or answer.group_id != self.roster.group_id
         ):
-            return []  # to a proposal that was withdrawn meanwhile
+            return []  # an answer to a proposal that was withdrawn meanwhile
         if isinstance(answer, Refuse):
             del self.followers[peer_id]
             self._peers[peer_id].hold_off(f"refused: {answer.reason}", now)
@@ -791,7 +819,7 @@ class Matchmaking:
         return [*closing, Formed(self.roster, reason)]
 
     def _member_lost(self, reason: str, now: float) -> Actions:
-        """What a lost follower changes: a proposal is made again without it, or withdrawn."""
+        """Continue without a lost follower: make the proposal again without it, or withdraw it."""
         if self.phase is Phase.PROPOSING:
             self.phase, self.roster = Phase.LEADING, None
             off: Actions = [Expect(None, reason)]
@@ -811,6 +839,6 @@ class Matchmaking:
             del self.followers[peer_id]
             self._peers[peer_id].hold_off(
                 reason, now
-            )  # it would come back at once, and hold up the next roster
+            )  # otherwise it would rejoin at once, and delay the next roster too
             actions += [Send(peer_id, Disband(reason), reason), Close(peer_id, reason)]
         return actions + self._member_lost(reason, now)

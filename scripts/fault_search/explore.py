@@ -1,4 +1,4 @@
-"""Explore every state that a small group can reach, with more faults than the suite has time for: scripts/faults explore.
+"""Explore every state that a small group can reach, with more faults than the suite has time for.
 
 An error is printed with all steps that lead to it.
 """

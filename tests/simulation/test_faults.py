@@ -1,4 +1,4 @@
-"""The simulated faults: their plans, effects, deterministic runs, and a short version of ``scripts/faults simulate``."""
+"""The simulated faults: plans, effects, deterministic runs, and a short version of ``scripts/faults simulate``."""
 
 from __future__ import annotations
 

@@ -92,8 +92,10 @@ class Connections:
             RefusedError: the operating system at the other end refused, at a host where we have met the peer.
             UnreachableError: any other failure; the message holds the reason of each IP address.
         """
-        reasons, refused = [], True
-        for address in await self.gate.candidates(peer_id, text):
+        candidates = await self.gate.candidates(peer_id, text)
+        reasons = [] if candidates else [f"{text} stands for no IP address"]
+        refused = bool(candidates)  # a refusal is taken as proof that the peer's process has ended
+        for address in candidates:
             try:
                 async with self.gate.dialling(peer_id, text, address):
                     await self._swarm.dial_addr(address, ID.from_string(peer_id))

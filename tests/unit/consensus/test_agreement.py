@@ -51,7 +51,7 @@ def member(me: int, size: int = 3, minimum: int = 2) -> Member:
         (3, Faults(suspicions=1), 0, 2),
         (4, Faults(), 0, 0),
         (4, Faults(suspicions=1), 0, 0),
-        (4, Faults(crashes=1), 0, 0),
+        (3, Faults(crashes=1, suspicions=1), 1, 0),
     ],
     ids=str,
 )
@@ -256,6 +256,21 @@ class TestTheEnd:
         assert not used.undecided
         kept, _ = advance(after, Heard(0, Left(-1, "")))
         kept, _ = advance(kept, Heard(1, Left(0, "")))
+        assert not kept.undecided
+        assert kept.outcome is None
+
+    def test_a_leader_that_never_held_the_result_is_undecided_while_the_last_other_member_may_have_it(
+        self,
+    ) -> None:
+        """The other member lost it, may take the result for committed, and counts this one as gone by now."""
+        leader, _ = advance(Member(0, 3, frozenset({0, 1}), frozenset({0, 1}), 2), Lost(1))
+        leader, _ = advance(leader, Lost(2))
+        leader, _ = advance(leader, Dead(2))
+        leader, _ = advance(leader, GivenUp("too long"))
+        assert leader.undecided
+        used, _ = advance(leader, Heard(1, Commit(0, EVERYBODY)))
+        assert used.outcome == Complete(0, EVERYBODY)
+        kept, _ = advance(leader, Heard(1, Left(-1, "")))
         assert not kept.undecided
         assert kept.outcome is None
 

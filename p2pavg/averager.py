@@ -25,17 +25,16 @@ from p2pavg.matchmaking.actions import Settings
 from p2pavg.matchmaking.matchmaker import Matchmaker
 from p2pavg.net.limits.rate import RateLimit
 from p2pavg.records.board import LOOK_SECONDS, Board, board_key
-from p2pavg.records.hello import nobody_of_the_run
-from p2pavg.records.run_entry import RUN_TTL_SECONDS, RunEntry, encode_entry, read_entries, run_key, why_apart
+from p2pavg.records.run_entry import RunEntry
 from p2pavg.result import InProgress, NoPeers, RoundResult, Tensors
 from p2pavg.round.host import Host
+from p2pavg.round.presence import Presence
 from p2pavg.round.roles import Contributor
 from p2pavg.round.round import Round
 from p2pavg.round.rounds import Rounds, RoundSettings
 from p2pavg.vector.accumulation import Accumulation, Given, Schema
 
 _CLOSE_SECONDS = 2.0
-_WHY_SECONDS = 3.0  # to look up why a round found no group; a lookup among peers that are there takes 0.1 s
 
 
 OpenAverager: TypeAlias = "Callable[[AveragingConfig], AbstractAsyncContextManager[DecentralizedAverager]]"
@@ -76,7 +75,7 @@ class DecentralizedAverager:
         )
         self._rounds: Rounds | None = None
         self._key = b""
-        self._entry: RunEntry | None = None
+        self._presence: Presence | None = None
         self._state = b""
         self._round: Round[RoundResult] | None = None
         self._boards: dict[str, Board] = {}
@@ -281,11 +280,11 @@ class DecentralizedAverager:
                 max_weight=config.most_weight,
             ),
             codec=codec.name,
-            bandwidth=self._bandwidth,
+            bandwidth=lambda: self._meter.mbps if config.bandwidth is None else config.bandwidth,
         )
         self._host.registry.add_averager(key, matchmaker, config.run_id)
         self._key = key
-        self._entry = RunEntry(
+        entry = RunEntry(
             schema_hash=schema.hash,
             tensors=len(schema.shapes),
             elements=schema.elements,
@@ -293,7 +292,8 @@ class DecentralizedAverager:
             group_size=config.group_size,
             rule=config.rule,
         )
-        self._nursery.start_soon(self._publish_entry, self._entry)
+        self._presence = Presence(self._host, config.run_id, entry)
+        self._nursery.start_soon(self._presence.publish)
         return Rounds(
             run_context(
                 context,
@@ -313,37 +313,8 @@ class DecentralizedAverager:
                 exchange_timeout=config.exchange_timeout,
             ),
             self._tails,
-            self._why_alone,
+            self._presence.why_alone,
         )
-
-    def _bandwidth(self) -> float:
-        """Mbit/s to announce."""
-        given = self.config.bandwidth
-        return self._meter.mbps if given is None else given
-
-    async def _publish_entry(self, entry: RunEntry) -> None:
-        await self._host.records.publish(
-            run_key(self.config.run_id), encode_entry(entry), ttl=RUN_TTL_SECONDS
-        )
-
-    async def _why_alone(self) -> str:
-        assert self._entry is not None
-        entries: dict[str, RunEntry] | None = None
-        with trio.move_on_after(_WHY_SECONDS):  # keepers that do not answer must not hold up the result
-            entries = read_entries(await self._host.records.find(run_key(self.config.run_id)))
-            entries.pop(self._host.id, None)
-        heard = await self._host.greeter.look()
-        found = [why_apart(self._entry, entries.values())] if entries else []
-        if entries == {}:
-            found.append(
-                nobody_of_the_run(
-                    self.config.run_id,
-                    known=len(self._host.records.contacts),
-                    heard=heard,
-                    addresses=self.addresses,
-                )
-            )
-        return "; ".join(filter(None, [*found, *self._host.greeter.differences(heard)]))
 
     async def board(self, topic: str, look_seconds: float = LOOK_SECONDS) -> Board:
         """Return the board of a topic: short texts that the peers of the run publish. One topic has one object.
@@ -382,10 +353,10 @@ class DecentralizedAverager:
             async with trio.open_nursery() as nursery:
                 for board in self._boards.values():
                     nursery.start_soon(board.aclose)
-                if self._rounds is not None:
+                if self._rounds is not None and self._presence is not None:
                     nursery.start_soon(self._rounds.matchmaker.withdraw)
                     if self._host.registry.remove_averager(self._key, self.config.run_id):
-                        nursery.start_soon(self._host.records.withdraw, run_key(self.config.run_id))
+                        nursery.start_soon(self._presence.withdraw)
 
     def _check_open(self) -> None:
         if self._closed:

@@ -55,7 +55,6 @@ class Values:
         self._vector = vector
         self._buffers = buffers
         self._on_ready = on_ready
-        self._me = ledger.me
         self._own_parts = ledger.parts[ledger.me]
         shares = ledger.roster.shares
         # An auxiliary holds its own share only; everybody else the whole vector.
@@ -170,7 +169,7 @@ class Values:
         )
         digest = blake3(encoded).digest()
         with self.changed:
-            self._encoded[self._me][index], self._digests[self._me][index] = encoded, digest
+            self._encoded[self._ledger.me][index], self._digests[self._ledger.me][index] = encoded, digest
             pending.clear()
             self._ledger.averaged_own()
             self._ready[index] = True
@@ -178,7 +177,7 @@ class Values:
         self._on_ready(index)
 
     def _values_of(self, peer_id: str, part: Part, pending: dict[str, Buffer]) -> torch.Tensor | Buffer:
-        if peer_id != self._me:
+        if peer_id != self._ledger.me:
             return pending[peer_id]
         assert self._vector is not None
         return self._vector[part.start : part.stop]

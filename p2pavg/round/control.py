@@ -91,6 +91,8 @@ class Control:
         self._hears = hears
         self._positions = {member.peer_id: index for index, member in enumerate(roster.members)}
         self._me = self._positions[transport.peer_id]
+        self.scope = trio.CancelScope()
+        """Cancel it to say nothing more."""
         now = trio.current_time()
         self._lines: dict[int, _Line] = {}
         for position, member in enumerate(roster.members):
@@ -100,16 +102,17 @@ class Control:
                 self._lines[position] = _Line(Pace(now, part_bytes, max_silence, prior))
 
     async def run(self) -> None:
-        """Until cancelled, or until :meth:`end` has sent what was to be sent."""
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._accept, nursery)
-            nursery.start_soon(self._watch)
-            for position in self._lines:
-                if position < self._me:
-                    nursery.start_soon(self._open, position)
-            for line in self._lines.values():
-                await line.done.wait()
-            nursery.cancel_scope.cancel()
+        """Carry votes until :attr:`scope` is cancelled, or until :meth:`end` has sent the last ones."""
+        with self.scope:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._accept, nursery)
+                nursery.start_soon(self._watch)
+                for position in self._lines:
+                    if position < self._me:
+                        nursery.start_soon(self._open, position)
+                for line in self._lines.values():
+                    await line.done.wait()
+                nursery.cancel_scope.cancel()
 
     def tell(self, position: int, vote: Vote) -> None:
         """Have a vote sent. Never blocks."""

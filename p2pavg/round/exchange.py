@@ -144,7 +144,6 @@ class Exchange:
         self._attempt: Attempt | None = None
         self._held_at = 0.0
         self._traffic = _Traffic(context.meter)
-        self._control_scope = trio.CancelScope()
 
     async def run(self, *, task_status: TaskStatus[Outcome] = trio.TASK_STATUS_IGNORED) -> None:
         """Start with ``nursery.start``: it returns the outcome, then sees to it that the others hear of it.
@@ -153,7 +152,7 @@ class Exchange:
         """
         try:
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(self._run_control)
+                nursery.start_soon(self._voting.control.run)
                 async with trio.open_nursery() as inner:
                     self._voting.nursery = inner
                     try:
@@ -232,13 +231,9 @@ class Exchange:
                 # Silent, because a member that never says that it holds the result costs each round its time.
                 self._voting.lost(position, late, silent=True)
 
-    async def _run_control(self) -> None:
-        with self._control_scope:
-            await self._voting.control.run()
-
     def end(self) -> None:
         """Stop telling other members how the round ended. Call it only after the outcome."""
-        self._control_scope.cancel()
+        self._voting.control.scope.cancel()
 
     def _let_go(self) -> None:
         """Release everything that has the size of a vector."""
@@ -330,15 +325,12 @@ class Exchange:
     def pass_on(self, reducers: frozenset[int], to: frozenset[int]) -> None:
         """See :class:`~p2pavg.round.voting.Moves`."""
         assert self._attempt is not None
-        self._attempt.pass_on(self._peer_ids(reducers), self._peer_ids(to))
+        self._attempt.pass_on(_peer_ids(self._roster, reducers), _peer_ids(self._roster, to))
 
     def take_from(self, source: int, reducers: frozenset[int]) -> None:
         """See :class:`~p2pavg.round.voting.Moves`."""
         if self._attempt is not None:
-            self._attempt.take_from(self._roster.members[source].peer_id, self._peer_ids(reducers))
-
-    def _peer_ids(self, positions: frozenset[int]) -> list[str]:
-        return [self._roster.members[position].peer_id for position in sorted(positions)]
+            self._attempt.take_from(self._roster.members[source].peer_id, _peer_ids(self._roster, reducers))
 
     # ------------------------------------------------------------------ the outcome
 
@@ -376,3 +368,7 @@ class Exchange:
         self._context.lobby.remember(
             self._roster.group_id, lambda peer_id: vote if peer_id in peers else Unknown()
         )
+
+
+def _peer_ids(roster: Roster, positions: frozenset[int]) -> list[str]:
+    return [roster.members[position].peer_id for position in sorted(positions)]

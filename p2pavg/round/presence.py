@@ -1,0 +1,53 @@
+"""This peer's place in a run: its run entry, and the reasons why peers of the run do not meet."""
+
+from __future__ import annotations
+
+import trio
+
+from p2pavg.records.hello import nobody_of_the_run
+from p2pavg.records.run_entry import RUN_TTL_SECONDS, RunEntry, encode_entry, read_entries, run_key, why_apart
+from p2pavg.round.host import Host
+
+_WHY_SECONDS = 3.0  # to look up why a round found no group; a lookup among peers that are there takes 0.1 s
+
+
+class Presence:
+    """This peer's entry among those of its run.
+
+    Args:
+        entry: describes what this peer averages.
+    """
+
+    def __init__(self, host: Host, run_id: str, entry: RunEntry) -> None:
+        self._host = host
+        self._run_id = run_id
+        self._entry = entry
+
+    async def publish(self) -> None:
+        """Publish the entry, which stays until :meth:`withdraw`."""
+        await self._host.records.publish(
+            run_key(self._run_id), encode_entry(self._entry), ttl=RUN_TTL_SECONDS
+        )
+
+    async def withdraw(self) -> None:
+        """Withdraw the entry."""
+        await self._host.records.withdraw(run_key(self._run_id))
+
+    async def why_alone(self) -> str:
+        """Return why peers of the run may be there and yet not meet this one; empty if nothing is known."""
+        entries: dict[str, RunEntry] | None = None
+        with trio.move_on_after(_WHY_SECONDS):  # keepers that do not answer must not hold up the result
+            entries = read_entries(await self._host.records.find(run_key(self._run_id)))
+            entries.pop(self._host.id, None)
+        heard = await self._host.greeter.look()
+        found = [why_apart(self._entry, entries.values())] if entries else []
+        if entries == {}:
+            found.append(
+                nobody_of_the_run(
+                    self._run_id,
+                    known=len(self._host.records.contacts),
+                    heard=heard,
+                    addresses=self._host.addresses,
+                )
+            )
+        return "; ".join(filter(None, [*found, *self._host.greeter.differences(heard)]))

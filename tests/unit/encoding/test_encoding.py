@@ -1,4 +1,4 @@
-"""msgpack from strangers, field by field."""
+"""Reading of untrusted msgpack, field by field."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_the_bytes_never_change() -> None:
         ((), (int,), "a message of 1 fields was expected"),
     ],
 )
-def test_another_field_than_was_asked_for(
+def test_a_field_of_another_type_is_refused(
     fields: tuple[object, ...], types: tuple[type, ...], reason: str
 ) -> None:
     with pytest.raises(RemoteProtocolError, match=reason):
@@ -92,12 +92,12 @@ def test_another_field_than_was_asked_for(
         "a long array within",
     ],
 )
-def test_what_is_no_message(message: bytes, types: tuple[type, ...]) -> None:
+def test_a_malformed_message_is_refused(message: bytes, types: tuple[type, ...]) -> None:
     with pytest.raises(RemoteProtocolError):
         unpack(message, *types)
 
 
-def test_the_longest_that_is_allowed() -> None:
+def test_the_longest_allowed_message_is_read() -> None:
     fields = ("x" * 4096, b"x" * 8192, (0,) * 256)
     assert unpack(pack(*fields), str, bytes, tuple) == fields
 
@@ -116,7 +116,7 @@ def test_a_false_length_costs_no_memory(head: bytes) -> None:
     assert peak < 1_000_000
 
 
-def test_checked_counts() -> None:
+def test_checked_refuses_another_number_of_fields() -> None:
     assert checked((1, 2), (int, int)) == (1, 2)
     with pytest.raises(RemoteProtocolError, match="2 fields were expected, not 3"):
         checked((1, 2, 3), (int, int))

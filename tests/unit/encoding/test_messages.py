@@ -1,4 +1,4 @@
-"""Matchmaking's messages and the exchange's headers: their bytes, and what is refused although it is well-formed."""
+"""Matchmaking's messages and the exchange's headers: their bytes, and well-formed ones that are refused."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_every_kind_is_covered() -> None:
 
 @pytest.mark.parametrize("name", ["ask", "nudge", "joined", "declined with a leader", "propose", "disband"])
 def test_a_forged_record_is_refused(name: str) -> None:
-    """Somebody else's words with one of them changed: it weighs less than it says."""
+    """Another peer's record with one changed field, the weight."""
     record = ME.record
     forged = dataclasses.replace(ME, record=dataclasses.replace(record, value=record.value[:-1] + b"9"))
     messages: dict[str, Message] = {
@@ -130,18 +130,18 @@ def test_a_record_under_another_name_is_refused() -> None:
         (b"\x09" + pack("x" * 301, ()), "a reason of too many characters"),
     ],
 )
-def test_what_no_peer_says(data: bytes, reason: str) -> None:
+def test_an_impossible_message_is_refused(data: bytes, reason: str) -> None:
     with pytest.raises(RemoteProtocolError, match=reason):
         decode(data)
 
 
-def test_a_long_reason_is_cut_by_who_gives_it() -> None:
+def test_a_long_reason_is_cut_by_its_sender() -> None:
     assert decode(encode(Disband("x" * 1000))) == Disband("x" * MAX_REASON_CHARS)
     assert decode(encode(Declined("ü" * 1000))) == Declined("ü" * MAX_REASON_CHARS)
     assert decode(encode(Refuse(KEY, "x" * 1000))) == Refuse(KEY, "x" * MAX_REASON_CHARS)
 
 
-def test_a_strangers_words_cannot_move_the_cursor() -> None:
+def test_control_characters_of_a_reason_are_replaced() -> None:
     message = decode(encode(Disband("red \x1b[31m and\nnew\u202e line")))
     assert isinstance(message, Disband)
     assert message.reason == "red ?[31m and?new? line"
@@ -189,13 +189,13 @@ def test_the_header_of_a_lane(header: LaneHeader, fields: str) -> None:
     ],
     ids=str,
 )
-def test_a_header_of_no_lane(fields: tuple[object, ...]) -> None:
+def test_an_impossible_lane_header_is_refused(fields: tuple[object, ...]) -> None:
     with pytest.raises(RemoteProtocolError):
         decode_header(pack(*fields))
 
 
 @pytest.mark.parametrize(("index", "frame"), [(0, "00000000"), (1, "00000001"), (2**32 - 1, "ffffffff")])
-async def test_what_goes_before_a_part(index: int, frame: str) -> None:
+async def test_the_frame_before_a_part(index: int, frame: str) -> None:
     assert part_frame(index).hex() == frame
     assert await receive_index(SaidBefore(part_frame(index))) == index
 

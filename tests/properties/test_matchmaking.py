@@ -77,13 +77,13 @@ class Matchmaker(RuleBasedStateMachine):
             assert attempt.expected == attempt.formed.group_id, "streams of its own group would be refused"
 
     @invariant()
-    def everybody_hears_by_its_deadline(self) -> None:
+    def all_peers_hear_by_their_deadlines(self) -> None:
         for attempt in self._active():
             if not attempt.me.auxiliary and self.bus.now > attempt.me.deadline + RESULT_SECONDS:
                 assert attempt.reports, "no word at the deadline"
 
     @invariant()
-    def nobody_waits_in_a_circle(self) -> None:
+    def peers_never_wait_in_a_circle(self) -> None:
         for attempt in self._active():
             leader = attempt.rules.leader
             assert leader is None or leader.order < attempt.me.order

@@ -58,7 +58,7 @@ def times(members: list[MemberLink], shares: list[Fraction]) -> list[Fraction]:
 
 
 def least_time(members: list[MemberLink], most: float = 1.0) -> float:
-    """Solve the linear program: minimise T, with times of at most T, and fractions of at most ``most`` that sum to 1."""
+    """Solve the linear program: least T with no time above T, and fractions of at most ``most`` that sum to 1."""
     contributors = sum(member.contributes for member in members)
     anybody = any(member.reachable for member in members)
     size = len(members)

@@ -85,7 +85,7 @@ class TestRandomFraction:
     @pytest.mark.parametrize(
         ("fraction", "count", "contribute"), [(0.07, 100, 7), (0.28, 25, 7), (0.14, 50, 7)]
     )
-    def test_no_float_rounds_up_what_is_exact(self, fraction: float, count: int, contribute: int) -> None:
+    def test_an_exact_product_is_not_rounded_up(self, fraction: float, count: int, contribute: int) -> None:
         assert fraction * count > contribute
         assert RandomFraction(fraction)._count(count) == contribute
 

@@ -181,7 +181,7 @@ def test_equals_share_equally(
 
 
 @given(st.integers(3, 40), usual)
-def test_a_member_at_a_fifth_only_sends_its_own(others: int, bandwidth: float) -> None:
+def test_a_member_with_a_fifth_of_the_bandwidth_has_no_share(others: int, bandwidth: float) -> None:
     members = [MemberLink(bandwidth)] * others + [MemberLink(bandwidth / 5)]
     fractions = best_fractions(members)
     assert fractions[-1] == 0

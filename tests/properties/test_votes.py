@@ -186,13 +186,13 @@ def test_a_vote_of_a_larger_group_names_members_only_or_is_refused(vote: Vote, s
 @example(b"\x97\xa7promise" + b"\x91" * 3000)
 @example(b"\x93\xa4held\x00\xdd\xff\xff\xff\xff")
 @example(b"\x92\xa6gather\xcf" + b"\xff" * 8)
-def test_arbitrary_bytes(data: bytes) -> None:
+def test_arbitrary_bytes_are_read_or_refused(data: bytes) -> None:
     check(data)
 
 
 @settings(deadline=None)
 @given(st.sampled_from(KINDS), st.lists(objects, max_size=7))
-def test_arbitrary_fields(kind: str, fields: list[Any]) -> None:
+def test_arbitrary_fields_are_read_or_refused(kind: str, fields: list[Any]) -> None:
     check(msgpack.packb([kind, *fields]))
 
 
@@ -217,7 +217,7 @@ def mutations(draw: st.DrawFn) -> bytes:
 
 @settings(deadline=None)
 @given(mutations())
-def test_changed_bytes(data: bytes) -> None:
+def test_changed_bytes_are_read_or_refused(data: bytes) -> None:
     check(data)
 
 
@@ -231,5 +231,5 @@ def replaced(tree: Any, path: list[int], value: object) -> Any:
 
 @settings(deadline=None)
 @given(votes, st.lists(st.integers(0, 20), min_size=1, max_size=3), objects)
-def test_one_field_of_another_kind(vote: Vote, path: list[int], value: object) -> None:
+def test_a_field_of_another_kind_is_read_or_refused(vote: Vote, path: list[int], value: object) -> None:
     check(msgpack.packb(replaced(msgpack.unpackb(encode_vote(vote)), path, value)))

@@ -41,7 +41,7 @@ def mean(values: list[torch.Tensor], weights: list[float]) -> torch.Tensor:
     "weights", [[1.0, 1.0], [1.0, 1000.0, 3.0], [1e-6, 1e6, 1.0, 8.0], [1e15] * 3, [1e-300, 3e-300]], ids=str
 )
 @pytest.mark.parametrize("own", [None, 0, 1])
-def test_it_is_the_weighted_mean(codec: Codec, weights: list[float], own: int | None) -> None:
+def test_the_average_is_the_weighted_mean(codec: Codec, weights: list[float], own: int | None) -> None:
     """``own``: index of the contribution that the reducer holds unencoded, if any."""
     values = vectors(len(weights))
     contributions = [

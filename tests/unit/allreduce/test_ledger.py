@@ -238,7 +238,7 @@ class TestProgress:
 class TestAShareFromAnother:
     """The reducer is gone, and a member that has its averages passes them on."""
 
-    def test_nothing_more_is_due_from_its_reducer(self) -> None:
+    def test_no_more_averages_are_due_from_the_reducer(self) -> None:
         ledger = Ledger(three(), C, 64)
         ledger.received_share(A)
         assert ledger.owed_by(A) == 1, "only its contribution"
@@ -279,7 +279,7 @@ class TestAShareFromAnother:
         assert ledger.complete
 
     @pytest.mark.parametrize("elements", [0, 10])
-    def test_a_share_of_an_auxiliary_even_an_empty_one(self, elements: int) -> None:
+    def test_an_auxiliarys_share_may_be_passed_on_even_if_empty(self, elements: int) -> None:
         group = roster([candidate(0), candidate(1), candidate(3, auxiliary=True)], [10, 10, elements])
         ledger = Ledger(group, A, 64)
         deliver(ledger, B)

@@ -98,7 +98,7 @@ async def streams_of(lanes: Lanes) -> list[Stream | DirectLane]:
 
 
 class TestLanes:
-    async def test_a_stream_of_a_group_that_is_not_expected_is_let_go_at_once(self) -> None:
+    async def test_a_stream_of_an_unexpected_group_is_closed_at_once(self) -> None:
         lobby = Lobby()
         with lobby.expect(GROUP) as group:
             async with inbound(lobby) as streams:
@@ -153,7 +153,7 @@ class TestLanes:
                 assert streams.refused == [], "its member may not have heard of the newer one"
             assert await streams_of(lanes) == []
 
-    async def test_lanes_of_an_older_attempt_are_let_go_whether_they_are_used_or_wait(self) -> None:
+    async def test_lanes_of_an_older_attempt_are_closed_in_use_or_waiting(self) -> None:
         lobby = Lobby()
         with lobby.expect(GROUP) as group:
             async with inbound(lobby) as streams:
@@ -199,7 +199,7 @@ class TestLanes:
 
 
 class TestClosing:
-    async def test_a_closed_group_lets_go_of_everything(self) -> None:
+    async def test_closing_a_group_closes_its_streams(self) -> None:
         lobby = Lobby()
         group = lobby.expect(GROUP)
         async with inbound(lobby) as streams:

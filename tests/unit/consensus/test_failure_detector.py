@@ -52,7 +52,7 @@ def test_first_contact_has_its_own_time() -> None:
 
 
 @pytest.mark.parametrize("prior", [0.1, 1.0, 10.0])
-def test_first_contact_may_take_longer_over_a_link_that_is_said_to_be_slow(prior: float) -> None:
+def test_first_contact_may_take_longer_over_a_link_announced_as_slow(prior: float) -> None:
     assert silence(a_pace(prior=prior), BEGUN) == about(max(FIRST_CONTACT_SECONDS, PARTS * prior))
 
 
@@ -191,7 +191,7 @@ class TestOwed:
         pace.owes(now, True)
         assert pings(pace, now) == about(STALLS * PARTS * 2.0)
 
-    def test_the_limit_holds_for_it_too(self) -> None:
+    def test_the_limit_holds_for_owed_data_too(self) -> None:
         pace = a_pace(prior=100.0)
         pace.owes(BEGUN, True)
         assert pings(pace, BEGUN) == about(LIMIT)

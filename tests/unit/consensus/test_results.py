@@ -84,15 +84,15 @@ class TestStillGood:
     def complete(self, group: Answers) -> Complete | None:
         return _complete_without_the_dead(group, frozenset(group.promises))
 
-    def test_when_one_died_after_it_had_delivered(self) -> None:
+    def test_when_a_member_died_after_it_had_sent_its_parts(self) -> None:
         group = answers({0: promise(complete=RESULT), 1: promise(), 2: promise()}, dead=some(3))
         assert self.complete(group) == RESULT
 
-    def test_when_several_died(self) -> None:
+    def test_when_several_members_died(self) -> None:
         group = answers({1: promise(), 2: promise(complete=RESULT)}, dead=some(0, 3))
         assert self.complete(group) == RESULT
 
-    def test_when_all_are_there(self) -> None:
+    def test_when_all_members_answer(self) -> None:
         group = answers({position: promise(complete=RESULT) for position in range(SIZE)})
         assert self.complete(group) == RESULT
 

@@ -108,7 +108,7 @@ def test_the_longest_votes_of_the_largest_group_may_be_sent() -> None:
 
 
 @every_vote
-def test_a_message_cut_short_or_with_more_after_it(vote: Vote, golden: str) -> None:
+def test_a_message_of_another_length_is_refused(vote: Vote, golden: str) -> None:
     message = bytes.fromhex(golden)
     for length in range(len(message)):
         with pytest.raises(RemoteProtocolError):
@@ -118,7 +118,7 @@ def test_a_message_cut_short_or_with_more_after_it(vote: Vote, golden: str) -> N
 
 
 @every_vote
-def test_a_field_too_many(vote: Vote, golden: str) -> None:
+def test_an_additional_field_is_refused(vote: Vote, golden: str) -> None:
     message = bytes.fromhex(golden)
     with pytest.raises(RemoteProtocolError):
         decode_vote(bytes([message[0] + 1]) + message[1:] + b"\0", SIZE)

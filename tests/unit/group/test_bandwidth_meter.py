@@ -55,7 +55,7 @@ def test_the_first_round_counts_fully_and_the_slower_direction_is_announced() ->
     assert meter.download_mbps == pytest.approx(60.0)
 
 
-def test_pauses_do_not_lower_it() -> None:
+def test_pauses_do_not_lower_the_rate() -> None:
     busy = (1.0, 40.0, 60.0)
     assert after([(5.0, 0.0, 0.0), busy, (30.0, 0.1, 0.1), busy, (5.0, 0.0, 0.0)]).mbps == pytest.approx(40.0)
 
@@ -71,7 +71,7 @@ def test_a_window_longer_than_the_shortest_may_be_the_busiest() -> None:
     assert after(legs).mbps == pytest.approx((2 * 80 + 5 * 0.1) / 7, rel=1e-3)
 
 
-def test_a_later_round_pulls_it_down_slowly_and_up_at_once() -> None:
+def test_a_later_round_lowers_the_rate_slowly_and_raises_it_at_once() -> None:
     first, slower = [(2.0, 80.0, 80.0)], [(2.0, 40.0, 40.0)]
     assert after(first, slower).mbps == pytest.approx(80 * (1 - NEW_WEIGHT) + 40 * NEW_WEIGHT) == 68.0
     assert after(slower, first).mbps == pytest.approx(80.0)
@@ -117,11 +117,11 @@ def test_a_limit_below_the_minimum_leaves_the_minimum() -> None:
 class TestTooShort:
     """Rounds that show a lower bound of the link's capacity, but not the capacity."""
 
-    def test_a_short_round_never_lowers_it(self) -> None:
+    def test_a_short_round_never_lowers_the_rate(self) -> None:
         assert after([(0.375, 3.0, 3.0)]).mbps == DEFAULT_MBPS
         assert after([(2.0, 80.0, 80.0)], *[[(0.375, 3.0, 3.0)]] * 9).mbps == pytest.approx(80.0)
 
-    def test_a_short_round_may_raise_it(self) -> None:
+    def test_a_short_round_may_raise_the_rate(self) -> None:
         assert after([(0.375, 300.0, 400.0)]).mbps == pytest.approx(300.0)
         assert after([(2.0, 80.0, 80.0)], [(0.375, 300.0, 400.0)]).mbps == pytest.approx(300.0)
 
@@ -143,10 +143,10 @@ class TestTooShort:
         assert after([(idle, 0.0, 0.0)]).mbps == DEFAULT_MBPS
         assert after([(2.0, 80.0, 80.0)], [(idle, 0.0, 0.0)]).mbps == pytest.approx(80.0)
 
-    def test_a_small_vector_in_a_long_round_never_lowers_it(self) -> None:
+    def test_a_small_vector_in_a_long_round_never_lowers_the_rate(self) -> None:
         assert after([(10.0, 0.0, 0.0), (0.25, 50.0, 50.0), (10.0, 0.0, 0.0)]).mbps == DEFAULT_MBPS
 
-    def test_a_slow_link_shows_however_small_the_vector_is(self) -> None:
+    def test_a_slow_link_is_noticed_for_any_size_of_the_vector(self) -> None:
         assert after([(1.0, 0.5, 0.5)]).mbps == pytest.approx(0.5, rel=1e-3)
 
     def test_each_direction_is_measured_separately(self) -> None:
@@ -189,7 +189,7 @@ steps = st.tuples(st.integers(1, 40) | st.integers(1, 8), st.sampled_from([1, 10
 
 
 @given(st.lists(steps, min_size=20, max_size=60))
-def test_it_is_the_busiest_window_however_irregular_the_samples(steps: list[tuple[int, int]]) -> None:
+def test_the_busiest_window_counts_for_any_sampling(steps: list[tuple[int, int]]) -> None:
     now, total, samples = BEGUN, 0, [(BEGUN, 0)]
     meter = BandwidthMeter()
     meter.begin(BEGUN)
@@ -202,7 +202,7 @@ def test_it_is_the_busiest_window_however_irregular_the_samples(steps: list[tupl
         assert meter.upload_mbps == meter.download_mbps == pytest.approx(busiest(samples))
 
 
-def test_it_keeps_no_more_of_a_long_round_than_it_needs() -> None:
+def test_the_samples_that_are_kept_are_bounded() -> None:
     meter = BandwidthMeter()
     play_long = [(600.0, 10.0, 10.0)]
     meter.begin(BEGUN)

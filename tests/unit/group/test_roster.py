@@ -91,7 +91,7 @@ IMPOSSIBLE: list[tuple[str, list[Candidate], list[int], str]] = [
 @pytest.mark.parametrize(
     ("members", "shares", "reason"), [case[1:] for case in IMPOSSIBLE], ids=[case[0] for case in IMPOSSIBLE]
 )
-def test_an_impossible_roster(members: list[Candidate], shares: list[int], reason: str) -> None:
+def test_an_impossible_roster_is_refused(members: list[Candidate], shares: list[int], reason: str) -> None:
     with pytest.raises(RemoteProtocolError, match=reason):
         roster(members, shares)
     with pytest.raises(RemoteProtocolError, match=reason):

@@ -173,7 +173,7 @@ class TestLateLeaders:
             rules.tick(EPOCH + seconds)
         assert rules.leader == leader
 
-    def test_a_leader_that_proposes_again_and_again_is_left(self) -> None:
+    def test_a_leader_that_proposes_repeatedly_is_left(self) -> None:
         leader, me = candidate(0, EPOCH - 1), candidate(1, EPOCH + 30)
         rules = following(leader, me)
         now = EPOCH
@@ -318,7 +318,7 @@ class TestMemory:
         memory.wasted("a", later)
         assert not memory.is_proven("a")
 
-    def test_its_size_is_bounded(self) -> None:
+    def test_the_size_of_the_memory_is_bounded(self) -> None:
         memory = Memory()
         for index in range(MAX_LATE + MAX_PROVEN + 10):
             memory.wasted(f"late {index}", EPOCH)

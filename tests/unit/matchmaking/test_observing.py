@@ -41,7 +41,7 @@ def opened(actions: Actions) -> list[tuple[type[Message], str]]:
 
 
 class TestStates:
-    def test_another_state_is_declined(self) -> None:
+    def test_a_candidate_of_another_state_is_declined(self) -> None:
         rules = matchmaking(candidate(0, EPOCH + 1, state=b"7"))
         for state in (b"8", b"", b"7\0"):
             [answer] = said(rules.asked(candidate(1, EPOCH + 2, state=state), EPOCH))

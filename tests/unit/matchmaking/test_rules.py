@@ -449,7 +449,7 @@ class TestProposing:
 
 
 class TestAuxiliaries:
-    def test_it_helps_a_group_without_filling_it(self) -> None:
+    def test_an_auxiliary_helps_a_group_without_filling_it(self) -> None:
         bus = Bus()
         helper = bus.announce(9, auxiliary=True)
         attempts = announce_all(bus, 0, 1, 2, 3)
@@ -457,7 +457,7 @@ class TestAuxiliaries:
         assert [member.auxiliary for member in helper.formed.members] == [False] * 4 + [True]
         assert all(attempt.formed == helper.formed for attempt in attempts)
 
-    def test_it_never_leads_and_never_counts(self) -> None:
+    def test_an_auxiliary_never_leads_and_never_counts(self) -> None:
         bus = Bus()
         bus.announce(9, auxiliary=True)
         [lone] = announce_all(bus, 0)
@@ -521,7 +521,7 @@ class TestWordOfACommit:
         )
         assert rules.phase is not Phase.ACCEPTED
 
-    def test_a_strangers_stream_and_another_groups_change_nothing(self) -> None:
+    def test_streams_of_strangers_and_of_other_groups_change_nothing(self) -> None:
         rules, leader, other, group_id = self.accepted()
         rules.lost_leader(leader.peer_id, "it died", EPOCH + 1)
         rules.exchange_begun(group_id, candidate(7, EPOCH + 9).peer_id)

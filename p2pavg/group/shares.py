@@ -77,11 +77,12 @@ def best_fractions(members: Sequence[MemberLink], most: Fraction = Fraction(1)) 
     """Share fractions that minimise the round's duration; exact, each from 0 to ``most``, and summing to 1.
 
     Of a vector of V bytes a member reduces the fraction x. With c contributors, a contributor sends V (1 - x) of
-    contributions and V x (c - 1) of averages, and receives as much: V (1 + x (c - 2)) each way. An auxiliary receives
-    c contributions and sends c averages: V x c each way. (Patarasuk and Yuan 2009, section 3, with shares of any
-    size.) The member's time is that traffic divided by its bandwidth b. The round takes as long as its slowest member.
+    contributions and V x (c - 1) of averages. It receives as much, so its traffic is V (1 + x (c - 2)) each way. An
+    auxiliary receives c contributions and sends c averages: V x c each way. (Patarasuk and Yuan 2009, section 3, with
+    shares of any size.) The member's time is that traffic divided by its bandwidth b. The round takes as long as its
+    slowest member.
 
-    In a time of T V, a contributor reduces max(0, (T b - 1) / (c - 2)), which is 0 up to T = 1/b, and an auxiliary
+    In a time of T V, a contributor reduces max(0, (T b - 1) / (c - 2)), which is 0 up to T = 1/b. An auxiliary
     reduces T b / c. Neither reduces more than ``most``. All these fractions grow with T, so the shortest time is the T
     at which they sum to 1: *water-filling*. At that T, the time of a member that reduces less than ``most`` can be
     shortened only by lengthening that of another member that needs as long or longer. This is the objective of
@@ -147,8 +148,8 @@ def levelled(members: Sequence[MemberLink]) -> list[MemberLink]:
     """Return the members with their bandwidths rounded to levels, a factor of 1.5 apart, starting at the median.
 
     Bandwidths are measured, and two measurements of equal links differ. Shares that are optimal for such numbers are
-    worse than equal shares: of four members, one that seems a fifth slower than the others gets less than half of the
-    share of each of them.
+    worse than equal shares. For example, if one of four members seems a fifth slower than the others, its share is less
+    than half of each of theirs.
     """
     if not members:
         return []

@@ -121,7 +121,7 @@ class Matchmaker:
         Args:
             weight: weight of this peer's contribution, in samples. A peer with 0 observes, or is an auxiliary.
             auxiliary: only reduce a share.
-            state, tags, metrics: see :class:`~p2pavg.group.roster.Candidate`.
+            state, tags, metrics: see :class:`~p2pavg.group.candidate.Candidate`.
             target: number of members that this group aims at; ``None`` takes that of the settings.
             on_report: called at the end of each match timeout that passes without a group.
             on_expect: called with the group whose streams may arrive from now on.

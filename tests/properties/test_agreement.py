@@ -1,4 +1,4 @@
-"""Groups too large to look at every order of events: as many orders as hypothesis likes."""
+"""Random orders of events in groups that are too large for an exhaustive search."""
 
 from __future__ import annotations
 

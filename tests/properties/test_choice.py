@@ -1,4 +1,4 @@
-"""Whatever the members of a group know and say: one side decides, and what a liar can cost the others is bounded."""
+"""For any knowledge and any promises of the members, one side decides, and the cost of a liar is bounded."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ positions = st.integers(0, SIZE - 1)
 members = st.frozensets(positions, max_size=SIZE)
 somebody = st.frozensets(positions, min_size=1, max_size=SIZE)
 
-# What each member is: on one of two sides, on none, or dead, and then known so to either side, to both or to none.
+# Each member's role: on one of two sides, on none, or dead. One side, both or none may know that it is dead.
 roles = st.lists(
     st.sampled_from(["one", "other", "neither", "dead", "dead to one", "dead to other", "dead to both"]),
     min_size=1,
@@ -27,7 +27,7 @@ def of(roles: list[str], *wanted: str) -> Members:
 
 @settings(deadline=None, max_examples=1000)
 @given(roles)
-def test_two_sides_never_both_decide_whatever_deaths_each_knows_of(roles: list[str]) -> None:
+def test_two_sides_never_both_decide(roles: list[str]) -> None:
     one = is_quorum(of(roles, "one"), len(roles), of(roles, "dead to one", "dead to both"))
     other = is_quorum(of(roles, "other"), len(roles), of(roles, "dead to other", "dead to both"))
     assert not (one and other)
@@ -43,7 +43,7 @@ def test_of_two_sides_that_know_all_deaths_one_decides(roles: list[str]) -> None
 
 @settings(deadline=None)
 @given(roles, st.integers(0, SIZE - 1))
-def test_who_may_decide_may_do_so_with_more(roles: list[str], joining: int) -> None:
+def test_a_quorum_with_more_members_is_a_quorum(roles: list[str], joining: int) -> None:
     side, dead = of(roles, "one"), of(roles, "dead to one")
     if is_quorum(side, len(roles), dead):
         assert is_quorum(side | {joining % len(roles)}, len(roles), dead)
@@ -58,7 +58,7 @@ promises = st.dictionaries(positions, st.builds(promises_of, members, members), 
 
 @settings(deadline=None)
 @given(promises)
-def test_those_that_are_counted_on_can_all_exchange(promises: dict[int, Promise]) -> None:
+def test_all_members_of_a_view_can_exchange(promises: dict[int, Promise]) -> None:
     for me in promises:
         view = choose_view(me, promises)
         assert me in view
@@ -70,7 +70,7 @@ def test_those_that_are_counted_on_can_all_exchange(promises: dict[int, Promise]
 @settings(deadline=None)
 @given(st.integers(3, SIZE), st.integers(1, SIZE - 1), members)
 def test_a_liar_costs_the_view_two_honest_members_at_most(size: int, liar: int, accused: Members) -> None:
-    """One by an accusation; and if it accuses just one more, that one is as likely to be at fault as the liar is."""
+    """It removes one by an accusation. If it accuses one more, either of the two may be at fault."""
     liar = 1 + liar % (size - 1)
     told = {position: promises_of(frozenset(), frozenset()) for position in range(size)}
     told[liar] = promises_of(frozenset(), accused & told.keys() - {liar})
@@ -85,7 +85,7 @@ digests = st.lists(st.sampled_from([b"x", b"y", b"z"]), max_size=SIZE + 1).map(t
 
 @settings(deadline=None)
 @given(st.integers(3, SIZE), positions, digests)
-def test_who_lies_about_what_it_holds_costs_one_member_at_most(
+def test_a_liar_about_its_digests_costs_one_member_at_most(
     size: int, liar: int, told: tuple[bytes, ...]
 ) -> None:
     held = dict.fromkeys(range(size), (b"x",) * size) | {liar % size: told}
@@ -101,9 +101,7 @@ def test_who_lies_about_what_it_holds_costs_one_member_at_most(
 
 @settings(deadline=None)
 @given(st.integers(3, SIZE), positions, st.lists(st.sampled_from([b"x", b"y", b"z"]), min_size=SIZE))
-def test_a_reducer_that_lies_to_anybody_is_the_one_that_is_blamed(
-    size: int, liar: int, told: list[bytes]
-) -> None:
+def test_a_reducer_that_lies_to_any_member_is_blamed(size: int, liar: int, told: list[bytes]) -> None:
     liar %= size
     held = {
         position: tuple(told[position] if share == liar else b"x" for share in range(size))
@@ -156,8 +154,8 @@ answers = st.builds(
 
 @settings(deadline=None, max_examples=500)
 @given(answers)
-def test_whatever_is_answered_what_is_begun_can_be_carried_out(answers: Answers) -> None:
-    """Answers no honest members give together are among them, as a liar gives what it likes."""
+def test_for_any_answers_the_begun_ballot_can_be_carried_out(answers: Answers) -> None:
+    """The answers include combinations that honest members never give, because a liar may give any answer."""
     found = choose(answers)
     if isinstance(found, Stuck):
         assert found.reason

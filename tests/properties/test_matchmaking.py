@@ -1,4 +1,4 @@
-"""Any order of arrivals, deliveries, losses and crashes: what matchmaking never does, and what it always ends in."""
+"""Invariants and termination of matchmaking for any order of arrivals, deliveries, losses and crashes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Matchmaker(RuleBasedStateMachine):
 
     @rule(index=st.integers(0, PEERS - 1), auxiliary=st.booleans())
     def announce(self, index: int, auxiliary: bool) -> None:
-        """A peer becomes ready; one that is in a group or gave up does so again."""
+        """Announce a peer, again if it is in a group or gave up."""
         self.bus.advance(0.001)  # no peer uses a deadline twice
         known = self.bus.attempts.get(SIGNERS[index].peer_id)
         if known is None or not known.active:
@@ -77,19 +77,19 @@ class Matchmaker(RuleBasedStateMachine):
             assert attempt.expected == attempt.formed.group_id, "streams of its own group would be refused"
 
     @invariant()
-    def everybody_hears_by_its_deadline(self) -> None:
+    def all_peers_hear_by_their_deadlines(self) -> None:
         for attempt in self._active():
             if not attempt.me.auxiliary and self.bus.now > attempt.me.deadline + RESULT_SECONDS:
                 assert attempt.reports, "no word at the deadline"
 
     @invariant()
-    def nobody_waits_in_a_circle(self) -> None:
+    def peers_never_wait_in_a_circle(self) -> None:
         for attempt in self._active():
             leader = attempt.rules.leader
             assert leader is None or leader.order < attempt.me.order
 
     def teardown(self) -> None:
-        """With no more faults, nobody who could be in a group is left without."""
+        """Without further faults, every peer that can be in a group is in one."""
         for _ in range(40):
             for attempt in self._active():
                 self.bus.discover(attempt)

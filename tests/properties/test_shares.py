@@ -1,4 +1,4 @@
-"""How the vector is cut: for any group and any length, every element has one owner and one part."""
+"""Shares and parts: for any group and any length, every element has one owner and one part."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ usual = st.sampled_from([10.0, 20.0, 50.0, 100.0, 1000.0]) | st.floats(1.0, 1000
 def groups(
     draw: st.DrawFn, bandwidths: st.SearchStrategy[float] = signed, least: int = 2
 ) -> list[MemberLink]:
-    """Any group that a roster may have, and attempts of fewer."""
+    """Draw the links of any group that a roster may have, or of a smaller attempt."""
     contributors = draw(st.integers(least, 12))
     auxiliaries = draw(st.sampled_from([0, 0, 1, 3]))
     reached = draw(st.sampled_from([st.just(True), st.booleans()]))
@@ -44,7 +44,7 @@ def groups(
 
 
 def times(members: list[MemberLink], shares: list[Fraction]) -> list[Fraction]:
-    """Each member's time for a vector of 1 Mbit, counted lane by lane: what it sends and what it receives."""
+    """Return each member's time for a vector of 1 Mbit, counted lane by lane, for sending and receiving."""
     took = []
     for me, (member, own) in enumerate(zip(members, shares, strict=True)):
         sent = received = Fraction(0)
@@ -58,7 +58,7 @@ def times(members: list[MemberLink], shares: list[Fraction]) -> list[Fraction]:
 
 
 def least_time(members: list[MemberLink], most: float = 1.0) -> float:
-    """The linear program: minimise T, with each member's time at most T, and shares of at most ``most``, 1 in all."""
+    """Solve the linear program: least T with no time above T, and fractions of at most ``most`` that sum to 1."""
     contributors = sum(member.contributes for member in members)
     anybody = any(member.reachable for member in members)
     size = len(members)
@@ -95,7 +95,7 @@ def test_shares_sum_and_no_block_is_split(elements: int, members: list[MemberLin
 
 
 @given(lengths, groups(least=1), granularities)
-def test_shares_are_the_fractions_within_a_block(
+def test_shares_differ_from_the_fractions_by_a_block_at_most(
     elements: int, members: list[MemberLink], granularity: int
 ) -> None:
     fractions = best_fractions(members)
@@ -103,7 +103,7 @@ def test_shares_are_the_fractions_within_a_block(
     assert min(fractions) >= 0
     shares = fastest_shares(elements, members, granularity)
     for share, fraction in zip(shares, fractions, strict=True):
-        # A block, and what the last one lacks of a full one.
+        # One block, and the missing elements of the last block.
         assert abs(share - fraction * elements) < 2 * granularity
         assert fraction > 0 or share == 0
         if elements % granularity == 0:
@@ -123,7 +123,7 @@ def test_no_shares_are_faster(members: list[MemberLink], rounded: bool) -> None:
 
 
 @given(groups(usual))
-def test_no_shares_are_faster_of_those_that_keep_to_the_most(members: list[MemberLink]) -> None:
+def test_no_shares_within_the_limit_are_faster(members: list[MemberLink]) -> None:
     most = largest_fraction(members)
     fractions = best_fractions(members, most)
     assert sum(fractions) == 1
@@ -134,8 +134,8 @@ def test_no_shares_are_faster_of_those_that_keep_to_the_most(members: list[Membe
 
 
 @given(groups(least=3))
-def test_the_others_are_done_as_early_as_they_can_be(members: list[MemberLink]) -> None:
-    """All that reduce need equally long, and who reduces nothing and could needs longer as it is."""
+def test_all_reducers_need_equally_long(members: list[MemberLink]) -> None:
+    """All members with a share need equally long. A reachable member without a share needs at least as long."""
     fractions = best_fractions(members)
     took = times(members, list(fractions))
     [level] = {seconds for seconds, fraction in zip(took, fractions, strict=True) if fraction}
@@ -181,7 +181,7 @@ def test_equals_share_equally(
 
 
 @given(st.integers(3, 40), usual)
-def test_a_member_at_a_fifth_only_sends_its_own(others: int, bandwidth: float) -> None:
+def test_a_member_with_a_fifth_of_the_bandwidth_has_no_share(others: int, bandwidth: float) -> None:
     members = [MemberLink(bandwidth)] * others + [MemberLink(bandwidth / 5)]
     fractions = best_fractions(members)
     assert fractions[-1] == 0
@@ -189,7 +189,7 @@ def test_a_member_at_a_fifth_only_sends_its_own(others: int, bandwidth: float) -
 
 
 @given(groups(), st.integers(0, 14), st.floats(1.0, 8.0))
-def test_whoever_gets_faster_slows_nobody_down(
+def test_a_faster_member_slows_no_member_down(
     members: list[MemberLink], position: int, factor: float
 ) -> None:
     position %= len(members)
@@ -227,13 +227,13 @@ def test_parts_are_as_large_as_they_may_be(elements: int, granularity: int, most
 
 
 def counted_one_by_one(shares: list[int], position: int, members: list[tuple[bool, bool]]) -> int:
-    """Who sends what to whom, element by element."""
+    """Return the bytes that a member sends and receives, counted for each pair of members."""
     floats = 0
     for reducer, share in enumerate(shares):
         for member, (contributes, holds) in enumerate(members):
             if member != reducer and position in (member, reducer):
-                floats += share * contributes  # its contribution there
-                floats += share * holds  # and the average back
+                floats += share * contributes  # the member's contribution to that share
+                floats += share * holds  # the average of that share
     return 4 * floats
 
 

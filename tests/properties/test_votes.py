@@ -1,4 +1,4 @@
-"""Votes of strangers: one that a member of this group could have cast, or RemoteProtocolError and nothing else."""
+"""Untrusted votes: decoding gives a vote that a member of this group could cast, or RemoteProtocolError."""
 
 from __future__ import annotations
 
@@ -69,14 +69,14 @@ objects = st.recursive(scalars, lambda inner: st.lists(inner, max_size=5), max_l
 
 @st.composite
 def two_ballots(draw: st.DrawFn) -> tuple[int, int]:
-    """A ballot, and an attempt that is not newer."""
+    """Draw a ballot, and an attempt that is not newer."""
     ballot = draw(ballots)
     return ballot, draw(st.just(ballot) | st.integers(0, ballot))
 
 
 @st.composite
 def promises(draw: st.DrawFn) -> Promise:
-    """What it speaks of is older than the promise, and it goes on with no member that it accuses."""
+    """Draw a promise: all that it names is older than its ballot, and its hostile members are among ``apart``."""
     ballot, apart = draw(st.integers(1, MAX_BALLOT)), draw(members)
     older = st.integers(0, ballot - 1)
     last = draw(older)
@@ -93,7 +93,7 @@ def promises(draw: st.DrawFn) -> Promise:
 
 @st.composite
 def begins(draw: st.DrawFn) -> Begin:
-    """A new attempt is among all of its view; of an older one, a member that has the result passes it on."""
+    """Draw a ballot's value: a new attempt of its whole view, or an older result with a source that has it."""
     ballot, attempt = draw(two_ballots())
     view = draw(somebody)
     source = draw(st.sampled_from(sorted(view)))
@@ -119,7 +119,7 @@ votes: st.SearchStrategy[Vote] = st.one_of(
 
 
 def members_in(vote: Vote) -> Members:
-    """Everybody whom a vote names."""
+    """Return all members that a vote names."""
     match vote:
         case Promise(_, _, first, second, apart, hostile):
             named = apart | hostile
@@ -136,7 +136,7 @@ def members_in(vote: Vote) -> Members:
 
 
 def ballots_in(vote: Vote) -> list[int]:
-    """Every ballot that a vote names."""
+    """Return all ballots that a vote names."""
     match vote:
         case Gather(ballot) | Behind(ballot) | Held(ballot) | Commit(ballot):
             return [ballot]
@@ -152,7 +152,7 @@ def ballots_in(vote: Vote) -> list[int]:
 
 
 def check(data: bytes, size: int = SIZE) -> Vote | None:
-    """What a member makes of these bytes; nobody whom a vote names is a stranger, and it can be said again."""
+    """Decode bytes as a member does; a vote must name members of the group only, and must encode again."""
     try:
         vote = decode_vote(data, size)
     except RemoteProtocolError:
@@ -175,7 +175,7 @@ def test_every_vote_comes_back(vote: Vote) -> None:
 
 @settings(deadline=None)
 @given(votes, st.integers(1, SIZE))
-def test_a_vote_of_a_larger_group(vote: Vote, size: int) -> None:
+def test_a_vote_of_a_larger_group_names_members_only_or_is_refused(vote: Vote, size: int) -> None:
     found = check(encode_vote(vote), size)
     assert found in (None, vote)
     assert found is None or members_in(vote) <= frozenset(range(size))
@@ -186,13 +186,13 @@ def test_a_vote_of_a_larger_group(vote: Vote, size: int) -> None:
 @example(b"\x97\xa7promise" + b"\x91" * 3000)
 @example(b"\x93\xa4held\x00\xdd\xff\xff\xff\xff")
 @example(b"\x92\xa6gather\xcf" + b"\xff" * 8)
-def test_arbitrary_bytes(data: bytes) -> None:
+def test_arbitrary_bytes_are_read_or_refused(data: bytes) -> None:
     check(data)
 
 
 @settings(deadline=None)
 @given(st.sampled_from(KINDS), st.lists(objects, max_size=7))
-def test_arbitrary_fields(kind: str, fields: list[Any]) -> None:
+def test_arbitrary_fields_are_read_or_refused(kind: str, fields: list[Any]) -> None:
     check(msgpack.packb([kind, *fields]))
 
 
@@ -217,12 +217,12 @@ def mutations(draw: st.DrawFn) -> bytes:
 
 @settings(deadline=None)
 @given(mutations())
-def test_changed_bytes(data: bytes) -> None:
+def test_changed_bytes_are_read_or_refused(data: bytes) -> None:
     check(data)
 
 
 def replaced(tree: Any, path: list[int], value: object) -> Any:
-    """A nested list with the element on a path replaced; indices count round."""
+    """Return a nested list with the element on a path replaced; indices wrap around."""
     if not path or not isinstance(tree, list) or not tree:
         return value
     index = path[0] % len(tree)
@@ -231,5 +231,5 @@ def replaced(tree: Any, path: list[int], value: object) -> Any:
 
 @settings(deadline=None)
 @given(votes, st.lists(st.integers(0, 20), min_size=1, max_size=3), objects)
-def test_one_field_of_another_kind(vote: Vote, path: list[int], value: object) -> None:
+def test_a_field_of_another_kind_is_read_or_refused(vote: Vote, path: list[int], value: object) -> None:
     check(msgpack.packb(replaced(msgpack.unpackb(encode_vote(vote)), path, value)))

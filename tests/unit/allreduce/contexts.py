@@ -1,4 +1,4 @@
-"""The context of a run whose parts are moved in a test."""
+"""A run's context for tests that move parts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from p2pavg_compression import Codec
 
 
 def context_over(transport: Transport, codec: Codec, elements: int, lobby: Lobby | None = None) -> RunContext:
-    """Return the context of a run without limits, whose codec works on the event loop."""
+    """Return the context of a run without limits, whose codec runs on the event loop."""
     return RunContext(
         transport=transport,
         lobby=Lobby() if lobby is None else lobby,

@@ -1,4 +1,4 @@
-"""Direct lanes between simulated peers: pairs of sockets of this process, on the real clock."""
+"""Direct lanes between simulated peers: pairs of sockets in this process, on the real clock."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from p2pavg.peer import Peer
 
 
 class PairLane(DirectLane):
-    """One end of a pair of sockets. What breaks on purpose breaks at its sender."""
+    """One end of a pair of sockets. A test that breaks a lane breaks the sender's end."""
 
     def __init__(self, end: socket.socket, remote: str) -> None:
         self.remote = remote
@@ -28,10 +28,10 @@ class PairLane(DirectLane):
         return 0
 
     def keep_unsent_below(self, count: int) -> None:
-        """A pair of sockets is no link."""
+        """Do nothing: a pair of sockets is no link."""
 
     def wait_for_room(self) -> None:
-        """It holds a part."""
+        """Do nothing: the pair has room for a part."""
 
     def send(self, data: Buffer) -> None:
         if self.bytes_sent + len(data) > self.breaks_at:
@@ -79,11 +79,11 @@ class PairLane(DirectLane):
         try:
             self.socket.shutdown(socket.SHUT_RDWR)
         except OSError:
-            return  # it was aborted before
+            return  # the lane was aborted before
 
 
 class Takes(DirectLane):
-    """A lane that takes everything, and on which nothing comes."""
+    """A lane that takes all data, and on which nothing arrives."""
 
     def __init__(self, remote: str) -> None:
         self.remote = remote
@@ -95,10 +95,10 @@ class Takes(DirectLane):
         return 0
 
     def keep_unsent_below(self, count: int) -> None:
-        """It holds nothing."""
+        """Do nothing: the lane buffers nothing."""
 
     def wait_for_room(self) -> None:
-        """It takes everything."""
+        """Do nothing: the lane always has room."""
 
     def send(self, data: Buffer) -> None:
         self.bytes_sent += len(data)
@@ -121,7 +121,7 @@ class Takes(DirectLane):
 
 
 class Laid:
-    """Lanes among some peers. ``prepare`` is given each new lane's sending end, and who opened it."""
+    """Lanes among some peers. ``prepare`` is called with each new lane's sending end and the peer that opened it."""
 
     def __init__(
         self, nursery: trio.Nursery, peers: Sequence[Peer], prepare: Callable[[PairLane, str], Any]

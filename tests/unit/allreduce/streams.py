@@ -1,4 +1,4 @@
-"""Streams made of lists: what the other side says is fixed, and what is said to it is kept."""
+"""Streams made of lists: the received bytes are fixed in advance, and the sent bytes are kept."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from p2pavg.net.transport import Buffer, Stream
 
 
 class SaidBefore(Stream):
-    """Everything has been said, and the other side has closed its half; sending takes no time."""
+    """A stream whose other side has sent all bytes and closed its half. Sending takes no time."""
 
     def __init__(self, said: bytes, remote: str = "someone") -> None:
         self.remote = remote
@@ -33,7 +33,7 @@ class SaidBefore(Stream):
 
 
 class Silent(SaidBefore):
-    """The other side says no more, and is not gone."""
+    """A stream whose other side sends no more, but keeps its half open."""
 
     async def receive_some(self, max_bytes: int) -> bytes:
         return await super().receive_some(max_bytes) or await trio.sleep_forever()

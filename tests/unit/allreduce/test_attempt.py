@@ -1,4 +1,4 @@
-"""One member's side of one attempt, with streams made of lists in the place of the other members."""
+"""One member's side of one attempt, with streams made of lists in place of the other members."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def with_auxiliary() -> Roster:
 
 
 class Reports:
-    """Keeps what is told of an attempt."""
+    """Keeps the reports of an attempt."""
 
     def __init__(self) -> None:
         self.results: list[tuple[bytes, ...]] = []
@@ -73,7 +73,7 @@ class Reports:
 
 
 class Broken(SaidBefore):
-    """It breaks after what was said."""
+    """A stream that breaks after its bytes."""
 
     async def receive_some(self, max_bytes: int) -> bytes:
         chunk = await super().receive_some(max_bytes)
@@ -83,7 +83,7 @@ class Broken(SaidBefore):
 
 
 class Slow(SaidBefore):
-    """What was said arrives when the test allows it."""
+    """A stream whose bytes arrive when the test allows it."""
 
     def __init__(self, said: bytes, remote: str) -> None:
         super().__init__(said, remote)
@@ -104,7 +104,7 @@ class Slow(SaidBefore):
 
 
 class Side:
-    """The attempt of one member, and what the others open to it."""
+    """The attempt of one member, and the lanes that the others open to it."""
 
     def __init__(
         self, me: str = A, group: Roster | None = None, *, unreachable: Sequence[str] = (), value: float = 1.0
@@ -144,7 +144,7 @@ class Side:
         reducer: int = 0,
         stream: Callable[[bytes, str], Stream | DirectLane] = Silent,
     ) -> InboundLane:
-        """A member opens a lane and says something on it."""
+        """Let a member open a lane and send bytes on it."""
         inbound = InboundLane(stream(said, peer_id), LaneHeader(GROUP, lane, NUMBER, reducer, self.members))
         self.lanes.arrived(inbound)
         await wait_all_tasks_blocked()
@@ -156,7 +156,7 @@ def part(value: float, index: int = 0, elements: int = SHARE) -> bytes:
 
 
 async def everything_but(side: Side, missing: tuple[str, Lane]) -> None:
-    """What B and C owe A in an attempt of three, where B contributes 2, C contributes 3, and A 1."""
+    """Send all parts that B and C owe A, except one lane. The contributions are A: 1, B: 2 and C: 3."""
     for peer_id, contribution, average in ((B, 2.0, 20.0), (C, 3.0, 30.0)):
         if missing != (peer_id, Lane.CONTRIBUTIONS):
             await side.comes(peer_id, Lane.CONTRIBUTIONS, part(contribution))
@@ -169,7 +169,7 @@ RESULT = torch.tensor([2.0] * SHARE + [20.0] * SHARE + [30.0] * SHARE)
 
 
 class TestResult:
-    async def test_it_is_there_when_everything_has_come(self) -> None:
+    async def test_the_result_is_complete_when_all_parts_have_come(self) -> None:
         side = Side()
         async with side.running():
             assert side.reports.owing == {B, C}
@@ -182,7 +182,7 @@ class TestResult:
         assert side.attempt.bytes_sent == side.attempt.bytes_received
 
     @pytest.mark.parametrize("missing", [(B, Lane.CONTRIBUTIONS), (C, Lane.AVERAGES)])
-    async def test_it_is_not_as_long_as_something_is_missing(self, missing: tuple[str, Lane]) -> None:
+    async def test_the_result_is_incomplete_while_a_part_is_missing(self, missing: tuple[str, Lane]) -> None:
         side = Side()
         async with side.running():
             await everything_but(side, missing)
@@ -191,7 +191,7 @@ class TestResult:
             await side.comes(*missing, part(20.0))
             assert len(side.reports.results) == 1
 
-    async def test_its_digests_are_of_each_share_in_the_order_of_the_roster(self) -> None:
+    async def test_digests_are_one_per_share_in_the_order_of_the_roster(self) -> None:
         found = []
         for average in (30.0, 31.0):
             side = Side()
@@ -205,7 +205,7 @@ class TestResult:
         assert found[0][2] != found[1][2]
         assert len(set(found[0])) == 3
 
-    async def test_everybody_is_sent_its_part_and_the_same_average(self) -> None:
+    async def test_every_member_is_sent_its_part_and_the_same_average(self) -> None:
         side = Side()
         async with side.running():
             await side.comes(B, Lane.CONTRIBUTIONS, part(2.0))
@@ -225,7 +225,7 @@ class TestResult:
             assert side.transport.sent(A, Lane.AVERAGES) == part(2.0)
             assert side.transport.sent(A, Lane.CONTRIBUTIONS) is None
 
-    async def test_what_comes_as_the_attempt_ends_completes_nothing(self) -> None:
+    async def test_a_part_that_comes_as_the_attempt_ends_completes_nothing(self) -> None:
         side = Side()
 
         class Ending(SaidBefore):
@@ -241,7 +241,7 @@ class TestResult:
         assert side.reports.results == []
         assert side.reports.troubles == []
 
-    async def test_nothing_of_a_vectors_size_is_kept_when_it_is_let_go(self) -> None:
+    async def test_no_buffer_of_the_vectors_size_is_kept_after_letting_go(self) -> None:
         side = Side()
         async with side.running():
             await everything_but(side, (B, Lane.CONTRIBUTIONS))
@@ -253,7 +253,7 @@ class TestResult:
 
 
 class TestTrouble:
-    """Each is said of whom it is, and the lanes of the others go on."""
+    """Each trouble is reported with the member that caused it, and the lanes of the others go on."""
 
     async def others_go_on(self, side: Side) -> None:
         before = len(side.reports.troubles)
@@ -284,7 +284,7 @@ class TestTrouble:
             "no numbers of who is gone",
         ],
     )
-    async def test_a_lane_that_is_not_what_it_should_be(
+    async def test_a_lane_with_invalid_content_is_trouble_with_its_sender(
         self, lane: Lane, said: bytes, stream: Callable[[bytes, str], Stream], hostile: bool
     ) -> None:
         side = Side()
@@ -297,7 +297,7 @@ class TestTrouble:
             await self.others_go_on(side)
         assert side.reports.results == []
 
-    async def test_a_contribution_that_is_no_numbers_is_its_senders(self) -> None:
+    async def test_a_contribution_with_invalid_numbers_is_trouble_with_its_sender(self) -> None:
         side = Side()
         async with side.running():
             await side.comes(C, Lane.CONTRIBUTIONS, part_frame(0) + b"\xff" * 4 * SHARE)
@@ -306,7 +306,7 @@ class TestTrouble:
             await self.others_go_on(side)
 
     @pytest.mark.parametrize("lane", [Lane.CONTRIBUTIONS, Lane.AVERAGES])
-    async def test_a_lane_that_was_opened_before(self, lane: Lane) -> None:
+    async def test_a_lane_that_is_opened_twice_is_refused(self, lane: Lane) -> None:
         side = Side()
         async with side.running():
             first = await side.comes(C, lane, b"")
@@ -321,7 +321,7 @@ class TestTrouble:
         [(Lane.CONTRIBUTIONS, 0), (Lane.PASSED_ON, 1), (Lane.AVERAGES, 1)],
         ids=["an auxiliary contributes nothing", "and passes nothing on", "and has one share"],
     )
-    async def test_a_lane_that_is_not_due(self, lane: Lane, reducer: int) -> None:
+    async def test_a_lane_that_is_not_due_is_refused(self, lane: Lane, reducer: int) -> None:
         side = Side(group=with_auxiliary())
         async with side.running():
             inbound = await side.comes(AUX, lane, part(3.0), reducer=reducer)
@@ -329,7 +329,7 @@ class TestTrouble:
             assert side.reports.troubles == [(AUX, True)]
             await self.others_go_on(side)
 
-    async def test_a_share_of_nobody_in_the_attempt(self) -> None:
+    async def test_a_share_of_a_peer_outside_the_attempt_is_refused(self) -> None:
         side = Side()
         async with side.running():
             await side.comes(C, Lane.PASSED_ON, part(3.0), reducer=3)
@@ -341,7 +341,7 @@ class TestTrouble:
             await side.comes(A, Lane.PASSED_ON, part(3.0), reducer=1)
             assert side.reports.troubles == [(A, True)]
 
-    async def test_a_lane_of_a_stranger_is_let_go_and_nobody_is_blamed(self) -> None:
+    async def test_a_lane_of_a_stranger_is_closed_without_blame(self) -> None:
         side = Side()
         async with side.running():
             for lane in (Lane.CONTRIBUTIONS, Lane.AVERAGES, Lane.PASSED_ON):
@@ -349,7 +349,7 @@ class TestTrouble:
             assert side.reports.troubles == []
             await self.others_go_on(side)
 
-    async def test_one_that_cannot_be_reached(self) -> None:
+    async def test_a_member_that_cannot_be_reached_is_trouble(self) -> None:
         side = Side(unreachable=[C])
         async with side.running():
             await side.comes(B, Lane.CONTRIBUTIONS, part(2.0))
@@ -359,9 +359,9 @@ class TestTrouble:
 
 
 class TestPassingOn:
-    """C is gone, and has sent its averages to some."""
+    """C is gone, and has sent its averages to some members only."""
 
-    async def test_who_has_them_sends_the_same_bytes(self) -> None:
+    async def test_a_source_passes_on_the_same_bytes(self) -> None:
         side = Side()
         async with side.running():
             await everything_but(side, NOTHING)
@@ -370,7 +370,7 @@ class TestPassingOn:
             assert side.transport.sent(B, Lane.PASSED_ON, reducer=2) == part(30.0)
             assert side.transport.sent(C, Lane.PASSED_ON, reducer=2) is None
 
-    async def test_its_own_share_is_passed_on_like_any_other(self) -> None:
+    async def test_a_sources_own_share_is_passed_on_like_any_other(self) -> None:
         side = Side()
         async with side.running():
             await everything_but(side, NOTHING)
@@ -379,7 +379,7 @@ class TestPassingOn:
             assert side.transport.sent(C, Lane.PASSED_ON, reducer=0) == part(2.0)
             assert side.transport.sent(C, Lane.PASSED_ON, reducer=1) == part(20.0)
 
-    async def test_who_lacks_them_takes_them_from_the_one_that_the_leader_named(self) -> None:
+    async def test_a_member_takes_a_lacking_share_from_the_named_source(self) -> None:
         side = Side()
         async with side.running():
             await everything_but(side, (C, Lane.AVERAGES))
@@ -390,7 +390,7 @@ class TestPassingOn:
             assert len(side.reports.results) == 1
         assert side.reports.troubles == []
 
-    async def test_its_digests_are_the_same_as_if_the_reducer_had_lived(self) -> None:
+    async def test_digests_of_a_passed_on_share_are_the_same(self) -> None:
         digests = []
         for lane, peer_id, reducer in ((Lane.AVERAGES, C, 0), (Lane.PASSED_ON, B, 2)):
             side = Side()
@@ -401,7 +401,7 @@ class TestPassingOn:
             digests += side.reports.results
         assert digests[0] == digests[1]
 
-    async def test_the_source_may_hear_of_it_first(self) -> None:
+    async def test_a_source_may_send_before_the_member_knows_of_it(self) -> None:
         side = Side()
         async with side.running():
             await everything_but(side, (C, Lane.AVERAGES))
@@ -411,8 +411,8 @@ class TestPassingOn:
             await wait_all_tasks_blocked()
             assert len(side.reports.results) == 1
 
-    async def test_nothing_is_taken_from_anybody_else(self) -> None:
-        """A liar would have this member hold another result than the others, and an honest one be blamed for it."""
+    async def test_a_share_is_taken_from_the_named_source_only(self) -> None:
+        """Otherwise a liar could give this member another result, for which an honest member would be blamed."""
         side = Side()
         async with side.running():
             await everything_but(side, (C, Lane.AVERAGES))
@@ -425,7 +425,7 @@ class TestPassingOn:
             assert torch.equal(side.attempt.averaged[: 2 * SHARE], RESULT[: 2 * SHARE])
             assert side.attempt.averaged[2 * SHARE :].tolist() == [-1.0] * SHARE
 
-    async def test_a_source_that_dies_on_the_way_is_followed_by_another(self) -> None:
+    async def test_another_source_may_follow_one_that_died(self) -> None:
         side = Side(group=roster([candidate(index, weight=1.0) for index in (0, 1, 2, 4)], [3] * 4))
         fourth = SIGNERS[4].peer_id
         side.attempt.take_from(B, [fourth])
@@ -437,8 +437,8 @@ class TestPassingOn:
             assert side.attempt.averaged[9:].tolist() == [30.0] * 3
 
     @pytest.mark.parametrize("before", [0, FRAME_BYTES + 3], ids=["all of it", "the rest of it"])
-    async def test_what_the_reducer_itself_still_sends_is_no_offence(self, before: int) -> None:
-        """The leader cannot reach it, and this member can."""
+    async def test_late_parts_of_the_reducer_itself_are_no_offence(self, before: int) -> None:
+        """The leader cannot reach the reducer, but this member can."""
         side, words = Side(), part(30.0)
         async with side.running():
             await everything_but(side, (C, Lane.AVERAGES))
@@ -458,7 +458,7 @@ class TestPassingOn:
             assert torch.equal(side.attempt.averaged, RESULT)
 
     async def test_the_reducer_may_be_faster_than_the_source(self) -> None:
-        """A later leader may reach it again: what it sends is not refused before the share is whole."""
+        """A later leader may reach the reducer again, so its parts are accepted until the share is whole."""
         side = Side()
         async with side.running():
             await everything_but(side, (C, Lane.AVERAGES))
@@ -468,8 +468,8 @@ class TestPassingOn:
             await side.comes(B, Lane.PASSED_ON, part(99.0), reducer=2)
             assert torch.equal(side.attempt.averaged, RESULT)
 
-    async def test_a_result_that_is_whole_is_not_changed_any_more(self) -> None:
-        """It may have come between this member's answer and what its leader made of it; its digests were told."""
+    async def test_a_whole_result_never_changes(self) -> None:
+        """It may become whole after this member's promise, and its digests have been sent since."""
         side = Side()
         async with side.running():
             await everything_but(side, NOTHING)
@@ -483,7 +483,7 @@ class TestPassingOn:
 
 
 class SaysNothing(Takes):
-    """A lane on which nothing comes until it is aborted."""
+    """A lane on which nothing arrives until it is aborted."""
 
     def __init__(self, _said: bytes, remote: str) -> None:
         super().__init__(remote)
@@ -499,7 +499,7 @@ class SaysNothing(Takes):
 
 
 class TestTakingDirectLanes:
-    """A direct lane carries contributions and then averages; a stream, one of them."""
+    """A direct lane carries contributions and then averages. A stream carries one of the two."""
 
     async def others_go_on(self, side: Side) -> None:
         before = len(side.reports.troubles)
@@ -517,7 +517,7 @@ class TestTakingDirectLanes:
             await self.others_go_on(side)
 
     @pytest.mark.parametrize("kind", [Lane.CONTRIBUTIONS, Lane.AVERAGES])
-    async def test_a_direct_lane_of_one_of_them_is_not_due(self, kind: Lane) -> None:
+    async def test_a_direct_lane_of_a_streams_kind_is_not_due(self, kind: Lane) -> None:
         side = Side()
         async with side.running():
             inbound = await side.comes(C, kind, b"", stream=SaysNothing)
@@ -526,10 +526,10 @@ class TestTakingDirectLanes:
             await self.others_go_on(side)
 
     @pytest.mark.parametrize("kind", [Lane.CONTRIBUTIONS, Lane.AVERAGES])
-    async def test_one_that_is_heard_of_after_the_stream_that_takes_its_place_is_let_go(
+    async def test_a_direct_lane_that_arrives_after_its_replacement_stream_is_closed(
         self, kind: Lane
     ) -> None:
-        """It broke earlier, and its sender has begun again; the stream goes on."""
+        """The direct lane broke earlier, and its sender began again on the stream, which goes on."""
         side, words = Side(), part(30.0)
         async with side.running():
             slow = Slow(words, C)
@@ -549,7 +549,7 @@ class TestTakingDirectLanes:
             assert side.reports.troubles == []
             assert side.reports.broken == []
 
-    async def test_a_second_one_of_a_member_is_not_due(self) -> None:
+    async def test_a_second_direct_lane_of_a_member_is_not_due(self) -> None:
         side = Side()
         async with side.running():
             first = await side.comes(C, Lane.PARTS, b"", stream=SaysNothing)
@@ -563,10 +563,13 @@ class TestTakingDirectLanes:
 
 
 class TestKeepingDirectLanes:
-    """A lane on which everything was sent is kept although its attempt has ended, and is owed an acknowledgement."""
+    """A lane on which all parts were sent is kept when its attempt ends, and still waits for an acknowledgement."""
 
     async def kept(self, side: Side, monkeypatch: pytest.MonkeyPatch, *, in_the_thread: bool) -> list[Takes]:
-        """The lanes of an attempt that ended when all was sent, before the task heard of it or after."""
+        """Return the kept lanes of an attempt that ends after all parts were sent.
+
+        ``in_the_thread``: it ends before the sending thread reports that.
+        """
         lanes: list[Takes] = []
         kept: list[DirectLane] = []
         averaged = trio.Event()
@@ -602,14 +605,14 @@ class TestKeepingDirectLanes:
         assert [lane.remote for lane in lanes if lane.aborted] == [C]
         return [lane for lane in sent if lane in kept and not lane.aborted]
 
-    async def test_an_attempt_that_ends_while_it_waits_for_the_word(
+    async def test_an_attempt_that_ends_while_it_waits_for_the_acknowledgement(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         found = await self.kept(Side(), monkeypatch, in_the_thread=False)
         assert [lane.awaited for lane in found] == [True]
 
-    async def test_an_attempt_that_ends_before_it_has_heard_that_all_is_sent(
+    async def test_an_attempt_that_ends_before_its_thread_reports_the_end(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """The transport waits for the word: ``keep_lane`` says so."""
+        """The transport waits for the acknowledgement, as ``keep_lane`` documents."""
         assert len(await self.kept(Side(), monkeypatch, in_the_thread=True)) == 1

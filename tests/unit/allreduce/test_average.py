@@ -1,4 +1,4 @@
-"""One part's average: the weighted mean of all contributions, and the same bits for everybody."""
+"""One part's average: the weighted mean of all contributions, and the same bits for every member."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from p2pavg.errors import RemoteProtocolError
 from p2pavg_compression import MAX_MAGNITUDE, Bf16, Blockwise8, Codec, Fp16, Fp32, Int8
 
 CODECS: list[Codec] = [Fp32(), Fp16(), Bf16(), Int8(block_size=64), Blockwise8(block_size=64)]
-# Half a step of the coarsest level near the maximum of a block, as a share of that maximum, twice: in and out.
+# Twice (in and out) half a step of the coarsest level near a block's maximum, as a fraction of that maximum.
 TOLERANCES = {"fp32": 1e-6, "fp16": 2e-3, "bf16": 1e-2, "int8:64": 1.5e-2, "blockwise8:64": 5e-2}
 
 codecs = pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.name)
@@ -41,8 +41,8 @@ def mean(values: list[torch.Tensor], weights: list[float]) -> torch.Tensor:
     "weights", [[1.0, 1.0], [1.0, 1000.0, 3.0], [1e-6, 1e6, 1.0, 8.0], [1e15] * 3, [1e-300, 3e-300]], ids=str
 )
 @pytest.mark.parametrize("own", [None, 0, 1])
-def test_it_is_the_weighted_mean(codec: Codec, weights: list[float], own: int | None) -> None:
-    """``own``: which of them the reducer holds as it is, if any."""
+def test_the_average_is_the_weighted_mean(codec: Codec, weights: list[float], own: int | None) -> None:
+    """``own``: index of the contribution that the reducer holds unencoded, if any."""
     values = vectors(len(weights))
     contributions = [
         Contribution(str(index), weight, each) if index == own else encoded(codec, str(index), weight, each)
@@ -55,7 +55,7 @@ def test_it_is_the_weighted_mean(codec: Codec, weights: list[float], own: int | 
 
 
 @codecs
-def test_the_reducer_holds_what_everybody_decodes(codec: Codec) -> None:
+def test_the_reducer_holds_the_same_bits_as_every_decoder(codec: Codec) -> None:
     values = vectors(3)
     out = torch.empty(300)
     contributions = [encoded(codec, str(index), 1.0 + index, each) for index, each in enumerate(values)]
@@ -64,7 +64,7 @@ def test_the_reducer_holds_what_everybody_decodes(codec: Codec) -> None:
     assert torch.equal(codec.decode(bytes(payload), 300).view(torch.int32), out.view(torch.int32))
 
 
-def test_any_order_is_the_same_mean() -> None:
+def test_the_order_of_contributions_does_not_matter() -> None:
     values, weights = vectors(4), [1.0, 2.0, 3.0, 1000.0]
     contributions = [
         encoded(Fp32(), str(index), weight, each)
@@ -76,7 +76,7 @@ def test_any_order_is_the_same_mean() -> None:
         torch.testing.assert_close(out.double(), mean(values, weights), rtol=0, atol=1e-6)
 
 
-def test_nothing_of_what_it_is_given_changes() -> None:
+def test_the_inputs_are_not_changed() -> None:
     values = vectors(2)
     copies = [each.clone() for each in values]
     contributions = [Contribution("0", 1.0, values[0]), encoded(Fp32(), "1", 3.0, values[1])]
@@ -94,7 +94,7 @@ def test_an_empty_part(codec: Codec) -> None:
 
 
 def with_value(codec: Codec, bits: int) -> bytearray:
-    """A payload whose first scale or number has these bits, whatever it is."""
+    """Return a payload whose first scale or number has these bits."""
     payload = bytearray(codec.encode(torch.ones(64)))
     width = 2 if codec.name in ("fp16", "bf16") else 4
     payload[:width] = bits.to_bytes(width, "little")
@@ -130,7 +130,7 @@ def test_a_payload_that_does_not_decode_names_its_sender(codec: Codec, payload: 
 @pytest.mark.parametrize("weights", [[1.0] * 3, [1 / 3, 1 / 7, 1e-3, 5.0], [0.1] * 10], ids=str)
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 def test_values_at_the_limit_can_still_be_sent(codec: Codec, weights: list[float], sign: float) -> None:
-    """A group of strangers that all send the largest number there is: their shares of 1 sum to a little more."""
+    """All members send the largest allowed number, and their weights' fractions sum to a little more than 1."""
     limit = torch.full((64,), sign * MAX_MAGNITUDE)
     contributions = [encoded(codec, str(index), weight, limit) for index, weight in enumerate(weights)]
     out = torch.empty(64)
@@ -140,8 +140,8 @@ def test_values_at_the_limit_can_still_be_sent(codec: Codec, weights: list[float
         torch.testing.assert_close(out, limit, rtol=2 * TOLERANCES[codec.name], atol=0.0)
 
 
-def test_the_limit_is_really_crossed() -> None:
-    """What the test above is about: without care, this average of allowed values is refused by the encoder."""
+def test_the_average_of_allowed_values_exceeds_the_limit() -> None:
+    """Shows the premise of the test above: a naive average of allowed values is one that the encoder refuses."""
     total = torch.zeros(1)
     for _ in range(10):
         total.add_(torch.tensor([MAX_MAGNITUDE]), alpha=0.1)

@@ -1,4 +1,4 @@
-"""Rounds over direct lanes, in one process: what their threads do, and what becomes of a lane that breaks."""
+"""Rounds over direct lanes, in one process: their threads, and lanes that break."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def lane_threads() -> list[str]:
 
 
 class Rounds:
-    """Some peers with their averagers, and lanes among them."""
+    """Some peers with their averagers, and the lanes among them."""
 
     def __init__(self, peers: list[Peer], averagers: list[p2pavg.DecentralizedAverager], laid: Laid) -> None:
         self.peers = peers
@@ -52,7 +52,7 @@ class Rounds:
         self.laid = laid
 
     async def play(self) -> list[p2pavg.RoundResult]:
-        """One step of each."""
+        """Run one step of each averager."""
         results: list[Any] = [None] * len(self.averagers)
 
         async def step(index: int) -> None:
@@ -107,7 +107,7 @@ def streamed(result: p2pavg.Success) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize("compression", ["blockwise8", None])
-async def test_everybody_ends_with_the_same_mean_and_no_thread_is_left(compression: str | None) -> None:
+async def test_all_members_end_with_the_same_mean_and_no_thread_is_left(compression: str | None) -> None:
     async def test(rounds: Rounds) -> None:
         for result in check(await rounds.play(), range(SIZE)):
             assert set(result.paths.values()) == {"lane"}
@@ -132,8 +132,8 @@ async def test_lanes_stay_for_the_next_rounds() -> None:
 
 @pytest.mark.parametrize("sender", [0, 2])
 @pytest.mark.parametrize("at", [0, 3_000, 30_000])
-async def test_a_lane_that_breaks_costs_nobody_its_round(sender: int, at: int) -> None:
-    """Its sender begins again on a stream, and what had come is not counted twice."""
+async def test_a_broken_lane_costs_no_member_its_round(sender: int, at: int) -> None:
+    """The sender begins again on a stream, and parts that had come are not counted twice."""
     broken: list[str] = []
 
     def prepare(lane: PairLane, who: str) -> None:
@@ -155,7 +155,7 @@ async def test_a_lane_that_breaks_costs_nobody_its_round(sender: int, at: int) -
     assert len(seen) == 2, "both ends say that parts went over a stream"
 
 
-async def test_who_cannot_be_reached_directly_gets_its_parts_over_streams() -> None:
+async def test_a_member_that_cannot_be_reached_directly_gets_its_parts_over_streams() -> None:
     async def test(rounds: Rounds) -> None:
         rounds.laid.cannot |= {(rounds.id(0), rounds.id(2)), (rounds.id(2), rounds.id(0))}
         found = {
@@ -177,7 +177,7 @@ async def test_who_cannot_be_reached_directly_gets_its_parts_over_streams() -> N
     await over_lanes(test)
 
 
-async def test_who_lies_on_a_lane_is_excluded_by_name() -> None:
+async def test_a_liar_on_a_lane_is_excluded_by_name() -> None:
     async def test(rounds: Rounds) -> None:
         results = await rounds.play()
         liar = rounds.id(1)
@@ -194,7 +194,7 @@ async def test_who_lies_on_a_lane_is_excluded_by_name() -> None:
 
 
 async def test_a_step_that_is_abandoned_leaves_no_thread_behind() -> None:
-    """Its lanes are in the midst of a part that never comes."""
+    """Its lanes wait for the rest of a part that never comes."""
 
     async def test(rounds: Rounds) -> None:
         with trio.move_on_after(1.0):
@@ -246,7 +246,7 @@ async def test_every_byte_of_a_part_asks_the_limit_in_small_pieces(monkeypatch: 
 async def test_both_ends_of_a_lane_that_broke_ask_whether_the_other_is_still_there(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A member that dies before its votes' stream is open is heard of nowhere else."""
+    """If a member dies before its stream of votes is open, only the broken lane shows it."""
     asked: set[tuple[str, str]] = set()
     broken: list[tuple[str, str]] = []
     ask = Control.ask

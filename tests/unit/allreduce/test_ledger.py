@@ -1,4 +1,4 @@
-"""What is owed in an attempt, part by part, and who is waited for."""
+"""The parts that members owe in an attempt, and the members that are waited for."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def with_auxiliary() -> Roster:
 
 
 def with_observers() -> Roster:
-    """B and the fifth observe, of which one has something to contribute."""
+    """Return a roster in which B and the fifth observe; one of the two has something to contribute."""
     found = [candidate(0), candidate(1), candidate(3, auxiliary=True), candidate(4, weight=0.0)]
     return roster(found, [*SHARES, 5], observers=[found[1], found[3]])
 
 
 def deliver(ledger: Ledger, peer_id: str) -> None:
-    """Everything that a member owes."""
+    """Receive all parts that a member owes."""
     for lane in Lane:
         while ledger.expects(peer_id, lane) and ledger.owed_by(peer_id):
             try:
@@ -67,7 +67,7 @@ class TestExpectations:
         assert ledger.contributors == [B, C]
         assert ledger.holding
 
-    def test_an_auxiliary_contributes_nothing_and_is_told_no_averages(self) -> None:
+    def test_an_auxiliary_contributes_nothing_and_receives_no_averages(self) -> None:
         ledger = Ledger(with_auxiliary(), A, 64)
         assert ledger.contributors == [B]
         assert (ledger.expects(AUX, CONTRIBUTIONS), ledger.expects(AUX, AVERAGES)) == (0, 1)
@@ -78,7 +78,7 @@ class TestExpectations:
         assert [its.expects(peer, AVERAGES) for peer in (A, B)] == [0, 0]
         assert its.inbound_lanes == 2
 
-    def test_a_listener_sends_no_contributions_and_is_told_all_averages(self) -> None:
+    def test_an_observer_sends_no_contributions_and_receives_all_averages(self) -> None:
         ledger = Ledger(with_observers(), A, 64)
         assert [ledger.expects(peer, CONTRIBUTIONS) for peer in (B, AUX, LISTENER)] == [0, 0, 0]
         assert [ledger.expects(peer, AVERAGES) for peer in (B, AUX, LISTENER)] == [1, 1, 1]
@@ -99,7 +99,7 @@ class TestExpectations:
         average_everything(ledger)
         assert ledger.complete
 
-    def test_a_listener_is_whole_with_its_own_share_and_those_of_the_others(self) -> None:
+    def test_an_observer_is_complete_with_its_own_share_and_those_of_the_others(self) -> None:
         ledger = Ledger(with_observers(), LISTENER, 64)
         for peer in (A, B, AUX):
             deliver(ledger, peer)
@@ -123,7 +123,7 @@ class TestExpectations:
         assert ledger.complete
         assert ledger.inbound_lanes == 0
 
-    def test_what_one_expects_another_sends(self) -> None:
+    def test_every_expected_part_is_sent_by_a_member(self) -> None:
         for group in (three(), with_auxiliary(), with_observers(), three([0, 1, 0])):
             contributors = {member.peer_id for member in group.contributors}
             ledgers = {member.peer_id: Ledger(group, member.peer_id, 64) for member in group.members}
@@ -146,7 +146,7 @@ class TestProgress:
         assert ledger.due(C, CONTRIBUTIONS) == ledger.parts[A][0], "lanes are independent"
         assert ledger.due(B, AVERAGES) == ledger.parts[B][0]
 
-    def test_the_last_contribution_to_a_part_says_so(self) -> None:
+    def test_the_last_contribution_to_a_part_is_recognised(self) -> None:
         ledger = Ledger(three(), A, 64)
         assert [
             ledger.received(B, CONTRIBUTIONS),  # part 0
@@ -158,7 +158,7 @@ class TestProgress:
         ] == [False, False, False, True, False, True]
 
     @pytest.mark.parametrize("seed", range(20))
-    def test_whatever_the_order_of_arrival_each_part_is_averaged_once(self, seed: int) -> None:
+    def test_each_part_is_averaged_once_for_any_order_of_arrival(self, seed: int) -> None:
         ledger = Ledger(three(), A, 64)
         arrivals = [
             (peer, lane) for peer in (B, C) for lane in Lane for _ in range(ledger.expects(peer, lane))
@@ -175,7 +175,7 @@ class TestProgress:
         assert ledger.complete
 
     @pytest.mark.parametrize("lane", Lane)
-    def test_no_part_after_the_last(self, lane: Lane) -> None:
+    def test_a_part_after_the_last_is_refused(self, lane: Lane) -> None:
         ledger = Ledger(three(), A, 64)
         for _ in range(ledger.expects(B, lane)):
             ledger.received(B, lane)
@@ -196,13 +196,15 @@ class TestProgress:
             (three([10, 0, 10]), A, B, AVERAGES),
         ],
     )
-    def test_a_part_from_who_owes_none(self, group: Roster, me: str, sender: str, lane: Lane) -> None:
+    def test_a_part_that_no_member_owes_is_refused(
+        self, group: Roster, me: str, sender: str, lane: Lane
+    ) -> None:
         ledger = Ledger(group, me, 64)
         with pytest.raises(RemoteProtocolError, match="came where none was due"):
             ledger.received(sender, lane)
         assert ledger.owed_by(sender) == Ledger(group, me, 64).owed_by(sender)
 
-    def test_complete_needs_the_own_share_too(self) -> None:
+    def test_completeness_needs_the_own_share_too(self) -> None:
         ledger = Ledger(three(), A, 64)
         deliver(ledger, B)
         deliver(ledger, C)
@@ -212,7 +214,7 @@ class TestProgress:
         ledger.averaged_own()
         assert ledger.complete
 
-    def test_complete_needs_every_average(self) -> None:
+    def test_completeness_needs_every_average(self) -> None:
         ledger = Ledger(three(), C, 64)
         ledger.received(A, CONTRIBUTIONS)
         ledger.received(B, CONTRIBUTIONS)
@@ -236,7 +238,7 @@ class TestProgress:
 class TestAShareFromAnother:
     """The reducer is gone, and a member that has its averages passes them on."""
 
-    def test_nothing_more_is_due_from_its_reducer(self) -> None:
+    def test_no_more_averages_are_due_from_the_reducer(self) -> None:
         ledger = Ledger(three(), C, 64)
         ledger.received_share(A)
         assert ledger.owed_by(A) == 1, "only its contribution"
@@ -245,13 +247,13 @@ class TestAShareFromAnother:
         assert ledger.due(A, CONTRIBUTIONS) == ledger.parts[C][0]
         assert ledger.owed_by(B) == 2, "another's share is as it was"
 
-    def test_what_had_come_of_it_does_not_count_twice(self) -> None:
+    def test_parts_that_had_come_do_not_count_twice(self) -> None:
         ledger = Ledger(three(), C, 64)
         ledger.received(A, AVERAGES)
         ledger.received_share(A)
         assert ledger.owed_by(A) == 1
 
-    def test_it_is_lacked_until_all_of_it_has_come_from_whomever(self) -> None:
+    def test_a_share_is_lacking_until_all_of_it_has_come_from_any_member(self) -> None:
         ledger = Ledger(three(), C, 64)
         assert [ledger.lacks(peer) for peer in (A, B, C, "stranger")] == [True, True, False, False]
         ledger.received(A, AVERAGES)
@@ -261,13 +263,13 @@ class TestAShareFromAnother:
         assert not ledger.lacks(A)
         assert not ledger.lacks(B)
 
-    def test_a_second_time_changes_nothing(self) -> None:
+    def test_receiving_a_share_twice_changes_nothing(self) -> None:
         ledger = Ledger(three(), C, 64)
         ledger.received_share(A)
         ledger.received_share(A)
         assert ledger.owed_by(A) == 1
 
-    def test_it_completes_what_was_missing(self) -> None:
+    def test_a_passed_on_share_completes_the_result(self) -> None:
         ledger = Ledger(three(), C, 64)
         ledger.received(A, CONTRIBUTIONS)
         deliver(ledger, B)
@@ -277,7 +279,7 @@ class TestAShareFromAnother:
         assert ledger.complete
 
     @pytest.mark.parametrize("elements", [0, 10])
-    def test_a_share_of_an_auxiliary_even_an_empty_one(self, elements: int) -> None:
+    def test_an_auxiliarys_share_may_be_passed_on_even_if_empty(self, elements: int) -> None:
         group = roster([candidate(0), candidate(1), candidate(3, auxiliary=True)], [10, 10, elements])
         ledger = Ledger(group, A, 64)
         deliver(ledger, B)
@@ -288,7 +290,7 @@ class TestAShareFromAnother:
 
 
 class TestOutOfTime:
-    def test_it_names_who_is_waited_for(self) -> None:
+    def test_the_reason_names_the_members_that_owe_parts(self) -> None:
         ledger = Ledger(three(), A, 64)
         verdict = ledger.overdue(60.0)
         assert verdict.reason == (
@@ -301,7 +303,7 @@ class TestOutOfTime:
         assert verdict.reason == f"the exchange took longer than 0.5 s, waiting for {C} (2 parts)"
         assert (verdict.peer_id, verdict.hostile) == (C, False)
 
-    def test_by_its_own_fault_it_names_nobody(self) -> None:
+    def test_the_reason_names_no_member_if_only_the_own_share_is_missing(self) -> None:
         ledger = Ledger(three(), A, 64)
         deliver(ledger, B)
         deliver(ledger, C)
@@ -309,19 +311,19 @@ class TestOutOfTime:
         assert verdict.reason == "the exchange took longer than 60 s, waiting for itself"
         assert verdict.peer_id is None
 
-    def test_who_owes_a_contribution_is_named_before_who_may_only_wait_for_it(self) -> None:
+    def test_a_member_that_owes_a_contribution_is_named_first(self) -> None:
         ledger = Ledger(three([5, TWO_PARTS, 5]), A, 64)
         ledger.received(B, CONTRIBUTIONS)
         ledger.received(C, AVERAGES)
         assert (ledger.owed_by(B), ledger.owed_by(C)) == (2, 1)
         assert ledger.overdue(60.0).peer_id == C
 
-    def test_of_several_who_owes_most_is_named(self) -> None:
+    def test_the_member_that_owes_most_is_named(self) -> None:
         ledger = Ledger(three(), A, 64)
         ledger.received(B, CONTRIBUTIONS)
         assert ledger.overdue(60.0).peer_id == C
 
-    def test_who_is_named_has_cost_the_others_that_time_and_broke_no_rule(self) -> None:
+    def test_the_named_member_is_slow_and_not_hostile(self) -> None:
         verdict = Ledger(three(), A, 64).overdue(60.0)
         assert verdict.seconds == 60.0
         assert not verdict.hostile

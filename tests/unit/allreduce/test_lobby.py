@@ -1,4 +1,4 @@
-"""Which inbound stream belongs where, and what is said to who asks."""
+"""Assignment of inbound streams to groups and attempts, and answers about ended rounds."""
 
 from __future__ import annotations
 
@@ -37,22 +37,22 @@ def framed(message: bytes) -> bytes:
 def opened(
     lane: Lane, attempt: int = 0, *, group_id: bytes = GROUP, remote: str = "a member", reducer: int = 0
 ) -> Stream:
-    """A stream on which a peer has said what it is."""
+    """Return an inbound stream on which a peer has sent its header."""
     return Silent(framed(encode_header(LaneHeader(group_id, lane, attempt, reducer))), remote)
 
 
 class Inbound:
-    """Streams that are served, each in its own task, until the lobby lets them go."""
+    """Streams that are served, each in its own task, until the lobby releases them."""
 
     def __init__(self, lobby: Lobby, nursery: trio.Nursery) -> None:
         self.lobby = lobby
         self.refused: list[Stream] = []
-        """Those that broke the protocol."""
+        """Streams that broke the protocol."""
         self._nursery = nursery
         self._open: list[Stream] = []
 
     async def come(self, *streams: Stream) -> None:
-        """They are where they belong when this returns, or are let go."""
+        """Serve the streams, and return when each is assigned or closed."""
         for stream in streams:
             self._open.append(stream)
             self._nursery.start_soon(self._serve, stream)
@@ -66,7 +66,7 @@ class Inbound:
         self._open.remove(stream)
 
     async def kept(self) -> list[Stream]:
-        """Those that have not been let go."""
+        """Return the streams that are still open."""
         await wait_all_tasks_blocked()
         return list(self._open)
 
@@ -79,7 +79,7 @@ async def inbound(lobby: Lobby) -> AsyncIterator[Inbound]:
 
 
 async def taken(lanes: Lanes) -> list[InboundLane]:
-    """All lanes that have come, in their order."""
+    """Return all lanes that have come, in order."""
     found: list[InboundLane] = []
 
     async def take() -> None:
@@ -98,7 +98,7 @@ async def streams_of(lanes: Lanes) -> list[Stream | DirectLane]:
 
 
 class TestLanes:
-    async def test_a_stream_of_a_group_that_is_not_expected_is_let_go_at_once(self) -> None:
+    async def test_a_stream_of_an_unexpected_group_is_closed_at_once(self) -> None:
         lobby = Lobby()
         with lobby.expect(GROUP) as group:
             async with inbound(lobby) as streams:
@@ -131,7 +131,7 @@ class TestLanes:
                 assert await streams_of(group.lanes(0)) == lanes
 
     async def test_a_lane_waits_for_its_attempt(self) -> None:
-        """A member may hear of a new attempt later than the first lane of it arrives."""
+        """The first lane of an attempt may arrive before the member hears of the attempt."""
         lobby = Lobby()
         with lobby.expect(GROUP) as group:
             async with inbound(lobby) as streams:
@@ -153,7 +153,7 @@ class TestLanes:
                 assert streams.refused == [], "its member may not have heard of the newer one"
             assert await streams_of(lanes) == []
 
-    async def test_lanes_of_an_older_attempt_are_let_go_whether_they_are_used_or_wait(self) -> None:
+    async def test_lanes_of_an_older_attempt_are_closed_in_use_or_waiting(self) -> None:
         lobby = Lobby()
         with lobby.expect(GROUP) as group:
             async with inbound(lobby) as streams:
@@ -187,7 +187,7 @@ class TestLanes:
                 one.close()
                 assert await streams.kept() == [second]
 
-    async def test_each_that_comes_is_told_of(self) -> None:
+    async def test_each_arriving_stream_is_reported(self) -> None:
         lobby, came = Lobby(), []
         with lobby.expect(GROUP, lambda group_id, peer_id: came.append((group_id, peer_id))):
             async with inbound(lobby) as streams:
@@ -199,7 +199,7 @@ class TestLanes:
 
 
 class TestClosing:
-    async def test_a_closed_group_lets_go_of_everything(self) -> None:
+    async def test_closing_a_group_closes_its_streams(self) -> None:
         lobby = Lobby()
         group = lobby.expect(GROUP)
         async with inbound(lobby) as streams:
@@ -215,7 +215,7 @@ class TestClosing:
             group.close()
             assert await streams.kept() == []
 
-    async def test_its_streams_are_not_expected_any_more(self) -> None:
+    async def test_streams_of_a_closed_group_are_not_expected(self) -> None:
         lobby = Lobby()
         with lobby.expect(GROUP):
             pass
@@ -224,13 +224,13 @@ class TestClosing:
             await streams.come(opened(Lane.CONTROL), opened(Lane.CONTRIBUTIONS))
             assert await streams.kept() == []
 
-    async def test_it_is_closed_also_when_its_block_fails(self) -> None:
+    async def test_a_group_is_closed_also_when_its_block_fails(self) -> None:
         lobby = Lobby()
         with pytest.raises(ValueError, match="of the block"), lobby.expect(GROUP):
             raise ValueError("of the block")
         assert lobby.groups == {}
 
-    async def test_twice_is_as_good_as_once(self) -> None:
+    async def test_closing_twice_has_no_further_effect(self) -> None:
         lobby = Lobby()
         group = lobby.expect(GROUP)
         group.close()
@@ -252,12 +252,12 @@ class TestClosing:
 
 class TestBounds:
     async def ahead(self, streams: Inbound, remote: str = "a member") -> list[Stream]:
-        """As many lanes as a member may open ahead of time."""
+        """Open as many lanes as a member may open ahead of time."""
         lanes = [opened(Lane.CONTRIBUTIONS, 5, remote=remote) for _ in range(MAX_WAITING_LANES)]
         await streams.come(*lanes)
         return lanes
 
-    async def test_of_one_member_only_so_many_lanes_wait(self) -> None:
+    async def test_the_waiting_lanes_of_one_member_are_bounded(self) -> None:
         lobby = Lobby()
         with lobby.expect(GROUP) as group:
             group.lanes(0)
@@ -270,7 +270,7 @@ class TestBounds:
                 assert streams.refused == [one_more, later]
                 assert await streams.kept() == waiting + others
 
-    async def test_a_member_that_opens_ever_newer_ones_leaves_nothing_behind(self) -> None:
+    async def test_refused_lanes_of_new_attempts_leave_nothing_behind(self) -> None:
         lobby = Lobby()
         with lobby.expect(GROUP) as group:
             group.lanes(0)
@@ -298,7 +298,7 @@ class TestBounds:
                 assert streams.refused == []
 
     async def test_lanes_of_the_attempt_that_runs_do_not_wait(self) -> None:
-        """A member passes on the shares of those that were lost, one lane each."""
+        """A member passes on the shares of lost members, each on its own lane."""
         lobby = Lobby()
         with lobby.expect(GROUP) as group:
             group.lanes(5)
@@ -312,7 +312,7 @@ class TestBounds:
                 assert await streams_of(group.lanes(5)) == lanes + more
 
     @pytest.mark.parametrize("lane", [Lane.AVERAGES, Lane.CONTROL])
-    async def test_no_member_opens_more_than_it_can_have_use_for(self, lane: Lane) -> None:
+    async def test_the_open_lanes_of_one_member_are_bounded(self, lane: Lane) -> None:
         lobby = Lobby()
         with lobby.expect(GROUP) as group:
             group.lanes(5)
@@ -324,7 +324,7 @@ class TestBounds:
                 assert streams.refused == [one_more]
                 assert len(await streams.kept()) == MOST_LANES
 
-    async def test_who_has_been_let_go_is_forgotten(self) -> None:
+    async def test_members_without_open_lanes_are_forgotten(self) -> None:
         lobby = Lobby()
         with lobby.expect(GROUP) as group:
             group.lanes(0)
@@ -338,13 +338,13 @@ class TestBounds:
 
 
 class TestHeaders:
-    async def test_one_that_says_nothing_is_let_go(self, autojump_clock: MockClock) -> None:
+    async def test_a_stream_without_a_header_is_closed(self, autojump_clock: MockClock) -> None:
         began = trio.current_time()
         await Lobby().serve(Silent(b""))
         await Lobby().serve(Silent(framed(encode_header(LaneHeader(GROUP, Lane.CONTROL)))[:20]))
         assert trio.current_time() - began == pytest.approx(2 * HEADER_SECONDS)
 
-    async def test_one_that_closes_at_once_is_let_go(self) -> None:
+    async def test_a_stream_that_closes_at_once_is_closed(self) -> None:
         await Lobby().serve(SaidBefore(b""))
 
     @pytest.mark.parametrize(
@@ -358,7 +358,7 @@ class TestHeaders:
         ],
         ids=["words", "more after it", "a short id", "too long", "empty"],
     )
-    async def test_what_is_no_header_breaks_the_protocol(self, said: bytes) -> None:
+    async def test_a_malformed_header_breaks_the_protocol(self, said: bytes) -> None:
         lobby = Lobby()
         with lobby.expect(GROUP), pytest.raises(RemoteProtocolError):
             await lobby.serve(SaidBefore(said))
@@ -369,7 +369,7 @@ class TestHeaders:
 
 
 async def answer(lobby: Lobby, remote: str = "a member", group_id: bytes = GROUP) -> Vote:
-    """What is said to a peer that asks how a round ended."""
+    """Return the answer to a peer that asks how a round ended."""
     stream = opened(Lane.ASK, group_id=group_id, remote=remote)
     assert isinstance(stream, SaidBefore)
     await lobby.serve(stream)
@@ -386,18 +386,18 @@ def ended(vote: Vote, members: tuple[str, ...] = ("a member", "another")) -> How
 
 
 class TestAsking:
-    async def test_of_a_group_that_it_never_heard_of_it_knows_nothing(self) -> None:
+    async def test_the_answer_about_an_unknown_group_is_unknown(self) -> None:
         lobby = Lobby()
         with lobby.expect(OTHER_GROUP):
             assert await answer(lobby) == Unknown()
 
-    async def test_of_a_group_that_has_not_ended_it_says_that_it_is_there(self) -> None:
+    async def test_the_answer_about_a_running_group_is_a_ping(self) -> None:
         lobby = Lobby()
         with lobby.expect(GROUP):
             assert await answer(lobby) == Ping()
         assert await answer(lobby) == Unknown(), "it was closed, and nobody said how it ended"
 
-    async def test_how_it_ended_is_told_to_its_members(self) -> None:
+    async def test_the_outcome_is_told_to_the_groups_members(self) -> None:
         lobby = Lobby()
         with lobby.expect(GROUP):
             lobby.remember(GROUP, ended(COMMIT))
@@ -406,19 +406,19 @@ class TestAsking:
         assert await answer(lobby, "a stranger") == Unknown()
         assert await answer(lobby, group_id=OTHER_GROUP) == Unknown()
 
-    async def test_it_is_told_from_the_moment_in_which_it_is_known(self) -> None:
+    async def test_the_outcome_is_told_as_soon_as_it_is_known(self) -> None:
         lobby = Lobby()
         with lobby.expect(GROUP):
             lobby.remember(GROUP, ended(COMMIT))
             assert await answer(lobby) == COMMIT
 
-    async def test_what_was_heard_later_is_told_from_then_on(self) -> None:
+    async def test_a_later_outcome_replaces_the_earlier_answer(self) -> None:
         lobby = Lobby()
         lobby.remember(GROUP, ended(Unknown()))
         lobby.remember(GROUP, ended(COMMIT))
         assert await answer(lobby) == COMMIT
 
-    async def test_so_many_rounds_are_remembered(self) -> None:
+    async def test_a_bounded_number_of_rounds_is_remembered(self) -> None:
         lobby = Lobby()
         groups = [number.to_bytes(32, "big") for number in range(MAX_REMEMBERED + 3)]
         for group_id in groups:
@@ -427,7 +427,9 @@ class TestAsking:
         known = [await answer(lobby, group_id=group_id) == COMMIT for group_id in groups]
         assert known == [False] * 3 + [True] * MAX_REMEMBERED
 
-    async def test_who_asks_and_does_not_read_is_not_waited_for(self, autojump_clock: MockClock) -> None:
+    async def test_a_peer_that_asks_and_does_not_read_is_not_waited_for(
+        self, autojump_clock: MockClock
+    ) -> None:
         class Deaf(Silent):
             async def send_all(self, data: Buffer) -> None:
                 await trio.sleep_forever()

@@ -1,4 +1,4 @@
-"""Which direct lane belongs where, and which of them may be used again."""
+"""Assignment of direct lanes to groups and attempts, and lanes that may be used again."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def header(lane: Lane, attempt: int = 0, *, group_id: bytes = GROUP, reducer: in
 
 @contextmanager
 def lane_with(said: bytes) -> Iterator[tuple[PairLane, socket.socket]]:
-    """A lane on which so much has come, and the sender's end of it."""
+    """Yield a lane on which some bytes have arrived, and the sender's end of it."""
     near, far = socket.socketpair()
     with near, far:
         near.sendall(said)
@@ -39,7 +39,7 @@ def lane_with(said: bytes) -> Iterator[tuple[PairLane, socket.socket]]:
 
 
 class Served:
-    """A lane that is served."""
+    """A lane that the lobby serves."""
 
     def __init__(self, lane: PairLane, sender: socket.socket) -> None:
         self.lane = lane
@@ -49,7 +49,7 @@ class Served:
 
     @property
     def kept(self) -> bool:
-        """Whether it may be used again."""
+        """True if the lane may be used again."""
         return self.ended.is_set() and self.error is None
 
     async def run(self, lobby: Lobby) -> None:
@@ -91,8 +91,8 @@ async def test_a_lane_that_was_read_to_its_end_may_be_used_again(kind: Lane) -> 
             assert direct.kept
 
 
-async def test_one_use_after_the_other() -> None:
-    """Nothing is read beyond a header: what follows belongs to who takes the lane."""
+async def test_a_lane_is_used_several_times() -> None:
+    """The lobby reads nothing beyond a header: the following bytes belong to the task that takes the lane."""
     lobby = Lobby()
     with lobby.expect(GROUP) as group, lane_with(header(Lane.PASSED_ON, 1) + b"parts") as (direct, sender):
         for turn in range(3):
@@ -108,7 +108,7 @@ async def test_one_use_after_the_other() -> None:
             sender.sendall(header(Lane.PARTS, 1) + b"parts")
 
 
-async def test_a_lane_of_which_a_rest_was_not_read_is_not_kept() -> None:
+async def test_a_lane_with_unread_data_is_not_kept() -> None:
     lobby = Lobby()
     with lobby.expect(GROUP) as group:
         async with served(lobby, header(Lane.PARTS)) as direct:
@@ -119,7 +119,7 @@ async def test_a_lane_of_which_a_rest_was_not_read_is_not_kept() -> None:
 
 
 async def waits(lanes: Lanes) -> None:
-    """A lane has come, and nobody has taken it."""
+    """Wait until a lane has come that no task has taken."""
     while not lanes._waiting:
         await trio.sleep(0.001)
 
@@ -135,7 +135,7 @@ ENDS: dict[str, Callable[[Lobby], object]] = {
 async def test_a_lane_whose_attempt_ends_before_it_was_read_is_not_kept(
     end: Callable[[Lobby], object],
 ) -> None:
-    """Its sender has put parts on it, which the next use would read as a header."""
+    """The sender has put parts on the lane, and the next use would read them as a header."""
     lobby = Lobby()
     group = lobby.expect(GROUP)
     lanes = group.lanes(5)
@@ -200,7 +200,7 @@ async def test_a_direct_lane_carries_parts_and_nothing_else(kind: Lane) -> None:
     ],
     ids=["words", "more in it", "a short id", "empty", "too long", "much too long"],
 )
-async def test_what_is_no_header_breaks_the_protocol(said: bytes) -> None:
+async def test_a_malformed_header_breaks_the_protocol(said: bytes) -> None:
     lobby = Lobby()
     with lobby.expect(GROUP):
         async with served(lobby, said) as direct:
@@ -228,7 +228,7 @@ async def test_a_header_that_never_comes_is_not_waited_for(
         assert direct.sender.recv(1) == b"", "the lane was dropped"
 
 
-async def test_who_is_cancelled_while_a_header_comes_drops_the_lane() -> None:
+async def test_a_cancellation_during_a_header_drops_the_lane() -> None:
     with trio.fail_after(WATCHDOG_SECONDS), lane_with(header(Lane.PARTS)[:20]) as (direct, sender):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(Lobby().serve_lane, direct)

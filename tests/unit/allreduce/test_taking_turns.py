@@ -1,4 +1,4 @@
-"""Lanes that send in turns: who has no room waits outside, and how much the system may hold of each."""
+"""Lanes that send in turns: a lane without room waits outside its turn, and send buffers are limited."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ HEADER = LaneHeader(b"\x09" * 32, Lane.PARTS, 1)
 
 
 class Link(Takes):
-    """A lane whose other end takes something when the test makes room."""
+    """A lane whose other end takes data when the test makes room."""
 
     def __init__(self, remote: str, note: Callable[[str, int], None] = lambda _what, _count: None) -> None:
         super().__init__(remote)
         self.room = threading.Event()
         self.waits = threading.Event()
-        """Whether anybody has asked for room."""
+        """Set when a thread waits for room."""
         self._note = note
 
     def keep_unsent_below(self, count: int) -> None:
@@ -52,7 +52,7 @@ class Link(Takes):
 
 
 class Hears:
-    """Hears that parts were sent, and of nothing else."""
+    """An observer of an attempt that accepts only reports of sent contributions."""
 
     def owes(self, peer_id: str, yes: bool) -> None:
         raise NotImplementedError
@@ -68,7 +68,7 @@ class Hears:
 
 
 class Sender:
-    """One member of three, which sends its contributions over lanes."""
+    """One of three members; it sends its contributions over lanes."""
 
     def __init__(self, turns: Turns | None) -> None:
         group = roster([candidate(index, weight=1.0) for index in range(3)], [SHARE] * 3)
@@ -102,7 +102,7 @@ def join(thread: threading.Thread) -> None:
 
 
 def test_a_lane_without_room_does_not_keep_another_from_its_turns() -> None:
-    """The clock stands still: no turn ends because it takes too long."""
+    """The clock stands still, so no turn ends by timeout."""
     sender = Sender(Turns(clock=lambda: 0.0))
     full, free = Link(B), Link(C)
     free.room.set()
@@ -147,9 +147,7 @@ def test_without_turns_a_part_is_sent_at_once() -> None:
 @pytest.mark.parametrize(
     ("turns", "count"), [(Turns(), UNSENT_IN_TURNS_BYTES), (None, UNSENT_BYTES)], ids=["in turns", "freely"]
 )
-def test_the_system_is_told_how_much_it_may_hold_before_anything_is_sent(
-    turns: Turns | None, count: int
-) -> None:
+def test_the_send_buffer_is_limited_before_anything_is_sent(turns: Turns | None, count: int) -> None:
     noted: list[tuple[str, int]] = []
     lane = Link(B, lambda what, count: noted.append((what, count)))
     lane.room.set()

@@ -1,4 +1,4 @@
-"""Who of those that send at once goes next."""
+"""Order of the turns of threads that send at once."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Clock:
 
 
 def queue_up(turns: Turns, ranks: list[Rank], work: Callable[[Rank], None]) -> list[threading.Thread]:
-    """A thread for each rank, all of which wait while somebody else has its turn."""
+    """Start a thread per rank while another thread has its turn; return when all of them wait."""
 
     def wait_and_work(rank: Rank) -> None:
         with turns.turn(rank):
@@ -59,7 +59,7 @@ def test_the_lowest_rank_goes_first(ranks: list[Rank], order: list[Rank]) -> Non
     assert went == order
 
 
-def test_one_at_a_time() -> None:
+def test_one_thread_at_a_time_has_a_turn() -> None:
     turns, busy, clashes = Turns(clock=Clock()), threading.Lock(), list[Rank]()
 
     def work(rank: Rank) -> None:
@@ -75,7 +75,7 @@ def test_one_at_a_time() -> None:
     assert clashes == []
 
 
-def test_who_is_stuck_is_not_waited_for() -> None:
+def test_a_stuck_thread_loses_its_turn() -> None:
     clock, went = Clock(), threading.Event()
     turns = Turns(clock)
     with turns.turn((0, 0, 0)):
@@ -95,7 +95,7 @@ def _go(turns: Turns, went: threading.Event) -> None:
 
 
 def test_a_turn_that_was_taken_over_does_not_end_the_next_ones() -> None:
-    """The stuck one goes on while another has its turn, and a third still waits."""
+    """The stuck thread goes on while another has its turn, and a third still waits."""
     clock = Clock()
     turns = Turns(clock)
     stuck = turns.turn((0, 0, 0))

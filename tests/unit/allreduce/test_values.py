@@ -1,4 +1,4 @@
-"""What a member holds of an attempt: when it is whole, which bits it is, and what comes too late to change it."""
+"""The values that a member holds of an attempt: completeness, exact bits, and parts that come too late."""
 
 from __future__ import annotations
 
@@ -56,13 +56,13 @@ def with_auxiliary() -> Roster:
 
 
 def with_observer() -> Roster:
-    """The last one has a vector, and keeps it."""
+    """Return a roster whose last member has a vector but only observes."""
     found = [candidate(index, weight=WEIGHTS[index]) for index in range(SIZE)]
     return roster(found, [SHARE] * SIZE, observers=found[2:])
 
 
 def sole() -> Roster:
-    """Only the first one contributes."""
+    """Return a roster in which only the first member contributes."""
     found = [candidate(index, weight=WEIGHTS[index]) for index in range(SIZE)]
     return roster(found, [SHARE] * SIZE, observers=found[1:])
 
@@ -72,7 +72,7 @@ def vector(index: int) -> torch.Tensor:
 
 
 class Held(Values):
-    """The values of one member, which keeps the parts that it was told are ready."""
+    """The values of one member, with the parts that were reported as ready."""
 
     def __init__(self, codec: Codec, me: int = 0, group: Roster | None = None) -> None:
         group = members() if group is None else group
@@ -89,7 +89,7 @@ class Held(Values):
         )
 
     def contribute(self, member: int, index: int, payload: Buffer | None = None) -> None:
-        """A member's part has come; whoever brings the last one averages."""
+        """Let a member's part come. The last contribution to a part averages it."""
         part = self.ledger.parts[self.ledger.me][index]
         if payload is None:
             payload = self._codec.encode(vector(member)[part.start : part.stop])
@@ -110,13 +110,13 @@ class Held(Values):
         return self.ledger.parts[IDS[reducer]]
 
     def share_of(self, reducer: int) -> list[int]:
-        """The bits of the averages of a share."""
+        """Return the bits of a share's averages."""
         found = self.averaged[reducer * SHARE : (reducer + 1) * SHARE]
         return [int(bits) for bits in found.view(torch.int32)]
 
 
 def averaged_part(codec: Codec, part: Part, group: Roster | None = None) -> tuple[bytes, torch.Tensor]:
-    """What :func:`average_part` makes of a part of which its reducer has its own values as they are."""
+    """Return the result of :func:`average_part` for a part whose reducer holds its own values unencoded."""
     group = members() if group is None else group
     reducer = part.start // SHARE
     out = torch.empty(part.elements)
@@ -131,7 +131,7 @@ def averaged_part(codec: Codec, part: Part, group: Roster | None = None) -> tupl
 
 
 def share(codec: Codec, reducer: int) -> list[Buffer]:
-    """What a reducer sends of its share, part by part."""
+    """Return the averaged parts that a reducer sends."""
     starts = range(reducer * SHARE, (reducer + 1) * SHARE, PART)
     return [averaged_part(codec, Part(index, start, start + PART))[0] for index, start in enumerate(starts)]
 
@@ -141,7 +141,7 @@ def bits(values: torch.Tensor) -> list[int]:
 
 
 def expected(codec: Codec) -> list[int]:
-    """The bits of the whole result."""
+    """Return the bits of the whole result."""
     return [
         each
         for start in range(0, ELEMENTS, PART)
@@ -150,7 +150,7 @@ def expected(codec: Codec) -> list[int]:
 
 
 def in_threads(*work: Callable[[], Any]) -> None:
-    """All at once, each in a thread of its own."""
+    """Run all functions at once, each in its own thread."""
     begin = threading.Barrier(len(work))
 
     def run(one: Callable[[], Any]) -> None:
@@ -162,7 +162,7 @@ def in_threads(*work: Callable[[], Any]) -> None:
             future.result(30.0)
 
 
-# -- when it is whole
+# -- completeness
 
 
 EVENTS = [("contribution", 1), ("contribution", 2), ("average", 1), ("average", 2)]
@@ -170,7 +170,7 @@ EVENTS = [("contribution", 1), ("contribution", 2), ("average", 1), ("average", 
 
 @codecs
 @pytest.mark.parametrize("order", list(itertools.permutations(EVENTS))[::5])
-def test_it_is_whole_when_everything_has_come_and_not_before(
+def test_the_result_is_whole_when_all_parts_have_come_and_not_before(
     codec: Codec, order: Sequence[tuple[str, int]]
 ) -> None:
     held = Held(codec)
@@ -185,13 +185,13 @@ def test_it_is_whole_when_everything_has_come_and_not_before(
     assert bits(held.averaged) == expected(codec)
 
 
-def test_what_has_come_and_is_not_averaged_is_not_there() -> None:
+def test_contributions_that_are_not_averaged_yet_do_not_count() -> None:
     held = Held(Fp32())
     held.receive_all()
     held.reduce_all([1])
     for index in range(4):
         part = vector(2)[index * PART : (index + 1) * PART].numpy().tobytes()
-        assert held.contributed(IDS[2], index, part), "it was the last: who brought it averages"
+        assert held.contributed(IDS[2], index, part), "it was the last contribution to its part"
     for index in (2, 0, 3, 1):
         assert not held.is_ready(index)
         assert not held.complete
@@ -200,7 +200,7 @@ def test_what_has_come_and_is_not_averaged_is_not_there() -> None:
     assert held.complete
 
 
-def test_what_waits_for_others_is_counted_until_it_is_averaged() -> None:
+def test_waiting_contributions_are_counted_until_they_are_averaged() -> None:
     held = Held(Fp32())
     for index in range(3):
         held.contribute(1, index)
@@ -211,8 +211,8 @@ def test_what_waits_for_others_is_counted_until_it_is_averaged() -> None:
     assert held.ready == [0]
 
 
-def test_what_has_come_of_a_lane_is_known() -> None:
-    """Its sender begins again from the first part when a direct lane broke."""
+def test_the_received_parts_of_a_lane_are_known() -> None:
+    """After a direct lane broke, its sender begins again from the first part."""
     held = Held(Fp32())
     held.contribute(1, 0)
     held.receive_average(IDS[2], held.parts(2)[0], share(Fp32(), 2)[0])
@@ -225,7 +225,7 @@ def test_what_has_come_of_a_lane_is_known() -> None:
         assert [held.has(peer_id, lane, index) for index in range(4)] == [index < has for index in range(4)]
 
 
-def test_who_waits_for_an_average_is_woken() -> None:
+def test_a_thread_that_waits_for_an_average_is_woken() -> None:
     held = Held(Fp32())
     waits = threading.Event()
     woken: list[bool] = []
@@ -244,20 +244,20 @@ def test_who_waits_for_an_average_is_woken() -> None:
     assert woken == [True]
 
 
-def test_a_part_that_is_not_due_is_named() -> None:
+def test_a_part_that_is_not_due_is_refused_by_name() -> None:
     check_index(3, Part(3, 0, 1))
     with pytest.raises(RemoteProtocolError, match="part 4 came where part 3 was due"):
         check_index(4, Part(3, 0, 1))
 
 
-# -- which bits it is
+# -- exact bits
 
 
 @codecs
 @given(st.randoms(use_true_random=False))
 @settings(max_examples=25)
 def test_the_averages_are_the_same_bits_in_any_order_of_arrival(codec: Codec, draw: random.Random) -> None:
-    """They are what one call makes of all contributions in the roster's order."""
+    """They equal the result of one call with all contributions in the roster's order."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("p2pavg.allreduce.reduction.part_size", lambda _elements, _reducers: PART)
         held = Held(codec)
@@ -290,8 +290,8 @@ def test_every_member_holds_the_same_bits_and_digests(codec: Codec) -> None:
 
 
 @codecs
-def test_several_contribute_at_once(codec: Codec) -> None:
-    """From threads: each part is averaged once, by whoever brings the last of it."""
+def test_several_members_contribute_at_once(codec: Codec) -> None:
+    """From several threads: the thread with a part's last contribution averages it, once."""
     for _ in range(30):
         held = Held(codec)
         in_threads(
@@ -306,9 +306,9 @@ def test_several_contribute_at_once(codec: Codec) -> None:
         assert [bytes(held.encoded(IDS[0], index)) for index in range(4)] == share(codec, 0)
 
 
-def test_of_those_that_bring_a_part_at_once_one_is_the_last() -> None:
+def test_only_one_of_several_simultaneous_contributions_is_the_last() -> None:
     class Slow(list[int]):
-        """Other threads run between looking and counting, as they may."""
+        """Lets other threads run between looking and counting."""
 
         def __getitem__(self, index: Any) -> Any:
             found = super().__getitem__(index)
@@ -329,7 +329,7 @@ def test_of_those_that_bring_a_part_at_once_one_is_the_last() -> None:
 
 
 @codecs
-def test_what_a_member_contributes_is_its_values_encoded(codec: Codec) -> None:
+def test_a_contribution_is_the_members_values_encoded(codec: Codec) -> None:
     held = Held(codec)
     part = held.parts(1)[2]
     plain = bytes(codec.encode(vector(0)[part.start : part.stop]))
@@ -362,7 +362,7 @@ def test_an_auxiliary_holds_its_own_share_only() -> None:
 
 @codecs
 @pytest.mark.parametrize("group", [with_observer(), sole()], ids=["one observes", "one contributes"])
-def test_who_listens_holds_the_same_bits_and_digests_as_all(codec: Codec, group: Roster) -> None:
+def test_an_observer_holds_the_same_bits_and_digests(codec: Codec, group: Roster) -> None:
     held = [Held(codec, me, group) for me in range(SIZE)]
     contributors = [group.position(member.peer_id) for member in group.contributors]
     for me, values in enumerate(held):
@@ -398,7 +398,7 @@ def test_a_sole_contributors_values_are_the_result_bit_by_bit() -> None:
     assert held.share_of(0) == bits(vector(0)[:SHARE])
 
 
-def test_who_sent_what_does_not_decode_is_named_and_nothing_is_ready() -> None:
+def test_the_sender_of_an_undecodable_part_is_named_and_nothing_is_ready() -> None:
     held = Held(Fp32())
     held.contribute(2, 0)
     with pytest.raises(BadContributionError) as found:
@@ -431,7 +431,7 @@ def digests(payloads: dict[int, list[Buffer]], order: Sequence[tuple[int, int]])
 IN_ORDER = [(reducer, index) for reducer in (1, 2) for index in range(4)]
 
 
-def test_digests_are_one_a_share_and_do_not_depend_on_the_order() -> None:
+def test_digests_are_one_per_share_and_do_not_depend_on_the_order() -> None:
     payloads = {reducer: share(Fp32(), reducer) for reducer in (1, 2)}
     first = digests(payloads, IN_ORDER)
     assert [len(digest) for digest in first] == [DIGEST_BYTES] * SIZE
@@ -461,14 +461,14 @@ def test_parts_that_change_places_are_another_digest() -> None:
 
 
 @codecs
-def test_a_share_has_the_digest_that_its_reducer_gives_it_whoever_sends_it(codec: Codec) -> None:
+def test_a_passed_on_share_has_the_same_digest(codec: Codec) -> None:
     held, other = Held(codec, 0), Held(codec, 1)
     held.reduce_all()
     other.receive_share(IDS[0], [bytes(held.encoded(IDS[0], index)) for index in range(4)])
     assert held.digests()[0] == other.digests()[0]
 
 
-# -- what is held
+# -- held memory
 
 
 def test_bytes_that_are_the_values_are_not_kept_twice() -> None:
@@ -484,7 +484,7 @@ def test_bytes_that_are_the_values_are_not_kept_twice() -> None:
             assert kept.nbytes == 4 * part.elements
 
 
-def test_what_an_average_came_as_is_let_go_where_it_is_the_values() -> None:
+def test_the_bytes_of_an_average_are_released_if_they_are_the_values() -> None:
     held = Held(Fp32())
     part = held.parts(1)[0]
     payload = held.buffer(part)
@@ -497,8 +497,8 @@ def test_what_an_average_came_as_is_let_go_where_it_is_the_values() -> None:
     assert bytes(held.encoded(IDS[1], 0)) == share(Fp32(), 1)[0]
 
 
-def test_what_is_encoded_is_kept_as_it_came() -> None:
-    """It may have to be passed on, as the same bytes."""
+def test_an_encoded_average_is_kept_as_it_came() -> None:
+    """The member may have to pass on the same bytes."""
     codec = Blockwise8(block_size=64)
     held = Held(codec)
     payload = share(codec, 1)[0]
@@ -519,7 +519,7 @@ def test_contributions_are_let_go_when_they_are_averaged() -> None:
 
 
 @codecs
-def test_letting_go_leaves_nothing_of_a_vectors_size(codec: Codec) -> None:
+def test_letting_go_keeps_no_buffer_of_the_vectors_size(codec: Codec) -> None:
     held = Held(codec)
     own = weakref.ref(held._vector)
     came: list[weakref.ref[Any]] = []
@@ -539,7 +539,7 @@ def test_letting_go_leaves_nothing_of_a_vectors_size(codec: Codec) -> None:
     assert own() is None
 
 
-def test_letting_go_leaves_the_result_to_who_has_it() -> None:
+def test_letting_go_does_not_change_a_result_in_use() -> None:
     held = Held(Fp32())
     held.reduce_all()
     held.receive_all()
@@ -554,13 +554,13 @@ def test_letting_go_leaves_the_result_to_who_has_it() -> None:
 
 
 def other_share(reducer: int) -> list[Buffer]:
-    """A share of which another member says that it is this one."""
+    """Return another share, which a source passes on as the reducer's share."""
     return [np.full(PART, 7.0 + index, np.float32).tobytes() for index in range(4)]
 
 
 @pytest.mark.parametrize("come", [0, 1, 3])
-def test_a_share_that_is_passed_on_takes_the_place_of_a_part_of_it(come: int) -> None:
-    """All of it is from one source: what its digest says of it would else be of none."""
+def test_a_passed_on_share_replaces_an_incomplete_one(come: int) -> None:
+    """The whole share is from one source. A mixture would match the digest of neither."""
     held = Held(Fp32())
     held.reduce_all()
     held.receive_all([1])
@@ -573,7 +573,7 @@ def test_a_share_that_is_passed_on_takes_the_place_of_a_part_of_it(come: int) ->
     assert held.averaged[2 * SHARE :: PART].tolist() == [7.0, 8.0, 9.0, 10.0]
 
 
-def test_a_share_that_is_passed_on_replaces_nothing_that_is_whole() -> None:
+def test_a_passed_on_share_does_not_replace_a_whole_one() -> None:
     held = Held(Fp32())
     held.reduce_all()
     held.receive_all()
@@ -607,7 +607,7 @@ def test_late_parts_of_the_reducer_that_is_gone_change_nothing() -> None:
     assert [bytes(held.encoded(IDS[1], index)) for index in range(4)] == other_share(1)
 
 
-def test_a_share_of_which_a_part_does_not_decode_may_come_again() -> None:
+def test_a_share_with_an_undecodable_part_may_come_again() -> None:
     held = Held(Fp32())
     held.reduce_all()
     held.receive_all([2])
@@ -624,7 +624,7 @@ DECODING = threading.Event()
 
 
 class Slow(Fp32):
-    """What the reducer that is gone has sent is decoded slowly, and other threads run meanwhile."""
+    """A codec that decodes the lost reducer's parts slowly, so other threads run meanwhile."""
 
     def decode(self, payload: Buffer, elements: int, out: torch.Tensor | None = None) -> torch.Tensor:
         if payload not in other_share(1):
@@ -634,8 +634,8 @@ class Slow(Fp32):
 
 
 @pytest.mark.parametrize("come", range(4))
-def test_from_two_threads_a_share_is_of_one_source(come: int) -> None:
-    """What its digest says of it is what is there, whoever came first."""
+def test_two_threads_never_mix_two_sources_of_a_share(come: int) -> None:
+    """The digest is that of the held share, for any order of arrival."""
     genuine, passed = share(Fp32(), 1), other_share(1)
     held = Held(Slow())
     held.reduce_all()

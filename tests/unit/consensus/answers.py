@@ -1,4 +1,4 @@
-"""What a leader may have heard."""
+"""Promises and answers for tests of a leader's choice."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from p2pavg.consensus.votes import Accepted, Complete, Members, Promise
 
 SIZE = 4
 ALL: Members = frozenset(range(SIZE))
-BALLOT = 9  # that is being begun
+BALLOT = 9  # the ballot that the leader is about to begin
 
 
 def some(*members: int) -> Members:
@@ -35,7 +35,7 @@ def promise(
 
 
 def holds(accepted: Accepted) -> Promise:
-    """One that has the whole result, and has said so in its ballot."""
+    """Return the promise of a member that has the whole result and has accepted it in a ballot."""
     return promise(
         attempt=accepted.attempt,
         accepted=accepted,
@@ -54,7 +54,7 @@ def answers(
     dead: Members = frozenset(),
     left: Mapping[int, int] | None = None,
 ) -> Answers:
-    """The leader is the first that answers, unless it is said who."""
+    """Return a leader's answers. The leader is ``me``, or else the first member that answers."""
     holders = frozenset(range(size)) if holders is None else holders
     return Answers(
         me=min(promises) if me is None else me,

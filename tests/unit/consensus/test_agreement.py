@@ -1,4 +1,4 @@
-"""Everything that can happen to small groups, looked at: agreement, no wrong result, nothing counted twice, an end."""
+"""Exhaustive search of small groups: agreement, no wrong result, no contribution counted twice, an end."""
 
 from __future__ import annotations
 
@@ -55,15 +55,15 @@ def member(me: int, size: int = 3, minimum: int = 2) -> Member:
     ],
     ids=str,
 )
-def test_whatever_happens_in_whatever_order(
+def test_guarantees_hold_in_every_reachable_state(
     size: int, faults: Faults, auxiliaries: int, observers: int
 ) -> None:
     """``scripts/faults explore`` looks at larger ones."""
     assert Group(size, faults, auxiliaries=auxiliaries, observers=observers).explore() > 5
 
 
-def test_the_search_finds_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a leader that commits as soon as one member holds the result, the first state in which that shows."""
+def test_the_search_finds_a_violation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A leader that commits as soon as one member holds the result violates a guarantee."""
     rows = [
         row
         if row.text != "everybody holds the result: commits"
@@ -81,7 +81,7 @@ def test_the_table_and_the_diagram_in_the_docs_are_those_of_the_code() -> None:
 
 
 def test_every_row_can_be_reached() -> None:
-    """No row stands behind another that always fits first."""
+    """No row comes after a row that always fits first."""
     for (phase, on), rows in agreement._ROWS.items():
         unconditional = [index for index, row in enumerate(rows) if row.when is None]
         assert all(index == len(rows) - 1 for index in unconditional), (phase, on)
@@ -93,7 +93,7 @@ class TestUndisturbed:
         assert after.phase is Phase.HOLDING
         assert actions == [Tell(0, Held(0, (b"d" * 16,)))]
 
-    def test_the_leader_commits_when_everybody_holds_it(self) -> None:
+    def test_the_leader_commits_when_all_members_hold_the_result(self) -> None:
         leader, _ = advance(member(0), Completed(0))
         leader, _ = advance(leader, Heard(1, Held(0, ())))
         assert leader.phase is Phase.HOLDING
@@ -101,12 +101,12 @@ class TestUndisturbed:
         assert leader.phase is Phase.COMMITTED
         assert actions == [Tell(1, Commit(0, EVERYBODY)), Tell(2, Commit(0, EVERYBODY))]
 
-    def test_a_member_that_sent_others_something_else_is_excluded(self) -> None:
+    def test_a_reducer_that_sent_different_averages_is_excluded(self) -> None:
         leader, _ = advance(member(0, 4), Completed(0, tuple(bytes([n]) * 16 for n in (0, 1, 2, 3))))
         for position in (1, 2):
             held = tuple(bytes([n]) * 16 for n in (0, 1, 2, 3))
             leader, _ = advance(leader, Heard(position, Held(0, held)))
-        other = tuple(bytes([n]) * 16 for n in (0, 9, 2, 3))  # of the share of member 1
+        other = tuple(bytes([n]) * 16 for n in (0, 9, 2, 3))  # differs in the share of member 1
         leader, actions = advance(leader, Heard(3, Held(0, other)))
         assert leader.phase is Phase.GATHERING
         assert leader.lost == {1}
@@ -114,12 +114,12 @@ class TestUndisturbed:
 
 
 class TestLosses:
-    def test_who_loses_another_tells_the_leader(self) -> None:
+    def test_a_member_that_loses_another_tells_the_leader(self) -> None:
         after, actions = advance(member(1), Lost(2, reason="it broke"))
         assert after.phase is Phase.EXCHANGING
         assert actions == [Tell(0, Trouble(2, False, "it broke"))]
 
-    def test_the_leader_asks_everybody_it_can_reach(self) -> None:
+    def test_the_leader_asks_every_member_that_it_can_reach(self) -> None:
         after, actions = advance(member(0, 4), Lost(2))
         assert after.phase is Phase.GATHERING
         assert actions == [Tell(1, Gather(4)), Tell(3, Gather(4))]
@@ -129,7 +129,7 @@ class TestLosses:
         assert after.phase is Phase.GATHERING
         assert actions == [Tell(2, Gather(1)), Tell(3, Gather(1))]
 
-    def test_nobody_answers_a_later_one_while_it_has_an_earlier_leader(self) -> None:
+    def test_a_member_answers_only_the_first_leader_that_it_has_not_lost(self) -> None:
         after, actions = advance(member(2), Heard(1, Gather(1)))
         assert after.phase is Phase.EXCHANGING
         assert actions == []
@@ -137,14 +137,14 @@ class TestLosses:
         assert after.phase is Phase.PROMISED
         assert actions[-1] == Tell(1, Promise(1, 0, None, None, frozenset({0}), frozenset()))
 
-    def test_those_that_are_left_begin_anew(self) -> None:
+    def test_the_remaining_members_begin_a_new_attempt(self) -> None:
         leader, _ = advance(member(0), Lost(2))
         leader, actions = advance(leader, Heard(1, Promise(3, 0, None, None, frozenset(), frozenset())))
         assert leader.phase is Phase.EXCHANGING
         two = frozenset({0, 1})
         assert actions == [Tell(1, Begin(3, 3, two, two, 0, frozenset())), Run(3, two)]
 
-    def test_what_only_some_hold_of_a_dead_ones_share_is_passed_on(self) -> None:
+    def test_a_dead_reducers_share_is_passed_on_to_members_that_lack_it(self) -> None:
         leader, _ = advance(member(0), Completed(0))
         leader, _ = advance(leader, Lost(2))
         leader, _ = advance(leader, Dead(2))
@@ -152,7 +152,7 @@ class TestLosses:
         assert leader.phase is Phase.HOLDING
         assert actions[-1] == PassOn(0, frozenset({2}), frozenset({1}))
 
-    def test_who_was_given_up_and_may_live_is_left_out(self) -> None:
+    def test_a_lost_member_that_may_be_alive_is_excluded(self) -> None:
         """It may hold nothing, and keep its contribution."""
         leader, _ = advance(member(0), Completed(0))
         leader, _ = advance(leader, Lost(2))
@@ -160,30 +160,30 @@ class TestLosses:
         assert leader.phase is Phase.EXCHANGING
         assert leader.members == {0, 1}
 
-    def test_fewer_than_a_member_wants_is_no_result_for_it(self) -> None:
+    def test_a_member_refuses_an_attempt_below_its_minimum(self) -> None:
         after, _ = advance(member(1, 3, minimum=3), Heard(0, Gather(3)))
         begin = Begin(3, 3, frozenset({0, 1}), frozenset({0, 1}), 0, frozenset())
         after, actions = advance(after, Heard(0, begin))
         assert after.phase is Phase.FAILED
         assert actions == [Tell(peer, Left(-1, after.reason)) for peer in (0, 2)]
 
-    def test_observers_alone_are_no_result_for_anybody(self) -> None:
-        """An honest leader would not begin this: members 0 and 1 only observe."""
+    def test_an_attempt_of_observers_only_is_refused(self) -> None:
+        """An honest leader would not begin such an attempt: members 0 and 1 only observe."""
         after, _ = advance(Member(1, 3, EVERYBODY, frozenset({2}), 2), Heard(0, Gather(3)))
         begin = Begin(3, 3, frozenset({0, 1}), frozenset({0, 1}), 0, frozenset())
         after, actions = advance(after, Heard(0, begin))
         assert after.phase is Phase.FAILED
         assert actions == [Tell(peer, Left(-1, after.reason)) for peer in (0, 2)]
 
-    def test_a_listener_that_leads_has_nothing_to_begin(self) -> None:
+    def test_a_leader_without_contributors_begins_no_attempt(self) -> None:
         leader, _ = advance(Member(0, 3, EVERYBODY, frozenset({2}), 2), Lost(2))
         leader, actions = advance(leader, Heard(1, Promise(3, 0, None, None, frozenset({2}), frozenset())))
         assert leader.phase is Phase.FAILED
         assert leader.reason == "none of the members that are left has a contribution"
         assert not any(isinstance(action, Run) for action in actions)
 
-    def test_a_listener_needs_the_result_as_well(self) -> None:
-        """It tells the leader only when it holds all of it, and the leader waits for that."""
+    def test_an_observer_needs_the_result_as_well(self) -> None:
+        """It tells the leader only when it holds the whole result, and the leader waits for that."""
         leader, _ = advance(Member(0, 2, frozenset({0, 1}), frozenset({0}), 2), Completed(0))
         assert leader.phase is Phase.HOLDING
         leader, _ = advance(leader, Heard(1, Held(0, ())))
@@ -192,7 +192,7 @@ class TestLosses:
         observer, _ = advance(Member(1, 2, frozenset({0, 1}), frozenset({0}), 2), commit)
         assert observer.phase is Phase.FAILED, "it holds nothing"
 
-    def test_a_listener_that_lacks_a_result_witnesses_it_only_when_it_has_it(self) -> None:
+    def test_an_observer_accepts_a_result_only_when_it_has_it(self) -> None:
         observer, _ = advance(Member(1, 3, EVERYBODY, frozenset({0}), 2), Heard(0, Gather(3)))
         two = frozenset({0, 1})
         begin = Begin(3, 0, EVERYBODY, two, 0, frozenset({1}))
@@ -201,7 +201,7 @@ class TestLosses:
         observer, actions = advance(observer, Completed(0, (b"d" * 16,)))
         assert actions == [Tell(0, Held(3, (b"d" * 16,)))]
 
-    def test_half_of_a_group_waits_without_the_first_and_goes_on_when_the_others_are_dead(self) -> None:
+    def test_half_of_a_group_without_the_first_member_waits_until_others_are_dead(self) -> None:
         third, _ = advance(member(2, 4), Lost(0))
         third, _ = advance(third, Lost(1))
         assert third.phase is Phase.GATHERING
@@ -209,12 +209,12 @@ class TestLosses:
         third, _ = advance(third, Heard(3, promise))
         assert third.phase is Phase.ASTRAY
         third, _ = advance(third, Dead(0))
-        assert third.phase is Phase.GATHERING  # two of three are enough: asks again
+        assert third.phase is Phase.GATHERING  # two of three are a quorum, so it asks again
 
 
 class TestLiars:
     def test_ballots_cannot_be_used_up(self) -> None:
-        """Neither by a question under the last ballot that there is, nor by an answer that names it."""
+        """Neither a question under the largest ballot nor an answer that names it has an effect."""
         last = MAX_BALLOT - MAX_BALLOT % 3
         after, _ = advance(member(2), Lost(0))
         after, _ = advance(after, Heard(1, Gather(last + 1 - 3)))
@@ -224,8 +224,8 @@ class TestLiars:
         assert actions == []
         assert leader.promised == 3
 
-    def test_who_passes_on_something_else_is_left_out(self) -> None:
-        """Member 3 is dead, and 1 is the only one that has its share; what it passes on is not what it has."""
+    def test_a_member_that_passes_on_other_bytes_is_excluded(self) -> None:
+        """Member 3 is dead, and only member 1 has its share. Member 1 passes on other bytes than it has."""
         true, false = (tuple(bytes([n]) * 16 for n in some) for some in ((0, 1, 2, 3), (0, 1, 2, 9)))
         leader, _ = advance(member(0, 4), Lost(3))
         leader, _ = advance(leader, Dead(3))
@@ -242,12 +242,12 @@ class TestLiars:
 
 
 class TestTheEnd:
-    def test_out_of_time_without_having_held_anything_keeps_what_it_had(self) -> None:
+    def test_a_timeout_without_a_held_result_keeps_the_contribution(self) -> None:
         after, _ = advance(member(2), GivenUp("too long"))
         assert after.phase is Phase.FAILED
         assert not after.undecided
 
-    def test_out_of_time_after_having_held_the_result_is_undecided_until_it_is_told(self) -> None:
+    def test_a_timeout_with_a_held_result_is_undecided_until_the_outcome_is_heard(self) -> None:
         after, _ = advance(member(2), Completed(0))
         after, _ = advance(after, GivenUp("too long"))
         assert after.undecided
@@ -297,7 +297,7 @@ class TestTheEnd:
         assert not after.presumed_used
 
     def test_a_contribution_is_used_again_after_the_others_began_without_enough_members(self) -> None:
-        """A quorum has answered, so the older result was not committed, although its leader is dead."""
+        """A quorum has answered, so no ballot committed the older result, although its leader is dead."""
         after, _ = advance(member(2, 4, minimum=4), Completed(0))
         after, _ = advance(after, Lost(0))
         after, _ = advance(after, Dead(0))
@@ -307,19 +307,19 @@ class TestTheEnd:
         assert after.phase is Phase.FAILED
         assert not after.presumed_used
 
-    def test_a_commit_with_its_contribution_of_which_it_lacks_the_result_is_told(self) -> None:
+    def test_a_commit_of_a_result_that_this_member_lacks_is_a_failure(self) -> None:
         after, _ = advance(member(2), Heard(1, Commit(0, EVERYBODY)))
         assert after.phase is Phase.FAILED
         assert after.outcome == Complete(0, EVERYBODY)
 
-    def test_who_has_ended_says_how(self) -> None:
+    def test_a_member_that_has_ended_answers_with_the_outcome(self) -> None:
         done, _ = advance(member(1), Completed(0))
         done, _ = advance(done, Heard(0, Commit(0, EVERYBODY)))
         assert done.phase is Phase.COMMITTED
         _, actions = advance(done, Heard(2, Gather(2)))
         assert actions == [Tell(2, Commit(0, EVERYBODY))]
 
-    def test_nothing_moves_a_member_that_has_ended(self) -> None:
+    def test_a_final_state_never_changes(self) -> None:
         done, _ = advance(member(1), GivenUp())
         for event in (Completed(0), Lost(0), Dead(0), GivenUp(), Heard(0, Held(0, ()))):
             assert advance(done, event)[0].phase in FINAL

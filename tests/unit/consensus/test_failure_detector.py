@@ -1,4 +1,4 @@
-"""How long a member may be silent, against a clock that the test moves."""
+"""Timeouts of the failure detector, against a clock that the test moves."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from p2pavg.consensus.failure_detector import (
 
 PART = 1000
 LIMIT = 60.0
-BEGUN = 500.0  # a clock may say anything at first
+BEGUN = 500.0  # a clock may start at any value
 A_MOMENT = 0.001
 
 
@@ -24,10 +24,10 @@ def a_pace(*, limit: float = LIMIT, prior: float = 0.0) -> Pace:
 
 
 def sends(pace: Pace, seconds: float, parts: int, begun: float = BEGUN) -> float:
-    """Parts in pieces, ``seconds`` each; when the last was there."""
+    """Let parts arrive in pieces, ``seconds`` per part; return the time of the last arrival."""
     now = begun
     pace.arrived(now, PART // 4, data=True)
-    pace.arrived(now, 10, data=False)  # its stream of votes is there
+    pace.arrived(now, 10, data=False)  # its stream of votes is open
     for _ in range(4 * parts):
         now += seconds / 4
         pace.arrived(now, PART // 4, data=True)
@@ -35,7 +35,7 @@ def sends(pace: Pace, seconds: float, parts: int, begun: float = BEGUN) -> float
 
 
 def silence(pace: Pace, since: float) -> float:
-    """After how many seconds of silence a member is given up."""
+    """Return the seconds of silence after which a member is given up."""
     waited = 0.0
     while pace.overdue(since + waited) is None:
         waited += 0.01
@@ -52,20 +52,20 @@ def test_first_contact_has_its_own_time() -> None:
 
 
 @pytest.mark.parametrize("prior", [0.1, 1.0, 10.0])
-def test_first_contact_may_take_longer_over_a_link_that_is_said_to_be_slow(prior: float) -> None:
+def test_first_contact_may_take_longer_over_a_link_announced_as_slow(prior: float) -> None:
     assert silence(a_pace(prior=prior), BEGUN) == about(max(FIRST_CONTACT_SECONDS, PARTS * prior))
 
 
-def test_as_long_may_be_silent_whose_stream_of_votes_is_not_there_yet() -> None:
-    """It was opened while both sides sent parts already, and waits behind them."""
+def test_first_contact_time_lasts_until_the_stream_of_votes_is_open() -> None:
+    """The stream is opened while both sides already send parts, and waits behind them."""
     pace = a_pace()
     for piece in range(8):
         pace.arrived(BEGUN + 0.01 * piece, PART, data=True)
     assert silence(pace, BEGUN + 0.07) == about(FIRST_CONTACT_SECONDS)
 
 
-def test_as_long_may_be_silent_who_has_sent_less_than_a_part() -> None:
-    """Of its pace next to nothing is known: a piece of a part may fill a slow link for as long."""
+def test_first_contact_time_lasts_until_a_parts_worth_has_come() -> None:
+    """The pace is hardly known before that: a piece of a part may fill a slow link for as long."""
     pace = a_pace()
     pace.arrived(BEGUN + 2.0, 5, data=False)
     assert silence(pace, BEGUN + 2.0) == about(FIRST_CONTACT_SECONDS)
@@ -74,7 +74,7 @@ def test_as_long_may_be_silent_who_has_sent_less_than_a_part() -> None:
     assert silence(pace, BEGUN + 2.1) == about(FIRST_CONTACT_SECONDS)
 
 
-def test_whether_anything_has_come() -> None:
+def test_heard_is_true_after_the_first_arrival() -> None:
     for data in (False, True):
         pace = a_pace()
         assert not pace.heard
@@ -82,12 +82,12 @@ def test_whether_anything_has_come() -> None:
         assert pace.heard
 
 
-def test_over_a_fast_link_the_floor_holds() -> None:
+def test_the_least_timeout_holds_over_a_fast_link() -> None:
     pace = a_pace()
     assert silence(pace, sends(pace, 0.001, 10)) == about(FLOOR_SECONDS)
 
 
-def test_one_that_pings_is_there() -> None:
+def test_a_member_that_pings_is_alive() -> None:
     pace = a_pace()
     for tick in range(1000):
         now = BEGUN + tick * PING_SECONDS
@@ -96,14 +96,14 @@ def test_one_that_pings_is_there() -> None:
 
 
 @pytest.mark.parametrize("seconds", [0.5, 1.0, 3.0])
-def test_a_slow_link_may_be_silent_for_some_of_its_parts(seconds: float) -> None:
+def test_the_timeout_of_a_slow_link_is_several_parts(seconds: float) -> None:
     pace = a_pace()
     assert silence(pace, sends(pace, seconds, 3)) == about(PARTS * seconds)
 
 
 @pytest.mark.parametrize("seconds", [0.1, 1.0, 4.0, 10.0])
 def test_a_slow_member_that_moves_is_not_given_up(seconds: float) -> None:
-    """Also not as long as no part of it is whole, and whatever it owes."""
+    """Not even before its first whole part, and while it owes data."""
     pace = a_pace()
     pace.owes(BEGUN, True)
     now = BEGUN
@@ -114,7 +114,7 @@ def test_a_slow_member_that_moves_is_not_given_up(seconds: float) -> None:
             assert pace.overdue(now + wait * seconds / 8) is None
 
 
-def test_until_a_part_was_measured_what_its_link_was_said_to_be_counts() -> None:
+def test_the_announced_pace_counts_until_a_part_is_measured() -> None:
     pace = a_pace(prior=2.0)
     assert silence(pace, BEGUN) == about(PARTS * 2.0)
     pace.arrived(BEGUN, 5, data=False)
@@ -125,7 +125,7 @@ def test_until_a_part_was_measured_what_its_link_was_said_to_be_counts() -> None
     assert silence(pace, BEGUN + 0.2) == about(FLOOR_SECONDS), "it is faster than it was said to be"
 
 
-def test_a_link_that_is_slower_than_it_was_said_to_be_is_known_at_once() -> None:
+def test_a_link_slower_than_announced_is_noticed_at_once() -> None:
     pace = a_pace(prior=0.1)
     pace.arrived(BEGUN, PART // 10, data=True)
     pace.arrived(BEGUN + 1.0, PART // 10, data=True)
@@ -133,14 +133,14 @@ def test_a_link_that_is_slower_than_it_was_said_to_be_is_known_at_once() -> None
     assert silence(pace, BEGUN + 1.0) == about(PARTS * 10.0)
 
 
-def test_the_first_arrival_tells_nothing_of_the_pace() -> None:
-    """How long it took to get there is the connection's time."""
+def test_the_first_arrival_does_not_measure_the_pace() -> None:
+    """The time before it is the time of the connection."""
     pace = a_pace()
     pace.arrived(BEGUN + 3.0, PART, data=True)
     assert pace.part_seconds() == 0.0
 
 
-def test_pings_tell_nothing_of_the_pace() -> None:
+def test_pings_do_not_measure_the_pace() -> None:
     pace = a_pace()
     for tick in range(10):
         pace.arrived(BEGUN + tick, 5, data=False)
@@ -166,7 +166,7 @@ def test_no_silence_is_longer_than_the_limit(limit: float) -> None:
 
 
 def pings(pace: Pace, begun: float) -> float:
-    """How long a member that only pings is waited for."""
+    """Return the seconds after which a member that only pings is given up."""
     now = begun
     while True:
         pace.arrived(now, 5, data=False)
@@ -177,7 +177,7 @@ def pings(pace: Pace, begun: float) -> float:
 
 
 class TestOwed:
-    def test_one_that_is_there_and_sends_nothing_of_what_it_owes_is_given_up(self) -> None:
+    def test_a_live_member_that_sends_no_owed_data_is_given_up(self) -> None:
         pace = a_pace()
         pace.owes(BEGUN, True)
         assert pings(pace, BEGUN) == about(STALLS * FLOOR_SECONDS)
@@ -185,24 +185,24 @@ class TestOwed:
             pace.overdue(BEGUN + STALLS * FLOOR_SECONDS + 0.1) == "sent nothing of its contribution for 4.6 s"
         )
 
-    def test_a_slow_one_has_more_time(self) -> None:
+    def test_a_slow_member_has_more_time(self) -> None:
         pace = a_pace()
         now = sends(pace, 2.0, 2)
         pace.owes(now, True)
         assert pings(pace, now) == about(STALLS * PARTS * 2.0)
 
-    def test_the_limit_holds_for_it_too(self) -> None:
+    def test_the_limit_holds_for_owed_data_too(self) -> None:
         pace = a_pace(prior=100.0)
         pace.owes(BEGUN, True)
         assert pings(pace, BEGUN) == about(LIMIT)
 
-    def test_it_is_waited_for_from_when_it_last_sent_some_of_it(self) -> None:
+    def test_the_time_counts_from_the_last_owed_data(self) -> None:
         pace = a_pace()
         pace.owes(BEGUN, True)
         pace.arrived(BEGUN + 4.0, 1, data=True)
         assert pings(pace, BEGUN + 4.0) == about(STALLS * FLOOR_SECONDS)
 
-    def test_one_that_owes_nothing_any_more_is_not_waited_for(self) -> None:
+    def test_a_member_that_owes_nothing_is_not_given_up_for_it(self) -> None:
         pace = a_pace()
         pace.owes(BEGUN, True)
         pace.owes(BEGUN + 1.0, False)
@@ -210,14 +210,14 @@ class TestOwed:
             pace.arrived(BEGUN + tick, 5, data=False)
             assert pace.overdue(BEGUN + tick) is None
 
-    def test_data_of_one_that_owes_nothing_does_not_make_it_owe(self) -> None:
+    def test_data_of_a_member_that_owes_nothing_does_not_start_the_time(self) -> None:
         pace = a_pace()
         pace.arrived(BEGUN, 100, data=True)
         for tick in range(1000):
             pace.arrived(BEGUN + tick, 5, data=False)
             assert pace.overdue(BEGUN + tick) is None
 
-    def test_it_has_its_whole_time_when_it_owes_again(self) -> None:
+    def test_the_time_starts_anew_when_it_owes_again(self) -> None:
         pace = a_pace()
         pace.owes(BEGUN, True)
         pace.owes(BEGUN + 1.0, False)
@@ -226,25 +226,25 @@ class TestOwed:
 
 
 class TestExcuse:
-    def test_what_this_process_missed_is_no_silence(self) -> None:
+    def test_a_pause_of_this_process_is_no_silence(self) -> None:
         pace = a_pace()
         heard = sends(pace, 0.001, 2)
         pace.excuse(20.0)
         assert pace.overdue(heard + 20.0) is None
         assert silence(pace, heard + 20.0) == about(FLOOR_SECONDS)
 
-    def test_nor_when_it_waits_for_the_first_contact(self) -> None:
+    def test_a_pause_extends_the_time_of_first_contact(self) -> None:
         pace = a_pace()
         pace.excuse(20.0)
         assert silence(pace, BEGUN + 20.0) == about(FIRST_CONTACT_SECONDS)
 
-    def test_nor_is_what_it_did_not_read_owed(self) -> None:
+    def test_a_pause_extends_the_time_for_owed_data(self) -> None:
         pace = a_pace()
         pace.owes(BEGUN, True)
         pace.excuse(20.0)
         assert pings(pace, BEGUN + 20.0) == about(STALLS * FLOOR_SECONDS)
 
-    def test_one_that_owes_nothing_owes_nothing_after_it(self) -> None:
+    def test_a_pause_starts_no_time_for_owed_data(self) -> None:
         pace = a_pace()
         pace.arrived(BEGUN, 5, data=False)
         pace.excuse(20.0)
@@ -252,8 +252,8 @@ class TestExcuse:
             pace.arrived(BEGUN + tick, 5, data=False)
             assert pace.overdue(BEGUN + tick) is None
 
-    def test_it_does_not_make_a_slow_link_look_fast(self) -> None:
-        """What waited in the meantime is read before it is known for how long this process was held up."""
+    def test_a_pause_does_not_make_a_slow_link_look_fast(self) -> None:
+        """Data that waited meanwhile is read before the length of the pause is known."""
         pace = a_pace()
         now = sends(pace, 2.0, 3) + 5.0
         pace.arrived(now, PART // 4, data=True)

@@ -1,4 +1,4 @@
-"""What members say to each other about how their round ends: its bytes, and what is refused."""
+"""Votes as bytes, and the messages that are refused."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_the_longest_votes_of_the_largest_group_may_be_sent() -> None:
 
 
 @every_vote
-def test_a_message_cut_short_or_with_more_after_it(vote: Vote, golden: str) -> None:
+def test_a_message_of_another_length_is_refused(vote: Vote, golden: str) -> None:
     message = bytes.fromhex(golden)
     for length in range(len(message)):
         with pytest.raises(RemoteProtocolError):
@@ -118,7 +118,7 @@ def test_a_message_cut_short_or_with_more_after_it(vote: Vote, golden: str) -> N
 
 
 @every_vote
-def test_a_field_too_many(vote: Vote, golden: str) -> None:
+def test_an_additional_field_is_refused(vote: Vote, golden: str) -> None:
     message = bytes.fromhex(golden)
     with pytest.raises(RemoteProtocolError):
         decode_vote(bytes([message[0] + 1]) + message[1:] + b"\0", SIZE)
@@ -218,7 +218,7 @@ MALFORMED: dict[str, tuple[object, ...]] = {
 
 
 @pytest.mark.parametrize("name", MALFORMED)
-def test_what_no_member_says(name: str) -> None:
+def test_an_impossible_vote_is_refused(name: str) -> None:
     with pytest.raises(RemoteProtocolError):
         decode_vote(pack(*MALFORMED[name]), SIZE)
 
@@ -226,7 +226,7 @@ def test_what_no_member_says(name: str) -> None:
 @pytest.mark.parametrize(
     "message", [b"", b"\x91", b"\xc0", b"gather", b"\x92\xa6gather", b"\x81\xa6gather\x05"]
 )
-def test_what_is_no_message(message: bytes) -> None:
+def test_a_malformed_message_is_refused(message: bytes) -> None:
     with pytest.raises(RemoteProtocolError):
         decode_vote(message, SIZE)
 
@@ -238,14 +238,14 @@ def test_every_member_up_to_the_last_may_be_named() -> None:
             decode_vote(encode_vote(Trouble(size, False, "")), size)
 
 
-def test_a_long_reason_is_cut_by_who_gives_it_and_by_who_hears_it() -> None:
+def test_a_long_reason_is_cut_by_sender_and_receiver() -> None:
     long, cut = "x" * 1000, "x" * MAX_REASON_CHARS
     assert decode_vote(encode_vote(Trouble(1, False, long)), SIZE) == Trouble(1, False, cut)
     assert decode_vote(encode_vote(Left(1, long)), SIZE) == Left(1, cut)
     assert decode_vote(pack("left", 1, long), SIZE) == Left(1, cut)
 
 
-def test_a_members_words_cannot_move_the_cursor() -> None:
+def test_control_characters_of_a_reason_are_replaced() -> None:
     assert decode_vote(pack("left", 1, "red \x1b[31m and\nnew\u202e line"), SIZE) == Left(
         1, "red ?[31m and?new? line"
     )

@@ -1,12 +1,11 @@
-"""All that can happen to the members of a small group: every order of messages, every crash, every false suspicion.
+"""Exhaustive search of a small group's states: every order of messages, every crash, every false suspicion.
 
-A state of the world is every member's state and what is on its way;
-:meth:`Group.explore` visits all that can be reached.
-What is on its way from one member to another arrives in its order, or from some message on not at all: a connection
-that breaks loses its last messages. Which messages a member had sent when it crashed follows from that.
+A state of the world consists of every member's state and the messages in flight. :meth:`Group.explore` visits all
+states that can be reached. Messages from one member to another arrive in order. A connection that breaks loses its last
+messages, so a crash may lose any number of the last messages of a member.
 
-Whether a member gets the whole result of an attempt is left open, as long as everybody in the attempt has begun it.
-That is more than can happen, so what holds here holds.
+A member may complete an attempt at any time after all of the attempt's members have begun it. Real exchanges allow less
+than that, so guarantees that hold here hold in real rounds.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from p2pavg.consensus.votes import Commit, Gather, Held, Left, Trouble, Unknown,
 
 @dataclass(frozen=True, slots=True)
 class Faults:
-    """How much may go wrong."""
+    """Numbers of faults that may still happen."""
 
     crashes: int = 0
     suspicions: int = 0
@@ -31,7 +30,7 @@ class Faults:
 
 
 class Names:
-    """A number for everything that a state is made of: equal things have one, and comparing numbers is fast."""
+    """Numbers for the components of a state. Equal components have one number, and comparing numbers is fast."""
 
     def __init__(self) -> None:
         self._numbers: dict[Any, int] = {}
@@ -39,24 +38,24 @@ class Names:
         self._next: dict[tuple[int, Event], tuple[int, list[Action]]] = {}
 
     def number(self, key: Any, thing: Any) -> int:
-        """The number of a thing that is told from others by ``key``."""
+        """Return the number of the thing that ``key`` identifies."""
         found = self._numbers.setdefault(key, len(self._things))
         if found == len(self._things):
             self._things.append(thing)
         return found
 
     def vote(self, number: int) -> Vote:
-        """What has that number."""
+        """Return the vote with a number."""
         vote: Vote = self._things[number]
         return vote
 
     def member(self, number: int) -> Member:
-        """What has that number."""
+        """Return the member's state with a number."""
         member: Member = self._things[number]
         return member
 
     def advance(self, number: int, event: Event) -> tuple[int, list[Action]]:
-        """:func:`p2pavg.consensus.agreement.advance`, once for each state and event."""
+        """Return the result of :func:`p2pavg.consensus.agreement.advance`, computed once per state and event."""
         if (number, event) not in self._next:
             member, actions = advance(self.member(number), event)
             self._next[number, event] = (self.number(member.key(), member), actions)
@@ -64,23 +63,23 @@ class Names:
 
 
 class World(NamedTuple):
-    """One state, of numbers."""
+    """One state of the group, made of numbers of :class:`Names`."""
 
     numbers: tuple[int, ...]
     crashed: frozenset[int]
     queues: tuple[tuple[tuple[int, int], tuple[int, ...]], ...]
-    """What is on its way, by (sender, receiver)."""
+    """Messages in flight, by (sender, receiver)."""
     broken: frozenset[tuple[int, int]]
-    """(a, b): a has noticed nothing yet, and b has lost a."""
+    """(a, b): b has lost a, and a has not noticed yet."""
     begun: frozenset[tuple[int, int]]
     """(attempt, member): the member has begun the attempt."""
     over: frozenset[tuple[int, int]]
-    """(attempt, member): the member has begun a newer one, and has nothing of this any more."""
+    """(attempt, member): the member has begun a newer attempt, and has discarded the parts of this one."""
     faults: Faults
 
 
 class Group:
-    """A group of which every way through its round is looked at."""
+    """A group whose rounds are searched exhaustively."""
 
     def __init__(
         self,
@@ -102,11 +101,11 @@ class Group:
         self.first = World(numbers, frozenset(), (), frozenset(), begun, frozenset(), faults)
 
     def members(self, world: World) -> list[Member]:
-        """Everybody's state."""
+        """Return every member's state."""
         return [self.names.member(number) for number in world.numbers]
 
     def steps(self, world: World) -> Iterator[tuple[str, World, bool]]:
-        """All that can happen now: in words, what becomes of it, and whether it happens if nothing else does."""
+        """Yield each possible step: its description, the next state, and True if the step must happen sometime."""
         members = self.members(world)
         alive = [m for m in members if m.me not in world.crashed]
         for (a, b), queue in world.queues:
@@ -153,7 +152,7 @@ class Group:
                 yield f"{me} notices {other.me}", self._lose(world, me, other.me), True
 
     def _ask(self, world: World, members: list[Member], member: Member) -> Iterator[tuple[str, World, bool]]:
-        """A member asks one that it has lost: there is nobody, or it says how the round has ended."""
+        """Yield the steps in which a member asks one that it has lost, which is dead or tells the outcome."""
         me = member.me
         for other in members:
             if other is member or other.me in member.gone:
@@ -173,7 +172,7 @@ class Group:
                 )
 
     def _arrives(self, world: World, members: list[Member], member: Member) -> bool:
-        """Whether the result comes: everybody is there, or somebody who has it passes it on."""
+        """Return whether a member must get the result: no member is lost, or a member that has it passes it on."""
         if member.members.isdisjoint(world.crashed | member.lost):
             return True
         return any(
@@ -184,7 +183,7 @@ class Group:
         )
 
     def _lose(self, world: World, me: int, other: int) -> World:
-        """``me`` gives ``other`` up, and reads nothing more of it."""
+        """Let ``me`` give ``other`` up, and drop the messages in flight from it."""
         world = _with_queue(world, (other, me), ())
         broken = world.broken - {(me, other)}
         if other not in world.crashed and me not in self.names.member(world.numbers[other]).lost:
@@ -206,7 +205,7 @@ class Group:
                     over |= {(older, other) for older, other in begun if other == me}
                     begun |= {(attempt, me)}
         if self.names.member(number).phase in FINAL:
-            # What a member that is done would not react to need not arrive.
+            # Messages that a member in a final phase ignores need not be delivered.
             for pair in [pair for pair in queues if pair[1] == me]:
                 kept = tuple(
                     one for one in queues[pair] if _reacts(self.names.member(number), self.names.vote(one))
@@ -221,10 +220,10 @@ class Group:
         return sender in member.lost or not _reacts(member, vote)
 
     def explore(self, *, limit: int = 10_000_000) -> int:
-        """Visit every state that can be reached, and check each. Returns how many there are.
+        """Visit and check every state that can be reached, and return their number.
 
         Raises:
-            FoundError: with every step on the way.
+            FoundError: a check failed; the text lists the steps to that state.
         """
         seen: dict[World, tuple[World, str] | None] = {self.first: None}
         stack = [self.first]
@@ -245,7 +244,7 @@ class Group:
         return len(seen)
 
     def what_is_wrong(self, world: World) -> str | None:
-        """Safety, in every state."""
+        """Return a violation of safety in a state, or ``None``."""
         members = self.members(world)
         for member in members:
             if member.hostile:
@@ -284,9 +283,10 @@ class Group:
         return self._adopted_without(member, committed) or (not self.strict and died)
 
     def what_is_left(self, world: World) -> str | None:
-        """Progress, when nothing more has to happen: who lives has a result.
+        """Return a violation of progress, or ``None``, in a state in which no step must happen any more.
 
-        Where members were lost that live, a part of the group too small to decide waits, and who follows it.
+        Every live member must have ended. The exception: after a false suspicion, a part of the group that is no quorum
+        waits, together with the members that follow it.
         """
         split = self.first.faults.suspicions > world.faults.suspicions
         members = self.members(world)
@@ -300,21 +300,21 @@ class Group:
 
 
 def _reacts(member: Member, vote: Vote) -> bool:
-    """Whether it makes a difference for a member to hear this."""
+    """Return whether a member would react to a vote."""
     if member.phase not in FINAL or isinstance(vote, Gather | Trouble | Held):
         return True
     return member.undecided and isinstance(vote, Commit | Left | Unknown)
 
 
 def how_it_ended(member: Member) -> Commit | Left:
-    """What a member that is done says to who asks."""
+    """Return a final member's answer to a question about the outcome."""
     if member.outcome is not None:
         return Commit(member.outcome.attempt, member.outcome.members)
     return Left(-1 if member.accepted is None else member.accepted.ballot, member.reason)
 
 
 class FoundError(AssertionError):
-    """A way to a state that must not be."""
+    """The search has found a state that violates a guarantee."""
 
 
 def _crash(world: World, me: int) -> World:

@@ -1,4 +1,4 @@
-"""Candidates and rosters of fixed keys, so that every byte of them is fixed."""
+"""Candidates and rosters with fixed keys, so every byte of them is fixed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EXPIRATION = 1_800_003_600.0
 
 
 def candidate(index: int, **changes: Any) -> Candidate:
-    """The peer of one of the fixed keys, as it signs itself."""
+    """Return the signed candidate of one of the fixed keys."""
     auxiliary = changes.get("auxiliary", False)
     fields: dict[str, Any] = {
         "key": KEY,
@@ -39,7 +39,7 @@ def roster(
     proposal: int = 0,
     observers: Iterable[Candidate] = (),
 ) -> Roster:
-    """Shares are of 1000 elements each unless they are given."""
+    """Return a roster. Shares have 1000 elements each unless they are given."""
     return Roster(
         members=tuple(members),
         shares=tuple([1000] * len(members) if shares is None else shares),
@@ -49,10 +49,10 @@ def roster(
 
 
 def record_of(index: int, *fields: Any, key: bytes = KEY) -> Record:
-    """Whatever a peer may sign as its readiness."""
+    """Return a genuine readiness record of any fields."""
     return signed(index, pack(*fields), key=key)
 
 
 def signed(index: int, value: bytes, *, key: bytes = KEY) -> Record:
-    """A genuine record of any value."""
+    """Return a genuine record of any value."""
     return sign_record(SIGNERS[index], key=key, sequence=1, expiration_time=EXPIRATION, value=value)

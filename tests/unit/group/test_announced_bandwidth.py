@@ -1,4 +1,4 @@
-"""What a peer signs of its link: what it was told, or else what it has measured by then."""
+"""The bandwidth that a peer signs: the setting, or else its measurement."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LAN = (0.0005, 0.002)
 
 
 async def announced(peer: Peer) -> float:
-    """By the record that others find."""
+    """Return the bandwidth in the record that other peers find."""
     [key] = peer.registry._matchmakers
     [record] = [record for record in await peer.records.find(key) if record.publisher == peer.id]
     return read_candidate(record).bandwidth
@@ -34,7 +34,7 @@ async def announced(peer: Peer) -> float:
         ({"bandwidth": 50, "max_upload_mbps": 30}, 50.0, 50.0),
     ],
 )
-async def test_of_an_averager(
+async def test_bandwidth_of_an_averager(
     autojump_clock: MockClock, how: dict[str, float], first: float, later: float
 ) -> None:
     config = p2pavg.AveragingConfig(run_id="sim", match_timeout=2.0, **how)  # type: ignore[arg-type]
@@ -54,7 +54,9 @@ async def test_of_an_averager(
 
 
 @pytest.mark.parametrize(("bandwidth", "signed"), [(None, DEFAULT_MBPS), (12.5, 12.5)])
-async def test_of_an_auxiliary(autojump_clock: MockClock, bandwidth: float | None, signed: float) -> None:
+async def test_bandwidth_of_an_auxiliary(
+    autojump_clock: MockClock, bandwidth: float | None, signed: float
+) -> None:
     config = p2pavg.AveragingConfig(run_id="sim", match_timeout=20.0)
     async with (
         simulated_peers(MemoryNetwork(latency=LAN), 2) as (peer, helper),

@@ -1,4 +1,4 @@
-"""What is announced of a link after rounds of any shape, against a clock that the test moves."""
+"""The bandwidth that is announced after rounds of any shape, against a clock that the test moves."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from p2pavg.group.bandwidth import (
     BandwidthMeter,
 )
 
-BEGUN = 500.0  # a clock may say anything at first
-STEP = 0.125  # exact in binary, and so are sums of it
+BEGUN = 500.0  # a clock may start at any value
+STEP = 0.125  # exact in binary, like its sums
 
 Legs = list[tuple[float, float, float]]
 """Seconds, and Mbit/s sent and received in them."""
 
 
 def play(meter: BandwidthMeter, legs: Legs, *, begun: float = BEGUN) -> None:
-    """One round, sampled as an exchange would."""
+    """Measure one round, sampled as an exchange samples it."""
     now, sent, received = begun, 0.0, 0.0
     meter.begin(now)
     for seconds, up, down in legs:
@@ -43,7 +43,7 @@ def after(*rounds: Legs) -> BandwidthMeter:
     return meter
 
 
-def test_before_any_round_there_is_a_guess() -> None:
+def test_a_default_is_announced_before_any_round() -> None:
     assert BandwidthMeter().mbps == DEFAULT_MBPS == 100.0
 
 
@@ -55,7 +55,7 @@ def test_the_first_round_counts_fully_and_the_slower_direction_is_announced() ->
     assert meter.download_mbps == pytest.approx(60.0)
 
 
-def test_pauses_do_not_lower_it() -> None:
+def test_pauses_do_not_lower_the_rate() -> None:
     busy = (1.0, 40.0, 60.0)
     assert after([(5.0, 0.0, 0.0), busy, (30.0, 0.1, 0.1), busy, (5.0, 0.0, 0.0)]).mbps == pytest.approx(40.0)
 
@@ -65,13 +65,13 @@ def test_a_burst_shorter_than_the_window_counts_as_spread_over_one() -> None:
 
 
 def test_a_window_longer_than_the_shortest_may_be_the_busiest() -> None:
-    """Two bursts, and 7/8 s from the beginning of one to the end of the other."""
+    """There are two bursts, and 7/8 s from the beginning of the first to the end of the second."""
     burst = (STEP, 80.0, 80.0)
     legs = [(2.0, 1.0, 1.0), burst, (5 * STEP, 0.1, 0.1), burst, (2.0, 1.0, 1.0)]
     assert after(legs).mbps == pytest.approx((2 * 80 + 5 * 0.1) / 7, rel=1e-3)
 
 
-def test_a_later_round_pulls_it_down_slowly_and_up_at_once() -> None:
+def test_a_later_round_lowers_the_rate_slowly_and_raises_it_at_once() -> None:
     first, slower = [(2.0, 80.0, 80.0)], [(2.0, 40.0, 40.0)]
     assert after(first, slower).mbps == pytest.approx(80 * (1 - NEW_WEIGHT) + 40 * NEW_WEIGHT) == 68.0
     assert after(slower, first).mbps == pytest.approx(80.0)
@@ -97,7 +97,7 @@ def test_no_more_than_the_processor_manages_is_announced() -> None:
     assert meter.upload_mbps == pytest.approx(8000.0)
 
 
-def test_never_nothing() -> None:
+def test_the_announced_rate_is_never_zero() -> None:
     assert after([(20.0, 0.001, 0.001)]).mbps == MIN_MBPS == 0.1
 
 
@@ -110,18 +110,18 @@ def test_a_limit_bounds_what_is_announced(up: float | None, down: float | None, 
     assert BandwidthMeter(max_upload_mbps=5000.0).mbps == DEFAULT_MBPS
 
 
-def test_a_limit_under_the_least_leaves_the_least() -> None:
+def test_a_limit_below_the_minimum_leaves_the_minimum() -> None:
     assert BandwidthMeter(max_upload_mbps=0.01).mbps == MIN_MBPS
 
 
 class TestTooShort:
-    """Rounds that say what the link can carry at least, and not what it can at most."""
+    """Rounds that show a lower bound of the link's capacity, but not the capacity."""
 
-    def test_a_short_round_never_lowers_it(self) -> None:
+    def test_a_short_round_never_lowers_the_rate(self) -> None:
         assert after([(0.375, 3.0, 3.0)]).mbps == DEFAULT_MBPS
         assert after([(2.0, 80.0, 80.0)], *[[(0.375, 3.0, 3.0)]] * 9).mbps == pytest.approx(80.0)
 
-    def test_a_short_round_may_raise_it(self) -> None:
+    def test_a_short_round_may_raise_the_rate(self) -> None:
         assert after([(0.375, 300.0, 400.0)]).mbps == pytest.approx(300.0)
         assert after([(2.0, 80.0, 80.0)], [(0.375, 300.0, 400.0)]).mbps == pytest.approx(300.0)
 
@@ -129,8 +129,8 @@ class TestTooShort:
         assert after([(0.375, 300.0, 300.0)], [(2.0, 50.0, 50.0)]).mbps == pytest.approx(50.0)
 
     @pytest.mark.parametrize("seconds", [0.0, 1e-9, 0.01])
-    def test_what_came_in_an_instant_is_spread(self, seconds: float) -> None:
-        """It had been waiting in buffers before the round began."""
+    def test_data_that_arrived_in_an_instant_is_spread(self, seconds: float) -> None:
+        """The data had been waiting in buffers before the round began."""
         meter = BandwidthMeter()
         meter.begin(BEGUN)
         meter.sample(BEGUN + seconds, 2_500_000, 2_500_000)
@@ -138,18 +138,18 @@ class TestTooShort:
         assert meter.mbps == pytest.approx(2.5 * 8 / LEAST_SECONDS)
 
     @pytest.mark.parametrize("idle", [0.0, 60.0])
-    def test_a_round_in_which_nothing_moved_says_nothing(self, idle: float) -> None:
-        """An auxiliary whose share is empty, or a round that fails at once, must not end as a slow link."""
+    def test_a_round_without_traffic_changes_nothing(self, idle: float) -> None:
+        """An empty share of an auxiliary, or a round that fails at once, must not make the link look slow."""
         assert after([(idle, 0.0, 0.0)]).mbps == DEFAULT_MBPS
         assert after([(2.0, 80.0, 80.0)], [(idle, 0.0, 0.0)]).mbps == pytest.approx(80.0)
 
-    def test_a_small_vector_in_a_long_round_never_lowers_it(self) -> None:
+    def test_a_small_vector_in_a_long_round_never_lowers_the_rate(self) -> None:
         assert after([(10.0, 0.0, 0.0), (0.25, 50.0, 50.0), (10.0, 0.0, 0.0)]).mbps == DEFAULT_MBPS
 
-    def test_a_slow_link_shows_however_small_the_vector_is(self) -> None:
+    def test_a_slow_link_is_noticed_for_any_size_of_the_vector(self) -> None:
         assert after([(1.0, 0.5, 0.5)]).mbps == pytest.approx(0.5, rel=1e-3)
 
-    def test_each_direction_for_itself(self) -> None:
+    def test_each_direction_is_measured_separately(self) -> None:
         meter = after([(2.0, 40.0, 0.0)])
         assert meter.upload_mbps == pytest.approx(40.0)
         assert meter.download_mbps == DEFAULT_MBPS
@@ -167,7 +167,7 @@ def test_rounds_that_do_not_begin_or_end() -> None:
     assert meter.mbps == pytest.approx(40.0), "what did not end is forgotten"
 
 
-def test_totals_need_not_begin_at_nothing() -> None:
+def test_totals_need_not_begin_at_zero() -> None:
     meter = BandwidthMeter()
     meter.begin(BEGUN, 10**12, 10**13)
     for tick in range(1, 11):
@@ -177,7 +177,7 @@ def test_totals_need_not_begin_at_nothing() -> None:
 
 
 def busiest(samples: list[tuple[float, int]]) -> float:
-    """Every window, one by one."""
+    """Return the busiest rate, by checking every window."""
     return max(
         (total - before) * 8 / 1e6 / (now - then)
         for (then, before), (now, total) in itertools.combinations(samples, 2)
@@ -189,7 +189,7 @@ steps = st.tuples(st.integers(1, 40) | st.integers(1, 8), st.sampled_from([1, 10
 
 
 @given(st.lists(steps, min_size=20, max_size=60))
-def test_it_is_the_busiest_window_however_irregular_the_samples(steps: list[tuple[int, int]]) -> None:
+def test_the_busiest_window_counts_for_any_sampling(steps: list[tuple[int, int]]) -> None:
     now, total, samples = BEGUN, 0, [(BEGUN, 0)]
     meter = BandwidthMeter()
     meter.begin(BEGUN)
@@ -202,7 +202,7 @@ def test_it_is_the_busiest_window_however_irregular_the_samples(steps: list[tupl
         assert meter.upload_mbps == meter.download_mbps == pytest.approx(busiest(samples))
 
 
-def test_it_keeps_no_more_of_a_long_round_than_it_needs() -> None:
+def test_the_samples_that_are_kept_are_bounded() -> None:
     meter = BandwidthMeter()
     play_long = [(600.0, 10.0, 10.0)]
     meter.begin(BEGUN)

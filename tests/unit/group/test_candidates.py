@@ -1,4 +1,4 @@
-"""What a peer says of itself when it is ready, and what is refused although its signature is genuine."""
+"""Candidates of peers that are ready, and values that are refused despite a genuine signature."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_runs_schemas_and_rules_have_different_keys() -> None:
     assert len(keys) == 12
 
 
-def test_what_was_signed_is_what_is_read() -> None:
+def test_a_signed_candidate_is_read_back() -> None:
     me = candidate(3, weight=0.5, bandwidth=12.5, codec="int8:256", addresses=("/a/b", "/c"))
     again = read_signed_candidate(pack_record(me.record))
     assert again == me
@@ -47,7 +47,7 @@ def test_what_was_signed_is_what_is_read() -> None:
     assert again.record.key == KEY
 
 
-def test_what_it_averages_can_and_measured_is_read_as_well() -> None:
+def test_state_tags_and_metrics_are_read_back() -> None:
     me = candidate(3, state=b"step 7", tags=("gpu", "fp16"), metrics={"loss": 2.5, "accuracy": 1.0})
     again = read_signed_candidate(pack_record(me.record))
     assert again == me
@@ -78,7 +78,7 @@ def test_a_later_attempt_takes_the_place_of_an_earlier_one() -> None:
     assert later.record.sequence > earlier.record.sequence
 
 
-def test_auxiliaries_come_last_then_counts_the_deadline_then_the_id() -> None:
+def test_candidates_are_ordered_by_auxiliary_then_deadline_then_id() -> None:
     late, early = candidate(0, deadline=DEADLINE + 9), candidate(1, deadline=DEADLINE)
     auxiliary = candidate(2, auxiliary=True, deadline=0.0)
     same_time = sorted((candidate(3, deadline=DEADLINE), early), key=lambda each: each.peer_id)
@@ -137,7 +137,7 @@ def test_auxiliaries_come_last_then_counts_the_deadline_then_the_id() -> None:
         ((), "10 fields"),
     ],
 )
-def test_a_genuine_record_of_nonsense_is_refused(fields: tuple[object, ...], reason: str) -> None:
+def test_a_genuine_record_with_an_invalid_field_is_refused(fields: tuple[object, ...], reason: str) -> None:
     record = record_of(0, *fields, *((b"", (), ()) if len(fields) == 7 else ()))
     with pytest.raises(RemoteProtocolError, match=reason):
         read_candidate(record)
@@ -173,7 +173,7 @@ def test_shares_follow_the_signed_bandwidths() -> None:
     assert share_cutter(100, 64)(members) == (64, 36)
 
 
-def test_shares_follow_who_contributes_and_who_can_be_dialled() -> None:
+def test_shares_depend_on_contributing_and_on_reachability() -> None:
     members = [candidate(0), candidate(1), candidate(2), candidate(3, auxiliary=True)]
     assert share_cutter(1000, 1)(members) == (200, 200, 200, 400)
     members = [candidate(0, addresses=()), candidate(1), candidate(2)]

@@ -1,4 +1,4 @@
-"""Who contributes and who only observes: the same answer for every member, and a fair draw."""
+"""Participation rules: every member gets the same answer, and the draw is fair."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ members = st.lists(
 class TestRandomFraction:
     @pytest.mark.parametrize("count", range(1, 17))
     @pytest.mark.parametrize("fraction", [1e-9, 0.125, 0.25, 0.3, 0.5, 0.75, 1, 1.0])
-    def test_a_part_rounded_up_and_so_at_least_one(self, fraction: float, count: int) -> None:
+    def test_the_fraction_is_rounded_up_to_at_least_one_member(self, fraction: float, count: int) -> None:
         chosen = drawn(RandomFraction(fraction), b"7", count)
         assert len(chosen) == math.ceil(fraction * count)
         assert 1 <= len(chosen) <= count
@@ -85,29 +85,27 @@ class TestRandomFraction:
     @pytest.mark.parametrize(
         ("fraction", "count", "contribute"), [(0.07, 100, 7), (0.28, 25, 7), (0.14, 50, 7)]
     )
-    def test_no_float_rounds_up_what_is_exact(self, fraction: float, count: int, contribute: int) -> None:
+    def test_an_exact_product_is_not_rounded_up(self, fraction: float, count: int, contribute: int) -> None:
         assert fraction * count > contribute
         assert RandomFraction(fraction)._count(count) == contribute
 
-    def test_of_nobody_nobody(self) -> None:
+    def test_no_contributors_without_members(self) -> None:
         assert RandomFraction(0.5).contributors([]) == frozenset()
 
     @given(st.permutations(range(8)), st.binary(max_size=32), st.integers(-3, 3))
-    def test_the_same_in_whatever_order_the_members_stand(
-        self, order: list[int], state: bytes, seed: int
-    ) -> None:
+    def test_the_order_of_members_does_not_matter(self, order: list[int], state: bytes, seed: int) -> None:
         group = [candidate(index, state=state) for index in range(8)]
         rule = RandomFraction(0.4, seed)
         assert rule.contributors([group[index] for index in order]) == rule.contributors(group)
 
-    def test_what_else_they_signed_changes_nothing(self) -> None:
+    def test_other_signed_fields_do_not_change_the_draw(self) -> None:
         others = [
             candidate(index, weight=9.0, bandwidth=7.0, tags=("gpu",), state=b"7") for index in range(8)
         ]
         assert RandomFraction(0.5).contributors(others) == drawn(RandomFraction(0.5), b"7")
 
     def test_the_draw_never_changes(self) -> None:
-        """Peers of different versions draw the same."""
+        """Peers of different versions draw the same members."""
         ids = [signer.peer_id for signer in SIGNERS]
         chosen = drawn(RandomFraction(0.5, seed=3), b"round 7", 4)
         assert sorted(ids.index(peer_id) for peer_id in chosen) == [1, 3]
@@ -118,8 +116,8 @@ class TestRandomFraction:
     def test_another_seed_is_another_draw(self) -> None:
         assert len({drawn(RandomFraction(0.5, seed), b"7") for seed in range(20)}) > 10
 
-    def test_everybody_is_drawn_about_equally_often(self) -> None:
-        """Of 1000 draws of 2 of 8: 250 each, with a standard deviation of 14."""
+    def test_all_members_are_drawn_about_equally_often(self) -> None:
+        """In 1000 draws of 2 of 8 members, each is drawn 250 times, with a standard deviation of 14."""
         often = Counter(
             peer_id for state in range(1000) for peer_id in drawn(RandomFraction(0.25), b"%d" % state)
         )
@@ -128,8 +126,8 @@ class TestRandomFraction:
         assert min(often.values()) > 180
         assert max(often.values()) < 320
 
-    def test_one_state_says_nothing_about_the_next(self) -> None:
-        """Of 8 drawn in half of the states, a quarter of the pairs of states has one peer in both."""
+    def test_draws_of_different_states_are_independent(self) -> None:
+        """Each of 8 peers is drawn in half of the states, so two states have 2 drawn peers in common on average."""
         rounds = [drawn(RandomFraction(0.5), b"%d" % state) for state in range(401)]
         both = sum(len(one & other) for one, other in itertools.pairwise(rounds))
         assert both / 400 == pytest.approx(2.0, abs=0.2)
@@ -141,14 +139,14 @@ class TestRandomFraction:
             *[("seed", value) for value in (1.0, "1", None, True)],
         ],
     )
-    def test_what_is_out_of_range_is_refused_by_name(self, name: str, value: object) -> None:
+    def test_an_argument_out_of_range_is_refused_by_name(self, name: str, value: object) -> None:
         arguments: dict[str, Any] = {"fraction": 0.5, name: value}
         with pytest.raises(ConfigError, match=rf"^{name}\b"):
             RandomFraction(**arguments)
 
 
 class TestCapable:
-    def test_those_with_all_of_the_tags(self) -> None:
+    def test_members_with_all_tags_contribute(self) -> None:
         group = [
             candidate(0, tags=("gpu", "fp16")),
             candidate(1, tags=("gpu",)),
@@ -160,15 +158,15 @@ class TestCapable:
             SIGNERS[3].peer_id,
         }
 
-    def test_those_with_the_bandwidth(self) -> None:
+    def test_members_with_enough_bandwidth_contribute(self) -> None:
         group = [candidate(index, bandwidth=bandwidth) for index, bandwidth in enumerate([49.9, 50.0, 1e5])]
         assert ByCapability(min_bandwidth=50).contributors(group) == {SIGNERS[1].peer_id, SIGNERS[2].peer_id}
 
-    def test_both_count(self) -> None:
+    def test_a_contributor_needs_the_tags_and_the_bandwidth(self) -> None:
         group = [candidate(0, tags=("gpu",), bandwidth=1.0), candidate(1, bandwidth=100.0)]
         assert ByCapability(tags=("gpu",), min_bandwidth=50.0).contributors(group) == frozenset()
 
-    def test_without_arguments_everybody_can(self) -> None:
+    def test_without_arguments_all_members_contribute(self) -> None:
         assert len(drawn(ByCapability(), b"")) == 8
 
     @pytest.mark.parametrize(
@@ -178,7 +176,7 @@ class TestCapable:
             *[("min_bandwidth", value) for value in (-1.0, math.nan, math.inf, "50", None, True)],
         ],
     )
-    def test_what_is_out_of_range_is_refused_by_name(self, name: str, value: object) -> None:
+    def test_an_argument_out_of_range_is_refused_by_name(self, name: str, value: object) -> None:
         arguments: dict[str, Any] = {name: value}
         with pytest.raises(ConfigError, match=rf"^{name}\b"):
             ByCapability(**arguments)
@@ -217,7 +215,7 @@ class TestText:
 class TestObservers:
     @settings(deadline=None)
     @given(members, st.sampled_from(RULES))
-    def test_never_an_auxiliary_and_always_who_has_no_weight(
+    def test_members_without_weight_observe_and_auxiliaries_never_do(
         self, group: list[Candidate], rule: Participation | None
     ) -> None:
         found = observers(rule, group)
@@ -226,15 +224,15 @@ class TestObservers:
 
     @settings(deadline=None)
     @given(members, st.sampled_from(RULES), st.randoms(use_true_random=False))
-    def test_the_same_in_whatever_order_the_members_stand(
+    def test_the_order_of_members_does_not_matter(
         self, group: list[Candidate], rule: Participation | None, dice: random.Random
     ) -> None:
         assert observers(rule, dice.sample(group, len(group))) == observers(rule, group)
 
     @settings(deadline=None)
     @given(members)
-    def test_a_part_is_of_those_that_have_something_to_contribute(self, group: list[Candidate]) -> None:
-        """Auxiliaries and those without a weight take nobody's place."""
+    def test_the_fraction_is_of_members_with_something_to_contribute(self, group: list[Candidate]) -> None:
+        """Auxiliaries and members without a weight do not count."""
         able = [member for member in group if not member.auxiliary and member.weight]
         found = observers(RandomFraction(0.5), group)
         assert len([m for m in able if m.peer_id not in found]) == math.ceil(len(able) / 2)
@@ -243,7 +241,7 @@ class TestObservers:
         group = [candidate(0), candidate(1, weight=0.0), candidate(2, auxiliary=True)]
         assert observers(None, group) == silent_members(group) == {SIGNERS[1].peer_id}
 
-    def test_who_is_not_able_listens(self) -> None:
+    def test_a_member_without_the_capability_observes(self) -> None:
         group = [candidate(0, tags=("gpu",)), candidate(1), candidate(2, weight=0.0, tags=("gpu",))]
         choose = partial(observers, ByCapability(tags=("gpu",)))
         assert choose(group) == {SIGNERS[1].peer_id, SIGNERS[2].peer_id}

@@ -1,4 +1,4 @@
-"""The agreed group: which ones cannot be, and the one name of each that can."""
+"""Rosters: impossible ones are refused, and each possible one has one id."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SILENT = candidate(4, weight=0.0)
 
 
 def packed(members: list[Candidate], shares: object, proposal: object = 0, observing: object = ()) -> bytes:
-    """What a leader may send without having made a roster of it."""
+    """Return the bytes of a roster that a leader may send without checking it."""
     return pack(tuple(pack_record(member.record) for member in members), shares, proposal, observing)
 
 
@@ -32,7 +32,7 @@ def packed(members: list[Candidate], shares: object, proposal: object = 0, obser
     ],
     ids=["all contribute", "two observe"],
 )
-def test_it_comes_back(group: Roster) -> None:
+def test_a_packed_roster_is_read_back(group: Roster) -> None:
     assert read_roster(group.pack()) == group
     assert read_roster(group.pack()).group_id == group.group_id
 
@@ -91,7 +91,7 @@ IMPOSSIBLE: list[tuple[str, list[Candidate], list[int], str]] = [
 @pytest.mark.parametrize(
     ("members", "shares", "reason"), [case[1:] for case in IMPOSSIBLE], ids=[case[0] for case in IMPOSSIBLE]
 )
-def test_an_impossible_roster(members: list[Candidate], shares: list[int], reason: str) -> None:
+def test_an_impossible_roster_is_refused(members: list[Candidate], shares: list[int], reason: str) -> None:
     with pytest.raises(RemoteProtocolError, match=reason):
         roster(members, shares)
     with pytest.raises(RemoteProtocolError, match=reason):
@@ -111,7 +111,9 @@ LISTENING: list[tuple[str, list[Candidate], tuple[int, ...], str]] = [
 @pytest.mark.parametrize(
     ("members", "observing", "reason"), [case[1:] for case in LISTENING], ids=[case[0] for case in LISTENING]
 )
-def test_who_cannot_observe(members: list[Candidate], observing: tuple[int, ...], reason: str) -> None:
+def test_an_impossible_observer_is_refused(
+    members: list[Candidate], observing: tuple[int, ...], reason: str
+) -> None:
     shares = (1,) * len(members)
     with pytest.raises(RemoteProtocolError, match=reason):
         roster(members, shares, observers=[members[index] for index in observing])
@@ -119,7 +121,7 @@ def test_who_cannot_observe(members: list[Candidate], observing: tuple[int, ...]
         read_roster(packed(members, shares, 0, observing))
 
 
-def test_no_stranger_listens() -> None:
+def test_a_peer_outside_the_roster_cannot_observe() -> None:
     with pytest.raises(RemoteProtocolError, match="observers do not fit"):
         roster([A, B], observers=[C])
 
@@ -130,8 +132,8 @@ def test_observers_have_one_encoding(observing: tuple[int, ...]) -> None:
         read_roster(packed([A, B, C], (1, 1, 1), 0, observing))
 
 
-def test_weights_that_overflow() -> None:
-    """No signed weight is that large; whoever makes candidates otherwise is told as well."""
+def test_weights_that_overflow_are_refused() -> None:
+    """No signed weight is so large, but a roster of other candidates is checked too."""
     heavy = [dataclasses.replace(member, weight=1e308) for member in (A, B)]
     with pytest.raises(RemoteProtocolError, match="weights overflow"):
         roster(heavy)
@@ -178,12 +180,12 @@ def test_a_member_that_did_not_sign_is_refused(change: dict[str, object], place:
         (packed([A] * 129, (1,) * 129), "a roster of 129 members"),
     ],
 )
-def test_what_is_no_roster(message: bytes, reason: str) -> None:
+def test_a_malformed_roster_is_refused(message: bytes, reason: str) -> None:
     with pytest.raises(RemoteProtocolError, match=reason):
         read_roster(message)
 
 
-def test_who_contributes_and_where_everybody_stands() -> None:
+def test_contributors_holders_and_positions() -> None:
     group: Roster = roster([B, AUXILIARY, A])
     assert group.contributors == (B, A)
     assert group.total_weight == A.weight + B.weight
@@ -192,14 +194,14 @@ def test_who_contributes_and_where_everybody_stands() -> None:
         group.position(C.peer_id)
 
 
-def test_who_listens_holds_the_result_and_has_nothing_in_it() -> None:
+def test_an_observer_holds_the_result_without_contributing() -> None:
     group = roster([A, SILENT, B, AUXILIARY, C], observers=[SILENT, C])
     assert group.contributors == (A, B)
     assert group.holders == (A, SILENT, B, C)
     assert group.total_weight == A.weight + B.weight
 
 
-def test_one_contributor_is_enough_where_somebody_listens() -> None:
+def test_one_contributor_and_one_observer_are_a_roster() -> None:
     group = roster([SILENT, A, AUXILIARY], observers=[SILENT])
     assert group.contributors == (A,)
     assert group.total_weight == A.weight
@@ -210,7 +212,7 @@ def test_an_auxiliary_helps_with_any_state() -> None:
     assert roster([*members, AUXILIARY]).holders == tuple(members)
 
 
-def test_whoever_is_left_of_a_group_contributes_or_listens_as_before() -> None:
+def test_the_remaining_members_contribute_or_observe_as_before() -> None:
     group = roster([A, SILENT, B, C], proposal=7, observers=[SILENT, C])
     assert group.only([A, C], [5, 6]) == roster([A, C], [5, 6], proposal=7, observers=[C])
     assert group.only([A, B], [5, 6]) == roster([A, B], [5, 6], proposal=7)
@@ -222,19 +224,19 @@ class TestMetrics:
     def measured(self, index: int, weight: float, **metrics: float) -> Candidate:
         return candidate(index, weight=weight, metrics=metrics)
 
-    def test_the_mean_is_by_weight_over_those_that_gave_it(self) -> None:
+    def test_a_metric_is_the_weighted_mean_of_members_that_have_it(self) -> None:
         group = roster(
             [self.measured(0, 1.0, loss=4.0, accuracy=0.5), self.measured(1, 3.0, loss=8.0), candidate(2)]
         )
         assert group.metrics == {"accuracy": 0.5, "loss": 7.0}
 
-    def test_what_a_listener_measured_does_not_count(self) -> None:
+    def test_an_observers_metrics_do_not_count(self) -> None:
         observer = self.measured(1, 3.0, loss=8.0, accuracy=1.0)
         assert roster([self.measured(0, 1.0, loss=4.0), observer], observers=[observer]).metrics == {
             "loss": 4.0
         }
 
-    def test_nobody_measured_anything(self) -> None:
+    def test_without_measurements_there_are_no_metrics(self) -> None:
         assert roster([A, B]).metrics == {}
 
     def test_values_of_any_size_have_a_mean(self) -> None:

@@ -1,4 +1,4 @@
-"""Cuts that every version has to make alike: members compute them each for itself."""
+"""Shares and parts that must be the same in every version, because each member computes them itself."""
 
 from __future__ import annotations
 
@@ -47,25 +47,25 @@ def undialled(bandwidth: float, *, contributes: bool = True) -> MemberLink:
         (4096, contributors(1e6, 1e-3), 64, (4096, 0)),
         (4096, contributors(1e-3, 1e6), 64, (0, 4096)),
         (1000, [*contributors(100.0, 100.0), auxiliary(100.0)], 1, (400, 400, 200)),
-        # Equal ones share equally, as far as blocks and cuts allow.
+        # Equal members share equally, as far as blocks and cuts allow.
         (1000, contributors(1.0, 1.0, 1.0), 1, (333, 334, 333)),
         (100, contributors(*[1.0] * 4), 64, (64, 0, 36, 0)),
         (3, contributors(*[1.0] * 4), 1, (1, 1, 0, 1)),
         (5, contributors(*[0.1] * 10), 1, (1, 0, 1, 0, 1, 0, 1, 0, 1, 0)),
         (10**9, contributors(*[0.1] * 10), 64, (10**8,) * 10),
-        # T = 3 / 200: one of 50 needs longer for its own contribution.
+        # T = 3 / 200: the member with 50 Mbit/s needs longer than that for its own contribution.
         (1000, contributors(100.0, 100.0, 50.0), 1, (500, 500, 0)),
         # T = 4 / 290: 100 T - 1 = 11/29 twice, and 90 T - 1 = 7/29.
         (1300, contributors(100.0, 100.0, 90.0), 1, (493, 493, 314)),
-        # A fifth of what the others have is nothing but its own contribution.
+        # A member with a fifth of the others' bandwidth only sends its own contribution.
         (1200, contributors(100.0, 100.0, 100.0, 20.0), 1, (400, 400, 400, 0)),
         (1200, contributors(20.0, 100.0, 100.0, 100.0), 1, (0, 400, 400, 400)),
-        # A little slower is a good deal less to reduce: T = 6 / 380.
+        # A slightly slower member reduces much less: T = 6 / 380.
         (1900, contributors(100.0, 100.0, 100.0, 80.0), 1, (550, 550, 550, 250)),
-        # T = (1 + 3) / (300 + 100 / 3): 0.2 for each contributor, and an auxiliary has only the share to carry.
+        # T = (1 + 3) / (300 + 100 / 3): 0.2 for each contributor, and an auxiliary only carries its share.
         (1000, [*contributors(100.0, 100.0, 100.0), auxiliary(100.0)], 1, (200, 200, 200, 400)),
         (1000, [*contributors(1.0, 1.0, 1.0), auxiliary(1000.0)], 1, (0, 0, 0, 1000)),
-        # Who cannot be dialled reduces nothing, unless nobody can be.
+        # A member that cannot be dialled reduces nothing, unless no member can be dialled.
         (1000, [undialled(100.0), *contributors(100.0, 100.0)], 1, (0, 500, 500)),
         (1000, [undialled(1000.0), *contributors(1.0, 3.0, 1.0)], 1, (0, 0, 1000, 0)),
         (1000, [undialled(100.0), *contributors(100.0)], 1, (0, 1000)),
@@ -73,7 +73,7 @@ def undialled(bandwidth: float, *, contributes: bool = True) -> MemberLink:
         (900, [undialled(100.0)] * 3, 1, (300, 300, 300)),
         (900, [*[undialled(100.0)] * 3, auxiliary(1.0)], 1, (0, 0, 0, 900)),
         (900, [*contributors(1.0, 1.0, 1.0), undialled(1e6, contributes=False)], 1, (300, 300, 300, 0)),
-        # The extremes that may be signed, and numbers as they are measured.
+        # The largest and least bandwidths, and numbers as they are measured.
         (640, contributors(5e-324, 5e-324, 5e-324, 1e6), 64, (0, 0, 0, 640)),
         (
             10**9,
@@ -102,7 +102,7 @@ def test_fractions_are_exact(members: list[MemberLink], fractions: list[str]) ->
 @pytest.mark.parametrize(
     ("payload", "members", "seconds"),
     [
-        # 1 MB is 8 Mbit, of which each of four carries 3/4 twice, each way.
+        # 1 MB is 8 Mbit. Each of four members carries 3/4 of it twice, each way.
         (1_000_000, contributors(*[100.0] * 4), 0.12),
         (1_000_000, contributors(8.0, 8.0), 1.0),
         (1_000_000, contributors(8.0, 80.0), 1.0),
@@ -113,12 +113,14 @@ def test_fractions_are_exact(members: list[MemberLink], fractions: list[str]) ->
         (0, contributors(8.0, 8.0), 0.0),
     ],
 )
-def test_the_least_time(payload: int, members: list[MemberLink], seconds: float) -> None:
+def test_the_lower_bound_of_a_rounds_duration(
+    payload: int, members: list[MemberLink], seconds: float
+) -> None:
     assert bound_seconds(payload, members) == pytest.approx(seconds)
 
 
 def test_parts_never_change() -> None:
-    """Members of different versions would not understand each other."""
+    """Members of versions with different parts would not understand each other."""
     assert (MIN_PART_ELEMENTS, MAX_PART_ELEMENTS) == (65_536, 524_288)
     sizes = [part_size(elements, 4) for elements in (0, 2_097_152, 4_000_000, 16_000_000, 64_000_000)]
     assert sizes == [65_536, 65_536, 125_000, 500_000, 524_288]
@@ -136,13 +138,13 @@ def test_a_granularity_that_does_not_divide_a_part() -> None:
 
 
 def test_bytes_without_a_codec() -> None:
-    """Two peers with half of a thousand floats each: 500 out and in, 500 averaged out and in, for either."""
+    """Two peers share 1000 floats. Each sends and receives 500, and then 500 averaged ones."""
     assert fp32_bytes([500, 500], 0, [(True, True)] * 2) == 4 * 4 * 500
-    # An auxiliary that reduces everything: each of two sends it 1000 and gets 1000 back.
+    # An auxiliary reduces everything: each of two members sends it 1000 floats and gets 1000 back.
     members = [(True, True), (True, True), (False, False)]
     assert fp32_bytes([0, 0, 1000], 2, members) == 4 * 4 * 1000
     assert fp32_bytes([0, 0, 1000], 0, members) == 4 * 2 * 1000
-    # A observer that reduces half: it gets 500 and 500 averaged, and sends 500 averaged.
+    # An observer reduces half: it receives 500 floats and 500 averaged ones, and sends 500 averaged ones.
     assert fp32_bytes([500, 500], 1, [(True, True), (False, True)]) == 4 * 3 * 500
 
 
@@ -161,7 +163,7 @@ def test_bandwidths_that_are_nearly_equal_count_as_equal(bandwidths: list[float]
     assert [member.bandwidth for member in levelled(members)] == pytest.approx(found)
 
 
-def test_levels_leave_everything_else_as_it_is() -> None:
+def test_levels_change_only_the_bandwidth() -> None:
     members = [MemberLink(10.0, contributes=False), MemberLink(10.0, reachable=False)]
     assert levelled(members) == members
 
@@ -178,18 +180,18 @@ def test_levels_leave_everything_else_as_it_is() -> None:
         (contributors(*[1.0] * 64), Fraction(1, 32)),
     ],
 )
-def test_the_most_of_the_vector_that_one_member_reduces(members: list[MemberLink], most: Fraction) -> None:
+def test_the_largest_fraction_that_one_member_reduces(members: list[MemberLink], most: Fraction) -> None:
     assert largest_fraction(members) == most
 
 
 @pytest.mark.parametrize(
     ("members", "shares"),
     [
-        # A bandwidth of 1e5 signed by an auxiliary gave it everything.
+        # Without the limit, an auxiliary that signs a bandwidth of 1e5 would get everything.
         ([*contributors(100.0, 100.0, 100.0, 100.0), auxiliary(1e5)], (150, 150, 150, 150, 400)),
         ([*contributors(100.0, 100.0), auxiliary(1e5)], (167, 166, 667)),
         (contributors(100.0, 100.0, 100.0, 1e5), (167, 166, 167, 500)),
-        # Equal links, and links within a factor of two, share as before.
+        # The limit does not change the shares of equal links, or of links within a factor of two.
         (contributors(*[100.0] * 4), (250, 250, 250, 250)),
         (
             contributors(100.0, 100.0, 100.0, 150.0),

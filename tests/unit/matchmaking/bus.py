@@ -1,4 +1,4 @@
-"""Peers that run the real rules over streams made of lists: everything that happens is chosen by the test."""
+"""Peers that run the real rules over streams made of lists, so a test chooses every event."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def candidate(
 
 @dataclass
 class Attempt:
-    """One peer's machine, and what it said of itself to its caller."""
+    """One peer's rules, and the reports to its caller."""
 
     me: Candidate
     rules: Matchmaking
@@ -81,7 +81,7 @@ class Attempt:
     reports: list[tuple[float, Report]] = field(default_factory=list)
     expected: bytes | None = None
     again: Callable[[], object] | None = None
-    """Announces the same peer anew, as its matchmaker does when an attempt is to be renewed."""
+    """Announces the same peer again, as its matchmaker does when an attempt is renewed."""
 
     @property
     def active(self) -> bool:
@@ -90,7 +90,7 @@ class Attempt:
 
 @dataclass
 class Link:
-    """A join stream: the asker's messages go up, the asked peer's down."""
+    """A join stream. The asker's messages go up, and the asked peer's messages go down."""
 
     asker: Attempt
     asked: Attempt
@@ -161,7 +161,7 @@ class Bus:
         self._do(attempt, attempt.rules.discovered(list(self.published.values()), self.now))
 
     def crash(self, attempt: Attempt) -> None:
-        """The peer is gone, and every stream of it breaks."""
+        """Crash a peer, and break all its streams."""
         del self.attempts[attempt.me.peer_id]
         for link in [link for link in self.links if attempt in (link.asker, link.asked)]:
             self.break_link(link)
@@ -178,7 +178,7 @@ class Bus:
             self._do(link.asked, link.asked.rules.lost(link.asker.me.peer_id, "the stream broke", self.now))
 
     def deliverable(self) -> list[tuple[Link, bool]]:
-        """(link, upward) for every direction in which something is to be delivered."""
+        """Return (link, upward) for each direction that has messages in flight."""
         found = []
         for link in self.links:
             if link.up or link.asker_closed:
@@ -188,7 +188,7 @@ class Bus:
         return found
 
     def deliver(self, link: Link, upward: bool) -> None:
-        """The next message of one direction, or the end of the stream after the last."""
+        """Deliver the next message of one direction, or the end of the stream after the last one."""
         queue = link.up if upward else link.down
         if not queue:
             self.break_link(link)
@@ -221,7 +221,7 @@ class Bus:
             self._do(sender, sender.rules.not_nudged(target.peer_id, "nobody answers", self.now))
 
     def advance(self, seconds: float) -> None:
-        """Let time pass, and every timer that is due ring at its moment."""
+        """Let time pass, and call every timer at the moment at which it is due."""
         end = self.now + seconds
         while True:
             due = min(
@@ -238,7 +238,7 @@ class Bus:
         self.now = end
 
     def run(self, seconds: float) -> None:
-        """Let time pass in a network that delivers at once."""
+        """Let time pass, and deliver every message at once."""
         end = self.now + seconds
         while self.now < end:
             self.settle()
@@ -246,7 +246,7 @@ class Bus:
         self.settle()
 
     def settle(self) -> None:
-        """Deliver everything that is on its way, and what follows from it."""
+        """Deliver all messages in flight, and all that result from them."""
         for _ in range(10_000):
             if self.nudges:
                 self.deliver_nudge()
@@ -311,7 +311,7 @@ class Bus:
                 link.asked_closed = True
 
     def _links_of(self, attempt: Attempt, peer_id: str, upward: bool, inbound: Link | None) -> list[Link]:
-        """The open stream with a peer in one direction; the one that just asked, if that is the peer's."""
+        """Return the open streams with a peer in one direction, or ``inbound`` if it is the peer's."""
         if upward:
             return [
                 link

@@ -1,4 +1,4 @@
-"""What a roster, a candidate and a leader may not be, whoever says so; and what a fault in a message costs."""
+"""Limits of rosters, candidates and leaders that every peer enforces, and backoff of leaders."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def following(
 
 
 def proposed(rules: Matchmaking, *members: Candidate, proposal: int = 1) -> str:
-    """The reason for which a roster is refused, empty when it is accepted."""
+    """Return the reason for which a roster is refused; empty if it is accepted."""
     roster = Roster(members=members, shares=rules.settings.cut_shares(members), proposal=proposal)
     for action in rules.told_by_leader(members[0].peer_id, Propose(roster), EPOCH):
         if isinstance(action, Send) and isinstance(action.message, Refuse):
@@ -71,7 +71,7 @@ def proposed(rules: Matchmaking, *members: Candidate, proposal: int = 1) -> str:
 
 class TestRosters:
     def test_members_out_of_order_are_refused(self) -> None:
-        """An auxiliary in the second place came to lead, and its process ended."""
+        """Otherwise an auxiliary in second place could come to lead."""
         leader, me, third = (candidate(index, EPOCH + 1 + index) for index in range(3))
         helper = candidate(9, EPOCH + 3000, auxiliary=True)
         assert proposed(following(leader, me), leader, me, third, helper) == ""
@@ -95,8 +95,8 @@ class TestRosters:
         rules.settings = dataclasses.replace(rules.settings, max_weight=100.0)
         assert heavy.peer_id in proposed(rules, leader, me, heavy)
 
-    def test_64_members_65_with_a_contributor_and_all_the_auxiliaries_that_ask_are_a_roster(self) -> None:
-        """On version 0.1 the 129th made the leader raise."""
+    def test_the_largest_groups_with_their_auxiliaries_are_rosters(self) -> None:
+        """In version 0.1 the leader raised at the 129th member."""
         leader = one_of_many(0, weight=0.0)
         rules = Matchmaking(leader, settings(64), EPOCH)
         for index in range(100, 170):
@@ -119,7 +119,7 @@ class TestRosters:
 
 
 class TestWeights:
-    def test_a_heavy_peer_is_neither_asked_nor_admitted_nor_followed_by_hearsay(self) -> None:
+    def test_a_peer_above_max_weight_is_neither_asked_nor_admitted_nor_followed(self) -> None:
         heavy, me = candidate(0, EPOCH + 1, weight=101.0), candidate(1, EPOCH + 2)
         late = candidate(2, EPOCH + 3, weight=101.0)
         rules = Matchmaking(me, dataclasses.replace(settings(), max_weight=100.0), EPOCH)
@@ -139,7 +139,7 @@ class TestWeights:
 
 
 class TestLateLeaders:
-    def test_a_leader_of_enough_that_does_not_propose_is_left_within_seconds(self) -> None:
+    def test_a_due_leader_that_does_not_propose_is_left_within_seconds(self) -> None:
         leader, me = candidate(0, EPOCH + 25), candidate(1, EPOCH + 30)
         others = [candidate(index, EPOCH + 30 + index) for index in (2, 3)]
         rules = following(leader, me, *others)
@@ -164,16 +164,16 @@ class TestLateLeaders:
         rules.tick(EPOCH + 25 + DUE_SECONDS)
         assert rules.leader is None, "it had enough at its deadline"
 
-    def test_members_that_are_gone_make_no_leader_late(self) -> None:
+    def test_members_that_are_gone_make_no_leader_due(self) -> None:
         leader, me = candidate(0, EPOCH + 25), candidate(1, EPOCH + 30)
         others = [candidate(index, EPOCH + 30 + index) for index in (2, 3)]
-        rules = following(leader, me, *others)  # no record names them any more
+        rules = following(leader, me, *others)  # no record names the others any more
         for seconds in range(1, 20):
             rules.told_by_leader(leader.peer_id, Status(2, False), EPOCH + seconds)
             rules.tick(EPOCH + seconds)
         assert rules.leader == leader
 
-    def test_a_leader_that_proposes_again_and_again_is_left(self) -> None:
+    def test_a_leader_that_proposes_repeatedly_is_left(self) -> None:
         leader, me = candidate(0, EPOCH - 1), candidate(1, EPOCH + 30)
         rules = following(leader, me)
         now = EPOCH
@@ -188,7 +188,7 @@ class TestLateLeaders:
                 break
         assert now <= EPOCH + 15.0
 
-    def test_one_with_which_a_round_was_finished_has_until_its_deadline(self) -> None:
+    def test_a_proven_leader_is_followed_until_its_deadline(self) -> None:
         memory = Memory()
         leader, me = candidate(0, EPOCH + 25), candidate(1, EPOCH + 30)
         others = [candidate(index, EPOCH + 30 + index) for index in (2, 3)]
@@ -205,7 +205,7 @@ class TestLateLeaders:
         assert rules.leader is None
         assert not memory.is_proven(leader.peer_id)
 
-    def test_what_was_learned_counts_in_the_next_attempt_and_hearsay_does_not_undo_it(self) -> None:
+    def test_a_backoff_counts_in_the_next_attempt_and_hearsay_does_not_end_it(self) -> None:
         memory = Memory()
         leader, other, me = (candidate(index, EPOCH + 20 + index) for index in range(3))
         memory.wasted(leader.peer_id, EPOCH)
@@ -216,7 +216,7 @@ class TestLateLeaders:
         rules.told_by_leader(other.peer_id, Declined("follows another leader", leader), EPOCH)
         assert rules.leader is None
 
-    def test_a_deadline_long_over_leads_nobody_and_its_peer_begins_anew(self) -> None:
+    def test_a_leader_long_past_its_deadline_is_not_followed_and_begins_anew(self) -> None:
         me = candidate(1, EPOCH + MATCH_TIMEOUT)
         old = candidate(0, EPOCH - PAST_SECONDS - 1)
         rules = Matchmaking(me, settings(minimum=4), EPOCH)
@@ -228,12 +228,12 @@ class TestLateLeaders:
         assert rules.phase is Phase.OVER
         assert RENEW_SECONDS + 10.0 < PAST_SECONDS
 
-    def test_a_group_that_waits_for_long_still_forms(self) -> None:
-        """Each is asked, left and renewed meanwhile, and none of that is held against it."""
+    def test_a_group_that_waits_for_a_long_time_still_forms(self) -> None:
+        """Each peer is asked, left and renewed meanwhile, and none of that causes a backoff."""
         bus = Bus()
 
         def live(seconds: float, peers: int) -> None:
-            """As in a training loop, a peer that has heard that it is alone begins again."""
+            """Let time pass; a peer that gave up alone begins again, as in a training loop."""
             end = bus.now + seconds
             while bus.now < end and not all(attempt.formed for attempt in bus.attempts.values()):
                 for index in range(peers):
@@ -251,7 +251,7 @@ class TestLateLeaders:
         live(15.0, peers=4)
         assert all(attempt.formed for attempt in bus.attempts.values())
 
-    def test_enough_that_meet_after_the_deadline_wait_no_other_match_timeout(self) -> None:
+    def test_enough_members_after_the_deadline_do_not_wait_another_match_timeout(self) -> None:
         leader, late = candidate(0, EPOCH + 1), candidate(1, EPOCH + 20)
         rules = Matchmaking(leader, settings(), EPOCH)
         rules.discovered([late], EPOCH)
@@ -271,7 +271,7 @@ class TestPreference:
         rules.discovered([stranger, proven], EPOCH)
         assert rules.leader == proven
 
-    def test_enough_proven_peers_have_a_moment_before_a_stranger_is_asked(self) -> None:
+    def test_enough_proven_peers_have_time_before_another_peer_is_asked(self) -> None:
         memory = Memory()
         stranger, me, proven = (candidate(index, EPOCH + 20 + index) for index in range(3))
         memory.finished_with([proven.peer_id])
@@ -290,7 +290,7 @@ class TestPreference:
         rules.discovered([early, late], EPOCH)
         assert rules.leader is None
 
-    def test_a_nudge_has_an_unreached_peer_asked_once(self) -> None:
+    def test_a_peer_that_could_not_be_reached_is_asked_once_after_its_nudge(self) -> None:
         early, me = candidate(0, EPOCH + 10), candidate(1, EPOCH + 20)
         rules = Matchmaking(me, settings(), EPOCH)
         rules.discovered([early], EPOCH)
@@ -306,7 +306,7 @@ class TestPreference:
 
 
 class TestMemory:
-    def test_it_is_twice_as_long_each_time_bounded_and_forgiven(self) -> None:
+    def test_the_backoff_doubles_is_bounded_and_is_forgiven(self) -> None:
         memory = Memory()
         assert [memory.wasted("a", EPOCH) - EPOCH for _ in range(8)] == [10, 20, 40, 80, 160, 320, 600, 600]
         assert memory.held_until("a", EPOCH - 1e6) == EPOCH - 1e6, "the clock was set back"
@@ -318,7 +318,7 @@ class TestMemory:
         memory.wasted("a", later)
         assert not memory.is_proven("a")
 
-    def test_its_size_is_bounded(self) -> None:
+    def test_the_size_of_the_memory_is_bounded(self) -> None:
         memory = Memory()
         for index in range(MAX_LATE + MAX_PROVEN + 10):
             memory.wasted(f"late {index}", EPOCH)
@@ -326,7 +326,7 @@ class TestMemory:
         assert len(memory._late) == MAX_LATE
         assert len(memory._proven) == MAX_PROVEN
 
-    def test_those_that_are_held_off_stay_so_together(self) -> None:
+    def test_backoffs_of_several_leaders_overlap(self) -> None:
         memory = Memory()
         memory.wasted("a", EPOCH)
         memory.wasted("early", EPOCH, most=EPOCH + 12)

@@ -1,4 +1,4 @@
-"""The rules for peers of different states, and for groups of which not everybody contributes."""
+"""The rules for peers of different states, and for groups in which some members only observe."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.unit.matchmaking.bus import EPOCH, MATCH_TIMEOUT, Attempt, Bus, candi
 
 
 def ready(bus: Bus, index: int, **how: Any) -> Attempt:
-    """One more peer, which sees those that were ready before it."""
+    """Announce one more peer, which sees the peers that were ready before it."""
     bus.advance(0.01)
     attempt = bus.announce(index, **how)
     bus.discover(attempt)
@@ -41,7 +41,7 @@ def opened(actions: Actions) -> list[tuple[type[Message], str]]:
 
 
 class TestStates:
-    def test_another_state_is_declined(self) -> None:
+    def test_a_candidate_of_another_state_is_declined(self) -> None:
         rules = matchmaking(candidate(0, EPOCH + 1, state=b"7"))
         for state in (b"8", b"", b"7\0"):
             [answer] = said(rules.asked(candidate(1, EPOCH + 2, state=state), EPOCH))
@@ -69,7 +69,7 @@ class TestStates:
         rules.discovered([candidate(2, EPOCH + 9, state=b"7")], EPOCH)
         assert rules.ready_peers == 2
 
-    def test_an_asked_peer_that_is_in_an_attempt_of_another_state_is_left(self) -> None:
+    def test_an_asked_peer_that_answers_with_another_state_is_left(self) -> None:
         known, newer = candidate(0, EPOCH + 1, state=b"7"), candidate(0, EPOCH + 3, state=b"8")
         rules = matchmaking(candidate(1, EPOCH + 9, state=b"7"), known)
         rules.told_by_leader(known.peer_id, Joined(newer), EPOCH)
@@ -84,7 +84,7 @@ class TestStates:
         assert groups[:2] == groups[2:]
         assert groups[0] != groups[1]
 
-    def test_alone_in_its_state_it_is_alone(self) -> None:
+    def test_peers_of_different_states_give_up_alone(self) -> None:
         bus = Bus()
         one, other = ready(bus, 0, state=b"7"), ready(bus, 1, state=b"8")
         bus.run(MATCH_TIMEOUT)
@@ -102,7 +102,7 @@ class TestStates:
 
 
 class TestObservers:
-    def test_who_has_no_weight_listens_and_is_counted(self) -> None:
+    def test_a_peer_without_weight_observes_and_counts_for_the_target(self) -> None:
         bus = Bus()
         attempts = [ready(bus, index, target=3, weight=float(index == 1)) for index in range(3)]
         for attempt in attempts:
@@ -111,7 +111,7 @@ class TestObservers:
             assert attempt.formed.observers == {attempts[0].me.peer_id, attempts[2].me.peer_id}
         assert len({attempt.formed.group_id for attempt in attempts if attempt.formed}) == 1
 
-    def test_the_rule_says_who_else_listens(self) -> None:
+    def test_the_rule_chooses_further_observers(self) -> None:
         bus = Bus()
         rule = ByCapability(tags=("gpu",))
         tags: list[tuple[str, ...]] = [("gpu",), (), ("fp16", "gpu")]
@@ -120,8 +120,8 @@ class TestObservers:
         assert attempts[0].formed is not None
         assert attempts[0].formed.observers == {attempts[1].me.peer_id}
 
-    def test_an_auxiliary_takes_the_leaders_word_for_it(self) -> None:
-        """It knows the rule of the peers by its text only."""
+    def test_an_auxiliary_takes_the_leaders_choice_of_observers(self) -> None:
+        """It knows only the text of the peers' rule."""
         bus = Bus()
         helper = bus.announce(9, auxiliary=True, target=2)
         rule = RandomFraction(0.5)
@@ -144,7 +144,7 @@ class TestObservers:
     def test_a_roster_whose_observers_do_not_follow_from_the_rule_is_refused(
         self, rule: Participation | None, weights: tuple[float, ...], observing: set[int]
     ) -> None:
-        """No leader can have a member's work wasted, or count what nobody chose."""
+        """So a leader can neither waste a member's work nor count a contribution that the rule excludes."""
         tags = [("gpu",), ("gpu",), ()]
         members = tuple(
             candidate(index, EPOCH + 1 + index, weight=weights[index], tags=tags[index]) for index in range(3)
@@ -179,7 +179,7 @@ class TestNobodyContributes:
         assert attempts[0].rules.holders == 3
         assert attempts[0].rules.roster is None
 
-    def test_its_report_says_why_and_a_contributor_completes_it(self) -> None:
+    def test_the_report_gives_the_reason_and_a_contributor_completes_the_group(self) -> None:
         bus = Bus()
         attempts = [ready(bus, index, weight=0.0) for index in range(3)]
         bus.run(MATCH_TIMEOUT)
@@ -193,7 +193,7 @@ class TestNobodyContributes:
         assert attempts[0].formed.contributors == (attempts[3].me,)
 
     def test_a_contributor_that_joins_after_the_deadline_is_waited_for_no_longer(self) -> None:
-        """The group is not full, and its deadline is over: it goes on the next time that it is due."""
+        """The group is not full, and its deadline is over. It goes ahead at its next timer."""
         bus = Bus()
         attempts = [ready(bus, index, weight=0.0) for index in range(2)]
         bus.run(MATCH_TIMEOUT + 1.0)
@@ -201,7 +201,7 @@ class TestNobodyContributes:
         bus.run(MATCH_TIMEOUT)
         assert all(attempt.formed for attempt in attempts)
 
-    def test_nobody_is_able_by_the_rule(self) -> None:
+    def test_a_group_without_capable_members_reports_the_reason(self) -> None:
         bus = Bus()
         rule = ByCapability(tags=("gpu",))
         attempts = [ready(bus, index, target=2, rule=rule) for index in range(2)]
@@ -216,8 +216,8 @@ class TestNobodyContributes:
         attempts.append(ready(bus, 2, target=2))
         assert all(attempt.formed for attempt in attempts), "at once"
 
-    def test_who_could_not_contribute_either_finds_no_room(self) -> None:
-        """However much it says that it has: a group that grew without end could not be proposed."""
+    def test_a_full_group_of_observers_has_no_room_for_another_observer(self) -> None:
+        """Not even with a weight: a group that grew without end could not be proposed."""
         bus = Bus()
         rule = ByCapability(tags=("gpu",))
         leader, *_ = [ready(bus, index, target=2, rule=rule) for index in range(6)]
@@ -235,8 +235,8 @@ class TestNobodyContributes:
 
 
 class TestTarget:
-    def test_it_counts_for_the_attempt_whose_it_is(self) -> None:
-        """The leader's counts: it has two, and does not wait for the four that the other would."""
+    def test_the_leaders_target_counts(self) -> None:
+        """The leader's target is two, so it does not wait for four members as the other peer would."""
         bus = Bus()
         first, second = ready(bus, 0, target=2), ready(bus, 1, target=4)
         assert first.formed is not None

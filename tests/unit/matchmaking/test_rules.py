@@ -26,7 +26,7 @@ from tests.unit.matchmaking.bus import EPOCH, MATCH_TIMEOUT, Attempt, Bus, candi
 
 
 def announce_all(bus: Bus, *indices: int, target: int = 4, minimum: int = 2) -> list[Attempt]:
-    """Peers that become ready one after another, each of which sees those before it."""
+    """Announce peers one after another; each sees the peers before it."""
     attempts = []
     for index in indices:
         bus.advance(0.01)
@@ -68,12 +68,12 @@ class TestForming:
         assert attempts[0].formed is not None
         assert attempts[0].formed.members[0] == attempts[0].me
 
-    def test_two_that_announced_at_once_meet_by_a_nudge(self) -> None:
+    def test_two_peers_that_announced_at_once_meet_by_a_nudge(self) -> None:
         bus = Bus()
         first = bus.announce(0, target=2)
         bus.advance(0.01)
         second = bus.announce(1, target=2)
-        bus.discover(first)  # only the earlier one sees the other
+        bus.discover(first)  # only the earlier peer sees the other one
         bus.settle()
         assert first.formed is not None
         assert second.formed is not None
@@ -81,7 +81,7 @@ class TestForming:
     def test_a_leader_that_finds_an_earlier_one_brings_its_followers(self) -> None:
         bus = Bus()
         early = bus.announce(0)
-        bus.published.clear()  # nobody can find it for now
+        bus.published.clear()  # no peer can find it for now
         late = announce_all(bus, 1, 2, 3)
         assert late[0].rules.followers
         bus.published[early.me.peer_id] = early.me
@@ -90,7 +90,7 @@ class TestForming:
         assert early.formed is not None
         assert len(early.formed.members) == 4
 
-    def test_the_ninth_part_of_two_groups_is_left_over(self) -> None:
+    def test_of_nine_peers_one_is_left_without_a_group(self) -> None:
         bus = Bus()
         attempts = announce_all(bus, *range(9))
         groups = [attempt.formed.group_id for attempt in attempts if attempt.formed]
@@ -107,7 +107,7 @@ class TestForming:
 
 
 class TestDeadlines:
-    def test_alone_gives_up_at_the_deadline_and_not_before(self) -> None:
+    def test_a_peer_alone_gives_up_at_the_deadline_and_not_before(self) -> None:
         bus = Bus()
         [lone] = announce_all(bus, 0)
         bus.advance(MATCH_TIMEOUT - 0.02)
@@ -115,13 +115,13 @@ class TestDeadlines:
         bus.advance(0.02)
         assert lone.gave_up is not None
 
-    def test_enough_go_ahead_at_the_deadline(self) -> None:
+    def test_enough_members_go_ahead_at_the_deadline(self) -> None:
         bus = Bus()
         attempts = announce_all(bus, 0, 1, 2)
         bus.run(MATCH_TIMEOUT)
         assert [len(attempt.formed.members) for attempt in attempts if attempt.formed] == [3, 3, 3]
 
-    def test_too_few_are_told_how_many_they_are_and_a_fourth_completes_them(self) -> None:
+    def test_too_few_members_report_their_number_and_a_fourth_completes_the_group(self) -> None:
         bus = Bus()
         attempts = announce_all(bus, 0, 1, 2, minimum=4)
         bus.run(MATCH_TIMEOUT + GRACE_SECONDS)
@@ -162,7 +162,7 @@ class TestDeadlines:
 
 
 class TestAsking:
-    def test_one_that_comes_before_is_declined_and_asked_in_turn(self) -> None:
+    def test_an_earlier_candidate_is_declined_and_asked_in_turn(self) -> None:
         early, me = candidate(0, EPOCH + 1), candidate(1, EPOCH + 2)
         rules = matchmaking(me)
         actions = rules.asked(early, EPOCH)
@@ -188,7 +188,7 @@ class TestAsking:
         assert declined(leader.rules.asked(third, bus.now)).taken == (second.peer_id,)
         assert helper.active
 
-    def test_another_codec_is_declined(self) -> None:
+    def test_a_candidate_with_another_codec_is_declined(self) -> None:
         rules = matchmaking(candidate(0, EPOCH + 1))
         assert "int8:256" in declined(rules.asked(candidate(1, EPOCH + 2, codec="int8:256"), EPOCH)).reason
 
@@ -203,7 +203,7 @@ class TestAsking:
         assert "expired" in declined(rules.asked(candidate(1, EPOCH - 3601), EPOCH)).reason
 
     @pytest.mark.parametrize("seconds", [-8000.0, 8000.0])
-    def test_an_implausible_deadline_leads_nobody(self, seconds: float) -> None:
+    def test_a_candidate_with_an_implausible_deadline_is_not_followed(self, seconds: float) -> None:
         other = dataclasses.replace(candidate(0, EPOCH), deadline=EPOCH + seconds)
         assert matchmaking(candidate(1, EPOCH + 2), other).phase is Phase.LEADING
 
@@ -216,7 +216,7 @@ class TestAsking:
         rules.discovered([candidate(0, EPOCH + 8)], EPOCH + 5)
         assert rules.phase is Phase.ASKING
 
-    def test_declined_peers_name_others_that_need_not_be_asked(self) -> None:
+    def test_a_declined_peer_does_not_ask_the_members_that_the_answer_names(self) -> None:
         first, second, third, me = (candidate(index, EPOCH + 1 + index) for index in range(4))
         rules = matchmaking(me, first, second, third)
         rules.told_by_leader(first.peer_id, Declined("full", taken=(second.peer_id,)), EPOCH)
@@ -231,8 +231,8 @@ class TestAsking:
         assert rules.phase is Phase.LEADING
         assert declined(rules.asked(late, EPOCH)).reason == "it lied"
 
-    def test_the_asked_peer_may_be_in_a_newer_attempt_than_was_known(self) -> None:
-        """It says which; its roster names that one, and would be refused otherwise."""
+    def test_the_asked_peer_may_be_in_a_newer_attempt(self) -> None:
+        """Its answer names that attempt. Otherwise its roster, which names it too, would be refused."""
         known, newer, me = candidate(0, EPOCH + 1), candidate(0, EPOCH + 3), candidate(1, EPOCH + 9)
         rules = matchmaking(me, known)
         rules.told_by_leader(known.peer_id, Joined(newer), EPOCH)
@@ -246,8 +246,8 @@ class TestAsking:
         rules.told_by_leader(known.peer_id, Joined(later), EPOCH)
         assert rules.phase is Phase.LEADING
 
-    def test_asking_each_other_at_once_loses_nobody(self) -> None:
-        """One asked an attempt that is over; its being declined must not end the stream the other way."""
+    def test_two_peers_that_ask_each_other_at_once_still_meet(self) -> None:
+        """One peer asks an attempt that is over. When it is declined, the stream in the other direction must stay."""
         bus = Bus()
         old = bus.announce(1, target=2)
         bus.advance(1.0)
@@ -264,23 +264,23 @@ class TestAsking:
 
 
 class TestStandingInTheWay:
-    """What one peer, silent or lying, may not do to the others."""
+    """A silent or lying peer must not keep the others from forming a group."""
 
-    def test_what_a_declining_peer_says_of_others_is_not_believed_for_long(self) -> None:
+    def test_statements_of_a_declining_peer_about_others_are_believed_briefly(self) -> None:
         liar, honest, me = candidate(0, EPOCH + 50), candidate(1, EPOCH + 51), candidate(2, EPOCH + 60)
         rules = matchmaking(me, liar, honest)
         rules.told_by_leader(liar.peer_id, Declined("no", taken=(honest.peer_id,)), EPOCH)
         rules.tick(EPOCH + RETRY_SECONDS)
         assert rules.leader == honest, "and not the liar first again"
 
-    def test_one_that_says_it_is_over_cannot_say_so_for_others(self) -> None:
+    def test_a_peer_can_end_only_its_own_attempt(self) -> None:
         liar, honest, me = candidate(0, EPOCH + 50), candidate(1, EPOCH + 51), candidate(2, EPOCH + 60)
         rules = matchmaking(me, liar, honest)
         rules.told_by_leader(liar.peer_id, Declined("over", taken=(honest.peer_id,), over=True), EPOCH)
         rules.tick(EPOCH + RETRY_SECONDS)
         assert rules.leader == honest
 
-    def test_those_that_answer_nobody_go_behind_those_that_may(self) -> None:
+    def test_peers_that_do_not_answer_are_asked_last(self) -> None:
         silent, honest, me = candidate(0, EPOCH + 50), candidate(1, EPOCH + 51), candidate(2, EPOCH + 60)
         rules = matchmaking(me, silent)
         rules.lost_leader(silent.peer_id, "no answer", EPOCH, reachable=False)
@@ -315,7 +315,7 @@ class TestStandingInTheWay:
         bus = Bus()
         first, second = announce_all(bus, 0, 1, target=3)
         bus.discover(first)
-        bus.advance(MATCH_TIMEOUT + ANSWER_SECONDS)  # the proposal goes out, and is delivered too late
+        bus.advance(MATCH_TIMEOUT + ANSWER_SECONDS)  # the proposal is sent, and is delivered too late
         assert first.active
         assert second.gave_up
         second = bus.announce(1, target=3)
@@ -335,7 +335,7 @@ class TestStandingInTheWay:
         rules.asked(candidate(1, EPOCH + 6), EPOCH + 1)
         assert rules.phase is Phase.PROPOSING
 
-    def test_an_auxiliary_leads_nobody_not_even_another(self) -> None:
+    def test_an_auxiliary_does_not_lead_even_another_auxiliary(self) -> None:
         me, later = (candidate(index, EPOCH + 3000 + index, auxiliary=True) for index in (8, 9))
         rules = Matchmaking(me, settings(), EPOCH)
         assert "leads nobody" in declined(rules.asked(later, EPOCH)).reason
@@ -352,7 +352,7 @@ class TestProposing:
         bus = Bus()
         attempts = announce_all(bus, 0, 1, 2)
         bus.run(MATCH_TIMEOUT - 0.1)
-        bus.advance(0.1)  # proposes, and nothing is delivered
+        bus.advance(0.1)  # the leader proposes, and nothing is delivered
         assert attempts[0].rules.phase is Phase.PROPOSING
         bus.crash(attempts[2])
         bus.settle()
@@ -385,7 +385,7 @@ class TestProposing:
         rules.told(two.peer_id, Accept(old), EPOCH)
         assert rules.phase is Phase.PROPOSING
 
-    def test_an_accepted_roster_is_off_when_the_leader_gathers_again(self) -> None:
+    def test_an_accepted_roster_is_withdrawn_when_the_leader_gathers_again(self) -> None:
         leader, me = candidate(0, EPOCH + 1), candidate(1, EPOCH + 2)
         rules = follower_of(leader, me)
         roster = Roster(members=(leader, me), shares=settings().cut_shares((leader, me)), proposal=1)
@@ -429,7 +429,7 @@ class TestProposing:
         rules.discovered([leader], EPOCH)
         assert rules.phase is Phase.LEADING, "it is not asked again"
 
-    def test_a_share_too_large_for_an_auxiliary_is_refused(self) -> None:
+    def test_an_auxiliary_refuses_a_share_above_its_limit(self) -> None:
         leader, other = candidate(0, EPOCH + 1), candidate(1, EPOCH + 2)
         me = candidate(2, EPOCH + 3000, auxiliary=True)
         rules = Matchmaking(me, dataclasses.replace(settings(), max_share=100), EPOCH)
@@ -449,7 +449,7 @@ class TestProposing:
 
 
 class TestAuxiliaries:
-    def test_it_helps_a_group_without_filling_it(self) -> None:
+    def test_an_auxiliary_helps_a_group_without_filling_it(self) -> None:
         bus = Bus()
         helper = bus.announce(9, auxiliary=True)
         attempts = announce_all(bus, 0, 1, 2, 3)
@@ -457,14 +457,14 @@ class TestAuxiliaries:
         assert [member.auxiliary for member in helper.formed.members] == [False] * 4 + [True]
         assert all(attempt.formed == helper.formed for attempt in attempts)
 
-    def test_it_never_leads_and_never_counts(self) -> None:
+    def test_an_auxiliary_never_leads_and_never_counts(self) -> None:
         bus = Bus()
         bus.announce(9, auxiliary=True)
         [lone] = announce_all(bus, 0)
         bus.advance(MATCH_TIMEOUT)
         assert lone.gave_up is not None
 
-    def test_one_that_does_not_come_is_waited_for_a_moment_only(self) -> None:
+    def test_an_auxiliary_that_does_not_come_is_waited_for_briefly(self) -> None:
         bus = Bus()
         bus.announce(9, auxiliary=True, target=2)
         first, second = (bus.announce(index, target=2) for index in (0, 1))
@@ -480,7 +480,7 @@ class TestAuxiliaries:
         assert first.formed is not None
         assert len(first.formed.members) == 2
 
-    def test_one_that_is_dead_is_not_waited_for(self) -> None:
+    def test_a_dead_auxiliary_is_not_waited_for(self) -> None:
         bus = Bus()
         helper = bus.announce(9, auxiliary=True, target=2)
         bus.crash(helper)
@@ -501,7 +501,7 @@ class TestWordOfACommit:
         assert rules.phase is Phase.ACCEPTED
         return rules, leader, other, roster.group_id
 
-    def test_another_members_stream_is_as_good_when_the_leader_is_lost(self) -> None:
+    def test_another_members_stream_proves_the_commit_when_the_leader_is_lost(self) -> None:
         for lost_first in (False, True):
             rules, leader, other, group_id = self.accepted()
             if lost_first:
@@ -512,7 +512,7 @@ class TestWordOfACommit:
                 rules.lost_leader(leader.peer_id, "it died", EPOCH + 1)
             assert rules.phase is Phase.COMMITTED
 
-    def test_without_it_the_group_is_given_up_after_a_second(self) -> None:
+    def test_without_a_proof_of_the_commit_the_group_is_given_up_after_a_second(self) -> None:
         rules, leader, _, _ = self.accepted()
         rules.lost_leader(leader.peer_id, "it died", EPOCH + 1)
         assert rules.wake_at() == EPOCH + 1 + ORPHAN_SECONDS
@@ -521,7 +521,7 @@ class TestWordOfACommit:
         )
         assert rules.phase is not Phase.ACCEPTED
 
-    def test_a_strangers_stream_and_another_groups_change_nothing(self) -> None:
+    def test_streams_of_strangers_and_of_other_groups_change_nothing(self) -> None:
         rules, leader, other, group_id = self.accepted()
         rules.lost_leader(leader.peer_id, "it died", EPOCH + 1)
         rules.exchange_begun(group_id, candidate(7, EPOCH + 9).peer_id)

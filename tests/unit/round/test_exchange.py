@@ -1,4 +1,4 @@
-"""What comes of an exchange for a member that reaches nobody, and what is said of it afterwards."""
+"""An exchange of a member that reaches no other member, and its later answers about the outcome."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def exchange(
 
 
 async def answer(lobby: Lobby, remote: str) -> Vote:
-    """What a peer is told that asks how the round ended."""
+    """Return the answer to a peer that asks for the outcome of the round."""
     header = encode_header(LaneHeader(three().group_id, Lane.ASK))
     stream = SaidBefore(framed(header), remote)
     await lobby.serve(stream)
@@ -57,12 +57,12 @@ async def answer(lobby: Lobby, remote: str) -> Vote:
 @pytest.mark.parametrize(
     ("me", "used", "later"),
     [
-        (A, None, [False]),  # both others may go on without it, and with its contribution
-        (B, False, []),  # of the others none may without the first
+        (A, None, [False]),  # the other two may go on without it and commit its contribution
+        (B, False, []),  # the others are no quorum without the first member
     ],
     ids=["the first", "the second"],
 )
-async def test_alone_it_ends_in_time_and_no_contribution_is_lost(
+async def test_a_member_alone_ends_in_time_and_loses_no_contribution(
     me: str, used: bool | None, later: list[bool], autojump_clock: MockClock
 ) -> None:
     lobby, heard = Lobby(), list[bool]()
@@ -79,7 +79,7 @@ async def test_alone_it_ends_in_time_and_no_contribution_is_lost(
 
 
 class Tells(Reaches):
-    """Reaches nobody for as long as the round may last; later one of the others says how it ended."""
+    """A transport that reaches no peer during the round; later one member tells the outcome."""
 
     def __init__(self, peer_id: str, vote: Vote) -> None:
         super().__init__(peer_id, unreachable=[A, B, C])
@@ -101,7 +101,7 @@ class Tells(Reaches):
 
 
 @pytest.mark.parametrize("members", [(0, 1, 2), (1, 2)], ids=["used", "not used"])
-async def test_who_was_cut_off_finds_out_what_became_of_its_contribution(
+async def test_a_member_that_was_cut_off_learns_the_outcome_of_the_round(
     members: tuple[int, ...], autojump_clock: MockClock
 ) -> None:
     lobby, heard, used = Lobby(), list[bool](), 0 in members
@@ -117,7 +117,7 @@ async def test_who_was_cut_off_finds_out_what_became_of_its_contribution(
     assert await answer(lobby, B) == commit, "it passes on what it was told"
 
 
-async def test_afterwards_its_members_are_told_how_it_ended_and_nobody_else_is(
+async def test_the_outcome_is_told_to_the_groups_members_only(
     autojump_clock: MockClock,
 ) -> None:
     lobby = Lobby()
@@ -131,7 +131,7 @@ async def test_afterwards_its_members_are_told_how_it_ended_and_nobody_else_is(
         assert await answer(lobby, "a stranger") == Unknown()
 
 
-async def test_one_that_is_stopped_has_left(autojump_clock: MockClock) -> None:
+async def test_a_cancelled_member_has_left(autojump_clock: MockClock) -> None:
     lobby = Lobby()
     with trio.move_on_after(1.0):
         await exchange(lobby, B).run()

@@ -1,8 +1,8 @@
 """The parts of an attempt over direct lanes: blocking code, one thread a lane.
 
-What :mod:`p2pavg.allreduce.attempt` does with a stream on the event loop is done here with a :class:`DirectLane`: the
-same parts in the same order, encoded, decoded and averaged in the thread that moves them. So nothing waits for the
-event loop, and each thread works on what its core's cache still holds.
+What :mod:`p2pavg.allreduce.sender` and :mod:`p2pavg.allreduce.receiver` do with a stream on the event loop is done
+here with a :class:`DirectLane`: the same parts in the same order, encoded, decoded and averaged in the thread that
+moves them. So nothing waits for the event loop, and each thread works on what its core's cache still holds.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ import threading
 from collections.abc import Sequence
 from typing import Protocol
 
-from p2pavg.allreduce.messages import FRAME_BYTES, LaneHeader, encode_header, part_frame
+from p2pavg.allreduce.messages import FRAME_BYTES, Lane, LaneHeader, encode_header, part_frame
+from p2pavg.allreduce.part_schedule import Step
 from p2pavg.allreduce.reduction import BadContributionError
 from p2pavg.allreduce.turns import Turns
-from p2pavg.allreduce.values import MAX_WAITING_PARTS, Values, check_index
+from p2pavg.allreduce.values import Values, check_index
 from p2pavg.errors import StreamBrokenError
 from p2pavg.group.milestones import Milestone
 from p2pavg.group.shares import Part
@@ -97,27 +98,29 @@ class DirectUse:
 
     # ------------------------------------------------------------------ out
 
-    def send_parts(
-        self, header: LaneHeader, me: str, contributions: Sequence[Part], averages: Sequence[Part]
-    ) -> None:
-        """Send this member's values of a reducer's share, then the averages of its own, each as soon as it is ready.
+    def send_parts(self, header: LaneHeader, me: str, steps: Sequence[Step]) -> None:
+        """Send contributions to a reducer's share, then the averages of this member's own, each as soon as it is
+        ready.
 
-        Contributions wait for nobody, so that all of them arrive; averages wait for nothing but these. Were an average
-        to go before a contribution, two members could wait for each other.
+        Args:
+            steps: as :func:`~p2pavg.allreduce.part_schedule.outgoing` returns them.
 
         Raises:
             StreamBrokenError: the lane broke.
         """
         self._begin(header)
-        room = self._values.room(contributions[0]) if contributions else None
-        for part in contributions:
-            self._send_part(part, self._values.contribution(part, room))
-            self._hears.reached(Milestone.CONTRIBUTION_SENT)
-        self._phase = 1
-        for part in averages:
-            self._wait_ready(part.index)
-            self._send_part(part, self._values.encoded(me, part.index))
-            self._hears.reached(Milestone.AVERAGE_SENT)
+        values, room = self._values, None
+        for step in steps:
+            if step.kind is Lane.CONTRIBUTIONS:
+                room = room or values.room(step.part)
+                self._send_part(step.part, values.contribution(step.part, room))
+                self._hears.reached(Milestone.CONTRIBUTION_SENT)
+            else:
+                self._phase = 1
+                if step.after is not None:
+                    self._wait_ready(step.after)
+                self._send_part(step.part, values.encoded(me, step.part.index))
+                self._hears.reached(Milestone.AVERAGE_SENT)
         self.finished = True
 
     def send_share(self, header: LaneHeader, reducer: str, parts: Sequence[Part]) -> None:
@@ -151,22 +154,23 @@ class DirectUse:
 
     # ------------------------------------------------------------------ in
 
-    def receive_parts(self, contributions: Sequence[Part], averages: Sequence[Part]) -> None:
+    def receive_parts(self, steps: Sequence[Step]) -> None:
         """Receive what :meth:`send_parts` of the other end sends.
+
+        Args:
+            steps: as :func:`~p2pavg.allreduce.part_schedule.incoming` returns them.
 
         Raises:
             StreamBrokenError: the lane broke.
             RemoteProtocolError: the member sent what none sends.
         """
-        for part in contributions:
-            check_index(self._receive_index(), part)
-            last = part is contributions[-1]
-            self._receive_contribution(part, last=last, ends=last and not averages)
-            self._hears.progressed()
-        for part in averages:
-            check_index(self._receive_index(), part)
-            payload = self._receive_payload(part, ends=part is averages[-1])
-            self._values.receive_average(self.lane.remote, part, payload)
+        for step in steps:
+            check_index(self._receive_index(), step.part)
+            if step.kind is Lane.CONTRIBUTIONS:
+                self._receive_contribution(step)
+            else:
+                payload = self._receive_payload(step.part, ends=step.ends)
+                self._values.receive_average(self.lane.remote, step.part, payload)
             self._hears.progressed()
 
     def receive_share(self, reducer: str, parts: Sequence[Part]) -> None:
@@ -178,20 +182,19 @@ class DirectUse:
         self._values.receive_share(reducer, payloads)
         self._hears.progressed()
 
-    def _receive_contribution(self, part: Part, *, last: bool, ends: bool) -> None:
+    def _receive_contribution(self, step: Step) -> None:
         remote, values = self.lane.remote, self._values
-        behind = part.index - MAX_WAITING_PARTS
-        if behind >= 0 and not self._is_soon_ready(behind):
-            # What is ahead of the slowest contributor waits with its sender, not in this process.
+        if step.after is not None and not self._is_soon_ready(step.after):
             self._hears.owes(remote, False)
-            self._wait_ready(behind)
+            self._wait_ready(step.after)
             self._hears.owes(remote, True)
-        complete = values.contributed(remote, part.index, self._receive_payload(part, ends=ends))
-        if last:
+        payload = self._receive_payload(step.part, ends=step.ends)
+        complete = values.contributed(remote, step.part.index, payload)
+        if step.last:
             self._hears.owes(remote, False)
         if complete:
             try:
-                values.average(part.index)
+                values.average(step.part.index)
             except BadContributionError as error:
                 self._hears.blame(error.peer_id, error)
 

@@ -21,10 +21,6 @@ from p2pavg.net.transport import Buffer
 from p2pavg.vector.buffers import Buffers
 from p2pavg_compression import Codec, CodecError
 
-# Parts of each contributor that may wait for the slowest one: 8 MiB of fp32 at most. With the part that is being read,
-# and that part decoded, this is all that a peer can make this process hold beside its own vectors.
-MAX_WAITING_PARTS = 4
-
 
 def check_index(index: int, part: Part) -> None:
     """Raise RemoteProtocolError unless it is the part that is due."""

@@ -6,7 +6,6 @@ it by name, report its action, and end with the same bits: the mean of exactly t
 
 from __future__ import annotations
 
-import copy
 import struct
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
@@ -20,6 +19,8 @@ from trio.testing import MockClock
 import p2pavg
 from p2pavg.allreduce.attempt import Attempt
 from p2pavg.allreduce.messages import PROTOCOL, Lane, LaneHeader, encode_header, part_frame
+from p2pavg.allreduce.receiver import Receiver
+from p2pavg.allreduce.sender import Sender
 from p2pavg.consensus import agreement
 from p2pavg.consensus.events import Event, Heard
 from p2pavg.consensus.member import Member
@@ -90,25 +91,23 @@ async def deliver(stream: Stream, part: Part, payload: bytes) -> None:
     await stream.send_all(part_frame(part.index) + payload)
 
 
-class LyingAttempt(Attempt):
-    """Sends one kind of lane with a manipulation, and accuses no member."""
+class LyingSender(Sender):
+    """Sends one kind of lane in its own way."""
 
     lies_on: ClassVar[Lane | None] = None
     how: ClassVar[list[Deliver]] = []
     backwards: ClassVar[bool] = False
 
-    def _broken(self, peer_id: str, error: Exception | str) -> None:
-        pass
-
-    async def _send_contributions(self, stream: Stream) -> None:
-        for part in self._ordered(Lane.CONTRIBUTIONS, self.ledger.parts[stream.remote]):
-            payload = await self._in_thread(self.values.contribution, part)
+    async def send_contributions(self, stream: Stream) -> None:
+        for part in self._ordered(Lane.CONTRIBUTIONS, self._plan.ledger.parts[stream.remote]):
+            payload = await self._plan.context.run_in_thread(self._plan.values.contribution, part)
             await self._hand_over(Lane.CONTRIBUTIONS, stream, part, payload)
 
-    async def _send_averages(self, stream: Stream) -> None:
-        for part in self._ordered(Lane.AVERAGES, self._own_parts):
-            await self._ready[part.index].wait()
-            await self._hand_over(Lane.AVERAGES, stream, part, self.values.encoded(self._me, part.index))
+    async def send_averages(self, stream: Stream) -> None:
+        for part in self._ordered(Lane.AVERAGES, self._plan.own_parts):
+            await self._signals.until_ready(part.index)
+            payload = self._plan.values.encoded(self._plan.me, part.index)
+            await self._hand_over(Lane.AVERAGES, stream, part, payload)
 
     def _ordered(self, lane: Lane, parts: Sequence[Part]) -> Sequence[Part]:
         return parts[::-1] if self.backwards and lane is self.lies_on else parts
@@ -118,8 +117,20 @@ class LyingAttempt(Attempt):
         await how(stream, part, bytes(payload))
 
 
+class LyingAttempt(Attempt):
+    """Sends with a lying sender, and accuses no member."""
+
+    lying_sender: ClassVar[type[Sender]] = LyingSender
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
+        vars(self.signals)["broken"] = lambda *_: None
+        self.sender = self.lying_sender(self.plan, self.signals)
+
+
 def lying(lane: Lane, how: Deliver = deliver, *, backwards: bool = False) -> type[LyingAttempt]:
-    return type("Lying", (LyingAttempt,), {"lies_on": lane, "how": [how], "backwards": backwards})
+    made = type("Lying", (LyingSender,), {"lies_on": lane, "how": [how], "backwards": backwards})
+    return type("LyingOnALane", (LyingAttempt,), {"lying_sender": made})
 
 
 def changed(change: Callable[[bytes], bytes], index: int = 1) -> Deliver:
@@ -235,10 +246,9 @@ class AnotherGroups(LyingAttempt):
 class AnotherAttempts(LyingAttempt):
     """Marks all its lanes as belonging to a far later attempt."""
 
-    async def _send_to(self, member: Candidate) -> None:
-        elsewhere = copy.copy(self)
-        elsewhere.number += 1000
-        await Attempt._send_to(elsewhere, member)
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
+        self.sender = LyingSender(replace(self.plan, number=self.plan.number + 1000), self.signals)
 
 
 @EVERYWHERE
@@ -255,15 +265,16 @@ async def test_member_with_parts_of_another_group_or_attempt_is_excluded_by_name
 def opening(*headers: LaneHeader, parts: int = 40) -> type[LyingAttempt]:
     """Return an attempt class that opens additional lanes and sends numbers on them."""
 
-    class Opening(LyingAttempt):
-        async def _send_to(self, member: Candidate) -> None:
+    class Opening(LyingSender):
+        async def send_to(self, member: Candidate) -> None:
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(super()._send_to, member)
+                nursery.start_soon(super().send_to, member)
                 for header in headers:
-                    sent = replace(header, group_id=self._group_id)
-                    nursery.start_soon(open_lane, self._transport, member.peer_id, sent, parts)
+                    sent = replace(header, group_id=self._plan.group_id)
+                    transport = self._plan.context.transport
+                    nursery.start_soon(open_lane, transport, member.peer_id, sent, parts)
 
-    return Opening
+    return type("OpeningAttempt", (LyingAttempt,), {"lying_sender": Opening})
 
 
 async def open_lane(transport: Transport, to: str, header: LaneHeader, parts: int = 40) -> None:
@@ -531,14 +542,14 @@ async def test_members_that_can_form_no_group_end_the_round_without_an_exception
 async def test_an_exception_over_a_members_lane_excludes_that_member(
     autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    real = getattr(Attempt, what)
+    real = getattr(Receiver, what)
 
-    def fault(self: Attempt, lane: Any, *rest: Any) -> Any:
+    def fault(self: Receiver, lane: Any, *rest: Any) -> Any:
         if (lane if isinstance(lane, str) else lane.remote) == name(2):
             raise ValueError("a rule that is wrong")
         return real(self, lane, *rest)
 
-    monkeypatch.setattr(Attempt, what, fault)
+    monkeypatch.setattr(Receiver, what, fault)
     check_costs_itself(await play(), 2, "what it sent cannot be handled: ValueError")
 
 

@@ -14,7 +14,7 @@ from trio.testing import MockClock
 from p2pavg.allreduce.attempt import Attempt
 from p2pavg.allreduce.lobby import MAX_WAITING_LANES, Lobby
 from p2pavg.allreduce.messages import PROTOCOL, Lane, LaneHeader, encode_header
-from p2pavg.allreduce.values import MAX_WAITING_PARTS
+from p2pavg.allreduce.part_schedule import MAX_WAITING_PARTS
 from p2pavg.consensus.votes import MAX_VOTE_BYTES, Gather, Vote
 from p2pavg.errors import StreamBrokenError, UnreachableError
 from p2pavg.group.roster import Roster
@@ -57,10 +57,16 @@ async def test_reducer_buffers_few_parts_of_a_fast_member(
     class Watched(Attempt):
         """Records the buffered parts of each member whenever a part is complete."""
 
-        def _owes(self, peer_id: str, yes: bool) -> None:
-            super()._owes(peer_id, yes)
-            held = self.values.waiting(peer_id)
-            most[peer_id] = max(most[peer_id], held)
+        def __init__(self, **given: Any) -> None:
+            super().__init__(**given)
+            note_owes = self.signals.note_owes
+
+            def note(peer_id: str, yes: bool) -> None:
+                note_owes(peer_id, yes)
+                held = self.values.waiting(peer_id)
+                most[peer_id] = max(most[peer_id], held)
+
+            vars(self.signals)["note_owes"] = note
 
     instead(monkeypatch, "Attempt", reducer, Watched)
     check_exact(await play(prepare=slow_down), range(SIZE))

@@ -10,6 +10,7 @@ import torch
 
 from p2pavg.allreduce.lane_driver import TURN_BYTES, UNSENT_BYTES, UNSENT_IN_TURNS_BYTES, DirectUse
 from p2pavg.allreduce.messages import FRAME_BYTES, Lane, LaneHeader
+from p2pavg.allreduce.part_schedule import outgoing
 from p2pavg.allreduce.reduction import Ledger
 from p2pavg.allreduce.turns import Turns
 from p2pavg.allreduce.values import Values
@@ -88,7 +89,7 @@ class Sender:
         )
 
     def send(self, use: DirectUse) -> None:
-        use.send_parts(HEADER, ME, self._ledger.parts[use.lane.remote], [])
+        use.send_parts(HEADER, ME, outgoing(self._ledger.parts[use.lane.remote], []))
 
     def start(self, use: DirectUse) -> threading.Thread:
         thread = threading.Thread(target=self.send, args=(use,), daemon=True)

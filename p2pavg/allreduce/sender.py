@@ -1,0 +1,184 @@
+"""Sends the parts of one attempt: over a direct lane where one comes about, else over streams.
+
+A direct lane carries all that one member sends another, and :mod:`p2pavg.allreduce.lane_driver` moves its parts in a
+thread. Without one, contributions and averages go over a stream each, which are moved here. If a direct lane breaks,
+its sender begins again on streams.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Iterable
+from functools import partial
+
+import trio
+
+from p2pavg.allreduce.lane_driver import DirectUse
+from p2pavg.allreduce.messages import FRAME_BYTES, PROTOCOL, Lane, LaneHeader, encode_header, part_frame
+from p2pavg.allreduce.part_schedule import outgoing
+from p2pavg.allreduce.plan import AttemptPlan
+from p2pavg.allreduce.signals import Signals
+from p2pavg.allreduce.turns import Turns
+from p2pavg.errors import ClosedError, StreamBrokenError, UnreachableError
+from p2pavg.group.candidate import Candidate
+from p2pavg.group.milestones import Milestone
+from p2pavg.group.shares import Part
+from p2pavg.net.framing import send_message
+from p2pavg.net.transport import Buffer, Stream
+from p2pavg.threads.workers import in_own_thread
+
+logger = logging.getLogger(__name__)
+
+OPEN_SECONDS = 10.0
+DIRECT_SECONDS = 5.0  # for a direct lane to come about, whoever dials; then the parts go over a stream
+# From this bandwidth on, lanes wait for the processor more than for the link, and taking turns only costs.
+FAST_MBPS = 500.0
+MAX_MEMBERS = 256  # more than a roster has
+
+
+class Sender:
+    """Sends one member's parts of one attempt."""
+
+    def __init__(self, plan: AttemptPlan, signals: Signals) -> None:
+        self.streamed: set[str] = set()
+        """Members to which parts have gone over streams instead of direct lanes."""
+        self._plan = plan
+        self._signals = signals
+        bandwidth = plan.roster.members[plan.roster.position(plan.me)].bandwidth
+        self._turns = Turns() if bandwidth < FAST_MBPS else None
+        self._uses: list[DirectUse] = []
+        self._sent = 0
+        self._nursery: trio.Nursery | None = None
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes of parts, their frames included."""
+        return self._sent + sum(use.moved for use in self._uses)
+
+    @property
+    def bytes_left(self) -> int:
+        """Sent, with the parts that are still incomplete and without what direct lanes still hold."""
+        return self._sent + sum(use.sent for use in self._uses)
+
+    def start(self, nursery: trio.Nursery) -> None:
+        """Begin to send to every other member, in a nursery."""
+        self._nursery = nursery
+        for member in self._plan.roster.members:
+            if member.peer_id != self._plan.me:
+                nursery.start_soon(self.send_to, member)
+
+    async def send_to(self, member: Candidate) -> None:
+        """Send a member its contributions and averages."""
+        plan = self._plan
+        contributions = plan.ledger.parts[member.peer_id] if plan.contributes else []
+        averages = [] if member.auxiliary else plan.own_parts
+        if not contributions and not averages:
+            return
+
+        def send(use: DirectUse, header: LaneHeader) -> None:
+            use.send_parts(header, plan.me, outgoing(contributions, averages))
+
+        if await self._over_direct_lane(member, plan.header(Lane.PARTS), send):
+            return
+        async with trio.open_nursery() as nursery:
+            for lane, parts, send_on in (
+                (Lane.CONTRIBUTIONS, contributions, self.send_contributions),
+                (Lane.AVERAGES, averages, self.send_averages),
+            ):
+                if parts:
+                    nursery.start_soon(self.over_stream, member, plan.header(lane), send_on)
+
+    def pass_on(self, reducers: Iterable[str], to: Iterable[str]) -> None:
+        """Send members the whole shares of reducers, as the same bytes. This member has the whole result."""
+        members = {member.peer_id: member for member in self._plan.roster.members}
+        for reducer in reducers:
+            for peer_id in to:
+                if self._nursery is not None and self._plan.ledger.parts[reducer]:
+                    self._nursery.start_soon(self._send_share, members[peer_id], reducer)
+
+    async def _send_share(self, member: Candidate, reducer: str) -> None:
+        parts = self._plan.ledger.parts[reducer]
+
+        async def send(stream: Stream) -> None:
+            for part in parts:
+                await self._send_part(stream, part, self._plan.values.encoded(reducer, part.index))
+
+        header = self._plan.header(Lane.PASSED_ON, self._plan.position(reducer))
+        if not await self._over_direct_lane(
+            member, header, lambda use, header: use.send_share(header, reducer, parts)
+        ):
+            await self.over_stream(member, header, send)
+
+    async def over_stream(
+        self, member: Candidate, header: LaneHeader, send: Callable[[Stream], Awaitable[None]]
+    ) -> None:
+        """Open a stream to a member, and send on it."""
+        self.streamed.add(member.peer_id)
+        try:
+            stream = await self._plan.context.transport.open_stream(
+                member.peer_id,
+                PROTOCOL,
+                addresses=member.addresses,
+                timeout=OPEN_SECONDS,
+                wait_inbound=True,
+            )
+            try:
+                await send_message(stream, encode_header(header))
+                await send(stream)
+            finally:
+                await stream.aclose()
+        except (UnreachableError, StreamBrokenError, ClosedError) as error:
+            self._signals.broken(member.peer_id, error)
+
+    async def _over_direct_lane(
+        self, member: Candidate, header: LaneHeader, send: Callable[[DirectUse, LaneHeader], None]
+    ) -> bool:
+        """Return whether everything went over a direct lane."""
+        plan, transport = self._plan, self._plan.context.transport
+        try:
+            lane = await transport.open_lane(
+                member.peer_id, addresses=member.addresses, timeout=DIRECT_SECONDS
+            )
+        except UnreachableError as error:
+            logger.debug("no direct lane to %s: %s", member.peer_id, error)
+            return False
+        place = (plan.position(member.peer_id) - plan.position(plan.me)) % MAX_MEMBERS
+        use = DirectUse(lane, plan.values, plan.context.upload, self._signals, self._turns, place)
+        self._uses.append(use)
+        try:
+            await in_own_thread(partial(send, use, header), stop=use.stop, name="p2pavg-send")
+            await lane.acknowledged()
+        except StreamBrokenError as error:
+            logger.info("the direct lane to %s broke: %s", member.peer_id, error)
+            self._signals.listener.lane_broke(member.peer_id)
+            return False
+        finally:
+            # Also when the attempt ends before the acknowledgement has come: the transport waits for it then.
+            if use.finished:
+                transport.keep_lane(lane)
+            else:
+                lane.abort()
+        return True
+
+    async def send_contributions(self, stream: Stream) -> None:
+        """Send this member's values of a reducer's share."""
+        plan = self._plan
+        for step in outgoing(plan.ledger.parts[stream.remote], []):
+            payload = await plan.context.run_in_thread(plan.values.contribution, step.part)
+            await self._send_part(stream, step.part, payload)
+            self._signals.listener.reached(Milestone.CONTRIBUTION_SENT)
+
+    async def send_averages(self, stream: Stream) -> None:
+        """Send the averages of this member's share, each as soon as it is ready."""
+        plan = self._plan
+        for step in outgoing([], plan.own_parts):
+            if step.after is not None:
+                await self._signals.until_ready(step.after)
+            await self._send_part(stream, step.part, plan.values.encoded(plan.me, step.part.index))
+            self._signals.listener.reached(Milestone.AVERAGE_SENT)
+
+    async def _send_part(self, stream: Stream, part: Part, payload: Buffer) -> None:
+        await trio.sleep(self._plan.context.upload.delay(len(payload)))
+        await stream.send_all(part_frame(part.index))
+        await stream.send_all(payload)
+        self._sent += FRAME_BYTES + len(payload)

@@ -1,0 +1,125 @@
+"""Signals of one attempt: from the lanes' threads to the event loop, and from there to the listener of the attempt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import trio
+
+from p2pavg.allreduce.values import Values
+from p2pavg.errors import RemoteProtocolError
+from p2pavg.group.milestones import Milestone, OnMilestone, ignore
+from p2pavg.threads.workers import ToLoop
+
+
+class Listener(Protocol):
+    """Hears, on the event loop, how one attempt goes."""
+
+    def completed(self, digests: tuple[bytes, ...]) -> None:
+        """This member has the whole result. There is one digest a share, in the order of the roster."""
+
+    def troubled(self, peer_id: str, reason: str, *, hostile: bool) -> None:
+        """A lane to or from a member broke."""
+
+    def lane_broke(self, peer_id: str) -> None:
+        """A direct lane to or from a member broke. The lane may be begun again, or the member may be gone."""
+
+    def arrived(self, peer_id: str, count: int) -> None:
+        """Bytes of a member came."""
+
+    def owes(self, peer_id: str, yes: bool) -> None:
+        """A member's contribution is waited for, or no longer."""
+
+    @property
+    def reached(self) -> OnMilestone:
+        """Is told a milestone that this member has reached."""
+
+
+class Signals:
+    """Signals of one attempt.
+
+    The first group of methods may be called in any thread; it is what :class:`~p2pavg.allreduce.lane_driver.DirectUse`
+    reports to. The second group belongs to the event loop.
+
+    Args:
+        values: what this member holds of the attempt; set by the owner, since the values report here.
+        parts: number of parts of this member's share.
+        scope: of the attempt. After it was cancelled nothing is complete any more.
+    """
+
+    values: Values
+
+    def __init__(self, listener: Listener, me: str, parts: int, scope: trio.CancelScope) -> None:
+        self.listener = listener
+        self._me = me
+        self._scope = scope
+        self._to_loop: ToLoop | None = None
+        self._ready = [trio.Event() for _ in range(parts)]
+        self._awaited = False  # whether a task on the event loop waits for them
+        self._complete = False
+
+    def open(self) -> None:
+        """Take signals from threads from now on. Call it on the event loop."""
+        self._to_loop = ToLoop()
+
+    # ------------------------------------------------------------------ in any thread
+
+    def averaged(self, index: int) -> None:
+        """Note that a part of this member's share has been averaged."""
+        if self._awaited:
+            self._soon(self._ready[index].set)
+        self.progressed()
+
+    def owes(self, peer_id: str, yes: bool) -> None:
+        """Note whether a member's contribution is waited for."""
+        self._soon(self.note_owes, peer_id, yes)
+
+    def reached(self, milestone: Milestone) -> None:
+        """Note that a part has been sent."""
+        if self.listener.reached is not ignore:
+            self._soon(self.listener.reached, milestone)
+
+    def progressed(self) -> None:
+        """Note that a part has come."""
+        if self.values.complete:
+            self._soon(self.check_complete)
+
+    def blame(self, peer_id: str, error: Exception) -> None:
+        """Note that a member sent a part that does not decode."""
+        self._soon(self.broken, peer_id, error)
+
+    def _soon(self, function: Callable[..., object], *args: object) -> None:
+        assert self._to_loop is not None
+        self._to_loop(function, *args)
+
+    # ------------------------------------------------------------------ on the event loop
+
+    async def until_ready(self, index: int) -> None:
+        """Wait until a part of this member's share has been averaged."""
+        with self.values.changed:  # a thread has said that it is ready, or will see that a task waits
+            self._awaited = True
+            if self.values.is_ready(index):
+                self._ready[index].set()
+        await self._ready[index].wait()
+
+    def note_owes(self, peer_id: str, yes: bool) -> None:
+        """Tell the listener whether a member's contribution is waited for."""
+        if peer_id != self._me:
+            self.listener.owes(peer_id, yes)
+
+    def check_complete(self) -> None:
+        """Tell the listener once that everything is here."""
+        if not self._complete and not self._scope.cancel_called and self.values.complete:
+            self._complete = True
+            self.listener.completed(self.values.digests())
+
+    def broken(self, peer_id: str, error: Exception | str) -> None:
+        """Tell the listener that a lane to or from a member broke."""
+        hostile = isinstance(error, RemoteProtocolError)
+        reason = f"it broke the protocol: {error}" if hostile else str(error)
+        self.listener.troubled(peer_id, reason, hostile=hostile)
+
+    def cannot_handle(self, peer_id: str, error: Exception) -> None:
+        """Tell the listener that a member's message raised an exception here."""
+        self.broken(peer_id, RemoteProtocolError(f"what it sent cannot be handled: {error!r}"))

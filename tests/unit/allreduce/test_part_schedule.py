@@ -1,0 +1,40 @@
+"""The order of parts on a lane: contributions first, back-pressure, and the ends."""
+
+from __future__ import annotations
+
+from p2pavg.allreduce.messages import Lane
+from p2pavg.allreduce.part_schedule import MAX_WAITING_PARTS, incoming, outgoing
+from p2pavg.group.shares import cut_into_parts
+
+MINE = cut_into_parts(0, 70, 1, 10)
+THEIRS = cut_into_parts(70, 100, 1, 10)
+
+
+def test_contributions_are_sent_before_averages_and_wait_for_nothing() -> None:
+    steps = outgoing(THEIRS, MINE)
+    assert [step.part for step in steps] == [*THEIRS, *MINE]
+    assert all(step.after is None for step in steps[: len(THEIRS)])
+    assert [step.after for step in steps[len(THEIRS) :]] == [part.index for part in MINE], (
+        "each when it is averaged"
+    )
+
+
+def test_contribution_ahead_of_the_others_waits_for_an_average() -> None:
+    steps = incoming(MINE, THEIRS)
+    waits = [step.after for step in steps if step.kind is Lane.CONTRIBUTIONS]
+    assert waits == [None] * MAX_WAITING_PARTS + list(range(len(MINE) - MAX_WAITING_PARTS))
+    assert all(step.after is None for step in steps if step.kind is Lane.AVERAGES)
+
+
+def test_last_steps_of_each_kind_and_the_end_of_the_lane_are_marked() -> None:
+    steps = incoming(MINE, THEIRS)
+    assert [step.part for step in steps if step.last] == [MINE[-1], THEIRS[-1]]
+    assert [step for step in steps if step.ends] == steps[-1:]
+    alone = incoming(MINE, [])
+    assert (alone[-1].last, alone[-1].ends) == (True, True)
+    assert outgoing([], []) == []
+
+
+def test_both_ends_of_a_lane_move_the_same_parts_in_the_same_order() -> None:
+    sent, received = outgoing(THEIRS, MINE), incoming(THEIRS, MINE)
+    assert [(step.kind, step.part) for step in sent] == [(step.kind, step.part) for step in received]

@@ -94,9 +94,11 @@ class Member:
             # held no result. So only members that cannot ask the ballot's leader may believe that it committed.
             leader = ballot_leader(self.ballot, self.size)
             if leader == self.me:
-                # Members that lost this leader may have taken the result for committed before they heard that it gave
-                # up. They count it as gone by now, so fewer of them are a quorum.
-                return is_quorum(others, self.size, self.gone | {self.me})
+                # Together, the members that lost this leader may have taken the result for committed before they heard
+                # that it gave up. They count it as gone by now, so fewer of them are a quorum.
+                all_others = frozenset(range(self.size)) - {self.me}
+                may_have_adopted = is_quorum(all_others, self.size, frozenset())
+                return may_have_adopted and is_quorum(others, self.size, self.gone | {self.me})
             others -= {leader}
         return is_quorum(others, self.size, self.gone)
 

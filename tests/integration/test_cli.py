@@ -116,7 +116,7 @@ class TestInformation:
         for arguments in (["--help"], []):
             done = run(*arguments)
             assert "no server" in done.stdout
-            assert re.search(r"peer\b.*Be a peer until Ctrl-C", done.stdout)
+            assert re.search(r"peer\b.*Run a peer until Ctrl-C", done.stdout)
             assert re.search(r"identity\b.*Show the peer id of a key file", done.stdout)
         assert run("--help").returncode == 0
 

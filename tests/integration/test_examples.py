@@ -13,7 +13,7 @@ PNG = b"\x89PNG\r\n\x1a\n"
 
 SHORT = {
     "char_gpt": ["--peers", "2", "--first-steps", "10", "--steps", "20", "--sync-every", "10"],
-    "ddp_two_by_two": ["--steps", "25"],
+    "ddp_two_by_two": ["--steps", "15"],
     "digits": ["--peers", "2", "--rounds", "3"],
 }
 SAID = {

@@ -196,7 +196,7 @@ def test_simultaneous_closing_raises_on_no_peer() -> None:
             for index, peer in enumerate(peers):
                 nursery.start_soon(live, peer, index)
 
-    for seed in range(120):
+    for seed in range(60):
         trio.run(main, seed, clock=MockClock(autojump_threshold=0))
 
 

@@ -39,7 +39,7 @@ COMPILE = [
 
 
 def requirements(pyproject: str) -> list[str]:
-    """What pyproject.toml asks for: dependencies, every extra's, those of the build and what overrides others'."""
+    """Return the requirements of pyproject.toml: dependencies, those of all extras and of the build, and overrides."""
     document = tomllib.loads(pyproject)
     project = document["project"]
     asked = {*project["dependencies"], *document["build-system"]["requires"]}
@@ -54,7 +54,7 @@ def digest(asked: Iterable[str]) -> str:
 
 
 def what_is_wrong(pyproject: str, lock: str) -> list[str]:
-    """Why the lock does not fit the project; empty if it does."""
+    """Return the reasons why the lock does not fit the project; empty if it does."""
     asked = requirements(pyproject)
     if f"{MADE_FROM}{digest(asked)}" not in lock.splitlines():
         return ["requirements.lock was made from other requirements than pyproject.toml has"]

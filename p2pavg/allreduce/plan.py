@@ -1,4 +1,4 @@
-"""What one attempt is about: its members, their shares and parts, and the values that this member holds."""
+"""The plan of one attempt: its members, their shares and parts, and the values that this member holds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STREAM_KINDS = (Lane.CONTRIBUTIONS, Lane.AVERAGES)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptPlan:
-    """What the sender and the receiver of one attempt share."""
+    """Everything that the sender and the receiver of one attempt share."""
 
     number: int
     context: RunContext

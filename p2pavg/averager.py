@@ -155,7 +155,7 @@ class DecentralizedAverager:
 
     @property
     def round_state(self) -> bytes | None:
-        """The ``state`` of the round that runs or whose result nobody has collected; ``None`` without one."""
+        """The ``state`` of the round that runs or whose result was not collected yet; ``None`` without one."""
         return None if self._round is None else self._state
 
     async def step(
@@ -187,7 +187,7 @@ class DecentralizedAverager:
               when this peer is among its ``observers``, by ``observe`` or by the run's
               :attr:`~p2pavg.AveragingConfig.participation`: then everything accumulated still is.
             * :class:`~p2pavg.InProgress`: the round runs.
-            * :class:`~p2pavg.NoPeers`: nobody was ready by the match timeout, or nothing was accumulated.
+            * :class:`~p2pavg.NoPeers`: no other peer was ready by the match timeout, or nothing was accumulated.
             * :class:`~p2pavg.Failed`: the exchange did not come to an end, and why. As with ``NoPeers``, everything
               accumulated still is, and the next call begins another round.
 

@@ -30,7 +30,7 @@ from p2pavg.threads.workers import in_own_thread
 logger = logging.getLogger(__name__)
 
 OPEN_SECONDS = 10.0
-DIRECT_SECONDS = 5.0  # for a direct lane to come about, whoever dials; then the parts go over a stream
+DIRECT_SECONDS = 5.0  # for a direct lane to come about, from either side; then the parts go over a stream
 # From this bandwidth on, lanes wait for the processor more than for the link, and taking turns only costs.
 FAST_MBPS = 500.0
 MAX_MEMBERS = 256  # more than a roster has

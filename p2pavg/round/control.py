@@ -158,7 +158,7 @@ class Control:
         """Ask a member how the round ended for it. Return ``None`` when it does not answer.
 
         Raises:
-            RefusedError: nobody listens any more where it did.
+            RefusedError: no process listens any more where it did.
         """
         member = self._roster.members[position]
         with trio.move_on_after(ASK_SECONDS):

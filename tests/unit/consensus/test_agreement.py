@@ -66,7 +66,7 @@ def test_the_search_finds_a_violation(monkeypatch: pytest.MonkeyPatch) -> None:
     """A leader that commits as soon as one member holds the result violates a guarantee."""
     rows = [
         row
-        if row.text != "everybody holds the result: commits"
+        if row.text != "all members hold the result: commits"
         else agreement.Row(row.phases, row.on, lambda m: bool(m.held), row.do, row.becomes, row.text)
         for row in agreement._ROWS[Phase.EXCHANGING, None]
     ]

@@ -144,6 +144,10 @@ class KnownPeers:
         if peer_id in self._peers:
             self._peers[peer_id].avoid(until)
 
+    def ban(self, peer_id: str, reason: str) -> None:
+        """Neither ask nor admit a peer in this attempt."""
+        self[peer_id].ban(reason)
+
     def why_banned(self, peer_id: str) -> str | None:
         """Return the reason for which a peer is banned, or ``None``. Strangers may name any id."""
         known = self._peers.get(peer_id)

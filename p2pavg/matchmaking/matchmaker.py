@@ -171,7 +171,7 @@ class Matchmaker:
         rules = Matchmaking(me, settings, now, self._memory)
         for peer_id, (reason, until) in list(self._banned.items()):
             if until > trio.current_time():
-                rules.ban(peer_id, reason)
+                rules.state.peers.ban(peer_id, reason)
             else:
                 del self._banned[peer_id]
         self._published = True
@@ -339,7 +339,7 @@ class _Attempt:
                 with guarded(
                     record.publisher, self._on_fault, what="a record", expected=(RemoteProtocolError,)
                 ):
-                    self._rules.learn(read_candidate(record), self._now())
+                    self._rules.state.learn(read_candidate(record), self._now())
             except RemoteProtocolError as error:
                 logger.info("%s published an invalid candidate: %s", record.publisher, error)
         self._do(self._rules.discovered((), self._now()))

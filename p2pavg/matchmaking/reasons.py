@@ -5,9 +5,10 @@ They end up in logs and results, so the text of other peers is cut and made prin
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from p2pavg.group.candidate import Candidate
+from p2pavg.matchmaking.attempt_state import AttemptState, Phase
 
 MAX_NAMED = 3  # peers that a sentence names; the others are only counted
 _MAX_ADDRESSES = 2
@@ -17,6 +18,33 @@ _MAX_WHY_CHARS = 100
 def short(peer_id: str) -> str:
     """Return a short form of a peer id. Peer ids differ at the end; the beginning is the same for all."""
     return f"{peer_id[:4]}..{peer_id[-6:]}"
+
+
+def why_apart(state: AttemptState, followers: Collection[str]) -> list[str]:
+    """Return the reasons for which peers that were seen are not in this peer's group."""
+    peers, me = state.peers, state.me
+    leader = state.leader if state.phase is not Phase.ASKING else None
+    others = [known for known in peers if known.peer_id not in followers]
+    if leader is not None:
+        others = [known for known in others if known.peer_id != leader.peer_id]
+    unreached = [known.unreached for known in others if known.unreached is not None]
+    declined = {
+        known.peer_id: known.declined
+        for known in others
+        if known.declined is not None and known.unreached is None
+    }
+    refused = {known.peer_id: known.refused for known in peers if known.refused is not None}
+    refused |= {known.peer_id: known.banned for known in peers if known.banned is not None}
+    of_other_states = sum(
+        candidate.codec == me.codec and not candidate.fits(me) for candidate in peers.candidates.values()
+    )
+    found = [
+        unreached_peers(unreached),
+        refusing_peers(declined),
+        refused_peers(refused),
+        peers_of_other_states(of_other_states),
+    ]
+    return [sentence for sentence in found if sentence]
 
 
 def unreached_peers(unreached: Sequence[tuple[Candidate, str]]) -> str:

@@ -6,7 +6,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from p2pavg.matchmaking.rules import ANSWER_SECONDS, GRACE_SECONDS, SILENCE_SECONDS
+from p2pavg.matchmaking.timing import ANSWER_SECONDS, GRACE_SECONDS, SILENCE_SECONDS
 from tests.unit.matchmaking.bus import MATCH_TIMEOUT, SIGNERS, Attempt, Bus
 
 PEERS = 7
@@ -85,7 +85,7 @@ class Matchmaker(RuleBasedStateMachine):
     @invariant()
     def peers_never_wait_in_a_circle(self) -> None:
         for attempt in self._active():
-            leader = attempt.rules.leader
+            leader = attempt.rules.state.leader
             assert leader is None or leader.order < attempt.me.order
 
     def teardown(self) -> None:
@@ -97,7 +97,7 @@ class Matchmaker(RuleBasedStateMachine):
             self.bus.advance(MATCH_TIMEOUT / 10)
             self.bus.settle()
         left = [attempt for attempt in self._active() if not attempt.me.auxiliary]
-        assert len(left) < MINIMUM, [(a.me.peer_id, a.rules.phase, a.rules.leader) for a in left]
+        assert len(left) < MINIMUM, [(a.me.peer_id, a.rules.state.phase, a.rules.state.leader) for a in left]
 
 
 TestMatchmaker = Matchmaker.TestCase

@@ -14,6 +14,7 @@ from trio.testing import MockClock
 
 import p2pavg
 from p2pavg.matchmaking import link
+from p2pavg.matchmaking.attempt_state import AttemptState
 from p2pavg.matchmaking.rules import Matchmaking
 from p2pavg.peer import Peer
 from p2pavg.testing import MemoryNetwork, simulated_peers
@@ -70,7 +71,8 @@ async def test_message_that_raises_excludes_its_sender(
     first: bool,
 ) -> None:
     """In version 0.1 the exception left the averager and ended the training program."""
-    monkeypatch.setattr(Matchmaking, rule, raises_for_the_hostile(getattr(Matchmaking, rule), sender_of))
+    handler = AttemptState if rule == "learn" else Matchmaking
+    monkeypatch.setattr(handler, rule, raises_for_the_hostile(getattr(handler, rule), sender_of))
     async with simulated_peers(MemoryNetwork(latency=LAN), 3) as peers:
         results = await average(peers, [0.0 if first else 0.3, 0.1, 0.2])
     errors = [record for record in caplog.records if record.levelno == logging.ERROR]

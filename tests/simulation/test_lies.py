@@ -42,7 +42,8 @@ from p2pavg.group.roster import Roster, read_roster
 from p2pavg.group.shares import Part
 from p2pavg.matchmaking.actions import Actions, Send
 from p2pavg.matchmaking.matchmaker import Matchmaker
-from p2pavg.matchmaking.messages import Accept, Commit, Propose, Refuse
+from p2pavg.matchmaking.messages import Accept, Commit, Message, Propose
+from p2pavg.matchmaking.own_group import OwnGroup
 from p2pavg.matchmaking.rules import Matchmaking
 from p2pavg.net.addresses import with_peer_id
 from p2pavg.net.framing import send_message
@@ -719,37 +720,43 @@ async def test_leader_with_different_rosters_causes_no_wrong_result(
     """The leader commits both groups. Members of one group that succeed hold the same result."""
     ids = {name(index) for index in astray}
     proposed: dict[str, bytes] = {}
-    propose, answered = Matchmaking._propose, Matchmaking._answered
+    propose, accepted, told = OwnGroup.propose, OwnGroup.accepted, Matchmaking.told
 
-    def propose_both(self: Matchmaking, reason: str, now: float) -> Actions:
+    def propose_both(self: OwnGroup, reason: str, now: float) -> Actions:
         actions = propose(self, reason, now)
-        if self.me.peer_id != name(0):
+        me, settings = self._state.me, self._state.settings
+        if me.peer_id != name(0):
             return actions
-        assert self.roster is not None
         for at, action in enumerate(actions):
             if not isinstance(action, Send) or not isinstance(action.message, Propose):
                 continue
             roster = action.message.roster
             if action.peer_id in ids:
-                members = [m for m in roster.members if not fewer or m is self.me or m.peer_id in ids]
-                shares = self.settings.cut_shares(members)
+                members = [m for m in roster.members if not fewer or m is me or m.peer_id in ids]
+                shares = settings.cut_shares(members)
                 roster = Roster(members=tuple(members), shares=shares, proposal=roster.proposal + 1)
                 actions[at] = Send(action.peer_id, Propose(roster), action.reason)
             proposed[action.peer_id] = roster.group_id
         return actions
 
-    def commit_both(self: Matchmaking, peer_id: str, answer: Accept | Refuse, now: float) -> Actions:
-        if self.me.peer_id != name(0):
-            return answered(self, peer_id, answer, now)
-        assert isinstance(answer, Accept)
-        self._accepted.add(peer_id)
-        if self._accepted != self.followers.keys():
-            return []
-        told: Actions = [Send(p, Commit(proposed[p]), "all accepted") for p in self.followers]
-        return told + self._commit("all accepted")
+    def hear_both(self: Matchmaking, peer_id: str, message: Message, now: float) -> Actions:
+        if self.state.me.peer_id != name(0):
+            return told(self, peer_id, message, now)
+        assert isinstance(message, Accept)
+        return self.group.accepted(peer_id)
 
-    monkeypatch.setattr(Matchmaking, "_propose", propose_both)
-    monkeypatch.setattr(Matchmaking, "_answered", commit_both)
+    def commit_both(self: OwnGroup, peer_id: str) -> Actions:
+        actions = accepted(self, peer_id)
+        if self._state.me.peer_id != name(0):
+            return actions
+        return [
+            replace(action, message=Commit(proposed[action.peer_id])) if isinstance(action, Send) else action
+            for action in actions
+        ]
+
+    monkeypatch.setattr(OwnGroup, "propose", propose_both)
+    monkeypatch.setattr(Matchmaking, "told", hear_both)
+    monkeypatch.setattr(OwnGroup, "accepted", commit_both)
     swarm = await play(size=5)
     assert len(set(proposed.values())) == (1 if len(astray) == 4 else 2)
     groups: dict[str, list[p2pavg.Success]] = {}

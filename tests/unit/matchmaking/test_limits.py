@@ -8,6 +8,7 @@ from p2pavg.group.candidate import Candidate, sign_candidate
 from p2pavg.group.limits import MAX_MEMBERS
 from p2pavg.group.roster import Roster
 from p2pavg.matchmaking.actions import Open, Renew, Send
+from p2pavg.matchmaking.attempt_state import Phase
 from p2pavg.matchmaking.known_peers import PAST_SECONDS
 from p2pavg.matchmaking.memory import (
     FORGIVE_SECONDS,
@@ -18,14 +19,13 @@ from p2pavg.matchmaking.memory import (
     Memory,
 )
 from p2pavg.matchmaking.messages import Accept, Ask, Declined, Joined, Propose, Refuse, Status, decode, encode
-from p2pavg.matchmaking.rules import (
+from p2pavg.matchmaking.rules import Matchmaking
+from p2pavg.matchmaking.timing import (
     DUE_SECONDS,
     PROVEN_SECONDS,
     RENEW_SECONDS,
     SETTLE_SECONDS,
     UNREACHABLE_SECONDS,
-    Matchmaking,
-    Phase,
 )
 from p2pavg_dht import Ed25519Signer
 from tests.unit.matchmaking.bus import EPOCH, KEY, MATCH_TIMEOUT, Bus, candidate, settings
@@ -52,15 +52,15 @@ def following(
 ) -> Matchmaking:
     rules = Matchmaking(me, settings(), EPOCH, memory)
     rules.discovered([leader, *known], EPOCH)
-    assert rules.leader == leader
+    assert rules.state.leader == leader
     rules.told_by_leader(leader.peer_id, Joined(leader), EPOCH)
-    assert rules.phase is Phase.FOLLOWING
+    assert rules.state.phase is Phase.FOLLOWING
     return rules
 
 
 def proposed(rules: Matchmaking, *members: Candidate, proposal: int = 1) -> str:
     """Return the reason for which a roster is refused; empty if it is accepted."""
-    roster = Roster(members=members, shares=rules.settings.cut_shares(members), proposal=proposal)
+    roster = Roster(members=members, shares=rules.state.settings.cut_shares(members), proposal=proposal)
     for action in rules.told_by_leader(members[0].peer_id, Propose(roster), EPOCH):
         if isinstance(action, Send) and isinstance(action.message, Refuse):
             return action.message.reason
@@ -85,14 +85,14 @@ class TestRosters:
     def test_fewer_members_than_this_peer_takes_part_in_are_refused(self) -> None:
         leader, me = (candidate(index, EPOCH + 1 + index) for index in range(2))
         rules = following(leader, me)
-        rules.settings = dataclasses.replace(rules.settings, minimum=3)
+        rules.state.settings = dataclasses.replace(rules.state.settings, minimum=3)
         assert "a roster of 2; this peer takes part in 3" in proposed(rules, leader, me)
 
     def test_a_member_above_max_weight_is_refused_by_name(self) -> None:
         leader, me = candidate(0, EPOCH + 1), candidate(1, EPOCH + 2)
         heavy = candidate(2, EPOCH + 3, weight=1e15)
         rules = following(leader, me)
-        rules.settings = dataclasses.replace(rules.settings, max_weight=100.0)
+        rules.state.settings = dataclasses.replace(rules.state.settings, max_weight=100.0)
         assert heavy.peer_id in proposed(rules, leader, me, heavy)
 
     def test_the_largest_groups_with_their_auxiliaries_are_rosters(self) -> None:
@@ -103,19 +103,19 @@ class TestRosters:
             rules.asked(one_of_many(index, auxiliary=True), EPOCH)
         for index in range(1, 64):
             rules.asked(one_of_many(index, weight=0.0), EPOCH)
-        assert rules.holders == 64
-        assert rules.roster is None, "no member contributes"
+        assert rules.group.holders == 64
+        assert rules.state.roster is None, "no member contributes"
         rules.asked(one_of_many(64), EPOCH)
-        assert rules.roster is not None, "proposed"
-        assert len(rules.roster.holders) == 65
-        assert len(rules.roster.members) == MAX_MEMBERS
+        assert rules.state.roster is not None, "proposed"
+        assert len(rules.state.roster.holders) == 65
+        assert len(rules.state.roster.members) == MAX_MEMBERS
         assert decode(encode(Status(65, False))) == Status(65, False), "its followers understand it"
 
     def test_a_peer_with_the_same_id_is_declined(self) -> None:
         me, again = candidate(0, EPOCH + 1), candidate(0, EPOCH + 2)
         rules = Matchmaking(me, settings(2), EPOCH)
         rules.asked(again, EPOCH)
-        assert not rules.followers
+        assert not rules.group.followers
 
 
 class TestWeights:
@@ -124,7 +124,7 @@ class TestWeights:
         late = candidate(2, EPOCH + 3, weight=101.0)
         rules = Matchmaking(me, dataclasses.replace(settings(), max_weight=100.0), EPOCH)
         rules.discovered([heavy], EPOCH)
-        assert rules.phase is Phase.LEADING
+        assert rules.state.phase is Phase.LEADING
         [answer] = [
             action.message
             for action in rules.asked(late, EPOCH)
@@ -134,7 +134,7 @@ class TestWeights:
         other = candidate(3, EPOCH + 1.5)
         rules.discovered([other], EPOCH)
         rules.told_by_leader(other.peer_id, Declined("follows another leader", heavy), EPOCH)
-        assert heavy.peer_id not in rules.candidates
+        assert heavy.peer_id not in rules.state.peers.candidates
         assert "does not meet 2 other peers" in rules.waits_for()
 
 
@@ -147,11 +147,11 @@ class TestLateLeaders:
             rules.discovered(others, EPOCH + seconds)
             rules.told_by_leader(leader.peer_id, Status(2, False), EPOCH + seconds)
             rules.tick(EPOCH + seconds)
-        assert rules.leader is None
+        assert rules.state.leader is None
         rules.discovered([leader], EPOCH + DUE_SECONDS + HOLD_SECONDS - 0.1)
-        assert rules.phase is Phase.LEADING, "the others find it free"
+        assert rules.state.phase is Phase.LEADING, "the others find it free"
         rules.tick(EPOCH + DUE_SECONDS + HOLD_SECONDS)
-        assert rules.leader == leader, "an honest one is asked again before its deadline"
+        assert rules.state.leader == leader, "an honest one is asked again before its deadline"
 
     def test_a_leader_that_waits_for_more_is_followed_until_its_deadline(self) -> None:
         leader, me, other = candidate(0, EPOCH + 25), candidate(1, EPOCH + 30), candidate(2, EPOCH + 31)
@@ -160,9 +160,9 @@ class TestLateLeaders:
             rules.discovered([other], EPOCH + seconds)
             rules.told_by_leader(leader.peer_id, Status(3, False), EPOCH + seconds)
             rules.tick(EPOCH + seconds)
-            assert rules.leader == leader
+            assert rules.state.leader == leader
         rules.tick(EPOCH + 25 + DUE_SECONDS)
-        assert rules.leader is None, "it had enough at its deadline"
+        assert rules.state.leader is None, "it had enough at its deadline"
 
     def test_members_that_are_gone_make_no_leader_due(self) -> None:
         leader, me = candidate(0, EPOCH + 25), candidate(1, EPOCH + 30)
@@ -171,7 +171,7 @@ class TestLateLeaders:
         for seconds in range(1, 20):
             rules.told_by_leader(leader.peer_id, Status(2, False), EPOCH + seconds)
             rules.tick(EPOCH + seconds)
-        assert rules.leader == leader
+        assert rules.state.leader == leader
 
     def test_a_leader_that_proposes_repeatedly_is_left(self) -> None:
         leader, me = candidate(0, EPOCH - 1), candidate(1, EPOCH + 30)
@@ -179,12 +179,12 @@ class TestLateLeaders:
         now = EPOCH
         for number in range(60):
             members = (leader, me)
-            roster = Roster(members=members, shares=rules.settings.cut_shares(members), proposal=number)
+            roster = Roster(members=members, shares=rules.state.settings.cut_shares(members), proposal=number)
             said = Propose(roster) if number % 2 else Status(2, False)
             rules.told_by_leader(leader.peer_id, said, now)
             now += 0.5
             rules.tick(now)
-            if rules.leader is None:
+            if rules.state.leader is None:
                 break
         assert now <= EPOCH + 15.0
 
@@ -198,11 +198,11 @@ class TestLateLeaders:
             rules.discovered(others, EPOCH + seconds)
             rules.told_by_leader(leader.peer_id, Status(2, False), EPOCH + seconds)
             rules.tick(EPOCH + seconds)
-        assert rules.leader == leader
+        assert rules.state.leader == leader
         rules.told_by_leader(leader.peer_id, Status(2, False), EPOCH + 25)
         rules.tick(EPOCH + 25)
         rules.tick(EPOCH + 25 + DUE_SECONDS)
-        assert rules.leader is None
+        assert rules.state.leader is None
         assert not memory.is_proven(leader.peer_id)
 
     def test_a_backoff_counts_in_the_next_attempt_and_hearsay_does_not_end_it(self) -> None:
@@ -211,21 +211,21 @@ class TestLateLeaders:
         memory.wasted(leader.peer_id, EPOCH)
         rules = Matchmaking(me, settings(), EPOCH, memory)
         rules.discovered([leader], EPOCH)
-        assert rules.leader is None
+        assert rules.state.leader is None
         rules.discovered([other], EPOCH)
         rules.told_by_leader(other.peer_id, Declined("follows another leader", leader), EPOCH)
-        assert rules.leader is None
+        assert rules.state.leader is None
 
     def test_a_leader_long_past_its_deadline_is_not_followed_and_begins_anew(self) -> None:
         me = candidate(1, EPOCH + MATCH_TIMEOUT)
         old = candidate(0, EPOCH - PAST_SECONDS - 1)
         rules = Matchmaking(me, settings(minimum=4), EPOCH)
         rules.discovered([old], EPOCH)
-        assert rules.leader is None
+        assert rules.state.leader is None
         rules.asked(candidate(2, EPOCH + 50), EPOCH)
         rules.tick(me.deadline)
         assert any(isinstance(a, Renew) for a in rules.tick(me.deadline + RENEW_SECONDS))
-        assert rules.phase is Phase.OVER
+        assert rules.state.phase is Phase.OVER
         assert RENEW_SECONDS + 10.0 < PAST_SECONDS
 
     def test_a_group_that_waits_for_a_long_time_still_forms(self) -> None:
@@ -257,9 +257,9 @@ class TestLateLeaders:
         rules.discovered([late], EPOCH)
         rules.tick(EPOCH + 1)
         rules.asked(late, EPOCH + 3)
-        assert rules.roster is None
+        assert rules.state.roster is None
         rules.tick(EPOCH + 3 + SETTLE_SECONDS)
-        assert rules.roster is not None, "proposed"
+        assert rules.state.roster is not None, "proposed"
 
 
 class TestPreference:
@@ -269,7 +269,7 @@ class TestPreference:
         memory.finished_with([proven.peer_id])
         rules = Matchmaking(me, settings(), EPOCH, memory)
         rules.discovered([stranger, proven], EPOCH)
-        assert rules.leader == proven
+        assert rules.state.leader == proven
 
     def test_enough_proven_peers_have_time_before_another_peer_is_asked(self) -> None:
         memory = Memory()
@@ -277,10 +277,10 @@ class TestPreference:
         memory.finished_with([proven.peer_id])
         rules = Matchmaking(me, settings(2), EPOCH, memory)
         rules.discovered([stranger, proven], EPOCH)
-        assert rules.leader is None
+        assert rules.state.leader is None
         assert rules.wake_at() <= EPOCH + PROVEN_SECONDS
         rules.tick(EPOCH + PROVEN_SECONDS)
-        assert rules.leader == stranger
+        assert rules.state.leader == stranger
 
     def test_a_peer_without_an_address_leads_only_others_without_one(self) -> None:
         early, me = candidate(0, EPOCH + 1, addresses=()), candidate(1, EPOCH + 20)
@@ -288,7 +288,7 @@ class TestPreference:
         assert me.order < early.order < late.order < candidate(9, EPOCH, auxiliary=True).order
         rules = Matchmaking(me, settings(), EPOCH)
         rules.discovered([early, late], EPOCH)
-        assert rules.leader is None
+        assert rules.state.leader is None
 
     def test_a_peer_that_could_not_be_reached_is_asked_once_after_its_nudge(self) -> None:
         early, me = candidate(0, EPOCH + 10), candidate(1, EPOCH + 20)
@@ -302,7 +302,7 @@ class TestPreference:
             )
         assert asked == [True, False, False]
         rules.tick(EPOCH + UNREACHABLE_SECONDS)
-        assert rules.leader == early
+        assert rules.state.leader == early
 
 
 class TestMemory:

@@ -10,8 +10,9 @@ from p2pavg.group.candidate import Candidate
 from p2pavg.group.participation import ByCapability, Participation, RandomFraction
 from p2pavg.group.roster import Roster
 from p2pavg.matchmaking.actions import Actions, Open, Send
+from p2pavg.matchmaking.attempt_state import Phase
 from p2pavg.matchmaking.messages import Accept, Ask, Declined, Joined, Message, Nudge, Propose, Refuse
-from p2pavg.matchmaking.rules import Matchmaking, Phase
+from p2pavg.matchmaking.rules import Matchmaking
 from tests.unit.matchmaking.bus import EPOCH, MATCH_TIMEOUT, Attempt, Bus, candidate, settings
 
 
@@ -47,15 +48,15 @@ class TestStates:
             [answer] = said(rules.asked(candidate(1, EPOCH + 2, state=state), EPOCH))
             assert isinstance(answer, Declined)
             assert "another state" in answer.reason
-        assert not rules.followers
-        assert Joined(rules.me) in said(rules.asked(candidate(1, EPOCH + 2, state=b"7"), EPOCH))
+        assert not rules.group.followers
+        assert Joined(rules.state.me) in said(rules.asked(candidate(1, EPOCH + 2, state=b"7"), EPOCH))
 
     def test_an_earlier_candidate_of_another_state_is_not_asked(self) -> None:
         rules = Matchmaking(candidate(1, EPOCH + 2, state=b"7"), settings(), EPOCH)
         same = candidate(2, EPOCH + 1.5, state=b"7")
         other = candidate(0, EPOCH + 1, state=b"8")
         assert opened(rules.discovered([other], EPOCH)) == []
-        assert rules.phase is Phase.LEADING
+        assert rules.state.phase is Phase.LEADING
         assert opened(rules.discovered([same], EPOCH)) == [(Ask, same.peer_id)]
 
     def test_a_later_candidate_of_another_state_is_not_nudged(self) -> None:
@@ -73,7 +74,7 @@ class TestStates:
         known, newer = candidate(0, EPOCH + 1, state=b"7"), candidate(0, EPOCH + 3, state=b"8")
         rules = matchmaking(candidate(1, EPOCH + 9, state=b"7"), known)
         rules.told_by_leader(known.peer_id, Joined(newer), EPOCH)
-        assert rules.phase is Phase.LEADING
+        assert rules.state.phase is Phase.LEADING
 
     def test_two_states_form_two_groups(self) -> None:
         bus = Bus()
@@ -157,7 +158,7 @@ class TestObservers:
         [refusal] = said(rules.told_by_leader(leader.peer_id, Propose(roster), EPOCH))
         assert isinstance(refusal, Refuse)
         assert "observers do not follow" in refusal.reason
-        assert rules.phase is Phase.LEADING
+        assert rules.state.phase is Phase.LEADING
 
     def test_a_roster_whose_observers_follow_from_the_rule_is_accepted(self) -> None:
         tags = [("gpu",), ("gpu",), ()]
@@ -176,8 +177,8 @@ class TestNobodyContributes:
         attempts = [ready(bus, index, target=3, weight=0.0) for index in range(2)]
         last = ready(bus, 2, target=3, weight=0.0)
         assert all(attempt.active for attempt in [*attempts, last])
-        assert attempts[0].rules.holders == 3
-        assert attempts[0].rules.roster is None
+        assert attempts[0].rules.group.holders == 3
+        assert attempts[0].rules.state.roster is None
 
     def test_the_report_gives_the_reason_and_a_contributor_completes_the_group(self) -> None:
         bus = Bus()
@@ -221,7 +222,7 @@ class TestNobodyContributes:
         bus = Bus()
         rule = ByCapability(tags=("gpu",))
         leader, *_ = [ready(bus, index, target=2, rule=rule) for index in range(6)]
-        assert leader.rules.holders == 2
+        assert leader.rules.group.holders == 2
 
     def test_a_leader_whose_only_contributor_leaves_while_it_proposes_gathers_again(self) -> None:
         leader, observer = (candidate(index, EPOCH + 1 + index, weight=0.0) for index in range(2))
@@ -230,8 +231,8 @@ class TestNobodyContributes:
         rules.asked(observer, EPOCH)
         assert any(isinstance(message, Propose) for message in said(rules.asked(only, EPOCH)))
         rules.lost(only.peer_id, "gone", EPOCH + 1)
-        assert rules.phase is Phase.LEADING
-        assert rules.roster is None
+        assert rules.state.phase is Phase.LEADING
+        assert rules.state.roster is None
 
 
 class TestTarget:

@@ -9,9 +9,11 @@ import pytest
 from p2pavg.group.candidate import Candidate
 from p2pavg.group.roster import Roster
 from p2pavg.matchmaking.actions import Actions, Close, Expect, Send
+from p2pavg.matchmaking.attempt_state import Phase
 from p2pavg.matchmaking.known_peers import FORGET_SECONDS, HOLD_OFF_SECONDS
 from p2pavg.matchmaking.messages import Accept, Ask, Commit, Declined, Joined, Propose, Refuse, Status
-from p2pavg.matchmaking.rules import (
+from p2pavg.matchmaking.rules import Matchmaking
+from p2pavg.matchmaking.timing import (
     ANSWER_SECONDS,
     AUXILIARY_SECONDS,
     GRACE_SECONDS,
@@ -19,8 +21,6 @@ from p2pavg.matchmaking.rules import (
     RETRY_SECONDS,
     SILENCE_SECONDS,
     UNREACHABLE_SECONDS,
-    Matchmaking,
-    Phase,
 )
 from tests.unit.matchmaking.bus import EPOCH, MATCH_TIMEOUT, Attempt, Bus, candidate, settings
 
@@ -49,9 +49,9 @@ def declined(actions: Actions) -> Declined:
 
 def follower_of(leader: Candidate, me: Candidate, *, target: int = 4) -> Matchmaking:
     rules = matchmaking(me, leader, target=target)
-    assert rules.leader == leader
+    assert rules.state.leader == leader
     rules.told_by_leader(leader.peer_id, Joined(leader), EPOCH)
-    assert rules.phase is Phase.FOLLOWING
+    assert rules.state.phase is Phase.FOLLOWING
     return rules
 
 
@@ -83,7 +83,7 @@ class TestForming:
         early = bus.announce(0)
         bus.published.clear()  # no peer can find it for now
         late = announce_all(bus, 1, 2, 3)
-        assert late[0].rules.followers
+        assert late[0].rules.group.followers
         bus.published[early.me.peer_id] = early.me
         bus.discover(late[0])
         bus.settle()
@@ -142,13 +142,13 @@ class TestDeadlines:
         attempts = announce_all(bus, 0, 1, minimum=4)
         for _ in range(10):
             bus.run(2.0)
-            assert attempts[1].rules.phase is Phase.FOLLOWING
+            assert attempts[1].rules.state.phase is Phase.FOLLOWING
 
     def test_a_silent_leader_is_left(self) -> None:
         leader, me = candidate(0, EPOCH + 5), candidate(1, EPOCH + 20)
         rules = follower_of(leader, me)
         actions = rules.tick(EPOCH + SILENCE_SECONDS)
-        assert rules.phase is Phase.LEADING
+        assert rules.state.phase is Phase.LEADING
         assert Close(leader.peer_id, "silent for 6 s", upward=True) in actions
         assert rules.ready_peers == 1
 
@@ -156,9 +156,9 @@ class TestDeadlines:
         other, me = candidate(0, EPOCH + 50), candidate(1, EPOCH + 60)
         rules = matchmaking(me, other)
         rules.lost_leader(other.peer_id, "no answer", EPOCH, reachable=False)
-        assert rules.leader is None
+        assert rules.state.leader is None
         rules.tick(EPOCH + UNREACHABLE_SECONDS)
-        assert rules.phase is Phase.ASKING
+        assert rules.state.phase is Phase.ASKING
 
 
 class TestAsking:
@@ -167,13 +167,13 @@ class TestAsking:
         rules = matchmaking(me)
         actions = rules.asked(early, EPOCH)
         assert declined(actions).over
-        assert rules.leader == early
+        assert rules.state.leader == early
 
     def test_a_follower_names_its_leader(self) -> None:
         leader, me, other = (candidate(index, EPOCH + index) for index in (1, 2, 3))
         rules = follower_of(leader, me)
         assert declined(rules.asked(other, EPOCH)).leader == leader
-        assert not rules.followers
+        assert not rules.group.followers
 
     def test_a_full_group_that_waits_for_an_auxiliary_takes_no_other_contributor(self) -> None:
         bus = Bus()
@@ -183,7 +183,7 @@ class TestAsking:
         bus.nudges.clear()
         second = candidate(1, bus.now + 20)
         leader.rules.asked(second, bus.now)
-        assert leader.rules.phase is Phase.LEADING, "it waits for the auxiliary"
+        assert leader.rules.state.phase is Phase.LEADING, "it waits for the auxiliary"
         third = candidate(2, bus.now + 20)
         assert declined(leader.rules.asked(third, bus.now)).taken == (second.peer_id,)
         assert helper.active
@@ -195,7 +195,7 @@ class TestAsking:
     def test_a_candidate_with_another_codec_is_neither_asked_nor_ready(self) -> None:
         other = candidate(0, EPOCH + 1, codec="int8:256")
         rules = matchmaking(candidate(1, EPOCH + 2), other)
-        assert rules.phase is Phase.LEADING
+        assert rules.state.phase is Phase.LEADING
         assert rules.ready_peers == 1
 
     def test_an_expired_record_is_declined(self) -> None:
@@ -205,30 +205,30 @@ class TestAsking:
     @pytest.mark.parametrize("seconds", [-8000.0, 8000.0])
     def test_a_candidate_with_an_implausible_deadline_is_not_followed(self, seconds: float) -> None:
         other = dataclasses.replace(candidate(0, EPOCH), deadline=EPOCH + seconds)
-        assert matchmaking(candidate(1, EPOCH + 2), other).phase is Phase.LEADING
+        assert matchmaking(candidate(1, EPOCH + 2), other).state.phase is Phase.LEADING
 
     def test_an_attempt_that_is_over_is_not_asked_again_but_the_next_one_is(self) -> None:
         other, me = candidate(0, EPOCH + 1), candidate(1, EPOCH + 9)
         rules = matchmaking(me, other)
         rules.told_by_leader(other.peer_id, Declined("over", over=True), EPOCH)
         rules.discovered([other], EPOCH + 5)
-        assert rules.leader is None
+        assert rules.state.leader is None
         rules.discovered([candidate(0, EPOCH + 8)], EPOCH + 5)
-        assert rules.phase is Phase.ASKING
+        assert rules.state.phase is Phase.ASKING
 
     def test_a_declined_peer_does_not_ask_the_members_that_the_answer_names(self) -> None:
         first, second, third, me = (candidate(index, EPOCH + 1 + index) for index in range(4))
         rules = matchmaking(me, first, second, third)
         rules.told_by_leader(first.peer_id, Declined("full", taken=(second.peer_id,)), EPOCH)
-        assert rules.leader == third
+        assert rules.state.leader == third
 
     def test_a_banned_peer_is_neither_asked_nor_admitted(self) -> None:
         early, late, me = candidate(0, EPOCH + 1), candidate(2, EPOCH + 9), candidate(1, EPOCH + 2)
         rules = matchmaking(me)
-        rules.ban(early.peer_id, "it lied")
-        rules.ban(late.peer_id, "it lied")
+        rules.state.peers.ban(early.peer_id, "it lied")
+        rules.state.peers.ban(late.peer_id, "it lied")
         rules.discovered([early], EPOCH)
-        assert rules.phase is Phase.LEADING
+        assert rules.state.phase is Phase.LEADING
         assert declined(rules.asked(late, EPOCH)).reason == "it lied"
 
     def test_the_asked_peer_may_be_in_a_newer_attempt(self) -> None:
@@ -244,7 +244,7 @@ class TestAsking:
         known, later, me = candidate(0, EPOCH + 1), candidate(0, EPOCH + 10), candidate(1, EPOCH + 9)
         rules = matchmaking(me, known)
         rules.told_by_leader(known.peer_id, Joined(later), EPOCH)
-        assert rules.phase is Phase.LEADING
+        assert rules.state.phase is Phase.LEADING
 
     def test_two_peers_that_ask_each_other_at_once_still_meet(self) -> None:
         """One peer asks an attempt that is over. When it is declined, the stream in the other direction must stay."""
@@ -271,14 +271,14 @@ class TestStandingInTheWay:
         rules = matchmaking(me, liar, honest)
         rules.told_by_leader(liar.peer_id, Declined("no", taken=(honest.peer_id,)), EPOCH)
         rules.tick(EPOCH + RETRY_SECONDS)
-        assert rules.leader == honest, "and not the liar first again"
+        assert rules.state.leader == honest, "and not the liar first again"
 
     def test_a_peer_can_end_only_its_own_attempt(self) -> None:
         liar, honest, me = candidate(0, EPOCH + 50), candidate(1, EPOCH + 51), candidate(2, EPOCH + 60)
         rules = matchmaking(me, liar, honest)
         rules.told_by_leader(liar.peer_id, Declined("over", taken=(honest.peer_id,), over=True), EPOCH)
         rules.tick(EPOCH + RETRY_SECONDS)
-        assert rules.leader == honest
+        assert rules.state.leader == honest
 
     def test_peers_that_do_not_answer_are_asked_last(self) -> None:
         silent, honest, me = candidate(0, EPOCH + 50), candidate(1, EPOCH + 51), candidate(2, EPOCH + 60)
@@ -287,13 +287,13 @@ class TestStandingInTheWay:
         rules.tick(EPOCH + UNREACHABLE_SECONDS - 1)
         rules.lost_leader(silent.peer_id, "no answer", EPOCH, reachable=False)
         rules.discovered([silent, honest], EPOCH + UNREACHABLE_SECONDS + 1)
-        assert rules.leader == honest
+        assert rules.state.leader == honest
 
     def test_a_leader_that_forms_no_group_is_left(self) -> None:
         leader, me = candidate(0, EPOCH - 60), candidate(1, EPOCH + MATCH_TIMEOUT)
         rules = follower_of(leader, me)
         now = EPOCH
-        while rules.leader == leader and now < EPOCH + 1000:
+        while rules.state.leader == leader and now < EPOCH + 1000:
             now += 1.0
             rules.told_by_leader(leader.peer_id, Status(3, False), now)
             rules.tick(now)
@@ -333,12 +333,12 @@ class TestStandingInTheWay:
         rules.tick(EPOCH + AUXILIARY_SECONDS)
         rules.discovered([again], EPOCH + 1)
         rules.asked(candidate(1, EPOCH + 6), EPOCH + 1)
-        assert rules.phase is Phase.PROPOSING
+        assert rules.state.phase is Phase.PROPOSING
 
     def test_an_auxiliary_does_not_lead_even_another_auxiliary(self) -> None:
         me, later = (candidate(index, EPOCH + 3000 + index, auxiliary=True) for index in (8, 9))
         rules = Matchmaking(me, settings(), EPOCH)
-        assert "leads nobody" in declined(rules.asked(later, EPOCH)).reason
+        assert "does not lead" in declined(rules.asked(later, EPOCH)).reason
 
     def test_a_candidate_that_no_record_names_any_more_is_forgotten(self) -> None:
         other, me = candidate(1, EPOCH + 90), candidate(0, EPOCH + 80)
@@ -353,7 +353,7 @@ class TestProposing:
         attempts = announce_all(bus, 0, 1, 2)
         bus.run(MATCH_TIMEOUT - 0.1)
         bus.advance(0.1)  # the leader proposes, and nothing is delivered
-        assert attempts[0].rules.phase is Phase.PROPOSING
+        assert attempts[0].rules.state.phase is Phase.PROPOSING
         bus.crash(attempts[2])
         bus.settle()
         assert attempts[0].formed is not None
@@ -366,24 +366,24 @@ class TestProposing:
         rules.asked(silent, EPOCH)
         rules.asked(me, EPOCH)
         rules.tick(EPOCH + 1)
-        assert rules.roster is not None
-        rules.told(me.peer_id, Accept(rules.roster.group_id), EPOCH + 1)
+        assert rules.state.roster is not None
+        rules.told(me.peer_id, Accept(rules.state.roster.group_id), EPOCH + 1)
         rules.tick(rules.wake_at())
-        assert rules.roster.members == (leader, me)
+        assert rules.state.roster.members == (leader, me)
 
     def test_an_answer_to_a_withdrawn_proposal_counts_for_nothing(self) -> None:
         leader, one, two = candidate(0, EPOCH + 1), candidate(1, EPOCH + 2), candidate(2, EPOCH + 3)
         rules = matchmaking(leader, target=3)
         rules.asked(one, EPOCH)
         rules.asked(two, EPOCH)
-        assert rules.roster is not None
-        old = rules.roster.group_id
+        assert rules.state.roster is not None
+        old = rules.state.roster.group_id
         rules.lost(two.peer_id, "gone", EPOCH)
-        assert rules.holders == 2
+        assert rules.group.holders == 2
         rules.asked(dataclasses.replace(two), EPOCH)
         rules.told(one.peer_id, Accept(old), EPOCH)
         rules.told(two.peer_id, Accept(old), EPOCH)
-        assert rules.phase is Phase.PROPOSING
+        assert rules.state.phase is Phase.PROPOSING
 
     def test_an_accepted_roster_is_withdrawn_when_the_leader_gathers_again(self) -> None:
         leader, me = candidate(0, EPOCH + 1), candidate(1, EPOCH + 2)
@@ -393,7 +393,7 @@ class TestProposing:
         actions = rules.told_by_leader(leader.peer_id, Status(2, False), EPOCH)
         assert Expect(None, "the leader withdrew its proposal") in actions
         rules.told_by_leader(leader.peer_id, Commit(roster.group_id), EPOCH)
-        assert rules.phase is Phase.LEADING, "a commit of what was withdrawn breaks the conversation"
+        assert rules.state.phase is Phase.LEADING, "a commit of what was withdrawn breaks the conversation"
 
     @pytest.mark.parametrize(
         ("what", "why"),
@@ -419,15 +419,15 @@ class TestProposing:
             shares = (0, sum(shares), 0)
         rules = follower_of(leader, me)
         if what == "banned member":
-            rules.ban(third.peer_id, "it lied")
+            rules.state.peers.ban(third.peer_id, "it lied")
         roster = Roster(members=members, shares=shares, proposal=1)
         actions = rules.told_by_leader(leader.peer_id, Propose(roster), EPOCH)
         [refusal] = [a.message for a in actions if isinstance(a, Send)]
         assert isinstance(refusal, Refuse)
         assert why in refusal.reason
-        assert rules.phase is Phase.LEADING
+        assert rules.state.phase is Phase.LEADING
         rules.discovered([leader], EPOCH)
-        assert rules.phase is Phase.LEADING, "it is not asked again"
+        assert rules.state.phase is Phase.LEADING, "it is not asked again"
 
     def test_an_auxiliary_refuses_a_share_above_its_limit(self) -> None:
         leader, other = candidate(0, EPOCH + 1), candidate(1, EPOCH + 2)
@@ -445,7 +445,7 @@ class TestProposing:
         rules = matchmaking(leader)
         rules.asked(late, EPOCH)
         rules.told(late.peer_id, Ask(late), EPOCH)
-        assert not rules.followers
+        assert not rules.group.followers
 
 
 class TestAuxiliaries:
@@ -498,7 +498,7 @@ class TestWordOfACommit:
         members = (leader, other, me)
         roster = Roster(members=members, shares=settings().cut_shares(members), proposal=1)
         rules.told_by_leader(leader.peer_id, Propose(roster), EPOCH)
-        assert rules.phase is Phase.ACCEPTED
+        assert rules.state.phase is Phase.ACCEPTED
         return rules, leader, other, roster.group_id
 
     def test_another_members_stream_proves_the_commit_when_the_leader_is_lost(self) -> None:
@@ -510,20 +510,20 @@ class TestWordOfACommit:
             else:
                 assert rules.exchange_begun(group_id, other.peer_id) == []
                 rules.lost_leader(leader.peer_id, "it died", EPOCH + 1)
-            assert rules.phase is Phase.COMMITTED
+            assert rules.state.phase is Phase.COMMITTED
 
     def test_without_a_proof_of_the_commit_the_group_is_given_up_after_a_second(self) -> None:
         rules, leader, _, _ = self.accepted()
         rules.lost_leader(leader.peer_id, "it died", EPOCH + 1)
         assert rules.wake_at() == EPOCH + 1 + ORPHAN_SECONDS
-        assert Expect(None, "its leader was lost, and nobody knows of a commit") in rules.tick(
+        assert Expect(None, "its leader was lost, and no member knows of a commit") in rules.tick(
             rules.wake_at()
         )
-        assert rules.phase is not Phase.ACCEPTED
+        assert rules.state.phase is not Phase.ACCEPTED
 
     def test_streams_of_strangers_and_of_other_groups_change_nothing(self) -> None:
         rules, leader, other, group_id = self.accepted()
         rules.lost_leader(leader.peer_id, "it died", EPOCH + 1)
         rules.exchange_begun(group_id, candidate(7, EPOCH + 9).peer_id)
         rules.exchange_begun(bytes(32), other.peer_id)
-        assert rules.phase is Phase.ACCEPTED
+        assert rules.state.phase is Phase.ACCEPTED

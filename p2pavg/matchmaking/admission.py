@@ -1,0 +1,69 @@
+"""The answer to a candidate that asks to join. No I/O, no clock, no random source."""
+
+from __future__ import annotations
+
+from p2pavg.group.candidate import Candidate
+from p2pavg.group.limits import MAX_MEMBERS
+from p2pavg.matchmaking.attempt_state import AttemptState, Phase
+from p2pavg.matchmaking.known_peers import plausible
+from p2pavg.matchmaking.messages import Declined
+from p2pavg.matchmaking.own_group import OwnGroup
+from p2pavg.matchmaking.roster_check import too_heavy
+
+
+def refusal(state: AttemptState, group: OwnGroup, candidate: Candidate, now: float) -> Declined | None:
+    """Return the refusal for a candidate that cannot join, or ``None``."""
+    me, taken = state.me, tuple(group.followers)
+    if candidate.peer_id == me.peer_id:
+        return Declined("it has the id of the peer that it asked", over=True)
+    if not plausible(candidate, now):
+        return Declined("its record has expired, or its clock is wrong")
+    if state.has_ended:
+        return Declined("already in a group", taken=taken, over=True)
+    if me.auxiliary:
+        return Declined("an auxiliary does not lead", over=True)
+    if candidate.order <= me.order:
+        # The candidate knows an earlier attempt of this peer, which is over.
+        return Declined("comes before the peer it asked", over=True)
+    if state.follows:
+        return Declined("follows another leader", state.leader)
+    if candidate.codec != me.codec:
+        return Declined(f"codec {candidate.codec} does not fit {me.codec}")
+    if not candidate.fits(me):
+        return Declined("its vector belongs to another state")
+    if (why := _not_trusted(state, candidate, now)) is not None:
+        return Declined(why)
+    if state.phase is Phase.PROPOSING:
+        return Declined("a roster is being agreed", taken=taken)
+    if not _has_room(state, group, candidate):
+        return Declined("the group is full", taken=taken)
+    return None
+
+
+def _not_trusted(state: AttemptState, candidate: Candidate, now: float) -> str | None:
+    """Return the reason for refusing a candidate because of its weight or of what it did before, or ``None``."""
+    known = state.peers[candidate.peer_id]
+    if known.banned is not None:
+        return known.banned
+    if (wrong := too_heavy(candidate, state.settings)) is not None:
+        known.refused = wrong
+        return wrong
+    why, until = known.held_off or ("", now)
+    return f"{why}; held off for {until - now:.0f} s more" if now < until else None
+
+
+def _has_room(state: AttemptState, group: OwnGroup, candidate: Candidate) -> bool:
+    target = state.settings.target
+    if candidate.auxiliary:
+        auxiliaries = len(group.followers) + 1 - group.holders
+        # A group of observers takes one contributor more than its target, and the roster must have room for it.
+        return auxiliaries < min(target, MAX_MEMBERS - target - 1)
+    return not group.is_full or _is_missing(state, group, candidate)
+
+
+def _is_missing(state: AttemptState, group: OwnGroup, candidate: Candidate) -> bool:
+    """Return whether the candidate would be the first contributor in a group of observers."""
+    if group.has_contributor:
+        return False
+    members = (state.me, *group.followers.values(), candidate)
+    return candidate.peer_id not in state.observers_among(members)

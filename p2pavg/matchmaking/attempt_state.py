@@ -1,0 +1,92 @@
+"""The state of one attempt that both of its sides share: the group that the peer leads and the leader that it follows.
+
+No I/O, no clock, no random source.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from p2pavg.group.candidate import Candidate
+from p2pavg.group.participation import silent_members
+from p2pavg.group.roster import Roster
+from p2pavg.matchmaking.actions import Settings
+from p2pavg.matchmaking.known_peers import KnownPeers, may_lead, plausible
+from p2pavg.matchmaking.memory import Memory
+from p2pavg.matchmaking.roster_check import too_heavy
+
+
+class Phase(enum.Enum):
+    """Phase of a peer's attempt."""
+
+    LEADING = "leading"  # follows no leader; may have followers
+    ASKING = "asking"  # still leads, and has asked an earlier candidate
+    FOLLOWING = "following"
+    ACCEPTED = "accepted"  # follows, and has accepted a roster
+    PROPOSING = "proposing"
+    COMMITTED = "committed"
+    OVER = "over"
+
+
+@dataclass(slots=True, kw_only=True)
+class AttemptState:
+    """One peer's attempt to be in one group. Times are wall-clock seconds."""
+
+    me: Candidate
+    settings: Settings
+    memory: Memory
+    """Knowledge from earlier attempts, to which this one adds."""
+    peers: KnownPeers
+    begun: float
+    looked: float
+    """Time of the last tick, discovery or message of the leader."""
+    report_at: float
+    """Time of the next report to the caller, unless there is a group by then."""
+    phase: Phase = Phase.LEADING
+    leader: Candidate | None = None
+    """The candidate that was asked, or is followed."""
+    roster: Roster | None = None
+    """The roster that this peer has proposed or accepted."""
+
+    @property
+    def leads(self) -> bool:
+        """True while this peer follows no leader and its group has not been proposed."""
+        return self.phase in (Phase.LEADING, Phase.ASKING)
+
+    @property
+    def follows(self) -> bool:
+        """True while this peer follows a leader."""
+        return self.phase in (Phase.FOLLOWING, Phase.ACCEPTED)
+
+    @property
+    def has_ended(self) -> bool:
+        """True once the attempt has a group, or has been given up."""
+        return self.phase in (Phase.COMMITTED, Phase.OVER)
+
+    def learn(self, candidate: Candidate, now: float) -> None:
+        """Take in a candidate from its record."""
+        if candidate.peer_id == self.me.peer_id or not plausible(candidate, now):
+            return
+        known = self.peers[candidate.peer_id]
+        if known.banned is not None or candidate.deadline <= known.ended:
+            return
+        if (wrong := too_heavy(candidate, self.settings)) is not None:
+            known.refuse(wrong)
+            return
+        known.seen = now
+        known.take(candidate)
+
+    def learn_leader(self, leader: Candidate | None, now: float) -> None:
+        """Take in a leader that another peer has named, if this peer may ask it."""
+        if leader is None or not may_lead(leader, now) or too_heavy(leader, self.settings) is not None:
+            return
+        if leader.order < self.me.order and leader.record.key == self.me.record.key:
+            known = self.peers[leader.peer_id]
+            if (known.deadline or 0.0) <= leader.deadline and known.banned is None:
+                known.candidate, known.seen, known.avoided = leader, now, None
+
+    def observers_among(self, members: Sequence[Candidate]) -> frozenset[str]:
+        """Return the ids of the members that would only observe in a group of these."""
+        return (self.settings.choose_observers or silent_members)(members)

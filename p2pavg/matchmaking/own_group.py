@@ -1,0 +1,176 @@
+"""The group that a peer leads: its followers, its proposal, and who has accepted. No I/O, no clock.
+
+:class:`~p2pavg.matchmaking.rules.Matchmaking` decides when these steps are taken.
+"""
+
+from __future__ import annotations
+
+from p2pavg.group.candidate import Candidate
+from p2pavg.group.roster import Roster
+from p2pavg.matchmaking.actions import Actions, Close, Expect, Formed, Send
+from p2pavg.matchmaking.attempt_state import AttemptState, Phase
+from p2pavg.matchmaking.messages import Commit, Disband, Joined, Propose, Status
+from p2pavg.matchmaking.timing import ANSWER_SECONDS, HEARTBEAT_SECONDS, SETTLE_SECONDS
+
+
+class OwnGroup:
+    """This peer and its followers."""
+
+    def __init__(self, state: AttemptState) -> None:
+        self._state = state
+        self.followers: dict[str, Candidate] = {}
+        self.answers_due = 0.0  # end of the wait for answers to the proposal
+        self._accepted: set[str] = set()
+        self._proposals = 0
+        self._spoken = state.begun  # time of the last message to the followers
+        self._enough_since: float | None = (
+            None  # time since which the group has had enough members to go ahead
+        )
+
+    @property
+    def holders(self) -> int:
+        """Number of contributors and observers, this peer included."""
+        return 1 + sum(not follower.auxiliary for follower in self.followers.values())
+
+    @property
+    def is_full(self) -> bool:
+        """True if the group has as many members that want the result as it aims at."""
+        return self.holders >= self._state.settings.target
+
+    @property
+    def has_contributor(self) -> bool:
+        """True if at least one member has something to contribute."""
+        members = (self._state.me, *self.followers.values())
+        holders = {member.peer_id for member in members if not member.auxiliary}
+        return bool(holders - self._state.observers_among(members))
+
+    @property
+    def has_enough(self) -> bool:
+        """True if the group may be proposed once the deadline is over."""
+        return self.holders >= self._state.settings.minimum and self.has_contributor
+
+    # ------------------------------------------------------------------ members
+
+    def admit(self, candidate: Candidate, now: float) -> Actions:
+        """Take a candidate as a follower."""
+        self.followers[candidate.peer_id] = candidate
+        self._state.peers[candidate.peer_id].awaited_until = None
+        joined = Joined(self._state.me)
+        return [
+            Send(candidate.peer_id, joined, "it comes after this peer, and there is room"),
+            *self.tell(now),
+        ]
+
+    def disband(self, reason: str, why: str, *, leader: Candidate | None = None) -> Actions:
+        """Send the followers away.
+
+        Args:
+            reason: told to the followers.
+            why: the reason for these actions.
+            leader: the leader that the followers should ask instead.
+        """
+        actions: Actions = []
+        for peer_id in self.followers:
+            actions += [Send(peer_id, Disband(reason, leader), why), Close(peer_id, why)]
+        self.followers.clear()
+        return actions
+
+    def tell(self, now: float, *, decided: bool = False) -> Actions:
+        """Send the followers the group's status.
+
+        Args:
+            decided: the deadline is over, so each follower reports to its caller.
+        """
+        self._spoken = now
+        status = Status(self.holders, decided)
+        return [
+            Send(peer_id, status, "its group has changed, or time has passed") for peer_id in self.followers
+        ]
+
+    def heartbeat(self, now: float) -> Actions:
+        """Send the status, if the followers have heard nothing for :data:`HEARTBEAT_SECONDS`."""
+        return self.tell(now) if self.followers and now >= self._spoken + HEARTBEAT_SECONDS else []
+
+    def times(self) -> list[float]:
+        """Return the times of the next heartbeat and of going ahead although the group is incomplete."""
+        times = [self._spoken + HEARTBEAT_SECONDS] if self.followers else []
+        if self._enough_since is not None:
+            times.append(max(self._state.me.deadline, self._enough_since + SETTLE_SECONDS))
+        return times
+
+    # ------------------------------------------------------------------ the proposal
+
+    def why_propose(self, now: float) -> str | None:
+        """Return the reason for proposing the group now, or ``None``."""
+        if self.is_full and not self._state.peers.awaits_auxiliaries and self.has_contributor:
+            return "the group is complete"
+        if self._goes_ahead(now):
+            return f"the deadline is over with {self.holders} of {self._state.settings.target}"
+        return None
+
+    def _goes_ahead(self, now: float) -> bool:
+        """Return whether an incomplete group goes ahead.
+
+        It does at the deadline if it has enough members by then, and otherwise :data:`SETTLE_SECONDS` after it has
+        enough.
+        """
+        if not self.has_enough:
+            self._enough_since = None
+            return False
+        if self._enough_since is None:
+            self._enough_since = now
+        in_time = self._enough_since <= self._state.me.deadline
+        return now >= (self._state.me.deadline if in_time else self._enough_since + SETTLE_SECONDS)
+
+    def not_led(self) -> None:
+        """Note that this peer follows a leader: its own group no longer has enough members."""
+        self._enough_since = None
+
+    def propose(self, reason: str, now: float) -> Actions:
+        """Propose the group as it is to all followers."""
+        state = self._state
+        members = (state.me, *sorted(self.followers.values(), key=lambda follower: follower.order))
+        self._proposals += 1
+        roster = state.roster = Roster(
+            members=members,
+            shares=state.settings.cut_shares(members),
+            proposal=self._proposals,
+            observers=state.observers_among(members),
+        )
+        state.phase, self._accepted, self.answers_due = Phase.PROPOSING, set(), now + ANSWER_SECONDS
+        expect = Expect(roster.group_id, "members may hear of the commit first")
+        return [expect, *(Send(peer_id, Propose(roster), reason) for peer_id in self.followers)]
+
+    def accepted(self, peer_id: str) -> Actions:
+        """Note that a follower has accepted the proposal; commit if it was the last one."""
+        self._accepted.add(peer_id)
+        roster = self._state.roster
+        if self._accepted != self.followers.keys() or roster is None:
+            return []
+        self._state.phase = Phase.COMMITTED
+        actions: Actions = [Send(p, Commit(roster.group_id), "all accepted") for p in self.followers]
+        actions += [Close(p, "committed") for p in self.followers]
+        return [*actions, Formed(roster, "all accepted")]
+
+    def refused(self, peer_id: str, reason: str, now: float) -> Actions:
+        """Drop a follower that refused the proposal."""
+        del self.followers[peer_id]
+        self._state.peers[peer_id].hold_off(f"refused: {reason}", now)
+        return [Close(peer_id, "refused")]
+
+    def drop_silent(self, reason: str, now: float) -> Actions:
+        """Drop the followers that have not answered the proposal."""
+        actions: Actions = []
+        for peer_id in sorted(self.followers.keys() - self._accepted):
+            del self.followers[peer_id]
+            # Otherwise it would rejoin at once, and delay the next roster too.
+            self._state.peers[peer_id].hold_off(reason, now)
+            actions += [Send(peer_id, Disband(reason), reason), Close(peer_id, reason)]
+        return actions
+
+    def withdraw(self, reason: str) -> Actions:
+        """Withdraw the proposal, if there is one."""
+        if self._state.phase is not Phase.PROPOSING:
+            return []
+        self._state.phase, self._state.roster = Phase.LEADING, None
+        return [Expect(None, reason)]

@@ -1,0 +1,27 @@
+"""Timeouts, delays and backoffs of matchmaking, in seconds."""
+
+from __future__ import annotations
+
+HEARTBEAT_SECONDS = 2.0  # a leader that has followers sends them a status this often
+SILENCE_SECONDS = 3 * HEARTBEAT_SECONDS  # timeout after which a follower gives up a silent leader
+ANSWER_SECONDS = 3.0  # timeout of a proposal: one round trip, and the pause of a busy machine
+GRACE_SECONDS = 1.0  # a follower waits this much longer than its own deadline for its leader's status
+ORPHAN_SECONDS = 1.0
+"""A member that accepted a roster and then lost its leader waits so long for another member to begin the exchange."""
+RETRY_SECONDS = 1.0  # delay before a candidate that declined is asked again
+UNREACHABLE_SECONDS = 10.0  # delay before a candidate that could not be reached is asked again
+DUE_SECONDS = 5.0
+"""A follower leaves a leader that has been due for so long. Other peers may need a poll of the records, 4 s, to find
+that leader."""
+BACK_SECONDS = 2.0
+"""A leader that was left before its deadline is asked again this long before the deadline. If it waits for a member
+that has died, it goes ahead with the others at the deadline. So it is left only if it can be held off for at least as
+long."""
+SETTLE_SECONDS = 2.0
+"""If ``minimum`` members come together after the leader's deadline, it waits so long for more before it proposes. Peers
+that leave another leader arrive within seconds of each other."""
+RENEW_SECONDS = 60.0  # a leader begins a new attempt this long after its deadline
+PROVEN_SECONDS = 1.0
+"""If enough peers for a group have finished a round with each other, they have so long to form it before they ask
+other peers. A group takes a few round trips."""
+AUXILIARY_SECONDS = 0.25  # a complete group waits this long for auxiliaries that it has nudged

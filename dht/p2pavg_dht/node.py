@@ -125,8 +125,8 @@ class RecordNode:
     async def publish(self, key: bytes, value: bytes, *, ttl: float) -> Published:
         """Publish `value` under `key`, and return the other publishers' records there.
 
-        `key`: 32 bytes. `value`: 1 to 4096 bytes. `ttl`: the seconds for which each signed copy is valid, at
-        most `limits.max_ttl`. Raises ValueError for anything else.
+        `key`: 32 bytes. `value`: 1 to MAX_VALUE_BYTES (4864) bytes. `ttl`: the seconds for which each signed copy
+        is valid, at most `limits.max_ttl`. Raises ValueError for anything else.
 
         `run` renews the record every TTL/3 until `withdraw(key)`. With a ttl under about 3 s, the record may
         expire in between. The record replaces the one that this peer published under `key` before, and lasts

@@ -18,7 +18,7 @@ from p2pavg_dht.identity import PeerIdError, Signer, public_key_of
 
 DOMAIN = b"p2pavg-record/1\0"
 KEY_BYTES = 32
-MAX_VALUE_BYTES = 4096
+MAX_VALUE_BYTES = 4864  # 4 KiB of content, and room for a certificate and the encryption of private runs
 SIGNATURE_BYTES = 64
 MAX_SEQUENCE = 2**63 - 1
 # The bytes of the other fields in msgpack: key 34, publisher 54, two numbers 18, the value's header 3,
@@ -46,7 +46,7 @@ class Record:
     - `publisher`: the peer id of the signer, which has only one record under `key`.
     - `sequence`: 0 to 2**63 - 1. The highest one wins.
     - `expiration_time`: wall clock, in seconds since 1970. From then on, the record does not count.
-    - `value`: up to 4096 bytes. An empty value means that the record is withdrawn.
+    - `value`: up to MAX_VALUE_BYTES (4864) bytes. An empty value means that the record is withdrawn.
     - `signature`: 64 bytes over all other fields. `verify` checks it; the constructor does not.
     """
 

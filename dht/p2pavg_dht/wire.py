@@ -14,7 +14,7 @@ MAX_MESSAGE_BYTES: Final = 1 << 20
 MAX_RECORD_BYTES_PER_ANSWER: Final = MAX_MESSAGE_BYTES - 64 * 1024
 # The longest scalars in use: an address and a record's value.
 MAX_TEXT_BYTES: Final = 256
-MAX_BINARY_BYTES: Final = 4096
+MAX_BINARY_BYTES: Final = 4864
 
 
 class WireError(ValueError):

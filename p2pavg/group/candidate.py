@@ -12,6 +12,7 @@ from p2pavg.encoding import checked, pack, unpack
 from p2pavg.errors import RemoteProtocolError
 from p2pavg.group.limits import (
     MAX_BANDWIDTH,
+    MAX_CERTIFICATE_BYTES,
     MAX_CODEC_CHARS,
     MAX_METRIC,
     MAX_METRICS,
@@ -26,7 +27,8 @@ from p2pavg_dht import ContactError, Record, RecordError, Signer, sign_record, v
 from p2pavg_dht.contact import check_addresses
 from p2pavg_dht.record import unpack as unpack_record
 
-_KEY_DOMAIN = "p2pavg/ready/3"
+_KEY_DOMAIN = "p2pavg/ready/4"
+_VERSION = 3
 
 
 def ready_key(run_id: str, schema_hash: bytes, rule: str = "") -> bytes:
@@ -60,6 +62,8 @@ class Candidate:
     """Capabilities that the peer claims, e.g. ``gpu``."""
     metrics: tuple[tuple[str, float], ...]
     """Metrics that the peer measured while it accumulated, as (name, value), sorted by name."""
+    certificate: bytes = field(repr=False)
+    """The peer's certificate of membership; empty in a run without an authority. It is not checked here."""
     record: Record = field(repr=False)
 
     @property
@@ -90,10 +94,11 @@ def sign_candidate(
     state: bytes = b"",
     tags: Sequence[str] = (),
     metrics: Mapping[str, float] = MappingProxyType({}),
+    certificate: bytes = b"",
 ) -> Candidate:
     """Sign this peer's own candidate."""
     value = pack(
-        2,
+        _VERSION,
         float(deadline),
         float(weight),
         float(bandwidth),
@@ -103,6 +108,7 @@ def sign_candidate(
         state,
         tuple(tags),
         tuple((name, float(metrics[name])) for name in sorted(metrics)),
+        certificate,
     )
     record = sign_record(
         signer, key=key, sequence=int(deadline * 1e6), expiration_time=expiration_time, value=value
@@ -116,13 +122,15 @@ def read_candidate(record: Record) -> Candidate:
     Raises:
         RemoteProtocolError: the value is no candidate, or one of its fields is out of range.
     """
-    version, deadline, weight, bandwidth, codec, auxiliary, addresses, state, tags, metrics = unpack(
-        record.value, int, float, float, float, str, bool, tuple, bytes, tuple, tuple
+    version, deadline, weight, bandwidth, codec, auxiliary, addresses, state, tags, metrics, certificate = (
+        unpack(record.value, int, float, float, float, str, bool, tuple, bytes, tuple, tuple, bytes)
     )
-    if version != 2:
+    if version != _VERSION:
         raise RemoteProtocolError(f"readiness of version {version}")
     if not 0 <= weight <= MAX_WEIGHT or (auxiliary and weight):
         raise RemoteProtocolError(f"weight {weight} of {'an auxiliary' if auxiliary else 'a peer'}")
+    if len(certificate) > MAX_CERTIFICATE_BYTES:
+        raise RemoteProtocolError(f"a certificate of {len(certificate)} bytes")
     if len(state) > MAX_STATE_BYTES:
         raise RemoteProtocolError(f"a state of {len(state)} bytes")
     if not MIN_BANDWIDTH <= bandwidth <= MAX_BANDWIDTH:
@@ -146,6 +154,7 @@ def read_candidate(record: Record) -> Candidate:
         state=state,
         tags=_read_tags(tags),
         metrics=_read_metrics(metrics),
+        certificate=certificate,
         record=record,
     )
 

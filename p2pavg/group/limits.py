@@ -8,6 +8,7 @@ MAX_MEMBERS = 2 * MAX_GROUP_SIZE
 MAX_RUN_ID_CHARS = 128
 MAX_CODEC_CHARS = 64
 MAX_STATE_BYTES = 32
+MAX_CERTIFICATE_BYTES = 640  # of membership; one that a delegate has signed has about 470
 # On a link slower than MIN_BANDWIDTH the smallest part takes minutes, and the other members would have to wait as long
 # for a peer that sends nothing. No machine has a faster link than MAX_BANDWIDTH, so a larger number is a lie.
 MIN_BANDWIDTH = 0.1  # Mbit/s

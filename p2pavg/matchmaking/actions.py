@@ -99,6 +99,11 @@ class Settings:
     """
     max_share: int | None = None  # largest number of elements that this peer reduces
     max_weight: float = MAX_WEIGHT  # largest weight of a contribution; peers that announce more are refused
+    refuses: Callable[[Candidate, float], str | None] | None = None
+    """Returns the reason for which a candidate is no member of the run at this time (wall clock, seconds), or ``None``.
+
+    ``None``: the run has no authority, and admits all candidates.
+    """
     choose_observers: Callable[[Sequence[Candidate]], frozenset[str]] | None = silent_members
     """Returns the ids of the members that only observe, from their signed records only.
 

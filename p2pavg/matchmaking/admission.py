@@ -8,7 +8,7 @@ from p2pavg.matchmaking.attempt_state import AttemptState, Phase
 from p2pavg.matchmaking.known_peers import plausible
 from p2pavg.matchmaking.messages import Declined
 from p2pavg.matchmaking.own_group import OwnGroup
-from p2pavg.matchmaking.roster_check import too_heavy
+from p2pavg.matchmaking.roster_check import not_admitted
 
 
 def refusal(state: AttemptState, group: OwnGroup, candidate: Candidate, now: float) -> Declined | None:
@@ -45,7 +45,7 @@ def _not_trusted(state: AttemptState, candidate: Candidate, now: float) -> str |
     known = state.peers[candidate.peer_id]
     if known.banned is not None:
         return known.banned
-    if (wrong := too_heavy(candidate, state.settings)) is not None:
+    if (wrong := not_admitted(candidate, state.settings, now)) is not None:
         known.refused = wrong
         return wrong
     why, until = known.held_off or ("", now)

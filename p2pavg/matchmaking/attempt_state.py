@@ -15,7 +15,7 @@ from p2pavg.group.roster import Roster
 from p2pavg.matchmaking.actions import Settings
 from p2pavg.matchmaking.known_peers import KnownPeers, may_lead, plausible
 from p2pavg.matchmaking.memory import Memory
-from p2pavg.matchmaking.roster_check import too_heavy
+from p2pavg.matchmaking.roster_check import not_admitted
 
 
 class Phase(enum.Enum):
@@ -72,7 +72,7 @@ class AttemptState:
         known = self.peers[candidate.peer_id]
         if known.banned is not None or candidate.deadline <= known.ended:
             return
-        if (wrong := too_heavy(candidate, self.settings)) is not None:
+        if (wrong := not_admitted(candidate, self.settings, now)) is not None:
             known.refuse(wrong)
             return
         known.seen = now
@@ -80,7 +80,11 @@ class AttemptState:
 
     def learn_leader(self, leader: Candidate | None, now: float) -> None:
         """Take in a leader that another peer has named, if this peer may ask it."""
-        if leader is None or not may_lead(leader, now) or too_heavy(leader, self.settings) is not None:
+        if (
+            leader is None
+            or not may_lead(leader, now)
+            or not_admitted(leader, self.settings, now) is not None
+        ):
             return
         if leader.order < self.me.order and leader.record.key == self.me.record.key:
             known = self.peers[leader.peer_id]

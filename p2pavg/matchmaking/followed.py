@@ -11,7 +11,7 @@ from p2pavg.matchmaking.actions import Actions, Close, Expect, Formed, Open, Rep
 from p2pavg.matchmaking.attempt_state import AttemptState, Phase
 from p2pavg.matchmaking.known_peers import may_lead
 from p2pavg.matchmaking.messages import Accept, Ask, Declined, Refuse, Status
-from p2pavg.matchmaking.roster_check import too_heavy, wrong_with
+from p2pavg.matchmaking.roster_check import not_admitted, wrong_with
 from p2pavg.matchmaking.timing import (
     ANSWER_SECONDS,
     BACK_SECONDS,
@@ -118,7 +118,7 @@ class FollowedLeader:
             and candidate.record.key == me.record.key
             and candidate.fits(me)
             and may_lead(candidate, now)
-            and too_heavy(candidate, self._state.settings) is None
+            and not_admitted(candidate, self._state.settings, now) is None
         )
 
     def follow(self, leader: Candidate) -> None:

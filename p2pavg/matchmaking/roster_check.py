@@ -10,8 +10,10 @@ from p2pavg.group.roster import Roster
 from p2pavg.matchmaking.actions import Settings
 
 
-def too_heavy(candidate: Candidate, settings: Settings) -> str | None:
-    """Return the reason for refusing a candidate's weight, or ``None``."""
+def not_admitted(candidate: Candidate, settings: Settings, now: float) -> str | None:
+    """Return the reason for refusing a candidate because of its weight or membership, or ``None``."""
+    if settings.refuses is not None and (why := settings.refuses(candidate, now)) is not None:
+        return why
     if candidate.weight <= settings.max_weight:
         return None
     return f"its weight of {candidate.weight:g} is above max_weight {settings.max_weight:g}"
@@ -55,15 +57,17 @@ def wrong_with(
     for member in roster.members:
         if (why := banned(member.peer_id)) is not None:
             return f"a roster with {member.peer_id}: {why}"
-    return _beyond_limits(roster, settings)
+    return _beyond_limits(roster, settings, now)
 
 
-def _beyond_limits(roster: Roster, settings: Settings) -> str | None:
+def _beyond_limits(roster: Roster, settings: Settings, now: float) -> str | None:
     """Return the reason if a roster breaks the rules of all rosters or the follower's own limits, else ``None``."""
     # The leader is first and auxiliaries are last: the order decides which member leads if the first one is lost.
     if list(roster.members) != sorted(roster.members, key=lambda member: member.order):
         return "a roster whose members are out of order"
     if not settings.minimum <= len(roster.holders) <= MAX_GROUP_SIZE + 1:
         return f"a roster of {len(roster.holders)}; this peer takes part in {settings.minimum} or more"
-    heavy = [(member.peer_id, wrong) for member in roster.members if (wrong := too_heavy(member, settings))]
-    return f"a roster with {heavy[0][0]}: {heavy[0][1]}" if heavy else None
+    for member in roster.members:
+        if (why := not_admitted(member, settings, now)) is not None:
+            return f"a roster with {member.peer_id}: {why}"
+    return None

@@ -19,13 +19,13 @@ import trio
 from p2pavg.encoding import pack
 from p2pavg.errors import ClosedError
 from p2pavg_dht import Published, Record
-from p2pavg_dht.record import MAX_VALUE_BYTES
 
 SAID_TTL_SECONDS = 15.0  # the entry of a peer that died expires after this
 SAY_SECONDS = 0.2  # between two entries that no peer waits for
 MAX_SKEW_SECONDS = 60.0  # of peers' clocks
 MAX_CALLS = 4  # at once
 LOOK_SECONDS = 1.0  # between two look-ups on a peer that does not store the entries
+MAX_ENTRY_BYTES = 4096
 MAX_PUBLISHERS = 1024
 """Entries of more publishers are ignored: a peer that stores records can invent publishers, at 4 KB an entry. Known
 publishers keep their places, so that invented ones cannot push them out."""
@@ -97,8 +97,8 @@ class Board:
         Raises:
             ValueError: ``value`` is empty or too long.
         """
-        if not 0 < len(value) <= MAX_VALUE_BYTES:
-            raise ValueError(f"value must have 1 to {MAX_VALUE_BYTES} bytes, got {len(value)}")
+        if not 0 < len(value) <= MAX_ENTRY_BYTES:
+            raise ValueError(f"value must have 1 to {MAX_ENTRY_BYTES} bytes, got {len(value)}")
         with self._changed:
             self._to_publish, self._urgent = value, self._urgent or now
         self._wake()

@@ -45,7 +45,7 @@ records = st.builds(
     key=st.sampled_from(KEYS),
     sequence=st.integers(0, 5),
     expiration_time=st.integers(1, 100).map(float),
-    value=st.sampled_from([b"", b"a", b"b", bytes(2000), bytes(4096)]),
+    value=st.sampled_from([b"", b"a", b"b", bytes(2000), bytes(4864)]),
 )
 contacts = st.builds(
     Contact, st.sampled_from([s.peer_id for s in SIGNERS]), st.just(("/ip4/127.0.0.1/tcp/4001",))

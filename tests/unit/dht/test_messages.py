@@ -17,7 +17,7 @@ from p2pavg_dht.messages import (
     decode_request,
     encode,
 )
-from p2pavg_dht.record import pack
+from p2pavg_dht.record import MAX_VALUE_BYTES, pack
 from p2pavg_dht.wire import packed
 
 SIGNER = Ed25519Signer(bytes(range(32)))
@@ -97,7 +97,7 @@ FIELDS = pack(RECORD)
         (message(1, [], []), "1 to 64 records"),
         (message(1, [], [FIELDS] * 65), "an array of at most 64"),
         (message(1, [], [FIELDS[:5]]), "an array of 6 values"),
-        (message(1, [], [[*FIELDS[:4], bytes(4097), FIELDS[5]]]), "a value was expected"),
+        (message(1, [], [[*FIELDS[:4], bytes(MAX_VALUE_BYTES + 1), FIELDS[5]]]), "a value was expected"),
         (message(1, [], [[*FIELDS[:3], 5, *FIELDS[4:]]]), "finite float"),
         (message(1, [], [[*FIELDS[:4], [b"x"], FIELDS[5]]]), "a value was expected"),
         # An empty extension type in the place of the value.
@@ -143,7 +143,7 @@ def test_a_false_length_allocates_nothing() -> None:
 
 
 def test_a_message_that_is_too_long_is_not_encoded() -> None:
-    big = sign_record(SIGNER, key=KEY, sequence=1, expiration_time=1.0, value=bytes(4096))
+    big = sign_record(SIGNER, key=KEY, sequence=1, expiration_time=1.0, value=bytes(MAX_VALUE_BYTES))
     with pytest.raises(MessageError, match="at most 1048576 bytes"):
         encode(Found((), (big,) * 300))
 

@@ -83,7 +83,7 @@ def test_a_signature_without_the_domain_tag_is_refused() -> None:
         ({"expiration_time": 5}, "the expiration time is not a finite float"),
         ({"expiration_time": math.nan}, "the expiration time is not a finite float"),
         ({"expiration_time": math.inf}, "the expiration time is not a finite float"),
-        ({"value": bytes(4097)}, "the value is not bytes, at most 4096"),
+        ({"value": bytes(4865)}, "the value is not bytes, at most 4864"),
         ({"value": "ready"}, "the value is not bytes"),
         ({"signature": bytes(63)}, "the signature is not 64 bytes"),
         ({"signature": None}, "the signature is not 64 bytes"),
@@ -101,13 +101,13 @@ def test_only_six_fields_are_a_record(fields: object) -> None:
 
 
 def test_invalid_fields_are_not_signed() -> None:
-    with pytest.raises(RecordError, match="at most 4096"):
-        sign_record(SIGNER, key=bytes(32), sequence=0, expiration_time=0.0, value=bytes(4097))
+    with pytest.raises(RecordError, match="at most 4864"):
+        sign_record(SIGNER, key=bytes(32), sequence=0, expiration_time=0.0, value=bytes(4865))
 
 
 def test_wire_bytes_bound_the_encoded_size() -> None:
     biggest = sign_record(
-        SIGNER, key=bytes(32), sequence=MAX_SEQUENCE, expiration_time=1e300, value=bytes(4096)
+        SIGNER, key=bytes(32), sequence=MAX_SEQUENCE, expiration_time=1e300, value=bytes(4864)
     )
     assert len(packed(pack(biggest))) <= biggest.wire_bytes == MAX_WIRE_BYTES
     assert len(packed(pack(GOLDEN))) <= GOLDEN.wire_bytes

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from p2pavg_dht import Ed25519Signer, Limits, Record, Refusal, sign_record
-from p2pavg_dht.record import MAX_WIRE_BYTES, WIRE_OVERHEAD
+from p2pavg_dht.record import MAX_VALUE_BYTES, MAX_WIRE_BYTES, WIRE_OVERHEAD
 from p2pavg_dht.storage import RecordStore
 
 NOW = 1_700_000_000.0
@@ -133,10 +133,10 @@ def test_a_publisher_has_its_allowance_of_records_over_all_keys() -> None:
 
 def test_a_publisher_has_its_allowance_of_bytes() -> None:
     store = RecordStore(Limits(bytes_per_publisher=MAX_WIRE_BYTES))
-    assert put(store, record(value=bytes(2000))) is None
-    assert put(store, record(key=numbered_key(1), value=bytes(2000))) is Refusal.PUBLISHER_QUOTA
+    assert put(store, record(value=bytes(2400))) is None
+    assert put(store, record(key=numbered_key(1), value=bytes(2400))) is Refusal.PUBLISHER_QUOTA
     # A longer value of a record that is held needs room too.
-    assert put(store, record(sequence=2, value=bytes(4096))) is None
+    assert put(store, record(sequence=2, value=bytes(MAX_VALUE_BYTES))) is None
     assert put(store, record(key=numbered_key(1), value=b"")) is Refusal.PUBLISHER_QUOTA
 
 
@@ -145,7 +145,7 @@ def test_a_key_has_limits_of_publishers_and_bytes() -> None:
     outcomes = [put(few, record(signer)) for signer in SIGNERS[:3]]
     assert outcomes == [None, None, Refusal.KEY_FULL]
     small = RecordStore(Limits(bytes_per_key=MAX_WIRE_BYTES))
-    assert put(small, record(ALICE, value=bytes(4000))) is None
+    assert put(small, record(ALICE, value=bytes(MAX_VALUE_BYTES - 96))) is None
     assert put(small, record(BOB)) is Refusal.KEY_FULL
 
 
@@ -197,7 +197,7 @@ def test_a_flood_displaces_no_record_and_no_renewal() -> None:
     put(store, record(ALICE))
     for key in (KEY, numbered_key(1), numbered_key(2)):
         for sybil in CROWD:
-            put(store, record(sybil, key=key, value=bytes(4096)))
+            put(store, record(sybil, key=key, value=bytes(MAX_VALUE_BYTES)))
     assert len(store) == 6
     assert put(store, record(ALICE, sequence=2, ttl=90.0)) is None
     assert put(store, record(ALICE, sequence=3, ttl=90.0, value=b"")) is None

@@ -20,6 +20,7 @@ from p2pavg.errors import (
     P2PAvgError,
 )
 from p2pavg.group.participation import ByCapability, Participation, RandomFraction
+from p2pavg.membership.access import RunAccess
 from p2pavg.peer import Peer, open_peer
 from p2pavg.result import Failed, InProgress, NoPeers, RoundResult, Success, Tensors
 from p2pavg_compression import Bf16, Blockwise8, Codec, CodecError, Fp16, Fp32, Int8
@@ -53,6 +54,7 @@ __all__ = [
     "Peer",
     "RandomFraction",
     "RoundResult",
+    "RunAccess",
     "Success",
     "Tensors",
     "blocking",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import sys
 from collections.abc import Callable, Mapping
@@ -23,9 +24,12 @@ from p2pavg.group.participation import observers
 from p2pavg.group.roster import share_cutter
 from p2pavg.matchmaking.actions import Settings
 from p2pavg.matchmaking.matchmaker import Matchmaker
+from p2pavg.membership.membership import Membership
 from p2pavg.net.limits.rate import RateLimit
 from p2pavg.records.board import LOOK_SECONDS, Board, board_key
+from p2pavg.records.revocations import Revocations
 from p2pavg.records.run_entry import RunEntry
+from p2pavg.records.run_records import RunRecords
 from p2pavg.result import InProgress, NoPeers, RoundResult, Tensors
 from p2pavg.round.host import Host
 from p2pavg.round.presence import Presence
@@ -33,6 +37,8 @@ from p2pavg.round.roles import Contributor
 from p2pavg.round.round import Round
 from p2pavg.round.rounds import Rounds, RoundSettings
 from p2pavg.vector.accumulation import Accumulation, Given, Schema
+
+logger = logging.getLogger(__name__)
 
 _CLOSE_SECONDS = 2.0
 
@@ -73,14 +79,25 @@ class DecentralizedAverager:
         self._meter = BandwidthMeter(
             max_upload_mbps=config.max_upload_mbps, max_download_mbps=config.max_download_mbps
         )
+        membership = None if config.access is None else Membership(config.access, host.id)
+        self._records = RunRecords(host.records, membership, host.context.wall_clock)
         self._rounds: Rounds | None = None
-        self._key = b""
         self._presence: Presence | None = None
         self._state = b""
         self._round: Round[RoundResult] | None = None
         self._boards: dict[str, Board] = {}
         self._stepping = trio.Lock()
         self._closed = False
+        if membership is None:
+            logger.info("run %r is open to anybody: it has no authority", config.run_id)
+        else:
+            revocations = Revocations(
+                self._records,
+                membership,
+                config.run_id,
+                changed=lambda: None if self._rounds is None else self._rounds.matchmaker.recheck(),
+            )
+            nursery.start_soon(revocations.run)
 
     @property
     def peer_id(self) -> str:
@@ -264,7 +281,7 @@ class DecentralizedAverager:
 
     def _prepare(self, schema: Schema) -> Rounds:
         """Register with the peer. This waits for the first step, because it needs the schema."""
-        config, context = self.config, self._host.context
+        config, context, membership = self.config, self._host.context, self._records.membership
         codec = config.codec
         key = ready_key(config.run_id, schema.hash, config.rule)
         cut_shares = share_cutter(schema.elements, codec.granularity)
@@ -278,12 +295,13 @@ class DecentralizedAverager:
                 cut_shares=cut_shares,
                 choose_observers=partial(observers, config.participation),
                 max_weight=config.most_weight,
+                refuses=None if membership is None else membership.refuses,
             ),
             codec=codec.name,
             bandwidth=lambda: self._meter.mbps if config.bandwidth is None else config.bandwidth,
+            records=self._records,
         )
         self._host.registry.add_averager(key, matchmaker, config.run_id)
-        self._key = key
         entry = RunEntry(
             schema_hash=schema.hash,
             tensors=len(schema.shapes),
@@ -292,7 +310,7 @@ class DecentralizedAverager:
             group_size=config.group_size,
             rule=config.rule,
         )
-        self._presence = Presence(self._host, config.run_id, entry)
+        self._presence = Presence(self._host, self._records, config.run_id, entry)
         self._nursery.start_soon(self._presence.publish)
         return Rounds(
             run_context(
@@ -328,7 +346,7 @@ class DecentralizedAverager:
         self._check_open()
         if topic not in self._boards:
             self._boards[topic] = Board(
-                self._host.records,
+                self._records,
                 key=board_key(self.config.run_id, topic),
                 peer_id=self.peer_id,
                 wall_clock=self._host.context.wall_clock,
@@ -355,8 +373,9 @@ class DecentralizedAverager:
                     nursery.start_soon(board.aclose)
                 if self._rounds is not None and self._presence is not None:
                     nursery.start_soon(self._rounds.matchmaker.withdraw)
-                    if self._host.registry.remove_averager(self._key, self.config.run_id):
+                    if self._host.registry.remove_averager(self._rounds.matchmaker.key, self.config.run_id):
                         nursery.start_soon(self._presence.withdraw)
+            self._records.close()
 
     def _check_open(self) -> None:
         if self._closed:

@@ -18,6 +18,7 @@ from p2pavg.group.limits import (
 )
 from p2pavg.group.names import is_rule
 from p2pavg.group.participation import Participation, check_tags
+from p2pavg.membership.access import RunAccess
 from p2pavg_compression import Codec, resolve_codec
 
 
@@ -44,6 +45,7 @@ class AveragingConfig:
             refused by name; this peer's own contribution counts ``max_weight`` when more has been accumulated. Choose a
             few times what one peer contributes to a round: a peer that lies about its samples counts no more than that.
             ``None``: 1e15.
+        access: keys and certificate of a run that has an authority; ``None``: the run is open to anybody.
 
     Raises:
         ConfigError: an argument is out of range; the message names it.
@@ -61,6 +63,7 @@ class AveragingConfig:
     participation: Participation | None = None
     tags: tuple[str, ...] = ()
     max_weight: float | None = None
+    access: RunAccess | None = None
 
     def __post_init__(self) -> None:
         if not _is_text(self.run_id) or not 0 < len(self.run_id) <= MAX_RUN_ID_CHARS:
@@ -78,6 +81,8 @@ class AveragingConfig:
                 _check_number(name, getattr(self, name), MAX_MBPS)
         if self.max_weight is not None:
             _check_number("max_weight", self.max_weight, MAX_WEIGHT)
+        if self.access is not None and not isinstance(self.access, RunAccess):
+            raise ConfigError(f"access must be a RunAccess or None, got {type(self.access).__name__}")
         if self.participation is not None and not isinstance(self.participation, Participation):
             raise ConfigError(f"participation must be None or a rule, got {self.participation!r}")
         if not is_rule(self.rule):
@@ -101,8 +106,13 @@ class AveragingConfig:
 
     @property
     def most_weight(self) -> float:
-        """The maximum weight of one contribution."""
+        """The largest weight that any peer's contribution may have."""
         return MAX_WEIGHT if self.max_weight is None else float(self.max_weight)
+
+    @property
+    def own_most_weight(self) -> float:
+        """The largest weight that this peer's contribution may have: its certificate may allow less."""
+        return self.most_weight if self.access is None else min(self.most_weight, self.access.max_weight)
 
     @property
     def codec(self) -> Codec:

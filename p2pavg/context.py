@@ -1,25 +1,16 @@
-"""The context of one peer: transport, records, identity and clock, which all of its runs share."""
+"""The context of one peer: transport, identity and clock, which all of its runs share."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import trio
 
 from p2pavg.group.milestones import OnMilestone, ignore
 from p2pavg.net.transport import Transport
 from p2pavg.threads.workers import RunInThread
-from p2pavg_dht import Published, Record, Signer
-
-
-class Records(Protocol):
-    """The part of a record node that matchmaking uses."""
-
-    async def publish(self, key: bytes, value: bytes, *, ttl: float) -> Published: ...
-    async def withdraw(self, key: bytes) -> None: ...
-    async def find(self, key: bytes) -> tuple[Record, ...]: ...
+from p2pavg_dht import Signer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +18,6 @@ class PeerContext:
     """Everything that the runs of one peer share."""
 
     transport: Transport
-    records: Records
     signer: Signer
     wall_clock: Callable[[], float]
     """Seconds since 1970. A simulation has its own."""

@@ -87,7 +87,6 @@ class Peer:
         """Compares clocks and versions with other peers."""
         self.context = PeerContext(
             transport=transport,
-            records=self.records,
             signer=signer,
             wall_clock=wall_clock,
             nursery=nursery,
@@ -111,6 +110,7 @@ class Peer:
 
         Raises:
             ClosedError: the peer was closed.
+            ConfigError: ``config.access`` has a certificate for another peer.
         """
         if self._closed:
             raise ClosedError("the peer is closed")

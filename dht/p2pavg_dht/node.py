@@ -7,7 +7,8 @@ them out on trio.
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import trio
@@ -24,7 +25,7 @@ from p2pavg_dht.record import KEY_BYTES, MAX_VALUE_BYTES, Record, live_records
 from p2pavg_dht.routing import RoutingTable
 from p2pavg_dht.rpc import Rpc
 from p2pavg_dht.service import serve
-from p2pavg_dht.storage import RecordStore, Refusal, untimely
+from p2pavg_dht.storage import Guard, RecordStore, Refusal, untimely
 from p2pavg_dht.upkeep import Started, Upkeep
 
 logger = logging.getLogger(__name__)
@@ -73,10 +74,13 @@ class RecordNode:
         self._limits = limits or Limits()
         self._now = wall_clock
         self._watchers: dict[bytes, Callable[[], None]] = {}
+        self._also: dict[bytes, tuple[Contact, ...]] = {}
         self._store = RecordStore(self._limits)
         self._table = RoutingTable(self._peer_id)
         self._publications = Publications(signer, self._limits)
-        self._client = Client(rpc, self._table, addresses, self._on_live)
+        self._client = Client(
+            rpc, self._table, addresses, on_live=lambda contact: self._upkeep.tell_soon(contact)
+        )
         self._operations = Operations(self._peer_id, self._client, self._table)
         self._upkeep = Upkeep(
             own_point=peer_point(self._peer_id),
@@ -122,7 +126,9 @@ class RecordNode:
         """Name a possible peer. It becomes known when it answers a call, which `run` makes."""
         self._upkeep.check_if_wanted(contact)
 
-    async def publish(self, key: bytes, value: bytes, *, ttl: float) -> Published:
+    async def publish(
+        self, key: bytes, value: bytes, *, ttl: float, also: Sequence[Contact] = ()
+    ) -> Published:
         """Publish `value` under `key`, and return the other publishers' records there.
 
         `key`: 32 bytes. `value`: 1 to MAX_VALUE_BYTES (4864) bytes. `ttl`: the seconds for which each signed copy
@@ -132,20 +138,29 @@ class RecordNode:
         expire in between. The record replaces the one that this peer published under `key` before, and lasts
         at least as long. A cancelled publish may have stored the record, which is then renewed too: withdraw
         it.
+
+        `also`: peers that get the record, and its renewals and withdrawal, besides the nearest ones. This peer
+        keeps places for their records, and for its own, under the key.
         """
         _check_key(key)
         if not 0 < len(value) <= MAX_VALUE_BYTES:
             raise ValueError(f"a value has 1 to {MAX_VALUE_BYTES} bytes, not {len(value)}; see withdraw")
         if not (math.isfinite(ttl) and 0 < ttl <= self._limits.max_ttl):
             raise ValueError(f"ttl must be positive and at most {self._limits.max_ttl} s, not {ttl}")
-        return await self._announce(self._publications.announce(key, value, ttl=ttl, now=self._now()))
+        record = self._publications.announce(key, value, ttl=ttl, now=self._now())
+        self._also[key] = tuple(also)
+        self._store.reserve(key, {self._peer_id, *(contact.peer_id for contact in also)})
+        return await self._announce(record, also)
 
     async def withdraw(self, key: bytes) -> None:
         """Withdraw this peer's record under `key`, if there is one."""
         _check_key(key)
         tombstone = self._publications.withdraw(key, self._now())
+        also = self._also.pop(key, ())
         if tombstone is not None:
-            await self._announce(tombstone)
+            await self._announce(tombstone, also)
+        if key not in self._also:  # not published again meanwhile
+            self._store.reserve(key, ())
 
     async def withdraw_all(self) -> None:
         """Withdraw all records at once, within WITHDRAW_TIMEOUT. It works before, during and after `run`."""
@@ -154,15 +169,29 @@ class RecordNode:
                 for key in self._publications.said():
                     nursery.start_soon(self.withdraw, key)
 
-    async def find(self, key: bytes) -> tuple[Record, ...]:
+    async def find(self, key: bytes, also: Sequence[Contact] = ()) -> tuple[Record, ...]:
         """Return the live records under `key`: the newest one of each publisher, ordered by publisher.
 
-        The answers of the K nearest peers are merged with this peer's own records. A publisher whose newest
-        record is withdrawn or expired is left out.
+        The answers of the K nearest peers, and of those in `also`, are merged with this peer's own records. A
+        publisher whose newest record is withdrawn or expired is left out.
         """
         _check_key(key)
-        found = await self._operations.find(key)
+        found = await self._operations.find(key, also)
         return self._merged(key, found)
+
+    @contextmanager
+    def guarded(self, key: bytes, guard: Guard) -> Iterator[None]:
+        """Let `guard` decide which records this peer stores under `key`, as long as the block lasts.
+
+        It gets genuine records, and returns the reason for refusing one, or None. Of several guards of one key, the
+        first decides.
+        """
+        _check_key(key)
+        self._store.guard(key, guard)
+        try:
+            yield
+        finally:
+            self._store.unguard(key, guard)
 
     def watch(self, key: bytes, changed: Callable[[], None]) -> None:
         """Call `changed` whenever another peer has stored records under `key` here; `held` then returns them.
@@ -211,24 +240,24 @@ class RecordNode:
     async def _renew(self, key: bytes) -> None:
         record = self._publications.renew(key, self._now())
         if record is not None:
-            await self._announce(record)
+            await self._announce(record, self._also.get(key, ()))
 
-    async def _announce(self, record: Record) -> Published:
+    async def _announce(self, record: Record, also: Sequence[Contact]) -> Published:
         """Store `record`. If a newer record of an earlier process of this peer is found, outrank it and repeat."""
-        published, seen = await self._announce_once(record)
+        published, seen = await self._announce_once(record, also)
         timely = [r for r in seen if untimely(r, self._now(), self._limits) is None]
         again = self._publications.adopt(timely, self._now())
         if again is None:
             return published
         logger.info("a newer record of an earlier process of this peer was found and is being replaced")
-        published, _ = await self._announce_once(again)
+        published, _ = await self._announce_once(again, also)
         return published
 
-    async def _announce_once(self, record: Record) -> tuple[Published, list[Record]]:
+    async def _announce_once(self, record: Record, also: Sequence[Contact]) -> tuple[Published, list[Record]]:
         # Store the record here first. If two peers announce to each other at once, one of them then finds the
         # other's record.
         refusal = self._store.put(record, sender=self._peer_id, now=self._now())
-        outcome = await self._operations.store(record)
+        outcome = await self._operations.store(record, also)
         for holder in outcome.holders:
             self._publications.confirmed(record, holder)
         refused = [f"{self._peer_id}: {refusal}"] if refusal else []
@@ -241,9 +270,6 @@ class RecordNode:
         records = [*found, *self._store.records(key, now)]
         credible = [r for r in records if untimely(r, now, self._limits) is not Refusal.TOO_FAR]
         return live_records(credible, now)
-
-    def _on_live(self, contact: Contact) -> None:
-        self._upkeep.tell_soon(contact)
 
 
 def _check_key(key: bytes) -> None:

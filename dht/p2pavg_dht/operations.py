@@ -1,21 +1,28 @@
 """The three operations on the network: locate peers, store a record, find the records under a key."""
 
-from collections.abc import Iterable
+import logging
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 import trio
 
-from p2pavg_dht.client import Client
+from p2pavg_dht.client import Client, OnAnswer
 from p2pavg_dht.contact import Contact
 from p2pavg_dht.distance import K, key_point, point_bytes
 from p2pavg_dht.lookup import Lookup
-from p2pavg_dht.messages import Answer, Find, Found, Locate, Store, Stored
+from p2pavg_dht.messages import Answer, Find, Found, Locate, Request, Store, Stored
 from p2pavg_dht.record import Record
 from p2pavg_dht.routing import RoutingTable
+from p2pavg_dht.rpc import RpcError
+
+logger = logging.getLogger(__name__)
 
 # The seconds for which the peers nearest to a key count as known, and the number of keys that are remembered.
 RESOLVED_FOR = 60.0
 MOST_RESOLVED = 1024
+# The seconds for which contacts that are called beside a lookup may answer after it has ended.
+BESIDE_TIMEOUT = 0.5
 
 
 @dataclass(slots=True)
@@ -52,22 +59,23 @@ class Operations:
         await self._client.walk(lookup, request, _ignore)
         self._note_resolved(point)
 
-    async def store(self, record: Record) -> StoreRound:
+    async def store(self, record: Record, also: Sequence[Contact] = ()) -> StoreRound:
         """Send `record` to the K nearest peers, and to nearer ones that their answers name.
 
         If the nearest peers are known, this is one wave of calls. If not, they are looked up first, so that
-        no copies are left at peers on the way.
+        no copies are left at peers on the way. The contacts in `also` are called at once in any case.
         """
         point = key_point(record.key)
-        if not self._known(point):
-            await self.locate(point)
         outcome = StoreRound()
         request = Store(self._client.addresses(), (record,))
-        await self._client.walk(self._lookup(point), request, outcome.note)
+        async with self._beside(point, also, request, outcome.note):
+            if not self._known(point):
+                await self.locate(point)
+            await self._client.walk(self._lookup(point), request, outcome.note)
         return outcome
 
-    async def find(self, key: bytes) -> list[Record]:
-        """Return all records under `key` that the K nearest peers hold, not merged yet."""
+    async def find(self, key: bytes, also: Sequence[Contact] = ()) -> list[Record]:
+        """Return all records under `key` that the K nearest peers and those in `also` hold, not merged yet."""
         found: list[Record] = []
 
         def collect(_: Contact, answer: Answer) -> None:
@@ -75,9 +83,37 @@ class Operations:
             found.extend(answer.records)
 
         point = key_point(key)
-        await self._client.walk(self._lookup(point), Find(self._client.addresses(), key), collect)
+        request = Find(self._client.addresses(), key)
+        async with self._beside(point, also, request, collect):
+            await self._client.walk(self._lookup(point), request, collect)
         self._note_resolved(point)
         return found
+
+    @asynccontextmanager
+    async def _beside(
+        self, point: int, contacts: Sequence[Contact], request: Request, on_answer: OnAnswer
+    ) -> AsyncIterator[None]:
+        """Call contacts beside a lookup, and wait for them at most BESIDE_TIMEOUT longer than for the lookup.
+
+        The lookup itself calls those that are nearest to `point`. One that has just failed is left out: it would
+        hold up every call.
+        """
+        async with trio.open_nursery() as nursery:
+            now = trio.current_time()
+            nearest = {contact.peer_id for contact in self._table.nearest(point, K)}
+            for contact in map(self._table.prefer_live, contacts):
+                if contact.peer_id not in nearest and self._table.usable(contact, now):
+                    nursery.start_soon(self._ask, contact, request, on_answer)
+            yield
+            nursery.cancel_scope.deadline = trio.current_time() + BESIDE_TIMEOUT
+
+    async def _ask(self, contact: Contact, request: Request, on_answer: OnAnswer) -> None:
+        try:
+            answer = await self._client.ask(contact, request)
+        except RpcError as error:
+            logger.debug("beside a lookup: %s", error)
+        else:
+            on_answer(contact, answer)
 
     def _lookup(self, point: int, seeds: Iterable[Contact] = ()) -> Lookup:
         # Twice as many as are asked. The second half replaces those that do not answer.

@@ -4,7 +4,17 @@ from collections.abc import Iterable
 
 from p2pavg_dht.contact import Contact
 from p2pavg_dht.distance import key_point, nearest
-from p2pavg_dht.messages import Answer, Find, Found, Locate, Located, Request, Store, Stored
+from p2pavg_dht.messages import (
+    MAX_OUTCOME_LENGTH,
+    Answer,
+    Find,
+    Found,
+    Locate,
+    Located,
+    Request,
+    Store,
+    Stored,
+)
 from p2pavg_dht.record import Record
 from p2pavg_dht.routing import RoutingTable
 from p2pavg_dht.storage import RecordStore, Refusal
@@ -36,7 +46,7 @@ def _put_all(records: Iterable[Record], sender: str, store: RecordStore, now: fl
             continue
         refusal = store.put(record, sender=sender, now=now)
         forged = refusal is Refusal.FORGED
-        yield refusal or ""
+        yield (refusal or "")[:MAX_OUTCOME_LENGTH]
 
 
 def _closer(table: RoutingTable, point: int, asker: str) -> tuple[Contact, ...]:

@@ -7,6 +7,12 @@ the longest TTL; after that, the attacker has to send it again. Each publisher h
 Each sender has an allowance of other publishers' records. Many identities that each connect themselves count
 as many publishers: this layer does not decide about admission to a run.
 
+Places are *reserved* under a key that this peer uses itself, for its own record and those of a few peers that it has
+met. A flood of invented publishers cannot keep those out.
+
+A *guard* is the rule of a key whose run this peer knows: it refuses records of publishers that are no members. So
+strangers cannot fill the keys of a run at its own members.
+
 No record is refused because it is far from this peer's own point. Publishers choose keys freely, so a flood
 would simply choose near ones. But an honest record may come from a peer whose table is out of date.
 
@@ -15,16 +21,18 @@ every record that it withdraws. When it is gone, an older record is refused as e
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from heapq import heapify, heappop, heappush
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 from p2pavg_dht.limits import Limits
 from p2pavg_dht.record import Record, RecordError, verify
 
 T = TypeVar("T", bound=bytes | str)
+Guard: TypeAlias = Callable[[Record], str | None]
+"""Returns the reason for which a record, whose signature is genuine, is refused under its key; None admits it."""
 
 
 class Refusal(StrEnum):
@@ -37,6 +45,7 @@ class Refusal(StrEnum):
     FORGED = "forged: the signature is not the publisher's"
     KEY_FULL = "no room under this key"
     PUBLISHER_QUOTA = "the publisher's allowance is used up"
+    UNKNOWN_WITHDRAWN = "withdrawn, and no record of this publisher is held"
     SENDER_QUOTA = "the sender's allowance of other publishers' records is used up"
     STORE_FULL = "no room"
 
@@ -77,6 +86,8 @@ class RecordStore:
         self._by_key: dict[bytes, _Usage] = {}
         self._by_publisher: dict[str, _Usage] = {}
         self._relayed: Counter[str] = Counter()
+        self._guards: dict[bytes, list[Guard]] = {}
+        self._reserved: dict[bytes, frozenset[str]] = {}
         self._expirations: list[tuple[float, bytes, str]] = []
 
     def __len__(self) -> int:
@@ -87,21 +98,39 @@ class RecordStore:
         """The bytes of all records held, as on the wire."""
         return self._total.bytes
 
-    def put(self, record: Record, *, sender: str, now: float) -> Refusal | None:
+    def guard(self, key: bytes, guard: Guard) -> None:
+        """Let `guard` decide on the records under `key`, unless another guard does already."""
+        self._guards.setdefault(key, []).append(guard)
+
+    def unguard(self, key: bytes, guard: Guard) -> None:
+        """End a `guard`. The next one that was set for the key, if any, decides from now on."""
+        self._guards[key].remove(guard)
+        if not self._guards[key]:
+            del self._guards[key]
+
+    def reserve(self, key: bytes, publishers: Collection[str]) -> None:
+        """Reserve places under `key` for `publishers`, in place of those that had one; for none of them, end that."""
+        if publishers:
+            self._reserved[key] = frozenset(publishers)
+        else:
+            self._reserved.pop(key, None)
+
+    def put(self, record: Record, *, sender: str, now: float) -> str | None:
         """Store `record`, sent by the authenticated peer `sender`. Return the reason if it is refused.
 
         A record that is held already counts as stored. The signature check is the most expensive one, so it
-        comes last.
+        comes after the others; a guard sees genuine records only.
         """
         self.expire(now)
         held = self._held(record.key, record.publisher)
         if held is not None and held.record == record:
             return None
-        refusal = (
+        refusal: str | None = (
             untimely(record, now, self._limits)
             or (_outranked(record, held.record) if held else None)
             or self._no_room(record, held, sender)
             or _forged(record)
+            or self._guarded(record, held)
         )
         if refusal is None:
             self._replace(record, held, sender)
@@ -134,6 +163,14 @@ class RecordStore:
             if entry is not None and entry.record.expiration_time <= now:
                 self._remove(entry)
 
+    def _guarded(self, record: Record, held: _Entry | None) -> str | None:
+        guards = self._guards.get(record.key)
+        if not guards:
+            return None
+        if record.withdrawn:  # it has no value that a guard could check
+            return None if held else Refusal.UNKNOWN_WITHDRAWN
+        return guards[0](record)
+
     def _held(self, key: bytes, publisher: str) -> _Entry | None:
         return self._keys.get(key, {}).get(publisher)
 
@@ -146,6 +183,8 @@ class RecordStore:
         publisher = self._by_publisher.get(record.publisher, _Usage())
         if _over(publisher, records, size, limits.records_per_publisher, limits.bytes_per_publisher):
             return Refusal.PUBLISHER_QUOTA
+        if record.publisher in self._reserved.get(record.key, ()):
+            return None
         key = self._by_key.get(record.key, _Usage())
         if _over(key, records, size, limits.publishers_per_key, limits.bytes_per_key):
             return Refusal.KEY_FULL

@@ -65,6 +65,11 @@ class AttemptState:
         """True once the attempt has a group, or has been given up."""
         return self.phase in (Phase.COMMITTED, Phase.OVER)
 
+    @property
+    def own_refusal(self) -> str | None:
+        """The reason for which other peers refuse this one as a member of the run, or ``None``."""
+        return None if self.settings.refuses is None else self.settings.refuses(self.me, self.looked)
+
     def learn(self, candidate: Candidate, now: float) -> None:
         """Take in a candidate from its record."""
         if candidate.peer_id == self.me.peer_id or not plausible(candidate, now):

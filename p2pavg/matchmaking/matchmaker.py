@@ -33,6 +33,7 @@ from p2pavg.matchmaking.rules import Matchmaking
 from p2pavg.net.blame import guarded
 from p2pavg.net.framing import send_message
 from p2pavg.net.transport import Stream
+from p2pavg.records.run_records import RunRecords
 from p2pavg_dht import Record
 
 logger = logging.getLogger(__name__)
@@ -60,8 +61,10 @@ class Matchmaker:
         settings: Settings,
         codec: str,
         bandwidth: Callable[[], float],  # returns the Mbit/s for the next signed candidate
+        records: RunRecords,
     ) -> None:
         self._context = context
+        self._records = records
         self._key = key
         self._settings = settings
         self._codec = codec
@@ -73,9 +76,14 @@ class Matchmaker:
         self._memory = Memory()
 
     @property
+    def key(self) -> bytes:
+        """The ready key under which it answers."""
+        return self._key
+
+    @property
     def ready_peers(self) -> int:
         """Number of contributors known to be ready, this peer included."""
-        return 1 if self._attempt is None else self._attempt.ready_peers
+        return 1 if self._attempt is None else self._attempt.rules.ready_peers
 
     def ban(self, peer_id: str, reason: str, seconds: float) -> None:
         """Ban a peer from all attempts that begin within ``seconds``."""
@@ -84,13 +92,22 @@ class Matchmaker:
         if len(self._banned) > MAX_BANNED:
             del self._banned[next(iter(self._banned))]
 
-    def finished_with(self, peer_ids: Iterable[str]) -> None:
-        """Note that a round with these peers was finished; later attempts prefer them."""
-        self._memory.finished_with(peer_id for peer_id in peer_ids if peer_id != self._context.signer.peer_id)
+    def finished_with(self, members: Sequence[Candidate]) -> None:
+        """Note that a round with these members was finished; later attempts prefer them."""
+        others = [member for member in members if member.peer_id != self._context.signer.peer_id]
+        self._memory.finished_with(member.peer_id for member in others)
+        self._records.met(others)
+
+    def recheck(self) -> None:
+        """Drop the leader or followers that are members of the run no longer."""
+        if self._attempt is not None and self._settings.refuses is not None:
+            for candidate in self._attempt.partners:
+                if (why := self._settings.refuses(candidate, self._context.wall_clock())) is not None:
+                    self._attempt.expel(candidate.peer_id, why)
 
     def waits_for(self) -> str:
         """Return a sentence that says what the current attempt waits for; empty without an attempt."""
-        return "" if self._attempt is None else self._attempt.waits_for()
+        return "" if self._attempt is None else self._attempt.rules.waits_for()
 
     def _blame(self, peer_id: str, error: Exception) -> None:
         """Drop a peer whose message or record raised an exception."""
@@ -158,6 +175,7 @@ class Matchmaker:
             state=state,
             tags=tags,
             metrics=metrics,
+            certificate=self._records.certificate,
         )
 
     def _begin(
@@ -175,7 +193,7 @@ class Matchmaker:
             else:
                 del self._banned[peer_id]
         self._published = True
-        return _Attempt(self._context, me, rules, now, on_report, on_expect, self._blame)
+        return _Attempt(self._context, self._records, me, rules, now, on_report, on_expect, self._blame)
 
     async def serve(self, stream: Stream, message: Ask | Nudge) -> None:
         """Serve an inbound stream that begins with ``message``, until its conversation ends."""
@@ -196,7 +214,7 @@ class Matchmaker:
         self._linger.cancel()
         if self._published:
             self._published = False
-            await self._context.records.withdraw(self._key)
+            await self._records.withdraw(self._key)
 
     async def _withdraw_unless_renewed(self) -> None:
         with trio.CancelScope() as self._linger:
@@ -211,6 +229,7 @@ class _Attempt:
     def __init__(
         self,
         context: PeerContext,
+        records: RunRecords,
         me: Candidate,
         rules: Matchmaking,
         now: float,
@@ -219,8 +238,9 @@ class _Attempt:
         on_fault: Callable[[str, Exception], None],
     ) -> None:
         self._context = context
+        self._records = records
         self._me = me
-        self._rules = rules
+        self.rules = rules
         self._on_fault = on_fault
         self._on_report = on_report
         self._on_expect = on_expect
@@ -234,19 +254,16 @@ class _Attempt:
         self._nursery: trio.Nursery | None = None
 
     @property
-    def ready_peers(self) -> int:
-        """Number of contributors known to be ready, this peer included."""
-        return self._rules.ready_peers
-
-    def waits_for(self) -> str:
-        """Return a sentence that says what the attempt waits for."""
-        return self._rules.waits_for()
+    def partners(self) -> list[Candidate]:
+        """The leader that this peer has asked or follows, and its own followers."""
+        leader = self.rules.state.leader
+        return [*self.rules.group.followers.values(), *([] if leader is None else [leader])]
 
     def expel(self, peer_id: str, reason: str) -> None:
         """Drop a peer whose message raised an exception. The rules may have handled half of the message."""
         left: Actions = []
         with guarded(peer_id, self._abandon, what="the loss"):
-            left = self._rules.expel(peer_id, reason, self._now())
+            left = self.rules.expel(peer_id, reason, self._now())
         self._do(left)
 
     def _abandon(self, peer_id: str, error: Exception) -> None:
@@ -273,7 +290,7 @@ class _Attempt:
                     self._nursery = None  # streams outlive the attempt, but their messages start no new tasks
                     nursery.cancel_scope.cancel()
         finally:
-            self._do(self._rules.stop("the peer has stopped looking for a group"))
+            self._do(self.rules.stop("the peer has stopped looking for a group"))
             if not isinstance(self._outcome, Roster):
                 self._on_expect(None)
         return self._outcome or GaveUp(f"no group within {ATTEMPT_SECONDS:.0f} s")
@@ -282,23 +299,23 @@ class _Attempt:
         """Handle the nudge of an earlier candidate."""
         actions: Actions = []
         with guarded(candidate.peer_id, self._on_fault, what="a nudge"):
-            actions = self._rules.nudged(candidate, self._now())
+            actions = self.rules.nudged(candidate, self._now())
         self._do(actions)
 
     def exchange_begun(self, group_id: bytes, peer_id: str) -> None:
         """Note that a member has begun the exchange: it has heard of a commit that this peer may not know yet."""
-        self._do(self._rules.exchange_begun(group_id, peer_id))
+        self._do(self.rules.exchange_begun(group_id, peer_id))
 
     async def serve(self, stream: Stream, candidate: Candidate) -> None:
         """Serve the join stream of a peer that asks to join."""
         old = self._downward.pop(candidate.peer_id, None)
         if old is not None:
             old.close()
-            self._do(self._rules.lost(candidate.peer_id, "it asked again", self._now()))
+            self._do(self.rules.lost(candidate.peer_id, "it asked again", self._now()))
         link = self._downward[candidate.peer_id] = Link(stream)
         actions: Actions = []
         with guarded(candidate.peer_id, self._on_fault):
-            actions = self._rules.asked(candidate, self._now())
+            actions = self.rules.asked(candidate, self._now())
         self._do(actions)
         await self._run_link(link, candidate.peer_id, upward=False)
 
@@ -308,7 +325,7 @@ class _Attempt:
 
         def told(message: Message) -> None:
             if links.get(peer_id) is link:
-                tell = self._rules.told_by_leader if upward else self._rules.told
+                tell = self.rules.told_by_leader if upward else self.rules.told
                 actions: Actions = []
                 with guarded(peer_id, self._on_fault):
                     actions = tell(peer_id, message, self._now())
@@ -317,41 +334,50 @@ class _Attempt:
         def lost(reason: str) -> None:
             if links.get(peer_id) is link:
                 del links[peer_id]
-                lose = self._rules.lost_leader if upward else self._rules.lost
+                lose = self.rules.lost_leader if upward else self.rules.lost
                 self._do(lose(peer_id, reason, self._now()))
 
         await link.run(told, lost, self._on_fault)
 
     async def _announce(self) -> None:
-        """Publish this peer's record, which returns the other peers' records; then poll at growing intervals."""
-        records = self._context.records
-        published = await records.publish(self._me.record.key, self._me.record.value, ttl=RECORD_TTL_SECONDS)
-        self._read(published.records)
-        pause = _POLL_FIRST_SECONDS
-        while True:
-            await trio.sleep(pause)
-            self._read(await records.find(self._me.record.key))
-            pause = min(2 * pause, _POLL_MOST_SECONDS)
+        """Publish this peer's record, which returns the other peers' records; then poll at growing intervals.
+
+        Records that others store here are read at once. A lookup among hostile keepers can take seconds.
+        """
+        records, key = self._records, self._me.record.key
+        records.watch(key, lambda: self._read(records.held(key)))
+        try:
+            published = await records.publish(key, self._me.record.value, ttl=RECORD_TTL_SECONDS)
+            self._read(published.records)
+            pause = _POLL_FIRST_SECONDS
+            while True:
+                await trio.sleep(pause)
+                self._read(await records.find(key))
+                pause = min(2 * pause, _POLL_MOST_SECONDS)
+        finally:
+            records.unwatch(key)
 
     def _read(self, records: Iterable[Record]) -> None:
         for record in records:
+            if record.withdrawn:
+                continue
             try:
                 with guarded(
                     record.publisher, self._on_fault, what="a record", expected=(RemoteProtocolError,)
                 ):
-                    self._rules.state.learn(read_candidate(record), self._now())
+                    self.rules.state.learn(read_candidate(record), self._now())
             except RemoteProtocolError as error:
                 logger.info("%s published an invalid candidate: %s", record.publisher, error)
-        self._do(self._rules.discovered((), self._now()))
+        self._do(self.rules.discovered((), self._now()))
 
     async def _keep_time(self) -> None:
         while True:
             self._changed = trio.Event()
-            wait = self._rules.wake_at() - self._now()
+            wait = self.rules.wake_at() - self._now()
             with trio.move_on_after(max(wait, 0.0)) as scope:
                 await self._changed.wait()
             if scope.cancelled_caught:
-                self._do(self._rules.tick(self._now()))
+                self._do(self.rules.tick(self._now()))
 
     def _do(self, actions: Actions) -> None:
         self._changed.set()
@@ -416,7 +442,7 @@ class _Attempt:
             finally:
                 if self._opening.get(peer_id) is scope:
                     del self._opening[peer_id]
-            self._do(self._rules.lost_leader(peer_id, reason, self._now(), reachable=False))
+            self._do(self.rules.lost_leader(peer_id, reason, self._now(), reachable=False))
 
     async def _nudge(self, candidate: Candidate, nudge: Nudge) -> None:
         try:
@@ -427,4 +453,4 @@ class _Attempt:
             await stream.aclose()
         except (UnreachableError, StreamBrokenError, ClosedError) as error:
             logger.debug("%s was not nudged: %s", candidate.peer_id, error)
-            self._do(self._rules.not_nudged(candidate.peer_id, str(error), self._now()))
+            self._do(self.rules.not_nudged(candidate.peer_id, str(error), self._now()))

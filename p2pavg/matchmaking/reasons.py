@@ -38,7 +38,9 @@ def why_apart(state: AttemptState, followers: Collection[str]) -> list[str]:
     of_other_states = sum(
         candidate.codec == me.codec and not candidate.fits(me) for candidate in peers.candidates.values()
     )
+    own = state.own_refusal
     found = [
+        "" if own is None else f"this peer is not admitted to the run: {own}",
         unreached_peers(unreached),
         refusing_peers(declined),
         refused_peers(refused),

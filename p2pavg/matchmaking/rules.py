@@ -341,7 +341,7 @@ class Matchmaking:
     def _report_or_give_up(self, now: float) -> Actions:
         state, group = self.state, self.group
         apart = why_apart(state, group.followers)
-        if self.ready_peers == 1:
+        if self.ready_peers == 1 or state.own_refusal is not None:
             reason = "; ".join(apart) if apart else "no other peer was ready by the deadline"
             return [*self._end(reason), GaveUp(reason)]
         state.report_at = now + state.settings.match_timeout

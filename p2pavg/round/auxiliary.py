@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from contextlib import closing
+from functools import partial
 
 import trio
 
@@ -14,8 +16,12 @@ from p2pavg.group.candidate import ready_key
 from p2pavg.group.roster import share_cutter
 from p2pavg.matchmaking.actions import Settings
 from p2pavg.matchmaking.matchmaker import Matchmaker
+from p2pavg.membership.access import RunAccess
+from p2pavg.membership.membership import Membership
 from p2pavg.net.limits.rate import RateLimit
+from p2pavg.records.revocations import Revocations
 from p2pavg.records.run_entry import RunEntry, read_entries, run_key
+from p2pavg.records.run_records import RunRecords
 from p2pavg.round.host import Host
 from p2pavg.round.roles import Auxiliary
 from p2pavg.round.round import Round
@@ -39,6 +45,7 @@ async def assist(
     bandwidth: float | None = None,
     max_upload_mbps: float | None = None,
     max_download_mbps: float | None = None,
+    access: RunAccess | None = None,
 ) -> None:
     """Take part in rounds of a run with weight 0, until cancelled.
 
@@ -49,6 +56,7 @@ async def assist(
         max_upload_mbps: Mbit/s that it sends at most in all rounds of the run together, headers included; ``None`` is
             without limit.
         max_download_mbps: Mbit/s that it receives at most, likewise.
+        access: keys and certificate of a run that has an authority; ``None``: the run is open to anybody.
 
     Raises:
         ConfigError: an argument is out of the range that :class:`p2pavg.AveragingConfig` allows.
@@ -58,21 +66,41 @@ async def assist(
         bandwidth=bandwidth,
         max_upload_mbps=max_upload_mbps,
         max_download_mbps=max_download_mbps,
+        access=access,
     )
+    membership = None if access is None else Membership(access, host.id)
+    run = RunRecords(host.records, membership, host.context.wall_clock)
     limits = (RateLimit(max_upload_mbps), RateLimit(max_download_mbps))
+    with closing(run):
+        await _assist(host, config, run, limits)
+
+
+async def _assist(
+    host: Host, config: AveragingConfig, run: RunRecords, limits: tuple[RateLimit, RateLimit]
+) -> None:
+    run_id, membership = config.run_id, run.membership
     async with trio.open_nursery() as tails, trio.open_nursery() as nursery:
         helped: dict[bytes, trio.CancelScope] = {}
+        keys: set[bytes] = set()
+        if membership is not None:
+            changed = partial(_recheck, host, keys)
+            nursery.start_soon(Revocations(run, membership, run_id, changed).run)
         while True:
-            records = await host.records.find(run_key(run_id))
-            entries = _most_common(read_entries(records))
+            entries = _most_common(read_entries(await run.find(run_key(run_id))))
             for schema_hash in helped.keys() - entries.keys():
                 helped.pop(schema_hash).cancel()
             for schema_hash, entry in entries.items():
                 key = ready_key(run_id, schema_hash, entry.rule)
                 if schema_hash not in helped and host.registry.find(key) is None:
                     helped[schema_hash] = scope = trio.CancelScope()
-                    nursery.start_soon(_assist_schema, host, config, limits, entry, tails, scope)
+                    keys.add(key)
+                    nursery.start_soon(_assist_schema, host, config, run, limits, entry, tails, scope)
             await trio.sleep(LOOK_SECONDS)
+
+
+def _recheck(host: Host, keys: set[bytes]) -> None:
+    for matchmaker in filter(None, map(host.registry.find, keys)):
+        matchmaker.recheck()
 
 
 def _most_common(entries: dict[str, RunEntry]) -> dict[bytes, RunEntry]:
@@ -96,6 +124,7 @@ def _known(codec: str) -> bool:
 async def _assist_schema(
     host: Host,
     config: AveragingConfig,
+    run: RunRecords,
     limits: tuple[RateLimit, RateLimit],
     entry: RunEntry,
     tails: trio.Nursery,
@@ -116,9 +145,11 @@ async def _assist_schema(
             cut_shares=cut_shares,
             choose_observers=None,  # the members' rule is unknown here
             max_share=MAX_SHARE_ELEMENTS,
+            refuses=None if run.membership is None else run.membership.refuses,
         ),
         codec=codec.name,
         bandwidth=lambda: meter.mbps if config.bandwidth is None else config.bandwidth,
+        records=run,
     )
     upload, download = limits  # for the rounds of all schemas together: they share one link
     rounds = Rounds(

@@ -6,6 +6,7 @@ import trio
 
 from p2pavg.records.hello import nobody_of_the_run
 from p2pavg.records.run_entry import RUN_TTL_SECONDS, RunEntry, encode_entry, read_entries, run_key, why_apart
+from p2pavg.records.run_records import RunRecords
 from p2pavg.round.host import Host
 
 _WHY_SECONDS = 3.0  # to look up why a round found no group; a lookup among peers that are there takes 0.1 s
@@ -15,29 +16,29 @@ class Presence:
     """This peer's entry among those of its run.
 
     Args:
+        records: of the run.
         entry: describes what this peer averages.
     """
 
-    def __init__(self, host: Host, run_id: str, entry: RunEntry) -> None:
+    def __init__(self, host: Host, records: RunRecords, run_id: str, entry: RunEntry) -> None:
         self._host = host
+        self._records = records
         self._run_id = run_id
         self._entry = entry
 
     async def publish(self) -> None:
         """Publish the entry, which stays until :meth:`withdraw`."""
-        await self._host.records.publish(
-            run_key(self._run_id), encode_entry(self._entry), ttl=RUN_TTL_SECONDS
-        )
+        await self._records.publish(run_key(self._run_id), encode_entry(self._entry), ttl=RUN_TTL_SECONDS)
 
     async def withdraw(self) -> None:
         """Withdraw the entry."""
-        await self._host.records.withdraw(run_key(self._run_id))
+        await self._records.withdraw(run_key(self._run_id))
 
     async def why_alone(self) -> str:
         """Return why peers of the run may be there and yet not meet this one; empty if nothing is known."""
         entries: dict[str, RunEntry] | None = None
         with trio.move_on_after(_WHY_SECONDS):  # keepers that do not answer must not hold up the result
-            entries = read_entries(await self._host.records.find(run_key(self._run_id)))
+            entries = read_entries(await self._records.find(run_key(self._run_id)))
             entries.pop(self._host.id, None)
         heard = await self._host.greeter.look()
         found = [why_apart(self._entry, entries.values())] if entries else []

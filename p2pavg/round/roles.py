@@ -121,12 +121,12 @@ class Contributor(Role[RoundResult]):
         )
 
     def _weight(self, contribution: Contribution) -> float:
-        """Return the weight of a contribution, at most the run's ``max_weight``.
+        """Return the weight of a contribution, at most the ``max_weight`` of the run and of this peer's certificate.
 
         Failed rounds may have given back more than other peers accept. The mean of all of it is as good as ever, so it
         counts the most that is allowed, and the round is not lost.
         """
-        most = self._config.most_weight
+        most = self._config.own_most_weight
         if contribution.weight > most:
             logger.warning(
                 "%g samples were accumulated, and max_weight is %g: the contribution counts as %g",

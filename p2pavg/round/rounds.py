@@ -83,7 +83,7 @@ class Rounds:
         """Forget the stalls of members that finished a round, and ask these members first from now on."""
         for peer_id in {member.peer_id for member in roster.members} - {verdict.peer_id for verdict in lost}:
             self._stalls.pop(peer_id, None)
-        self.matchmaker.finished_with(member.peer_id for member in roster.members)
+        self.matchmaker.finished_with(roster.members)
 
     def _avoid(self, verdict: Verdict) -> None:
         """Ban a member that this peer itself saw break the protocol, or stall round after round."""

@@ -307,7 +307,8 @@ class Hostile:
                     continue
 
     def _look(self, averager: p2pavg.DecentralizedAverager) -> None:
-        self.key = averager._key or self.key
+        if averager._rounds is not None:
+            self.key = averager._rounds.matchmaker.key
         now = self.peer.context.wall_clock()
         found = {}
         for record in self.peer.records.held(self.key):

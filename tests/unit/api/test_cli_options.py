@@ -147,4 +147,4 @@ async def test_concurrent_auxiliary_rounds_share_one_limit(
 async def test_out_of_range_options_are_refused_like_an_averagers(name: str) -> None:
     async with simulated_peers(MemoryNetwork(), 1) as (peer,):
         with pytest.raises(p2pavg.ConfigError, match=rf"^{name} must be a number (above 0|from 0.1 to)"):
-            await assist(peer, "sim", **{name: -1.0})
+            await assist(peer, "sim", **{name: -1.0})  # type: ignore[arg-type]

@@ -39,6 +39,7 @@ NAMES = [
     "Peer",
     "RandomFraction",
     "RoundResult",
+    "RunAccess",
     "Success",
     "Tensors",
     "blocking",
@@ -97,6 +98,7 @@ FIELDS: list[tuple[type, list[tuple[str, str, object]]]] = [
             ("participation", "Participation | None", None),
             ("tags", "tuple[str, ...]", ()),
             ("max_weight", "float | None", None),
+            ("access", "RunAccess | None", None),
         ],
     ),
     (

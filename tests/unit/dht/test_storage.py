@@ -1,5 +1,6 @@
 """The records that a store accepts or refuses; a flood displaces no honest record."""
 
+import dataclasses
 from dataclasses import replace
 from typing import Any
 
@@ -233,3 +234,68 @@ def test_limits_leave_room_for_a_record_and_fit_into_an_answer() -> None:
         Limits(bytes_per_publisher=100)
     with pytest.raises(ValueError, match="fit into an answer"):
         Limits(bytes_per_key=1 << 20)
+
+
+class TestReservedPlaces:
+    """Places under a key that this peer uses itself."""
+
+    def full(self) -> RecordStore:
+        store = RecordStore(Limits(publishers_per_key=1, total_records=1))
+        assert put(store, record(ALICE)) is None
+        return store
+
+    def test_a_reserved_publisher_finds_a_place_under_a_full_key(self) -> None:
+        store = self.full()
+        assert put(store, record(BOB)) is Refusal.KEY_FULL
+        store.reserve(KEY, {BOB.peer_id})
+        assert put(store, record(BOB)) is None
+        assert put(store, record(CAROL)) is Refusal.KEY_FULL
+
+    def test_a_place_is_reserved_under_that_key_only_and_until_it_is_given_up(self) -> None:
+        store = self.full()
+        store.reserve(KEY, {BOB.peer_id})
+        assert put(store, record(BOB, key=numbered_key(1))) is Refusal.STORE_FULL
+        store.reserve(KEY, ())
+        assert put(store, record(BOB)) is Refusal.KEY_FULL
+
+    def test_a_reserved_publisher_keeps_within_its_own_allowance(self) -> None:
+        store = RecordStore(Limits(records_per_publisher=1))
+        store.reserve(KEY, {BOB.peer_id})
+        assert put(store, record(BOB, key=numbered_key(1))) is None
+        assert put(store, record(BOB)) is Refusal.PUBLISHER_QUOTA
+
+
+class TestGuards:
+    """Keys whose records a rule of this peer decides about."""
+
+    def test_a_guard_refuses_with_its_own_reason(self) -> None:
+        store = RecordStore(Limits())
+        store.guard(KEY, lambda found: "no member" if found.publisher == BOB.peer_id else None)
+        assert put(store, record(ALICE)) is None
+        assert put(store, record(BOB)) == "no member"
+        assert put(store, record(BOB, key=numbered_key(1))) is None
+
+    def test_a_guard_sees_genuine_records_only(self) -> None:
+        store, seen = RecordStore(Limits()), []
+        store.guard(KEY, lambda found: seen.append(found))
+        forged = dataclasses.replace(record(ALICE), signature=bytes(64))
+        assert put(store, forged) is Refusal.FORGED
+        assert not seen
+
+    def test_a_withdrawal_counts_only_for_a_record_that_is_held(self) -> None:
+        store = RecordStore(Limits())
+        store.guard(KEY, lambda _: None)
+        assert put(store, record(BOB, value=b"")) is Refusal.UNKNOWN_WITHDRAWN
+        assert put(store, record(BOB)) is None
+        assert put(store, record(BOB, sequence=2, value=b"")) is None
+
+    def test_the_next_guard_decides_when_the_first_has_ended(self) -> None:
+        store = RecordStore(Limits())
+        first, second = (lambda _: "first"), (lambda _: "second")
+        store.guard(KEY, first)
+        store.guard(KEY, second)
+        assert put(store, record(BOB)) == "first"
+        store.unguard(KEY, first)
+        assert put(store, record(BOB)) == "second"
+        store.unguard(KEY, second)
+        assert put(store, record(BOB)) is None

@@ -1,0 +1,193 @@
+"""The records of one run, as one of its peers publishes and finds them.
+
+In a run that has an authority, they are encrypted to the run, and carry the publisher's certificate of membership;
+records of other peers are left out, and are not stored here under the run's keys. In every run, peers that finished a
+round with this one get its records directly, besides those that are nearest to the key, and are asked directly. So a
+stranger that holds the places near a key cannot keep peers apart that know each other.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import secrets
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import replace
+from typing import Protocol
+
+from p2pavg.encoding import pack, unpack
+from p2pavg.errors import RemoteProtocolError
+from p2pavg.group.candidate import Candidate
+from p2pavg.membership.membership import Membership
+from p2pavg.membership.sealing import NONCE_BYTES, seal, sealed_key, unseal
+from p2pavg_dht import Contact, Published, Record
+
+logger = logging.getLogger(__name__)
+
+MAX_MATES = 16
+"""Peers that are called besides those that are nearest to a key: members of the last round."""
+MAX_SKEW_SECONDS = 60.0  # of peers' clocks
+MAX_REFUSED = 256
+"""Publishers whose refusals are remembered, so that each is logged once."""
+
+
+class RecordNode(Protocol):
+    """The part of :class:`p2pavg_dht.RecordNode` that a run uses."""
+
+    async def publish(
+        self, key: bytes, value: bytes, *, ttl: float, also: Sequence[Contact] = ()
+    ) -> Published: ...
+    async def withdraw(self, key: bytes) -> None: ...
+    async def find(self, key: bytes, also: Sequence[Contact] = ()) -> tuple[Record, ...]: ...
+    def held(self, key: bytes) -> tuple[Record, ...]: ...
+    def watch(self, key: bytes, changed: Callable[[], None]) -> None: ...
+    def unwatch(self, key: bytes) -> None: ...
+    def guarded(self, key: bytes, guard: Callable[[Record], str | None]) -> AbstractContextManager[None]: ...
+
+
+class RunRecords:
+    """A record node as the peers of one run use it. Keys and values are those among the run's peers.
+
+    Args:
+        membership: ``None`` if the run is open to anybody.
+        wall_clock: returns seconds since 1970.
+    """
+
+    def __init__(
+        self, node: RecordNode, membership: Membership | None, wall_clock: Callable[[], float]
+    ) -> None:
+        self._node = node
+        self._membership = membership
+        self._wall_clock = wall_clock
+        self._mates: tuple[Contact, ...] = ()
+        self._refused: dict[str, str] = {}
+        self._guarded: set[bytes] = set()
+        self._ttls: dict[bytes, float] = {}
+        self._guards = ExitStack()
+
+    @property
+    def certificate(self) -> bytes:
+        """This peer's certificate; empty if the run is open to anybody."""
+        return b"" if self._membership is None else self._membership.access.certificate
+
+    @property
+    def membership(self) -> Membership | None:
+        """The members of the run; ``None`` if it is open to anybody."""
+        return self._membership
+
+    def met(self, members: Iterable[Candidate]) -> None:
+        """Note the members of a round that has ended; ``members`` may contain this peer itself."""
+        found = [Contact(member.peer_id, member.addresses) for member in members]
+        if len(found) > MAX_MATES:
+            found = secrets.SystemRandom().sample(found, MAX_MATES)
+        self._mates = tuple(found)
+
+    async def publish(self, key: bytes, value: bytes, *, ttl: float) -> Published:
+        """Publish a value; return the other members' live records under the key.
+
+        A record that comes back has the key and value among the run's peers. Its signature, which was checked, is that
+        of the record as it is stored.
+        """
+        if self._membership is None:
+            return await self._node.publish(key, value, ttl=ttl, also=self._mates)
+        access, stored = self._membership.access, self._guard(key)
+        self._ttls[stored] = ttl
+        sealed = seal(
+            access.secret,
+            stored,
+            access.peer_id,
+            pack(access.certificate, value),
+            secrets.token_bytes(NONCE_BYTES),
+        )
+        published = await self._node.publish(stored, sealed, ttl=ttl, also=self._mates)
+        return replace(published, records=self._opened(key, published.records))
+
+    async def withdraw(self, key: bytes) -> None:
+        """Withdraw this peer's record under a key."""
+        await self._node.withdraw(self._stored(key))
+
+    async def find(self, key: bytes) -> tuple[Record, ...]:
+        """Return the members' live records under a key, as :meth:`publish` does."""
+        found = await self._node.find(self._stored(key), also=self._mates)
+        return self._opened(key, found)
+
+    def held(self, key: bytes) -> tuple[Record, ...]:
+        """Return the members' records under a key that this peer stores, withdrawals included."""
+        return self._opened(key, self._node.held(self._stored(key)))
+
+    def watch(self, key: bytes, changed: Callable[[], None]) -> None:
+        """Call ``changed`` when other peers have stored records under a key here."""
+        self._node.watch(self._guard(key), changed)
+
+    def unwatch(self, key: bytes) -> None:
+        """End a :meth:`watch`."""
+        self._node.unwatch(self._stored(key))
+
+    def close(self) -> None:
+        """Guard none of the run's keys any longer."""
+        self._guards.close()
+        self._guarded.clear()
+
+    def _stored(self, key: bytes) -> bytes:
+        return key if self._membership is None else sealed_key(self._membership.access.secret, key)
+
+    def _guard(self, key: bytes) -> bytes:
+        """Let only members store records under a key here; return the key under which they are stored."""
+        stored = self._stored(key)
+        if self._membership is not None and stored not in self._guarded:
+            self._guarded.add(stored)
+            self._guards.enter_context(self._node.guarded(stored, self._why_refused))
+        return stored
+
+    def _opened(self, key: bytes, records: Sequence[Record]) -> tuple[Record, ...]:
+        if self._membership is None:
+            return tuple(records)
+        opened = []
+        for record in records:
+            if record.withdrawn:
+                opened.append(replace(record, key=key))
+                continue
+            try:
+                value = self._open(record)
+            except RemoteProtocolError as error:
+                self._note_refused(record.publisher, str(error))
+            else:
+                opened.append(replace(record, key=key, value=value))
+        return tuple(opened)
+
+    def _open(self, record: Record) -> bytes:
+        """Return the value of a member's record.
+
+        Raises:
+            RemoteProtocolError: its publisher is no member, or it is not encrypted to the run.
+        """
+        assert self._membership is not None
+        content = unseal(self._membership.access.secret, record.key, record.publisher, record.value)
+        certificate: bytes
+        value: bytes
+        certificate, value = unpack(content, bytes, bytes)
+        why = self._membership.refusal(record.publisher, certificate, self._wall_clock())
+        if why is not None:
+            raise RemoteProtocolError(why)
+        if not value:
+            raise RemoteProtocolError("a record without a value")
+        return value
+
+    def _why_refused(self, record: Record) -> str | None:
+        try:
+            self._open(record)
+        except RemoteProtocolError as error:
+            return str(error)
+        most = self._ttls.get(record.key, math.inf) + MAX_SKEW_SECONDS
+        if record.expiration_time > self._wall_clock() + most:
+            return "it expires later than the records of this kind"
+        return None
+
+    def _note_refused(self, publisher: str, reason: str) -> None:
+        if self._refused.get(publisher) == reason:
+            return
+        if len(self._refused) >= MAX_REFUSED:
+            del self._refused[next(iter(self._refused))]
+        self._refused[publisher] = reason
+        logger.info("a record of %s does not count: %s", publisher, reason)

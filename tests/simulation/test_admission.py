@@ -1,0 +1,284 @@
+"""Runs with an authority: strangers, expired and revoked members are refused by name, and the rest is undisturbed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import trio
+from trio.testing import MockClock
+
+import p2pavg
+from p2pavg.membership.certificate import Role, read_certificate
+from p2pavg.membership.membership import Membership
+from p2pavg.membership.revocation import revoke
+from p2pavg.membership.sealing import sealed_key
+from p2pavg.peer import Peer
+from p2pavg.records.revocations import LOOK_SECONDS, REVOCATIONS_TTL_SECONDS, revocations_key
+from p2pavg.records.run_entry import run_key
+from p2pavg.records.run_records import RunRecords
+from p2pavg.round.auxiliary import assist
+from p2pavg.testing import MemoryNetwork, simulated_peers
+from p2pavg.testing.simulation import EPOCH, simulated_clock, simulated_signer
+from p2pavg_dht import Ed25519Signer, Record, sign_record
+from tests.simulation.swarm import LAN, Swarm, config, same_bits, tensors_of, values
+from tests.unit.membership.runs import SECRET, Authority
+
+RUN = Authority()
+
+
+def certified(index: int, **changed: Any) -> p2pavg.RunAccess:
+    """Return the access of the ``index``-th simulated peer; its certificate holds for a day."""
+    fields: dict[str, Any] = {"not_before": EPOCH, "expires": EPOCH + 86400.0}
+    return RUN.access(simulated_signer(index), **(fields | changed))
+
+
+def of_run(index: int, access: p2pavg.RunAccess | None = None, **changed: Any) -> p2pavg.AveragingConfig:
+    return config(access=access or certified(index), **changed)
+
+
+async def step_all(
+    peers: Sequence[Peer], how: Sequence[p2pavg.AveragingConfig], after: Sequence[float] = ()
+) -> Swarm:
+    swarm, done = Swarm(), trio.Event()
+
+    async def one(index: int, peer: Peer) -> None:
+        delay = after[index] if after else 0.0
+        await swarm.step_once(peer, index, how[index], after=delay, done=done)
+
+    async with trio.open_nursery() as nursery:
+        for index, peer in enumerate(peers):
+            nursery.start_soon(one, index, peer)
+        while len(swarm.results) < len(peers):
+            await trio.sleep(0.1)
+        done.set()
+    return swarm
+
+
+def result_of(swarm: Swarm, index: int) -> p2pavg.RoundResult:
+    return swarm.results[simulated_signer(index).peer_id]
+
+
+async def test_members_of_a_run_with_an_authority_average(autojump_clock: MockClock) -> None:
+    async with simulated_peers(MemoryNetwork(latency=LAN), 3) as peers:
+        swarm = await step_all(peers, [of_run(index, group_size=3) for index in range(3)])
+    successes = swarm.successes()
+    assert same_bits(successes)
+    torch.testing.assert_close(
+        tensors_of(successes[0])[0], torch.stack([values(index) for index in range(3)]).mean(0)
+    )
+
+
+@pytest.mark.parametrize("outsider", [0, 2], ids=["comes first", "comes last"])
+@pytest.mark.parametrize(
+    ("access", "reason"),
+    [
+        (
+            lambda index: certified(index, expires=EPOCH + 0.5),
+            "certificate expired on 2027-01-15 08:00:00 UTC",
+        ),
+        (
+            lambda index: certified(index, not_before=EPOCH + 3600.0),
+            "certificate begins on 2027-01-15 09:00:00 UTC",
+        ),
+        (lambda index: certified(index, roles=[Role.OBSERVER]), "grants observer and not contributor"),
+        (lambda index: certified(index, roles=[Role.AUXILIARY]), "grants auxiliary and not contributor"),
+    ],
+    ids=["expired", "not yet valid", "observer", "auxiliary"],
+)
+async def test_a_peer_whose_certificate_does_not_hold_is_refused_by_name(
+    autojump_clock: MockClock, access: Any, reason: str, outsider: int
+) -> None:
+    """The others form a group without it, and it hears why."""
+    async with simulated_peers(MemoryNetwork(latency=LAN), 3) as peers:
+        how = [
+            of_run(index, access(index) if index == outsider else None, group_size=2) for index in range(3)
+        ]
+        after = [1.0 + 0.2 * index for index in range(3)]
+        swarm = await step_all(peers, how, after)
+    refused = result_of(swarm, outsider)
+    assert isinstance(refused, p2pavg.NoPeers)
+    assert "this peer is not admitted to the run" in refused.reason
+    assert reason in refused.reason
+    for index in {0, 1, 2} - {outsider}:
+        result = result_of(swarm, index)
+        assert isinstance(result, p2pavg.Success)
+        assert simulated_signer(outsider).peer_id not in result.peers
+        assert swarm.ended[result.peers[0]] - max(swarm.began.values()) < 2.0
+
+
+async def test_a_stranger_with_the_secret_but_no_certificate_is_no_member(autojump_clock: MockClock) -> None:
+    """It signs a certificate itself, which its own program accepts."""
+    stranger = Authority(b"s" * 32)
+    signer = simulated_signer(2)
+    forged = RUN.certify(signer.peer_id, sign=stranger.sign, not_before=EPOCH, expires=EPOCH + 3600.0)
+    access = certified(0)
+    object.__setattr__(access, "certificate", forged.data)
+    async with simulated_peers(MemoryNetwork(latency=LAN), 3) as peers:
+        how = [of_run(0, group_size=2), of_run(1, group_size=2), of_run(2, access, group_size=2)]
+        swarm = await step_all(peers, how)
+    assert isinstance(result_of(swarm, 2), p2pavg.NoPeers)
+    for index in (0, 1):
+        assert isinstance(result_of(swarm, index), p2pavg.Success)
+
+
+async def test_peers_of_an_open_run_of_the_same_name_do_not_meet_the_members(
+    autojump_clock: MockClock,
+) -> None:
+    async with simulated_peers(MemoryNetwork(latency=LAN), 4) as peers:
+        how = [of_run(0), of_run(1), config(), config()]
+        swarm = await step_all(peers, [replace(each, group_size=2) for each in how])
+    ids = [simulated_signer(index).peer_id for index in range(4)]
+    groups = {frozenset(success.peers) for success in swarm.successes()}
+    assert groups == {frozenset(ids[:2]), frozenset(ids[2:])}
+
+
+async def test_an_auxiliary_helps_if_its_certificate_says_so(autojump_clock: MockClock) -> None:
+    async with simulated_peers(MemoryNetwork(latency=LAN), 4) as peers, trio.open_nursery() as nursery:
+        for index, role in ((2, Role.AUXILIARY), (3, Role.CONTRIBUTOR)):
+            access = certified(index, roles=[role])
+
+            async def help_out(helper: Peer = peers[index], access: p2pavg.RunAccess = access) -> None:
+                await assist(helper, "sim", access=access)
+
+            nursery.start_soon(help_out)
+        async with (
+            peers[0].averager(of_run(0, group_size=2)) as one,
+            peers[1].averager(of_run(1, group_size=2)) as other,
+        ):
+            helpers = set()
+            for _ in range(4):
+                await trio.sleep(6.0)
+                found: list[p2pavg.RoundResult] = []
+
+                async def step(averager: p2pavg.DecentralizedAverager) -> None:
+                    averager.accumulate([values(0)])
+                    found.append(await averager.step(wait=None))  # noqa: B023 - awaited below
+
+                async with trio.open_nursery() as steps:
+                    steps.start_soon(step, one)
+                    steps.start_soon(step, other)
+                for result in found:
+                    assert isinstance(result, p2pavg.Success), result
+                    helpers |= set(result.auxiliaries)
+        nursery.cancel_scope.cancel()
+    assert helpers == {simulated_signer(2).peer_id}
+
+
+async def test_a_contribution_weighs_no_more_than_the_certificate_grants(autojump_clock: MockClock) -> None:
+    access = [certified(0, max_weight=2.0), certified(1)]
+    async with simulated_peers(MemoryNetwork(latency=LAN), 2) as peers:
+        swarm, done = Swarm(), trio.Event()
+        async with trio.open_nursery() as nursery:
+            for index, peer in enumerate(peers):
+                how = of_run(index, access[index], group_size=2)
+                nursery.start_soon(
+                    lambda p=peer, i=index, h=how: swarm.step_once(p, i, h, weight=50.0, done=done)
+                )
+            while len(swarm.results) < 2:
+                await trio.sleep(0.1)
+            done.set()
+    weights = swarm.successes()[0].weights
+    assert weights == {simulated_signer(0).peer_id: 2.0, simulated_signer(1).peer_id: 50.0}
+
+
+async def test_a_revocation_takes_effect_in_a_running_swarm_within_a_minute(
+    autojump_clock: MockClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The authority tells one member, and the others hear of it. The revoked peer is in no later group."""
+    caplog.set_level(logging.INFO)
+    revoked = certified(2)
+    serials = [read_certificate(revoked.certificate).serial]
+    members: dict[int, set[str]] = {}
+    told = trio.Event()
+    told_at = 0.0
+
+    async def live(peer: Peer, index: int) -> None:
+        access = revoked if index == 2 else None
+        async with peer.averager(of_run(index, access, group_size=3, match_timeout=2.0)) as averager:
+            for number in range(40):
+                averager.accumulate([values(index)])
+                result = await averager.step(wait=None)
+                if isinstance(result, p2pavg.Success) and index == 0:
+                    members[number] = set(result.peers)
+                    if told.is_set() and trio.current_time() > told_at + 60.0:
+                        late.append(set(result.peers))
+                if index == 2 and isinstance(result, p2pavg.NoPeers):
+                    heard.append(result.reason)
+                await trio.sleep(2.0)
+
+    late: list[set[str]] = []
+    heard: list[str] = []
+    async with simulated_peers(MemoryNetwork(latency=LAN), 4) as peers, trio.open_nursery() as nursery:
+        for index in range(3):
+            nursery.start_soon(live, peers[index], index)
+        await trio.sleep(20.0)
+        newer = revoke(RUN.sign, authority=RUN.public, number=1, serials=serials)
+        access = certified(3, roles=[Role.OBSERVER])
+        tells = RunRecords(peers[3].records, Membership(access, peers[3].id), simulated_clock)
+        await tells.publish(revocations_key("sim"), newer.data, ttl=REVOCATIONS_TTL_SECONDS)
+        told_at = trio.current_time()
+        told.set()
+        with trio.move_on_after(200.0):
+            while len(late) < 3:
+                await trio.sleep(1.0)
+        nursery.cancel_scope.cancel()
+    assert LOOK_SECONDS < 60.0
+    everyone = {simulated_signer(index).peer_id for index in range(3)}
+    assert everyone in members.values(), "the peer was a member before"
+    assert late
+    assert all(simulated_signer(2).peer_id not in group for group in late)
+    assert any("its certificate was revoked" in reason for reason in heard)
+
+
+class TestKeepers:
+    """What strangers that keep a run's records can do."""
+
+    async def test_those_who_store_records_learn_neither_run_nor_shapes(
+        self, autojump_clock: MockClock
+    ) -> None:
+        async with (
+            simulated_peers(MemoryNetwork(latency=LAN), 3) as peers,
+            peers[1].averager(of_run(1)) as averager,
+        ):
+            averager.accumulate([values(1)])
+            await averager.step(wait=0)
+            await trio.sleep(3.0)
+            kept = stored_at(peers[0])
+            assert kept
+            for record in kept:
+                for known in (b"sim", b"fp32", b"/memory", RUN.public):
+                    assert known not in record.value
+            assert averager._rounds is not None
+            open_keys = {averager._rounds.matchmaker.key, run_key("sim"), revocations_key("sim")}
+            assert not open_keys & {record.key for record in kept}
+
+    async def test_a_member_stores_no_strangers_records_under_the_runs_keys(
+        self, autojump_clock: MockClock
+    ) -> None:
+        stranger = Ed25519Signer(b"x" * 32)
+        async with (
+            simulated_peers(MemoryNetwork(latency=LAN), 2) as peers,
+            peers[0].averager(of_run(0)) as averager,
+        ):
+            averager.accumulate([values(0)])
+            await averager.step(wait=0)
+            await trio.sleep(1.0)
+            assert averager._rounds is not None
+            key = sealed_key(SECRET, averager._rounds.matchmaker.key)
+            for value in (b"noise", b""):
+                record = sign_record(
+                    stranger, key=key, sequence=1, expiration_time=simulated_clock() + 60.0, value=value
+                )
+                refusal = peers[0].records._store.put(record, sender=stranger.peer_id, now=simulated_clock())
+                assert refusal is not None, value
+            assert all(r.publisher != stranger.peer_id for r in peers[0].records.held(key))
+
+
+def stored_at(peer: Peer) -> list[Record]:
+    store = peer.records._store
+    return [entry.record for entries in store._keys.values() for entry in entries.values()]

@@ -1,0 +1,77 @@
+"""Matchmaking in a run with an authority: candidates that are no members are refused at every step, with the reason."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from p2pavg.group.candidate import Candidate
+from p2pavg.group.roster import Roster
+from p2pavg.matchmaking.actions import Actions, Open, Send
+from p2pavg.matchmaking.attempt_state import Phase
+from p2pavg.matchmaking.messages import Accept, Ask, Declined, Joined, Propose, Refuse
+from p2pavg.matchmaking.rules import Matchmaking
+from tests.unit.matchmaking.bus import EPOCH, candidate, settings
+
+EXPIRED = "its certificate expired on 2027-01-15 08:00:00 UTC"
+FIRST, ME, THIRD = (candidate(index, EPOCH + 2.0 + index) for index in range(3))
+
+
+def refusing(*refused: Candidate, me: Candidate = ME, minimum: int = 2) -> Matchmaking:
+    """Return the rules of a peer that takes these candidates for no members."""
+    ids = {each.peer_id for each in refused}
+
+    def refuses(candidate: Candidate, _now: float) -> str | None:
+        return EXPIRED if candidate.peer_id in ids else None
+
+    how = dataclasses.replace(settings(target=3, minimum=minimum), refuses=refuses)
+    return Matchmaking(me, how, EPOCH)
+
+
+def sent(actions: Actions) -> list[object]:
+    return [action.message for action in actions if isinstance(action, Send | Open)]
+
+
+def test_a_candidate_that_is_no_member_is_neither_asked_nor_nudged() -> None:
+    rules = refusing(FIRST, THIRD)
+    assert sent(rules.discovered([FIRST, THIRD], EPOCH)) == []
+    assert EXPIRED in rules.waits_for()
+
+
+def test_a_member_is_asked() -> None:
+    assert sent(refusing(THIRD).discovered([FIRST], EPOCH)) == [Ask(ME)]
+
+
+def test_a_peer_that_is_no_member_hears_why_it_cannot_join() -> None:
+    assert Declined(EXPIRED) in sent(refusing(THIRD).asked(THIRD, EPOCH))
+
+
+def test_a_leader_that_is_no_member_is_not_followed() -> None:
+    rules = refusing()
+    rules.discovered([FIRST], EPOCH)
+    later = refusing(FIRST)
+    rules.state.settings = later.state.settings
+    rules.told_by_leader(FIRST.peer_id, Joined(FIRST), EPOCH)
+    assert rules.state.phase is Phase.LEADING
+
+
+def test_a_roster_with_a_peer_that_is_no_member_is_refused() -> None:
+    for refused, answer in ((THIRD, Refuse), (None, Accept)):
+        rules = refusing(*([refused] if refused else []))
+        rules.discovered([FIRST], EPOCH)
+        rules.told_by_leader(FIRST.peer_id, Joined(FIRST), EPOCH)
+        members = (FIRST, ME, THIRD)
+        roster = Roster(members=members, shares=rules.state.settings.cut_shares(members), proposal=1)
+        answers = sent(rules.told_by_leader(FIRST.peer_id, Propose(roster), EPOCH))
+        first = answers[0]
+        assert type(first) is answer, answers
+        if isinstance(first, Refuse):
+            assert first.reason == f"a roster with {THIRD.peer_id}: {EXPIRED}"
+
+
+def test_a_peer_that_knows_of_its_own_refusal_gives_up_with_the_reason() -> None:
+    rules = refusing(ME)
+    rules.discovered([THIRD], EPOCH)
+    actions = rules.tick(rules.state.report_at)
+    reasons = [getattr(action, "reason", "") for action in actions]
+    assert rules.state.phase is Phase.OVER
+    assert any(f"this peer is not admitted to the run: {EXPIRED}" in reason for reason in reasons)

@@ -1,6 +1,6 @@
 """Messages that peers exchange until a group is committed.
 
-A join stream (``/p2pavg/match/2.0.0``) carries one conversation. The asker opens it with :class:`Ask`, and the asked
+A join stream (``/p2pavg/match/3.0.0``) carries one conversation. The asker opens it with :class:`Ask`, and the asked
 peer answers :class:`Joined` or :class:`Declined`. After ``Joined`` the asked peer leads: it sends :class:`Status` every
 two seconds, :class:`Propose`, :class:`Commit` or :class:`Disband`. A stream that begins with :class:`Nudge` carries
 nothing else.
@@ -19,7 +19,7 @@ from p2pavg.group.roster import Roster, read_roster
 from p2pavg_dht import PeerIdError, public_key_of
 from p2pavg_dht.record import pack as pack_record
 
-PROTOCOL = "/p2pavg/match/2.0.0"
+PROTOCOL = "/p2pavg/match/3.0.0"
 MAX_REASON_CHARS = 300
 
 

@@ -162,7 +162,7 @@ async def test_other_protocol_version(autojump_clock: MockClock, caplog: pytest.
 
         newer.context.transport.serve(PROTOCOL, answer)
         [reason] = await reasons(partial(step, peer, config()))
-    assert "1 peer speaks match/99.0.0, this one match/2.0.0" in reason
+    assert "1 peer speaks match/99.0.0, this one match/3.0.0" in reason
     assert any("1 peer speaks match/99.0.0" in warned for warned in warnings(caplog))
 
 

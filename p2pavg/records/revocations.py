@@ -11,7 +11,7 @@ import trio
 from p2pavg.encoding import pack
 from p2pavg.errors import RemoteProtocolError
 from p2pavg.membership.membership import Membership
-from p2pavg.membership.revocation import read_revocations
+from p2pavg.membership.revocation import RevocationList, read_revocations
 from p2pavg.records.run_records import RunRecords
 from p2pavg_dht import Record
 
@@ -20,6 +20,7 @@ logger = logging.getLogger(__name__)
 LOOK_SECONDS = 20.0  # a list is everywhere a minute after the authority has published it
 REVOCATIONS_TTL_SECONDS = 600.0
 _WITHDRAW_SECONDS = 1.0
+_POLL_SECONDS = 1.0
 
 _KEY_DOMAIN = "p2pavg/revoked/1"
 
@@ -27,6 +28,35 @@ _KEY_DOMAIN = "p2pavg/revoked/1"
 def revocations_key(run_id: str) -> bytes:
     """Return the key under which the members of a run publish the list."""
     return hashlib.sha256(pack(_KEY_DOMAIN, run_id)).digest()
+
+
+async def spread(
+    records: RunRecords, membership: Membership, run_id: str, revocations: RevocationList, timeout: float
+) -> int:
+    """Give a list to the members of a run, and return the number of members that publish it after that.
+
+    It returns as soon as one member does: the others get it from there.
+
+    Args:
+        records, membership: of a peer with a certificate of the run.
+        timeout: seconds after which it returns in any case.
+    """
+    key, told = revocations_key(run_id), 0
+    membership.learn(revocations)
+    with trio.move_on_after(timeout):
+        while not told:
+            published = await records.publish(key, revocations.data, ttl=REVOCATIONS_TTL_SECONDS)
+            told = sum(_number(record, membership) >= revocations.number for record in published.records)
+            if not told:
+                await trio.sleep(_POLL_SECONDS)
+    return told
+
+
+def _number(record: Record, membership: Membership) -> int:
+    try:
+        return read_revocations(record.value, membership.access.authority).number
+    except RemoteProtocolError:
+        return 0
 
 
 class Revocations:

@@ -18,7 +18,7 @@ from p2pavg.membership.membership import Membership
 from p2pavg.membership.revocation import revoke
 from p2pavg.membership.sealing import sealed_key
 from p2pavg.peer import Peer
-from p2pavg.records.revocations import LOOK_SECONDS, REVOCATIONS_TTL_SECONDS, revocations_key
+from p2pavg.records.revocations import LOOK_SECONDS, revocations_key, spread
 from p2pavg.records.run_entry import run_key
 from p2pavg.records.run_records import RunRecords
 from p2pavg.round.auxiliary import assist
@@ -220,7 +220,9 @@ async def test_a_revocation_takes_effect_in_a_running_swarm_within_a_minute(
         newer = revoke(RUN.sign, authority=RUN.public, number=1, serials=serials)
         access = certified(3, roles=[Role.OBSERVER])
         tells = RunRecords(peers[3].records, Membership(access, peers[3].id), simulated_clock)
-        await tells.publish(revocations_key("sim"), newer.data, ttl=REVOCATIONS_TTL_SECONDS)
+        membership = tells.membership
+        assert membership is not None
+        assert await spread(tells, membership, "sim", newer, timeout=60.0) >= 1
         told_at = trio.current_time()
         told.set()
         with trio.move_on_after(200.0):

@@ -23,7 +23,7 @@ from p2pavg.consensus.votes import (
     Trouble,
     Unknown,
 )
-from scripts.diagram import in_docs, table_and_diagram
+from scripts.docs_tools.diagram import in_docs, table_and_diagram
 from tests.unit.consensus.world import Faults, FoundError, Group
 
 EVERYBODY = frozenset({0, 1, 2})
@@ -77,7 +77,7 @@ def test_the_search_finds_a_violation(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_table_and_the_diagram_in_the_docs_are_those_of_the_code() -> None:
     text = Path("docs/round.md").read_text(encoding="utf-8")
-    assert in_docs(text) == table_and_diagram(), "run scripts/diagram"
+    assert in_docs(text) == table_and_diagram(), "run scripts/docs diagram"
 
 
 def test_every_row_can_be_reached() -> None:

@@ -185,7 +185,7 @@ def _note_dead(draft: _Draft, event: Dead) -> None:
 
 
 def _hear_unknown(draft: _Draft, event: Heard) -> None:
-    _lose_one(draft, event.sender, hostile=False, reason="it knows nothing of this round")
+    _lose_one(draft, event.sender, hostile=False, reason="it does not know this round")
     _note_dead(draft, Dead(event.sender))
 
 
@@ -278,7 +278,7 @@ def _add_trouble(draft: _Draft, event: Heard) -> None:
 
 
 def _drop_liar(draft: _Draft, event: Heard) -> None:
-    reason = f"it said what cannot be: {type(event.vote).__name__}"
+    reason = f"it sent an impossible vote: {type(event.vote).__name__}"
     _lose_one(draft, event.sender, hostile=True, reason=reason)
     draft.actions.append(Drop(event.sender, reason))
 
@@ -368,9 +368,7 @@ def _go_astray(draft: _Draft) -> None:
 def _settle_dispute(draft: _Draft) -> None:
     for peer in sorted(dispute(draft.m)):
         _lose_one(draft, peer, hostile=True)
-        draft.actions.append(
-            Drop(peer, "it sent one result to one member and another to another, say their digests")
-        )
+        draft.actions.append(Drop(peer, "it sent different results to different members, by their digests"))
     draft.m.held, draft.m.trouble = (), True
 
 
@@ -437,7 +435,7 @@ TABLE: tuple[Row, ...] = (
     _row(LIVE, GivenUp, None, _fail, Phase.FAILED, "out of time, or given up by the caller"),
     # Votes of other members.
     _row((_E, _H), Held, leads_ballot, _note_held, None, "a member holds the result"),
-    _row(LIVE, Commit, is_false_commit, _drop_liar, None, "a commit that cannot be: gives up who says so"),
+    _row(LIVE, Commit, is_false_commit, _drop_liar, None, "an impossible commit: gives its sender up"),
     _row(LIVE, Commit, has_it, _commit, Phase.COMMITTED, "the group has committed"),
     _row(
         LIVE,
@@ -449,14 +447,14 @@ TABLE: tuple[Row, ...] = (
     ),
     _row(LIVE, Commit, None, _left_out, Phase.FAILED, "committed without this member"),
     _row(LIVE, Gather, is_ahead, _hear_gather, None, "a member asks"),
-    _row(_G, Promise, is_false_promise, _drop_liar, None, "an answer that cannot be: gives up who says so"),
+    _row(_G, Promise, is_false_promise, _drop_liar, None, "an impossible answer: gives its sender up"),
     _row(_G, Promise, answers_me, _note_promise, None, "a member answers"),
     _row(_G, Behind, outpaces, _gather_again, None, "a newer ballot was promised: asks with a newer one"),
-    _row(_P, Begin, is_impossible, _drop_liar, None, "a ballot that cannot be: gives its leader up"),
+    _row(_P, Begin, is_impossible, _drop_liar, None, "an impossible ballot: gives its leader up"),
     _row(_P, Begin, too_few, _fail_too_few, Phase.FAILED, "fewer are left than it needs"),
     _row(_P, Begin, is_new, _hear_begin, _E, "a new attempt"),
     _row(_P, Begin, is_held, _hear_begin, _H, "an older result, which it holds or need not hold"),
-    _row(_P, Begin, is_due, _hear_begin, _E, "an older result, of which it lacks some"),
+    _row(_P, Begin, is_due, _hear_begin, _E, "an older result, which it lacks in part"),
     _row(_G, Trouble, is_of_another, _add_trouble, None, "a member has trouble with another"),
     _row((_E, _H, _P, _A), Trouble, concerns_me, _hear_trouble, None, "a member has trouble with another"),
     _row(LIVE, Left, None, _hear_left, None, "a member gave up"),
@@ -478,7 +476,7 @@ TABLE: tuple[Row, ...] = (
     _row((_E, _H, _P), None, must_lead, _gather, _G, "leads, and the ballot cannot commit: asks"),
     _row(_G, None, begins_anew, _begin, _E, "begins a new attempt with those that are left"),
     _row(_G, None, begins_held, _begin, _H, "goes on with an older result, which it holds"),
-    _row(_G, None, begins_lacking, _begin, _E, "goes on with an older result, of which it lacks some"),
+    _row(_G, None, begins_lacking, _begin, _E, "goes on with an older result, which it lacks in part"),
     _row(_G, None, stuck_for_good, _fail_stuck, Phase.FAILED, "too few contributors are left"),
     _row(_G, None, stuck, _go_astray, _A, "too few answer"),
     _row(_A, None, may_go_on, _gather, _G, "others have died, and those that answer may decide"),

@@ -139,7 +139,7 @@ class LocalUpdates(PeerOptimizer):
         """Samples behind the last contribution."""
         self._given: list[torch.Tensor] | None = None
         """The contributed pseudo-gradients, without the compensation by ``feedback``. They are kept only while a round
-        is late; empty after a return to the anchor, when the parameters hold nothing of them any more."""
+        is late; empty after a return to the anchor, because the parameters no longer contain them."""
         self._restored = 0
         """Inner steps since the last one that was not destroyed."""
         self._fills_at_first_step = not inner.state

@@ -209,8 +209,8 @@ class Exchange:
     async def _leave_the_slowest_behind(self, began: float) -> None:
         """Drop members that would keep all others from ending in time, while there is time for another attempt.
 
-        A leader drops two kinds of members. With half of the time gone: the slowest member of whose parts more than
-        half are still to come. Once the leader holds the whole result: the members that do not, as late as another
+        A leader drops two kinds of members. With half of the time gone: the slowest member that still owes more
+        than half of its parts. Once the leader holds the whole result: the members that do not, as late as another
         attempt allows.
         """
         await trio.sleep_until(began + self._timeout / 2)
@@ -290,10 +290,10 @@ class Exchange:
         try:
             roster = self._roster.only(chosen, shares)
         except RemoteProtocolError as error:
-            self._voting.happen(GivenUp(f"the members that are left can form no group: {error}"))
+            self._voting.happen(GivenUp(f"the members that are left cannot form a group: {error}"))
             return
         if number and roster.shares[roster.position(self._me)] > self._max_share:
-            self._voting.happen(GivenUp("its share would be larger than it takes"))
+            self._voting.happen(GivenUp("its share would be larger than the largest that it takes"))
             return
         if self._attempt is not None:
             self._traffic.add(self._attempt)

@@ -158,7 +158,7 @@ class Voting:
         """Count and take a member's vote."""
         self._votes[position] += 1
         if self._votes[position] > max_votes(self.member.size):
-            self.lost(position, "it sends more votes than a round takes", hostile=True)
+            self.lost(position, "it sends more votes than a round needs", hostile=True)
             return
         self._hear(position, vote)
 
@@ -171,7 +171,7 @@ class Voting:
 
     def _fault(self, peer_id: str, error: Exception) -> None:
         position = self._roster.position(peer_id)
-        self.lost(position, f"what it sent cannot be handled: {error!r}", hostile=True)
+        self.lost(position, f"its vote cannot be handled: {error!r}", hostile=True)
 
     def _take_hint(self, position: int, vote: Vote) -> None:
         """Doubt the members that another one has lost: those that go on with a member and those that go on without it
@@ -202,7 +202,7 @@ class Voting:
             self.lost(position, str(error))
             return
         if isinstance(answer, Unknown) and position not in self.member.lost:
-            self.losses.note(position, "it knows nothing of this round")
+            self.losses.note(position, "it does not know this round")
             self._hear(position, answer)
 
     async def _ask_until_gone(self, position: int) -> None:

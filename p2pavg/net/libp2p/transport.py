@@ -212,7 +212,7 @@ async def open_libp2p_transport(
         limits: the limits of connections, which are reduced if the operating system lets this process open few files.
 
     Raises:
-        AddressError: a text in ``listen`` is no address to listen on.
+        AddressError: a text in ``listen`` is not an address to listen on.
         ListenError: an address cannot be listened on; the message says which and why.
     """
     wanted = [parse_listen_address(text) for text in listen]

@@ -58,7 +58,7 @@ class MemoryNetwork:
             inbound: the fate of dials to this peer; it can be set on the transport later.
 
         Raises:
-            ValueError: the peer is in the network already, or the text is no peer id.
+            ValueError: the peer is in the network already, or the text is not a peer id.
         """
         peer_id = peer if isinstance(peer, str) else peer.peer_id
         public_key_of(peer_id)

@@ -26,12 +26,12 @@ from p2pavg.consensus.votes import (
 from scripts.docs_tools.diagram import in_docs, table_and_diagram
 from tests.unit.consensus.world import Faults, FoundError, Group
 
-EVERYBODY = frozenset({0, 1, 2})
+ALL_MEMBERS = frozenset({0, 1, 2})
 
 
 def member(me: int, size: int = 3, minimum: int = 2) -> Member:
-    everybody = frozenset(range(size))
-    return Member(me, size, everybody, everybody, minimum)
+    all_members = frozenset(range(size))
+    return Member(me, size, all_members, all_members, minimum)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ class TestUndisturbed:
         assert leader.phase is Phase.HOLDING
         leader, actions = advance(leader, Heard(2, Held(0, ())))
         assert leader.phase is Phase.COMMITTED
-        assert actions == [Tell(1, Commit(0, EVERYBODY)), Tell(2, Commit(0, EVERYBODY))]
+        assert actions == [Tell(1, Commit(0, ALL_MEMBERS)), Tell(2, Commit(0, ALL_MEMBERS))]
 
     def test_a_reducer_that_sent_different_averages_is_excluded(self) -> None:
         leader, _ = advance(member(0, 4), Completed(0, tuple(bytes([n]) * 16 for n in (0, 1, 2, 3))))
@@ -169,14 +169,14 @@ class TestLosses:
 
     def test_an_attempt_of_observers_only_is_refused(self) -> None:
         """An honest leader would not begin such an attempt: members 0 and 1 only observe."""
-        after, _ = advance(Member(1, 3, EVERYBODY, frozenset({2}), 2), Heard(0, Gather(3)))
+        after, _ = advance(Member(1, 3, ALL_MEMBERS, frozenset({2}), 2), Heard(0, Gather(3)))
         begin = Begin(3, 3, frozenset({0, 1}), frozenset({0, 1}), 0, frozenset())
         after, actions = advance(after, Heard(0, begin))
         assert after.phase is Phase.FAILED
         assert actions == [Tell(peer, Left(-1, after.reason)) for peer in (0, 2)]
 
     def test_a_leader_without_contributors_begins_no_attempt(self) -> None:
-        leader, _ = advance(Member(0, 3, EVERYBODY, frozenset({2}), 2), Lost(2))
+        leader, _ = advance(Member(0, 3, ALL_MEMBERS, frozenset({2}), 2), Lost(2))
         leader, actions = advance(leader, Heard(1, Promise(3, 0, None, None, frozenset({2}), frozenset())))
         assert leader.phase is Phase.FAILED
         assert leader.reason == "none of the members that are left has a contribution"
@@ -193,9 +193,9 @@ class TestLosses:
         assert observer.phase is Phase.FAILED, "it holds nothing"
 
     def test_an_observer_accepts_a_result_only_when_it_has_it(self) -> None:
-        observer, _ = advance(Member(1, 3, EVERYBODY, frozenset({0}), 2), Heard(0, Gather(3)))
+        observer, _ = advance(Member(1, 3, ALL_MEMBERS, frozenset({0}), 2), Heard(0, Gather(3)))
         two = frozenset({0, 1})
-        begin = Begin(3, 0, EVERYBODY, two, 0, frozenset({1}))
+        begin = Begin(3, 0, ALL_MEMBERS, two, 0, frozenset({1}))
         observer, actions = advance(observer, Heard(0, begin))
         assert not any(isinstance(action, Tell) and isinstance(action.vote, Held) for action in actions)
         observer, actions = advance(observer, Completed(0, (b"d" * 16,)))
@@ -251,8 +251,8 @@ class TestTheEnd:
         after, _ = advance(member(2), Completed(0))
         after, _ = advance(after, GivenUp("too long"))
         assert after.undecided
-        used, _ = advance(after, Heard(1, Commit(0, EVERYBODY)))
-        assert used.outcome == Complete(0, EVERYBODY)
+        used, _ = advance(after, Heard(1, Commit(0, ALL_MEMBERS)))
+        assert used.outcome == Complete(0, ALL_MEMBERS)
         assert not used.undecided
         kept, _ = advance(after, Heard(0, Left(-1, "")))
         kept, _ = advance(kept, Heard(1, Left(0, "")))
@@ -268,8 +268,8 @@ class TestTheEnd:
         leader, _ = advance(leader, Dead(2))
         leader, _ = advance(leader, GivenUp("too long"))
         assert leader.undecided
-        used, _ = advance(leader, Heard(1, Commit(0, EVERYBODY)))
-        assert used.outcome == Complete(0, EVERYBODY)
+        used, _ = advance(leader, Heard(1, Commit(0, ALL_MEMBERS)))
+        assert used.outcome == Complete(0, ALL_MEMBERS)
         kept, _ = advance(leader, Heard(1, Left(-1, "")))
         assert not kept.undecided
         assert kept.outcome is None
@@ -308,16 +308,16 @@ class TestTheEnd:
         assert not after.presumed_used
 
     def test_a_commit_of_a_result_that_this_member_lacks_is_a_failure(self) -> None:
-        after, _ = advance(member(2), Heard(1, Commit(0, EVERYBODY)))
+        after, _ = advance(member(2), Heard(1, Commit(0, ALL_MEMBERS)))
         assert after.phase is Phase.FAILED
-        assert after.outcome == Complete(0, EVERYBODY)
+        assert after.outcome == Complete(0, ALL_MEMBERS)
 
     def test_a_member_that_has_ended_answers_with_the_outcome(self) -> None:
         done, _ = advance(member(1), Completed(0))
-        done, _ = advance(done, Heard(0, Commit(0, EVERYBODY)))
+        done, _ = advance(done, Heard(0, Commit(0, ALL_MEMBERS)))
         assert done.phase is Phase.COMMITTED
         _, actions = advance(done, Heard(2, Gather(2)))
-        assert actions == [Tell(2, Commit(0, EVERYBODY))]
+        assert actions == [Tell(2, Commit(0, ALL_MEMBERS))]
 
     def test_a_final_state_never_changes(self) -> None:
         done, _ = advance(member(1), GivenUp())

@@ -252,11 +252,11 @@ class Group:
         done = [member for member in members if member.phase is Phase.COMMITTED]
         for member in done:
             if member.outcome is None or member.me not in member.outcome.members:
-                return f"{member.me} committed what does not count it"
+                return f"{member.me} committed a result without itself"
             if member.me in member.holders and member.complete != member.outcome:
                 return f"{member.me} committed a result that it does not hold"
             if not member.outcome.members & member.contributors:
-                return f"{member.me} committed the average of nobody"
+                return f"{member.me} committed an average without contributors"
             if member.outcome != done[0].outcome and not self._excused(world, member, done[0]):
                 return f"{member.me} and {done[0].me} committed different results"
         for member in members:

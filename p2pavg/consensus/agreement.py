@@ -93,7 +93,7 @@ from p2pavg.consensus.events import (
     Run,
     Tell,
 )
-from p2pavg.consensus.member import FINAL, LIVE, Member, Phase
+from p2pavg.consensus.member import FINAL, LIVE, Member, Pending, Phase
 from p2pavg.consensus.votes import (
     Accepted,
     Begin,
@@ -131,26 +131,28 @@ class _Draft:
 
 def _note_completed(draft: _Draft, event: Completed) -> None:
     m = draft.m
-    m.complete, m.digests = Complete(m.attempt, m.members), event.digests
+    m.complete, m.digests = Complete(m.begun.attempt, m.begun.members), event.digests
 
 
 def _accept(draft: _Draft, event: Completed | None = None) -> None:
     m = draft.m
     if event is not None:
         _note_completed(draft, event)
-    m.accepted = Accepted(m.ballot, m.attempt, m.members, m.view, m.must)
-    digests = m.digests if m.complete == Complete(m.attempt, m.members) else ()
-    leader = ballot_leader(m.ballot, m.size)
+    m.accepted = Accepted(m.begun.ballot, m.begun.attempt, m.begun.members, m.begun.view, m.begun.must)
+    digests = m.digests if m.complete == Complete(m.begun.attempt, m.begun.members) else ()
+    leader = ballot_leader(m.begun.ballot, m.size)
     if leader == m.me:
-        m.held = (*m.held, (m.me, digests))
+        m.pending = replace(m.pending, held=(*m.pending.held, (m.me, digests)))
     else:
-        draft.tell(leader, Held(m.ballot, digests))
+        draft.tell(leader, Held(m.begun.ballot, digests))
 
 
 def _note_held(draft: _Draft, event: Heard) -> None:
     assert isinstance(event.vote, Held)
-    others = tuple(entry for entry in draft.m.held if entry[0] != event.sender)
-    draft.m.held = tuple(sorted((*others, (event.sender, event.vote.digests))))
+    pending = draft.m.pending
+    others = tuple(entry for entry in pending.held if entry[0] != event.sender)
+    held = tuple(sorted((*others, (event.sender, event.vote.digests))))
+    draft.m.pending = replace(pending, held=held)
 
 
 def _lose(draft: _Draft, event: Lost) -> None:
@@ -161,17 +163,21 @@ def _lose_one(draft: _Draft, peer: int, *, hostile: bool, reason: str = "") -> N
     m = draft.m
     if peer in m.lost or peer == m.me:
         return
-    concerned = peer in m.view or peer == ballot_leader(m.promised, m.size)
+    concerned = peer in m.begun.view or peer == ballot_leader(m.promised, m.size)
     m.lost |= {peer}
     if hostile:
         m.hostile |= {peer}
-    m.promises = tuple(entry for entry in m.promises if entry[0] != peer)
-    m.asked = tuple(entry for entry in m.asked if entry[0] != peer)
+    m.pending = replace(
+        m.pending,
+        promises=tuple(entry for entry in m.pending.promises if entry[0] != peer),
+        asked=tuple(entry for entry in m.pending.asked if entry[0] != peer),
+    )
     if m.phase is Phase.GATHERING or not concerned:
-        m.promises = tuple(
+        promises = tuple(
             (position, _own_promise(m)) if position == m.me else (position, promise)
-            for position, promise in m.promises
+            for position, promise in m.pending.promises
         )
+        m.pending = replace(m.pending, promises=promises)
         return
     m.trouble = True
     if m.leader != m.me:
@@ -200,38 +206,40 @@ def _hear_left(draft: _Draft, event: Heard) -> None:
 
 def _hear_gather(draft: _Draft, event: Heard) -> None:
     assert isinstance(event.vote, Gather)
-    others = tuple(entry for entry in draft.m.asked if entry[0] != event.sender)
-    draft.m.asked = tuple(sorted((*others, (event.sender, event.vote.ballot))))
+    pending = draft.m.pending
+    others = tuple(entry for entry in pending.asked if entry[0] != event.sender)
+    draft.m.pending = replace(pending, asked=tuple(sorted((*others, (event.sender, event.vote.ballot)))))
 
 
 def _own_promise(m: Member) -> Promise:
-    return Promise(m.promised, m.attempt, m.accepted, m.complete, m.lost, m.hostile)
+    return Promise(m.promised, m.begun.attempt, m.accepted, m.complete, m.lost, m.hostile)
 
 
 def _promise(draft: _Draft) -> None:
     m = draft.m
-    asked = dict(m.asked)
+    asked = dict(m.pending.asked)
     leader = m.leader
     m.promised = asked.pop(leader)
-    m.asked, m.held, m.promises, m.trouble = tuple(sorted(asked.items())), (), (), False
+    m.pending = replace(m.pending, held=(), promises=(), asked=tuple(sorted(asked.items())))
+    m.trouble = False
     draft.tell(leader, _own_promise(m))
 
 
 def _refuse(draft: _Draft) -> None:
     m = draft.m
-    asked = dict(m.asked)
+    asked = dict(m.pending.asked)
     leader = m.leader
     del asked[leader]
-    m.asked = tuple(sorted(asked.items()))
+    m.pending = replace(m.pending, asked=tuple(sorted(asked.items())))
     draft.tell(leader, Behind(m.promised))
 
 
 def _gather(draft: _Draft) -> None:
     m = draft.m
-    newest = max([m.promised, *(ballot for _, ballot in m.asked)])
+    newest = max([m.promised, *(ballot for _, ballot in m.pending.asked)])
     m.promised = next_ballot(m.me, m.size, newest)
-    m.held, m.asked, m.trouble = (), (), False
-    m.promises = ((m.me, _own_promise(m)),)
+    m.pending = replace(m.pending, held=(), promises=((m.me, _own_promise(m)),), asked=())
+    m.trouble = False
     draft.tell_all(Gather(m.promised))
 
 
@@ -243,14 +251,16 @@ def _gather_again(draft: _Draft, event: Heard) -> None:
 
 def _note_promise(draft: _Draft, event: Heard) -> None:
     assert isinstance(event.vote, Promise)
-    others = tuple(entry for entry in draft.m.promises if entry[0] != event.sender)
-    promise = _with_accusations(draft.m, event.sender, event.vote)
-    draft.m.promises = tuple(sorted((*others, (event.sender, promise)), key=lambda entry: entry[0]))
+    pending = draft.m.pending
+    others = tuple(entry for entry in pending.promises if entry[0] != event.sender)
+    promise = _with_accusations(pending, event.sender, event.vote)
+    promises = tuple(sorted((*others, (event.sender, promise)), key=lambda entry: entry[0]))
+    draft.m.pending = replace(pending, promises=promises)
 
 
-def _with_accusations(m: Member, sender: int, promise: Promise) -> Promise:
+def _with_accusations(pending: Pending, sender: int, promise: Promise) -> Promise:
     """Return a promise that includes every accusation of its sender, made before or after the promise."""
-    said = {(accused, hostile) for accuser, accused, hostile in m.accusations if accuser == sender}
+    said = {(accused, hostile) for accuser, accused, hostile in pending.accusations if accuser == sender}
     return replace(
         promise,
         apart=promise.apart | {accused for accused, _ in said},
@@ -260,7 +270,9 @@ def _with_accusations(m: Member, sender: int, promise: Promise) -> Promise:
 
 def _accuse(draft: _Draft, event: Heard) -> None:
     assert isinstance(event.vote, Trouble)
-    draft.m.accusations |= {(event.sender, event.vote.peer, event.vote.hostile)}
+    pending = draft.m.pending
+    accusation = (event.sender, event.vote.peer, event.vote.hostile)
+    draft.m.pending = replace(pending, accusations=pending.accusations | {accusation})
 
 
 def _hear_trouble(draft: _Draft, event: Heard) -> None:
@@ -271,10 +283,12 @@ def _hear_trouble(draft: _Draft, event: Heard) -> None:
 def _add_trouble(draft: _Draft, event: Heard) -> None:
     """Add an accusation to the promise that its sender gave earlier."""
     _accuse(draft, event)
-    draft.m.promises = tuple(
-        (position, _with_accusations(draft.m, position, promise) if position == event.sender else promise)
-        for position, promise in draft.m.promises
+    pending = draft.m.pending
+    promises = tuple(
+        (position, _with_accusations(pending, position, promise) if position == event.sender else promise)
+        for position, promise in pending.promises
     )
+    draft.m.pending = replace(pending, promises=promises)
 
 
 def _drop_liar(draft: _Draft, event: Heard) -> None:
@@ -295,10 +309,9 @@ def _begin(draft: _Draft) -> None:
 
 def _take_up(draft: _Draft, begin: Begin) -> None:
     m = draft.m
-    m.ballot, m.attempt, m.members = begin.ballot, begin.attempt, begin.members
-    m.view, m.must, m.source = begin.view, begin.must, begin.source
-    m.held, m.promises, m.trouble = (), (), bool(begin.view & m.lost)
-    m.accusations = frozenset()  # the new view excludes one member of each pair that cannot exchange
+    m.begun, m.trouble = replace(begin, lacking=frozenset()), bool(begin.view & m.lost)
+    # The accusations end too: the new view excludes one member of each pair that cannot exchange.
+    m.pending = Pending(asked=m.pending.asked)
     if m.accepted is not None and m.accepted.attempt != begin.attempt:
         m.accepted = None  # a quorum has answered, so no ballot committed it
     if begin.attempt == begin.ballot:
@@ -320,7 +333,7 @@ def _hear_begin(draft: _Draft, event: Heard) -> None:
 def _commit(draft: _Draft, event: Heard | None = None) -> None:
     """Commit, and tell all members: the leader may have died before it told each of them."""
     m = draft.m
-    vote = Commit(m.attempt, m.members) if event is None else event.vote
+    vote = Commit(m.begun.attempt, m.begun.members) if event is None else event.vote
     assert isinstance(vote, Commit)
     m.outcome = Complete(vote.attempt, vote.members)
     draft.tell_all(vote)
@@ -362,14 +375,14 @@ def _fail_at_odds(draft: _Draft) -> None:
 
 
 def _go_astray(draft: _Draft) -> None:
-    draft.m.promises = ()
+    draft.m.pending = replace(draft.m.pending, promises=())
 
 
 def _settle_dispute(draft: _Draft) -> None:
     for peer in sorted(dispute(draft.m)):
         _lose_one(draft, peer, hostile=True)
         draft.actions.append(Drop(peer, "it sent different results to different members, by their digests"))
-    draft.m.held, draft.m.trouble = (), True
+    draft.m.pending, draft.m.trouble = replace(draft.m.pending, held=()), True
 
 
 def _learn(draft: _Draft, event: Heard) -> None:

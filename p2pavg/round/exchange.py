@@ -21,7 +21,7 @@ from p2pavg.allreduce.context import RunContext
 from p2pavg.allreduce.lobby import ExpectedGroup
 from p2pavg.allreduce.reduction import Verdict
 from p2pavg.consensus.events import Completed, GivenUp
-from p2pavg.consensus.member import Member, Phase
+from p2pavg.consensus.member import Phase, new_member
 from p2pavg.consensus.votes import Unknown
 from p2pavg.errors import RemoteProtocolError
 from p2pavg.group.bandwidth import BandwidthMeter
@@ -123,7 +123,7 @@ class Exchange:
         self._max_share = max_share
         self._me = context.transport.peer_id
         self._positions = {member.peer_id: index for index, member in enumerate(roster.members)}
-        member = Member(
+        member = new_member(
             me=roster.position(self._me),
             size=len(roster.members),
             holders=frozenset(self._positions[member.peer_id] for member in roster.holders),
@@ -226,8 +226,8 @@ class Exchange:
             await trio.sleep_until(began + self._timeout - spare)
         if self._voting.leads(Phase.HOLDING) and self._held_at - began < self._timeout / 2:
             member = self._voting.member
-            held = {position for position, _ in member.held}
-            for position in sorted(member.view - held):
+            held = {position for position, _ in member.pending.held}
+            for position in sorted(member.begun.view - held):
                 # Silent, because a member that never says that it holds the result costs each round its time.
                 self._voting.lost(position, late, silent=True)
 
@@ -254,7 +254,7 @@ class Exchange:
     def troubled(self, attempt: Attempt, peer_id: str, reason: str, *, hostile: bool) -> None:
         """Note that a lane broke. It is no loss if its other end has gone on to a newer attempt."""
         member = self._voting.member
-        current = attempt is self._attempt and member.promised == member.ballot
+        current = attempt is self._attempt and member.promised == member.begun.ballot
         # It is no loss either if this member itself waits for a newer attempt.
         current = current and not member.trouble
         position = self._positions[peer_id]
@@ -356,7 +356,7 @@ class Exchange:
             used=self._voting.is_used(),
             averaged=self._attempt.averaged,
             roster=self._attempt.roster,
-            lost=losses.all(member.view),
+            lost=losses.all(member.begun.view),
             bytes_sent=self._traffic.sent,
             bytes_received=self._traffic.received,
             streamed=frozenset(self._attempt.streamed),

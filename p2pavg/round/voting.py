@@ -111,7 +111,7 @@ class Voting:
             if isinstance(action, Drop):
                 # Not as hostile: a ban of ten minutes must not follow from what other members say.
                 self.losses.note(action.peer, action.reason)
-        if self.member.ballot != before.ballot:
+        if self.member.begun.ballot != before.begun.ballot:
             self._look_for_source(event, actions)
         for position in sorted(self.member.lost - before.lost):
             if position not in self.losses:
@@ -125,7 +125,7 @@ class Voting:
             match action:
                 case Tell(position, vote):
                     if isinstance(vote, Begin):
-                        for trouble in self.losses.explanations(self.member.view, vote.view):
+                        for trouble in self.losses.explanations(self.member.begun.view, vote.view):
                             self.control.tell(position, trouble)
                     self.control.tell(position, vote)
                 case Run(number, members):
@@ -150,7 +150,7 @@ class Voting:
     def leads(self, phase: Phase) -> bool:
         """Return whether this member leads the ballot, in this phase."""
         member = self.member
-        return member.phase is phase and ballot_leader(member.ballot, member.size) == member.me
+        return member.phase is phase and ballot_leader(member.begun.ballot, member.size) == member.me
 
     # ------------------------------------------------------------------ votes
 

@@ -9,7 +9,7 @@ import pytest
 from p2pavg.consensus import agreement
 from p2pavg.consensus.agreement import advance
 from p2pavg.consensus.events import Completed, Dead, Drop, GivenUp, Heard, Lost, PassOn, Run, Tell
-from p2pavg.consensus.member import FINAL, Member, Phase
+from p2pavg.consensus.member import FINAL, Member, Phase, new_member
 from p2pavg.consensus.votes import (
     MAX_BALLOT,
     Begin,
@@ -31,7 +31,7 @@ ALL_MEMBERS = frozenset({0, 1, 2})
 
 def member(me: int, size: int = 3, minimum: int = 2) -> Member:
     all_members = frozenset(range(size))
-    return Member(me, size, all_members, all_members, minimum)
+    return new_member(me, size, all_members, all_members, minimum)
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_the_search_finds_a_violation(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [
         row
         if row.text != "all members hold the result: commits"
-        else agreement.Row(row.phases, row.on, lambda m: bool(m.held), row.do, row.becomes, row.text)
+        else agreement.Row(row.phases, row.on, lambda m: bool(m.pending.held), row.do, row.becomes, row.text)
         for row in agreement._ROWS[Phase.EXCHANGING, None]
     ]
     monkeypatch.setitem(agreement._ROWS, (Phase.EXCHANGING, None), rows)
@@ -158,7 +158,7 @@ class TestLosses:
         leader, _ = advance(leader, Lost(2))
         leader, _ = advance(leader, Heard(1, Promise(3, 0, None, None, frozenset({2}), frozenset())))
         assert leader.phase is Phase.EXCHANGING
-        assert leader.members == {0, 1}
+        assert leader.begun.members == {0, 1}
 
     def test_a_member_refuses_an_attempt_below_its_minimum(self) -> None:
         after, _ = advance(member(1, 3, minimum=3), Heard(0, Gather(3)))
@@ -169,14 +169,14 @@ class TestLosses:
 
     def test_an_attempt_of_observers_only_is_refused(self) -> None:
         """An honest leader would not begin such an attempt: members 0 and 1 only observe."""
-        after, _ = advance(Member(1, 3, ALL_MEMBERS, frozenset({2}), 2), Heard(0, Gather(3)))
+        after, _ = advance(new_member(1, 3, ALL_MEMBERS, frozenset({2}), 2), Heard(0, Gather(3)))
         begin = Begin(3, 3, frozenset({0, 1}), frozenset({0, 1}), 0, frozenset())
         after, actions = advance(after, Heard(0, begin))
         assert after.phase is Phase.FAILED
         assert actions == [Tell(peer, Left(-1, after.reason)) for peer in (0, 2)]
 
     def test_a_leader_without_contributors_begins_no_attempt(self) -> None:
-        leader, _ = advance(Member(0, 3, ALL_MEMBERS, frozenset({2}), 2), Lost(2))
+        leader, _ = advance(new_member(0, 3, ALL_MEMBERS, frozenset({2}), 2), Lost(2))
         leader, actions = advance(leader, Heard(1, Promise(3, 0, None, None, frozenset({2}), frozenset())))
         assert leader.phase is Phase.FAILED
         assert leader.reason == "none of the members that are left has a contribution"
@@ -184,16 +184,16 @@ class TestLosses:
 
     def test_an_observer_needs_the_result_as_well(self) -> None:
         """It tells the leader only when it holds the whole result, and the leader waits for that."""
-        leader, _ = advance(Member(0, 2, frozenset({0, 1}), frozenset({0}), 2), Completed(0))
+        leader, _ = advance(new_member(0, 2, frozenset({0, 1}), frozenset({0}), 2), Completed(0))
         assert leader.phase is Phase.HOLDING
         leader, _ = advance(leader, Heard(1, Held(0, ())))
         assert leader.phase is Phase.COMMITTED
         commit = Heard(0, Commit(0, frozenset({0, 1})))
-        observer, _ = advance(Member(1, 2, frozenset({0, 1}), frozenset({0}), 2), commit)
+        observer, _ = advance(new_member(1, 2, frozenset({0, 1}), frozenset({0}), 2), commit)
         assert observer.phase is Phase.FAILED, "it holds nothing"
 
     def test_an_observer_accepts_a_result_only_when_it_has_it(self) -> None:
-        observer, _ = advance(Member(1, 3, ALL_MEMBERS, frozenset({0}), 2), Heard(0, Gather(3)))
+        observer, _ = advance(new_member(1, 3, ALL_MEMBERS, frozenset({0}), 2), Heard(0, Gather(3)))
         two = frozenset({0, 1})
         begin = Begin(3, 0, ALL_MEMBERS, two, 0, frozenset({1}))
         observer, actions = advance(observer, Heard(0, begin))
@@ -233,7 +233,7 @@ class TestLiars:
         for position, complete in ((1, whole), (2, None)):
             answer = Promise(4, 0, None, complete, frozenset({3}), frozenset())
             leader, _ = advance(leader, Heard(position, answer))
-        assert leader.source == 1
+        assert leader.begun.source == 1
         leader, _ = advance(leader, Completed(0, false))
         leader, _ = advance(leader, Heard(2, Held(4, false)))
         leader, _ = advance(leader, Heard(1, Held(4, true)))
@@ -263,7 +263,7 @@ class TestTheEnd:
         self,
     ) -> None:
         """The other member lost it, may take the result for committed, and counts this one as gone by now."""
-        leader, _ = advance(Member(0, 3, frozenset({0, 1}), frozenset({0, 1}), 2), Lost(1))
+        leader, _ = advance(new_member(0, 3, frozenset({0, 1}), frozenset({0, 1}), 2), Lost(1))
         leader, _ = advance(leader, Lost(2))
         leader, _ = advance(leader, Dead(2))
         leader, _ = advance(leader, GivenUp("too long"))

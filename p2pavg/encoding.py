@@ -26,7 +26,7 @@ def unpack(message: bytes, *types: type) -> tuple[Any, ...]:
     Nothing is allocated that the schema does not allow.
 
     Raises:
-        RemoteProtocolError: the message does not match the types, or is no msgpack.
+        RemoteProtocolError: the message does not match the types, or is not msgpack.
     """
     try:
         fields = msgpack.unpackb(

@@ -29,7 +29,7 @@ class AccumulateError(P2PAvgError, ValueError):
 
 
 class AddressError(P2PAvgError, ValueError):
-    """Text that is no usable multiaddress."""
+    """Text that is not a usable multiaddress."""
 
 
 class IdentityError(P2PAvgError, ValueError):

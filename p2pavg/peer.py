@@ -142,7 +142,7 @@ class Peer:
         """Join the network through addresses of peers in it.
 
         Raises:
-            AddressError: a text is no address that ends in a peer id.
+            AddressError: a text is not an address that ends in a peer id.
             BootstrapError: none of them could be reached within 15 s.
         """
         contacts: dict[str, list[str]] = {}
@@ -211,7 +211,7 @@ class Peer:
         if matchmaker is not None:
             await matchmaker.serve(stream, message)
         elif isinstance(message, Ask):
-            await send_message(stream, encode(Declined("averages nothing of this run and schema", over=True)))
+            await send_message(stream, encode(Declined("has no averager of this run and schema", over=True)))
             await stream.aclose()
 
 

@@ -50,7 +50,7 @@ def run_context(
     download: RateLimit,
 ) -> RunContext:
     """Return the context of a run whose vector, or largest share, has so many elements."""
-    # Two results, of which the caller may keep one, the averages as encoded, and parts on their way.
+    # Two results, because the caller may keep one; the averages as encoded; and parts on their way.
     idle = (
         2 * 4 * elements
         + codec.encoded_nbytes(elements)

@@ -38,7 +38,7 @@ class InboundLane:
         self.stream = stream
         self.header = header
         self.finished = trio.Event()
-        """Set by whoever took the lane; a stream is reset after it."""
+        """Set by the task that took the lane; a stream is reset after it."""
         self.clean = False
         """Of a direct lane: whether all that was sent for this header was read."""
 
@@ -130,9 +130,9 @@ class ExpectedGroup:
             return False
         # Of a group of 32 a member opens two lanes, and passes on the shares of those that were lost.
         if self._lanes_of[stream.remote] >= MAX_WAITING_LANES and header.attempt > self._newest:
-            raise RemoteProtocolError("it opened more lanes ahead of time than a member has use for")
+            raise RemoteProtocolError("it opened more lanes ahead of time than a member needs")
         if self._lanes_of[stream.remote] >= 128:
-            raise RemoteProtocolError("it opened more lanes than a member has use for")
+            raise RemoteProtocolError("it opened more lanes than a member needs")
         lanes = self.controls
         if header.lane is not Lane.CONTROL:
             lanes = self._attempts.setdefault(header.attempt, Lanes())
@@ -163,7 +163,7 @@ class Lobby:
         """Let streams of this group in from now on.
 
         Args:
-            on_arrival: is told of each: the group, and who opened it.
+            on_arrival: called for each stream, with the group's id and the id of the peer that opened it.
         """
         return ExpectedGroup(self, group_id, on_arrival)
 
@@ -200,7 +200,7 @@ class Lobby:
             raise RemoteProtocolError("a direct lane that carries no parts")
         group = self.groups.get(header.group_id)
         if group is None or not await group.arrived(lane, header):
-            raise StreamBrokenError("what is on the direct lane is not wanted any more")
+            raise StreamBrokenError("the parts on the direct lane are no longer wanted")
 
     async def _answer(self, stream: Stream, group_id: bytes) -> None:
         if group_id in self._ended:

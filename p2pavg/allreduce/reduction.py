@@ -130,8 +130,8 @@ class Ledger:
     def overdue(self, timeout: float) -> Verdict:
         """Return the member that is waited for when the time is over.
 
-        A reducer that still owes averages may only be waiting itself; a member that still owes its contribution waits
-        for nobody. So the latter is named first, and of several the one that owes most.
+        A reducer that still owes averages may only be waiting itself. A member that still owes its contribution waits
+        for no other member. So the latter is named first, and among several the one that owes most.
         """
         owing = [peer_id for peer_id in self._peers() if self.owed_by(peer_id)]
         waiting = ", ".join(f"{peer_id} ({self.owed_by(peer_id)} parts)" for peer_id in owing) or "itself"

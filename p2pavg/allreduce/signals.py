@@ -122,4 +122,4 @@ class Signals:
 
     def cannot_handle(self, peer_id: str, error: Exception) -> None:
         """Tell the listener that a member's message raised an exception here."""
-        self.broken(peer_id, RemoteProtocolError(f"what it sent cannot be handled: {error!r}"))
+        self.broken(peer_id, RemoteProtocolError(f"its message cannot be handled: {error!r}"))

@@ -53,7 +53,7 @@ class Values:
         self._on_ready = on_ready
         self._own_parts = ledger.parts[ledger.me]
         shares = ledger.roster.shares
-        # An auxiliary holds its own share only; everybody else the whole vector.
+        # An auxiliary holds its own share only; every other member holds the whole vector.
         self._offset = 0 if ledger.holding or not self._own_parts else self._own_parts[0].start
         length = sum(shares) if ledger.holding else shares[ledger.roster.position(ledger.me)]
         self.averaged = buffers.floats(length)

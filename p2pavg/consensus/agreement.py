@@ -93,7 +93,7 @@ from p2pavg.consensus.events import (
     Run,
     Tell,
 )
-from p2pavg.consensus.member import FINAL, LIVE, Member, Phase
+from p2pavg.consensus.member import FINAL, LIVE, Member, Pending, Phase
 from p2pavg.consensus.votes import (
     Accepted,
     Begin,
@@ -131,26 +131,28 @@ class _Draft:
 
 def _note_completed(draft: _Draft, event: Completed) -> None:
     m = draft.m
-    m.complete, m.digests = Complete(m.attempt, m.members), event.digests
+    m.complete, m.digests = Complete(m.begun.attempt, m.begun.members), event.digests
 
 
 def _accept(draft: _Draft, event: Completed | None = None) -> None:
     m = draft.m
     if event is not None:
         _note_completed(draft, event)
-    m.accepted = Accepted(m.ballot, m.attempt, m.members, m.view, m.must)
-    digests = m.digests if m.complete == Complete(m.attempt, m.members) else ()
-    leader = ballot_leader(m.ballot, m.size)
+    m.accepted = Accepted(m.begun.ballot, m.begun.attempt, m.begun.members, m.begun.view, m.begun.must)
+    digests = m.digests if m.complete == Complete(m.begun.attempt, m.begun.members) else ()
+    leader = ballot_leader(m.begun.ballot, m.size)
     if leader == m.me:
-        m.held = (*m.held, (m.me, digests))
+        m.pending = replace(m.pending, held=(*m.pending.held, (m.me, digests)))
     else:
-        draft.tell(leader, Held(m.ballot, digests))
+        draft.tell(leader, Held(m.begun.ballot, digests))
 
 
 def _note_held(draft: _Draft, event: Heard) -> None:
     assert isinstance(event.vote, Held)
-    others = tuple(entry for entry in draft.m.held if entry[0] != event.sender)
-    draft.m.held = tuple(sorted((*others, (event.sender, event.vote.digests))))
+    pending = draft.m.pending
+    others = tuple(entry for entry in pending.held if entry[0] != event.sender)
+    held = tuple(sorted((*others, (event.sender, event.vote.digests))))
+    draft.m.pending = replace(pending, held=held)
 
 
 def _lose(draft: _Draft, event: Lost) -> None:
@@ -161,17 +163,21 @@ def _lose_one(draft: _Draft, peer: int, *, hostile: bool, reason: str = "") -> N
     m = draft.m
     if peer in m.lost or peer == m.me:
         return
-    concerned = peer in m.view or peer == ballot_leader(m.promised, m.size)
+    concerned = peer in m.begun.view or peer == ballot_leader(m.promised, m.size)
     m.lost |= {peer}
     if hostile:
         m.hostile |= {peer}
-    m.promises = tuple(entry for entry in m.promises if entry[0] != peer)
-    m.asked = tuple(entry for entry in m.asked if entry[0] != peer)
+    m.pending = replace(
+        m.pending,
+        promises=tuple(entry for entry in m.pending.promises if entry[0] != peer),
+        asked=tuple(entry for entry in m.pending.asked if entry[0] != peer),
+    )
     if m.phase is Phase.GATHERING or not concerned:
-        m.promises = tuple(
+        promises = tuple(
             (position, _own_promise(m)) if position == m.me else (position, promise)
-            for position, promise in m.promises
+            for position, promise in m.pending.promises
         )
+        m.pending = replace(m.pending, promises=promises)
         return
     m.trouble = True
     if m.leader != m.me:
@@ -185,7 +191,7 @@ def _note_dead(draft: _Draft, event: Dead) -> None:
 
 
 def _hear_unknown(draft: _Draft, event: Heard) -> None:
-    _lose_one(draft, event.sender, hostile=False, reason="it knows nothing of this round")
+    _lose_one(draft, event.sender, hostile=False, reason="it does not know this round")
     _note_dead(draft, Dead(event.sender))
 
 
@@ -200,38 +206,40 @@ def _hear_left(draft: _Draft, event: Heard) -> None:
 
 def _hear_gather(draft: _Draft, event: Heard) -> None:
     assert isinstance(event.vote, Gather)
-    others = tuple(entry for entry in draft.m.asked if entry[0] != event.sender)
-    draft.m.asked = tuple(sorted((*others, (event.sender, event.vote.ballot))))
+    pending = draft.m.pending
+    others = tuple(entry for entry in pending.asked if entry[0] != event.sender)
+    draft.m.pending = replace(pending, asked=tuple(sorted((*others, (event.sender, event.vote.ballot)))))
 
 
 def _own_promise(m: Member) -> Promise:
-    return Promise(m.promised, m.attempt, m.accepted, m.complete, m.lost, m.hostile)
+    return Promise(m.promised, m.begun.attempt, m.accepted, m.complete, m.lost, m.hostile)
 
 
 def _promise(draft: _Draft) -> None:
     m = draft.m
-    asked = dict(m.asked)
+    asked = dict(m.pending.asked)
     leader = m.leader
     m.promised = asked.pop(leader)
-    m.asked, m.held, m.promises, m.trouble = tuple(sorted(asked.items())), (), (), False
+    m.pending = replace(m.pending, held=(), promises=(), asked=tuple(sorted(asked.items())))
+    m.trouble = False
     draft.tell(leader, _own_promise(m))
 
 
 def _refuse(draft: _Draft) -> None:
     m = draft.m
-    asked = dict(m.asked)
+    asked = dict(m.pending.asked)
     leader = m.leader
     del asked[leader]
-    m.asked = tuple(sorted(asked.items()))
+    m.pending = replace(m.pending, asked=tuple(sorted(asked.items())))
     draft.tell(leader, Behind(m.promised))
 
 
 def _gather(draft: _Draft) -> None:
     m = draft.m
-    newest = max([m.promised, *(ballot for _, ballot in m.asked)])
+    newest = max([m.promised, *(ballot for _, ballot in m.pending.asked)])
     m.promised = next_ballot(m.me, m.size, newest)
-    m.held, m.asked, m.trouble = (), (), False
-    m.promises = ((m.me, _own_promise(m)),)
+    m.pending = replace(m.pending, held=(), promises=((m.me, _own_promise(m)),), asked=())
+    m.trouble = False
     draft.tell_all(Gather(m.promised))
 
 
@@ -243,14 +251,16 @@ def _gather_again(draft: _Draft, event: Heard) -> None:
 
 def _note_promise(draft: _Draft, event: Heard) -> None:
     assert isinstance(event.vote, Promise)
-    others = tuple(entry for entry in draft.m.promises if entry[0] != event.sender)
-    promise = _with_accusations(draft.m, event.sender, event.vote)
-    draft.m.promises = tuple(sorted((*others, (event.sender, promise)), key=lambda entry: entry[0]))
+    pending = draft.m.pending
+    others = tuple(entry for entry in pending.promises if entry[0] != event.sender)
+    promise = _with_accusations(pending, event.sender, event.vote)
+    promises = tuple(sorted((*others, (event.sender, promise)), key=lambda entry: entry[0]))
+    draft.m.pending = replace(pending, promises=promises)
 
 
-def _with_accusations(m: Member, sender: int, promise: Promise) -> Promise:
+def _with_accusations(pending: Pending, sender: int, promise: Promise) -> Promise:
     """Return a promise that includes every accusation of its sender, made before or after the promise."""
-    said = {(accused, hostile) for accuser, accused, hostile in m.accusations if accuser == sender}
+    said = {(accused, hostile) for accuser, accused, hostile in pending.accusations if accuser == sender}
     return replace(
         promise,
         apart=promise.apart | {accused for accused, _ in said},
@@ -260,7 +270,9 @@ def _with_accusations(m: Member, sender: int, promise: Promise) -> Promise:
 
 def _accuse(draft: _Draft, event: Heard) -> None:
     assert isinstance(event.vote, Trouble)
-    draft.m.accusations |= {(event.sender, event.vote.peer, event.vote.hostile)}
+    pending = draft.m.pending
+    accusation = (event.sender, event.vote.peer, event.vote.hostile)
+    draft.m.pending = replace(pending, accusations=pending.accusations | {accusation})
 
 
 def _hear_trouble(draft: _Draft, event: Heard) -> None:
@@ -271,14 +283,16 @@ def _hear_trouble(draft: _Draft, event: Heard) -> None:
 def _add_trouble(draft: _Draft, event: Heard) -> None:
     """Add an accusation to the promise that its sender gave earlier."""
     _accuse(draft, event)
-    draft.m.promises = tuple(
-        (position, _with_accusations(draft.m, position, promise) if position == event.sender else promise)
-        for position, promise in draft.m.promises
+    pending = draft.m.pending
+    promises = tuple(
+        (position, _with_accusations(pending, position, promise) if position == event.sender else promise)
+        for position, promise in pending.promises
     )
+    draft.m.pending = replace(pending, promises=promises)
 
 
 def _drop_liar(draft: _Draft, event: Heard) -> None:
-    reason = f"it said what cannot be: {type(event.vote).__name__}"
+    reason = f"it sent an impossible vote: {type(event.vote).__name__}"
     _lose_one(draft, event.sender, hostile=True, reason=reason)
     draft.actions.append(Drop(event.sender, reason))
 
@@ -295,10 +309,9 @@ def _begin(draft: _Draft) -> None:
 
 def _take_up(draft: _Draft, begin: Begin) -> None:
     m = draft.m
-    m.ballot, m.attempt, m.members = begin.ballot, begin.attempt, begin.members
-    m.view, m.must, m.source = begin.view, begin.must, begin.source
-    m.held, m.promises, m.trouble = (), (), bool(begin.view & m.lost)
-    m.accusations = frozenset()  # the new view excludes one member of each pair that cannot exchange
+    m.begun, m.trouble = replace(begin, lacking=frozenset()), bool(begin.view & m.lost)
+    # The accusations end too: the new view excludes one member of each pair that cannot exchange.
+    m.pending = Pending(asked=m.pending.asked)
     if m.accepted is not None and m.accepted.attempt != begin.attempt:
         m.accepted = None  # a quorum has answered, so no ballot committed it
     if begin.attempt == begin.ballot:
@@ -320,7 +333,7 @@ def _hear_begin(draft: _Draft, event: Heard) -> None:
 def _commit(draft: _Draft, event: Heard | None = None) -> None:
     """Commit, and tell all members: the leader may have died before it told each of them."""
     m = draft.m
-    vote = Commit(m.attempt, m.members) if event is None else event.vote
+    vote = Commit(m.begun.attempt, m.begun.members) if event is None else event.vote
     assert isinstance(vote, Commit)
     m.outcome = Complete(vote.attempt, vote.members)
     draft.tell_all(vote)
@@ -362,16 +375,14 @@ def _fail_at_odds(draft: _Draft) -> None:
 
 
 def _go_astray(draft: _Draft) -> None:
-    draft.m.promises = ()
+    draft.m.pending = replace(draft.m.pending, promises=())
 
 
 def _settle_dispute(draft: _Draft) -> None:
     for peer in sorted(dispute(draft.m)):
         _lose_one(draft, peer, hostile=True)
-        draft.actions.append(
-            Drop(peer, "it sent one result to one member and another to another, say their digests")
-        )
-    draft.m.held, draft.m.trouble = (), True
+        draft.actions.append(Drop(peer, "it sent different results to different members, by their digests"))
+    draft.m.pending, draft.m.trouble = replace(draft.m.pending, held=()), True
 
 
 def _learn(draft: _Draft, event: Heard) -> None:
@@ -437,7 +448,7 @@ TABLE: tuple[Row, ...] = (
     _row(LIVE, GivenUp, None, _fail, Phase.FAILED, "out of time, or given up by the caller"),
     # Votes of other members.
     _row((_E, _H), Held, leads_ballot, _note_held, None, "a member holds the result"),
-    _row(LIVE, Commit, is_false_commit, _drop_liar, None, "a commit that cannot be: gives up who says so"),
+    _row(LIVE, Commit, is_false_commit, _drop_liar, None, "an impossible commit: gives its sender up"),
     _row(LIVE, Commit, has_it, _commit, Phase.COMMITTED, "the group has committed"),
     _row(
         LIVE,
@@ -449,14 +460,14 @@ TABLE: tuple[Row, ...] = (
     ),
     _row(LIVE, Commit, None, _left_out, Phase.FAILED, "committed without this member"),
     _row(LIVE, Gather, is_ahead, _hear_gather, None, "a member asks"),
-    _row(_G, Promise, is_false_promise, _drop_liar, None, "an answer that cannot be: gives up who says so"),
+    _row(_G, Promise, is_false_promise, _drop_liar, None, "an impossible answer: gives its sender up"),
     _row(_G, Promise, answers_me, _note_promise, None, "a member answers"),
     _row(_G, Behind, outpaces, _gather_again, None, "a newer ballot was promised: asks with a newer one"),
-    _row(_P, Begin, is_impossible, _drop_liar, None, "a ballot that cannot be: gives its leader up"),
+    _row(_P, Begin, is_impossible, _drop_liar, None, "an impossible ballot: gives its leader up"),
     _row(_P, Begin, too_few, _fail_too_few, Phase.FAILED, "fewer are left than it needs"),
     _row(_P, Begin, is_new, _hear_begin, _E, "a new attempt"),
     _row(_P, Begin, is_held, _hear_begin, _H, "an older result, which it holds or need not hold"),
-    _row(_P, Begin, is_due, _hear_begin, _E, "an older result, of which it lacks some"),
+    _row(_P, Begin, is_due, _hear_begin, _E, "an older result, which it lacks in part"),
     _row(_G, Trouble, is_of_another, _add_trouble, None, "a member has trouble with another"),
     _row((_E, _H, _P, _A), Trouble, concerns_me, _hear_trouble, None, "a member has trouble with another"),
     _row(LIVE, Left, None, _hear_left, None, "a member gave up"),
@@ -478,7 +489,7 @@ TABLE: tuple[Row, ...] = (
     _row((_E, _H, _P), None, must_lead, _gather, _G, "leads, and the ballot cannot commit: asks"),
     _row(_G, None, begins_anew, _begin, _E, "begins a new attempt with those that are left"),
     _row(_G, None, begins_held, _begin, _H, "goes on with an older result, which it holds"),
-    _row(_G, None, begins_lacking, _begin, _E, "goes on with an older result, of which it lacks some"),
+    _row(_G, None, begins_lacking, _begin, _E, "goes on with an older result, which it lacks in part"),
     _row(_G, None, stuck_for_good, _fail_stuck, Phase.FAILED, "too few contributors are left"),
     _row(_G, None, stuck, _go_astray, _A, "too few answer"),
     _row(_A, None, may_go_on, _gather, _G, "others have died, and those that answer may decide"),

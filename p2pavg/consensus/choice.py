@@ -33,7 +33,7 @@ def is_quorum(some: Members, size: int, gone: Members) -> bool:
     ``gone`` are members that will never decide again, because their process has ended or they said so.
 
     Two members may know different sets of gone members, of sizes a and b. Their quorums have at least (n-a)/2 and
-    (n-b)/2 members, none of which is gone. If the quorums are disjoint, both are exact halves, and only one of them
+    (n-b)/2 members that are not gone. If the quorums are disjoint, both are exact halves, and only one of them
     includes the first member.
     """
     left = [position for position in range(size) if position not in gone]
@@ -82,7 +82,7 @@ def choose(answers: Answers) -> Begin | Stuck:
     """Return the value of the new ballot, or the reason for which there is none."""
     view = choose_view(answers.me, answers.promises)
     if not is_quorum(view, answers.size, answers.gone):
-        return Stuck("the members that answer are no quorum; the others may go on without them", False)
+        return Stuck("the members that answer are not a quorum; the others may go on without them", False)
     must = possibly_committed(answers)
     if must is not None:
         return _adopt(answers, view, Complete(must.attempt, must.members), must=True)

@@ -14,20 +14,20 @@ MAX_LEAP = 64  # a leader's ballots that a member may miss in a row; each loss c
 
 
 def is_attempt(member: Member, event: Completed) -> bool:
-    return event.attempt == member.attempt
+    return event.attempt == member.begun.attempt
 
 
 def not_outvoted(member: Member, event: Completed) -> bool:
-    return event.attempt == member.attempt and member.promised == member.ballot
+    return event.attempt == member.begun.attempt and member.promised == member.begun.ballot
 
 
 def leads_ballot(member: Member, event: Heard) -> bool:
     vote = event.vote
     return (
         isinstance(vote, Held)
-        and vote.ballot == member.ballot == member.promised
+        and vote.ballot == member.begun.ballot == member.promised
         and ballot_leader(vote.ballot, member.size) == member.me
-        and event.sender in member.view
+        and event.sender in member.begun.view
     )
 
 
@@ -59,11 +59,11 @@ def is_impossible(member: Member, event: Heard) -> bool:
     vote = event.vote
     if not is_due(member, event) or not isinstance(vote, Begin) or vote.attempt == vote.ballot:
         return False
-    if contradicts(member, vote.attempt, vote.members) or vote.lacking - member.holders:
+    if contradicts(member, vote.attempt, vote.members) or vote.lacking - member.seat.holders:
         return True
-    needs = member.me in vote.members & member.holders
+    needs = member.me in vote.members & member.seat.holders
     has = member.complete == Complete(vote.attempt, vote.members)
-    if needs and not has and vote.attempt != member.attempt:
+    if needs and not has and vote.attempt != member.begun.attempt:
         return True  # this member was never in that attempt, or has discarded its parts
     # A member may have completed the attempt since it answered. Then ``lacking`` names it although it has the result.
     lacks, is_served = needs and not has, member.me in vote.lacking
@@ -73,8 +73,8 @@ def is_impossible(member: Member, event: Heard) -> bool:
 
 def contradicts(member: Member, attempt: int, members: Members) -> bool:
     """Return whether an attempt's members differ from those that this member knows. Attempt 0 has all members."""
-    known = frozenset(range(member.size)) if attempt == 0 else member.members
-    return attempt in (0, member.attempt) and members != known
+    known = frozenset(range(member.size)) if attempt == 0 else member.begun.members
+    return attempt in (0, member.begun.attempt) and members != known
 
 
 def is_false_promise(member: Member, event: Heard) -> bool:
@@ -93,7 +93,7 @@ def is_false_promise(member: Member, event: Heard) -> bool:
         event.sender not in accepted.view
         or contradicts(member, accepted.attempt, accepted.members)
         or (accepted.ballot == 0 and len(accepted.view) != member.size)
-        or (accepted.ballot == member.ballot and accepted.view != member.view)
+        or (accepted.ballot == member.begun.ballot and accepted.view != member.begun.view)
     )
 
 
@@ -108,7 +108,7 @@ def too_few(member: Member, event: Heard) -> bool:
         is_due(member, event)
         and isinstance(vote, Begin)
         and vote.attempt == vote.ballot
-        and is_too_few(vote.members, member.holders, member.contributors, member.minimum)
+        and is_too_few(vote.members, member.seat.holders, member.seat.contributors, member.seat.minimum)
     )
 
 
@@ -123,7 +123,7 @@ def is_held(member: Member, event: Heard) -> bool:
 
 
 def holds(member: Member, vote: Begin) -> bool:
-    if member.me not in vote.members & member.holders:
+    if member.me not in vote.members & member.seat.holders:
         return True  # it needs no result, and only witnesses the adopted one
     return member.complete == Complete(vote.attempt, vote.members)
 
@@ -132,11 +132,11 @@ def has_it(member: Member, event: Heard) -> bool:
     vote = event.vote
     if not isinstance(vote, Commit) or member.me not in vote.members:
         return False
-    return member.me not in member.holders or member.complete == Complete(vote.attempt, vote.members)
+    return member.me not in member.seat.holders or member.complete == Complete(vote.attempt, vote.members)
 
 
 def lacks_it(member: Member, event: Heard) -> bool:
-    return isinstance(event.vote, Commit) and member.me in event.vote.members & member.holders
+    return isinstance(event.vote, Commit) and member.me in event.vote.members & member.seat.holders
 
 
 def concerns_me(member: Member, event: Heard) -> bool:
@@ -144,8 +144,8 @@ def concerns_me(member: Member, event: Heard) -> bool:
     return (
         isinstance(vote, Trouble)
         and member.leader == member.me
-        and event.sender in member.view
-        and vote.peer in member.view
+        and event.sender in member.begun.view
+        and vote.peer in member.begun.view
         and event.sender != vote.peer
         and not has_accused(member, event.sender, vote.peer)
     )
@@ -157,7 +157,7 @@ def is_of_another(member: Member, event: Heard) -> bool:
 
 
 def has_accused(member: Member, accuser: int, accused: int) -> bool:
-    return any(entry[:2] == (accuser, accused) for entry in member.accusations)
+    return any(entry[:2] == (accuser, accused) for entry in member.pending.accusations)
 
 
 def is_ahead(member: Member, event: Heard) -> bool:
@@ -186,15 +186,17 @@ def must_lead(member: Member) -> bool:
 
 
 def leader_asks(member: Member) -> bool:
-    return any(sender == member.leader for sender, _ in member.asked)
+    return any(sender == member.leader for sender, _ in member.pending.asked)
 
 
 def leader_asks_anew(member: Member) -> bool:
-    return any(sender == member.leader and ballot > member.promised for sender, ballot in member.asked)
+    return any(
+        sender == member.leader and ballot > member.promised for sender, ballot in member.pending.asked
+    )
 
 
 def all_answered(member: Member) -> bool:
-    answered = {position for position, _ in member.promises}
+    answered = {position for position, _ in member.pending.promises}
     return answered >= frozenset(range(member.size)) - member.lost
 
 
@@ -203,11 +205,11 @@ def decide(member: Member) -> Begin | Stuck:
         Answers(
             me=member.me,
             size=member.size,
-            holders=member.holders,
-            contributors=member.contributors,
-            minimum=member.minimum,
+            holders=member.seat.holders,
+            contributors=member.seat.contributors,
+            minimum=member.seat.minimum,
             ballot=member.promised,
-            promises=dict(member.promises),
+            promises=dict(member.pending.promises),
             dead=member.dead,
             left=dict(member.left),
         )
@@ -246,17 +248,17 @@ def may_go_on(member: Member) -> bool:
 
 def all_hold(member: Member) -> bool:
     return (
-        member.promised == member.ballot
-        and ballot_leader(member.ballot, member.size) == member.me
-        and {position for position, _ in member.held} >= member.view
+        member.promised == member.begun.ballot
+        and ballot_leader(member.begun.ballot, member.size) == member.me
+        and {position for position, _ in member.pending.held} >= member.begun.view
     )
 
 
 def dispute(member: Member) -> Members:
     if not all_hold(member):
         return frozenset()
-    source = None if member.source == member.me else member.source
-    return disputed(dict(member.held), sorted(member.members), source)
+    source = None if member.begun.source == member.me else member.begun.source
+    return disputed(dict(member.pending.held), sorted(member.begun.members), source)
 
 
 def at_odds(member: Member) -> bool:
@@ -268,4 +270,4 @@ def own_fault(member: Member) -> bool:
 
 
 def in_result(member: Member) -> bool:
-    return all_hold(member) and member.me in member.members
+    return all_hold(member) and member.me in member.begun.members

@@ -29,7 +29,7 @@ class Lost:
 
 @dataclass(frozen=True, slots=True)
 class Dead:
-    """The process of a lost member has ended, or knows nothing of this round."""
+    """The process of a lost member has ended, or the process does not know this round."""
 
     peer: int
 

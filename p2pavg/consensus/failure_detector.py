@@ -12,7 +12,7 @@ FLOOR_SECONDS = 1.5
 PARTS = 4.0
 """Silence that gives a member up, in durations of a part."""
 STALLS = 3.0
-"""Such timeouts during which a live member may send nothing of the data that it owes."""
+"""Such timeouts during which a live member may send none of the data that it owes."""
 FIRST_CONTACT_SECONDS = 4.0
 """Least timeout until the pace is known, i.e. until as many bytes as a part has have arrived.
 
@@ -78,7 +78,7 @@ class Pace:
             return f"silent for {now - self._last:.1f} s"
         stall = STALLS * max(FLOOR_SECONDS, PARTS * self.part_seconds())
         if self._owed is not None and now - self._owed >= min(stall, self._limit) / (1 + self._doubted):
-            return f"sent nothing of its contribution for {now - self._owed:.1f} s"
+            return f"sent no part of its contribution for {now - self._owed:.1f} s"
         return None
 
     @property

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from p2pavg.consensus.choice import ballot_leader, is_quorum
-from p2pavg.consensus.votes import Accepted, Complete, Members, Promise
+from p2pavg.consensus.votes import Accepted, Begin, Complete, Members, Promise
 
 
 class Phase(enum.Enum):
@@ -26,9 +26,9 @@ FINAL = frozenset({Phase.COMMITTED, Phase.FAILED})
 LIVE = frozenset(Phase) - FINAL
 
 
-@dataclass(slots=True)
-class Member:
-    """One member's state. :func:`advance` changes a copy; the fields' values are immutable."""
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """One member's place in the group; it never changes in a round."""
 
     me: int
     size: int
@@ -38,27 +38,12 @@ class Member:
     """Holders whose vectors are averaged."""
     minimum: int
     """Number of holders below which this member takes part in no attempt."""
-    phase: Phase = Phase.EXCHANGING
-    ballot: int = 0
-    """The last ballot that this member has begun."""
-    promised: int = 0
-    attempt: int = 0
-    members: Members = frozenset()
-    """Members of the attempt."""
-    view: Members = frozenset()
-    """View of the ballot: the members that must hold its result."""
-    must: bool = False
-    """True if the ballot's value is a result that an older ballot may have committed."""
-    source: int = 0
-    """The member that sends the others the parts of the result that they lack."""
-    complete: Complete | None = None
-    digests: tuple[bytes, ...] = ()
-    accepted: Accepted | None = None
-    lost: Members = frozenset()
-    hostile: Members = frozenset()
-    dead: Members = frozenset()
-    left: tuple[tuple[int, int], ...] = ()
-    """Members that gave up the round, with the last ballot that each accepted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """The votes of other members that this one has noted for a later decision."""
+
     held: tuple[tuple[int, tuple[bytes, ...]], ...] = ()
     """On the ballot's leader: the members that hold its result, with their digests."""
     promises: tuple[tuple[int, Promise], ...] = ()
@@ -70,6 +55,27 @@ class Member:
     They are added to the accusers' promises. Otherwise a member could report trouble, promise without it, and repeat
     that for ever.
     """
+
+
+@dataclass(slots=True)
+class Member:
+    """One member's state. :func:`advance` changes a copy; the fields' values are immutable."""
+
+    seat: Seat
+    begun: Begin
+    """The last ballot that this member has begun, and its value; ``lacking`` is left empty."""
+    phase: Phase = Phase.EXCHANGING
+    promised: int = 0
+    """The last ballot that this member has promised to take next."""
+    pending: Pending = Pending()
+    complete: Complete | None = None
+    digests: tuple[bytes, ...] = ()
+    accepted: Accepted | None = None
+    lost: Members = frozenset()
+    hostile: Members = frozenset()
+    dead: Members = frozenset()
+    left: tuple[tuple[int, int], ...] = ()
+    """Members that gave up the round, with the last ballot that each accepted."""
     trouble: bool = False
     """True if the ballot cannot commit with its view."""
     reason: str = ""
@@ -77,9 +83,15 @@ class Member:
     outcome: Complete | None = None
     """The result that the group committed, if this member knows it."""
 
-    def __post_init__(self) -> None:
-        if not self.members:
-            self.members = self.view = frozenset(range(self.size))
+    @property
+    def me(self) -> int:
+        """Position of this member."""
+        return self.seat.me
+
+    @property
+    def size(self) -> int:
+        """Number of members of the group."""
+        return self.seat.size
 
     @property
     def undecided(self) -> bool:
@@ -89,10 +101,10 @@ class Member:
         others = frozenset(range(self.size)) - {self.me} - self.gone
         if self.accepted is not None:
             return is_quorum(others, self.size, self.gone | {self.me})
-        if not self.must:
+        if not self.begun.must:
             # This member was in the view of every ballot that could commit a result with its contribution, and it
             # held no result. So only members that cannot ask the ballot's leader may believe that it committed.
-            leader = ballot_leader(self.ballot, self.size)
+            leader = ballot_leader(self.begun.ballot, self.size)
             if leader == self.me:
                 # Together, the members that lost this leader may have taken the result for committed before they heard
                 # that it gave up. They count it as gone by now, so fewer of them are a quorum.
@@ -136,3 +148,12 @@ class Member:
 
 
 _FIELDS = tuple(Member.__slots__)
+
+
+def new_member(me: int, size: int, holders: Members, contributors: Members, minimum: int) -> Member:
+    """Return a member's state at the beginning of a round: it has begun ballot 0, with all members."""
+    all_members = frozenset(range(size))
+    return Member(
+        Seat(me, size, holders, contributors, minimum),
+        Begin(0, 0, all_members, all_members, source=0, lacking=frozenset()),
+    )

@@ -172,7 +172,7 @@ def decode_vote(message: bytes, size: int) -> Vote:
     """Return the vote in a message of :func:`encode_vote`, in a group of ``size`` members.
 
     Raises:
-        RemoteProtocolError: the message is no such vote.
+        RemoteProtocolError: the message is not such a vote.
     """
     # Each kind has its own fields, so the kind is read first.
     for kind, (types, read) in _READERS.items():
@@ -249,11 +249,11 @@ def _read_begin(
         must,
     )
     if attempt > ballot or not begin.members or not begin.view:
-        raise RemoteProtocolError("a ballot about nothing, or about the future")
+        raise RemoteProtocolError("a ballot without members, or about an attempt that is newer than it")
     if attempt == ballot and (begin.members != begin.view or begin.lacking or must):
         raise RemoteProtocolError("a new attempt whose members are not its view")
     if begin.lacking - (begin.members & begin.view) or source not in begin.view or source in begin.lacking:
-        raise RemoteProtocolError("a ballot that lets a member pass on what it cannot have")
+        raise RemoteProtocolError("a ballot in which a member passes on a result that it cannot hold")
     return begin
 
 
@@ -269,9 +269,9 @@ def _read_promise(
         read.members(hostile),
     )
     if attempt >= ballot or (promise.accepted is not None and promise.accepted.ballot >= ballot):
-        raise RemoteProtocolError("a promise that is older than what it speaks of")
+        raise RemoteProtocolError("a promise that is older than the attempt or ballot that it reports")
     if promise.hostile - promise.apart:
-        raise RemoteProtocolError("a promise that accuses a member and goes on with it")
+        raise RemoteProtocolError("a promise that accuses a member without giving it up")
     return promise
 
 

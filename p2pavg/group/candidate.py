@@ -120,7 +120,7 @@ def read_candidate(record: Record) -> Candidate:
     """Read a candidate from a record under a ready key. The caller checks signature and expiry.
 
     Raises:
-        RemoteProtocolError: the value is no candidate, or one of its fields is out of range.
+        RemoteProtocolError: the value is not a candidate, or one of its fields is out of range.
     """
     version, deadline, weight, bandwidth, codec, auxiliary, addresses, state, tags, metrics, certificate = (
         unpack(record.value, int, float, float, float, str, bool, tuple, bytes, tuple, tuple, bytes)

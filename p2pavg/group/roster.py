@@ -59,7 +59,7 @@ class Roster:
         if self.members[0].auxiliary or len(self.holders) < 2:
             raise RemoteProtocolError("a roster of fewer than two contributors, or led by an auxiliary")
         if not self.contributors:
-            raise RemoteProtocolError("a roster of which nobody contributes")
+            raise RemoteProtocolError("a roster without a contributor")
         if self.observers - {member.peer_id for member in self.holders} or any(
             member.weight == 0 and member.peer_id not in self.observers for member in self.holders
         ):
@@ -105,7 +105,7 @@ class Roster:
         return Roster(members=tuple(members), shares=tuple(shares), proposal=self.proposal, observers=left)
 
     def position(self, peer_id: str) -> int:
-        """Return the index of a member. Raises ValueError for a peer that is no member."""
+        """Return the index of a member. Raises ValueError for a peer that is not a member."""
         return [member.peer_id for member in self.members].index(peer_id)
 
     def pack(self) -> bytes:

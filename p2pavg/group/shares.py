@@ -97,8 +97,8 @@ def best_fractions(members: Sequence[MemberLink], most: Fraction = Fraction(1)) 
         most: the largest fraction of one member. The reducers' fractions must be able to sum to 1.
     """
     contributors = sum(member.contributes for member in members)
-    anybody = any(member.reachable for member in members)
-    reduces = [member.reachable or not anybody for member in members]
+    any_reachable = any(member.reachable for member in members)
+    reduces = [member.reachable or not any_reachable for member in members]
     pipes = [_pipe(member, contributors) for member in itertools.compress(members, reduces)]
     level = _level(pipes, most) if pipes else Fraction(0)
     found = iter([pipe.filled(level, most) for pipe in pipes])

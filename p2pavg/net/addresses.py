@@ -20,7 +20,7 @@ def parse_listen_address(text: str) -> Multiaddr:
     """Parse an address to listen on, such as ``/ip4/0.0.0.0/tcp/4001``. Port 0 stands for any free port.
 
     Raises:
-        AddressError: the text is no such address; the message says what is wrong with it.
+        AddressError: the text is not such an address; the message says what is wrong with it.
     """
     address = _parse(text)
     names = [protocol.name for protocol in address.protocols()]
@@ -35,7 +35,7 @@ def parse_peer_address(text: str) -> tuple[Multiaddr, str]:
     """Parse an address to dial. Return it with the peer id at its end.
 
     Raises:
-        AddressError: the text is no such address; the message says what is wrong with it.
+        AddressError: the text is not such an address; the message says what is wrong with it.
     """
     address = _parse(text, f"{EXAMPLE}/p2p/PEER_ID")
     names = [protocol.name for protocol in address.protocols()]
@@ -57,7 +57,7 @@ def parse_address_of(peer_id: str, text: str) -> Multiaddr:
     """Parse an address to dial that must end in this peer's id.
 
     Raises:
-        AddressError: the text is no such address, or ends in another peer's id.
+        AddressError: the text is not such an address, or ends in another peer's id.
     """
     address, named = parse_peer_address(text)
     if named != peer_id:
@@ -75,11 +75,11 @@ def _parse(text: str, example: str = EXAMPLE) -> Multiaddr:
     if not isinstance(text, str):
         raise AddressError(f"an address is text such as {EXAMPLE}, not {type(text).__name__}")
     if not text.startswith("/") or len(text) > MAX_ADDRESS_CHARS:
-        raise AddressError(f"{text[:MAX_ADDRESS_CHARS]!r} is no address; they look like {example}")
+        raise AddressError(f"{text[:MAX_ADDRESS_CHARS]!r} is not an address; an address looks like {example}")
     try:
         return Multiaddr(text)
     except Exception as error:  # noqa: BLE001 - multiaddr raises a dozen unrelated types for bad text
-        raise AddressError(f"{text!r} is no multiaddress: {error}") from None
+        raise AddressError(f"{text!r} is not a multiaddress: {error}") from None
 
 
 def reachable_hosts(bound: str) -> list[str]:

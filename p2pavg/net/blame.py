@@ -26,8 +26,8 @@ def guarded(
     """Log an exception that leaves the block, and call ``on_fault(peer_id, exception)`` instead of raising it.
 
     The rest of the block is skipped, and the statement after the block runs. Cancellation, KeyboardInterrupt and every
-    other exception that is no ``Exception`` pass through, also inside an exception group. An exception of ``on_fault``
-    passes through too, because the peer has not caused it.
+    other exception that is not an ``Exception`` pass through, also inside an exception group. An exception of
+    ``on_fault`` passes through too, because the peer has not caused it.
 
     Args:
         peer_id: the peer whose message is handled. It must be authenticated, or the log would accuse another peer.

@@ -167,7 +167,7 @@ class Transport(abc.ABC):
         """Connect to an address that ends in ``/p2p/<peer id>`` and return that id.
 
         Raises:
-            AddressError: the text is no such address.
+            AddressError: the text is not such an address.
             UnreachableError: no authenticated connection within ``timeout`` seconds.
         """
 

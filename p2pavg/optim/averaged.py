@@ -146,10 +146,10 @@ class AveragedOptimizer(PeerOptimizer):
                 parameters are not those of the loaded state.
             p2pavg.ClosedError: the averager is closed.
         """
-        self._begin()
+        self._training.begin()
         self._check_parameters()
         self._parts.mend()
-        measured, gradients = self._with_speed(metrics), self._contribution()
+        measured, gradients = self._training.with_speed(metrics), self._contribution()
         self._ranks.check_batch(gradients, samples)
         try:
             self._ranks.on_all(lambda: self._averager.accumulate(gradients, weight=samples, metrics=measured))
@@ -166,7 +166,9 @@ class AveragedOptimizer(PeerOptimizer):
         self._together.run.say(self._averager.weight, waiting=self._averager.weight >= self._limit)
         decision = self._ranks.as_the_first(self._together.decide_when_all_are_ready)
         report = (
-            self._average(decision.peers) if isinstance(decision, Average) else self._report(goes_on=False)
+            self._average(decision.peers)
+            if isinstance(decision, Average)
+            else self._training.report(goes_on=False)
         )
         return report if before is None or report.updated else before
 
@@ -201,19 +203,19 @@ class AveragedOptimizer(PeerOptimizer):
         if Success.__name__ in kinds and len(kinds) > 1:
             self._averager.clear()  # otherwise a later update would hold different batches in different shards
         if not isinstance(result, Success):
-            return self._report(result, goes_on=goes_on)
+            return self._training.report(result, goes_on=goes_on)
         if len(kinds) > 1:
-            return self._report(
+            return self._training.report(
                 goes_on=goes_on,
                 result=Failed(reason="another rank of this peer has no result", contribution_used=True),
             )
         assert isinstance(result.averaged, list)
         averaged, numbers = digest_of(result.averaged), hyperparameters(self.inner)
         norm = self._update(result.averaged)
-        self._took(result, numbers, averaged, self._parameters)
+        self._training.took(result, numbers, averaged, self._parameters)
         self._together.run.say(self._averager.weight, waiting=False)
         self._step_scheduler()
-        return self._updated(self._report(result, norm, goes_on=False))
+        return self._updated(self._training.report(result, norm, goes_on=False))
 
     def _update(self, averaged: list[torch.Tensor]) -> float:
         """Apply the averaged gradient and buffers; return the gradient's L2 norm."""
@@ -249,7 +251,7 @@ class AveragedOptimizer(PeerOptimizer):
         check_holds(state, "inner", "parameters")
         check_both("scheduler", state, self.scheduler)
         self._load_inner(state)
-        self._goes_on_from(state, lineage)
+        self._training.load(state, lineage)
 
 
 def _norm_of(gradients: list[torch.Tensor]) -> torch.Tensor:

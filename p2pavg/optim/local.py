@@ -139,7 +139,7 @@ class LocalUpdates(PeerOptimizer):
         """Samples behind the last contribution."""
         self._given: list[torch.Tensor] | None = None
         """The contributed pseudo-gradients, without the compensation by ``feedback``. They are kept only while a round
-        is late; empty after a return to the anchor, when the parameters hold nothing of them any more."""
+        is late; empty after a return to the anchor, because the parameters no longer contain them."""
         self._restored = 0
         """Inner steps since the last one that was not destroyed."""
         self._fills_at_first_step = not inner.state
@@ -167,8 +167,8 @@ class LocalUpdates(PeerOptimizer):
             p2pavg.ClosedError: the averager is closed.
         """
         weight, measured = checked_amount("samples", samples), checked_metrics(metrics)
-        self._metrics.check_room(self._with_speed(measured))
-        if self._begin():
+        self._metrics.check_room(self._training.with_speed(measured))
+        if self._training.begin():
             self._set_anchor()
         self._check_parameters()
         if self._running and self._given is None:
@@ -190,10 +190,10 @@ class LocalUpdates(PeerOptimizer):
         if self._running:  # its call ended early, by sync_timeout or Ctrl-C
             return self._take(self._together.average(2) if due else self._together.look())
         if not due:
-            return self._report(goes_on=self._running)
+            return self._training.report(goes_on=self._running)
         decision = self._together.decide_when_all_are_ready()
         if not isinstance(decision, Average):
-            return self._report(goes_on=self._running)
+            return self._training.report(goes_on=self._running)
         self._contribute()
         return self._take(self._together.average(decision.peers))
 
@@ -229,7 +229,7 @@ class LocalUpdates(PeerOptimizer):
         else:
             self._together.run.leave()  # until a step succeeds, no other peer should wait for this one
         self._step_scheduler()
-        return replace(self._report(goes_on=self._running), restored=reason)
+        return replace(self._training.report(goes_on=self._running), restored=reason)
 
     @torch.no_grad()
     def _mend_inner(self) -> None:
@@ -256,13 +256,13 @@ class LocalUpdates(PeerOptimizer):
         if not isinstance(result, Success):
             if not isinstance(result, InProgress):
                 self._given = None
-            return self._report(result, goes_on=self._running)
+            return self._training.report(result, goes_on=self._running)
         assert isinstance(result.averaged, list)
         averaged, numbers = digest_of(result.averaged), hyperparameters(self.outer)
         norm = self._update(result, result.averaged)
-        self._took(result, numbers, averaged, self._anchor)
+        self._training.took(result, numbers, averaged, self._anchor)
         self._together.run.say(self._samples, waiting=False)
-        return self._updated(self._report(result, norm, goes_on=self._running))
+        return self._updated(self._training.report(result, norm, goes_on=self._running))
 
     def _contribute(self) -> None:
         self._parts.mend()
@@ -273,7 +273,7 @@ class LocalUpdates(PeerOptimizer):
         self._averager.accumulate(
             [*pseudo, *self._parts.averaged],
             weight=self._samples,
-            metrics=self._with_speed(self._metrics.means),
+            metrics=self._training.with_speed(self._metrics.means),
         )
         self._contributed, self._given = self._samples, None
 
@@ -366,7 +366,7 @@ class LocalUpdates(PeerOptimizer):
             for parameter, kept in zip(self._parameters, self._anchor, strict=True):
                 parameter.copy_(kept)
         self._given = None
-        self._goes_on_from(state, lineage)
+        self._training.load(state, lineage)
 
 
 def _name_of(optimizer: Optimizer) -> str:

@@ -183,7 +183,7 @@ def _named_betas(options: dict[str, Any]) -> list[tuple[str, object]]:
 
 
 def _number(value: object) -> float:
-    """NaN, which is in no range, for what is no number."""
+    """Return a number as it is, and NaN, which is in no range, for anything else."""
     return value if isinstance(value, int | float) else math.nan
 
 

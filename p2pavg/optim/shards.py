@@ -47,7 +47,7 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def spread_like(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """Return a tensor with the layout of ``parameter``, of which ``local`` is this process's part."""
+    """Return a tensor with the layout of ``parameter``; ``local`` is this process's part of it."""
     if not hasattr(parameter, "to_local"):
         return local
     from torch.distributed.tensor import DTensor  # needs a torch that was built with torch.distributed

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,18 +10,15 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from p2pavg.blocking import Averager
-from p2pavg.optim.beginning import Beginning
-from p2pavg.optim.digest import tensor_digest
 from p2pavg.optim.lineage import Lineage
 from p2pavg.optim.model import ModelParts
-from p2pavg.optim.recipe import Recipe, Settings, hyperparameters, named, numbers_digest
-from p2pavg.optim.report import SPEED, StepReport, report_of
+from p2pavg.optim.recipe import Recipe, Settings, hyperparameters, named
+from p2pavg.optim.report import StepReport
 from p2pavg.optim.shards import Ranks, local_of
 from p2pavg.optim.state import checked_period
 from p2pavg.optim.together import Together
-from p2pavg.optim.watch import Watch
+from p2pavg.optim.training_run import TrainingRun
 from p2pavg.optim.zeroing import ZeroingCheck
-from p2pavg.result import RoundResult, Success
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -40,8 +36,7 @@ class PeerOptimizer:
     """
 
     _together: Together
-    _beginning: Beginning
-    _watch: Watch
+    _training: TrainingRun
 
     def __init__(
         self,
@@ -96,9 +91,14 @@ class PeerOptimizer:
             sync_timeout=sync_timeout,
             recipe=self._recipe().digest,
         )
-        self._beginning = Beginning(self._together, self._ranks, recipe=self._recipe, parameters=self._locals)
-        self._watch = Watch(self._averager, every=self._check_every, labels=self._parts.labels)
-        self._together.on_look = self._look
+        self._training = TrainingRun(
+            self._together,
+            self._ranks,
+            self._parts,
+            recipe=self._recipe,
+            parameters=self._locals,
+            check_every=self._check_every,
+        )
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -125,29 +125,6 @@ class PeerOptimizer:
         Closing the averager does the same; use this if the averager stays open.
         """
         self._together.run.leave()
-
-    # ------------------------------------------------------------------ the beginning
-
-    def _begin(self) -> bool:
-        """Begin the run at the first step; return whether the parameters changed since this optimizer was made.
-
-        Raises:
-            ValueError: a state was loaded, and the parameters are not those that were saved with it.
-        """
-        if self._beginning.has_begun:
-            return False
-        changed = self._beginning.begin()
-        self._parts.begin()
-        self._watch.begins(self._beginning.word(), self.lineage)
-        return changed
-
-    def _goes_on_from(self, state: Mapping[str, Any], lineage: Lineage) -> None:
-        """Continue from a loaded state.
-
-        The parameters are compared with it at the next step, since they may be loaded later.
-        """
-        self._averager.clear()
-        self._beginning.load(state, lineage)
 
     def _recipe(self) -> Recipe:
         frozen = [p for group in self.inner.param_groups for p in group["params"] if not p.requires_grad]
@@ -186,47 +163,10 @@ class PeerOptimizer:
         if self.scheduler is not None:
             self.scheduler.step()
 
-    def _with_speed(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        if SPEED in metrics:
-            raise ValueError(f"metrics: {SPEED!r} is measured by the optimizer itself")
-        return {**metrics, SPEED: self._together.run.samples_per_second}
-
-    def _took(
-        self, success: Success, numbers: Settings, result: bytes, parameters: Sequence[torch.Tensor]
-    ) -> None:
-        """Note an update.
-
-        Args:
-            numbers: hyperparameters of the update.
-            result: digest of the averaged tensors.
-            parameters: the parameters after the update.
-        """
-        group_id = self._ranks.as_one(success.group_id)
-        joint = bytes.fromhex(self._ranks.as_one(result.hex()))
-        self._together.took(replace(success, group_id=group_id), joint, numbers_digest(numbers))
-        self._watch.updated(
-            self.lineage,
-            numbers,
-            lambda: [tensor_digest(local_of(tensor)) for tensor in (*parameters, *self._parts.averaged)],
-        )
-
-    def _look(self) -> None:
-        self._watch.look(forked=self._together.run.survey().others > 0)
-
     @property
     def _running(self) -> bool:
         """True while the end of a round has not been collected, also after Ctrl-C."""
         return self._averager.round_state is not None
-
-    def _report(
-        self, result: RoundResult | None = None, norm: float | None = None, *, goes_on: bool
-    ) -> StepReport:
-        """Return the report of a step, with the comparison with the other peers' recipes and parameters."""
-        # While its round goes on, this peer may look behind only because it hears of the end last.
-        behind = None if goes_on else self._ranks.as_the_first(self._together.left_behind)
-        report = report_of(self._together, result, norm, behind)
-        self._watch.look(forked=report.others > 0)
-        return replace(report, drifted=self._watch.drifted, differs=self._watch.differs)
 
     def _updated(self, report: StepReport) -> StepReport:
         """Call ``on_update`` with the report of an update."""
@@ -246,7 +186,7 @@ class PeerOptimizer:
         return {
             "inner": self.inner.state_dict(),
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
-            **self._beginning.saved(),
+            **self._training.saved(),
         }
 
 

@@ -131,7 +131,7 @@ def _versions(protocols: Sequence[str]) -> dict[str, set[str]]:
     return found
 
 
-def nobody_of_the_run(run_id: str, *, known: int, heard: Sequence[Heard], addresses: Sequence[str]) -> str:
+def no_peer_of_the_run(run_id: str, *, known: int, heard: Sequence[Heard], addresses: Sequence[str]) -> str:
     """Describe the network to a peer that finds no other peer of its run.
 
     Args:

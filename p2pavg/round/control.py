@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 OPEN_SECONDS = 10.0
 ASK_SECONDS = 2.0  # for an answer to the question how a round ended
 FLUSH_SECONDS = 2.0  # for the last votes, after the end
-MISSING_SECONDS = 0.5  # after this a member of which nothing has come is asked whether it knows of the group
+MISSING_SECONDS = 0.5  # then a member that has sent nothing is asked whether it knows the group
 MAX_UNSENT = 64  # votes to a member that reads none; an honest round takes a few each
 
 
@@ -118,7 +118,7 @@ class Control:
         """Have a vote sent. Never blocks."""
         line = self._lines[position]
         if len(line.unsent) >= MAX_UNSENT:
-            self._hears.lost(position, "it takes no votes any more")
+            self._hears.lost(position, "it no longer takes votes")
             return
         line.unsent.append(vote)
         line.wake()
@@ -268,7 +268,7 @@ class Control:
     # ------------------------------------------------------------------ silence
 
     async def _watch(self) -> None:
-        """Give up who is silent for too long."""
+        """Give up members that are silent for too long."""
         began = trio.current_time()
         while True:
             before = trio.current_time()

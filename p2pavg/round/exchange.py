@@ -21,7 +21,7 @@ from p2pavg.allreduce.context import RunContext
 from p2pavg.allreduce.lobby import ExpectedGroup
 from p2pavg.allreduce.reduction import Verdict
 from p2pavg.consensus.events import Completed, GivenUp
-from p2pavg.consensus.member import Member, Phase
+from p2pavg.consensus.member import Phase, new_member
 from p2pavg.consensus.votes import Unknown
 from p2pavg.errors import RemoteProtocolError
 from p2pavg.group.bandwidth import BandwidthMeter
@@ -123,7 +123,7 @@ class Exchange:
         self._max_share = max_share
         self._me = context.transport.peer_id
         self._positions = {member.peer_id: index for index, member in enumerate(roster.members)}
-        member = Member(
+        member = new_member(
             me=roster.position(self._me),
             size=len(roster.members),
             holders=frozenset(self._positions[member.peer_id] for member in roster.holders),
@@ -209,8 +209,8 @@ class Exchange:
     async def _leave_the_slowest_behind(self, began: float) -> None:
         """Drop members that would keep all others from ending in time, while there is time for another attempt.
 
-        A leader drops two kinds of members. With half of the time gone: the slowest member of whose parts more than
-        half are still to come. Once the leader holds the whole result: the members that do not, as late as another
+        A leader drops two kinds of members. With half of the time gone: the slowest member that still owes more
+        than half of its parts. Once the leader holds the whole result: the members that do not, as late as another
         attempt allows.
         """
         await trio.sleep_until(began + self._timeout / 2)
@@ -226,8 +226,8 @@ class Exchange:
             await trio.sleep_until(began + self._timeout - spare)
         if self._voting.leads(Phase.HOLDING) and self._held_at - began < self._timeout / 2:
             member = self._voting.member
-            held = {position for position, _ in member.held}
-            for position in sorted(member.view - held):
+            held = {position for position, _ in member.pending.held}
+            for position in sorted(member.begun.view - held):
                 # Silent, because a member that never says that it holds the result costs each round its time.
                 self._voting.lost(position, late, silent=True)
 
@@ -254,7 +254,7 @@ class Exchange:
     def troubled(self, attempt: Attempt, peer_id: str, reason: str, *, hostile: bool) -> None:
         """Note that a lane broke. It is no loss if its other end has gone on to a newer attempt."""
         member = self._voting.member
-        current = attempt is self._attempt and member.promised == member.ballot
+        current = attempt is self._attempt and member.promised == member.begun.ballot
         # It is no loss either if this member itself waits for a newer attempt.
         current = current and not member.trouble
         position = self._positions[peer_id]
@@ -290,10 +290,10 @@ class Exchange:
         try:
             roster = self._roster.only(chosen, shares)
         except RemoteProtocolError as error:
-            self._voting.happen(GivenUp(f"the members that are left can form no group: {error}"))
+            self._voting.happen(GivenUp(f"the members that are left cannot form a group: {error}"))
             return
         if number and roster.shares[roster.position(self._me)] > self._max_share:
-            self._voting.happen(GivenUp("its share would be larger than it takes"))
+            self._voting.happen(GivenUp("its share would be larger than the largest that it takes"))
             return
         if self._attempt is not None:
             self._traffic.add(self._attempt)
@@ -356,7 +356,7 @@ class Exchange:
             used=self._voting.is_used(),
             averaged=self._attempt.averaged,
             roster=self._attempt.roster,
-            lost=losses.all(member.view),
+            lost=losses.all(member.begun.view),
             bytes_sent=self._traffic.sent,
             bytes_received=self._traffic.received,
             streamed=frozenset(self._attempt.streamed),

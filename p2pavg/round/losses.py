@@ -54,7 +54,7 @@ class Losses:
     def note_idle_leader(self, leader: int, timeout: float) -> None:
         """Note a leader that neither committed nor went on without others, until the round was over."""
         peer_id = self._peer_id(leader)
-        reason = f"{peer_id} led the round to no end within {timeout:g} s"
+        reason = f"{peer_id} led the round and did not end it within {timeout:g} s"
         # Once may be the fault of another member that held the leader up. A second time is a strike.
         self._own[leader] = Verdict(reason, peer_id, seconds=SILENT_SECONDS)
 
@@ -70,7 +70,7 @@ class Losses:
         return tuple(map(self._with_hearsay, (*self._own.values(), *by_others)))
 
     def explanations(self, own_view: frozenset[int], view: frozenset[int]) -> Iterable[Trouble]:
-        """Return why members outside of ``view`` were left out, for a member that may have seen nothing of it."""
+        """Return why members outside of ``view`` were left out, for a member that may not have seen the losses."""
         for verdict in self.all(own_view):
             assert verdict.peer_id is not None
             position = self._roster.position(verdict.peer_id)

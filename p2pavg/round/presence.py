@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import trio
 
-from p2pavg.records.hello import nobody_of_the_run
+from p2pavg.records.hello import no_peer_of_the_run
 from p2pavg.records.run_entry import RUN_TTL_SECONDS, RunEntry, encode_entry, read_entries, run_key, why_apart
 from p2pavg.records.run_records import RunRecords
 from p2pavg.round.host import Host
@@ -44,7 +44,7 @@ class Presence:
         found = [why_apart(self._entry, entries.values())] if entries else []
         if entries == {}:
             found.append(
-                nobody_of_the_run(
+                no_peer_of_the_run(
                     self._run_id,
                     known=len(self._host.records.contacts),
                     heard=heard,

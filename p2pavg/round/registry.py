@@ -1,4 +1,4 @@
-"""The matchmakers of one peer: averagers and auxiliaries register theirs, and the peer asks here who answers."""
+"""The matchmakers of one peer: averagers and auxiliaries register theirs, and the peer finds here which one answers."""
 
 from __future__ import annotations
 

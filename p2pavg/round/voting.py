@@ -111,7 +111,7 @@ class Voting:
             if isinstance(action, Drop):
                 # Not as hostile: a ban of ten minutes must not follow from what other members say.
                 self.losses.note(action.peer, action.reason)
-        if self.member.ballot != before.ballot:
+        if self.member.begun.ballot != before.begun.ballot:
             self._look_for_source(event, actions)
         for position in sorted(self.member.lost - before.lost):
             if position not in self.losses:
@@ -125,7 +125,7 @@ class Voting:
             match action:
                 case Tell(position, vote):
                     if isinstance(vote, Begin):
-                        for trouble in self.losses.explanations(self.member.view, vote.view):
+                        for trouble in self.losses.explanations(self.member.begun.view, vote.view):
                             self.control.tell(position, trouble)
                     self.control.tell(position, vote)
                 case Run(number, members):
@@ -150,7 +150,7 @@ class Voting:
     def leads(self, phase: Phase) -> bool:
         """Return whether this member leads the ballot, in this phase."""
         member = self.member
-        return member.phase is phase and ballot_leader(member.ballot, member.size) == member.me
+        return member.phase is phase and ballot_leader(member.begun.ballot, member.size) == member.me
 
     # ------------------------------------------------------------------ votes
 
@@ -158,7 +158,7 @@ class Voting:
         """Count and take a member's vote."""
         self._votes[position] += 1
         if self._votes[position] > max_votes(self.member.size):
-            self.lost(position, "it sends more votes than a round takes", hostile=True)
+            self.lost(position, "it sends more votes than a round needs", hostile=True)
             return
         self._hear(position, vote)
 
@@ -171,7 +171,7 @@ class Voting:
 
     def _fault(self, peer_id: str, error: Exception) -> None:
         position = self._roster.position(peer_id)
-        self.lost(position, f"what it sent cannot be handled: {error!r}", hostile=True)
+        self.lost(position, f"its vote cannot be handled: {error!r}", hostile=True)
 
     def _take_hint(self, position: int, vote: Vote) -> None:
         """Doubt the members that another one has lost: those that go on with a member and those that go on without it
@@ -202,7 +202,7 @@ class Voting:
             self.lost(position, str(error))
             return
         if isinstance(answer, Unknown) and position not in self.member.lost:
-            self.losses.note(position, "it knows nothing of this round")
+            self.losses.note(position, "it does not know this round")
             self._hear(position, answer)
 
     async def _ask_until_gone(self, position: int) -> None:

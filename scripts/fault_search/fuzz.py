@@ -137,12 +137,12 @@ def some_members(dice: random.Random, size: int) -> frozenset[int]:
 def some_vote(dice: random.Random, member: Member) -> Vote:
     """Draw a vote that is valid, if not at this time or in this state."""
     size, me = member.size, member.me
-    own = next_ballot(me, size, max(member.promised, member.ballot))
-    known = [0, member.ballot, member.promised, member.attempt, own, own - size]
+    own = next_ballot(me, size, max(member.promised, member.begun.ballot))
+    known = [0, member.begun.ballot, member.promised, member.begun.attempt, own, own - size]
     ballot = dice.choice([*known, *known, dice.randint(0, 4 * size), dice.randint(0, 2**20)])
-    attempt = dice.choice([0, member.attempt, ballot, dice.randint(0, max(ballot, 0))])
+    attempt = dice.choice([0, member.begun.attempt, ballot, dice.randint(0, max(ballot, 0))])
     members, view, other = some_members(dice, size), some_members(dice, size), dice.randrange(size)
-    members = dice.choice([members, member.members, view])
+    members = dice.choice([members, member.begun.members, view])
     digests = tuple(bytes([dice.randrange(3)]) * 16 for _ in range(dice.choice([0, size, size - 1])))
     accepted = dice.choice([None, Accepted(ballot, attempt, members, view, dice.random() < 0.3)])
     complete = dice.choice([None, Complete(attempt, members)])
@@ -260,8 +260,8 @@ class HostileControl(control.Control):
         """Send ballots in a sequence, about real and invented attempts."""
         dice, size = self.dice, member.size
         self.newest = next_ballot(self._me, size, max(self.newest, member.promised))
-        attempts = [0, member.attempt, self.newest, *self.begun]
-        members = dice.choice([some_members(dice, size), member.members])
+        attempts = [0, member.begun.attempt, self.newest, *self.begun]
+        members = dice.choice([some_members(dice, size), member.begun.members])
         attempt, view = dice.choice(attempts[-4:]), dice.choice([members, some_members(dice, size)])
         if attempt == self.newest:
             view = members

@@ -233,8 +233,8 @@ class TestMistakes:
 
     def test_a_bootstrap_peer_with_another_id(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("p2pavg.peer.BOOTSTRAP_SECONDS", 1.0)
-        with open_averager(config(), listen=LOOPBACK) as somebody_else:
-            address = somebody_else.addresses[0].replace(somebody_else.peer_id, SOME_PEER)
+        with open_averager(config(), listen=LOOPBACK) as other:
+            address = other.addresses[0].replace(other.peer_id, SOME_PEER)
             with pytest.raises(BootstrapError):
                 never_entered(bootstrap=[address])
 

@@ -234,13 +234,13 @@ class TestMistakes:
     @pytest.mark.parametrize(
         ("arguments", "pattern"),
         [
-            (["--listen", "127.0.0.1:4001"], r"'127\.0\.0\.1:4001' is no address"),
+            (["--listen", "127.0.0.1:4001"], r"'127\.0\.0\.1:4001' is not an address"),
             (["--listen", "/ip4/127.0.0.1/udp/4001"], r"listen address .* is not of the form"),
             (
                 ["--bootstrap", "/ip4/127.0.0.1/tcp/4001"],
                 r"peer address .* is not of the form .*/p2p/PEER_ID",
             ),
-            (["--bootstrap", "nonsense"], r"'nonsense' is no address"),
+            (["--bootstrap", "nonsense"], r"'nonsense' is not an address"),
             (["--run-id", ""], r"run_id must be text of 1 to 128 characters"),
             (["--bandwidth", "0"], r"bandwidth must be a number from 0\.1 to 100000, got 0\.0"),
             (["--bandwidth", "nan", "--run-id", "run"], r"bandwidth must be a number from 0\.1 .*, got nan"),

@@ -11,7 +11,7 @@ from p2pavg.consensus.votes import Accepted, Complete, Members, Promise
 SIZE = 8
 positions = st.integers(0, SIZE - 1)
 members = st.frozensets(positions, max_size=SIZE)
-somebody = st.frozensets(positions, min_size=1, max_size=SIZE)
+some_members = st.frozensets(positions, min_size=1, max_size=SIZE)
 
 # Each member's role: on one of two sides, on none, or dead. One side, both or none may know that it is dead.
 roles = st.lists(
@@ -116,8 +116,8 @@ accepted = st.builds(
     lambda attempt, later, *rest: Accepted(attempt + later, attempt, *rest),
     attempts,
     attempts,
-    somebody,
-    somebody,
+    some_members,
+    some_members,
     st.booleans(),
 )
 answers = st.builds(
@@ -139,14 +139,14 @@ answers = st.builds(
             st.just(9),
             attempts,
             st.none() | accepted,
-            st.none() | st.builds(Complete, attempts, somebody),
+            st.none() | st.builds(Complete, attempts, some_members),
             st.frozensets(positions, max_size=1),
             st.frozensets(positions, max_size=1),
         ),
         min_size=1,
         max_size=SIZE,
     ),
-    somebody,
+    some_members,
     members,
     st.dictionaries(positions, st.integers(-1, 6), max_size=2),
 )

@@ -60,7 +60,7 @@ def times(members: list[MemberLink], shares: list[Fraction]) -> list[Fraction]:
 def least_time(members: list[MemberLink], most: float = 1.0) -> float:
     """Solve the linear program: least T with no time above T, and fractions of at most ``most`` that sum to 1."""
     contributors = sum(member.contributes for member in members)
-    anybody = any(member.reachable for member in members)
+    any_reachable = any(member.reachable for member in members)
     size = len(members)
     by_share = [contributors - 2 if member.contributes else contributors for member in members]
     result = linprog(
@@ -69,7 +69,7 @@ def least_time(members: list[MemberLink], most: float = 1.0) -> float:
         b_ub=[-1.0 if member.contributes else 0.0 for member in members],
         A_eq=[[1.0] * size + [0.0]],
         b_eq=[1.0],
-        bounds=[(0.0, most if member.reachable or not anybody else 0.0) for member in members]
+        bounds=[(0.0, most if member.reachable or not any_reachable else 0.0) for member in members]
         + [(0.0, None)],
     )
     assert result.status == 0
@@ -139,9 +139,9 @@ def test_all_reducers_need_equally_long(members: list[MemberLink]) -> None:
     fractions = best_fractions(members)
     took = times(members, list(fractions))
     [level] = {seconds for seconds, fraction in zip(took, fractions, strict=True) if fraction}
-    anybody = any(member.reachable for member in members)
+    any_reachable = any(member.reachable for member in members)
     for member, seconds, fraction in zip(members, took, fractions, strict=True):
-        if member.reachable or not anybody:
+        if member.reachable or not any_reachable:
             assert fraction or seconds >= level
         else:
             assert fraction == 0

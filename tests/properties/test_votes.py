@@ -50,7 +50,7 @@ KINDS = [
 ballots = st.integers(0, 40) | st.integers(0, MAX_BALLOT)
 positions = st.integers(0, SIZE - 1)
 members = st.frozensets(positions, max_size=SIZE)
-somebody = st.frozensets(positions, min_size=1, max_size=SIZE)
+some_members = st.frozensets(positions, min_size=1, max_size=SIZE)
 reasons = st.text(st.characters(codec="utf-8", exclude_categories=["C", "Z"]), max_size=MAX_REASON_CHARS)
 digests = st.lists(st.binary(min_size=DIGEST_BYTES, max_size=DIGEST_BYTES), max_size=SIZE).map(tuple)
 
@@ -95,13 +95,13 @@ def promises(draw: st.DrawFn) -> Promise:
 def begins(draw: st.DrawFn) -> Begin:
     """Draw a ballot's value: a new attempt of its whole view, or an older result with a source that has it."""
     ballot, attempt = draw(two_ballots())
-    view = draw(somebody)
+    view = draw(some_members)
     source = draw(st.sampled_from(sorted(view)))
     if attempt == ballot:
         return Begin(ballot, attempt, view, view, source, frozenset())
-    everybody = draw(somebody)
-    lacking = draw(members) & view & everybody - {source}
-    return Begin(ballot, attempt, everybody, view, source, lacking, draw(st.booleans()))
+    all_members = draw(some_members)
+    lacking = draw(members) & view & all_members - {source}
+    return Begin(ballot, attempt, all_members, view, source, lacking, draw(st.booleans()))
 
 
 votes: st.SearchStrategy[Vote] = st.one_of(

@@ -248,7 +248,7 @@ async def test_member_that_stalls_repeatedly_is_named_and_excluded(
             assert set(result.peers) == results.keys()
             assert len(result.lost) == (number < 2)
         assert isinstance(rounds[0], p2pavg.Success)
-        assert "nothing of its contribution" in rounds[0].lost[simulated_signer(9).peer_id]
+        assert "no part of its contribution" in rounds[0].lost[simulated_signer(9).peer_id]
 
 
 async def test_peers_with_different_codecs_are_told_so(autojump_clock: MockClock) -> None:

@@ -259,7 +259,7 @@ async def test_member_with_parts_of_another_group_or_attempt_is_excluded_by_name
 ) -> None:
     instead(monkeypatch, "Attempt", liar, lie)
     swarm = await play()
-    check_costs_itself(swarm, liar, "sent nothing of its contribution")
+    check_costs_itself(swarm, liar, "sent no part of its contribution")
     assert max(swarm.ended[name(index)] - swarm.began[name(index)] for index in honest(liar)) < 6.0
 
 
@@ -375,7 +375,7 @@ BROKEN_VOTES: dict[str, tuple[bytes, str]] = {
     "a member out of range": (message(pack("trouble", SIZE, False, "")), f"member {SIZE} of {SIZE}"),
     "members out of range": (message(pack("commit", 0, (0, 1, 200))), f"member 200 of {SIZE}"),
     "a negative ballot": (message(pack("gather", -2)), "a ballot of -2"),
-    "no member": (message(pack("begin", 4, 4, (), (), 0, (), False)), "a ballot about nothing"),
+    "no member": (message(pack("begin", 4, 4, (), (), 0, (), False)), "a ballot without members"),
     "digests of another length": (message(pack("held", 0, (b"short",))), "a digest of another length"),
     "no length": (bytes(4), "a message of 0 bytes"),
     "a huge length": (b"\xff" * 4 + bytes(100), "a message of 4294967295 bytes"),
@@ -434,7 +434,7 @@ async def test_a_leader_that_names_members_of_an_attempt_that_were_not_in_it_is_
         result = swarm.results[name(index)]
         assert isinstance(result, p2pavg.Success | p2pavg.Failed)
         told = result.lost[name(0)] if isinstance(result, p2pavg.Success) else result.reason
-        assert "it said what cannot be: Begin" in told
+        assert "it sent an impossible vote: Begin" in told
         assert isinstance(result, p2pavg.Success) or result.contribution_used is False
     groups = [result for result in swarm.results.values() if isinstance(result, p2pavg.Success)]
     for found in groups:
@@ -485,7 +485,7 @@ async def test_a_member_that_votes_without_end_is_excluded(
 ) -> None:
     said = message(encode_vote(Behind(1))) * (max_votes(SIZE) + 1)
     instead(monkeypatch, "Control", liar, saying(said))
-    check_costs_itself(await play(), liar, "it sends more votes than a round takes")
+    check_costs_itself(await play(), liar, "it sends more votes than a round needs")
 
 
 @pytest.mark.parametrize("liar", [1, 3])
@@ -512,7 +512,7 @@ async def test_an_exception_over_a_members_vote_excludes_that_member(
 
     monkeypatch.setattr(voting, "advance", fault)
     instead(monkeypatch, "Control", liar, saying(message(encode_vote(Behind(1)))))
-    check_costs_itself(await play(), liar, "what it sent cannot be handled: KeyError")
+    check_costs_itself(await play(), liar, "its vote cannot be handled: KeyError")
     errors = [record for record in caplog.records if record.levelname == "ERROR"]
     assert errors
     assert all(name(liar) in record.getMessage() and record.exc_info for record in errors)
@@ -536,7 +536,7 @@ async def test_members_that_can_form_no_group_end_the_round_without_an_exception
         result = swarm.results[name(index)]
         assert isinstance(result, p2pavg.Failed)
         assert result.contribution_used is not True
-    assert "can form no group" in str(swarm.results[name(0)])
+    assert "cannot form a group" in str(swarm.results[name(0)])
 
 
 @pytest.mark.parametrize("what", ["_parts_of", "_is_due"])
@@ -551,7 +551,7 @@ async def test_an_exception_over_a_members_lane_excludes_that_member(
         return real(self, lane, *rest)
 
     monkeypatch.setattr(Receiver, what, fault)
-    check_costs_itself(await play(), 2, "what it sent cannot be handled: ValueError")
+    check_costs_itself(await play(), 2, "its message cannot be handled: ValueError")
 
 
 async def test_an_exception_that_no_message_caused_leaves_the_averager(
@@ -580,7 +580,7 @@ async def test_a_reducer_that_sends_different_averages_is_excluded_by_name(
         await deliver(stream, part, number + payload[4:] if part.index == 1 else payload)
 
     instead(monkeypatch, "Attempt", liar, lying(Lane.AVERAGES, something_else))
-    reason = "it sent one result to one member and another to another"
+    reason = "it sent different results to different members"
     if liar == 0:  # its own leader code detects the lie
         reason = "was lost: it gave the round up: this peer holds another result"
     check_costs_itself(await play(size=size), liar, reason, size)
@@ -620,7 +620,7 @@ async def test_voter_that_never_contributes_is_excluded_by_name(autojump_clock: 
             peer.context = replace(peer.context, run_in_thread=never)
 
     swarm = await play(how=config(group_size=SIZE, exchange_timeout=60.0), prepare=prepare)
-    check_costs_itself(swarm, liar, "sent nothing of its contribution")
+    check_costs_itself(swarm, liar, "sent no part of its contribution")
     assert max(swarm.ended[name(index)] - swarm.began[name(index)] for index in honest(liar)) < 6.0
 
 
@@ -639,7 +639,7 @@ async def test_a_member_that_never_says_that_it_holds_the_result_is_left_behind(
     check_costs_itself(await play(), liar, "it is too slow for the others to end in time")
 
 
-async def test_a_leader_that_leads_to_no_end_has_a_strike_and_no_ban(
+async def test_a_leader_that_does_not_end_its_round_has_a_strike_and_no_ban(
     autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is present and answers, but never announces the commit."""
@@ -669,7 +669,7 @@ async def test_a_leader_that_leads_to_no_end_has_a_strike_and_no_ban(
     for index in honest(0):
         result = swarm.results[name(index)]
         assert isinstance(result, p2pavg.Failed)
-        assert "led the round to no end" in result.reason
+        assert "led the round and did not end it" in result.reason
     assert {strike for strike in strikes if strike[1] or strike[2]} == {(name(0), False, True)}
 
 
@@ -693,13 +693,13 @@ async def test_member_with_a_false_address_is_lost_and_its_neighbour_is_not(
             transport.__class__ = Elsewhere
             transports.append(transport)
 
-    async def call_nobody(peer_id: str, address: str) -> None:
+    async def refuse_to_dial(peer_id: str, address: str) -> None:
         raise UnreachableError("it does not want to")
 
     def hide(peer_id: str, milestone: Milestone) -> None:
         if milestone is Milestone.FORMED and transports:
             transport = transports.pop()
-            transport._dialler._dial_one = call_nobody
+            transport._dialler._dial_one = refuse_to_dial
             for index in honest(liar):
                 network.disconnect(transport.peer_id, name(index))
 

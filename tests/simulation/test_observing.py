@@ -75,7 +75,7 @@ async def step_once(
         return result
 
 
-class TestWhoObserves:
+class TestObservers:
     @CODECS
     @pytest.mark.parametrize("contributor", [0, 1, 2])
     async def test_all_members_hold_the_only_contribution(

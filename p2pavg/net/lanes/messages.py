@@ -126,5 +126,5 @@ def _checked_addresses(addresses: tuple[object, ...]) -> tuple[str, ...]:
         raise RemoteProtocolError(f"{len(addresses)} addresses were named")
     for address in addresses:
         if not isinstance(address, str) or not 0 < len(address) <= MAX_ADDRESS_CHARS:
-            raise RemoteProtocolError("a message holds an address that is empty, too long or no text")
+            raise RemoteProtocolError("a message holds an address that is empty, too long or not text")
     return tuple(str(address) for address in addresses)

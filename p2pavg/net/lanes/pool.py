@@ -208,7 +208,7 @@ class LaneKeeper:
 
     async def _let_come(self, stream: Stream, search: _Search, offer: Offer) -> TlsConnection:
         if not self._transport.addresses:
-            raise UnreachableError("and this peer listens nowhere, so the other peer cannot dial back")
+            raise UnreachableError("and this peer does not listen, so the other peer cannot dial back")
         with self._doorway.expecting(search.peer_id, offer.certificate) as visitor:
             await send_message(stream, Back(visitor.ticket, self._transport.addresses).encode())
             await _expect_verdict(stream, 2)

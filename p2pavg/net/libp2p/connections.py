@@ -50,7 +50,7 @@ class Connections:
         swarm.on_end = self._ended
 
     def remember(self, peer_id: PeerId, *, companion: bool) -> None:
-        """Note that a peer is no stranger."""
+        """Note that a peer is not a stranger."""
         self._acquaintances.remember(peer_id, Standing.COMPANION if companion else Standing.ANSWERED)
 
     def _is_companion(self, peer_id: PeerId) -> bool:
@@ -88,12 +88,12 @@ class Connections:
         peer for a minute. Its ``dial_addr`` does neither.
 
         Raises:
-            AddressError: the text is no address of this peer.
+            AddressError: the text is not an address of this peer.
             RefusedError: the operating system at the other end refused, at a host where we have met the peer.
             UnreachableError: any other failure; the message holds the reason of each IP address.
         """
         candidates = await self.gate.candidates(peer_id, text)
-        reasons = [] if candidates else [f"{text} stands for no IP address"]
+        reasons = [] if candidates else [f"{text} resolves to no IP address"]
         refused = bool(candidates)  # a refusal is taken as proof that the peer's process has ended
         for address in candidates:
             try:

@@ -7,7 +7,7 @@ from libp2p.exceptions import BaseLibp2pError
 
 from p2pavg.errors import ClosedError, RemoteProtocolError, StreamBrokenError, UnreachableError
 
-# Errors that a peer or the network causes. UnicodeDecodeError: a protocol name that is no text.
+# Errors that a peer or the network causes. UnicodeDecodeError: a protocol name that is not text.
 _OF_THE_NETWORK = (
     StreamBrokenError,
     RemoteProtocolError,

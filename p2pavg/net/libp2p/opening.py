@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from typing import cast
 
 import trio
@@ -19,6 +18,7 @@ from p2pavg.errors import UnreachableError
 from p2pavg.net.libp2p.connections import Connections
 from p2pavg.net.libp2p.errors import error_text
 from p2pavg.net.libp2p.guards import GuardedHost
+from p2pavg.net.libp2p.lifetime import Lifetime
 from p2pavg.net.libp2p.stream import Libp2pStream
 from p2pavg.net.transport import PeerId
 
@@ -38,23 +38,12 @@ class _Negotiation:
 
 
 class StreamOpener:
-    """Opens streams over connections that exist already.
+    """Opens streams over connections that exist already."""
 
-    Args:
-        wrap: makes a stream of this project from one of libp2p.
-    """
-
-    def __init__(
-        self,
-        host: GuardedHost,
-        nursery: trio.Nursery,
-        connections: Connections,
-        wrap: Callable[[NetStream], Libp2pStream],
-    ) -> None:
+    def __init__(self, host: GuardedHost, connections: Connections, lifetime: Lifetime) -> None:
         self._host = host
-        self._nursery = nursery
         self._connections = connections
-        self._wrap = wrap
+        self._lifetime = lifetime
 
     async def open(self, peer_id: PeerId, protocol: str) -> Libp2pStream:
         """Open a stream and negotiate its protocol.
@@ -65,7 +54,7 @@ class StreamOpener:
             UnreachableError: the peer does not serve the protocol, does not answer, or the connection broke.
         """
         attempt = _Negotiation()
-        self._nursery.start_soon(self._run, attempt, peer_id, protocol)
+        self._lifetime.nursery.start_soon(self._run, attempt, peer_id, protocol)
         try:
             await attempt.done.wait()
         except trio.Cancelled:
@@ -79,10 +68,10 @@ class StreamOpener:
 
     async def _run(self, attempt: _Negotiation, peer_id: PeerId, protocol: str) -> None:
         watchdog = trio.CancelScope()
-        self._nursery.start_soon(self._abort_if_silent, watchdog, peer_id)
+        self._lifetime.nursery.start_soon(self._abort_if_silent, watchdog, peer_id)
         try:
             found = await self._host.new_stream(ID.from_string(peer_id), [TProtocol(protocol)])
-            attempt.stream = self._wrap(cast(NetStream, found))
+            attempt.stream = Libp2pStream(cast(NetStream, found), self._lifetime)
         except (SwarmException, StreamFailure, IOException, MuxedStreamError, ValueError) as error:
             attempt.reason = error_text(error)
         except Exception as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import trio
 from libp2p.io.exceptions import IOException
@@ -14,10 +14,8 @@ from libp2p.stream_muxer.exceptions import MuxedStreamError
 from p2pavg.errors import ClosedError, StreamBrokenError
 from p2pavg.net.libp2p.errors import error_text
 from p2pavg.net.libp2p.guarded_yamux import GuardedYamux
+from p2pavg.net.libp2p.lifetime import Lifetime
 from p2pavg.net.transport import Buffer, Stream
-
-if TYPE_CHECKING:
-    from p2pavg.net.libp2p.transport import Libp2pTransport
 
 logger = logging.getLogger(__name__)
 
@@ -42,20 +40,20 @@ class Libp2pStream(Stream):
     Its writes run in the transport's nursery, so that a cancelled caller leaves no half-written frame behind.
     """
 
-    def __init__(self, net_stream: NetStream, transport: Libp2pTransport) -> None:
+    def __init__(self, net_stream: NetStream, lifetime: Lifetime) -> None:
         self._muxed = cast(GuardedYamux, net_stream.muxed_conn)
         self.remote = str(self._muxed.peer_id)
         self.remote_host = self._muxed.remote_host
         self._stream_id: int = net_stream.muxed_stream.stream_id  # type: ignore[attr-defined]
         self._net_stream = net_stream
-        self._transport = transport
+        self._lifetime = lifetime
         self._closed = False
         self._unreadable: str | None = None
         self._unwritable: str | None = None
         self._ahead = memoryview(b"")
 
     def _check(self, broken: str | None) -> None:
-        if self._closed or self._transport.closed:
+        if self._closed or self._lifetime.has_ended:
             raise ClosedError(f"the stream to {self.remote} was closed by this process")
         if broken is not None:
             raise StreamBrokenError(broken)
@@ -65,7 +63,7 @@ class Libp2pStream(Stream):
         self._check(self._unwritable)
         for start in range(0, len(view), WRITE_PIECE_BYTES):
             done = trio.Event()
-            self._transport.nursery.start_soon(
+            self._lifetime.nursery.start_soon(
                 self._write_piece, bytes(view[start : start + WRITE_PIECE_BYTES]), done
             )
             try:
@@ -119,10 +117,10 @@ class Libp2pStream(Stream):
 
     async def _finish(self, *, reset: bool) -> None:
         """Close or reset the stream in the transport's nursery, so that a stuck socket blocks no caller."""
-        if self._transport.closed:
+        if self._lifetime.has_ended:
             return
         done = trio.Event()
-        self._transport.nursery.start_soon(self._send_last_frame, reset, done)
+        self._lifetime.nursery.start_soon(self._send_last_frame, reset, done)
         with trio.CancelScope(shield=True, deadline=trio.current_time() + _CLOSE_SECONDS):
             await done.wait()
 

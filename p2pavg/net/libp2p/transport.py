@@ -56,7 +56,7 @@ from libp2p.network.stream.net_stream import NetStream
 from libp2p.tools.anyio_service import background_trio_service
 from multiaddr import Multiaddr
 
-from p2pavg.errors import AddressError, ClosedError, ListenError, UnreachableError
+from p2pavg.errors import AddressError, ListenError, UnreachableError
 from p2pavg.net.addresses import parse_listen_address, parse_peer_address, with_peer_id
 from p2pavg.net.dialling import Dialler
 from p2pavg.net.lanes.acceptor import Doorway
@@ -66,6 +66,7 @@ from p2pavg.net.libp2p.errors import is_of_the_network
 from p2pavg.net.libp2p.guarded_swarm import GuardedSwarm
 from p2pavg.net.libp2p.guards import GuardedHost, install
 from p2pavg.net.libp2p.host import Places, new_host
+from p2pavg.net.libp2p.lifetime import Lifetime
 from p2pavg.net.libp2p.listening import check_free, host_of, listeners_of, reachable_addresses
 from p2pavg.net.libp2p.opening import StreamOpener
 from p2pavg.net.libp2p.sniffing import SniffingTCP, accept_more_at_once
@@ -92,13 +93,12 @@ class Libp2pTransport(Transport):
         self._host = host
         self._swarm = swarm
         self._tcp = tcp
-        self.nursery = nursery
-        self.closed = False
+        self._lifetime = Lifetime(nursery)
         self.peer_id = str(host.get_id())
         self._addresses: tuple[str, ...] = ()
         self._connections = Connections(swarm, nursery, places, lambda: self._dialler.something_changed())
         self._dialler = Dialler(nursery, self.is_connected, self._connections.dial)
-        self._opener = StreamOpener(host, nursery, self._connections, lambda found: Libp2pStream(found, self))
+        self._opener = StreamOpener(host, self._connections, self._lifetime)
         doorway = Doorway(self.peer_id, self._connections.gate)
         tcp.on_tls = doorway.accept
         self._lanes = LaneKeeper(self, nursery, doorway, self._connections.dialled_addresses, places.lanes)
@@ -113,7 +113,7 @@ class Libp2pTransport(Transport):
 
     def serve(self, protocol: str, handler: StreamHandler) -> None:
         async def serve_one(net_stream: NetStream) -> None:
-            stream = Libp2pStream(net_stream, self)
+            stream = Libp2pStream(net_stream, self._lifetime)
             try:
                 await handler(stream)
             except Exception as error:
@@ -131,7 +131,7 @@ class Libp2pTransport(Transport):
         _, peer_id = parse_peer_address(address)
         if peer_id == self.peer_id:
             raise AddressError(f"{address} is this peer itself")
-        self._check_open()
+        self._lifetime.check()
         self._connections.gate.told_by_user(address)
         self.remember_peer(peer_id, companion=True)
         with trio.move_on_after(timeout):
@@ -148,15 +148,11 @@ class Libp2pTransport(Transport):
         timeout: float,
         wait_inbound: bool = False,
     ) -> Stream:
-        self._check_open()
+        self._lifetime.check()
         with trio.move_on_after(timeout):
             await self._dialler.connect(peer_id, addresses, wait_inbound=wait_inbound)
             return await self._opener.open(peer_id, protocol)
         raise UnreachableError(f"no stream to {peer_id} within {timeout:.1f} s")
-
-    def _check_open(self) -> None:
-        if self.closed:
-            raise ClosedError("the transport is closed")
 
     def is_connected(self, peer_id: PeerId) -> bool:
         return self._connections.is_connected(peer_id)
@@ -216,7 +212,7 @@ async def open_libp2p_transport(
         limits: the limits of connections, which are reduced if the operating system lets this process open few files.
 
     Raises:
-        AddressError: a text in ``listen`` is no address to listen on.
+        AddressError: a text in ``listen`` is not an address to listen on.
         ListenError: an address cannot be listened on; the message says which and why.
     """
     wanted = [parse_listen_address(text) for text in listen]
@@ -236,8 +232,7 @@ async def open_libp2p_transport(
             finally:
                 with trio.CancelScope(shield=True):
                     await transport._close()
-                transport.closed = True
-                nursery.cancel_scope.cancel()
+                transport._lifetime.end()
 
 
 _transports: weakref.WeakSet[Libp2pTransport] = weakref.WeakSet()

@@ -236,7 +236,7 @@ class Admission:
 
 
 class Acquaintances:
-    """The peers that are no strangers, and the hosts at which peers were met. Bounded: the oldest are forgotten.
+    """The peers that are not strangers, and the hosts at which peers were met. Bounded: the oldest are forgotten.
 
     Args:
         most: the number of peers of each standing, and of peers with hosts. A group has at most 128 members, and the

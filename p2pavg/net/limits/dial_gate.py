@@ -57,7 +57,7 @@ class DialGate:
         """Return the IP addresses for which an address of a peer stands.
 
         Raises:
-            AddressError: the text is no address of this peer.
+            AddressError: the text is not an address of this peer.
             UnreachableError: the address must not be dialled, or its name is unknown; the message says why.
         """
         address = parse_address_of(peer_id, text)

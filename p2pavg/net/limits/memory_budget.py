@@ -42,7 +42,7 @@ class MemoryBudget:
     Args:
         holders: returns every connection.
         is_companion: returns whether a peer is or was in a group with this one.
-        strangers_bytes: the limit of all peers that are no companions.
+        strangers_bytes: the limit of all peers that are not companions.
         total_bytes: the limit of all peers.
     """
 

@@ -6,17 +6,15 @@ import logging
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
 
 import trio
 
 from p2pavg.errors import P2PAvgError
 from p2pavg.net.transport import PeerId, StreamHandler
 from p2pavg.testing.memory.links import Links
+from p2pavg.testing.memory.locations import Locations
+from p2pavg.testing.memory.machine import Machine
 from p2pavg.testing.memory.stream import MemoryStream
-
-if TYPE_CHECKING:
-    from p2pavg.testing.memory.transport import MemoryTransport
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +29,7 @@ class Wire:
     The wire runs among the receiver's tasks, so that frames of a peer that has left still arrive.
     """
 
-    def __init__(self, links: Links, sender: MemoryTransport, receiver: MemoryTransport) -> None:
+    def __init__(self, links: Links, sender: Machine, receiver: Machine) -> None:
         self._links = links
         self._sender = sender
         self._receiver = receiver
@@ -64,37 +62,63 @@ class Wire:
 
 
 class End:
-    """One peer's end of a connection."""
+    """One peer's end of a connection.
+
+    Args:
+        machine: the peer's machine.
+        remote: id of the other peer.
+        first_stream_id: id of the first stream that this end opens; each further one has an id higher by 2.
+        locations: the addresses of the network.
+        on_close: called once, when this end closes.
+    """
 
     outgoing: Wire
     incoming: Wire
     other: End
 
-    def __init__(self, owner: MemoryTransport, remote: PeerId, first_stream_id: int) -> None:
-        self.owner = owner
+    def __init__(
+        self,
+        machine: Machine,
+        remote: PeerId,
+        first_stream_id: int,
+        locations: Locations,
+        on_close: Callable[[End], None],
+    ) -> None:
+        self.machine = machine
         self.remote = remote
+        self._locations = locations
+        self._on_close = on_close
         self.streams: dict[int, MemoryStream] = {}
         self.inbound_streams = 0
         self.closed = False
         self._next_stream_id = first_stream_id
 
+    @property
+    def remote_host(self) -> str:
+        """The IP address of the other peer."""
+        return self._locations.host_of(self.remote)
+
     def close(self, why: str) -> None:
         """Break every stream of this end. Only a frame can tell the other end."""
         if not self.closed:
             self.closed = True
-            self.owner.forget(self)
+            self._on_close(self)
             self.incoming.scope.cancel()
             for stream in list(self.streams.values()):
                 stream.break_off(why)
 
     def hang_up(self) -> None:
         """Close this end, and send a frame that closes the other one."""
-        self.outgoing.send(0, partial(self.other.close, f"{self.owner.peer_id} closed the connection"))
+        self.outgoing.send(0, partial(self.other.close, f"{self.machine.peer_id} closed the connection"))
         self.close("this process closed the connection")
 
     def tell(self, stream_id: int, size: int, what: Callable[[MemoryStream], None]) -> None:
         """Call ``what`` with the stream at the other end, when a frame of ``size`` bytes has arrived there."""
         self.outgoing.send(size, partial(self.other._hear, stream_id, what))
+
+    def forget(self, stream_id: int) -> None:
+        """Forget a stream that has ended."""
+        self.streams.pop(stream_id, None)
 
     def _hear(self, stream_id: int, what: Callable[[MemoryStream], None]) -> None:
         if (stream := self.streams.get(stream_id)) is not None:
@@ -109,7 +133,7 @@ class End:
         return stream
 
     def _accept(self, stream_id: int, protocol: str) -> None:
-        handler = self.owner.handlers.get(protocol)
+        handler = self.machine.handlers.get(protocol)
         if handler is None:
             refusal = f"it does not serve {protocol}"
         elif self.inbound_streams >= MAX_INBOUND_STREAMS:
@@ -118,14 +142,14 @@ class End:
             stream = self.streams[stream_id] = MemoryStream(self, stream_id)
             self.inbound_streams += 1
             self.tell(stream_id, 0, MemoryStream.hear_opened)
-            self.owner.nursery.start_soon(self._serve, handler, stream)
+            self.machine.nursery.start_soon(self._serve, handler, stream)
             return
         self.tell(stream_id, 0, lambda stream: stream.break_off(refusal))
 
     async def _serve(self, handler: StreamHandler, stream: MemoryStream) -> None:
         """Run the handler of a stream. An exception of the handler ends this stream only."""
         try:
-            with trio.CancelScope() as scope, self.owner.among_served(scope):
+            with trio.CancelScope() as scope, self.machine.among_served(scope):
                 await handler(stream)
         except (P2PAvgError, trio.BrokenResourceError, trio.ClosedResourceError) as error:
             logger.info("stream of %s dropped: %r", self.remote, error)

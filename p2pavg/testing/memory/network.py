@@ -7,10 +7,11 @@ from contextlib import asynccontextmanager
 
 import trio
 
-from p2pavg.errors import RefusedError, UnreachableError
 from p2pavg.group.milestones import Milestone
 from p2pavg.net.transport import PeerId
 from p2pavg.testing.memory.links import Links
+from p2pavg.testing.memory.locations import Locations
+from p2pavg.testing.memory.machine import Machine
 from p2pavg.testing.memory.transport import Inbound, MemoryTransport
 from p2pavg.threads.exceptions import bare_exceptions
 from p2pavg_dht import Signer, public_key_of
@@ -41,7 +42,7 @@ class MemoryNetwork:
             raise ValueError(f"bandwidth is bytes per second, not {bandwidth}")
         self._bandwidth = bandwidth
         self._peers: dict[PeerId, MemoryTransport] = {}
-        self._locations: dict[PeerId, str] = {}
+        self._locations = Locations()
         self.watchers: list[Callable[[PeerId, Milestone], None]] = []
         """Functions that are called when a simulated peer of this network reaches a milestone of its round."""
 
@@ -57,7 +58,7 @@ class MemoryNetwork:
             inbound: the fate of dials to this peer; it can be set on the transport later.
 
         Raises:
-            ValueError: the peer is in the network already, or the text is no peer id.
+            ValueError: the peer is in the network already, or the text is not a peer id.
         """
         peer_id = peer if isinstance(peer, str) else peer.peer_id
         public_key_of(peer_id)
@@ -65,7 +66,8 @@ class MemoryNetwork:
             raise ValueError(f"{peer_id} is in the network already")
         with bare_exceptions():
             async with trio.open_nursery() as nursery:
-                transport = MemoryTransport(self, peer_id, nursery, bandwidth or self._bandwidth)
+                machine = Machine(peer_id, nursery, bandwidth or self._bandwidth)
+                transport = MemoryTransport(machine, self.links, self._locations, self._listener_at)
                 transport.inbound = inbound
                 self._peers[peer_id] = transport
                 try:
@@ -109,7 +111,7 @@ class MemoryNetwork:
 
     def limit(self, peer_id: PeerId, bandwidth: float | None) -> None:
         """Set the bytes/s that a peer sends from now on; ``None`` restores the network's limit."""
-        self._peers[peer_id].bandwidth = bandwidth or self._bandwidth
+        self._peers[peer_id].machine.bandwidth = bandwidth or self._bandwidth
 
     def delay(self, peer_id: PeerId, latency: tuple[float, float] | None) -> None:
         """Set the latency of frames from and to a peer, drawn evenly; ``None`` restores the network's."""
@@ -133,33 +135,13 @@ class MemoryNetwork:
         self.links.notify()
 
     def _location(self, peer_id: PeerId) -> str:
-        """Return the address of a peer, without its id; it is given at the first call and then kept."""
-        if peer_id not in self._locations:
-            number = len(self._locations) + 1
-            self._locations[peer_id] = f"/ip4/10.{number >> 16}.{number >> 8 & 255}.{number & 255}/tcp/4001"
-        return self._locations[peer_id]
+        return self._locations.of(peer_id)
 
-    def listener_at(self, location: str) -> MemoryTransport | None:
+    def _listener_at(self, location: str) -> MemoryTransport | None:
         """Return the peer at an address, if one is in the network."""
         return next(
-            (found for found in self._peers.values() if self._location(found.peer_id) == location), None
+            (found for found in self._peers.values() if self._locations.of(found.peer_id) == location), None
         )
-
-    def taking_dials(self, location: str) -> MemoryTransport:
-        """Return the peer that takes dials at an address.
-
-        Raises:
-            RefusedError: no peer listens there.
-            UnreachableError: the peer's router refuses dials.
-        """
-        found = self.listener_at(location)
-        if found is None:
-            raise RefusedError("connection refused")
-        if not found.listens:
-            raise RefusedError("connection refused")
-        if found.inbound != "accepted":
-            raise UnreachableError("connection refused by a router")
-        return found
 
     def _leave(self, transport: MemoryTransport) -> None:
         if self._peers.get(transport.peer_id) is transport:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import trio
 
 from p2pavg.errors import ClosedError, StreamBrokenError, UnreachableError
-from p2pavg.net.transport import Buffer, Stream
-
-if TYPE_CHECKING:
-    from p2pavg.testing.memory.connection import End
+from p2pavg.net.transport import Buffer, PeerId, Stream
+from p2pavg.testing.memory.machine import Machine
 
 # The values of libp2p's yamux, with what p2pavg.net.libp2p sets.
 WINDOW_BYTES = 256 * 1024
@@ -20,12 +18,29 @@ FRAME_BYTES = 32 * 1024
 LINGER_SECONDS = 30.0
 
 
+class Carrier(Protocol):
+    """One peer's end of a connection, as the streams on it need it."""
+
+    machine: Machine
+    remote: PeerId
+
+    @property
+    def remote_host(self) -> str:
+        """The IP address of the other peer."""
+
+    def tell(self, stream_id: int, size: int, what: Callable[[MemoryStream], None]) -> None:
+        """Call ``what`` with the stream at the other end, when a frame of ``size`` bytes has arrived there."""
+
+    def forget(self, stream_id: int) -> None:
+        """Forget a stream that has ended."""
+
+
 class MemoryStream(Stream):
     """One stream of a connection. A receiver that reads nothing blocks the sender after ``WINDOW_BYTES``."""
 
-    def __init__(self, end: End, stream_id: int) -> None:
+    def __init__(self, end: Carrier, stream_id: int) -> None:
         self.remote = end.remote
-        self.remote_host = end.owner.host_of(end.remote)
+        self.remote_host = end.remote_host
         self._end = end
         self._id = stream_id
         self._unread = bytearray()
@@ -45,7 +60,7 @@ class MemoryStream(Stream):
         self._changed = trio.Event()
 
     def _check(self, unusable: str | None) -> None:
-        if self._closed or self._end.owner.closed:
+        if self._closed or self._end.machine.has_left:
             raise ClosedError(f"the stream to {self.remote} was closed by this process")
         if (broken := self._broken or unusable) is not None:
             raise StreamBrokenError(f"the stream to {self.remote} broke: {broken}")
@@ -124,14 +139,14 @@ class MemoryStream(Stream):
         self._take(len(self._unread))
         self._unread.clear()
         self._change()
-        self._end.owner.start_soon(self._linger)
+        self._end.machine.start_soon(self._linger)
 
     async def _linger(self) -> None:
         """Keep the stream until the other side closes its half; reset it after a timeout."""
         with trio.move_on_after(LINGER_SECONDS):
             while not self._ended and self._broken is None:
                 await self._changed.wait()
-            self._end.streams.pop(self._id, None)
+            self._end.forget(self._id)
             return
         self._reset()
 
@@ -149,7 +164,7 @@ class MemoryStream(Stream):
         """End the stream in both directions. Unread bytes are lost."""
         self._broken = why
         self._unread.clear()
-        self._end.streams.pop(self._id, None)
+        self._end.forget(self._id)
         self._change()
 
     def hear_opened(self) -> None:

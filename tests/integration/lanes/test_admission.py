@@ -47,7 +47,7 @@ def call(port: int, context: ssl.SSLContext, name: str | None) -> bytes:
         return connection.recv(1)
 
 
-def anybody() -> ssl.SSLContext:
+def without_certificate() -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
@@ -70,19 +70,21 @@ async def test_a_client_without_a_ticket_is_refused() -> None:
         own = OwnCertificate("me")
         stream, offer = await ask(here, there, own)
         for name in (None, "ab" * 16, offer.ticket.hex()[:-1], "x" * 60):
-            for context in (own.client_context(offer.certificate), anybody()):
+            for context in (own.client_context(offer.certificate), without_certificate()):
                 await assert_refused(there, context, name)
         await assert_goes_on(there)
         await stream.reset()
 
 
-@pytest.mark.parametrize("who", ["another", "nobody"])
+@pytest.mark.parametrize("certificate", ["another", "none"])
 @watched
-async def test_a_ticket_with_another_certificate_is_refused(who: str) -> None:
+async def test_a_ticket_with_another_certificate_or_none_is_refused(certificate: str) -> None:
     async with pair() as (here, there):
         stream, offer = await ask(here, there, OwnCertificate("me"))
         mallory = OwnCertificate("mallory").client_context(offer.certificate)
-        await assert_refused(there, mallory if who == "another" else anybody(), offer.ticket.hex())
+        await assert_refused(
+            there, mallory if certificate == "another" else without_certificate(), offer.ticket.hex()
+        )
         verdict = Verdict.decode(await receive_message(stream) or b"")
         assert "the handshake failed" in verdict.reason
         await assert_goes_on(there)

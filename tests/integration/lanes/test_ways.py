@@ -72,7 +72,7 @@ async def test_no_lane_if_neither_peer_listens() -> None:
     async with open_host(LOOPBACK) as here, open_host() as there:
         await there.dial(here.addresses[0], timeout=TIMEOUT)
         here._addresses = ()
-        with pytest.raises(UnreachableError, match="no address is known; and this peer listens nowhere"):
+        with pytest.raises(UnreachableError, match="no address is known; and this peer does not listen"):
             await lane_to(here, there)
 
 

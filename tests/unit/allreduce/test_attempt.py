@@ -164,7 +164,7 @@ async def everything_but(side: Side, missing: tuple[str, Lane]) -> None:
             await side.comes(peer_id, Lane.AVERAGES, part(average))
 
 
-NOTHING = ("nobody", Lane.AVERAGES)
+NOTHING = ("no member", Lane.AVERAGES)
 RESULT = torch.tensor([2.0] * SHARE + [20.0] * SHARE + [30.0] * SHARE)
 
 

@@ -395,7 +395,7 @@ class TestAsking:
         lobby = Lobby()
         with lobby.expect(GROUP):
             assert await answer(lobby) == Ping()
-        assert await answer(lobby) == Unknown(), "it was closed, and nobody said how it ended"
+        assert await answer(lobby) == Unknown(), "it was closed, and its end was never told"
 
     async def test_the_outcome_is_told_to_the_groups_members(self) -> None:
         lobby = Lobby()

@@ -9,7 +9,7 @@ import pytest
 from p2pavg.consensus import agreement
 from p2pavg.consensus.agreement import advance
 from p2pavg.consensus.events import Completed, Dead, Drop, GivenUp, Heard, Lost, PassOn, Run, Tell
-from p2pavg.consensus.member import FINAL, Member, Phase
+from p2pavg.consensus.member import FINAL, Member, Phase, new_member
 from p2pavg.consensus.votes import (
     MAX_BALLOT,
     Begin,
@@ -23,15 +23,15 @@ from p2pavg.consensus.votes import (
     Trouble,
     Unknown,
 )
-from scripts.diagram import in_docs, table_and_diagram
+from scripts.docs_tools.diagram import in_docs, table_and_diagram
 from tests.unit.consensus.world import Faults, FoundError, Group
 
-EVERYBODY = frozenset({0, 1, 2})
+ALL_MEMBERS = frozenset({0, 1, 2})
 
 
 def member(me: int, size: int = 3, minimum: int = 2) -> Member:
-    everybody = frozenset(range(size))
-    return Member(me, size, everybody, everybody, minimum)
+    all_members = frozenset(range(size))
+    return new_member(me, size, all_members, all_members, minimum)
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_the_search_finds_a_violation(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [
         row
         if row.text != "all members hold the result: commits"
-        else agreement.Row(row.phases, row.on, lambda m: bool(m.held), row.do, row.becomes, row.text)
+        else agreement.Row(row.phases, row.on, lambda m: bool(m.pending.held), row.do, row.becomes, row.text)
         for row in agreement._ROWS[Phase.EXCHANGING, None]
     ]
     monkeypatch.setitem(agreement._ROWS, (Phase.EXCHANGING, None), rows)
@@ -77,7 +77,7 @@ def test_the_search_finds_a_violation(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_table_and_the_diagram_in_the_docs_are_those_of_the_code() -> None:
     text = Path("docs/round.md").read_text(encoding="utf-8")
-    assert in_docs(text) == table_and_diagram(), "run scripts/diagram"
+    assert in_docs(text) == table_and_diagram(), "run scripts/docs diagram"
 
 
 def test_every_row_can_be_reached() -> None:
@@ -99,7 +99,7 @@ class TestUndisturbed:
         assert leader.phase is Phase.HOLDING
         leader, actions = advance(leader, Heard(2, Held(0, ())))
         assert leader.phase is Phase.COMMITTED
-        assert actions == [Tell(1, Commit(0, EVERYBODY)), Tell(2, Commit(0, EVERYBODY))]
+        assert actions == [Tell(1, Commit(0, ALL_MEMBERS)), Tell(2, Commit(0, ALL_MEMBERS))]
 
     def test_a_reducer_that_sent_different_averages_is_excluded(self) -> None:
         leader, _ = advance(member(0, 4), Completed(0, tuple(bytes([n]) * 16 for n in (0, 1, 2, 3))))
@@ -158,7 +158,7 @@ class TestLosses:
         leader, _ = advance(leader, Lost(2))
         leader, _ = advance(leader, Heard(1, Promise(3, 0, None, None, frozenset({2}), frozenset())))
         assert leader.phase is Phase.EXCHANGING
-        assert leader.members == {0, 1}
+        assert leader.begun.members == {0, 1}
 
     def test_a_member_refuses_an_attempt_below_its_minimum(self) -> None:
         after, _ = advance(member(1, 3, minimum=3), Heard(0, Gather(3)))
@@ -169,14 +169,14 @@ class TestLosses:
 
     def test_an_attempt_of_observers_only_is_refused(self) -> None:
         """An honest leader would not begin such an attempt: members 0 and 1 only observe."""
-        after, _ = advance(Member(1, 3, EVERYBODY, frozenset({2}), 2), Heard(0, Gather(3)))
+        after, _ = advance(new_member(1, 3, ALL_MEMBERS, frozenset({2}), 2), Heard(0, Gather(3)))
         begin = Begin(3, 3, frozenset({0, 1}), frozenset({0, 1}), 0, frozenset())
         after, actions = advance(after, Heard(0, begin))
         assert after.phase is Phase.FAILED
         assert actions == [Tell(peer, Left(-1, after.reason)) for peer in (0, 2)]
 
     def test_a_leader_without_contributors_begins_no_attempt(self) -> None:
-        leader, _ = advance(Member(0, 3, EVERYBODY, frozenset({2}), 2), Lost(2))
+        leader, _ = advance(new_member(0, 3, ALL_MEMBERS, frozenset({2}), 2), Lost(2))
         leader, actions = advance(leader, Heard(1, Promise(3, 0, None, None, frozenset({2}), frozenset())))
         assert leader.phase is Phase.FAILED
         assert leader.reason == "none of the members that are left has a contribution"
@@ -184,18 +184,18 @@ class TestLosses:
 
     def test_an_observer_needs_the_result_as_well(self) -> None:
         """It tells the leader only when it holds the whole result, and the leader waits for that."""
-        leader, _ = advance(Member(0, 2, frozenset({0, 1}), frozenset({0}), 2), Completed(0))
+        leader, _ = advance(new_member(0, 2, frozenset({0, 1}), frozenset({0}), 2), Completed(0))
         assert leader.phase is Phase.HOLDING
         leader, _ = advance(leader, Heard(1, Held(0, ())))
         assert leader.phase is Phase.COMMITTED
         commit = Heard(0, Commit(0, frozenset({0, 1})))
-        observer, _ = advance(Member(1, 2, frozenset({0, 1}), frozenset({0}), 2), commit)
+        observer, _ = advance(new_member(1, 2, frozenset({0, 1}), frozenset({0}), 2), commit)
         assert observer.phase is Phase.FAILED, "it holds nothing"
 
     def test_an_observer_accepts_a_result_only_when_it_has_it(self) -> None:
-        observer, _ = advance(Member(1, 3, EVERYBODY, frozenset({0}), 2), Heard(0, Gather(3)))
+        observer, _ = advance(new_member(1, 3, ALL_MEMBERS, frozenset({0}), 2), Heard(0, Gather(3)))
         two = frozenset({0, 1})
-        begin = Begin(3, 0, EVERYBODY, two, 0, frozenset({1}))
+        begin = Begin(3, 0, ALL_MEMBERS, two, 0, frozenset({1}))
         observer, actions = advance(observer, Heard(0, begin))
         assert not any(isinstance(action, Tell) and isinstance(action.vote, Held) for action in actions)
         observer, actions = advance(observer, Completed(0, (b"d" * 16,)))
@@ -233,7 +233,7 @@ class TestLiars:
         for position, complete in ((1, whole), (2, None)):
             answer = Promise(4, 0, None, complete, frozenset({3}), frozenset())
             leader, _ = advance(leader, Heard(position, answer))
-        assert leader.source == 1
+        assert leader.begun.source == 1
         leader, _ = advance(leader, Completed(0, false))
         leader, _ = advance(leader, Heard(2, Held(4, false)))
         leader, _ = advance(leader, Heard(1, Held(4, true)))
@@ -251,8 +251,8 @@ class TestTheEnd:
         after, _ = advance(member(2), Completed(0))
         after, _ = advance(after, GivenUp("too long"))
         assert after.undecided
-        used, _ = advance(after, Heard(1, Commit(0, EVERYBODY)))
-        assert used.outcome == Complete(0, EVERYBODY)
+        used, _ = advance(after, Heard(1, Commit(0, ALL_MEMBERS)))
+        assert used.outcome == Complete(0, ALL_MEMBERS)
         assert not used.undecided
         kept, _ = advance(after, Heard(0, Left(-1, "")))
         kept, _ = advance(kept, Heard(1, Left(0, "")))
@@ -263,13 +263,13 @@ class TestTheEnd:
         self,
     ) -> None:
         """The other member lost it, may take the result for committed, and counts this one as gone by now."""
-        leader, _ = advance(Member(0, 3, frozenset({0, 1}), frozenset({0, 1}), 2), Lost(1))
+        leader, _ = advance(new_member(0, 3, frozenset({0, 1}), frozenset({0, 1}), 2), Lost(1))
         leader, _ = advance(leader, Lost(2))
         leader, _ = advance(leader, Dead(2))
         leader, _ = advance(leader, GivenUp("too long"))
         assert leader.undecided
-        used, _ = advance(leader, Heard(1, Commit(0, EVERYBODY)))
-        assert used.outcome == Complete(0, EVERYBODY)
+        used, _ = advance(leader, Heard(1, Commit(0, ALL_MEMBERS)))
+        assert used.outcome == Complete(0, ALL_MEMBERS)
         kept, _ = advance(leader, Heard(1, Left(-1, "")))
         assert not kept.undecided
         assert kept.outcome is None
@@ -308,16 +308,16 @@ class TestTheEnd:
         assert not after.presumed_used
 
     def test_a_commit_of_a_result_that_this_member_lacks_is_a_failure(self) -> None:
-        after, _ = advance(member(2), Heard(1, Commit(0, EVERYBODY)))
+        after, _ = advance(member(2), Heard(1, Commit(0, ALL_MEMBERS)))
         assert after.phase is Phase.FAILED
-        assert after.outcome == Complete(0, EVERYBODY)
+        assert after.outcome == Complete(0, ALL_MEMBERS)
 
     def test_a_member_that_has_ended_answers_with_the_outcome(self) -> None:
         done, _ = advance(member(1), Completed(0))
-        done, _ = advance(done, Heard(0, Commit(0, EVERYBODY)))
+        done, _ = advance(done, Heard(0, Commit(0, ALL_MEMBERS)))
         assert done.phase is Phase.COMMITTED
         _, actions = advance(done, Heard(2, Gather(2)))
-        assert actions == [Tell(2, Commit(0, EVERYBODY))]
+        assert actions == [Tell(2, Commit(0, ALL_MEMBERS))]
 
     def test_a_final_state_never_changes(self) -> None:
         done, _ = advance(member(1), GivenUp())

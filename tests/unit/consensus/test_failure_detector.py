@@ -182,7 +182,7 @@ class TestOwed:
         pace.owes(BEGUN, True)
         assert pings(pace, BEGUN) == about(STALLS * FLOOR_SECONDS)
         assert (
-            pace.overdue(BEGUN + STALLS * FLOOR_SECONDS + 0.1) == "sent nothing of its contribution for 4.6 s"
+            pace.overdue(BEGUN + STALLS * FLOOR_SECONDS + 0.1) == "sent no part of its contribution for 4.6 s"
         )
 
     def test_a_slow_member_has_more_time(self) -> None:

@@ -7,7 +7,7 @@ import pytest
 from p2pavg.consensus.choice import ballot_leader, is_quorum, next_ballot
 from p2pavg.consensus.votes import Members
 
-NOBODY: Members = frozenset()
+NO_MEMBERS: Members = frozenset()
 
 
 def some(*members: int) -> Members:
@@ -15,22 +15,22 @@ def some(*members: int) -> Members:
 
 
 def test_more_than_half_are_a_quorum() -> None:
-    assert is_quorum(some(1, 3, 4), 5, NOBODY)
-    assert not is_quorum(some(0, 1), 5, NOBODY)
+    assert is_quorum(some(1, 3, 4), 5, NO_MEMBERS)
+    assert not is_quorum(some(0, 1), 5, NO_MEMBERS)
 
 
 def test_the_half_with_the_first_member_is_a_quorum() -> None:
-    assert is_quorum(some(0, 3), 4, NOBODY)
-    assert not is_quorum(some(1, 2), 4, NOBODY)
+    assert is_quorum(some(0, 3), 4, NO_MEMBERS)
+    assert not is_quorum(some(1, 2), 4, NO_MEMBERS)
 
 
 def test_of_two_members_only_the_first_is_a_quorum_alone() -> None:
-    assert is_quorum(some(0), 2, NOBODY)
-    assert not is_quorum(some(1), 2, NOBODY)
+    assert is_quorum(some(0), 2, NO_MEMBERS)
+    assert not is_quorum(some(1), 2, NO_MEMBERS)
 
 
 def test_gone_members_do_not_count_in_the_total() -> None:
-    assert not is_quorum(some(2), 3, NOBODY)
+    assert not is_quorum(some(2), 3, NO_MEMBERS)
     assert not is_quorum(some(2), 3, some(0))
     assert is_quorum(some(1, 2), 3, some(0))
     assert is_quorum(some(2), 3, some(0, 1))
@@ -39,7 +39,7 @@ def test_gone_members_do_not_count_in_the_total() -> None:
 def test_the_half_with_the_first_remaining_member_is_a_quorum() -> None:
     assert is_quorum(some(1, 2), 5, some(0))
     assert not is_quorum(some(3, 4), 5, some(0))
-    assert is_quorum(some(2), 3, some(0)) == is_quorum(some(1), 2, NOBODY)
+    assert is_quorum(some(2), 3, some(0)) == is_quorum(some(1), 2, NO_MEMBERS)
 
 
 def test_gone_members_do_not_count_for_a_quorum() -> None:
@@ -48,9 +48,9 @@ def test_gone_members_do_not_count_for_a_quorum() -> None:
 
 
 def test_the_empty_set_is_no_quorum() -> None:
-    assert not is_quorum(NOBODY, 3, NOBODY)
-    assert not is_quorum(NOBODY, 3, some(0, 1))
-    assert not is_quorum(NOBODY, 3, some(0, 1, 2))
+    assert not is_quorum(NO_MEMBERS, 3, NO_MEMBERS)
+    assert not is_quorum(NO_MEMBERS, 3, some(0, 1))
+    assert not is_quorum(NO_MEMBERS, 3, some(0, 1, 2))
 
 
 @pytest.mark.parametrize("size", range(1, 7))

@@ -10,7 +10,7 @@ from p2pavg.consensus.choice import Answers, Stuck, _complete_without_the_dead, 
 from p2pavg.consensus.votes import Begin, Complete, Members
 from tests.unit.consensus.answers import ALL, BALLOT, SIZE, accepted, answers, holds, promise, some
 
-NOBODY: Members = frozenset()
+NO_MEMBERS: Members = frozenset()
 FIRST = accepted()  # ballot 0, led by member 0
 RESULT = Complete(0, ALL)
 
@@ -141,12 +141,12 @@ class TestStillGood:
 class TestChoice:
     def test_a_new_attempt_with_those_that_answer(self) -> None:
         assert choose(answers({0: promise(), 1: promise(), 3: promise()})) == Begin(
-            BALLOT, BALLOT, some(0, 1, 3), some(0, 1, 3), 0, NOBODY
+            BALLOT, BALLOT, some(0, 1, 3), some(0, 1, 3), 0, NO_MEMBERS
         )
 
     def test_a_new_attempt_takes_an_auxiliary_along(self) -> None:
         group = answers({0: promise(), 1: promise(), 3: promise()}, holders=some(0, 1, 2))
-        assert choose(group) == Begin(BALLOT, BALLOT, some(0, 1, 3), some(0, 1, 3), 0, NOBODY)
+        assert choose(group) == Begin(BALLOT, BALLOT, some(0, 1, 3), some(0, 1, 3), 0, NO_MEMBERS)
 
     def test_a_member_that_cannot_exchange_is_left_out(self) -> None:
         found = choose(answers({0: promise(), 1: promise(apart=[3]), 2: promise(), 3: promise()}))
@@ -163,7 +163,7 @@ class TestChoice:
 
     def test_the_remaining_members_decide_when_the_others_are_dead(self) -> None:
         found = choose(answers({2: promise(), 3: promise()}, dead=some(0), left={1: -1}))
-        assert found == Begin(BALLOT, BALLOT, some(2, 3), some(2, 3), 2, NOBODY)
+        assert found == Begin(BALLOT, BALLOT, some(2, 3), some(2, 3), 2, NO_MEMBERS)
 
     def test_a_member_outside_the_view_does_not_count_for_the_quorum(self) -> None:
         found = choose(answers({1: promise(), 2: promise(apart=[3]), 3: promise()}))
@@ -180,16 +180,16 @@ class TestChoice:
 
     def test_a_possible_commit_is_adopted(self) -> None:
         found = choose(answers({1: holds(FIRST), 2: holds(FIRST), 3: holds(FIRST)}))
-        assert found == Begin(BALLOT, 0, ALL, some(1, 2, 3), 1, NOBODY, must=True)
+        assert found == Begin(BALLOT, 0, ALL, some(1, 2, 3), 1, NO_MEMBERS, must=True)
 
     def test_a_possible_commit_is_adopted_although_a_lost_member_may_be_alive(self) -> None:
         """A complete result without a possible commit is not: see TestStillGood."""
-        group = answers({1: holds(FIRST), 2: holds(FIRST), 3: holds(FIRST)}, dead=NOBODY)
-        assert choose(group) == Begin(BALLOT, 0, ALL, some(1, 2, 3), 1, NOBODY, must=True)
+        group = answers({1: holds(FIRST), 2: holds(FIRST), 3: holds(FIRST)}, dead=NO_MEMBERS)
+        assert choose(group) == Begin(BALLOT, 0, ALL, some(1, 2, 3), 1, NO_MEMBERS, must=True)
 
     def test_a_possible_commit_is_adopted_below_the_minimum(self) -> None:
         group = answers({1: holds(FIRST), 2: holds(FIRST)}, dead=some(0, 3), minimum=4)
-        assert choose(group) == Begin(BALLOT, 0, ALL, some(1, 2), 1, NOBODY, must=True)
+        assert choose(group) == Begin(BALLOT, 0, ALL, some(1, 2), 1, NO_MEMBERS, must=True)
 
     def test_the_first_holder_passes_a_result_on_to_members_that_lack_it(self) -> None:
         smaller = accepted(ballot=4, attempt=0, view=some(0, 3))
@@ -199,7 +199,7 @@ class TestChoice:
     def test_a_member_outside_the_result_lacks_nothing(self) -> None:
         without_two = accepted(ballot=4, attempt=4, members=some(0, 1, 3), view=some(0, 1, 3))
         group = answers({1: holds(without_two), 2: promise(), 3: holds(without_two)})
-        assert choose(group) == Begin(BALLOT, 4, some(0, 1, 3), some(1, 2, 3), 1, NOBODY, must=True)
+        assert choose(group) == Begin(BALLOT, 4, some(0, 1, 3), some(1, 2, 3), 1, NO_MEMBERS, must=True)
 
     def test_observers_alone_end_the_round(self) -> None:
         """There is nothing to average, because the contributors are lost."""
@@ -211,7 +211,7 @@ class TestChoice:
 
     def test_one_contributor_and_one_observer_go_on(self) -> None:
         group = answers({0: promise(), 1: promise(), 2: promise()}, holders=ALL, contributors=some(1, 3))
-        assert choose(group) == Begin(BALLOT, BALLOT, some(0, 1, 2), some(0, 1, 2), 0, NOBODY)
+        assert choose(group) == Begin(BALLOT, BALLOT, some(0, 1, 2), some(0, 1, 2), 0, NO_MEMBERS)
 
     def test_observers_count_for_the_minimum(self) -> None:
         group = answers(
@@ -246,14 +246,14 @@ class TestChoice:
         """All members of the result are gone. The others only witness the decision."""
         of_two = accepted(ballot=4, attempt=4, members=some(0, 1), view=some(0, 1, 2), must=True)
         group = answers({2: promise(attempt=0, accepted=of_two), 3: promise()}, dead=some(0, 1))
-        assert choose(group) == Begin(BALLOT, 4, some(0, 1), some(2, 3), 2, NOBODY, must=True)
+        assert choose(group) == Begin(BALLOT, 4, some(0, 1), some(2, 3), 2, NO_MEMBERS, must=True)
 
     def test_a_result_that_no_answering_member_has_is_not_adopted(self) -> None:
         must = accepted(must=True)
         group = answers({1: promise(accepted=must), 2: promise(), 3: promise()}, holders=some(0, 2, 3))
         found = choose(group)
         assert isinstance(found, Stuck)
-        assert not found.final, "somebody who has it may tell how the round ended"
+        assert not found.final, "a member that has it may tell how the round ended"
 
     def test_a_member_in_a_newer_attempt_cannot_receive_an_older_result(self) -> None:
         must = accepted(must=True)
@@ -272,7 +272,7 @@ class TestChoice:
             },
             dead=some(0),
         )
-        assert isinstance(choose(group), Stuck), "it was committed, and nobody has it any more"
+        assert isinstance(choose(group), Stuck), "it was committed, and no member has it any more"
 
     def test_a_complete_result_goes_before_a_new_attempt(self) -> None:
         group = answers(
@@ -282,7 +282,7 @@ class TestChoice:
 
     def test_the_last_member_takes_a_complete_result(self) -> None:
         group = answers({2: promise(complete=RESULT)}, dead=some(0, 1, 3))
-        assert choose(group) == Begin(BALLOT, 0, ALL, some(2), 2, NOBODY)
+        assert choose(group) == Begin(BALLOT, 0, ALL, some(2), 2, NO_MEMBERS)
 
     def test_the_last_member_without_a_result_is_stuck(self) -> None:
         found = choose(answers({2: promise()}, dead=some(0, 1, 3)))

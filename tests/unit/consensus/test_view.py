@@ -8,7 +8,7 @@ from p2pavg.consensus.choice import choose_view, disputed
 from p2pavg.consensus.votes import Members
 from tests.unit.consensus.answers import promise, some
 
-NOBODY: Members = frozenset()
+NO_MEMBERS: Members = frozenset()
 
 
 def digests(text: str) -> tuple[bytes, ...]:
@@ -84,8 +84,9 @@ class TestDisputed:
     REDUCERS = (0, 1, 2, 4)
 
     def test_no_member_is_at_fault_when_all_hold_the_same(self) -> None:
-        assert disputed({0: digests("abcd"), 1: digests("abcd"), 4: digests("abcd")}, self.REDUCERS) == NOBODY
-        assert disputed({}, self.REDUCERS) == NOBODY
+        agreed = {0: digests("abcd"), 1: digests("abcd"), 4: digests("abcd")}
+        assert disputed(agreed, self.REDUCERS) == NO_MEMBERS
+        assert disputed({}, self.REDUCERS) == NO_MEMBERS
 
     def test_a_member_that_differs_in_several_shares_is_odd(self) -> None:
         held = {0: digests("abcd"), 1: digests("abcd"), 2: digests("axxd"), 4: digests("abcd")}
@@ -118,7 +119,7 @@ class TestDisputed:
 
     def test_an_auxiliary_holds_nothing_and_is_not_asked(self) -> None:
         held = {0: digests("abcd"), 1: (), 2: digests("abcd"), 4: ()}
-        assert disputed(held, self.REDUCERS) == NOBODY
+        assert disputed(held, self.REDUCERS) == NO_MEMBERS
         held[3] = digests("abxd")
         assert disputed(held, self.REDUCERS) == some(2)
 

@@ -31,7 +31,7 @@ from p2pavg.errors import RemoteProtocolError
 from p2pavg.group.limits import MAX_GROUP_SIZE
 
 SIZE = 4
-NOBODY: Members = frozenset()
+NO_MEMBERS: Members = frozenset()
 ALL = frozenset(range(SIZE))
 DIGESTS = tuple(bytes([share]) * DIGEST_BYTES for share in range(SIZE))
 
@@ -43,11 +43,11 @@ def some(*members: int) -> Members:
 VOTES: dict[str, tuple[Vote, str]] = {
     "gather": (Gather(5), "92a667617468657205"),
     "promise of one that holds nothing": (
-        Promise(5, 0, None, None, NOBODY, NOBODY),
+        Promise(5, 0, None, None, NO_MEMBERS, NO_MEMBERS),
         "97a770726f6d697365050090909090",
     ),
     "promise of one that holds a result": (
-        Promise(9, 4, Accepted(4, 4, some(0, 1, 3), some(0, 3), True), None, some(2), NOBODY),
+        Promise(9, 4, Accepted(4, 4, some(0, 1, 3), some(0, 3), True), None, some(2), NO_MEMBERS),
         "97a770726f6d697365090495040493000103920003c390910290",
     ),
     "promise of one that has everything": (
@@ -56,7 +56,7 @@ VOTES: dict[str, tuple[Vote, str]] = {
     ),
     "behind": (Behind(MAX_BALLOT), "92a6626568696e64ce80000000"),
     "begin": (
-        Begin(5, 5, some(1, 2, 3), some(1, 2, 3), 1, NOBODY),
+        Begin(5, 5, some(1, 2, 3), some(1, 2, 3), 1, NO_MEMBERS),
         "98a5626567696e050593010203930102030190c2",
     ),
     "begin with an older result": (
@@ -91,12 +91,12 @@ def test_all_kinds_are_here() -> None:
 
 
 def test_the_longest_votes_of_the_largest_group_may_be_sent() -> None:
-    everybody = frozenset(range(MAX_GROUP_SIZE))
-    last, others = MAX_BALLOT - 1, everybody - {MAX_GROUP_SIZE - 1}
-    accepted = Accepted(last, last, everybody, everybody, True)
+    all_members = frozenset(range(MAX_GROUP_SIZE))
+    last, others = MAX_BALLOT - 1, all_members - {MAX_GROUP_SIZE - 1}
+    accepted = Accepted(last, last, all_members, all_members, True)
     longest: list[Vote] = [
-        Promise(MAX_BALLOT, last, accepted, Complete(MAX_BALLOT, everybody), everybody, everybody),
-        Begin(MAX_BALLOT, last, everybody, everybody, MAX_GROUP_SIZE - 1, others, True),
+        Promise(MAX_BALLOT, last, accepted, Complete(MAX_BALLOT, all_members), all_members, all_members),
+        Begin(MAX_BALLOT, last, all_members, all_members, MAX_GROUP_SIZE - 1, others, True),
         Held(MAX_BALLOT, (b"\xff" * DIGEST_BYTES,) * MAX_GROUP_SIZE),
         Trouble(MAX_GROUP_SIZE - 1, True, "ü" * MAX_REASON_CHARS),
         Left(MAX_BALLOT, "\U0001f980" * MAX_REASON_CHARS),
@@ -177,8 +177,8 @@ MALFORMED: dict[str, tuple[object, ...]] = {
     "beginning above the limit": ("begin", MAX_BALLOT + 1, 0, (0, 1), (0, 1), 0, (), False),
     "beginning an attempt below 0": ("begin", 5, -1, (0, 1), (0, 1), 0, (), False),
     "beginning an attempt of the future": ("begin", 5, 6, (0, 1), (0, 1), 0, (), False),
-    "beginning with nobody": ("begin", 5, 5, (), (0, 1), 0, (), False),
-    "beginning with nobody who holds it": ("begin", 5, 5, (0, 1), (), 0, (), False),
+    "beginning without members": ("begin", 5, 5, (), (0, 1), 0, (), False),
+    "beginning without a view": ("begin", 5, 5, (0, 1), (), 0, (), False),
     "beginning with strangers": ("begin", 5, 5, (0, SIZE), (0, 1), 0, (), False),
     "beginning in a view of strangers": ("begin", 5, 5, (0, 1), (0, SIZE), 0, (), False),
     "beginning from a stranger": ("begin", 5, 5, (0, 1), (0, 1), SIZE, (), False),

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from p2pavg.consensus.agreement import advance
 from p2pavg.consensus.events import Action, Completed, Dead, Event, GivenUp, Heard, Lost, Run, Tell
-from p2pavg.consensus.member import FINAL, Member, Phase
+from p2pavg.consensus.member import FINAL, Member, Phase, new_member
 from p2pavg.consensus.votes import Commit, Gather, Held, Left, Trouble, Unknown, Vote
 
 
@@ -94,7 +94,7 @@ class Group:
         self.strict = strict
         holders = frozenset(range(size - auxiliaries))
         contributors = frozenset(range(size - auxiliaries - observers))
-        members = [Member(me, size, holders, contributors, minimum) for me in range(size)]
+        members = [new_member(me, size, holders, contributors, minimum) for me in range(size)]
         self.names = Names()
         numbers = tuple(self.names.number(member.key(), member) for member in members)
         begun = frozenset((0, me) for me in range(size))
@@ -141,11 +141,15 @@ class Group:
         self, world: World, members: list[Member], member: Member
     ) -> Iterator[tuple[str, World, bool]]:
         me = member.me
-        has = member.complete is not None and member.complete.attempt == member.attempt
-        over = (member.attempt, me) in world.over
-        if not has and not over and all((member.attempt, other) in world.begun for other in member.members):
-            done = self._happen(world, me, Completed(member.attempt))
-            yield f"{me} completes {member.attempt}", done, self._arrives(world, members, member)
+        has = member.complete is not None and member.complete.attempt == member.begun.attempt
+        over = (member.begun.attempt, me) in world.over
+        if (
+            not has
+            and not over
+            and all((member.begun.attempt, other) in world.begun for other in member.begun.members)
+        ):
+            done = self._happen(world, me, Completed(member.begun.attempt))
+            yield f"{me} completes {member.begun.attempt}", done, self._arrives(world, members, member)
         for other in members:
             gone = other.me in world.crashed or (me, other.me) in world.broken
             if other is not member and other.me not in member.lost and gone:
@@ -173,12 +177,12 @@ class Group:
 
     def _arrives(self, world: World, members: list[Member], member: Member) -> bool:
         """Return whether a member must get the result: no member is lost, or a member that has it passes it on."""
-        if member.members.isdisjoint(world.crashed | member.lost):
+        if member.begun.members.isdisjoint(world.crashed | member.lost):
             return True
         return any(
             other.complete is not None
-            and other.complete.attempt == member.attempt
-            and other.me in other.holders - world.crashed - member.lost
+            and other.complete.attempt == member.begun.attempt
+            and other.me in other.seat.holders - world.crashed - member.lost
             for other in members
         )
 
@@ -252,21 +256,21 @@ class Group:
         done = [member for member in members if member.phase is Phase.COMMITTED]
         for member in done:
             if member.outcome is None or member.me not in member.outcome.members:
-                return f"{member.me} committed what does not count it"
-            if member.me in member.holders and member.complete != member.outcome:
+                return f"{member.me} committed a result without itself"
+            if member.me in member.seat.holders and member.complete != member.outcome:
                 return f"{member.me} committed a result that it does not hold"
-            if not member.outcome.members & member.contributors:
-                return f"{member.me} committed the average of nobody"
+            if not member.outcome.members & member.seat.contributors:
+                return f"{member.me} committed an average without contributors"
             if member.outcome != done[0].outcome and not self._excused(world, member, done[0]):
                 return f"{member.me} and {done[0].me} committed different results"
         for member in members:
             if member.phase is not Phase.FAILED or member.me in world.crashed or member.undecided:
                 continue
             for other in done:
-                if other.me not in other.holders:
+                if other.me not in other.seat.holders:
                     continue  # an auxiliary has no result: if it alone commits, the contribution is used nowhere
                 assert other.outcome is not None
-                counted = member.me in other.outcome.members & member.holders
+                counted = member.me in other.outcome.members & member.seat.holders
                 keeps = member.outcome is None and not member.presumed_used
                 # A member that committed and then crashed has returned its result: its program may have saved it.
                 if counted and keeps and not self._adopted_without(member, other):
@@ -275,7 +279,7 @@ class Group:
 
     def _adopted_without(self, member: Member, committed: Member) -> bool:
         """The one way in which a contribution may count twice: see docs/round.md, "What can still go wrong"."""
-        return not self.strict and committed.must and member.me not in committed.view
+        return not self.strict and committed.begun.must and member.me not in committed.begun.view
 
     def _excused(self, world: World, member: Member, committed: Member) -> bool:
         """The two ways in which members may commit different results: see docs/round.md."""

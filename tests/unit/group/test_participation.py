@@ -245,4 +245,6 @@ class TestObservers:
         group = [candidate(0, tags=("gpu",)), candidate(1), candidate(2, weight=0.0, tags=("gpu",))]
         choose = partial(observers, ByCapability(tags=("gpu",)))
         assert choose(group) == {SIGNERS[1].peer_id, SIGNERS[2].peer_id}
-        assert choose(group[1:]) == {SIGNERS[1].peer_id, SIGNERS[2].peer_id}, "also when nobody contributes"
+        assert choose(group[1:]) == {SIGNERS[1].peer_id, SIGNERS[2].peer_id}, (
+            "also when no member contributes"
+        )

@@ -72,7 +72,7 @@ def test_any_change_is_another_group() -> None:
 
 
 IMPOSSIBLE: list[tuple[str, list[Candidate], list[int], str]] = [
-    ("nobody", [], [], "a roster of 0 members"),
+    ("no members", [], [], "a roster of 0 members"),
     ("one", [A], [1000], "a roster of 1 members"),
     ("twice", [A, B, A], [1, 1, 1], "names a peer twice"),
     ("twice in two attempts", [A, B, candidate(0, deadline=DEADLINE + 5)], [1, 1, 1], "names a peer twice"),
@@ -102,9 +102,9 @@ LISTENING: list[tuple[str, list[Candidate], tuple[int, ...], str]] = [
     ("an auxiliary", [A, B, AUXILIARY], (2,), "observers do not fit"),
     ("not one without a weight", [A, B, SILENT], (), "observers do not fit"),
     ("another one than that without a weight", [A, B, SILENT], (1,), "observers do not fit"),
-    ("all that have a weight", [A, B, SILENT], (0, 1, 2), "nobody contributes"),
-    ("all", [A, B], (0, 1), "nobody contributes"),
-    ("all but the auxiliary", [A, B, AUXILIARY], (0, 1), "nobody contributes"),
+    ("all that have a weight", [A, B, SILENT], (0, 1, 2), "without a contributor"),
+    ("all", [A, B], (0, 1), "without a contributor"),
+    ("all but the auxiliary", [A, B, AUXILIARY], (0, 1), "without a contributor"),
 ]
 
 
@@ -216,7 +216,7 @@ def test_the_remaining_members_contribute_or_observe_as_before() -> None:
     group = roster([A, SILENT, B, C], proposal=7, observers=[SILENT, C])
     assert group.only([A, C], [5, 6]) == roster([A, C], [5, 6], proposal=7, observers=[C])
     assert group.only([A, B], [5, 6]) == roster([A, B], [5, 6], proposal=7)
-    with pytest.raises(RemoteProtocolError, match="nobody contributes"):
+    with pytest.raises(RemoteProtocolError, match="without a contributor"):
         group.only([SILENT, C], [5, 6])
 
 

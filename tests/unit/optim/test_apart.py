@@ -151,7 +151,7 @@ class TestRatesSetByHand:
         weights.grad = torch.ones(1)
         optimizer.step(samples=4)
         assert read_word(talk.mine).until == 0
-        optimizer._watch.look(forked=True)
+        optimizer._training.watch.look(forked=True)
         assert read_word(talk.mine).until == 1
         assert [rate.text for rate in read_word(talk.mine).rates] == ["lr 0.1"]
 
@@ -234,7 +234,7 @@ class TestBeginning:
             other = copy.deepcopy(model)
             second = make(Alone(), SGD(other.parameters(), lr=0.1), **options)
             second.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-            second._begin()
+            second._training.begin()
             found.append(second.lineage)
         assert found[0] == optimizer.lineage
         assert found[1] == found[2] != found[0]
@@ -252,7 +252,7 @@ class TestOthersRecipes:
     def test_peer_with_another_target_is_reported(self, caplog: pytest.LogCaptureFixture) -> None:
         theirs, talk = with_talk()
         other = large_batch(theirs, SGD(plain().parameters(), lr=0.1), target_batch_size=4096)
-        other._begin()
+        other._training.begin()
         averager, mine = with_talk()
         mine.others = {"a": talk.mine, "b": talk.mine, "nonsense": b"\x00" * 99}
         model = plain()
@@ -264,11 +264,11 @@ class TestOthersRecipes:
     def test_waiting_peer_gets_the_difference_too(self, caplog: pytest.LogCaptureFixture) -> None:
         """Two peers with different targets both wait at the first update, and `step` does not return for minutes."""
         theirs, talk = with_talk()
-        large_batch(theirs, SGD([parameter(1.0)], lr=0.1), target_batch_size=4096)._begin()
+        large_batch(theirs, SGD([parameter(1.0)], lr=0.1), target_batch_size=4096)._training.begin()
         averager, mine = with_talk()
         weights = parameter(1.0)
         optimizer = large_batch(averager, SGD([weights], lr=0.1))
-        optimizer._begin()
+        optimizer._training.begin()
         mine.others = {"a": talk.mine}
         optimizer._together.on_look()
         assert "target_batch_size 4096, this one with 4" in caplog.text
@@ -309,8 +309,8 @@ class TestDrift:
                 talks[1 - index].others["peer"] = talks[index].mine
                 talks[1 - index].version += 1
             for index, optimizer in enumerate(optimizers):
-                optimizer._look()
-                drifted[index].append(optimizer._watch.drifted)
+                optimizer._training.look()
+                drifted[index].append(optimizer._training.watch.drifted)
         for told in drifted:
             assert told[:3] == [None] * 3
             assert told[3] == (
@@ -334,9 +334,9 @@ class TestDrift:
             "b": encode_word(replace(word, epoch=99)),
         }
         talk.version += 1
-        optimizer._look()
-        assert optimizer._watch.drifted is None
+        optimizer._training.look()
+        assert optimizer._training.watch.drifted is None
         talk.others["c"] = encode_word(replace(word, digests=b"x" * 8))
         talk.version += 1
-        optimizer._look()
-        assert optimizer._watch.drifted is not None
+        optimizer._training.look()
+        assert optimizer._training.watch.drifted is not None

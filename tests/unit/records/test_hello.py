@@ -17,7 +17,7 @@ from p2pavg.records.hello import (
     Hello,
     compare,
     encode_hello,
-    nobody_of_the_run,
+    no_peer_of_the_run,
     other_versions,
     read_hello,
     wrong_clock,
@@ -117,15 +117,15 @@ def test_malformed_version_is_not_repeated(protocol: str) -> None:
 def test_network_without_the_run_is_described() -> None:
     heard = [Heard(hello(runs=runs), 0.0) for runs in (1, 2, 0, 1)]
     assert (
-        nobody_of_the_run("x", known=4, heard=heard, addresses=())
+        no_peer_of_the_run("x", known=4, heard=heard, addresses=())
         == "4 other peers are in this network; none of them takes part in run 'x'; 3 of 4 asked take part in other runs"
     )
     assert (
-        nobody_of_the_run("x", known=1, heard=heard[2:3], addresses=())
+        no_peer_of_the_run("x", known=1, heard=heard[2:3], addresses=())
         == "1 other peer is in this network; it does not take part in run 'x'"
     )
-    alone = nobody_of_the_run("x", known=0, heard=[], addresses=["/ip4/192.0.2.1/tcp/1/p2p/Q"])
+    alone = no_peer_of_the_run("x", known=0, heard=[], addresses=["/ip4/192.0.2.1/tcp/1/p2p/Q"])
     assert (
         alone == "no other peer is in this network; others join with bootstrap=['/ip4/192.0.2.1/tcp/1/p2p/Q']"
     )
-    assert "cannot be dialled" in nobody_of_the_run("x", known=0, heard=[], addresses=())
+    assert "cannot be dialled" in no_peer_of_the_run("x", known=0, heard=[], addresses=())

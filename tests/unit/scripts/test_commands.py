@@ -21,7 +21,7 @@ def test_every_command_has_a_module(command: Command) -> None:
 
 
 @pytest.mark.parametrize(("returned", "status"), [(None, 0), (0, 0), (1, 1), (KeyboardInterrupt, 130)])
-def test_a_command_reads_what_follows_its_name(
+def test_a_command_reads_the_rest_of_the_line(
     monkeypatch: pytest.MonkeyPatch, returned: int | type[BaseException] | None, status: int
 ) -> None:
     read: list[str] = []
@@ -39,6 +39,6 @@ def test_a_command_reads_what_follows_its_name(
 
 
 @pytest.mark.parametrize("line", [[], ["--help"], ["another"]])
-def test_what_is_no_command_is_left_to_argparse(monkeypatch: pytest.MonkeyPatch, line: list[str]) -> None:
+def test_an_unknown_command_is_left_to_argparse(monkeypatch: pytest.MonkeyPatch, line: list[str]) -> None:
     monkeypatch.setattr(sys, "argv", ["scripts/faults", *line])
     assert run_command({"some": Command("some.program", "does something", "a minute")}) is None

@@ -31,7 +31,7 @@ def lock(**changed: str) -> str:
     )
 
 
-def test_what_was_made_from_the_same_requirements_fits() -> None:
+def test_a_lock_of_the_same_requirements_fits() -> None:
     assert what_is_wrong(PYPROJECT, lock()) == []
 
 

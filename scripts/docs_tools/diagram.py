@@ -1,4 +1,4 @@
-"""Write the table and the diagram of the agreement protocol into docs/round.md: scripts/diagram."""
+"""Write the table and the diagram of the agreement protocol into docs/round.md: scripts/docs diagram."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 from p2pavg.consensus.agreement import TABLE, Row
 from p2pavg.consensus.member import FINAL, LIVE, Phase
 
-DOCS = Path(__file__).parent.parent / "docs" / "round.md"
-BEGIN, END = "<!-- generated: scripts/diagram -->\n", "<!-- end of what is generated -->\n"
+DOCS = Path(__file__).resolve().parents[2] / "docs" / "round.md"
+BEGIN, END = "<!-- generated: scripts/docs diagram -->\n", "<!-- end of what is generated -->\n"
 
 
 def table_and_diagram() -> str:

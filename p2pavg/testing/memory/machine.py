@@ -1,0 +1,53 @@
+"""The machine of one simulated peer: its tasks, its uplink, and the protocols that it serves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import trio
+
+from p2pavg.net.transport import PeerId, StreamHandler
+
+
+class Machine:
+    """Shared by a peer's transport and the connections of the peer.
+
+    Args:
+        nursery: runs the peer's tasks.
+        bandwidth: bytes/s that the peer sends, over all its connections together; ``None`` is without limit.
+    """
+
+    def __init__(self, peer_id: PeerId, nursery: trio.Nursery, bandwidth: float | None) -> None:
+        self.peer_id = peer_id
+        self.nursery = nursery
+        self.bandwidth = bandwidth
+        self.handlers: dict[str, StreamHandler] = {}
+        self.has_left = False
+        self._sending_until = 0.0
+        self._served: set[trio.CancelScope] = set()
+
+    def time_to_send(self, size: int) -> float:
+        """Return the moment at which ``size`` more bytes have left this peer."""
+        start = max(self._sending_until, trio.current_time())
+        self._sending_until = start + (size / self.bandwidth if self.bandwidth is not None else 0.0)
+        return self._sending_until
+
+    def start_soon(self, work: Callable[[], object]) -> None:
+        """Start a task of this peer, unless the peer has left."""
+        if not self.has_left:
+            self.nursery.start_soon(work)  # type: ignore[arg-type]
+
+    @contextmanager
+    def among_served(self, scope: trio.CancelScope) -> Iterator[None]:
+        """Let :meth:`stop_serving` cancel ``scope`` for as long as the block runs."""
+        self._served.add(scope)
+        try:
+            yield
+        finally:
+            self._served.discard(scope)
+
+    def stop_serving(self) -> None:
+        """Cancel every handler that runs now."""
+        for scope in self._served:
+            scope.cancel()

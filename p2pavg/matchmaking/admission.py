@@ -48,8 +48,10 @@ def _not_trusted(state: AttemptState, candidate: Candidate, now: float) -> str |
     if (wrong := not_admitted(candidate, state.settings, now)) is not None:
         known.refused = wrong
         return wrong
-    why, until = known.held_off or ("", now)
-    return f"{why}; held off for {until - now:.0f} s more" if now < until else None
+    held_off = known.held_off
+    if held_off is None or now >= held_off.until:
+        return None
+    return f"{held_off.reason}; held off for {held_off.until - now:.0f} s more"
 
 
 def _has_room(state: AttemptState, group: OwnGroup, candidate: Candidate) -> bool:

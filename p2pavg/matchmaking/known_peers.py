@@ -7,7 +7,7 @@ stored with that deadline. It does not apply to the peer's next attempt, which i
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from p2pavg.group.candidate import Candidate
 from p2pavg.group.limits import MAX_TIMEOUT_SECONDS
@@ -31,6 +31,28 @@ def may_lead(candidate: Candidate, now: float) -> bool:
 
 
 @dataclass(slots=True)
+class Nudges:
+    """Nudges between this peer and another one."""
+
+    came_back: float | None = None
+    """Deadline of the other's attempt that was asked again because of its nudge."""
+    sent: float | None = None
+    """Deadline of the other's attempt that this peer nudged."""
+    awaited_until: float | None = None
+    """A complete group waits until then for this auxiliary, which was nudged."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOff:
+    """A backoff from a follower that spoiled a proposal."""
+
+    reason: str
+    until: float
+    times: int
+    """Number of times that it was held off, this one included."""
+
+
+@dataclass(slots=True)
 class KnownPeer:
     """One attempt's knowledge of one other peer. Times are wall-clock seconds."""
 
@@ -47,12 +69,7 @@ class KnownPeer:
     """Deadline of the attempt that does not answer."""
     ended: float = -1.0
     """Deadline of the latest attempt that is known to be over."""
-    came_back: float | None = None
-    """Deadline of the attempt that was asked again because of its nudge."""
-    nudged: float | None = None
-    """Deadline of the attempt that this peer nudged."""
-    awaited_until: float | None = None
-    """A complete group waits until then for this auxiliary, which was nudged."""
+    nudges: Nudges = field(default_factory=Nudges)
     fruitless: int = 0
     """Number of times that asking it led to no group."""
     doubted: bool = False
@@ -65,9 +82,8 @@ class KnownPeer:
     """Reason for which it declined this peer."""
     unreached: tuple[Candidate, str] | None = None
     """The attempt that could not be reached, and the reason."""
-    held_off: tuple[str, float] | None = None
-    """Reason for which it is not admitted as a follower, and the end of that backoff."""
-    times_held_off: int = 0
+    held_off: HeldOff | None = None
+    """The last backoff from it as a follower."""
 
     @property
     def deadline(self) -> float | None:
@@ -113,9 +129,9 @@ class KnownPeer:
         The backoff ends, because the peer may have been slow once and be the only other peer. It grows each time,
         because the peer may spoil every proposal on purpose.
         """
-        seconds = min(HOLD_OFF_SECONDS * 2.0 ** min(self.times_held_off, 10), MAX_HOLD_OFF_SECONDS)
-        self.held_off = (reason, now + seconds)
-        self.times_held_off += 1
+        times = 0 if self.held_off is None else self.held_off.times
+        seconds = min(HOLD_OFF_SECONDS * 2.0 ** min(times, 10), MAX_HOLD_OFF_SECONDS)
+        self.held_off = HeldOff(reason, now + seconds, times + 1)
         return seconds
 
     def ban(self, reason: str) -> None:
@@ -164,24 +180,26 @@ class KnownPeers:
     @property
     def nudged(self) -> int:
         """Number of peers that were nudged."""
-        return sum(known.nudged is not None for known in self)
+        return sum(known.nudges.sent is not None for known in self)
 
     @property
     def awaits_auxiliaries(self) -> bool:
         """True while an auxiliary that was nudged may still join."""
-        return any(known.awaited_until is not None for known in self)
+        return any(known.nudges.awaited_until is not None for known in self)
 
     def pass_time(self, now: float) -> None:
         """Forget everything that has expired."""
         for known in self:
             if known.avoided is not None and known.avoided[1] <= now:
                 known.avoided = None
-            if known.awaited_until is not None and known.awaited_until <= now:
-                known.awaited_until = None
+            if known.nudges.awaited_until is not None and known.nudges.awaited_until <= now:
+                known.nudges.awaited_until = None
             if known.seen is not None and known.seen + FORGET_SECONDS <= now:
                 known.candidate = None
 
     def times(self) -> list[float]:
         """Return the times at which :meth:`pass_time` ends a pause or a wait."""
         avoided = [known.avoided[1] for known in self if known.avoided is not None]
-        return avoided + [known.awaited_until for known in self if known.awaited_until is not None]
+        return avoided + [
+            known.nudges.awaited_until for known in self if known.nudges.awaited_until is not None
+        ]

@@ -1,50 +1,36 @@
-"""Matchmaking's I/O: records, join streams and timers that carry out :mod:`p2pavg.matchmaking.rules`."""
+"""Groups for one averager: one attempt after the other, and answers to peers that ask between attempts."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from types import MappingProxyType
 
 import trio
 
 from p2pavg.context import PeerContext
-from p2pavg.errors import ClosedError, RemoteProtocolError, StreamBrokenError, UnreachableError
-from p2pavg.group.candidate import Candidate, read_candidate, sign_candidate
+from p2pavg.errors import RemoteProtocolError
+from p2pavg.group.candidate import Candidate, sign_candidate
 from p2pavg.group.roster import Roster
 from p2pavg.matchmaking.actions import (
-    Actions,
-    Close,
-    Expect,
-    Formed,
     GaveUp,
-    Open,
     Renew,
     Report,
-    Send,
     Settings,
 )
-from p2pavg.matchmaking.link import Link
+from p2pavg.matchmaking.attempt_runner import ATTEMPT_SECONDS, AttemptRunner
 from p2pavg.matchmaking.memory import Memory
-from p2pavg.matchmaking.messages import PROTOCOL, Accept, Ask, Declined, Message, Nudge, Refuse, encode
+from p2pavg.matchmaking.messages import Ask, Declined, Nudge, encode
 from p2pavg.matchmaking.rules import Matchmaking
-from p2pavg.net.blame import guarded
 from p2pavg.net.framing import send_message
 from p2pavg.net.transport import Stream
 from p2pavg.records.run_records import RunRecords
-from p2pavg_dht import Record
 
 logger = logging.getLogger(__name__)
 
-RECORD_TTL_SECONDS = 30.0  # the record of a peer that died expires after this
-ATTEMPT_SECONDS = 3500.0  # the signed candidate of an attempt is valid for an hour
-OPEN_SECONDS = 5.0
 # The record stays this long after an attempt. A training loop that steps again replaces it, which halves the calls.
 LINGER_SECONDS = 2.0
-_POLL_FIRST_SECONDS = 0.25
-_POLL_MOST_SECONDS = 4.0
 # A peer whose message raised an exception here is banned for so long, because it would send the message again.
 FAULT_BAN_SECONDS = 600.0
 MAX_BANNED = 1024  # peers; a banned peer can take a new identity at no cost, so more bans would not help
@@ -69,7 +55,7 @@ class Matchmaker:
         self._settings = settings
         self._codec = codec
         self._bandwidth = bandwidth
-        self._attempt: _Attempt | None = None
+        self._attempt: AttemptRunner | None = None
         self._linger = trio.CancelScope()
         self._published = False
         self._banned: dict[str, tuple[str, float]] = {}
@@ -184,7 +170,7 @@ class Matchmaker:
         settings: Settings,
         on_report: Callable[[Report], None],
         on_expect: Callable[[bytes | None], None],
-    ) -> _Attempt:
+    ) -> AttemptRunner:
         now = self._context.wall_clock()
         rules = Matchmaking(me, settings, now, self._memory)
         for peer_id, (reason, until) in list(self._banned.items()):
@@ -193,7 +179,7 @@ class Matchmaker:
             else:
                 del self._banned[peer_id]
         self._published = True
-        return _Attempt(self._context, self._records, me, rules, now, on_report, on_expect, self._blame)
+        return AttemptRunner(self._context, self._records, me, rules, now, on_report, on_expect, self._blame)
 
     async def serve(self, stream: Stream, message: Ask | Nudge) -> None:
         """Serve an inbound stream that begins with ``message``, until its conversation ends."""
@@ -221,236 +207,3 @@ class Matchmaker:
             await trio.sleep(LINGER_SECONDS)
         if not self._linger.cancelled_caught and self._attempt is None:
             await self.withdraw()
-
-
-class _Attempt:
-    """One :class:`Matchmaking` and its join streams."""
-
-    def __init__(
-        self,
-        context: PeerContext,
-        records: RunRecords,
-        me: Candidate,
-        rules: Matchmaking,
-        now: float,
-        on_report: Callable[[Report], None],
-        on_expect: Callable[[bytes | None], None],
-        on_fault: Callable[[str, Exception], None],
-    ) -> None:
-        self._context = context
-        self._records = records
-        self._me = me
-        self.rules = rules
-        self._on_fault = on_fault
-        self._on_report = on_report
-        self._on_expect = on_expect
-        self._started = (now, trio.current_time())
-        self._upward: dict[str, Link] = {}
-        self._downward: dict[str, Link] = {}
-        self._opening: dict[str, trio.CancelScope] = {}
-        self._changed = trio.Event()
-        self._done = trio.Event()
-        self._outcome: Roster | GaveUp | Renew | None = None
-        self._nursery: trio.Nursery | None = None
-
-    @property
-    def partners(self) -> list[Candidate]:
-        """The leader that this peer has asked or follows, and its own followers."""
-        leader = self.rules.state.leader
-        return [*self.rules.group.followers.values(), *([] if leader is None else [leader])]
-
-    def expel(self, peer_id: str, reason: str) -> None:
-        """Drop a peer whose message raised an exception. The rules may have handled half of the message."""
-        left: Actions = []
-        with guarded(peer_id, self._abandon, what="the loss"):
-            left = self.rules.expel(peer_id, reason, self._now())
-        self._do(left)
-
-    def _abandon(self, peer_id: str, error: Exception) -> None:
-        """End this attempt: the rules raise even without the peer. The next attempt starts afresh, without it."""
-        self._outcome = GaveUp(f"what {peer_id} said raised {type(error).__name__} here")
-        self._done.set()
-
-    def _now(self) -> float:
-        """Return the wall-clock time in seconds, which does not jump or run backwards within the attempt."""
-        wall, monotonic = self._started
-        return wall + trio.current_time() - monotonic
-
-    async def run(self) -> Roster | GaveUp | Renew:
-        """Run until a group is committed, the attempt gives up, or a new attempt is to begin."""
-        try:
-            async with trio.open_nursery() as nursery:
-                self._nursery = nursery
-                nursery.start_soon(self._announce)
-                nursery.start_soon(self._keep_time)
-                try:
-                    with trio.move_on_after(ATTEMPT_SECONDS):
-                        await self._done.wait()
-                finally:
-                    self._nursery = None  # streams outlive the attempt, but their messages start no new tasks
-                    nursery.cancel_scope.cancel()
-        finally:
-            self._do(self.rules.stop("the peer has stopped looking for a group"))
-            if not isinstance(self._outcome, Roster):
-                self._on_expect(None)
-        return self._outcome or GaveUp(f"no group within {ATTEMPT_SECONDS:.0f} s")
-
-    def nudged(self, candidate: Candidate) -> None:
-        """Handle the nudge of an earlier candidate."""
-        actions: Actions = []
-        with guarded(candidate.peer_id, self._on_fault, what="a nudge"):
-            actions = self.rules.nudged(candidate, self._now())
-        self._do(actions)
-
-    def exchange_begun(self, group_id: bytes, peer_id: str) -> None:
-        """Note that a member has begun the exchange: it has heard of a commit that this peer may not know yet."""
-        self._do(self.rules.exchange_begun(group_id, peer_id))
-
-    async def serve(self, stream: Stream, candidate: Candidate) -> None:
-        """Serve the join stream of a peer that asks to join."""
-        old = self._downward.pop(candidate.peer_id, None)
-        if old is not None:
-            old.close()
-            self._do(self.rules.lost(candidate.peer_id, "it asked again", self._now()))
-        link = self._downward[candidate.peer_id] = Link(stream)
-        actions: Actions = []
-        with guarded(candidate.peer_id, self._on_fault):
-            actions = self.rules.asked(candidate, self._now())
-        self._do(actions)
-        await self._run_link(link, candidate.peer_id, upward=False)
-
-    async def _run_link(self, link: Link, peer_id: str, *, upward: bool) -> None:
-        """Pass messages to the rules while the link is the current one with that peer in that direction."""
-        links = self._upward if upward else self._downward
-
-        def told(message: Message) -> None:
-            if links.get(peer_id) is link:
-                tell = self.rules.told_by_leader if upward else self.rules.told
-                actions: Actions = []
-                with guarded(peer_id, self._on_fault):
-                    actions = tell(peer_id, message, self._now())
-                self._do(actions)
-
-        def lost(reason: str) -> None:
-            if links.get(peer_id) is link:
-                del links[peer_id]
-                lose = self.rules.lost_leader if upward else self.rules.lost
-                self._do(lose(peer_id, reason, self._now()))
-
-        await link.run(told, lost, self._on_fault)
-
-    async def _announce(self) -> None:
-        """Publish this peer's record, which returns the other peers' records; then poll at growing intervals.
-
-        Records that others store here are read at once. A lookup among hostile keepers can take seconds.
-        """
-        records, key = self._records, self._me.record.key
-        records.watch(key, lambda: self._read(records.held(key)))
-        try:
-            published = await records.publish(key, self._me.record.value, ttl=RECORD_TTL_SECONDS)
-            self._read(published.records)
-            pause = _POLL_FIRST_SECONDS
-            while True:
-                await trio.sleep(pause)
-                self._read(await records.find(key))
-                pause = min(2 * pause, _POLL_MOST_SECONDS)
-        finally:
-            records.unwatch(key)
-
-    def _read(self, records: Iterable[Record]) -> None:
-        for record in records:
-            if record.withdrawn:
-                continue
-            try:
-                with guarded(
-                    record.publisher, self._on_fault, what="a record", expected=(RemoteProtocolError,)
-                ):
-                    self.rules.state.learn(read_candidate(record), self._now())
-            except RemoteProtocolError as error:
-                logger.info("%s published an invalid candidate: %s", record.publisher, error)
-        self._do(self.rules.discovered((), self._now()))
-
-    async def _keep_time(self) -> None:
-        while True:
-            self._changed = trio.Event()
-            wait = self.rules.wake_at() - self._now()
-            with trio.move_on_after(max(wait, 0.0)) as scope:
-                await self._changed.wait()
-            if scope.cancelled_caught:
-                self._do(self.rules.tick(self._now()))
-
-    def _do(self, actions: Actions) -> None:
-        self._changed.set()
-        for action in actions:
-            logger.debug("%s: %s", self._me.peer_id, action)
-            match action:
-                case Send(peer_id, message):
-                    self._send(peer_id, message)
-                case Close(peer_id, _, upward):
-                    self._close(peer_id, upward=upward)
-                case Open(candidate, Ask() as ask):
-                    self._start(self._ask, candidate, ask)
-                case Open(candidate, Nudge() as nudge):
-                    self._start(self._nudge, candidate, nudge)
-                case Expect(group_id):
-                    self._on_expect(group_id)
-                case Report():
-                    self._on_report(action)
-                case GaveUp() | Renew():
-                    self._outcome = action
-                    self._done.set()
-                case Formed(roster):
-                    self._outcome = roster
-                    self._done.set()
-
-    def _start(self, task: Callable[..., Awaitable[None]], *args: object) -> None:
-        if self._nursery is not None:
-            self._nursery.start_soon(task, *args)
-
-    def _send(self, peer_id: str, message: Message) -> None:
-        links = self._upward if isinstance(message, Accept | Refuse) else self._downward
-        if (link := links.get(peer_id)) is not None:
-            link.send(message)
-
-    def _close(self, peer_id: str, *, upward: bool) -> None:
-        if upward and (opening := self._opening.pop(peer_id, None)) is not None:
-            opening.cancel()
-        link = (self._upward if upward else self._downward).pop(peer_id, None)
-        if link is not None:
-            link.close()
-
-    async def _ask(self, candidate: Candidate, ask: Ask) -> None:
-        peer_id = candidate.peer_id
-        reason = "it could not be asked"
-        with trio.CancelScope() as scope:
-            self._opening[peer_id] = scope
-            try:
-                stream = await self._context.transport.open_stream(
-                    peer_id, PROTOCOL, addresses=candidate.addresses, timeout=OPEN_SECONDS
-                )
-            except UnreachableError as error:
-                reason = str(error)
-            else:
-                if self._opening.get(peer_id) is not scope:  # the rules closed it while it was opening
-                    await stream.reset()
-                    return
-                link = self._upward[peer_id] = Link(stream)
-                link.send(ask)
-                # This nursery outlives the attempt, so queued messages are still sent.
-                self._context.nursery.start_soon(partial(self._run_link, link, peer_id, upward=True))
-                return
-            finally:
-                if self._opening.get(peer_id) is scope:
-                    del self._opening[peer_id]
-            self._do(self.rules.lost_leader(peer_id, reason, self._now(), reachable=False))
-
-    async def _nudge(self, candidate: Candidate, nudge: Nudge) -> None:
-        try:
-            stream = await self._context.transport.open_stream(
-                candidate.peer_id, PROTOCOL, addresses=candidate.addresses, timeout=OPEN_SECONDS
-            )
-            await send_message(stream, encode(nudge))
-            await stream.aclose()
-        except (UnreachableError, StreamBrokenError, ClosedError) as error:
-            logger.debug("%s was not nudged: %s", candidate.peer_id, error)
-            self._do(self.rules.not_nudged(candidate.peer_id, str(error), self._now()))

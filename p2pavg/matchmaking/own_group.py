@@ -54,7 +54,7 @@ class OwnGroup:
     def admit(self, candidate: Candidate, now: float) -> Actions:
         """Take a candidate as a follower."""
         self.followers[candidate.peer_id] = candidate
-        self._state.peers[candidate.peer_id].awaited_until = None
+        self._state.peers[candidate.peer_id].nudges.awaited_until = None
         joined = Joined(self._state.me)
         return [
             Send(candidate.peer_id, joined, "it comes after this peer, and there is room"),

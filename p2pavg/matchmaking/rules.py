@@ -1,7 +1,7 @@
 """The rules by which peers that are ready become a group: one peer's attempt, as a state machine.
 
 It has no I/O, no clock and no random source. A :class:`Matchmaking` takes an event and returns the actions to carry
-out, each with its reason. :mod:`p2pavg.matchmaking.matchmaker` carries them out. Times are wall-clock seconds.
+out, each with its reason. :mod:`p2pavg.matchmaking.attempt_runner` carries them out. Times are wall-clock seconds.
 
 Theory of operation
 -------------------
@@ -188,8 +188,8 @@ class Matchmaking:
         this peer ask it without end.
         """
         known = self.state.peers[candidate.peer_id]
-        if known.unreached is not None and known.came_back != candidate.deadline:
-            known.came_back, known.avoided, known.silent = candidate.deadline, None, None
+        if known.unreached is not None and known.nudges.came_back != candidate.deadline:
+            known.nudges.came_back, known.avoided, known.silent = candidate.deadline, None, None
         return self.discovered([candidate], now)
 
     # ------------------------------------------------------------------ the own group's followers
@@ -243,9 +243,9 @@ class Matchmaking:
         """Handle a nudge that could not be delivered."""
         known = self.state.peers[peer_id]
         known.not_reached(reason)
-        if known.awaited_until is None:
+        if known.nudges.awaited_until is None:
             return []
-        known.awaited_until = None
+        known.nudges.awaited_until = None
         return self._advance(now)
 
     # ------------------------------------------------------------------ the followed leader

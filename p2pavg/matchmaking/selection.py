@@ -65,16 +65,16 @@ def nudges(state: AttemptState, followers: Collection[str], now: float) -> Actio
     peers, me = state.peers, state.me
     nudged = peers.nudged
     for candidate in sorted(peers.candidates.values(), key=lambda c: c.order):
-        known = peers[candidate.peer_id]
+        between = peers[candidate.peer_id].nudges
         # A group waits for a nudged auxiliary, so each is nudged once: it could delay a complete group for ever.
-        told = known.nudged == candidate.deadline or (candidate.auxiliary and known.nudged is not None)
+        told = between.sent == candidate.deadline or (candidate.auxiliary and between.sent is not None)
         if told or candidate.order < me.order or candidate.peer_id in followers:
             continue
         if not candidate.fits(me) or nudged >= 4 * state.settings.target:
             continue
-        nudged += known.nudged is None
-        known.nudged = candidate.deadline
+        nudged += between.sent is None
+        between.sent = candidate.deadline
         if candidate.auxiliary:
-            known.awaited_until = now + AUXILIARY_SECONDS
+            between.awaited_until = now + AUXILIARY_SECONDS
         actions.append(Open(candidate, Nudge(me), "it comes after this peer"))
     return actions

@@ -58,7 +58,8 @@ from p2pavg.consensus.votes import (
 from p2pavg.errors import ClosedError, RemoteProtocolError, StreamBrokenError, UnreachableError
 from p2pavg.group.candidate import Candidate, read_candidate, sign_candidate
 from p2pavg.group.roster import Roster
-from p2pavg.matchmaking import matchmaker, messages
+from p2pavg.matchmaking import messages
+from p2pavg.matchmaking.attempt_runner import AttemptRunner
 from p2pavg.net.framing import send_message
 from p2pavg.net.transport import Stream
 from p2pavg.optim.progress import Progress, encode_progress
@@ -409,7 +410,7 @@ class Hostile:
 def hostile_members(how: Setting, record: Seen) -> Iterator[dict[str, Hostile]]:
     """Let hostile peers vote at random, and send random messages during matchmaking."""
     hostile: dict[str, Hostile] = {}
-    send = matchmaker._Attempt._send
+    send = AttemptRunner._send
 
     def make(**given: Any) -> control.Control:
         liar = hostile.get(given["transport"].peer_id)
@@ -427,12 +428,12 @@ def hostile_members(how: Setting, record: Seen) -> Iterator[dict[str, Hostile]]:
         send(self, peer_id, message)
 
     vars(exchange)["Control"] = make
-    matchmaker._Attempt._send = say  # type: ignore[method-assign]
+    AttemptRunner._send = say  # type: ignore[method-assign]
     try:
         yield hostile
     finally:
         vars(exchange)["Control"] = control.Control
-        matchmaker._Attempt._send = send  # type: ignore[method-assign]
+        AttemptRunner._send = send  # type: ignore[method-assign]
 
 
 # ---------------------------------------------------------------------- one seed

@@ -67,7 +67,7 @@ class Membership:
         if wrong is not None:
             return wrong
         certificate = read_certificate(candidate.certificate)
-        role = _role_of(candidate)
+        role = self._role_of(candidate)
         if role not in certificate.roles and not (
             role is Role.OBSERVER and Role.CONTRIBUTOR in certificate.roles
         ):
@@ -80,8 +80,7 @@ class Membership:
             )
         return None
 
-
-def _role_of(candidate: Candidate) -> Role:
-    if candidate.auxiliary:
-        return Role.AUXILIARY
-    return Role.CONTRIBUTOR if candidate.weight else Role.OBSERVER
+    def _role_of(self, candidate: Candidate) -> Role:
+        if candidate.auxiliary:
+            return Role.AUXILIARY
+        return self.access.contributing if candidate.weight else Role.OBSERVER

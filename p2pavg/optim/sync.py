@@ -13,6 +13,7 @@ from p2pavg.blocking import Averager
 from p2pavg.encoding import pack, unpack
 from p2pavg.errors import P2PAvgError, RemoteProtocolError
 from p2pavg.group.limits import MAX_TIMEOUT_SECONDS
+from p2pavg.membership.certificate import Role
 from p2pavg.optim.digest import DIGEST_BYTES, digest_of
 from p2pavg.optim.state import checked_amount
 from p2pavg.records.board import Board
@@ -52,7 +53,8 @@ def sync_parameters(
     Any peer that knows the run's id can claim to be the source. To prevent that, give ``source_id`` on every peer. A
     peer then accepts tensors only from the peer with that id, which the connection authenticates, and keeps looking for
     it if another peer claims to be the source. The id is the source's :attr:`Averager.peer_id`; an identity file keeps
-    it the same between starts.
+    it the same between starts. In a run with an authority, only a peer whose certificate grants the role ``source`` can
+    be the source.
 
     Args:
         averager: averager of the run. The round uses another averager of the same peer.
@@ -72,7 +74,7 @@ def sync_parameters(
     """
     kept, until = list(tensors), time.monotonic() + checked_amount("timeout", timeout)
     _check_source(averager, source, source_id)
-    longest = min(timeout, MAX_TIMEOUT_SECONDS)
+    longest, access = min(timeout, MAX_TIMEOUT_SECONDS), averager.config.access
     config = replace(
         averager.config,
         run_id=averager.config.run_id + RUN_SUFFIX,
@@ -82,6 +84,7 @@ def sync_parameters(
         min_group_size=peers,
         match_timeout=min(averager.config.match_timeout, longest),
         exchange_timeout=longest,
+        access=None if access is None else replace(access, contributing=Role.SOURCE),
     )
     board = averager.board(TOPIC)  # the run's board, which stays open when the round's averager closes
     with averager.sibling(config) as sibling:
@@ -112,6 +115,12 @@ def _check_source(averager: Averager, source: bool, source_id: str | None) -> No
         raise ValueError(
             f"source must be true on the peer source_id alone: this peer is {averager.peer_id},"
             f" source_id is {source_id} and source is {source!r}"
+        )
+    access = averager.config.access
+    if source and access is not None and Role.SOURCE not in access.roles:
+        raise ValueError(
+            "source must be false: this peer's certificate does not grant the role source; ask the run's operator for"
+            " one that does"
         )
 
 

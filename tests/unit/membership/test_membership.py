@@ -70,6 +70,15 @@ def test_a_candidate_without_a_certificate_or_with_that_of_another_peer_is_refus
     assert "for another peer" in (members.refuses(stolen, NOW) or "")
 
 
+def test_only_a_source_contributes_where_parameters_are_given_to_all() -> None:
+    members = Membership(dataclasses.replace(RUN.access(ALICE), contributing=Role.SOURCE), ALICE.peer_id)
+    contributor = candidate(RUN.certify(BOB.peer_id).data)
+    assert members.refuses(contributor, NOW) == "its certificate grants contributor and not source"
+    source = candidate(RUN.certify(BOB.peer_id, roles=[Role.SOURCE]).data)
+    assert members.refuses(source, NOW) is None
+    assert members.refuses(candidate(RUN.certify(BOB.peer_id).data, weight=0.0), NOW) is None
+
+
 def test_a_revocation_counts_from_the_moment_it_is_learned() -> None:
     members, certificate = membership(), RUN.certify(BOB.peer_id)
     assert members.refuses(candidate(certificate.data), NOW) is None

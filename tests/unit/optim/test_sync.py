@@ -15,10 +15,12 @@ import p2pavg
 from p2pavg.blocking import Averager
 from p2pavg.encoding import pack
 from p2pavg.group.limits import MAX_TIMEOUT_SECONDS
+from p2pavg.membership.certificate import Role
 from p2pavg.optim import SyncError, sync_parameters
 from p2pavg.optim.digest import digest_of
 from p2pavg.records.board import Entry
 from p2pavg.result import RoundResult, Success
+from tests.unit.membership.runs import Authority, signer
 
 GROUP = "07" * 32
 
@@ -190,3 +192,25 @@ def test_exchange_may_take_the_callers_timeout(timeout: float, exchange: float) 
     [config] = rounds.opened
     assert config.exchange_timeout == exchange
     assert config.match_timeout == min(30.0, timeout)
+
+
+class TestRunWithAnAuthority:
+    """Only a peer whose certificate grants the role ``source`` gives its parameters to others."""
+
+    def closed(self, *roles: Role) -> Rounds:
+        rounds = Rounds(came(2.0, "me", observers=("other",)))
+        access = Authority().access(signer(1), roles=roles)
+        rounds.config = replace(rounds.config, access=access)
+        rounds.sync_board.others["other"] = received(2.0)
+        return rounds
+
+    def test_the_round_admits_only_sources_as_contributors(self) -> None:
+        rounds = self.closed(Role.CONTRIBUTOR, Role.SOURCE)
+        sync(rounds, [torch.full((3,), 2.0)], source=True)
+        (opened,) = rounds.opened
+        assert opened.access is not None
+        assert opened.access.contributing is Role.SOURCE
+
+    def test_a_peer_without_the_role_cannot_be_the_source(self) -> None:
+        with pytest.raises(ValueError, match="certificate does not grant the role source"):
+            sync(self.closed(Role.CONTRIBUTOR), [torch.zeros(3)], source=True)

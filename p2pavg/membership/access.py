@@ -25,7 +25,7 @@ class RunAccess:
         secret: 32 bytes that all peers of the run share. The keys of its records follow from it, and the records are
             encrypted with it.
         certificate: this peer's certificate, as ``p2pavg run invite`` writes it.
-        contributing: the role that a contribution needs; ``"source"`` where one peer gives its parameters to all others.
+        contributing: the role that a contribution needs; ``source`` where one peer gives its parameters to all others.
 
     Raises:
         ConfigError: an argument is malformed, or the certificate is not of this run; the message names it.

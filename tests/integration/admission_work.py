@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -24,7 +25,7 @@ def run_rounds(member: Member) -> None:
     off = member.arguments.get("clock", 0.0)
     if off:
         p2pavg.peer.peer_over = partial(p2pavg.peer.peer_over, wall_clock=lambda: time.time() + off)
-    fields = {name: bytes.fromhex(text) for name, text in member.arguments["access"].items()}
+    fields: dict[str, Any] = {name: bytes.fromhex(text) for name, text in member.arguments["access"].items()}
     config = p2pavg.AveragingConfig(
         run_id="admission",
         group_size=4,

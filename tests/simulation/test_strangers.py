@@ -105,7 +105,7 @@ async def flood(peers: Sequence[Peer], key: bytes) -> None:
                     signer,
                     key=stored,
                     sequence=number,
-                    expiration_time=simulated_clock() + 3000.0,
+                    expiration_time=simulated_clock() + 40.0,
                     value=sealed,
                 )
                 for peer in peers[:HONEST]:

@@ -141,7 +141,8 @@ class TestInformation:
             assert "no server" in done.stdout
             assert re.search(r"peer\b.*Run a peer until Ctrl-C", done.stdout)
             assert re.search(r"identity\b.*Show the peer id of a key file", done.stdout)
-            assert done.returncode == 0 or "--help" not in done.args  # without a command, releases of click differ
+            if "--help" in done.args:  # without a command, releases of click differ
+                assert done.returncode == 0
 
     def test_help_of_a_peer_names_its_options(self, call: Call) -> None:
         done = call("peer", "--help")
@@ -294,9 +295,7 @@ class TestMistakes:
     @pytest.mark.parametrize(
         "command", [["identity"], ["peer", "--listen", LOOPBACK, "--identity"]], ids=" ".join
     )
-    def test_a_key_that_other_users_can_read(
-        self, tmp_path: Path, call: Call, command: list[str]
-    ) -> None:
+    def test_a_key_that_other_users_can_read(self, tmp_path: Path, call: Call, command: list[str]) -> None:
         file = tmp_path / "peer.key"
         file.write_bytes(b"k" * 32)
         file.chmod(0o640)

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.xdist_group("processes 2")  # see tests/conftest.py
+
 ROOT = Path(__file__).resolve().parents[2]
 PEERS, STEPS = 2, 5
 
@@ -63,6 +65,6 @@ def test_the_chart_is_written(outcome: tuple[Any, float]) -> None:
 
 
 def test_an_unknown_codec_fails_with_its_name(tmp_path: Path) -> None:
-    result = run_demo(tmp_path, "--compression", "no-such-codec")
+    result = run_demo(tmp_path, "--peers", str(PEERS), "--compression", "no-such-codec")
     assert result.returncode == 1
     assert "no-such-codec" in json.loads(result.stdout)["peers"][0]["reason"]

@@ -122,7 +122,10 @@ async def test_eight_peers_form_two_groups_of_four(autojump_clock: MockClock) ->
 
 
 async def test_many_peers_in_groups_of_eight(autojump_clock: MockClock) -> None:
-    """Of 20 peers, 16 find groups of eight; the other four start at the match timeout. ``scripts/bench scale`` has 100."""
+    """Of 20 peers, 16 find groups of eight; the other four start at the match timeout.
+
+    ``scripts/bench scale`` has 100 peers.
+    """
     swarm, how = Swarm(), config(group_size=8, match_timeout=20.0)
     network = MemoryNetwork(seed=7, latency=(0.005, 0.04))
     async with simulated_peers(network, 20) as peers, trio.open_nursery() as nursery:

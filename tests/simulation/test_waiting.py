@@ -88,7 +88,7 @@ def test_a_peer_that_pauses_costs_the_others_seconds_once(stages: Stages, make: 
     stage.enter("c", 0.0, pauses)
     a, b, c = stage.play()
     for trainer in (a, b):
-        assert trainer.optimizer.epoch == 30
+        assert trainer.optimizer.epoch == 15
         assert trainer.longest < 15.0
         assert sum(seconds > 3.0 for _, seconds in trainer.took[1:]) <= 2, "the start, and once for the pause"
         waits = [report for report in trainer.reports if report.waited_seconds > 3.0 and report.epoch > 1]
@@ -254,11 +254,11 @@ class TestInventedWords:
 
         def works(player: Player) -> Trainer:
             trainers.append(Trainer(player, make))
-            return trainers[-1].train(30)
+            return trainers[-1].train(15)
 
         def lies(player: Player) -> None:
             sequence = 0
-            while stage.now < 400.0:
+            while stage.now < 200.0:
                 lineage = trainers[0].optimizer.lineage
                 word = invented(lineage.state, lineage.epoch, samples=1e9, waiting=waiting, started=True)
                 for number in range(64):
@@ -272,7 +272,7 @@ class TestInventedWords:
         stage.enter("liar", 20.0, lies)
         *honest, _ = stage.play()
         for trainer in honest:
-            assert trainer.optimizer.epoch == 30
+            assert trainer.optimizer.epoch == 15
             assert not any(report.behind for report in trainer.reports)
             assert trainer.longest < 35.0, "a match timeout"
             assert sum(seconds > 5.0 for _, seconds in trainer.took[1:]) <= 8

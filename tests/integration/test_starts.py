@@ -11,25 +11,14 @@ from scripts.fault_search import starts
 pytestmark = pytest.mark.xdist_group("processes 2")  # see tests/conftest.py
 
 
-def program(folder: Path, epochs: int = starts.EPOCHS) -> Path:
-    path = folder / "train.py"
-    path.write_text(starts.program(epochs), encoding="utf-8")
-    return path
+def test_three_peers_end_in_one_lineage_and_a_late_one_reports_that_it_cannot_follow(tmp_path: Path) -> None:
+    """The other peers are in the middle of their updates when the late one starts.
 
-
-def test_three_peers_that_start_at_once_end_in_one_lineage(tmp_path: Path) -> None:
-    """``scripts/faults starts`` repeats this twenty times, with more updates."""
-    path = program(tmp_path, epochs=8)
-    ended = starts.start(0.0, path)
-    assert ended.together, "\n---\n".join(ended.logs)
-
-
-def test_a_peer_that_is_too_late_reports_it_and_ends(tmp_path: Path) -> None:
-    """The other peers are in the middle of their updates when it starts.
-
-    On a slow machine they may still wait for it.
+    On a slow machine they may still wait for it. ``scripts/faults starts`` starts peers sixty times.
     """
-    ended = starts.start(7.0, program(tmp_path))
+    path = tmp_path / "train.py"
+    path.write_text(starts.program(), encoding="utf-8")
+    ended = starts.start(7.0, path, at_once=3)
     assert ended.told or ended.together, "\n---\n".join(ended.logs)
     assert ended.stuck == 0
     if ended.told:

@@ -24,8 +24,6 @@ from scripts.benchmarks.main import main
 from scripts.benchmarks.systems import gloo
 from scripts.benchmarks.vectors import vectors
 
-pytestmark = pytest.mark.xdist_group("processes 1")  # see tests/conftest.py
-
 Line = dict[str, Any]
 Bench = Callable[..., list[Line]]
 

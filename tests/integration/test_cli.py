@@ -27,8 +27,6 @@ from p2pavg.blocking import open_averager
 from p2pavg.cli.main import main
 from p2pavg_dht import Ed25519Signer
 
-pytestmark = pytest.mark.xdist_group("processes 2")  # see tests/conftest.py
-
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 SOME_PEER = Ed25519Signer(b"s" * 32).peer_id
 WATCHDOG_SECONDS = 60.0

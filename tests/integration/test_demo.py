@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.xdist_group("processes 2")  # see tests/conftest.py
-
 ROOT = Path(__file__).resolve().parents[2]
 PEERS, STEPS = 2, 5
 

@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.xdist_group("processes 1")  # see tests/conftest.py
-
 EXAMPLES = Path(__file__).resolve().parents[2] / "docs" / "examples"
 PNG = b"\x89PNG\r\n\x1a\n"
 

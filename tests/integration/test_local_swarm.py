@@ -12,8 +12,6 @@ import pytest
 from p2pavg.testing import LocalSwarm, SwarmProcess
 from tests.integration.swarm_work import start_another, stay, talk
 
-pytestmark = pytest.mark.xdist_group("processes 1")  # see tests/conftest.py
-
 WORK = "tests.integration.swarm_work:stay"
 
 

@@ -20,8 +20,6 @@ import p2pavg.testing
 from p2pavg.blocking import open_averager
 from p2pavg.optim import StepReport
 
-pytestmark = pytest.mark.xdist_group("processes 2")  # see tests/conftest.py
-
 ROOT = Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "tests/README.md", *PAGES]

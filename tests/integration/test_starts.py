@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from scripts.fault_search import starts
-
-pytestmark = pytest.mark.xdist_group("processes 2")  # see tests/conftest.py
 
 
 def test_three_peers_end_in_one_lineage_and_a_late_one_reports_that_it_cannot_follow(tmp_path: Path) -> None:

@@ -10,8 +10,6 @@ from p2pavg.testing import LocalSwarm
 from tests.integration.survival import trials
 from tests.integration.swarm_work import TILE
 
-pytestmark = pytest.mark.xdist_group("processes 1")  # see tests/conftest.py
-
 WORK = "tests.integration.swarm_work:"
 
 

@@ -1,13 +1,73 @@
-"""Profiles of hypothesis.
+"""Profiles of hypothesis, and the order of the tests.
 
 The suite tries the same examples in every run, so that a failure is caused by the tested change. ``scripts/test
 --hypothesis-profile=explore tests/properties`` draws new ones.
+
+``scripts/test`` runs the suite with four workers of pytest-xdist (``--dist loadgroup``):
+
+* The files whose tests start processes are in one of two groups, which begin first. One worker runs all tests of a
+  group. So at most two of these tests run at once, however many workers there are.
+* The other tests over real sockets mostly wait, and the simulations compute. They take turns, so that workers that run
+  both at once use all of a machine with two cores.
+* The short tests of ``unit/`` come last, so that all workers end at about the same time.
 """
 
 from __future__ import annotations
 
+from itertools import chain, zip_longest
+from typing import Any
+
+import pytest
 from hypothesis import settings
 
 settings.register_profile("repeatable", derandomize=True, deadline=None, print_blob=True)
 settings.register_profile("explore", deadline=None, print_blob=True)
 settings.load_profile("repeatable")
+
+PROCESSES = (
+    ("test_bench", "test_examples", "test_local_swarm", "test_swarm"),
+    ("test_blocking_ends", "test_chaos", "test_cli", "test_demo", "test_readme", "test_starts"),
+)
+"""The files in ``integration/`` whose tests start processes, in two groups that take about as long."""
+GROUPS = {
+    f"tests/integration/{name}.py": f"processes {number}"
+    for number, names in enumerate(PROCESSES, start=1)
+    for name in names
+}
+
+
+def group_of(test: str) -> str | None:
+    """Return the group of a test whose processes share the machine with one other group; ``None`` for other tests."""
+    return GROUPS.get(test.partition("::")[0])
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the tests into the order that the top of this file describes."""
+    first: list[pytest.Item] = []
+    waiting: list[pytest.Item] = []
+    computing: list[pytest.Item] = []
+    for item in items:
+        if group_of(item.nodeid) is not None:
+            first.append(item)
+        elif item.nodeid.startswith("tests/integration/"):
+            waiting.append(item)
+        else:
+            computing.append(item)
+    computing.sort(key=lambda item: item.nodeid.startswith("tests/unit/"))
+    turns = chain.from_iterable(zip_longest(waiting, computing))
+    items[:] = [*first, *(item for item in turns if item is not None)]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Return a scheduler that gives each group to one worker, and other tests to any worker that has time.
+
+    pytest-xdist 3.8 has marks for such groups, which it ignores with pytest 9.2.
+    """
+    if config.getoption("dist") != "loadgroup":
+        return None
+    from xdist.scheduler import LoadScopeScheduling
+
+    scheduler = LoadScopeScheduling(config, log)
+    scheduler._split_scope = lambda test: group_of(test) or test
+    return scheduler

@@ -1,6 +1,6 @@
 """Start the documented program as DiLoCo peers, again and again: scripts/faults starts [--starts 20 --late 0 1.5 7].
 
-Each start is a daemon to bootstrap from, two peers at once, and a third one at once or some seconds later. The program
+Each start is a daemon to bootstrap from, two peers at once, and a last one at once or some seconds later. The program
 is the first one of ``docs/training.md`` with the optimizer of its section "Local updates". A start succeeds if all
 three programs end with the same lineage at the last update. A third peer that cannot join has to report that.
 """
@@ -98,22 +98,27 @@ class Start:
     lineages: tuple[str, ...]
     """Lineages of the programs that reached the last update."""
     heard: float | None
-    """Seconds from the moment when the third program was in the network until it said that it cannot follow."""
+    """Seconds from the moment when the last program was in the network until it said that it cannot follow."""
     said: str
     """The sentence in which it said that."""
     stuck: int
     """Number of programs that had not ended in time."""
     logs: tuple[str, ...]
+    """Output of each program."""
 
     @property
     def together(self) -> bool:
-        """Return whether all three are in one lineage."""
-        return len(self.lineages) == 3 and len(set(self.lineages)) == 1
+        """Return whether all programs are in one lineage."""
+        return len(self.lineages) == len(self.logs) and len(set(self.lineages)) == 1
 
     @property
     def told(self) -> bool:
-        """Return whether two are in one lineage, and the third one ended with the reason."""
-        return len(self.lineages) == 2 and len(set(self.lineages)) == 1 and self.heard is not None
+        """Return whether all but the last one are in one lineage, and the last one ended with the reason."""
+        return (
+            len(self.lineages) == len(self.logs) - 1
+            and len(set(self.lineages)) == 1
+            and self.heard is not None
+        )
 
 
 @contextmanager
@@ -126,20 +131,20 @@ def running(arguments: list[str]) -> Iterator[Program]:
         started.close()
 
 
-def start(late: float, path: Path) -> Start:
-    """Start three peers, the third one some seconds late, and wait for their end."""
+def start(late: float, path: Path, *, at_once: int = 2) -> Start:
+    """Start some peers at once and one more some seconds late, and wait for their end."""
     with ExitStack() as stack:
         daemon = stack.enter_context(
             running(["-u", "-m", "p2pavg", "peer", "--listen", "/ip4/127.0.0.1/tcp/0"])
         )
         address = _address_of(daemon)
-        peers = [stack.enter_context(running(["-u", str(path), address])) for _ in range(2)]
+        peers = [stack.enter_context(running(["-u", str(path), address])) for _ in range(at_once)]
         time.sleep(late)
         peers.append(stack.enter_context(running(["-u", str(path), address])))
         until = time.monotonic() + END_SECONDS
         stuck = sum(not peer.wait(until) for peer in peers)
         ended = [found[1].split()[-1] for peer in peers if (found := peer.first(ENDED)) is not None]
-        heard, opened = peers[2].first(BEHIND), peers[2].first(OPENED)
+        heard, opened = peers[-1].first(BEHIND), peers[-1].first(OPENED)
         if (
             heard is not None and opened is not None
         ):  # before that it imports torch, for as long as that takes

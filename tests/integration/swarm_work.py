@@ -59,14 +59,25 @@ def exact_mean(count: int, elements: int, weights: list[float], seed: int = 0) -
 
 def average_once(member: Member) -> None:
     """Run one round of all processes, each with its own values and weight."""
+    run_rounds(member, [member.arguments.get("weights")])
+
+
+def average_with(member: Member) -> None:
+    """Run one round of all processes for each of the ``weights``, each process with its own values and weight."""
+    run_rounds(member, member.arguments["weights"])
+
+
+def run_rounds(member: Member, rounds: list[list[float] | None]) -> None:
+    """Run one round for each list of the processes' weights. ``None`` stands for equal weights."""
     count, elements = member.arguments["count"], member.arguments["elements"]
-    weights = member.arguments.get("weights") or [1.0] * count
     with member.averager(configure(member)) as averager:
-        averager.accumulate([values(member.index, elements)], weight=weights[member.index])
-        result = averager.step(wait=None)
-        while isinstance(result, p2pavg.InProgress):
+        for weights in rounds:
+            weights = weights or [1.0] * count
+            averager.accumulate([values(member.index, elements)], weight=weights[member.index])
             result = averager.step(wait=None)
-        member.report(at=time.time(), **describe(result, exact_mean(count, elements, weights)))
+            while isinstance(result, p2pavg.InProgress):
+                result = averager.step(wait=None)
+            member.report(at=time.time(), **describe(result, exact_mean(count, elements, weights)))
 
 
 def tile(peer_id: str) -> torch.Tensor:

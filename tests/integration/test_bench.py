@@ -1,10 +1,16 @@
-"""The benchmarks at a tiny size, without hivemind: they run, and print what they should. The figures mean nothing."""
+"""The benchmarks at a tiny size, without hivemind: they run, and print what they should. The figures mean nothing.
+
+The benchmarks run in this process, and start the processes that they measure. Another process for the benchmark itself
+would import torch once more for each test.
+"""
 
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,20 +20,28 @@ import pytest
 from scripts.benchmarks import netns
 from scripts.benchmarks.crew import Crew, CrewError, Place
 from scripts.benchmarks.figures import Report
+from scripts.benchmarks.main import main
 from scripts.benchmarks.systems import gloo
 from scripts.benchmarks.vectors import vectors
 
-ROOT = Path(__file__).parents[2]
-SECONDS = 60.0  # the watchdog
 Line = dict[str, Any]
+Bench = Callable[..., list[Line]]
 
 
-def bench(name: str, *options: str) -> list[Line]:
-    """Return the lines that a small run prints."""
-    command = [sys.executable, "-m", "scripts.benchmarks.main", name, "--small", *options]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=SECONDS, check=False)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    return [json.loads(line) for line in ended.stdout.splitlines()]
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Bench]:
+    """A function that returns the lines that a small run prints."""
+    at_sigterm = signal.getsignal(signal.SIGTERM)
+
+    def run(name: str, *options: str) -> list[Line]:
+        monkeypatch.setattr(sys, "argv", ["bench", name, "--small", *options])
+        code = main()
+        out, err = capsys.readouterr()
+        assert code == 0, out + err
+        return [json.loads(line) for line in out.splitlines()]
+
+    yield run
+    signal.signal(signal.SIGTERM, at_sigterm)
 
 
 def medians(lines: list[Line]) -> dict[tuple[str, str], float]:
@@ -41,7 +55,7 @@ def medians(lines: list[Line]) -> dict[tuple[str, str], float]:
     return found
 
 
-def test_allreduce_measures_all_systems_in_one_run() -> None:
+def test_allreduce_measures_all_systems_in_one_run(bench: Bench) -> None:
     lines = bench("allreduce", "--hivemind-python", "none", "--codecs", "blockwise8")
     found = medians(lines)
     ours = {figure for system, figure in found if system == "p2pavg blockwise8"}
@@ -53,7 +67,7 @@ def test_allreduce_measures_all_systems_in_one_run() -> None:
     assert [line["skipped"] for line in lines if line["system"] == "hivemind"] == ["left out"]
 
 
-def test_wan_reports_the_fraction_of_the_bound() -> None:
+def test_wan_reports_the_fraction_of_the_bound(bench: Bench) -> None:
     try:
         netns.check()
     except netns.NoNamespacesError as error:
@@ -67,7 +81,7 @@ def test_wan_reports_the_fraction_of_the_bound() -> None:
     assert netns.PREFIX not in names
 
 
-def test_group() -> None:
+def test_group(bench: Bench) -> None:
     found = medians(bench("group"))
     assert set(found) == {
         ("p2pavg", "last peer ready to commit"),
@@ -75,12 +89,12 @@ def test_group() -> None:
     }
 
 
-def test_cold() -> None:
+def test_cold(bench: Bench) -> None:
     found = medians(bench("cold", "--hivemind-python", "none"))
     assert set(found) == {("p2pavg blockwise8", "start to first result on all")}
 
 
-def test_overlap() -> None:
+def test_overlap(bench: Bench) -> None:
     lines = bench("overlap", "--mbps", "none")
     assert {line["figure"] for line in lines} == {
         "training without rounds",
@@ -90,7 +104,7 @@ def test_overlap() -> None:
     }
 
 
-def test_codecs() -> None:
+def test_codecs(bench: Bench) -> None:
     found = medians(bench("codecs"))
     names = {"fp32", "fp16", "bf16", "blockwise8", "int8"}
     assert set(found) == {(name, figure) for name in names for figure in ("encode", "decode", "error")}
@@ -98,7 +112,7 @@ def test_codecs() -> None:
     assert 0.0 < found["blockwise8", "error"] < 0.05
 
 
-def test_scale() -> None:
+def test_scale(bench: Bench) -> None:
     found = medians(bench("scale"))
     assert found["p2pavg", "group's members"] == 3
     assert found["p2pavg", "record calls per peer and round"] > 0

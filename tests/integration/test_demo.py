@@ -63,6 +63,6 @@ def test_the_chart_is_written(outcome: tuple[Any, float]) -> None:
 
 
 def test_an_unknown_codec_fails_with_its_name(tmp_path: Path) -> None:
-    result = run_demo(tmp_path, "--compression", "no-such-codec")
+    result = run_demo(tmp_path, "--peers", str(PEERS), "--compression", "no-such-codec")
     assert result.returncode == 1
     assert "no-such-codec" in json.loads(result.stdout)["peers"][0]["reason"]

@@ -12,9 +12,9 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "docs" / "examples"
 PNG = b"\x89PNG\r\n\x1a\n"
 
 SHORT = {
-    "char_gpt": ["--peers", "2", "--first-steps", "10", "--steps", "20", "--sync-every", "10"],
-    "ddp_two_by_two": ["--steps", "15"],
-    "digits": ["--peers", "2", "--rounds", "3"],
+    "char_gpt": ["--peers", "2", "--first-steps", "4", "--steps", "8", "--sync-every", "4"],
+    "ddp_two_by_two": ["--steps", "5"],
+    "digits": ["--peers", "2", "--rounds", "2", "--sync-every", "5"],
 }
 SAID = {
     "char_gpt": "with peers",

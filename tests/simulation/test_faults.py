@@ -35,9 +35,9 @@ from p2pavg.testing.simulation import simulated_signer
 LAN = (0.001, 0.002)
 
 
-def test_hundreds_of_rounds_with_faults() -> None:
-    """``scripts/faults simulate`` runs more of them; each failure prints the command that repeats it."""
-    command = [sys.executable, "-m", "scripts.fault_search.simulate", "--rounds", "12", "--processes", "2"]
+def test_rounds_with_faults() -> None:
+    """``scripts/faults simulate`` runs thousands of them; each failure prints the command that repeats it."""
+    command = [sys.executable, "-m", "scripts.fault_search.simulate", "--rounds", "6", "--processes", "2"]
     done = subprocess.run(
         command, capture_output=True, text=True, env={**os.environ, "PYTHONHASHSEED": "0"}, check=False
     )

@@ -8,7 +8,7 @@ import sys
 
 def test_valid_looking_messages_in_random_order_harm_no_honest_peer() -> None:
     """Each failing seed prints the command that repeats it."""
-    command = [sys.executable, "-m", "scripts.fault_search.fuzz", "--messages", "1500", "--processes", "2"]
+    command = [sys.executable, "-m", "scripts.fault_search.fuzz", "--messages", "700", "--processes", "2"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 

@@ -523,7 +523,7 @@ def test_contributor_lost_at_any_part(monkeypatch: pytest.MonkeyPatch, contribut
         else:
             assert all(isinstance(result, p2pavg.Failed) for result in found), found
 
-    for seed in range(20):
+    for seed in range(0, 20, 2):
         trio.run(main, seed, clock=MockClock(autojump_threshold=0))
     assert ends == ({p2pavg.Success} if contributors > 1 else {p2pavg.Success, p2pavg.Failed})
 

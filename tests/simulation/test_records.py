@@ -168,8 +168,7 @@ async def test_larger_network_caches_the_lookup(autojump_clock: MockClock) -> No
         assert peers[-1].calls - calls <= K + 2
 
 
-@pytest.mark.parametrize("count", [8, 50])
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize(("count", "seed"), [(8, 1), (8, 2), (8, 3), (50, 1), (50, 2)])
 async def test_with_a_third_of_the_peers_dead_finding_takes_longer_and_misses_nothing(
     autojump_clock: MockClock, count: int, seed: int
 ) -> None:
@@ -218,7 +217,7 @@ async def test_publish_with_one_dead_peer_ends_after_one_timeout(
         assert trio.current_time() - begin == pytest.approx(RPC_TIMEOUT, abs=0.01)
 
 
-@pytest.mark.parametrize("count", [2, 8, 50])
+@pytest.mark.parametrize("count", [2, 8, 24])
 async def test_withdrawn_record_is_gone_everywhere(autojump_clock: MockClock, count: int) -> None:
     async with open_network(autojump_clock) as network:
         peers = await network.grow(count)
@@ -263,7 +262,7 @@ async def test_a_withdrawal_wins_over_peers_that_missed_it_and_reaches_them_late
         assert await values_seen_by([away]) == [[]]
 
 
-@pytest.mark.parametrize("count", [2, 8, 50])
+@pytest.mark.parametrize("count", [2, 8, 24])
 async def test_late_peer_finds_earlier_records(autojump_clock: MockClock, count: int) -> None:
     async with open_network(autojump_clock) as network:
         peers = await network.grow(count)
@@ -289,7 +288,7 @@ async def test_a_record_outlives_all_peers_that_held_it_as_long_as_its_publisher
     autojump_clock: MockClock,
 ) -> None:
     async with open_network(autojump_clock) as network:
-        peers = await network.grow(50)
+        peers = await network.grow(24)
         publisher = peers[0]
         await publisher.node.publish(KEY, b"here", ttl=60.0)
         for _ in range(3):

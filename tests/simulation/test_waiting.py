@@ -254,11 +254,11 @@ class TestInventedWords:
 
         def works(player: Player) -> Trainer:
             trainers.append(Trainer(player, make))
-            return trainers[-1].train(30)
+            return trainers[-1].train(15)
 
         def lies(player: Player) -> None:
             sequence = 0
-            while stage.now < 400.0:
+            while stage.now < 200.0:
                 lineage = trainers[0].optimizer.lineage
                 word = invented(lineage.state, lineage.epoch, samples=1e9, waiting=waiting, started=True)
                 for number in range(64):
@@ -272,7 +272,7 @@ class TestInventedWords:
         stage.enter("liar", 20.0, lies)
         *honest, _ = stage.play()
         for trainer in honest:
-            assert trainer.optimizer.epoch == 30
+            assert trainer.optimizer.epoch == 15
             assert not any(report.behind for report in trainer.reports)
             assert trainer.longest < 35.0, "a match timeout"
             assert sum(seconds > 5.0 for _, seconds in trainer.took[1:]) <= 8

@@ -24,7 +24,7 @@ from tests.integration.optim.company import (
 
 PEERS = 4
 BATCH = 4
-UPDATES = 40
+UPDATES = 20
 CLIP = 0.2
 
 

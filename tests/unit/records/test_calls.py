@@ -387,8 +387,11 @@ async def test_incomplete_call_is_closed(autojump_clock: MockClock) -> None:
         assert await seconds_until_let_go(stream) == pytest.approx(MESSAGE_SECONDS)
 
 
-async def test_stream_with_unread_answers_is_closed(autojump_clock: MockClock) -> None:
+async def test_stream_with_unread_answers_is_closed(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An unread answer blocks no task for ever."""
+    monkeypatch.setattr("p2pavg.testing.memory.stream.WINDOW_BYTES", 4096)  # an answer has 7 bytes
     async with calling() as (stream, _, _):
 
         async def call_on_and_on() -> None:

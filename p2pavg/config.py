@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
+from typing import Any
 
 from p2pavg.errors import ConfigError
 from p2pavg.group.limits import (
@@ -18,6 +20,8 @@ from p2pavg.group.limits import (
 )
 from p2pavg.group.names import is_rule
 from p2pavg.group.participation import Participation, check_tags
+from p2pavg.membership.access import RunAccess
+from p2pavg.membership.files import read_access, read_run_file
 from p2pavg_compression import Codec, resolve_codec
 
 
@@ -44,6 +48,7 @@ class AveragingConfig:
             refused by name; this peer's own contribution counts ``max_weight`` when more has been accumulated. Choose a
             few times what one peer contributes to a round: a peer that lies about its samples counts no more than that.
             ``None``: 1e15.
+        access: keys and certificate of a run that has an authority; None: the run is open to anybody
 
     Raises:
         ConfigError: an argument is out of range; the message names it.
@@ -61,6 +66,7 @@ class AveragingConfig:
     participation: Participation | None = None
     tags: tuple[str, ...] = ()
     max_weight: float | None = None
+    access: RunAccess | None = None
 
     def __post_init__(self) -> None:
         if not _is_text(self.run_id) or not 0 < len(self.run_id) <= MAX_RUN_ID_CHARS:
@@ -93,6 +99,30 @@ class AveragingConfig:
             raise ConfigError(
                 f"compression: a codec's name has 1 to {MAX_CODEC_CHARS} printable characters: {name!r}"
             )
+
+    @classmethod
+    def from_run(
+        cls, run_file: str | os.PathLike[str], *, certificate: str | os.PathLike[str], **overrides: Any
+    ) -> AveragingConfig:
+        """Return the configuration of a peer in a run that has an authority.
+
+        Args:
+            run_file: the file that ``p2pavg run create`` has made.
+            certificate: the file of this peer's certificate, which ``p2pavg run invite`` or ``p2pavg run join`` has
+                made.
+            overrides: settings of this peer that replace those of the run file, such as ``bandwidth``. ``run_id`` and
+                ``access`` are always those of the files.
+
+        Raises:
+            ConfigError: a file cannot be read or is malformed, the certificate is of another run, or a setting is out
+                of range; the message names the file or the setting.
+        """
+        run = read_run_file(run_file)
+        access = read_access(run, certificate)
+        for name in ("run_id", "access"):
+            if name in overrides:
+                raise ConfigError(f"{name} cannot be overridden: it follows from {os.fspath(run_file)}")
+        return cls(**run.settings | overrides, access=access)
 
     @property
     def rule(self) -> str:

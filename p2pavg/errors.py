@@ -21,7 +21,7 @@ class BusyError(P2PAvgError, RuntimeError):
 
 
 class ConfigError(P2PAvgError, ValueError):
-    """An argument of :class:`~p2pavg.AveragingConfig` is out of range; the message names it."""
+    """An argument of :class:`~p2pavg.AveragingConfig`, or a file of a run, is malformed; the message names it."""
 
 
 class AccumulateError(P2PAvgError, ValueError):

@@ -39,10 +39,12 @@ NAMES = [
     "Peer",
     "RandomFraction",
     "RoundResult",
+    "RunFile",
     "Success",
     "Tensors",
     "blocking",
     "open_peer",
+    "read_run_file",
 ]
 
 ACCUMULATE = (
@@ -97,6 +99,7 @@ FIELDS: list[tuple[type, list[tuple[str, str, object]]]] = [
             ("participation", "Participation | None", None),
             ("tags", "tuple[str, ...]", ()),
             ("max_weight", "float | None", None),
+            ("access", "RunAccess | None", None),
         ],
     ),
     (

@@ -24,7 +24,7 @@ def certificate_text(certificate: Certificate) -> str:
 def revocations_text(revocations: RevocationList) -> str:
     """Return a list of revoked certificates as text."""
     return _armoured(
-        f"p2pavg list of revoked certificates, number {revocations.number}: {len(revocations.serials)} of them",
+        f"p2pavg list of revoked certificates, number {revocations.number}, serials: {len(revocations.serials)}",
         revocations.data,
     )
 

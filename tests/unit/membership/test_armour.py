@@ -41,7 +41,7 @@ def test_a_certificate_is_a_comment_and_a_line() -> None:
 
 def test_the_longest_list_is_read_back() -> None:
     text = revocations_text(LIST)
-    assert text.startswith("# p2pavg list of revoked certificates, number 9007199254740992: 200 of them\n")
+    assert text.startswith("# p2pavg list of revoked certificates, number 9007199254740992, serials: 200\n")
     assert parse_revocations(text, RUN.public) == LIST
 
 

@@ -48,7 +48,7 @@ class AveragingConfig:
             refused by name; this peer's own contribution counts ``max_weight`` when more has been accumulated. Choose a
             few times what one peer contributes to a round: a peer that lies about its samples counts no more than that.
             ``None``: 1e15.
-        access: keys and certificate of a run that has an authority; None: the run is open to anybody
+        access: keys and certificate of a run that has an authority; ``None``: the run is open to anybody.
 
     Raises:
         ConfigError: an argument is out of range; the message names it.
@@ -84,6 +84,8 @@ class AveragingConfig:
                 _check_number(name, getattr(self, name), MAX_MBPS)
         if self.max_weight is not None:
             _check_number("max_weight", self.max_weight, MAX_WEIGHT)
+        if self.access is not None and not isinstance(self.access, RunAccess):
+            raise ConfigError(f"access must be a RunAccess or None, got {type(self.access).__name__}")
         if self.participation is not None and not isinstance(self.participation, Participation):
             raise ConfigError(f"participation must be None or a rule, got {self.participation!r}")
         if not is_rule(self.rule):

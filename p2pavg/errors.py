@@ -44,6 +44,10 @@ class BootstrapError(P2PAvgError, OSError):
     """None of the bootstrap addresses could be reached."""
 
 
+class InvitationError(P2PAvgError):
+    """A delegate did not admit this peer with an invitation link; the message says why."""
+
+
 class UnreachableError(P2PAvgError):
     """No connection or no stream to a peer could be made in time."""
 

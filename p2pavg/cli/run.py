@@ -156,6 +156,62 @@ def show(
     _print(describe(file, show_secret=secret))
 
 
+@app.command()
+def link(
+    run_file: RunArgument,
+    certificate: Annotated[Path, typer.Option(metavar="FILE", help="The delegate's certificate.")],
+    identity: Annotated[Path, typer.Option(metavar="FILE", help="The delegate's key file.")],
+    address: Annotated[
+        str, typer.Option(metavar="ADDR", help="Where the delegate listens, ending in /p2p/PEER_ID.")
+    ],
+    count: Annotated[int, typer.Option(metavar="N", help="Number of links. Each admits one peer.")] = 1,
+    days: Annotated[float, typer.Option(metavar="DAYS", help="Days for which the links can be used.")] = 7.0,
+    certificate_days: Annotated[
+        float | None,
+        typer.Option(
+            metavar="DAYS",
+            help="Days for which the certificates are valid. Default: as long as the delegate's own.",
+        ),
+    ] = None,
+    role: Annotated[
+        list[str],
+        typer.Option("--role", help="Role that the links grant. Default: all of the delegate's. Repeatable."),
+    ] = [],  # noqa: B006
+    max_weight: Annotated[
+        float | None,
+        typer.Option(metavar="SAMPLES", help="Largest weight that the links grant. Default: the delegate's."),
+    ] = None,
+) -> None:
+    """Make invitation links, one a line. The delegate must be online when they are used: `p2pavg peer --delegate`."""
+    from p2pavg.cli.invitation import make_links, open_delegate
+
+    _print(
+        make_links(
+            open_delegate(run_file, certificate, identity),
+            address=address,
+            count=count,
+            days=days,
+            certificate_days=certificate_days,
+            roles=role,
+            max_weight=max_weight,
+        )
+    )
+
+
+@app.command()
+def join(
+    link: Annotated[str, typer.Argument(metavar="LINK", help="The invitation link.")],
+    identity: Annotated[Path, typer.Option(metavar="FILE", help="This peer's key file, made when missing.")],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="DIR", help="Folder for the two files.")
+    ] = Path(),
+) -> None:
+    """Join a run by an invitation link: write NAME.run and NAME.cert, this peer's certificate."""
+    from p2pavg.cli.invitation import join as redeem
+
+    _print(redeem(link, identity=identity, directory=output))
+
+
 def _print(lines: Iterable[str]) -> None:
     for line in lines:
         typer.echo(line)

@@ -183,14 +183,14 @@ def _check_bootstrap(value: object) -> None:
         raise ConfigError(f"bootstrap must be a list of at most {MAX_BOOTSTRAP} addresses")
     for address in value:
         _check_text("each address of bootstrap", address, MAX_ADDRESS_CHARS)
-        if not _is_address(address):
+        if not is_peer_address(address):
             raise ConfigError(
                 "each address of bootstrap must be like /ip4/203.0.113.7/tcp/4001/p2p/PEER_ID, "
                 f"got {_shown(address)}"
             )
 
 
-def _is_address(text: str) -> bool:
+def is_peer_address(text: str) -> bool:
     """Return whether a text looks like an address of a peer. Dialling it checks the rest."""
     start, _, peer_id = text.rpartition("/p2p/")
     try:

@@ -223,6 +223,49 @@ class TestPeer:
             assert helper.out == [address + "\n"]
 
 
+class TestInvitations:
+    def test_a_newcomer_joins_a_run_by_a_link(self, tmp_path: Path) -> None:
+        """The delegate runs as a daemon, and is started again between two uses of the link."""
+        run_file, certificate, key = (str(tmp_path / name) for name in ("lab.run", "d.cert", "d.key"))
+        files = ["--certificate", certificate, "--identity", key]
+        peer_id = succeed("identity", key).strip()
+        succeed("run", "create", "lab", "--output", str(tmp_path))
+        terms = ["--max-weight", "100", "--days", "30"]
+        succeed("run", "delegate", run_file, peer_id, *terms, "--output", certificate)
+        with daemon("--run", run_file, *files, "--delegate") as delegate:
+            delegate.wait_for("serving invitation links of the run 'lab'")
+            address = delegate.address()
+            link = succeed("run", "link", run_file, *files, "--address", address).strip()
+            join = ["run", "join", link, "--identity"]
+            folder = tmp_path / "newcomer"
+            folder.mkdir()
+            out = succeed(*join, str(folder / "n.key"), "--output", str(folder))
+            assert "from_run" in out
+            assert delegate.leave() == 0
+        config = p2pavg.AveragingConfig.from_run(folder / "lab.run", certificate=folder / "lab.cert")
+        assert config.access is not None
+        assert config.access.peer_id == Ed25519Signer((folder / "n.key").read_bytes()).peer_id
+        assert (folder / "lab.run").read_text() == Path(run_file).read_text()
+        listen = address.rpartition("/p2p/")[0]
+        with daemon("--run", run_file, *files, "--delegate", "--listen", listen) as delegate:
+            delegate.address()
+            is_one_line(
+                run(*join, str(tmp_path / "other.key"), "--output", str(tmp_path)),
+                "this link was used already by another peer",
+            )
+            assert succeed(*join, str(folder / "n.key"), "--output", str(folder)) == out
+            assert delegate.leave() == 0
+        is_one_line(
+            run(*join, str(folder / "n.key"), "--output", str(folder)), "Connection refused|refused|reach"
+        )
+
+
+def succeed(*arguments: str) -> str:
+    done = run(*arguments)
+    assert (done.returncode, done.stderr) == (0, ""), done
+    return done.stdout
+
+
 def is_one_line(done: subprocess.CompletedProcess[str], pattern: str) -> None:
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith("p2pavg: ")

@@ -37,6 +37,9 @@ OPTIONS: dict[str, dict[str, tuple[list[str], bool, object]]] = {
         "bootstrap": (["--bootstrap"], True, []),
         "identity": (["--identity"], False, None),
         "run_id": (["--run-id"], False, None),
+        "run": (["--run"], False, None),
+        "certificate": (["--certificate"], False, None),
+        "delegate": (["--delegate"], False, False),
         "bandwidth": (["--bandwidth"], False, None),
         "max_upload_mbps": (["--max-upload-mbps"], False, None),
         "max_download_mbps": (["--max-download-mbps"], False, None),
@@ -67,6 +70,22 @@ OPTIONS: dict[str, dict[str, tuple[list[str], bool, object]]] = {
         "output": (["--output", "-o"], False, None),
     },
     "run show": {"file": (["file"], False, None), "secret": (["--secret"], False, False)},
+    "run link": {
+        "run_file": (["run_file"], False, None),
+        "certificate": (["--certificate"], False, None),
+        "identity": (["--identity"], False, None),
+        "address": (["--address"], False, None),
+        "count": (["--count"], False, 1),
+        "days": (["--days"], False, 7.0),
+        "certificate_days": (["--certificate-days"], False, None),
+        "role": (["--role"], True, []),
+        "max_weight": (["--max-weight"], False, None),
+    },
+    "run join": {
+        "link": (["link"], False, None),
+        "identity": (["--identity"], False, None),
+        "output": (["--output", "-o"], False, Path()),
+    },
 }
 
 
@@ -113,6 +132,8 @@ def test_required_arguments() -> None:
         "run revoke": {"run_file", "what"},
         "run rotate": {"run_file", "output"},
         "run show": {"file"},
+        "run link": {"run_file", "certificate", "identity", "address"},
+        "run join": {"link", "identity"},
     }
 
 

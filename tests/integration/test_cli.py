@@ -84,10 +84,10 @@ class Daemon:
     def address(self) -> str:
         return self.wait_for(r"^/ip4/").strip()
 
-    def leave(self, number: signal.Signals = signal.SIGTERM) -> int:
+    def leave(self, number: signal.Signals = signal.SIGTERM, within: float = LEAVE_SECONDS) -> int:
         """Return the exit code. Raise TimeoutExpired if the process takes more than three seconds."""
         self.process.send_signal(number)
-        code = self.process.wait(LEAVE_SECONDS)
+        code = self.process.wait(within)
         self.join()
         return code
 
@@ -233,7 +233,6 @@ class TestInvitations:
         terms = ["--max-weight", "100", "--days", "30"]
         succeed("run", "delegate", run_file, peer_id, *terms, "--output", certificate)
         with daemon("--run", run_file, *files, "--delegate") as delegate:
-            delegate.wait_for("serving invitation links of the run 'lab'")
             address = delegate.address()
             link = succeed("run", "link", run_file, *files, "--address", address).strip()
             join = ["run", "join", link, "--identity"]
@@ -241,7 +240,8 @@ class TestInvitations:
             folder.mkdir()
             out = succeed(*join, str(folder / "n.key"), "--output", str(folder))
             assert "from_run" in out
-            assert delegate.leave() == 0
+            assert delegate.leave(within=WATCHDOG_SECONDS) == 0
+            assert "serving invitation links of the run 'lab'" in "".join(delegate.log)
         config = p2pavg.AveragingConfig.from_run(folder / "lab.run", certificate=folder / "lab.cert")
         assert config.access is not None
         assert config.access.peer_id == Ed25519Signer((folder / "n.key").read_bytes()).peer_id
@@ -254,7 +254,7 @@ class TestInvitations:
                 "this link was used already by another peer",
             )
             assert succeed(*join, str(folder / "n.key"), "--output", str(folder)) == out
-            assert delegate.leave() == 0
+            assert delegate.leave(within=WATCHDOG_SECONDS) == 0
         is_one_line(
             run(*join, str(folder / "n.key"), "--output", str(folder)), "Connection refused|refused|reach"
         )

@@ -21,6 +21,8 @@ from p2pavg.errors import (
 )
 from p2pavg.group.participation import ByCapability, Participation, RandomFraction
 from p2pavg.membership.access import RunAccess
+from p2pavg.membership.files import read_run_file
+from p2pavg.membership.run_file import RunFile
 from p2pavg.peer import Peer, open_peer
 from p2pavg.result import Failed, InProgress, NoPeers, RoundResult, Success, Tensors
 from p2pavg_compression import Bf16, Blockwise8, Codec, CodecError, Fp16, Fp32, Int8
@@ -55,8 +57,10 @@ __all__ = [
     "RandomFraction",
     "RoundResult",
     "RunAccess",
+    "RunFile",
     "Success",
     "Tensors",
     "blocking",
     "open_peer",
+    "read_run_file",
 ]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
+from typing import Any
 
 from p2pavg.errors import ConfigError
 from p2pavg.group.limits import (
@@ -19,6 +21,7 @@ from p2pavg.group.limits import (
 from p2pavg.group.names import is_rule
 from p2pavg.group.participation import Participation, check_tags
 from p2pavg.membership.access import RunAccess
+from p2pavg.membership.files import read_access, read_run_file
 from p2pavg_compression import Codec, resolve_codec
 
 
@@ -98,6 +101,30 @@ class AveragingConfig:
             raise ConfigError(
                 f"compression: a codec's name has 1 to {MAX_CODEC_CHARS} printable characters: {name!r}"
             )
+
+    @classmethod
+    def from_run(
+        cls, run_file: str | os.PathLike[str], *, certificate: str | os.PathLike[str], **overrides: Any
+    ) -> AveragingConfig:
+        """Return the configuration of a peer in a run that has an authority.
+
+        Args:
+            run_file: the file that ``p2pavg run create`` has made.
+            certificate: the file of this peer's certificate, which ``p2pavg run invite`` or ``p2pavg run join`` has
+                made.
+            overrides: settings of this peer that replace those of the run file, such as ``bandwidth``. ``run_id`` and
+                ``access`` are always those of the files.
+
+        Raises:
+            ConfigError: a file cannot be read or is malformed, the certificate is of another run, or a setting is out
+                of range; the message names the file or the setting.
+        """
+        run = read_run_file(run_file)
+        access = read_access(run, certificate)
+        for name in ("run_id", "access"):
+            if name in overrides:
+                raise ConfigError(f"{name} cannot be overridden: it follows from {os.fspath(run_file)}")
+        return cls(**run.settings | overrides, access=access)
 
     @property
     def rule(self) -> str:

@@ -21,7 +21,7 @@ class BusyError(P2PAvgError, RuntimeError):
 
 
 class ConfigError(P2PAvgError, ValueError):
-    """An argument of :class:`~p2pavg.AveragingConfig` is out of range; the message names it."""
+    """An argument of :class:`~p2pavg.AveragingConfig`, or a file of a run, is malformed; the message names it."""
 
 
 class AccumulateError(P2PAvgError, ValueError):
@@ -42,6 +42,10 @@ class ListenError(P2PAvgError, OSError):
 
 class BootstrapError(P2PAvgError, OSError):
     """None of the bootstrap addresses could be reached."""
+
+
+class InvitationError(P2PAvgError):
+    """A delegate did not admit this peer with an invitation link; the message says why."""
 
 
 class UnreachableError(P2PAvgError):

@@ -6,15 +6,83 @@ import logging
 import os
 import signal
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 import trio
 
+from p2pavg.cli.invitation import open_delegate
 from p2pavg.config import AveragingConfig
+from p2pavg.errors import ConfigError
+from p2pavg.membership.access import RunAccess
+from p2pavg.membership.certificate import Role
+from p2pavg.membership.files import read_access, read_run_file
+from p2pavg.membership.membership import Membership
+from p2pavg.membership.run_file import RunFile
 from p2pavg.peer import open_peer
+from p2pavg.records.identity import load_seed
+from p2pavg.records.invitations import PROTOCOL as INVITE_PROTOCOL
+from p2pavg.records.invitations import Delegate, Invitations
 from p2pavg.round.auxiliary import assist
 from p2pavg.threads.exceptions import bare_exceptions
+from p2pavg_dht import Ed25519Signer
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class RunMember:
+    """This peer in a run that has an authority."""
+
+    run: RunFile
+    access: RunAccess
+    delegate: Delegate | None
+    """Set if the peer serves invitation links."""
+
+    @property
+    def helps(self) -> str | None:
+        """Id of the run whose rounds this peer helps; ``None`` if its certificate does not say so."""
+        return self.run.run_id if Role.AUXILIARY in self.access.roles else None
+
+    @property
+    def other_addresses(self) -> list[str]:
+        """The run file's addresses of other peers. This peer may itself be one that others bootstrap from."""
+        own = f"/p2p/{self.access.peer_id}"
+        return [address for address in self.run.bootstrap if not address.endswith(own)]
+
+
+def open_run(
+    run_file: Path | None,
+    *,
+    certificate: Path | None,
+    identity: Path | None,
+    run_id: str | None,
+    delegate: bool,
+) -> RunMember | None:
+    """Read the files of a run that has an authority; return ``None`` without ``run_file``.
+
+    Raises:
+        ConfigError, IdentityError: the options do not fit together, or a file cannot be read or is for another peer.
+    """
+    if run_file is None:
+        for option, given in (("--certificate", certificate is not None), ("--delegate", delegate)):
+            if given:
+                raise ConfigError(f"{option} needs --run FILE.run")
+        return None
+    if run_id is not None:
+        raise ConfigError("--run and --run-id exclude each other: the run file has the run's id")
+    if certificate is None or identity is None:
+        raise ConfigError(
+            "--run needs --certificate FILE and --identity FILE, for which the certificate was made"
+        )
+    run = read_run_file(run_file)
+    access = read_access(run, certificate)
+    if delegate:
+        return RunMember(run, access, open_delegate(run_file, certificate, identity))
+    Membership(
+        access, Ed25519Signer(load_seed(identity)).peer_id
+    )  # raises if the certificate is for another peer
+    return RunMember(run, access, None)
 
 
 def run_peer(
@@ -23,6 +91,7 @@ def run_peer(
     bootstrap: Sequence[str],
     identity: str | os.PathLike[str] | None,
     run_id: str | None,
+    member: RunMember | None = None,
     bandwidth: float | None = None,
     max_upload_mbps: float | None = None,
     max_download_mbps: float | None = None,
@@ -31,6 +100,7 @@ def run_peer(
 
     Args:
         run_id: id of the run that this peer helps, if any.
+        member: this peer in a run that has an authority. It joins the network through the run file's addresses too.
         bandwidth: like the two limits, in Mbit/s; see :func:`p2pavg.round.auxiliary.assist`.
 
     Raises:
@@ -56,18 +126,30 @@ def run_peer(
                     return
 
     async def live() -> None:
-        async with open_peer(listen=listen, bootstrap=bootstrap, identity=identity) as peer:
+        named = [*bootstrap, *(() if member is None else member.other_addresses)]
+        async with open_peer(listen=listen, bootstrap=named, identity=identity) as peer:
+            if member is not None and member.delegate is not None:
+                context = peer.context
+                invitations = Invitations(
+                    member.delegate, wall_clock=context.wall_clock, run_in_thread=context.run_in_thread
+                )
+                context.transport.serve(INVITE_PROTOCOL, invitations.serve)
+                logger.info("serving invitation links of the run %r", member.run.run_id)
             for address in peer.addresses[1:]:
                 logger.info("also reachable at %s", address)
             print(peer.addresses[0] if peer.addresses else peer.id, flush=True)
-            if run_id is not None:
+            helps = run_id if member is None else member.helps
+            if helps is not None:
                 await assist(
                     peer,
-                    run_id,
+                    helps,
                     bandwidth=bandwidth,
                     max_upload_mbps=max_upload_mbps,
                     max_download_mbps=max_download_mbps,
+                    access=None if member is None else member.access,
                 )
+            elif member is not None:
+                logger.info("keeping records only: the certificate does not grant the role auxiliary")
             await trio.sleep_forever()
 
     trio.run(main)

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from p2pavg import __version__
+from p2pavg.cli.run import app as run_app
 from p2pavg.errors import P2PAvgError
 
 app = typer.Typer(
@@ -19,6 +20,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.add_typer(run_app)
 
 
 def _show_version(wanted: bool) -> None:
@@ -65,6 +67,19 @@ def peer(
         str | None,
         typer.Option(metavar="ID", help="Help the rounds of this run: reduce a share, contribute nothing."),
     ] = None,
+    run: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE.run",
+            help="Take part in this run, which has an authority, with --certificate and --identity.",
+        ),
+    ] = None,
+    certificate: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="This peer's certificate in the run of --run.")
+    ] = None,
+    delegate: Annotated[
+        bool, typer.Option("--delegate", help="Serve the invitation links that `p2pavg run link` makes.")
+    ] = False,
     bandwidth: Annotated[
         float | None,
         typer.Option(
@@ -86,14 +101,16 @@ def peer(
 
     Prints its address on one line when it is ready; everything else goes to the log on stderr.
     """
-    from p2pavg.cli.daemon import run_peer
+    from p2pavg.cli.daemon import open_run, run_peer
 
     _log_to_stderr(verbose=verbose)
+    member = open_run(run, certificate=certificate, identity=identity, run_id=run_id, delegate=delegate)
     run_peer(
         listen=listen,
         bootstrap=bootstrap,
         identity=identity,
         run_id=run_id,
+        member=member,
         bandwidth=bandwidth,
         max_upload_mbps=max_upload_mbps,
         max_download_mbps=max_download_mbps,

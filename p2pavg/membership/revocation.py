@@ -100,3 +100,14 @@ def read_revocations(data: bytes, authority: bytes) -> RevocationList:
             "a list of revoked certificates that the authority has not signed"
         ) from None
     return revocations
+
+
+def authority_of(data: bytes) -> bytes:
+    """Return the authority that a list names. :func:`read_revocations` checks whether it has signed the list.
+
+    Raises:
+        RemoteProtocolError: the bytes are no list.
+    """
+    _, body, _ = unpack(data, int, bytes, bytes)
+    authority, _, _ = unpack(body, bytes, int, bytes)
+    return bytes(authority)

@@ -105,9 +105,10 @@ class Revocations:
                 continue
             if self._membership.learn(revocations):
                 logger.info(
-                    "list %d of this run's authority revokes %d certificates",
+                    "list %d of this run's authority revokes %d certificate%s",
                     revocations.number,
                     len(revocations.serials),
+                    "s" if len(revocations.serials) > 1 else "",
                 )
                 self._newer.set()
                 self._changed()

@@ -108,10 +108,10 @@ class Daemon:
     def address(self) -> str:
         return self.wait_for(r"^/ip4/").strip()
 
-    def leave(self, number: signal.Signals = signal.SIGTERM) -> int:
+    def leave(self, number: signal.Signals = signal.SIGTERM, within: float = LEAVE_SECONDS) -> int:
         """Return the exit code. Raise TimeoutExpired if the process takes more than three seconds."""
         self.process.send_signal(number)
-        code = self.process.wait(LEAVE_SECONDS)
+        code = self.process.wait(within)
         self.join()
         return code
 
@@ -245,6 +245,68 @@ class TestPeer:
                 helper.wait_for(r"reduced [1-9][0-9]* elements for 2 peers")
             assert helper.leave() == 0
             assert helper.out == [address + "\n"]
+
+
+class TestInvitations:
+    def test_a_newcomer_joins_a_run_by_a_link(self, tmp_path: Path) -> None:
+        """The delegate runs as a daemon, and is started again between two uses of the link."""
+        run_file, certificate, key = (str(tmp_path / name) for name in ("lab.run", "d.cert", "d.key"))
+        files = ["--certificate", certificate, "--identity", key]
+        peer_id = succeed("identity", key).strip()
+        succeed("run", "create", "lab", "--output", str(tmp_path))
+        terms = ["--max-weight", "100", "--days", "30"]
+        succeed("run", "delegate", run_file, peer_id, *terms, "--output", certificate)
+        with daemon("--run", run_file, *files, "--delegate") as delegate:
+            address = delegate.address()
+            link = succeed("run", "link", run_file, *files, "--address", address).strip()
+            join = ["run", "join", link, "--identity"]
+            folder = tmp_path / "newcomer"
+            folder.mkdir()
+            out = succeed(*join, str(folder / "n.key"), "--output", str(folder))
+            assert "from_run" in out
+            assert delegate.leave(within=WATCHDOG_SECONDS) == 0
+            assert "serving invitation links of the run 'lab'" in "".join(delegate.log)
+        config = p2pavg.AveragingConfig.from_run(folder / "lab.run", certificate=folder / "lab.cert")
+        assert config.access is not None
+        assert config.access.peer_id == Ed25519Signer((folder / "n.key").read_bytes()).peer_id
+        assert (folder / "lab.run").read_text() == Path(run_file).read_text()
+        listen = address.rpartition("/p2p/")[0]
+        with daemon("--run", run_file, *files, "--delegate", "--listen", listen) as delegate:
+            delegate.address()
+            is_one_line(
+                run(*join, str(tmp_path / "other.key"), "--output", str(tmp_path)),
+                "this link was used already by another peer",
+            )
+            assert succeed(*join, str(folder / "n.key"), "--output", str(folder)) == out
+            assert delegate.leave(within=WATCHDOG_SECONDS) == 0
+        is_one_line(
+            run(*join, str(folder / "n.key"), "--output", str(folder)), "Connection refused|refused|reach"
+        )
+
+
+class TestRevoking:
+    def test_a_revoked_list_is_handed_to_a_daemon_that_helps_the_run(self, tmp_path: Path) -> None:
+        run_file, certificate, key = (str(tmp_path / name) for name in ("lab.run", "a.cert", "a.key"))
+        peer_id = succeed("identity", key).strip()
+        succeed("run", "create", "lab", "--output", str(tmp_path))
+        terms = ["--max-weight", "100", "--days", "30"]
+        succeed("run", "invite", run_file, peer_id, *terms, "--role", "auxiliary", "--output", certificate)
+        with daemon("--run", run_file, "--certificate", certificate, "--identity", key) as helper:
+            named = ["--bootstrap", helper.address()]
+            out = succeed("run", "revoke", run_file, "ab" * 16, *named)
+            assert "list 1 is published by 1 member" in out
+            out = succeed("run", "revoke", run_file, "cd" * 16, *named)
+            assert "list 2 is published by 1 member" in out
+            assert helper.leave(within=WATCHDOG_SECONDS) == 0
+            log = "".join(helper.log)
+        assert "list 1 of this run's authority revokes 1 certificate" in log
+        assert "list 2 of this run's authority revokes 2 certificates" in log
+
+
+def succeed(*arguments: str) -> str:
+    done = run(*arguments)
+    assert (done.returncode, done.stderr) == (0, ""), done
+    return done.stdout
 
 
 def is_one_line(done: subprocess.CompletedProcess[str], pattern: str) -> None:

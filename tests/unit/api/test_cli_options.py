@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +21,15 @@ from p2pavg.round.round import Round
 from p2pavg.testing import MemoryNetwork, simulated_peers
 
 # (spellings, may be given several times, default)
+CERTIFICATE: dict[str, tuple[list[str], bool, object]] = {
+    "run_file": (["run_file"], False, None),
+    "peer_id": (["peer_id"], False, None),
+    "max_weight": (["--max-weight"], False, None),
+    "days": (["--days"], False, None),
+    "role": (["--role"], True, ["contributor"]),
+    "key": (["--key"], False, None),
+    "output": (["--output", "-o"], False, None),
+}
 OPTIONS: dict[str, dict[str, tuple[list[str], bool, object]]] = {
     "": {"version": (["--version"], False, False)},
     "peer": {
@@ -27,12 +37,62 @@ OPTIONS: dict[str, dict[str, tuple[list[str], bool, object]]] = {
         "bootstrap": (["--bootstrap"], True, []),
         "identity": (["--identity"], False, None),
         "run_id": (["--run-id"], False, None),
+        "run": (["--run"], False, None),
+        "certificate": (["--certificate"], False, None),
+        "delegate": (["--delegate"], False, False),
         "bandwidth": (["--bandwidth"], False, None),
         "max_upload_mbps": (["--max-upload-mbps"], False, None),
         "max_download_mbps": (["--max-download-mbps"], False, None),
         "verbose": (["--verbose", "-v"], False, False),
     },
     "identity": {"file": (["file"], False, None)},
+    "run create": {
+        "name": (["name"], False, None),
+        "group_size": (["--group-size"], False, 4),
+        "min_group_size": (["--min-group-size"], False, 2),
+        "match_timeout": (["--match-timeout"], False, 30.0),
+        "exchange_timeout": (["--exchange-timeout"], False, 60.0),
+        "compression": (["--compression"], False, "blockwise8"),
+        "max_weight": (["--max-weight"], False, None),
+        "bootstrap": (["--bootstrap"], True, []),
+        "output": (["--output", "-o"], False, Path()),
+    },
+    "run invite": CERTIFICATE,
+    "run delegate": CERTIFICATE,
+    "run revoke": {
+        "run_file": (["run_file"], False, None),
+        "what": (["what"], False, None),
+        "key": (["--key"], False, None),
+        "number": (["--number"], False, None),
+        "bootstrap": (["--bootstrap"], True, []),
+        "offline": (["--offline"], False, False),
+    },
+    "run publish": {
+        "run_file": (["run_file"], False, None),
+        "key": (["--key"], False, None),
+        "bootstrap": (["--bootstrap"], True, []),
+    },
+    "run rotate": {
+        "run_file": (["run_file"], False, None),
+        "output": (["--output", "-o"], False, None),
+    },
+    "run show": {"file": (["file"], False, None), "secret": (["--secret"], False, False)},
+    "run link": {
+        "run_file": (["run_file"], False, None),
+        "certificate": (["--certificate"], False, None),
+        "identity": (["--identity"], False, None),
+        "address": (["--address"], False, None),
+        "count": (["--count"], False, 1),
+        "days": (["--days"], False, 7.0),
+        "certificate_days": (["--certificate-days"], False, None),
+        "role": (["--role"], True, []),
+        "max_weight": (["--max-weight"], False, None),
+    },
+    "run join": {
+        "link": (["link"], False, None),
+        "identity": (["--identity"], False, None),
+        "output": (["--output", "-o"], False, Path()),
+    },
 }
 
 
@@ -47,23 +107,42 @@ def options_of(command: Any) -> dict[str, tuple[list[str], bool, object]]:
     }
 
 
-def test_commands_and_options_are_frozen() -> None:
+def commands() -> dict[str, Any]:
+    """Return each command by its name, those of a group after the group's name."""
     program: Any = typer.main.get_command(app)
-    found = {"": options_of(program)} | {
-        name: options_of(command) for name, command in program.commands.items()
-    }
+    found: dict[str, Any] = {}
+    for name, command in program.commands.items():
+        if hasattr(command, "commands"):
+            found |= {f"{name} {inner}": each for inner, each in command.commands.items()}
+        else:
+            found[name] = command
+    return found
+
+
+def test_commands_and_options_are_frozen() -> None:
+    found = {"": options_of(typer.main.get_command(app))}
+    found |= {name: options_of(command) for name, command in commands().items()}
     assert found == OPTIONS
 
 
-def test_only_the_key_file_of_identity_is_required() -> None:
-    program: Any = typer.main.get_command(app)
+def test_required_arguments() -> None:
     required = {
-        (name, parameter.name)
-        for name, command in program.commands.items()
-        for parameter in command.params
-        if parameter.required
+        name: {parameter.name for parameter in command.params if parameter.required}
+        for name, command in commands().items()
     }
-    assert required == {("identity", "file")}
+    assert required == {
+        "peer": set(),
+        "identity": {"file"},
+        "run create": {"name"},
+        "run invite": {"run_file", "peer_id", "max_weight", "days"},
+        "run delegate": {"run_file", "peer_id", "max_weight", "days"},
+        "run revoke": {"run_file", "what"},
+        "run publish": {"run_file"},
+        "run rotate": {"run_file", "output"},
+        "run show": {"file"},
+        "run link": {"run_file", "certificate", "identity", "address"},
+        "run join": {"link", "identity"},
+    }
 
 
 class LeftError(Exception):
@@ -99,6 +178,7 @@ def test_link_options_reach_the_auxiliary(
         "bandwidth": bandwidth,
         "max_upload_mbps": upload,
         "max_download_mbps": download,
+        "access": None,
     }
 
 

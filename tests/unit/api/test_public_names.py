@@ -40,10 +40,12 @@ NAMES = [
     "RandomFraction",
     "RoundResult",
     "RunAccess",
+    "RunFile",
     "Success",
     "Tensors",
     "blocking",
     "open_peer",
+    "read_run_file",
 ]
 
 ACCUMULATE = (

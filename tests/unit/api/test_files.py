@@ -1,0 +1,46 @@
+"""Files that have their whole content or do not exist."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from p2pavg.files import PRIVATE, PUBLIC, create_file, replace_file
+
+
+@pytest.mark.parametrize("mode", [PRIVATE, PUBLIC])
+def test_a_file_is_created_with_its_mode(tmp_path: Path, mode: int) -> None:
+    before = os.umask(0o022)
+    try:
+        create_file(tmp_path / "new", b"data", mode=mode)
+        replace_file(tmp_path / "other", b"data", mode=mode)
+    finally:
+        os.umask(before)
+    for name in ("new", "other"):
+        assert (tmp_path / name).read_bytes() == b"data"
+        assert stat.S_IMODE((tmp_path / name).stat().st_mode) == mode
+    assert sorted(os.listdir(tmp_path)) == ["new", "other"], "a draft was left behind"
+
+
+def test_a_file_is_never_created_over_another_one(tmp_path: Path) -> None:
+    (tmp_path / "old").write_bytes(b"old")
+    with pytest.raises(FileExistsError):
+        create_file(tmp_path / "old", b"new", mode=PRIVATE)
+    assert (tmp_path / "old").read_bytes() == b"old"
+    assert os.listdir(tmp_path) == ["old"], "a draft was left behind"
+
+
+def test_a_file_that_cannot_be_replaced_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "old").write_bytes(b"old")
+
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        replace_file(tmp_path / "old", b"new", mode=PRIVATE)
+    assert (tmp_path / "old").read_bytes() == b"old"
+    assert os.listdir(tmp_path) == ["old"], "a draft was left behind"

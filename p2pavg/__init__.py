@@ -19,6 +19,7 @@ from p2pavg.errors import (
     ListenError,
     P2PAvgError,
 )
+from p2pavg.group.aggregation import CenteredClip, Median, TrimmedMean
 from p2pavg.group.participation import ByCapability, Participation, RandomFraction
 from p2pavg.peer import Peer, open_peer
 from p2pavg.result import Failed, InProgress, NoPeers, RoundResult, Success, Tensors
@@ -35,6 +36,7 @@ __all__ = [
     "BootstrapError",
     "BusyError",
     "ByCapability",
+    "CenteredClip",
     "ClosedError",
     "Codec",
     "CodecError",
@@ -47,6 +49,7 @@ __all__ = [
     "InProgress",
     "Int8",
     "ListenError",
+    "Median",
     "NoPeers",
     "P2PAvgError",
     "Participation",
@@ -55,6 +58,7 @@ __all__ = [
     "RoundResult",
     "Success",
     "Tensors",
+    "TrimmedMean",
     "blocking",
     "open_peer",
 ]

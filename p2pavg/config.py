@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from p2pavg.errors import ConfigError
+from p2pavg.group.aggregation import Aggregation, RobustRule, resolve_rule
 from p2pavg.group.limits import (
     MAX_BANDWIDTH,
     MAX_CODEC_CHARS,
@@ -44,6 +45,10 @@ class AveragingConfig:
             refused by name; this peer's own contribution counts ``max_weight`` when more has been accumulated. Choose a
             few times what one peer contributes to a round: a peer that lies about its samples counts no more than that.
             ``None``: 1e15.
+        robust: rule that combines the contributions instead of their weighted mean, so that a few peers that lie cannot
+            move the result far: :class:`TrimmedMean`, :class:`Median` or :class:`CenteredClip`, or the same as text
+            (``"trimmed_mean:0.25"``, ``"median"``, ``"centered_clip:1.0:3"``). All peers of a run need the same rule:
+            peers with different rules never meet. ``None``: the weighted mean.
 
     Raises:
         ConfigError: an argument is out of range; the message names it.
@@ -61,6 +66,7 @@ class AveragingConfig:
     participation: Participation | None = None
     tags: tuple[str, ...] = ()
     max_weight: float | None = None
+    robust: str | RobustRule | None = None
 
     def __post_init__(self) -> None:
         if not _is_text(self.run_id) or not 0 < len(self.run_id) <= MAX_RUN_ID_CHARS:
@@ -86,6 +92,10 @@ class AveragingConfig:
             )
         check_tags(self.tags)
         try:
+            resolve_rule(self.robust)
+        except ConfigError as error:
+            raise ConfigError(f"robust: {error}") from None
+        try:
             name = resolve_codec(self.compression).name
         except (ValueError, TypeError) as error:
             raise ConfigError(f"compression: {error}") from None
@@ -98,6 +108,11 @@ class AveragingConfig:
     def rule(self) -> str:
         """The text of ``participation``; empty without one."""
         return "" if self.participation is None else self.participation.text
+
+    @property
+    def aggregation(self) -> Aggregation:
+        """How a group combines its contributions: what ``robust`` names."""
+        return Aggregation(resolve_rule(self.robust))
 
     @property
     def most_weight(self) -> float:

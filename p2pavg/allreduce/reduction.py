@@ -5,13 +5,15 @@ A member owes another its contribution to that one's share, and the averages of 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from p2pavg.allreduce.messages import Lane
+from p2pavg.allreduce.robust import combine
 from p2pavg.errors import RemoteProtocolError
+from p2pavg.group.aggregation import PLAIN, Aggregation
 from p2pavg.group.roster import Roster
 from p2pavg.group.shares import Part, cut_into_parts, part_size, share_bounds
 from p2pavg.net.transport import Buffer
@@ -173,18 +175,23 @@ def average_part(
     total_weight: float,
     out: torch.Tensor,
     *,
-    work: torch.Tensor | None = None,
+    aggregation: Aggregation = PLAIN,
+    floats: Callable[[int], torch.Tensor] = torch.empty,
     payload: memoryview | None = None,
 ) -> memoryview:
-    """The weighted mean of one part, encoded once, and decoded from there into ``out``.
+    """Combine one part's contributions, encode the result once, and decode it from there into ``out``.
 
     Every member decodes these same bytes, this one too: that is what makes their results identical.
+
+    The weighted mean takes memory for one part. A robust rule needs all contributions at once: one part per
+    contributor, and one more.
 
     Args:
         contributions: of all members, in the roster's order, so that the rounding is the same in every run.
         total_weight: the sum of the roster's weights.
         out: float32 of the part's length, on the CPU.
-        work: float32 of the same length, on the CPU, to be overwritten; allocated when missing.
+        aggregation: what the group has agreed on: the weighted mean, or a robust rule.
+        floats: returns memory for so many numbers, float32 on the CPU, of arbitrary content.
         payload: where the encoded part goes, of its length; allocated when missing.
 
     Returns:
@@ -193,16 +200,14 @@ def average_part(
     Raises:
         BadContributionError: an encoded contribution is malformed.
     """
-    accumulator = (torch.empty_like(out) if work is None else work).zero_()
-    for contribution in contributions:
-        share = contribution.weight / total_weight
-        if isinstance(contribution.values, torch.Tensor):
-            accumulator.add_(contribution.values.cpu(), alpha=share)
-            continue
-        try:
-            codec.accumulate(contribution.values, accumulator, share)
-        except CodecError as error:
-            raise BadContributionError(contribution.peer_id, str(error)) from None
+    accumulator = floats(out.numel())
+    if aggregation.robust is None:
+        _sum_up(codec, contributions, total_weight, accumulator)
+    else:
+        rows = [_decoded(codec, contribution, floats, out.numel()) for contribution in contributions]
+        combine(
+            aggregation.robust, rows, [contribution.weight for contribution in contributions], accumulator
+        )
     # Contributions at the limit may exceed it by a rounding error together.
     if codec.is_identity:
         return bytes_of(torch.clamp(accumulator, -MAX_MAGNITUDE, MAX_MAGNITUDE, out=out))
@@ -212,6 +217,34 @@ def average_part(
         encoded = codec.encode(accumulator.clamp_(-MAX_MAGNITUDE, MAX_MAGNITUDE), payload)
     codec.decode(encoded, out.numel(), out=out)
     return encoded
+
+
+def _sum_up(
+    codec: Codec, contributions: Sequence[Contribution], total_weight: float, accumulator: torch.Tensor
+) -> None:
+    """Write the weighted mean into ``accumulator``."""
+    accumulator.zero_()
+    for contribution in contributions:
+        share = contribution.weight / total_weight
+        if isinstance(contribution.values, torch.Tensor):
+            accumulator.add_(contribution.values.cpu(), alpha=share)
+            continue
+        try:
+            codec.accumulate(contribution.values, accumulator, share)
+        except CodecError as error:
+            raise BadContributionError(contribution.peer_id, str(error)) from None
+
+
+def _decoded(
+    codec: Codec, contribution: Contribution, floats: Callable[[int], torch.Tensor], elements: int
+) -> torch.Tensor:
+    """Return a contribution's values, float32 on the CPU, checked by the codec."""
+    if isinstance(contribution.values, torch.Tensor):
+        return contribution.values.cpu()
+    try:
+        return codec.decode(contribution.values, elements, floats(elements))
+    except CodecError as error:
+        raise BadContributionError(contribution.peer_id, str(error)) from None
 
 
 def bytes_of(values: torch.Tensor) -> memoryview:

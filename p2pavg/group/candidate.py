@@ -26,12 +26,17 @@ from p2pavg_dht import ContactError, Record, RecordError, Signer, sign_record, v
 from p2pavg_dht.contact import check_addresses
 from p2pavg_dht.record import unpack as unpack_record
 
-_KEY_DOMAIN = "p2pavg/ready/3"
+_KEY_DOMAIN = "p2pavg/ready/4"
 
 
-def ready_key(run_id: str, schema_hash: bytes, rule: str = "") -> bytes:
-    """Return the key of the readiness records of a run's peers that share a schema and a participation rule."""
-    return hashlib.sha256(pack(_KEY_DOMAIN, run_id, schema_hash, rule)).digest()
+def ready_key(run_id: str, schema_hash: bytes, rule: str = "", aggregation: str = "") -> bytes:
+    """Return the key of the readiness records of a run's peers that share a schema and two rules.
+
+    Args:
+        rule: text of the participation rule; empty without one.
+        aggregation: text of :class:`~p2pavg.group.aggregation.Aggregation`; empty for the weighted mean.
+    """
+    return hashlib.sha256(pack(_KEY_DOMAIN, run_id, schema_hash, rule, aggregation)).digest()
 
 
 def is_codec_name(name: str) -> bool:

@@ -78,6 +78,7 @@ def sync_parameters(
         run_id=averager.config.run_id + RUN_SUFFIX,
         compression=None,
         participation=None,
+        robust=None,
         group_size=peers,
         min_group_size=peers,
         match_timeout=min(averager.config.match_timeout, longest),

@@ -21,6 +21,7 @@ NAMES = [
     "BootstrapError",
     "BusyError",
     "ByCapability",
+    "CenteredClip",
     "ClosedError",
     "Codec",
     "CodecError",
@@ -33,6 +34,7 @@ NAMES = [
     "InProgress",
     "Int8",
     "ListenError",
+    "Median",
     "NoPeers",
     "P2PAvgError",
     "Participation",
@@ -41,6 +43,7 @@ NAMES = [
     "RoundResult",
     "Success",
     "Tensors",
+    "TrimmedMean",
     "blocking",
     "open_peer",
 ]
@@ -97,6 +100,7 @@ FIELDS: list[tuple[type, list[tuple[str, str, object]]]] = [
             ("participation", "Participation | None", None),
             ("tags", "tuple[str, ...]", ()),
             ("max_weight", "float | None", None),
+            ("robust", "str | RobustRule | None", None),
         ],
     ),
     (

@@ -19,18 +19,19 @@ ADDRESSES = ("/ip4/192.0.2.0/tcp/4001",)
 def test_the_key_never_changes() -> None:
     assert (
         ready_key("albert-base", bytes(32)).hex()
-        == "fc19b1dc276bc84cd136b86fb25dd2837056cb84db9ca726e49c6bc40e44f51c"
+        == "d6f4966e87c16f6b45e0b864ab5c1edce437ae76f4f5d57e1a946569a625bbf5"
     )
 
 
 def test_runs_schemas_and_rules_have_different_keys() -> None:
     keys = {
-        ready_key(run_id, schema, rule)
+        ready_key(run_id, schema, rule, aggregation)
         for run_id in ("run", "run2", "Run")
         for schema in (bytes(32), bytes(31) + b"\1")
         for rule in ("", "fraction")
+        for aggregation in ("", "median", "fraction")
     }
-    assert len(keys) == 12
+    assert len(keys) == 36
 
 
 def test_a_signed_candidate_is_read_back() -> None:

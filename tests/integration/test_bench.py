@@ -10,8 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from p2pavg.group.aggregation import read_aggregation
 from scripts.benchmarks import netns
+from scripts.benchmarks.attack import combine_shares, little_z
 from scripts.benchmarks.crew import Crew, CrewError, Place
 from scripts.benchmarks.figures import Report
 from scripts.benchmarks.systems import gloo
@@ -96,6 +99,29 @@ def test_codecs() -> None:
     assert set(found) == {(name, figure) for name in names for figure in ("encode", "decode", "error")}
     assert found["fp32", "error"] == 0.0
     assert 0.0 < found["blockwise8", "error"] < 0.05
+
+
+def test_attack_compares_rules_with_the_clean_run() -> None:
+    lines = [line for line in bench("attack") if "figure" in line]
+    clean = [line for line in lines if line["figure"] == "held-out loss"]
+    assert [(line["system"], line["attackers"]) for line in clean] == [("mean", 0)]
+    attacked = [line for line in lines if line["figure"] != "held-out loss"]
+    assert {(line["system"], line["attack"]) for line in attacked} == {
+        ("median", "none"),
+        *((rule, attack) for rule in ("mean", "median") for attack in ("scale", "little")),
+    }
+
+
+def test_a_little_is_as_much_as_the_papers() -> None:
+    """50 workers of which 24 attack: s = 2, Phi(z) < 24 / 26, and z = 1.43; without a majority to win over, 0."""
+    assert little_z(50, 24) == pytest.approx(1.426, abs=1e-3)
+    assert little_z(16, 1) == 0.0
+
+
+def test_attacked_shares_are_combined_by_the_rule() -> None:
+    rows = torch.randn(5, 1000, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(combine_shares(rows, read_aggregation("median")), rows.median(0).values)
+    torch.testing.assert_close(combine_shares(rows, read_aggregation("")), rows.mean(0))
 
 
 def test_scale() -> None:

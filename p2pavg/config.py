@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from p2pavg.errors import ConfigError
-from p2pavg.group.aggregation import Aggregation, RobustRule, resolve_rule
+from p2pavg.group.aggregation import MOST_NORMS, Aggregation, RobustRule, resolve_rule
 from p2pavg.group.limits import (
     MAX_BANDWIDTH,
     MAX_CODEC_CHARS,
@@ -49,6 +49,10 @@ class AveragingConfig:
             move the result far: :class:`TrimmedMean`, :class:`Median` or :class:`CenteredClip`, or the same as text
             (``"trimmed_mean:0.25"``, ``"median"``, ``"centered_clip:1.0:3"``). All peers of a run need the same rule:
             peers with different rules never meet. ``None``: the weighted mean.
+        max_norm: a contribution that is longer (by the Euclidean norm of all of its values) than ``max_norm`` times the
+            median of its group counts as if it were shortened to that length, 1 to 1e6. Each peer signs its norm, and
+            :attr:`Success.clipped` names the peers that were shortened. All peers of a run need the same value.
+            ``None``: contributions count as they are.
 
     Raises:
         ConfigError: an argument is out of range; the message names it.
@@ -67,6 +71,7 @@ class AveragingConfig:
     tags: tuple[str, ...] = ()
     max_weight: float | None = None
     robust: str | RobustRule | None = None
+    max_norm: float | None = None
 
     def __post_init__(self) -> None:
         if not _is_text(self.run_id) or not 0 < len(self.run_id) <= MAX_RUN_ID_CHARS:
@@ -91,6 +96,8 @@ class AveragingConfig:
                 f"participation: a rule's text has at most {MAX_RULE_CHARS} printable characters"
             )
         check_tags(self.tags)
+        if self.max_norm is not None:
+            _check_number("max_norm", self.max_norm, MOST_NORMS, least=1.0)
         try:
             resolve_rule(self.robust)
         except ConfigError as error:
@@ -111,8 +118,8 @@ class AveragingConfig:
 
     @property
     def aggregation(self) -> Aggregation:
-        """How a group combines its contributions: what ``robust`` names."""
-        return Aggregation(resolve_rule(self.robust))
+        """How a group combines its contributions, by ``robust`` and ``max_norm``."""
+        return Aggregation(resolve_rule(self.robust), None if self.max_norm is None else float(self.max_norm))
 
     @property
     def most_weight(self) -> float:

@@ -10,10 +10,12 @@ from dataclasses import dataclass
 
 import torch
 
+from p2pavg.allreduce.errors import UndecodableError
 from p2pavg.allreduce.messages import Lane
+from p2pavg.allreduce.norm_check import NormCheck
 from p2pavg.allreduce.robust import combine
 from p2pavg.errors import RemoteProtocolError
-from p2pavg.group.aggregation import PLAIN, Aggregation
+from p2pavg.group.aggregation import RobustRule
 from p2pavg.group.roster import Roster
 from p2pavg.group.shares import Part, cut_into_parts, part_size, share_bounds
 from p2pavg.net.transport import Buffer
@@ -154,19 +156,16 @@ class Ledger:
 
 @dataclass(frozen=True, slots=True)
 class Contribution:
-    """One member's values of one part: float32 of its length, on any device, or what the codec made of them."""
+    """One member's values of one part: float32 of its length, on any device, or what the codec made of them.
+
+    Args:
+        factor: the values count multiplied by it: see :mod:`p2pavg.group.norms`.
+    """
 
     peer_id: str
     weight: float
     values: torch.Tensor | Buffer
-
-
-class BadContributionError(RemoteProtocolError):
-    """A member's part does not decode."""
-
-    def __init__(self, peer_id: str, reason: str) -> None:
-        super().__init__(f"{peer_id} sent a part that does not decode: {reason}")
-        self.peer_id = peer_id
+    factor: float = 1.0
 
 
 def average_part(
@@ -175,7 +174,8 @@ def average_part(
     total_weight: float,
     out: torch.Tensor,
     *,
-    aggregation: Aggregation = PLAIN,
+    robust: RobustRule | None = None,
+    check: NormCheck | None = None,
     floats: Callable[[int], torch.Tensor] = torch.empty,
     payload: memoryview | None = None,
 ) -> memoryview:
@@ -183,14 +183,15 @@ def average_part(
 
     Every member decodes these same bytes, this one too: that is what makes their results identical.
 
-    The weighted mean takes memory for one part. A robust rule needs all contributions at once: one part per
-    contributor, and one more.
+    The weighted mean takes memory for one part, or for two with ``check``. A robust rule needs all contributions at
+    once: one part per contributor, and one more.
 
     Args:
         contributions: of all members, in the roster's order, so that the rounding is the same in every run.
         total_weight: the sum of the roster's weights.
         out: float32 of the part's length, on the CPU.
-        aggregation: what the group has agreed on: the weighted mean, or a robust rule.
+        robust: the rule that the group has agreed on; ``None``: the weighted mean.
+        check: is given what other members sent, before their factors are applied.
         floats: returns memory for so many numbers, float32 on the CPU, of arbitrary content.
         payload: where the encoded part goes, of its length; allocated when missing.
 
@@ -198,16 +199,17 @@ def average_part(
         The encoded part: ``payload``, or with a codec that changes nothing the bytes of ``out``.
 
     Raises:
-        BadContributionError: an encoded contribution is malformed.
+        BadContributionError: an encoded contribution is malformed, or longer than its member signed.
     """
     accumulator = floats(out.numel())
-    if aggregation.robust is None:
-        _sum_up(codec, contributions, total_weight, accumulator)
+    if robust is not None:
+        rows = [
+            _scaled(contribution, _decoded(codec, contribution, check, floats(out.numel())), floats)
+            for contribution in contributions
+        ]
+        combine(robust, rows, [contribution.weight for contribution in contributions], accumulator)
     else:
-        rows = [_decoded(codec, contribution, floats, out.numel()) for contribution in contributions]
-        combine(
-            aggregation.robust, rows, [contribution.weight for contribution in contributions], accumulator
-        )
+        _sum_up(codec, contributions, total_weight, accumulator, check, floats)
     # Contributions at the limit may exceed it by a rounding error together.
     if codec.is_identity:
         return bytes_of(torch.clamp(accumulator, -MAX_MAGNITUDE, MAX_MAGNITUDE, out=out))
@@ -220,31 +222,51 @@ def average_part(
 
 
 def _sum_up(
-    codec: Codec, contributions: Sequence[Contribution], total_weight: float, accumulator: torch.Tensor
+    codec: Codec,
+    contributions: Sequence[Contribution],
+    total_weight: float,
+    accumulator: torch.Tensor,
+    check: NormCheck | None,
+    floats: Callable[[int], torch.Tensor],
 ) -> None:
     """Write the weighted mean into ``accumulator``."""
     accumulator.zero_()
+    room = None if check is None else floats(accumulator.numel())
     for contribution in contributions:
-        share = contribution.weight / total_weight
-        if isinstance(contribution.values, torch.Tensor):
-            accumulator.add_(contribution.values.cpu(), alpha=share)
+        share = contribution.weight / total_weight * contribution.factor
+        if isinstance(contribution.values, torch.Tensor) or room is not None:
+            accumulator.add_(_decoded(codec, contribution, check, room), alpha=share)
             continue
         try:
             codec.accumulate(contribution.values, accumulator, share)
         except CodecError as error:
-            raise BadContributionError(contribution.peer_id, str(error)) from None
+            raise UndecodableError(contribution.peer_id, str(error)) from None
 
 
 def _decoded(
-    codec: Codec, contribution: Contribution, floats: Callable[[int], torch.Tensor], elements: int
+    codec: Codec, contribution: Contribution, check: NormCheck | None, room: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return a contribution's values, float32 on the CPU, checked by the codec."""
+    """Return a contribution's values, float32 on the CPU: this member's own, or what others sent, checked."""
     if isinstance(contribution.values, torch.Tensor):
         return contribution.values.cpu()
+    assert room is not None
     try:
-        return codec.decode(contribution.values, elements, floats(elements))
+        values = codec.decode(contribution.values, room.numel(), room)
     except CodecError as error:
-        raise BadContributionError(contribution.peer_id, str(error)) from None
+        raise UndecodableError(contribution.peer_id, str(error)) from None
+    if check is not None:
+        check.take(contribution.peer_id, values)
+    return values
+
+
+def _scaled(
+    contribution: Contribution, values: torch.Tensor, floats: Callable[[int], torch.Tensor]
+) -> torch.Tensor:
+    """Return the values times the contribution's factor. This member's own vector is not changed."""
+    if contribution.factor == 1.0:
+        return values
+    own = isinstance(contribution.values, torch.Tensor)
+    return torch.mul(values, contribution.factor, out=floats(values.numel()) if own else values)
 
 
 def bytes_of(values: torch.Tensor) -> memoryview:

@@ -6,8 +6,8 @@ No I/O, no clock. :mod:`p2pavg.group.aggregation` defines the rules.
 element, and each of these is rounded as IEEE 754 says. No operation sums along an axis, where the order would depend on
 the machine's vector unit, and none fuses a product with a sum.
 
-**Weights** are rounded to whole units of about a four-millionth of the total (:func:`units_of`). Sums of units are
-exact in float32, so a trim ends at exactly the same place in whatever order the contributions come.
+**Weights** are rounded to whole units of about a four-millionth of the total (:mod:`p2pavg.group.weights`). Sums of
+units are exact in float32, so a trim ends at exactly the same place in whatever order the contributions come.
 
 **Time.** With equal weights, the values of each coordinate are sorted by a sorting network: comparisons in a fixed
 order, each of which is one minimum and one maximum of whole chunks (Batcher 1968; Knuth, The Art of Computer
@@ -17,7 +17,6 @@ Both work on chunks that fit into a core's cache.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
@@ -28,11 +27,10 @@ import torch
 from numpy.typing import NDArray
 
 from p2pavg.group.aggregation import CenteredClip, Median, RobustRule, TrimmedMean
+from p2pavg.group.weights import lower_median, units_of
 
 Floats: TypeAlias = NDArray[np.float32]
 
-UNITS = 2**22
-"""Units in all. Twice as many and one per member are still exact in float32."""
 CHUNK_ELEMENTS = 32_768  # 128 KiB of each contribution
 PAIRED_ELEMENTS = 65_536  # the same for pairs, where a call costs more than the cache saves
 _SUMS = 64  # sums of squares that are left for math.fsum, which adds them without any rounding between
@@ -69,16 +67,6 @@ def combine(
 # ---------------------------------------------------------------------- weights
 
 
-def units_of(weights: Sequence[float]) -> list[int]:
-    """Return the weights as whole, even numbers of units, the same for equal weights.
-
-    Even, so that half of their sum is whole. A contribution of less than a four-millionth of the total counts nothing.
-    """
-    largest = max(weights)  # divided first, because the sum of weights may overflow
-    total = math.fsum(weight / largest for weight in weights)
-    return [2 * round(weight / largest / total * (UNITS / 2)) for weight in weights]
-
-
 def trim_window(units: Sequence[int], fraction: float) -> tuple[int, int]:
     """Return where the units begin and end that a trimmed mean keeps. At least those of the median are kept."""
     total = sum(units)
@@ -94,14 +82,6 @@ def middle_window(units: Sequence[int]) -> tuple[int, int]:
     """
     middle = sum(units) // 2
     return middle - 1, middle + 1
-
-
-def lower_median(values: Sequence[float], weights: Sequence[float]) -> float:
-    """Return the lower weighted median: the least value up to which there is at least half of the weight."""
-    ordered = sorted(zip(values, units_of(weights), strict=True))
-    passed = itertools.accumulate(units for _, units in ordered)
-    middle = sum(units for _, units in ordered) // 2
-    return next(value for (value, _), at in zip(ordered, passed, strict=True) if at >= middle)
 
 
 # ---------------------------------------------------------------------- the mean of what is kept

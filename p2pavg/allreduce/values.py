@@ -14,10 +14,12 @@ import torch
 from blake3 import blake3
 
 from p2pavg.allreduce.messages import Lane
+from p2pavg.allreduce.norm_check import NormCheck
 from p2pavg.allreduce.reduction import Contribution, Ledger, average_part, bytes_of
 from p2pavg.consensus.votes import DIGEST_BYTES
 from p2pavg.errors import RemoteProtocolError
 from p2pavg.group.aggregation import PLAIN, Aggregation
+from p2pavg.group.norms import norm_factors
 from p2pavg.group.shares import Part
 from p2pavg.net.transport import Buffer
 from p2pavg.vector.buffers import Buffers
@@ -51,7 +53,9 @@ class Values:
         aggregation: Aggregation = PLAIN,
     ) -> None:
         self._ledger = ledger
-        self._aggregation = aggregation
+        self._robust = aggregation.robust
+        self._factors = norm_factors(ledger.roster, aggregation.max_norm)
+        self._norm_check = None if aggregation.max_norm is None else NormCheck(ledger.roster)
         self._codec = codec
         self._vector = vector
         self._buffers = buffers
@@ -154,11 +158,16 @@ class Values:
         """Average a part of this member's share.
 
         Raises:
-            BadContributionError: a member's part does not decode.
+            BadContributionError: a member's part does not decode, or is longer than the member signed.
         """
         part, pending = self._own_parts[index], self._pending[index]
         contributions = [
-            Contribution(member.peer_id, member.weight, self._values_of(member.peer_id, part, pending))
+            Contribution(
+                member.peer_id,
+                member.weight,
+                self._values_of(member.peer_id, part, pending),
+                self._factors.get(member.peer_id, 1.0),
+            )
             for member in self._ledger.roster.contributors
         ]
         out = self.averaged[part.start - self._offset : part.stop - self._offset]
@@ -168,7 +177,8 @@ class Values:
                 contributions,
                 self._ledger.roster.total_weight,
                 out,
-                aggregation=self._aggregation,
+                robust=self._robust,
+                check=self._norm_check,
                 floats=self._buffers.floats,
                 payload=None if self._codec.is_identity else self.buffer(part),
             )

@@ -12,7 +12,9 @@ from typing import TypeAlias
 from p2pavg.errors import ConfigError
 
 MAX_ITERATIONS = 16
+_MAX_NORM = "max_norm:"
 MAX_RADIUS = 1e6
+MOST_NORMS = 1e6
 MAX_FRACTION = 0.499  # a trimmed mean of all but nothing is the median, which has a name of its own
 
 
@@ -143,10 +145,11 @@ def _number(text: str) -> float:
         raise ConfigError(f"a rule's parameter must be a number, got {text!r}") from None
 
 
-def _check_number(name: str, value: object, most: float) -> None:
+def _check_number(name: str, value: object, most: float, *, least: float = 0.0) -> None:
     number = not isinstance(value, bool) and isinstance(value, int | float)
-    if not number or not 0 < value <= most:  # type: ignore[operator]
-        raise ConfigError(f"{name} must be a number above 0 and at most {most:g}, got {value!r}")
+    if not number or not 0 < value <= most or value < least:  # type: ignore[operator]
+        range_of = f"from {least:g} to {most:g}" if least else f"above 0 and at most {most:g}"
+        raise ConfigError(f"{name} must be a number {range_of}, got {value!r}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,11 +158,18 @@ class Aggregation:
 
     robust: RobustRule | None = None
     """``None``: the weighted mean."""
+    max_norm: float | None = None
+    """The longest contribution, in medians of the group's norms; ``None``: contributions may have any norm."""
+
+    def __post_init__(self) -> None:
+        if self.max_norm is not None:
+            _check_number("max_norm", self.max_norm, MOST_NORMS, least=1.0)
 
     @property
     def text(self) -> str:
         """The text from which a run's keys are derived; empty for the plain weighted mean."""
-        return "" if self.robust is None else self.robust.text
+        words = [] if self.robust is None else [self.robust.text]
+        return " ".join(words if self.max_norm is None else [*words, f"{_MAX_NORM}{float(self.max_norm)!r}"])
 
 
 PLAIN = Aggregation()
@@ -172,7 +182,8 @@ def read_aggregation(text: str) -> Aggregation:
     Raises:
         ConfigError: no :class:`Aggregation` has this text.
     """
-    found = Aggregation(resolve_rule(text) if text else None)
+    rule, _, most = text.partition(_MAX_NORM)
+    found = Aggregation(resolve_rule(rule.rstrip(" ") or None), _number(most) if most else None)
     if found.text != text:
         raise ConfigError(f"an aggregation's text is {found.text!r}, got {text!r}")
     return found

@@ -15,6 +15,7 @@ from p2pavg.group.limits import (
     MAX_CODEC_CHARS,
     MAX_METRIC,
     MAX_METRICS,
+    MAX_NORM,
     MAX_STATE_BYTES,
     MAX_TAGS,
     MAX_WEIGHT,
@@ -65,6 +66,8 @@ class Candidate:
     """Capabilities that the peer claims, e.g. ``gpu``."""
     metrics: tuple[tuple[str, float], ...]
     """Metrics that the peer measured while it accumulated, as (name, value), sorted by name."""
+    norm: float
+    """Euclidean norm of the peer's contribution; 0 if the run bounds no norms (:mod:`p2pavg.group.norms`)."""
     record: Record = field(repr=False)
 
     @property
@@ -95,10 +98,11 @@ def sign_candidate(
     state: bytes = b"",
     tags: Sequence[str] = (),
     metrics: Mapping[str, float] = MappingProxyType({}),
+    norm: float = 0.0,
 ) -> Candidate:
     """Sign this peer's own candidate."""
     value = pack(
-        2,
+        3,
         float(deadline),
         float(weight),
         float(bandwidth),
@@ -108,6 +112,7 @@ def sign_candidate(
         state,
         tuple(tags),
         tuple((name, float(metrics[name])) for name in sorted(metrics)),
+        float(norm),
     )
     record = sign_record(
         signer, key=key, sequence=int(deadline * 1e6), expiration_time=expiration_time, value=value
@@ -121,13 +126,17 @@ def read_candidate(record: Record) -> Candidate:
     Raises:
         RemoteProtocolError: the value is no candidate, or one of its fields is out of range.
     """
-    version, deadline, weight, bandwidth, codec, auxiliary, addresses, state, tags, metrics = unpack(
-        record.value, int, float, float, float, str, bool, tuple, bytes, tuple, tuple
+    version, deadline, weight, bandwidth, codec, auxiliary, addresses, state, tags, metrics, norm = unpack(
+        record.value, int, float, float, float, str, bool, tuple, bytes, tuple, tuple, float
     )
-    if version != 2:
+    if version != 3:
         raise RemoteProtocolError(f"readiness of version {version}")
     if not 0 <= weight <= MAX_WEIGHT or (auxiliary and weight):
         raise RemoteProtocolError(f"weight {weight} of {'an auxiliary' if auxiliary else 'a peer'}")
+    if not 0 <= norm <= MAX_NORM or (norm and not weight):
+        raise RemoteProtocolError(
+            f"a norm of {norm:g} of {'a contribution' if weight else 'no contribution'}"
+        )
     if len(state) > MAX_STATE_BYTES:
         raise RemoteProtocolError(f"a state of {len(state)} bytes")
     if not MIN_BANDWIDTH <= bandwidth <= MAX_BANDWIDTH:
@@ -151,6 +160,7 @@ def read_candidate(record: Record) -> Candidate:
         state=state,
         tags=_read_tags(tags),
         metrics=_read_metrics(metrics),
+        norm=norm,
         record=record,
     )
 

@@ -79,6 +79,7 @@ def sync_parameters(
         compression=None,
         participation=None,
         robust=None,
+        max_norm=None,
         group_size=peers,
         min_group_size=peers,
         match_timeout=min(averager.config.match_timeout, longest),

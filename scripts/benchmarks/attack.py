@@ -192,9 +192,8 @@ class Run:
         with sdpa_kernel(SDPBackend.MATH):  # the only one that computes all workers' gradients at once
             for step in range(steps):
                 combined = combine_shares(self._contributions(step), self._aggregation)
-                for parameter, piece in zip(
-                    parameters, combined.split([each.numel() for each in parameters]), strict=True
-                ):
+                pieces = torch.split(combined, [each.numel() for each in parameters])
+                for parameter, piece in zip(parameters, pieces, strict=True):
                     parameter.grad = piece.view_as(parameter)
                 optimizer.step()
             with torch.no_grad():
@@ -240,7 +239,7 @@ def combine_shares(rows: torch.Tensor, aggregation: Aggregation) -> torch.Tensor
         for part in cut_into_parts(start, stop, codec.granularity, size):
             span = slice(part.start, part.stop)
             contributions = [Contribution(str(index), 1.0, row[span]) for index, row in enumerate(rows)]
-            average_part(codec, contributions, float(members), out[span], aggregation=aggregation)
+            average_part(codec, contributions, float(members), out[span], robust=aggregation.robust)
     return out
 
 

@@ -9,8 +9,9 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from p2pavg.allreduce.robust import combine, units_of
+from p2pavg.allreduce.robust import combine
 from p2pavg.group.aggregation import CenteredClip, Median, RobustRule, TrimmedMean
+from p2pavg.group.weights import units_of
 from p2pavg_compression import MAX_MAGNITUDE
 
 ROUNDING = 1e-5

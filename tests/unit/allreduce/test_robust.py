@@ -11,9 +11,11 @@ import pytest
 import torch
 
 from p2pavg.allreduce import robust
-from p2pavg.allreduce.reduction import BadContributionError, Contribution, average_part
-from p2pavg.allreduce.robust import combine, lower_median, merge_exchange, units_of
-from p2pavg.group.aggregation import Aggregation, CenteredClip, Median, RobustRule, TrimmedMean
+from p2pavg.allreduce.errors import BadContributionError
+from p2pavg.allreduce.reduction import Contribution, average_part
+from p2pavg.allreduce.robust import combine, merge_exchange
+from p2pavg.group.aggregation import CenteredClip, Median, RobustRule, TrimmedMean
+from p2pavg.group.weights import lower_median, units_of
 from p2pavg_compression import MAX_MAGNITUDE, Blockwise8, Codec, Fp32
 
 RULES: list[RobustRule] = [
@@ -86,6 +88,8 @@ GOLDEN: list[tuple[RobustRule, list[float], list[float], float]] = [
     # The center begins at 2; the distances 2, 0, 1, 1, 98 have the median 1.
     (CenteredClip(1.0, 1), [0.0, 2.0, 3.0, 1.0, 100.0], [1.0] * 5, 2 + (-1 + 0 + 1 - 1 + 1) / 5),
     (CenteredClip(1.0, 2), [0.0, 2.0, 3.0, 1.0, 100.0], [1.0] * 5, 2.0),
+    # tau is 2, from the first center, which is 2; the second is 2.2.
+    (CenteredClip(1.0, 2), [0.0, 1.0, 2.0, 10.0, 100.0], [1.0] * 5, 2.2 + (-2 - 1.2 - 0.2 + 2 + 2) / 5),
     (CenteredClip(2.0, 1), [0.0, 2.0, 3.0, 1.0, 100.0], [1.0] * 5, 2 + (-2 + 0 + 1 - 1 + 2) / 5),
     (CenteredClip(2.0, 1), [0.0, 2.0, 3.0, 1.0, 100.0], [2.0, 1.0, 1.0, 1.0, 1.0], 1.5),
     (CenteredClip(1e6, 1), [0.0, 2.0, 3.0, 1.0, 100.0], [1.0] * 5, 21.2),
@@ -194,7 +198,7 @@ def test_the_reducers_own_contribution_counts_as_the_others(
             for index, (row, weight) in enumerate(zip(rows, weights, strict=True))
         ]
         out = torch.empty(128)
-        payload = average_part(codec, contributions, math.fsum(weights), out, aggregation=Aggregation(rule))
+        payload = average_part(codec, contributions, math.fsum(weights), out, robust=rule)
         assert torch.equal(codec.decode(bytes(payload), 128), out)
         results.append(out)
     if codec.is_identity:
@@ -208,5 +212,5 @@ def test_a_part_that_does_not_decode_names_its_sender() -> None:
         Contribution("liar", 1.0, torch.tensor([1.0, math.nan, 1.0, 1.0]).numpy().tobytes()),
     ]
     with pytest.raises(BadContributionError, match="liar") as caught:
-        average_part(Fp32(), contributions, 2.0, torch.empty(4), aggregation=Aggregation(Median()))
+        average_part(Fp32(), contributions, 2.0, torch.empty(4), robust=Median())
     assert caught.value.peer_id == "liar"

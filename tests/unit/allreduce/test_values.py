@@ -19,8 +19,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from p2pavg.allreduce import values as values_module
+from p2pavg.allreduce.errors import BadContributionError
 from p2pavg.allreduce.messages import Lane
-from p2pavg.allreduce.reduction import BadContributionError, Contribution, Ledger, average_part
+from p2pavg.allreduce.reduction import Contribution, Ledger, average_part
 from p2pavg.allreduce.values import Values, check_index
 from p2pavg.consensus.votes import DIGEST_BYTES
 from p2pavg.errors import RemoteProtocolError

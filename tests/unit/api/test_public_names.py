@@ -101,6 +101,7 @@ FIELDS: list[tuple[type, list[tuple[str, str, object]]]] = [
             ("tags", "tuple[str, ...]", ()),
             ("max_weight", "float | None", None),
             ("robust", "str | RobustRule | None", None),
+            ("max_norm", "float | None", None),
         ],
     ),
     (
@@ -121,6 +122,7 @@ FIELDS: list[tuple[type, list[tuple[str, str, object]]]] = [
             ("observers", "tuple[str, ...]", ()),
             ("auxiliaries", "tuple[str, ...]", ()),
             ("paths", "Mapping[str, Path]", {}),
+            ("clipped", "tuple[str, ...]", ()),
             ("lost", "Mapping[str, str]", {}),
         ],
     ),

@@ -8,7 +8,7 @@ import pytest
 
 from p2pavg.errors import RemoteProtocolError
 from p2pavg.group.candidate import read_candidate, read_signed_candidate, ready_key
-from p2pavg.group.limits import MAX_BANDWIDTH, MAX_CODEC_CHARS, MAX_WEIGHT, MIN_BANDWIDTH
+from p2pavg.group.limits import MAX_BANDWIDTH, MAX_CODEC_CHARS, MAX_NORM, MAX_WEIGHT, MIN_BANDWIDTH
 from p2pavg.group.roster import share_cutter
 from p2pavg_dht.record import pack as pack_record
 from tests.unit.group.samples import DEADLINE, KEY, SIGNERS, candidate, record_of, signed
@@ -54,6 +54,8 @@ def test_state_tags_and_metrics_are_read_back() -> None:
     assert again == me
     assert (again.state, again.tags) == (b"step 7", ("gpu", "fp16"))
     assert again.metrics == (("accuracy", 1.0), ("loss", 2.5)), "names in order: one encoding"
+    assert again.norm == 0.0
+    assert read_signed_candidate(pack_record(candidate(3, norm=2.5).record)).norm == 2.5
 
 
 def test_a_peer_without_a_weight_may_still_want_the_result() -> None:
@@ -90,56 +92,63 @@ def test_candidates_are_ordered_by_auxiliary_then_deadline_then_id() -> None:
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ((1, 1.0, 1.0, 1.0, "fp32", False, ADDRESSES), "readiness of version 1"),
-        ((2, -1.0, 1.0, 1.0, "fp32", False, ADDRESSES), "deadline out of range"),
-        ((2, math.nan, 1.0, 1.0, "fp32", False, ADDRESSES), "not finite"),
-        ((2, math.inf, 1.0, 1.0, "fp32", False, ADDRESSES), "not finite"),
-        ((2, 1.0, -1.0, 1.0, "fp32", False, ADDRESSES), "weight -1.0 of a peer"),
-        ((2, 1.0, 1.0, 1.0, "fp32", True, ADDRESSES), "weight 1.0 of an auxiliary"),
-        ((2, 1.0, MAX_WEIGHT * 1.01, 1.0, "fp32", False, ADDRESSES), "weight"),
-        ((2, 1.0, math.nan, 1.0, "fp32", False, ADDRESSES), "not finite"),
-        ((2, 1.0, 1, 1.0, "fp32", False, ADDRESSES), "field 2 is int"),
-        ((2, 1.0, 1.0, 0.0, "fp32", False, ADDRESSES), "bandwidth"),
-        ((2, 1.0, 1.0, -5.0, "fp32", False, ADDRESSES), "bandwidth"),
-        ((2, 1.0, 1.0, MIN_BANDWIDTH * 0.99, "fp32", False, ADDRESSES), "a bandwidth of 0.099 Mbit/s"),
-        ((2, 1.0, 1.0, MAX_BANDWIDTH * 1.01, "fp32", False, ADDRESSES), "bandwidth"),
-        ((2, 1.0, 1.0, 1.0, "", False, ADDRESSES), "codec"),
-        ((2, 1.0, 1.0, 1.0, "x" * (MAX_CODEC_CHARS + 1), False, ADDRESSES), "codec"),
-        ((2, 1.0, 1.0, 1.0, "fp32\x1b[2J", False, ADDRESSES), "codec"),
-        ((2, 1.0, 1.0, 1.0, "fp32", 0, ADDRESSES), "field 5 is int"),
-        ((2, 1.0, 1.0, 1.0, "fp32", False, ("no address",)), "an address is printable ASCII"),
-        ((2, 1.0, 1.0, 1.0, "fp32", False, ("/a b",)), "an address is printable ASCII"),
-        ((2, 1.0, 1.0, 1.0, "fp32", False, (5,)), "an address is a text"),
-        ((2, 1.0, 1.0, 1.0, "fp32", False, ("/a",) * 17), "at most 16 addresses"),
-        ((2, 1.0, 1.0, 1.0, "fp32", False), "10 fields"),
-        ((2, 1.0, 1.0, 1.0, "fp32", False, (), b"x" * 33, (), ()), "a state of 33 bytes"),
-        ((2, 1.0, 1.0, 1.0, "fp32", False, (), "x", (), ()), "field 7 is str"),
-        ((2, 1.0, 1.0, 1.0, "fp32", False, (), b"", ("x",) * 17, ()), "tags"),
-        ((2, 1.0, 1.0, 1.0, "fp32", False, (), b"", ("x" * 33,), ()), "tags"),
-        ((2, 1.0, 1.0, 1.0, "fp32", False, (), b"", ("",), ()), "tags"),
-        ((2, 1.0, 1.0, 1.0, "fp32", False, (), b"", ("\x1b",), ()), "tags"),
-        ((2, 1.0, 1.0, 1.0, "fp32", False, (), b"", (5,), ()), "field 0 is int"),
-        ((2, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (("x", 1.0),) * 17), "17 metrics"),
-        ((2, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (("x", 1.0),) * 2), "metrics whose names"),
-        ((2, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (("y", 1.0), ("x", 1.0))), "metrics whose names"),
-        ((2, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (("\x1b", 1.0),)), "metrics whose names"),
-        ((2, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (("x", math.nan),)), "not finite"),
-        ((2, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (("x", 1.1e100),)), "a metric out of range"),
-        ((2, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (("x", 1),)), "field 1 is int"),
-        ((2, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (("x",),)), "2 fields"),
-        ((2, 1.0, 1.0, 1.0, "fp32", False, (), b"", "gpu", ()), "field 8 is str"),
-        ((2, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (("x" * 33, 1.0),)), "metrics whose names"),
-        ((2, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (("", 1.0),)), "metrics whose names"),
-        ((2, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (("x", 1.0), ("x", 2.0))), "metrics whose names"),
-        ((2, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), ((5, 1.0),)), "field 0 is int"),
-        ((2, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), ("x",)), "field 0 is str"),
-        ((2, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), "x"), "field 9 is str"),
-        ((2, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (), ()), "10 fields"),
-        ((), "10 fields"),
+        ((2, 1.0, 1.0, 1.0, "fp32", False, ADDRESSES), "readiness of version 2"),
+        ((3, -1.0, 1.0, 1.0, "fp32", False, ADDRESSES), "deadline out of range"),
+        ((3, math.nan, 1.0, 1.0, "fp32", False, ADDRESSES), "not finite"),
+        ((3, math.inf, 1.0, 1.0, "fp32", False, ADDRESSES), "not finite"),
+        ((3, 1.0, -1.0, 1.0, "fp32", False, ADDRESSES), "weight -1.0 of a peer"),
+        ((3, 1.0, 1.0, 1.0, "fp32", True, ADDRESSES), "weight 1.0 of an auxiliary"),
+        ((3, 1.0, MAX_WEIGHT * 1.01, 1.0, "fp32", False, ADDRESSES), "weight"),
+        ((3, 1.0, math.nan, 1.0, "fp32", False, ADDRESSES), "not finite"),
+        ((3, 1.0, 1, 1.0, "fp32", False, ADDRESSES), "field 2 is int"),
+        ((3, 1.0, 1.0, 0.0, "fp32", False, ADDRESSES), "bandwidth"),
+        ((3, 1.0, 1.0, -5.0, "fp32", False, ADDRESSES), "bandwidth"),
+        ((3, 1.0, 1.0, MIN_BANDWIDTH * 0.99, "fp32", False, ADDRESSES), "a bandwidth of 0.099 Mbit/s"),
+        ((3, 1.0, 1.0, MAX_BANDWIDTH * 1.01, "fp32", False, ADDRESSES), "bandwidth"),
+        ((3, 1.0, 1.0, 1.0, "", False, ADDRESSES), "codec"),
+        ((3, 1.0, 1.0, 1.0, "x" * (MAX_CODEC_CHARS + 1), False, ADDRESSES), "codec"),
+        ((3, 1.0, 1.0, 1.0, "fp32\x1b[2J", False, ADDRESSES), "codec"),
+        ((3, 1.0, 1.0, 1.0, "fp32", 0, ADDRESSES), "field 5 is int"),
+        ((3, 1.0, 1.0, 1.0, "fp32", False, ("no address",)), "an address is printable ASCII"),
+        ((3, 1.0, 1.0, 1.0, "fp32", False, ("/a b",)), "an address is printable ASCII"),
+        ((3, 1.0, 1.0, 1.0, "fp32", False, (5,)), "an address is a text"),
+        ((3, 1.0, 1.0, 1.0, "fp32", False, ("/a",) * 17), "at most 16 addresses"),
+        ((3, 1.0, 1.0, 1.0, "fp32", False), "11 fields"),
+        ((3, 1.0, 1.0, 1.0, "fp32", False, (), b"x" * 33, (), ()), "a state of 33 bytes"),
+        ((3, 1.0, 1.0, 1.0, "fp32", False, (), "x", (), ()), "field 7 is str"),
+        ((3, 1.0, 1.0, 1.0, "fp32", False, (), b"", ("x",) * 17, ()), "tags"),
+        ((3, 1.0, 1.0, 1.0, "fp32", False, (), b"", ("x" * 33,), ()), "tags"),
+        ((3, 1.0, 1.0, 1.0, "fp32", False, (), b"", ("",), ()), "tags"),
+        ((3, 1.0, 1.0, 1.0, "fp32", False, (), b"", ("\x1b",), ()), "tags"),
+        ((3, 1.0, 1.0, 1.0, "fp32", False, (), b"", (5,), ()), "field 0 is int"),
+        ((3, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (("x", 1.0),) * 17), "17 metrics"),
+        ((3, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (("x", 1.0),) * 2), "metrics whose names"),
+        ((3, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (("y", 1.0), ("x", 1.0))), "metrics whose names"),
+        ((3, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (("\x1b", 1.0),)), "metrics whose names"),
+        ((3, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (("x", math.nan),)), "not finite"),
+        ((3, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (("x", 1.1e100),)), "a metric out of range"),
+        ((3, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (("x", 1),)), "field 1 is int"),
+        ((3, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (("x",),)), "2 fields"),
+        ((3, 1.0, 1.0, 1.0, "fp32", False, (), b"", "gpu", ()), "field 8 is str"),
+        ((3, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (("x" * 33, 1.0),)), "metrics whose names"),
+        ((3, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (("", 1.0),)), "metrics whose names"),
+        ((3, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (("x", 1.0), ("x", 2.0))), "metrics whose names"),
+        ((3, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), ((5, 1.0),)), "field 0 is int"),
+        ((3, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), ("x",)), "field 0 is str"),
+        ((3, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), "x"), "field 9 is str"),
+        ((3, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (), 0.0, ()), "11 fields"),
+        ((3, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (), -1.0), "a norm of -1 of a contribution"),
+        ((3, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (), 2.0**119), "a norm of 6.64614e\\+35"),
+        ((3, 1.0, 0.0, 1.0, "fp32", False, (), b"", (), (), 1.0), "a norm of 1 of no contribution"),
+        ((3, 1.0, 0.0, 1.0, "fp32", True, (), b"", (), (), 1.0), "a norm of 1 of no contribution"),
+        ((3, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (), math.nan), "not finite"),
+        ((3, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (), 1), "field 10 is int"),
+        ((), "11 fields"),
     ],
 )
 def test_a_genuine_record_with_an_invalid_field_is_refused(fields: tuple[object, ...], reason: str) -> None:
-    record = record_of(0, *fields, *((b"", (), ()) if len(fields) == 7 else ()))
+    rest = (b"", (), (), 0.0)
+    record = record_of(0, *fields, *(rest if len(fields) == 7 else rest[3:] if len(fields) == 10 else ()))
     with pytest.raises(RemoteProtocolError, match=reason):
         read_candidate(record)
     with pytest.raises(RemoteProtocolError, match=reason):
@@ -155,16 +164,17 @@ def test_the_ends_of_the_ranges_are_allowed() -> None:
     measured = tuple((f"{index:032}", -1e100) for index in range(16))
     rest = (b"s" * 32, ("t" * 32,) * 16, measured)
     most = read_candidate(
-        record_of(0, 2, 0.0, MAX_WEIGHT, MAX_BANDWIDTH, "x" * MAX_CODEC_CHARS, False, (), *rest)
+        record_of(0, 3, 0.0, MAX_WEIGHT, MAX_BANDWIDTH, "x" * MAX_CODEC_CHARS, False, (), *rest, MAX_NORM)
     )
     assert (most.state, most.tags, most.metrics) == rest
+    assert most.norm == MAX_NORM
     assert (most.weight, most.bandwidth, most.deadline, most.addresses) == (
         MAX_WEIGHT,
         MAX_BANDWIDTH,
         0.0,
         (),
     )
-    least = read_candidate(record_of(0, 2, 0.0, 5e-324, MIN_BANDWIDTH, "x", False, (), b"", (), ()))
+    least = read_candidate(record_of(0, 3, 0.0, 5e-324, MIN_BANDWIDTH, "x", False, (), b"", (), (), 0.0))
     assert (least.weight, least.bandwidth) == (5e-324, MIN_BANDWIDTH)
 
 

@@ -190,3 +190,15 @@ def test_exchange_may_take_the_callers_timeout(timeout: float, exchange: float) 
     [config] = rounds.opened
     assert config.exchange_timeout == exchange
     assert config.match_timeout == min(30.0, timeout)
+
+
+def test_one_peers_tensors_are_taken_as_they_are() -> None:
+    """A rule that all peers of the run share is for contributions of several peers."""
+    rounds = Rounds(came(2.0, "source"))
+    rounds.config = replace(
+        rounds.config, robust="median", max_norm=2.0, participation=p2pavg.RandomFraction(0.5)
+    )
+    rounds.sync_board.others["source"] = received(2.0)
+    sync(rounds, [torch.zeros(3)])
+    [config] = rounds.opened
+    assert (config.robust, config.max_norm, config.participation) == (None, None, None)

@@ -27,6 +27,7 @@ SUMMARIES = {
     "overlap": "what a training loop loses to rounds in the background (4 minutes)",
     "codecs": "encoding and decoding on one core (a minute)",
     "attack": "training while some workers attack, by robust rule: the loss beside a clean run (15 minutes)",
+    "reduce": "combining one part, by robust rule, beside the weighted mean (a minute)",
     "scale": "simulated peers on a virtual clock: time to group, records (a minute)",
 }
 ALL = "all"

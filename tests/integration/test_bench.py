@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -45,14 +46,16 @@ def medians(lines: list[Line]) -> dict[tuple[str, str], float]:
 
 
 def test_allreduce_measures_all_systems_in_one_run() -> None:
-    lines = bench("allreduce", "--hivemind-python", "none", "--codecs", "blockwise8")
+    lines = bench("allreduce", "--hivemind-python", "none", "--codecs", "blockwise8", "--rules", "median")
     found = medians(lines)
     ours = {figure for system, figure in found if system == "p2pavg blockwise8"}
     assert {"exchange", "step", "group", "error", "cpu", "resident", "memory above the round's start"} <= ours
     assert {figure for system, figure in found if system == "gloo"} >= {"step", "error", "cpu"}
     assert found["p2pavg blockwise8", "error"] < 0.05
+    assert found["p2pavg blockwise8 median", "error"] < 0.05, "of two members, the median is the mean"
     assert found["gloo", "error"] < 1e-5
     assert ("p2pavg blockwise8 / gloo", "ratio of step") in found
+    assert ("p2pavg blockwise8 median / p2pavg blockwise8", "ratio of exchange") in found
     assert [line["skipped"] for line in lines if line["system"] == "hivemind"] == ["left out"]
 
 
@@ -122,6 +125,12 @@ def test_attacked_shares_are_combined_by_the_rule() -> None:
     rows = torch.randn(5, 1000, generator=torch.Generator().manual_seed(0))
     assert torch.equal(combine_shares(rows, read_aggregation("median")), rows.median(0).values)
     torch.testing.assert_close(combine_shares(rows, read_aggregation("")), rows.mean(0))
+
+
+def test_reduce() -> None:
+    found = medians(bench("reduce"))
+    rules = {"trimmed_mean:0.25", "median", "centered_clip:1.0:1", "centered_clip:1.0:3"}
+    assert set(found) == {("mean", "one part"), *itertools.product(rules, ["one part", "ratio to the mean"])}
 
 
 def test_scale() -> None:

@@ -19,6 +19,7 @@ from p2pavg.errors import (
     ListenError,
     P2PAvgError,
 )
+from p2pavg.group.aggregation import CenteredClip, Median, TrimmedMean
 from p2pavg.group.participation import ByCapability, Participation, RandomFraction
 from p2pavg.membership.access import RunAccess
 from p2pavg.membership.files import read_run_file
@@ -38,6 +39,7 @@ __all__ = [
     "BootstrapError",
     "BusyError",
     "ByCapability",
+    "CenteredClip",
     "ClosedError",
     "Codec",
     "CodecError",
@@ -50,6 +52,7 @@ __all__ = [
     "InProgress",
     "Int8",
     "ListenError",
+    "Median",
     "NoPeers",
     "P2PAvgError",
     "Participation",
@@ -60,6 +63,7 @@ __all__ = [
     "RunFile",
     "Success",
     "Tensors",
+    "TrimmedMean",
     "blocking",
     "open_peer",
     "read_run_file",

@@ -283,7 +283,8 @@ class DecentralizedAverager:
         """Register with the peer. This waits for the first step, because it needs the schema."""
         config, context, membership = self.config, self._host.context, self._records.membership
         codec = config.codec
-        key = ready_key(config.run_id, schema.hash, config.rule)
+        aggregation = config.aggregation
+        key = ready_key(config.run_id, schema.hash, config.rule, aggregation.text)
         cut_shares = share_cutter(schema.elements, codec.granularity)
         matchmaker = Matchmaker(
             context,
@@ -309,6 +310,7 @@ class DecentralizedAverager:
             codec=codec.name,
             group_size=config.group_size,
             rule=config.rule,
+            aggregation=aggregation.text,
         )
         self._presence = Presence(self._host, self._records, config.run_id, entry)
         self._nursery.start_soon(self._presence.publish)
@@ -317,7 +319,9 @@ class DecentralizedAverager:
                 context,
                 self._host.lobby,
                 codec=codec,
+                aggregation=aggregation,
                 elements=schema.elements,
+                group_size=config.group_size,
                 meter=self._meter,
                 cut_shares=cut_shares,
                 upload=RateLimit(config.max_upload_mbps),

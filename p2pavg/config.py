@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from p2pavg.errors import ConfigError
+from p2pavg.group.aggregation import MOST_NORMS, Aggregation, RobustRule, resolve_rule
 from p2pavg.group.limits import (
     MAX_BANDWIDTH,
     MAX_CODEC_CHARS,
@@ -49,6 +50,14 @@ class AveragingConfig:
             few times what one peer contributes to a round: a peer that lies about its samples counts no more than that.
             ``None``: 1e15.
         access: keys and certificate of a run that has an authority; ``None``: the run is open to anybody.
+        robust: rule that combines the contributions instead of their weighted mean, so that a few peers that lie cannot
+            move the result far: :class:`TrimmedMean`, :class:`Median` or :class:`CenteredClip`, or the same as text
+            (``"trimmed_mean:0.25"``, ``"median"``, ``"centered_clip:1.0:3"``). All peers of a run need the same rule:
+            peers with different rules never meet. ``None``: the weighted mean.
+        max_norm: a contribution that is longer (by the Euclidean norm of all of its values) than ``max_norm`` times the
+            median of its group counts as if it were shortened to that length, 1 to 1e6. Each peer signs its norm, and
+            :attr:`Success.clipped` names the peers that were shortened. All peers of a run need the same value.
+            ``None``: contributions count as they are.
 
     Raises:
         ConfigError: an argument is out of range; the message names it.
@@ -67,6 +76,8 @@ class AveragingConfig:
     tags: tuple[str, ...] = ()
     max_weight: float | None = None
     access: RunAccess | None = None
+    robust: str | RobustRule | None = None
+    max_norm: float | None = None
 
     def __post_init__(self) -> None:
         if not _is_text(self.run_id) or not 0 < len(self.run_id) <= MAX_RUN_ID_CHARS:
@@ -93,6 +104,12 @@ class AveragingConfig:
                 f"participation: a rule's text has at most {MAX_RULE_CHARS} printable characters"
             )
         check_tags(self.tags)
+        if self.max_norm is not None:
+            _check_number("max_norm", self.max_norm, MOST_NORMS, least=1.0)
+        try:
+            resolve_rule(self.robust)
+        except ConfigError as error:
+            raise ConfigError(f"robust: {error}") from None
         try:
             name = resolve_codec(self.compression).name
         except (ValueError, TypeError) as error:
@@ -130,6 +147,11 @@ class AveragingConfig:
     def rule(self) -> str:
         """The text of ``participation``; empty without one."""
         return "" if self.participation is None else self.participation.text
+
+    @property
+    def aggregation(self) -> Aggregation:
+        """How a group combines its contributions, by ``robust`` and ``max_norm``."""
+        return Aggregation(resolve_rule(self.robust), None if self.max_norm is None else float(self.max_norm))
 
     @property
     def most_weight(self) -> float:

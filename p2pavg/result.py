@@ -16,6 +16,8 @@ Tensors: TypeAlias = list[torch.Tensor] | dict[str, torch.Tensor]
 class Success:
     """A group averaged. ``averaged`` is the average of the contributions of ``peers``, and of no other peer.
 
+    It is their weighted mean, or what :attr:`AveragingConfig.robust` names.
+
     Two members of one group that return ``Success`` hold the same bits.
     """
 
@@ -50,6 +52,9 @@ class Success:
     paths: Mapping[str, Path] = field(default_factory=dict)
     """The path of the parts to and from each other member, by its id: ``"lane"`` for a direct lane, ``"stream"`` if
     parts went over a libp2p stream one way or the other, because no direct lane came about or one broke."""
+    clipped: tuple[str, ...] = ()
+    """Ids of those of ``peers`` whose contributions were longer than :attr:`AveragingConfig.max_norm` allows, and were
+    shortened."""
     lost: Mapping[str, str] = field(default_factory=dict)
     """Members that were dropped during the round, by id, with the reason. A dropped member that is also in ``peers``
     had delivered everything."""

@@ -104,6 +104,7 @@ class Attempt:
             vector=vector,
             buffers=context.buffers,
             on_ready=self.signals.averaged,
+            aggregation=context.aggregation,
         )
         self.signals.values = self.values
         self.plan = AttemptPlan(

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from p2pavg.allreduce.lobby import Lobby
 from p2pavg.context import PeerContext
+from p2pavg.group.aggregation import PLAIN, Aggregation
 from p2pavg.group.bandwidth import BandwidthMeter
 from p2pavg.group.candidate import Candidate
 from p2pavg.group.milestones import OnMilestone, ignore
@@ -28,6 +29,8 @@ class RunContext:
     lobby: Lobby
     run_in_thread: RunInThread
     codec: Codec
+    aggregation: Aggregation = PLAIN
+    """How the group combines contributions. All peers of the run have the same."""
     buffers: Buffers
     upload: RateLimit
     download: RateLimit
@@ -43,24 +46,33 @@ def run_context(
     lobby: Lobby,
     *,
     codec: Codec,
+    aggregation: Aggregation,
     elements: int,
+    group_size: int,
     meter: BandwidthMeter,
     cut_shares: Callable[[Sequence[Candidate]], tuple[int, ...]],
     upload: RateLimit,
     download: RateLimit,
 ) -> RunContext:
-    """Return the context of a run whose vector, or largest share, has so many elements."""
-    # Two results, because the caller may keep one; the averages as encoded; and parts on their way.
+    """Return the context of a run whose vector, or largest share, has so many elements.
+
+    Args:
+        group_size: members that its groups aim at.
+    """
+    # Two results, of which the caller may keep one, the averages as encoded, and parts on their way.
     idle = (
         2 * 4 * elements
         + codec.encoded_nbytes(elements)
         + IDLE_PARTS * codec.encoded_nbytes(MAX_PART_ELEMENTS)
     )
+    if aggregation.robust is not None:
+        idle += group_size * 4 * MAX_PART_ELEMENTS  # the contributions to one part, decoded
     return RunContext(
         transport=peer.transport,
         lobby=lobby,
         run_in_thread=peer.run_in_thread,
         codec=codec,
+        aggregation=aggregation,
         buffers=Buffers(idle),
         upload=upload,
         download=download,

@@ -11,9 +11,9 @@ import threading
 from collections.abc import Sequence
 from typing import Protocol
 
+from p2pavg.allreduce.errors import BadContributionError
 from p2pavg.allreduce.messages import FRAME_BYTES, Lane, LaneHeader, encode_header, part_frame
 from p2pavg.allreduce.part_schedule import Step
-from p2pavg.allreduce.reduction import BadContributionError
 from p2pavg.allreduce.turns import Turns
 from p2pavg.allreduce.values import Values, check_index
 from p2pavg.errors import StreamBrokenError
@@ -46,7 +46,7 @@ class Hears(Protocol):
         """A part has come."""
 
     def blame(self, peer_id: str, error: Exception) -> None:
-        """A part that a member sent does not decode."""
+        """A part that a member sent cannot be averaged."""
 
 
 class DirectUse:

@@ -14,12 +14,12 @@ from functools import partial
 import torch
 import trio
 
+from p2pavg.allreduce.errors import BadContributionError
 from p2pavg.allreduce.lane_driver import DirectUse
 from p2pavg.allreduce.lobby import InboundLane, Lanes
 from p2pavg.allreduce.messages import FRAME_BYTES, Lane, receive_index
 from p2pavg.allreduce.part_schedule import Step, incoming
 from p2pavg.allreduce.plan import STREAM_KINDS, AttemptPlan
-from p2pavg.allreduce.reduction import BadContributionError
 from p2pavg.allreduce.signals import Listener, Signals
 from p2pavg.allreduce.values import check_index
 from p2pavg.errors import ClosedError, RemoteProtocolError, StreamBrokenError

@@ -5,13 +5,17 @@ A member owes another its contribution to that one's share, and the averages of 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from p2pavg.allreduce.errors import UndecodableError
 from p2pavg.allreduce.messages import Lane
+from p2pavg.allreduce.norm_check import NormCheck
+from p2pavg.allreduce.robust import combine
 from p2pavg.errors import RemoteProtocolError
+from p2pavg.group.aggregation import RobustRule
 from p2pavg.group.roster import Roster
 from p2pavg.group.shares import Part, cut_into_parts, part_size, share_bounds
 from p2pavg.net.transport import Buffer
@@ -152,19 +156,16 @@ class Ledger:
 
 @dataclass(frozen=True, slots=True)
 class Contribution:
-    """One member's values of one part: float32 of its length, on any device, or what the codec made of them."""
+    """One member's values of one part: float32 of its length, on any device, or what the codec made of them.
+
+    Args:
+        factor: the values count multiplied by it: see :mod:`p2pavg.group.norms`.
+    """
 
     peer_id: str
     weight: float
     values: torch.Tensor | Buffer
-
-
-class BadContributionError(RemoteProtocolError):
-    """A member's part does not decode."""
-
-    def __init__(self, peer_id: str, reason: str) -> None:
-        super().__init__(f"{peer_id} sent a part that does not decode: {reason}")
-        self.peer_id = peer_id
+    factor: float = 1.0
 
 
 def average_part(
@@ -173,36 +174,42 @@ def average_part(
     total_weight: float,
     out: torch.Tensor,
     *,
-    work: torch.Tensor | None = None,
+    robust: RobustRule | None = None,
+    check: NormCheck | None = None,
+    floats: Callable[[int], torch.Tensor] = torch.empty,
     payload: memoryview | None = None,
 ) -> memoryview:
-    """The weighted mean of one part, encoded once, and decoded from there into ``out``.
+    """Combine one part's contributions, encode the result once, and decode it from there into ``out``.
 
     Every member decodes these same bytes, this one too: that is what makes their results identical.
+
+    The weighted mean takes memory for one part, or for two with ``check``. A robust rule needs all contributions at
+    once: one part per contributor, and one more.
 
     Args:
         contributions: of all members, in the roster's order, so that the rounding is the same in every run.
         total_weight: the sum of the roster's weights.
         out: float32 of the part's length, on the CPU.
-        work: float32 of the same length, on the CPU, to be overwritten; allocated when missing.
+        robust: the rule that the group has agreed on; ``None``: the weighted mean.
+        check: is given what other members sent, before their factors are applied.
+        floats: returns memory for so many numbers, float32 on the CPU, of arbitrary content.
         payload: where the encoded part goes, of its length; allocated when missing.
 
     Returns:
         The encoded part: ``payload``, or with a codec that changes nothing the bytes of ``out``.
 
     Raises:
-        BadContributionError: an encoded contribution is malformed.
+        BadContributionError: an encoded contribution is malformed, or longer than its member signed.
     """
-    accumulator = (torch.empty_like(out) if work is None else work).zero_()
-    for contribution in contributions:
-        share = contribution.weight / total_weight
-        if isinstance(contribution.values, torch.Tensor):
-            accumulator.add_(contribution.values.cpu(), alpha=share)
-            continue
-        try:
-            codec.accumulate(contribution.values, accumulator, share)
-        except CodecError as error:
-            raise BadContributionError(contribution.peer_id, str(error)) from None
+    accumulator = floats(out.numel())
+    if robust is not None:
+        rows = [
+            _scaled(contribution, _decoded(codec, contribution, check, floats(out.numel())), floats)
+            for contribution in contributions
+        ]
+        combine(robust, rows, [contribution.weight for contribution in contributions], accumulator)
+    else:
+        _sum_up(codec, contributions, total_weight, accumulator, check, floats)
     # Contributions at the limit may exceed it by a rounding error together.
     if codec.is_identity:
         return bytes_of(torch.clamp(accumulator, -MAX_MAGNITUDE, MAX_MAGNITUDE, out=out))
@@ -212,6 +219,54 @@ def average_part(
         encoded = codec.encode(accumulator.clamp_(-MAX_MAGNITUDE, MAX_MAGNITUDE), payload)
     codec.decode(encoded, out.numel(), out=out)
     return encoded
+
+
+def _sum_up(
+    codec: Codec,
+    contributions: Sequence[Contribution],
+    total_weight: float,
+    accumulator: torch.Tensor,
+    check: NormCheck | None,
+    floats: Callable[[int], torch.Tensor],
+) -> None:
+    """Write the weighted mean into ``accumulator``."""
+    accumulator.zero_()
+    room = None if check is None else floats(accumulator.numel())
+    for contribution in contributions:
+        share = contribution.weight / total_weight * contribution.factor
+        if isinstance(contribution.values, torch.Tensor) or room is not None:
+            accumulator.add_(_decoded(codec, contribution, check, room), alpha=share)
+            continue
+        try:
+            codec.accumulate(contribution.values, accumulator, share)
+        except CodecError as error:
+            raise UndecodableError(contribution.peer_id, str(error)) from None
+
+
+def _decoded(
+    codec: Codec, contribution: Contribution, check: NormCheck | None, room: torch.Tensor | None
+) -> torch.Tensor:
+    """Return a contribution's values, float32 on the CPU: this member's own, or what others sent, checked."""
+    if isinstance(contribution.values, torch.Tensor):
+        return contribution.values.cpu()
+    assert room is not None
+    try:
+        values = codec.decode(contribution.values, room.numel(), room)
+    except CodecError as error:
+        raise UndecodableError(contribution.peer_id, str(error)) from None
+    if check is not None:
+        check.take(contribution.peer_id, values)
+    return values
+
+
+def _scaled(
+    contribution: Contribution, values: torch.Tensor, floats: Callable[[int], torch.Tensor]
+) -> torch.Tensor:
+    """Return the values times the contribution's factor. This member's own vector is not changed."""
+    if contribution.factor == 1.0:
+        return values
+    own = isinstance(contribution.values, torch.Tensor)
+    return torch.mul(values, contribution.factor, out=floats(values.numel()) if own else values)
 
 
 def bytes_of(values: torch.Tensor) -> memoryview:

@@ -86,7 +86,7 @@ class Signals:
             self._soon(self.check_complete)
 
     def blame(self, peer_id: str, error: Exception) -> None:
-        """Note that a member sent a part that does not decode."""
+        """Note that a member sent a part that cannot be averaged."""
         self._soon(self.broken, peer_id, error)
 
     def _soon(self, function: Callable[..., object], *args: object) -> None:

@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 from blake3 import blake3
 
 from p2pavg.allreduce.messages import Lane
+from p2pavg.allreduce.norm_check import NormCheck
 from p2pavg.allreduce.reduction import Contribution, Ledger, average_part, bytes_of
 from p2pavg.consensus.votes import DIGEST_BYTES
 from p2pavg.errors import RemoteProtocolError
+from p2pavg.group.aggregation import PLAIN, Aggregation
+from p2pavg.group.norms import norm_factors
 from p2pavg.group.shares import Part
 from p2pavg.net.transport import Buffer
 from p2pavg.vector.buffers import Buffers
@@ -34,6 +38,7 @@ class Values:
     Args:
         vector: float32, the length of the shares together, on any device; this member's weighted mean. Not changed.
             Only contributors have one.
+        aggregation: how the group combines contributions.
         on_ready: is told of each part of this member's share that has been averaged, in the thread that did it.
     """
 
@@ -45,8 +50,12 @@ class Values:
         vector: torch.Tensor | None,
         buffers: Buffers,
         on_ready: Callable[[int], None],
+        aggregation: Aggregation = PLAIN,
     ) -> None:
         self._ledger = ledger
+        self._robust = aggregation.robust
+        self._factors = norm_factors(ledger.roster, aggregation.max_norm)
+        self._norm_check = None if aggregation.max_norm is None else NormCheck(ledger.roster)
         self._codec = codec
         self._vector = vector
         self._buffers = buffers
@@ -70,6 +79,8 @@ class Values:
         self._passed: set[str] = set()  # reducers whose whole share has come from another one
         # A share is decoded from one source at a time: its reducer's lane, or what another one passes on of it.
         self._decoding = {peer_id: threading.Lock() for peer_id in ledger.parts}
+        # A robust rule decodes all contributions to a part: those of one part at a time, however many are complete.
+        self._combining = threading.Lock() if aggregation.robust else nullcontext()
         self.changed = threading.Condition()
         """Guards the ledger and what is held; notified when a part of this member's share has been averaged."""
 
@@ -147,22 +158,30 @@ class Values:
         """Average a part of this member's share.
 
         Raises:
-            BadContributionError: a member's part does not decode.
+            BadContributionError: a member's part does not decode, or is longer than the member signed.
         """
         part, pending = self._own_parts[index], self._pending[index]
         contributions = [
-            Contribution(member.peer_id, member.weight, self._values_of(member.peer_id, part, pending))
+            Contribution(
+                member.peer_id,
+                member.weight,
+                self._values_of(member.peer_id, part, pending),
+                self._factors.get(member.peer_id, 1.0),
+            )
             for member in self._ledger.roster.contributors
         ]
         out = self.averaged[part.start - self._offset : part.stop - self._offset]
-        encoded = average_part(
-            self._codec,
-            contributions,
-            self._ledger.roster.total_weight,
-            out,
-            work=self._buffers.floats(part.elements),
-            payload=None if self._codec.is_identity else self.buffer(part),
-        )
+        with self._combining:
+            encoded = average_part(
+                self._codec,
+                contributions,
+                self._ledger.roster.total_weight,
+                out,
+                robust=self._robust,
+                check=self._norm_check,
+                floats=self._buffers.floats,
+                payload=None if self._codec.is_identity else self.buffer(part),
+            )
         digest = blake3(encoded).digest()
         with self.changed:
             self._encoded[self._ledger.me][index], self._digests[self._ledger.me][index] = encoded, digest

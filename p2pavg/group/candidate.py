@@ -16,6 +16,7 @@ from p2pavg.group.limits import (
     MAX_CODEC_CHARS,
     MAX_METRIC,
     MAX_METRICS,
+    MAX_NORM,
     MAX_STATE_BYTES,
     MAX_TAGS,
     MAX_WEIGHT,
@@ -31,9 +32,14 @@ _KEY_DOMAIN = "p2pavg/ready/4"
 _VERSION = 3
 
 
-def ready_key(run_id: str, schema_hash: bytes, rule: str = "") -> bytes:
-    """Return the key of the readiness records of a run's peers that share a schema and a participation rule."""
-    return hashlib.sha256(pack(_KEY_DOMAIN, run_id, schema_hash, rule)).digest()
+def ready_key(run_id: str, schema_hash: bytes, rule: str = "", aggregation: str = "") -> bytes:
+    """Return the key of the readiness records of a run's peers that share a schema and two rules.
+
+    Args:
+        rule: text of the participation rule; empty without one.
+        aggregation: text of :class:`~p2pavg.group.aggregation.Aggregation`; empty for the weighted mean.
+    """
+    return hashlib.sha256(pack(_KEY_DOMAIN, run_id, schema_hash, rule, aggregation)).digest()
 
 
 def is_codec_name(name: str) -> bool:
@@ -64,6 +70,8 @@ class Candidate:
     """Metrics that the peer measured while it accumulated, as (name, value), sorted by name."""
     certificate: bytes = field(repr=False)
     """The peer's certificate of membership; empty in a run without an authority. It is not checked here."""
+    norm: float
+    """Euclidean norm of the peer's contribution; 0 if the run bounds no norms (:mod:`p2pavg.group.norms`)."""
     record: Record = field(repr=False)
 
     @property
@@ -95,6 +103,7 @@ def sign_candidate(
     tags: Sequence[str] = (),
     metrics: Mapping[str, float] = MappingProxyType({}),
     certificate: bytes = b"",
+    norm: float = 0.0,
 ) -> Candidate:
     """Sign this peer's own candidate."""
     value = pack(
@@ -109,6 +118,7 @@ def sign_candidate(
         tuple(tags),
         tuple((name, float(metrics[name])) for name in sorted(metrics)),
         certificate,
+        float(norm),
     )
     record = sign_record(
         signer, key=key, sequence=int(deadline * 1e6), expiration_time=expiration_time, value=value
@@ -122,15 +132,30 @@ def read_candidate(record: Record) -> Candidate:
     Raises:
         RemoteProtocolError: the value is not a candidate, or one of its fields is out of range.
     """
-    version, deadline, weight, bandwidth, codec, auxiliary, addresses, state, tags, metrics, certificate = (
-        unpack(record.value, int, float, float, float, str, bool, tuple, bytes, tuple, tuple, bytes)
-    )
+    (
+        version,
+        deadline,
+        weight,
+        bandwidth,
+        codec,
+        auxiliary,
+        addresses,
+        state,
+        tags,
+        metrics,
+        certificate,
+        norm,
+    ) = unpack(record.value, int, float, float, float, str, bool, tuple, bytes, tuple, tuple, bytes, float)
     if version != _VERSION:
         raise RemoteProtocolError(f"readiness of version {version}")
     if not 0 <= weight <= MAX_WEIGHT or (auxiliary and weight):
         raise RemoteProtocolError(f"weight {weight} of {'an auxiliary' if auxiliary else 'a peer'}")
     if len(certificate) > MAX_CERTIFICATE_BYTES:
         raise RemoteProtocolError(f"a certificate of {len(certificate)} bytes")
+    if not 0 <= norm <= MAX_NORM or (norm and not weight):
+        raise RemoteProtocolError(
+            f"a norm of {norm:g} of {'a contribution' if weight else 'no contribution'}"
+        )
     if len(state) > MAX_STATE_BYTES:
         raise RemoteProtocolError(f"a state of {len(state)} bytes")
     if not MIN_BANDWIDTH <= bandwidth <= MAX_BANDWIDTH:
@@ -155,6 +180,7 @@ def read_candidate(record: Record) -> Candidate:
         tags=_read_tags(tags),
         metrics=_read_metrics(metrics),
         certificate=certificate,
+        norm=norm,
         record=record,
     )
 

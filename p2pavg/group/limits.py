@@ -15,6 +15,7 @@ MIN_BANDWIDTH = 0.1  # Mbit/s
 MAX_BANDWIDTH = 100_000.0  # Mbit/s
 MAX_MBPS = 1e6  # largest limit that a user can set, in Mbit/s
 MAX_WEIGHT = 1e15  # sums of 64 such weights are exact enough as floats, and no run has as many samples
+MAX_NORM = 2.0**118  # of a contribution: 2**34 values of 2**100 each have a norm of 2**117
 MAX_TIMEOUT_SECONDS = 1800.0  # half of the lifetime of a signed candidate
 MAX_NAME_CHARS = 32  # of a tag or a metric; its UTF-8 has at most as many bytes
 MAX_TAGS = 16

@@ -115,6 +115,7 @@ class Matchmaker:
         state: bytes = b"",
         tags: Sequence[str] = (),
         metrics: Mapping[str, float] = MappingProxyType({}),
+        norm: float = 0.0,
         target: int | None = None,
         on_report: Callable[[Report], None],
         on_expect: Callable[[bytes | None], None],
@@ -124,7 +125,7 @@ class Matchmaker:
         Args:
             weight: weight of this peer's contribution, in samples. A peer with 0 observes, or is an auxiliary.
             auxiliary: only reduce a share.
-            state, tags, metrics: see :class:`~p2pavg.group.candidate.Candidate`.
+            state, tags, metrics, norm: see :class:`~p2pavg.group.candidate.Candidate`.
             target: number of members that this group aims at; ``None`` takes that of the settings.
             on_report: called at the end of each match timeout that passes without a group.
             on_expect: called with the group whose streams may arrive from now on.
@@ -136,7 +137,7 @@ class Matchmaker:
         outcome: Roster | GaveUp | Renew = Renew("the first attempt")
         try:
             while isinstance(outcome, Renew):
-                me = self._sign(weight, auxiliary, state, tags, metrics)
+                me = self._sign(weight, auxiliary, state, tags, metrics, norm)
                 self._attempt = self._begin(me, settings, on_report, on_expect)
                 outcome = await self._attempt.run()
             return outcome
@@ -145,7 +146,13 @@ class Matchmaker:
             self._context.nursery.start_soon(self._withdraw_unless_renewed)
 
     def _sign(
-        self, weight: float, auxiliary: bool, state: bytes, tags: Sequence[str], metrics: Mapping[str, float]
+        self,
+        weight: float,
+        auxiliary: bool,
+        state: bytes,
+        tags: Sequence[str],
+        metrics: Mapping[str, float],
+        norm: float,
     ) -> Candidate:
         now = self._context.wall_clock()
         return sign_candidate(
@@ -162,6 +169,7 @@ class Matchmaker:
             tags=tags,
             metrics=metrics,
             certificate=self._records.certificate,
+            norm=norm,
         )
 
     def _begin(

@@ -80,6 +80,8 @@ def sync_parameters(
         run_id=averager.config.run_id + RUN_SUFFIX,
         compression=None,
         participation=None,
+        robust=None,
+        max_norm=None,
         group_size=peers,
         min_group_size=peers,
         match_timeout=min(averager.config.match_timeout, longest),

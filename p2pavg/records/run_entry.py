@@ -16,6 +16,7 @@ from p2pavg_dht import Record
 
 RUN_TTL_SECONDS = 600.0
 MAX_ELEMENTS = 2**34
+MEAN = "the weighted mean"
 
 _KEY_DOMAIN = "p2pavg/run/2"
 
@@ -31,6 +32,8 @@ class RunEntry:
     group_size: int
     rule: str
     """The participation rule; empty if all members contribute."""
+    aggregation: str
+    """The text of how contributions are combined; empty for the weighted mean."""
 
 
 def run_key(run_id: str) -> bytes:
@@ -41,18 +44,25 @@ def run_key(run_id: str) -> bytes:
 def encode_entry(entry: RunEntry) -> bytes:
     """Return the value of a record."""
     return pack(
-        2, entry.schema_hash, entry.tensors, entry.elements, entry.codec, entry.group_size, entry.rule
+        3,
+        entry.schema_hash,
+        entry.tensors,
+        entry.elements,
+        entry.codec,
+        entry.group_size,
+        entry.rule,
+        entry.aggregation,
     )
 
 
 def read_entry(value: bytes) -> RunEntry:
     """Read an entry; raise RemoteProtocolError for anything that :func:`encode_entry` does not make."""
-    version, schema_hash, tensors, elements, codec, group_size, rule = unpack(
-        value, int, bytes, int, int, str, int, str
+    version, schema_hash, tensors, elements, codec, group_size, rule, aggregation = unpack(
+        value, int, bytes, int, int, str, int, str, str
     )
-    if version != 2 or len(schema_hash) != 32 or not is_codec_name(codec):
+    if version != 3 or len(schema_hash) != 32 or not is_codec_name(codec):
         raise RemoteProtocolError("a run entry of another version, or without a schema or codec")
-    if not is_rule(rule):
+    if not is_rule(rule) or not is_rule(aggregation):
         raise RemoteProtocolError("a run entry whose rule is too long, or not printable")
     if tensors < 1 or not 0 <= elements <= MAX_ELEMENTS or not 2 <= group_size <= MAX_GROUP_SIZE:
         raise RemoteProtocolError("a run entry with numbers out of range")
@@ -63,6 +73,7 @@ def read_entry(value: bytes) -> RunEntry:
         codec=codec,
         group_size=group_size,
         rule=rule,
+        aggregation=aggregation,
     )
 
 
@@ -87,8 +98,8 @@ def why_apart(mine: RunEntry, others: Iterable[RunEntry]) -> str:
     )
 
 
-def _meets(entry: RunEntry) -> tuple[bytes, str, str]:
-    return (entry.schema_hash, entry.codec, entry.rule)
+def _meets(entry: RunEntry) -> tuple[bytes, str, str, str]:
+    return (entry.schema_hash, entry.codec, entry.rule, entry.aggregation)
 
 
 def _difference(mine: RunEntry, other: RunEntry) -> str:
@@ -100,4 +111,6 @@ def _difference(mine: RunEntry, other: RunEntry) -> str:
         return "tensors of other names, shapes or dtypes than yours"
     if other.rule != mine.rule:
         return "with another participation rule than yours"
+    if other.aggregation != mine.aggregation:
+        return f"by {other.aggregation or MEAN}, you by {mine.aggregation or MEAN}"
     return f"with the codec {other.codec}, you with {mine.codec}"

@@ -11,6 +11,7 @@ import trio
 
 from p2pavg.allreduce.context import run_context
 from p2pavg.config import AveragingConfig
+from p2pavg.group.aggregation import read_aggregation
 from p2pavg.group.bandwidth import BandwidthMeter
 from p2pavg.group.candidate import ready_key
 from p2pavg.group.roster import share_cutter
@@ -90,7 +91,7 @@ async def _assist(
             for schema_hash in helped.keys() - entries.keys():
                 helped.pop(schema_hash).cancel()
             for schema_hash, entry in entries.items():
-                key = ready_key(run_id, schema_hash, entry.rule)
+                key = ready_key(run_id, schema_hash, entry.rule, entry.aggregation)
                 if schema_hash not in helped and host.registry.find(key) is None:
                     helped[schema_hash] = scope = trio.CancelScope()
                     keys.add(key)
@@ -104,19 +105,24 @@ def _recheck(host: Host, keys: set[bytes]) -> None:
 
 
 def _most_common(entries: dict[str, RunEntry]) -> dict[bytes, RunEntry]:
-    """One entry a schema, those of the most peers first; codecs that are not known here are left out."""
+    """Return one entry a schema, those of the most peers first, without codecs and rules that are unknown here."""
     chosen: dict[bytes, RunEntry] = {}
     for entry, _ in Counter(entries.values()).most_common():
-        if len(chosen) < MAX_SCHEMAS and entry.schema_hash not in chosen and _known(entry.codec):
+        if len(chosen) < MAX_SCHEMAS and entry.schema_hash not in chosen and _known(entry):
             chosen[entry.schema_hash] = entry
     return chosen
 
 
-def _known(codec: str) -> bool:
+def _known(entry: RunEntry) -> bool:
     try:
-        resolve_codec(codec)
+        resolve_codec(entry.codec)
+        read_aggregation(entry.aggregation)
     except ValueError:
-        logger.warning("peers of the run use the codec %r, which this version does not have", codec)
+        logger.warning(
+            "peers of the run use the codec %r and combine by %r, and this version does not have both",
+            entry.codec,
+            entry.aggregation,
+        )
         return False
     return True
 
@@ -132,7 +138,7 @@ async def _assist_schema(
 ) -> None:
     codec = resolve_codec(entry.codec)
     cut_shares = share_cutter(entry.elements, codec.granularity)
-    key = ready_key(config.run_id, entry.schema_hash, entry.rule)
+    key = ready_key(config.run_id, entry.schema_hash, entry.rule, entry.aggregation)
     # One meter a schema, because a meter sees one round at a time.
     meter = BandwidthMeter(max_upload_mbps=config.max_upload_mbps, max_download_mbps=config.max_download_mbps)
     matchmaker = Matchmaker(
@@ -157,6 +163,8 @@ async def _assist_schema(
             host.context,
             host.lobby,
             codec=codec,
+            aggregation=read_aggregation(entry.aggregation),
+            group_size=entry.group_size,
             elements=min(entry.elements, MAX_SHARE_ELEMENTS),
             meter=meter,
             cut_shares=cut_shares,

@@ -17,8 +17,10 @@ import torch
 import trio
 
 from p2pavg.allreduce.context import RunContext
+from p2pavg.allreduce.norm_check import vector_norm
 from p2pavg.config import AveragingConfig
 from p2pavg.group.candidate import link_of
+from p2pavg.group.norms import norm_factors
 from p2pavg.group.roster import Roster
 from p2pavg.group.shares import bound_seconds, fp32_bytes, share_bounds
 from p2pavg.result import Failed, NoPeers, RoundResult, Success, Tensors
@@ -48,6 +50,7 @@ class Offer:
     state: bytes = b""
     tags: tuple[str, ...] = ()
     metrics: Mapping[str, float] = field(default_factory=dict)
+    norm: float = 0.0
 
 
 class Role(abc.ABC, Generic[ResultT]):
@@ -55,8 +58,9 @@ class Role(abc.ABC, Generic[ResultT]):
 
     auxiliary: ClassVar[bool]
 
-    def offer(self) -> Offer:
+    async def offer(self) -> Offer:
         """Return what this peer signs of itself."""
+        await trio.lowlevel.checkpoint()
         return Offer()
 
     @abc.abstractmethod
@@ -110,14 +114,17 @@ class Contributor(Role[RoundResult]):
         self._withheld = False
         self._too_slow = ""
 
-    def offer(self) -> Offer:
+    async def offer(self) -> Offer:
         """See :class:`Role`."""
-        contribution = self._contribution
+        contribution, norm = self._contribution, 0.0
+        if contribution is not None and self._config.max_norm is not None:
+            norm = await self._context.run_in_thread(vector_norm, contribution.mean)
         return Offer(
             weight=0.0 if contribution is None else self._weight(contribution),
             state=self.state,
             tags=self._config.tags,
             metrics={} if contribution is None else contribution.metrics.means,
+            norm=norm,
         )
 
     def _weight(self, contribution: Contribution) -> float:
@@ -167,7 +174,8 @@ class Contributor(Role[RoundResult]):
         if contribution is not None:
             self._accumulation.release(contribution)
             self._contribution = None
-        return _success(averaged, outcome, self._context.transport.peer_id, timing)
+        clipped = norm_factors(outcome.roster, self._config.max_norm)
+        return _success(averaged, outcome, self._context.transport.peer_id, timing, tuple(clipped))
 
     def give_back(self) -> None:
         """See :class:`Role`."""
@@ -250,7 +258,9 @@ def too_slow_for(roster: Roster, codec: Codec, timeout: float) -> str:
     )
 
 
-def _success(averaged: Tensors, outcome: Outcome, peer_id: str, timing: Timing) -> Success:
+def _success(
+    averaged: Tensors, outcome: Outcome, peer_id: str, timing: Timing, clipped: tuple[str, ...]
+) -> Success:
     """Describe a round that was committed."""
     roster, now = outcome.roster, trio.current_time()
     position = roster.position(peer_id)
@@ -273,5 +283,6 @@ def _success(averaged: Tensors, outcome: Outcome, peer_id: str, timing: Timing) 
         observers=tuple(m.peer_id for m in roster.holders if m.peer_id in roster.observers),
         auxiliaries=tuple(member.peer_id for member in roster.members if member.auxiliary),
         paths={other: "stream" if other in outcome.streamed else "lane" for other in others},
+        clipped=clipped,
         lost={verdict.peer_id: verdict.reason for verdict in outcome.lost if verdict.peer_id is not None},
     )

@@ -98,7 +98,7 @@ class Round(Generic[ResultT]):
 
     async def _find_group(self) -> Roster | GaveUp:
         found: Roster | GaveUp = GaveUp("")
-        offer = self.role.offer()
+        offer = await self.role.offer()
         with self._looking:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._warn_while_alone)
@@ -108,6 +108,7 @@ class Round(Generic[ResultT]):
                     state=offer.state,
                     tags=offer.tags,
                     metrics=offer.metrics,
+                    norm=offer.norm,
                     target=self._target,
                     on_report=self._on_report,
                     on_expect=self._on_expect,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import time
 from collections.abc import Callable
@@ -26,6 +27,9 @@ def add_arguments(parser: argparse.ArgumentParser, *, small: bool) -> None:
     parser.add_argument("--peers", type=int, default=2 if small else 4)
     parser.add_argument("--elements", type=int, default=100_000 if small else 16_000_000)
     parser.add_argument("--codecs", default="blockwise8,fp32" if small else "blockwise8,int8,fp32")
+    parser.add_argument(
+        "--rules", default="", help="of p2pavg, beside the mean, with each codec: trimmed_mean:0.25"
+    )
     parser.add_argument("--repeats", type=int, default=2 if small else 7)
     parser.add_argument("--hivemind-python", help="one that can import hivemind, or none")
 
@@ -43,11 +47,27 @@ def run(arguments: argparse.Namespace, report: Report) -> None:
             rounds.pop(system.name, None)
     for codec in codecs:
         ratios(codec, rounds, arguments, report)
+    for codec, rule in itertools.product(codecs, _rules(arguments)):
+        report_ratios(
+            [
+                (
+                    p2pavg(codec, 2, robust=rule).name,
+                    p2pavg(codec, 2).name,
+                    "exchange",
+                    lambda found: found.exchange,
+                )
+            ],
+            rounds,
+            arguments,
+            report,
+        )
 
 
 def choose(codecs: list[str], arguments: argparse.Namespace, report: Report) -> list[System]:
     """Return the systems in the order of their turns."""
-    systems = [*(p2pavg(codec, arguments.peers) for codec in codecs), gloo()]
+    rules = [None, *_rules(arguments)]
+    ours = [p2pavg(codec, arguments.peers, robust=rule) for codec, rule in itertools.product(codecs, rules)]
+    systems = [*ours, gloo()]
     try:
         python = hivemind_python(arguments.hivemind_python)
     except NoHivemindError as error:
@@ -55,6 +75,10 @@ def choose(codecs: list[str], arguments: argparse.Namespace, report: Report) -> 
         return systems
     theirs = {hivemind_codec(codec): hivemind(codec, python) for codec in codecs}
     return [*systems, *theirs.values()]
+
+
+def _rules(arguments: argparse.Namespace) -> list[str]:
+    return [rule for rule in arguments.rules.split(",") if rule]
 
 
 def measure(systems: list[System], folder: Path, arguments: argparse.Namespace, report: Report) -> Rounds:
@@ -136,6 +160,16 @@ def ratios(codec: str, rounds: Rounds, arguments: argparse.Namespace, report: Re
         (theirs, ours, "cpu", lambda found: found.cpu),
         (theirs, ours, "memory above the first round's start", lambda found: found.above_first),
     ]
+    report_ratios(wanted, rounds, arguments, report)
+
+
+def report_ratios(
+    wanted: list[tuple[str, str, str, Callable[[Measured], float]]],
+    rounds: Rounds,
+    arguments: argparse.Namespace,
+    report: Report,
+) -> None:
+    """Report a figure of one system divided by that of another, if both were measured."""
     for over, under, figure, value in wanted:
         if over not in rounds or under not in rounds:
             continue

@@ -26,6 +26,8 @@ SUMMARIES = {
     "cold": "from the start of the processes to the first result on all (2 minutes)",
     "overlap": "what a training loop loses to rounds in the background (4 minutes)",
     "codecs": "encoding and decoding on one core (a minute)",
+    "attack": "training while some workers attack, by robust rule: the loss beside a clean run (15 minutes)",
+    "reduce": "combining one part, by robust rule, beside the weighted mean (a minute)",
     "scale": "simulated peers on a virtual clock: time to group, records (a minute)",
 }
 ALL = "all"
@@ -67,7 +69,7 @@ def main() -> int:
         )
         _add_common(subparser)
         benchmark.add_arguments(subparser, small=small)
-    everything = subparsers.add_parser(ALL, help="all of these, each with its defaults (20 minutes)")
+    everything = subparsers.add_parser(ALL, help="all of these, each with its defaults (35 minutes)")
     _add_common(everything)
     list_commands(subparsers, PROGRAMS)
     everything.add_argument("--hivemind-python", help="one that can import hivemind, or none")

@@ -8,6 +8,7 @@ from p2pavg_compression import Fp32, resolve_codec
 from scripts.benchmarks.crew import System
 
 EXACT = 1e-5
+NO_MEAN = 1.0  # of a robust rule, which is near the mean; zeros would be as far
 EIGHT_BITS = 0.05  # for normal values, encoded twice; the error of a result with a missing member is ten times as large
 
 HIVEMIND_CODECS = {"fp32": "NONE"}
@@ -15,9 +16,11 @@ HIVEMIND_CODECS = {"fp32": "NONE"}
 
 
 def p2pavg(codec: str, peers: int, *, timeout: float = 60.0, **config: Any) -> System:
-    """Return p2pavg with a group of exactly ``peers``."""
+    """Return p2pavg with a group of exactly ``peers``. ``config`` may name a ``robust`` rule."""
+    robust = config.get("robust")
+    tolerance = EXACT if isinstance(resolve_codec(codec), Fp32) else EIGHT_BITS
     return System(
-        name=f"p2pavg {codec}",
+        name=f"p2pavg {codec}{'' if robust is None else ' ' + robust}",
         module="scripts.benchmarks.p2pavg_worker",
         arguments={
             "config": {
@@ -29,7 +32,7 @@ def p2pavg(codec: str, peers: int, *, timeout: float = 60.0, **config: Any) -> S
                 **config,
             }
         },
-        tolerance=EXACT if isinstance(resolve_codec(codec), Fp32) else EIGHT_BITS,
+        tolerance=tolerance if robust is None else NO_MEAN,
     )
 
 

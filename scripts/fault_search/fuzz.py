@@ -372,6 +372,7 @@ class Hostile:
             codec="fp32",
             group_size=dice.randint(2, 64),
             rule="",
+            aggregation=dice.choice(["", "median", "trimmed_mean:0.25"]),
         )
         progress = Progress(
             epoch=dice.choice([0, 1, 10**6]),

@@ -6,6 +6,7 @@ would import torch once more for each test.
 
 from __future__ import annotations
 
+import itertools
 import json
 import signal
 import subprocess
@@ -16,8 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from p2pavg.group.aggregation import read_aggregation
 from scripts.benchmarks import netns
+from scripts.benchmarks.attack import combine_shares, little_z
 from scripts.benchmarks.crew import Crew, CrewError, Place
 from scripts.benchmarks.figures import Report
 from scripts.benchmarks.main import main
@@ -56,14 +60,16 @@ def medians(lines: list[Line]) -> dict[tuple[str, str], float]:
 
 
 def test_allreduce_measures_all_systems_in_one_run(bench: Bench) -> None:
-    lines = bench("allreduce", "--hivemind-python", "none", "--codecs", "blockwise8")
+    lines = bench("allreduce", "--hivemind-python", "none", "--codecs", "blockwise8", "--rules", "median")
     found = medians(lines)
     ours = {figure for system, figure in found if system == "p2pavg blockwise8"}
     assert {"exchange", "step", "group", "error", "cpu", "resident", "memory above the round's start"} <= ours
     assert {figure for system, figure in found if system == "gloo"} >= {"step", "error", "cpu"}
     assert found["p2pavg blockwise8", "error"] < 0.05
+    assert found["p2pavg blockwise8 median", "error"] < 0.05, "of two members, the median is the mean"
     assert found["gloo", "error"] < 1e-5
     assert ("p2pavg blockwise8 / gloo", "ratio of step") in found
+    assert ("p2pavg blockwise8 median / p2pavg blockwise8", "ratio of exchange") in found
     assert [line["skipped"] for line in lines if line["system"] == "hivemind"] == ["left out"]
 
 
@@ -110,6 +116,35 @@ def test_codecs(bench: Bench) -> None:
     assert set(found) == {(name, figure) for name in names for figure in ("encode", "decode", "error")}
     assert found["fp32", "error"] == 0.0
     assert 0.0 < found["blockwise8", "error"] < 0.05
+
+
+def test_attack_compares_rules_with_the_clean_run(bench: Bench) -> None:
+    lines = [line for line in bench("attack") if "figure" in line]
+    clean = [line for line in lines if line["figure"] == "held-out loss"]
+    assert [(line["system"], line["attackers"]) for line in clean] == [("mean", 0)]
+    attacked = [line for line in lines if line["figure"] != "held-out loss"]
+    assert {(line["system"], line["attack"]) for line in attacked} == {
+        ("median", "none"),
+        *((rule, attack) for rule in ("mean", "median") for attack in ("scale", "little")),
+    }
+
+
+def test_a_little_is_as_much_as_the_papers() -> None:
+    """50 workers of which 24 attack: s = 2, Phi(z) < 24 / 26, and z = 1.43; without a majority to win over, 0."""
+    assert little_z(50, 24) == pytest.approx(1.426, abs=1e-3)
+    assert little_z(16, 1) == 0.0
+
+
+def test_attacked_shares_are_combined_by_the_rule() -> None:
+    rows = torch.randn(5, 1000, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(combine_shares(rows, read_aggregation("median")), rows.median(0).values)
+    torch.testing.assert_close(combine_shares(rows, read_aggregation("")), rows.mean(0))
+
+
+def test_reduce(bench: Bench) -> None:
+    found = medians(bench("reduce"))
+    rules = {"trimmed_mean:0.25", "median", "centered_clip:1.0:1", "centered_clip:1.0:3"}
+    assert set(found) == {("mean", "one part"), *itertools.product(rules, ["one part", "ratio to the mean"])}
 
 
 def test_scale(bench: Bench) -> None:

@@ -45,7 +45,13 @@ headers = st.builds(
     st.integers(0, 255),
 )
 ENTRY = RunEntry(
-    schema_hash=b"\1" * 32, tensors=97, elements=1000, codec="int8:64", group_size=4, rule="fraction"
+    schema_hash=b"\1" * 32,
+    tensors=97,
+    elements=1000,
+    codec="int8:64",
+    group_size=4,
+    rule="fraction",
+    aggregation="median",
 )
 
 

@@ -77,7 +77,9 @@ async def contribute(peers: Sequence[Peer], key: bytes) -> None:
 
 async def flood(peers: Sequence[Peer], key: bytes) -> None:
     """Store records of 64 invented publishers under each of the run's keys, again and again (6, 8 and 17)."""
-    entry = RunEntry(schema_hash=b"\7" * 32, tensors=1, elements=1, codec="fp32", group_size=2, rule="")
+    entry = RunEntry(
+        schema_hash=b"\7" * 32, tensors=1, elements=1, codec="fp32", group_size=2, rule="", aggregation=""
+    )
     number = 0
     while True:
         number += 1

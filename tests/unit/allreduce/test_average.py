@@ -8,7 +8,8 @@ import math
 import pytest
 import torch
 
-from p2pavg.allreduce.reduction import BadContributionError, Contribution, average_part
+from p2pavg.allreduce.errors import BadContributionError
+from p2pavg.allreduce.reduction import Contribution, average_part
 from p2pavg.errors import RemoteProtocolError
 from p2pavg_compression import MAX_MAGNITUDE, Bf16, Blockwise8, Codec, Fp16, Fp32, Int8
 

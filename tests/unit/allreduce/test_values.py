@@ -18,11 +18,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from p2pavg.allreduce import values as values_module
+from p2pavg.allreduce.errors import BadContributionError
 from p2pavg.allreduce.messages import Lane
-from p2pavg.allreduce.reduction import BadContributionError, Contribution, Ledger, average_part
+from p2pavg.allreduce.reduction import Contribution, Ledger, average_part
 from p2pavg.allreduce.values import Values, check_index
 from p2pavg.consensus.votes import DIGEST_BYTES
 from p2pavg.errors import RemoteProtocolError
+from p2pavg.group.aggregation import PLAIN, Aggregation, Median
 from p2pavg.group.roster import Roster
 from p2pavg.group.shares import Part
 from p2pavg.net.transport import Buffer
@@ -74,7 +77,9 @@ def vector(index: int) -> torch.Tensor:
 class Held(Values):
     """The values of one member, with the parts that were reported as ready."""
 
-    def __init__(self, codec: Codec, me: int = 0, group: Roster | None = None) -> None:
+    def __init__(
+        self, codec: Codec, me: int = 0, group: Roster | None = None, aggregation: Aggregation = PLAIN
+    ) -> None:
         group = members() if group is None else group
         self.ready: list[int] = []
         self.buffers = Buffers(1 << 30)
@@ -86,6 +91,7 @@ class Held(Values):
             vector=vector(me) if contributes else None,
             buffers=self.buffers,
             on_ready=self.ready.append,
+            aggregation=aggregation,
         )
 
     def contribute(self, member: int, index: int, payload: Buffer | None = None) -> None:
@@ -516,6 +522,44 @@ def test_contributions_are_let_go_when_they_are_averaged() -> None:
     assert held.buffers.idle_bytes == 0
     held.average(0)
     assert held.buffers.idle_bytes == 3 * 4 * PART, "two that came, and the one to work in"
+
+
+@pytest.mark.parametrize("robust", [False, True])
+def test_a_robust_rule_has_one_part_decoded_at_a_time(monkeypatch: pytest.MonkeyPatch, robust: bool) -> None:
+    """However many parts are complete at once, in as many threads."""
+    both, most, running = threading.Barrier(2), [0], [0]
+
+    def slow(*given: Any, **named: Any) -> memoryview:
+        running[0] += 1
+        most[0] = max(most[0], running[0])
+        if not robust:
+            both.wait(30.0)  # the premise: without the rule, threads average at the same time
+        time.sleep(0.01)
+        running[0] -= 1
+        return average_part(*given, **named)
+
+    monkeypatch.setattr(values_module, "average_part", slow)
+    held = Held(Fp32(), aggregation=Aggregation(Median() if robust else None))
+    for index in range(2):
+        for member in (1, 2):
+            part = held.parts(0)[index]
+            held.contributed(IDS[member], index, vector(member)[part.start : part.stop].numpy().tobytes())
+    in_threads(partial(held.average, 0), partial(held.average, 1))
+    assert sorted(held.ready) == [0, 1]
+    assert most[0] == (1 if robust else 2)
+
+
+def test_a_robust_rule_takes_and_releases_one_part_per_contributor() -> None:
+    held = Held(Fp32(), aggregation=Aggregation(Median()))
+    for member in (1, 2):
+        held.contribute(member, 0)
+    assert held.buffers.idle_bytes == 3 * 4 * PART, (
+        "two decoded contributions, and the result before it is encoded"
+    )
+    middle = torch.stack([vector(member)[:PART] for member in range(SIZE)])
+    weights = WEIGHTS  # 1, 5 and 0.25: the second alone has more than half
+    assert max(weights) == weights[1] > sum(weights) / 2
+    assert torch.equal(held.averaged[:PART], middle[1])
 
 
 @codecs

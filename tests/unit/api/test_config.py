@@ -56,6 +56,7 @@ REFUSED: list[tuple[str, object]] = [
     ("bandwidth", 100_001),
     *[("max_weight", value) for value in (0, -1.0, math.nan, math.inf, 1.1e15, "30", True)],
     *[("participation", value) for value in ("half", 0.5, RandomFraction, Rule("x" * 513), Rule("\x1b"))],
+    *[("robust", value) for value in ("mean", "", "trimmed_mean:0.5", 0.25, p2pavg.Median)],
     *[("tags", value) for value in ("gpu", ["gpu"], ("",), ("x" * 33,), ("a\nb",), (b"gpu",), (5,), None)],
     *[
         ("compression", value)
@@ -83,6 +84,14 @@ def test_rule_has_its_text() -> None:
     assert AveragingConfig(run_id="run", participation=capable).rule == capable.text
 
 
+def test_aggregation_has_the_rules_text() -> None:
+    assert AveragingConfig(run_id="run").aggregation.text == ""
+    by_text = AveragingConfig(run_id="run", robust="trimmed_mean")
+    by_object = AveragingConfig(run_id="run", robust=p2pavg.TrimmedMean(0.25))
+    assert by_text.aggregation == by_object.aggregation
+    assert by_text.aggregation.text == "trimmed_mean:0.25"
+
+
 def test_group_size_is_at_least_min_group_size() -> None:
     with pytest.raises(ConfigError, match=r"^min_group_size must be a whole number from 2 to 3, got 4"):
         AveragingConfig(run_id="run", group_size=3, min_group_size=4)
@@ -98,6 +107,7 @@ def test_group_size_is_at_least_min_group_size() -> None:
         ("min_group_size", 4),
         ("participation", RandomFraction(0.5)),
         ("participation", ByCapability(min_bandwidth=50.0)),
+        *[("robust", value) for value in (None, "median", "trimmed_mean:0.499", p2pavg.CenteredClip(2.0))],
         ("tags", ("x" * 32,)),
         ("tags", ("gpu", "fp16", "Übung 1")),
         ("match_timeout", 1800),

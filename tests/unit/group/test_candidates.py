@@ -12,6 +12,7 @@ from p2pavg.group.limits import (
     MAX_BANDWIDTH,
     MAX_CERTIFICATE_BYTES,
     MAX_CODEC_CHARS,
+    MAX_NORM,
     MAX_WEIGHT,
     MIN_BANDWIDTH,
 )
@@ -25,18 +26,19 @@ ADDRESSES = ("/ip4/192.0.2.0/tcp/4001",)
 def test_the_key_never_changes() -> None:
     assert (
         ready_key("albert-base", bytes(32)).hex()
-        == "d57b48f57ad0bedb2043643159b993d4309efd72b0efd3650bf565d4c8e72a2c"
+        == "d6f4966e87c16f6b45e0b864ab5c1edce437ae76f4f5d57e1a946569a625bbf5"
     )
 
 
 def test_runs_schemas_and_rules_have_different_keys() -> None:
     keys = {
-        ready_key(run_id, schema, rule)
+        ready_key(run_id, schema, rule, aggregation)
         for run_id in ("run", "run2", "Run")
         for schema in (bytes(32), bytes(31) + b"\1")
         for rule in ("", "fraction")
+        for aggregation in ("", "median", "fraction")
     }
-    assert len(keys) == 12
+    assert len(keys) == 36
 
 
 def test_a_signed_candidate_is_read_back() -> None:
@@ -59,6 +61,8 @@ def test_state_tags_and_metrics_are_read_back() -> None:
     assert again == me
     assert (again.state, again.tags) == (b"step 7", ("gpu", "fp16"))
     assert again.metrics == (("accuracy", 1.0), ("loss", 2.5)), "names in order: one encoding"
+    assert again.norm == 0.0
+    assert read_signed_candidate(pack_record(candidate(3, norm=2.5).record)).norm == 2.5
 
 
 def test_a_peer_without_a_weight_may_still_want_the_result() -> None:
@@ -116,43 +120,44 @@ def test_candidates_are_ordered_by_auxiliary_then_deadline_then_id() -> None:
         ((3, 1.0, 1.0, 1.0, "fp32", False, ("/a b",)), "an address is printable ASCII"),
         ((3, 1.0, 1.0, 1.0, "fp32", False, (5,)), "an address is a text"),
         ((3, 1.0, 1.0, 1.0, "fp32", False, ("/a",) * 17), "at most 16 addresses"),
-        ((3, 1.0, 1.0, 1.0, "fp32", False), "11 fields"),
-        ((3, 1.0, 1.0, 1.0, "fp32", False, (), b"x" * 33, (), (), b""), "a state of 33 bytes"),
-        ((3, 1.0, 1.0, 1.0, "fp32", False, (), "x", (), (), b""), "field 7 is str"),
-        ((3, 1.0, 1.0, 1.0, "fp32", False, (), b"", ("x",) * 17, (), b""), "tags"),
-        ((3, 1.0, 1.0, 1.0, "fp32", False, (), b"", ("x" * 33,), (), b""), "tags"),
-        ((3, 1.0, 1.0, 1.0, "fp32", False, (), b"", ("",), (), b""), "tags"),
-        ((3, 1.0, 1.0, 1.0, "fp32", False, (), b"", ("\x1b",), (), b""), "tags"),
-        ((3, 1.0, 1.0, 1.0, "fp32", False, (), b"", (5,), (), b""), "field 0 is int"),
-        ((3, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (("x", 1.0),) * 17, b""), "17 metrics"),
-        ((3, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (("x", 1.0),) * 2, b""), "metrics whose names"),
-        (
-            (3, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (("y", 1.0), ("x", 1.0)), b""),
-            "metrics whose names",
-        ),
-        ((3, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (("\x1b", 1.0),), b""), "metrics whose names"),
-        ((3, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (("x", math.nan),), b""), "not finite"),
-        ((3, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (("x", 1.1e100),), b""), "a metric out of range"),
-        ((3, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (("x", 1),), b""), "field 1 is int"),
-        ((3, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (("x",),), b""), "2 fields"),
-        ((3, 1.0, 1.0, 1.0, "fp32", False, (), b"", "gpu", (), b""), "field 8 is str"),
-        ((3, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (("x" * 33, 1.0),), b""), "metrics whose names"),
-        ((3, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (("", 1.0),), b""), "metrics whose names"),
-        (
-            (3, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (("x", 1.0), ("x", 2.0)), b""),
-            "metrics whose names",
-        ),
-        ((3, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), ((5, 1.0),), b""), "field 0 is int"),
-        ((3, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), ("x",), b""), "field 0 is str"),
-        ((3, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), "x", b""), "field 9 is str"),
-        ((3, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (), b"", ()), "11 fields"),
-        ((3, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (), "x"), "field 10 is str"),
-        ((3, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (), b"x" * 641), "a certificate of 641 bytes"),
-        ((), "11 fields"),
+        ((3, 1.0, 1.0, 1.0, "fp32", False), "12 fields"),
+        ((3, 1.0, 1.0, 1.0, "fp32", False, (), b"x" * 33, (), ()), "a state of 33 bytes"),
+        ((3, 1.0, 1.0, 1.0, "fp32", False, (), "x", (), ()), "field 7 is str"),
+        ((3, 1.0, 1.0, 1.0, "fp32", False, (), b"", ("x",) * 17, ()), "tags"),
+        ((3, 1.0, 1.0, 1.0, "fp32", False, (), b"", ("x" * 33,), ()), "tags"),
+        ((3, 1.0, 1.0, 1.0, "fp32", False, (), b"", ("",), ()), "tags"),
+        ((3, 1.0, 1.0, 1.0, "fp32", False, (), b"", ("\x1b",), ()), "tags"),
+        ((3, 1.0, 1.0, 1.0, "fp32", False, (), b"", (5,), ()), "field 0 is int"),
+        ((3, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (("x", 1.0),) * 17), "17 metrics"),
+        ((3, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (("x", 1.0),) * 2), "metrics whose names"),
+        ((3, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (("y", 1.0), ("x", 1.0))), "metrics whose names"),
+        ((3, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (("\x1b", 1.0),)), "metrics whose names"),
+        ((3, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (("x", math.nan),)), "not finite"),
+        ((3, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (("x", 1.1e100),)), "a metric out of range"),
+        ((3, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (("x", 1),)), "field 1 is int"),
+        ((3, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (("x",),)), "2 fields"),
+        ((3, 1.0, 1.0, 1.0, "fp32", False, (), b"", "gpu", ()), "field 8 is str"),
+        ((3, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (("x" * 33, 1.0),)), "metrics whose names"),
+        ((3, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (("", 1.0),)), "metrics whose names"),
+        ((3, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (("x", 1.0), ("x", 2.0))), "metrics whose names"),
+        ((3, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), ((5, 1.0),)), "field 0 is int"),
+        ((3, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), ("x",)), "field 0 is str"),
+        ((3, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), "x"), "field 9 is str"),
+        ((3, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (), b"", 0.0, ()), "12 fields"),
+        ((3, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (), b"", -1.0), "a norm of -1 of a contribution"),
+        ((3, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (), b"", 2.0**119), "a norm of 6.64614e\\+35"),
+        ((3, 1.0, 0.0, 1.0, "fp32", False, (), b"", (), (), b"", 1.0), "a norm of 1 of no contribution"),
+        ((3, 1.0, 0.0, 1.0, "fp32", True, (), b"", (), (), b"", 1.0), "a norm of 1 of no contribution"),
+        ((3, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (), b"", math.nan), "not finite"),
+        ((3, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (), b"", 1), "field 11 is int"),
+        ((3, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (), "x", 0.0), "field 10 is str"),
+        ((3, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (), b"x" * 641, 0.0), "a certificate of 641 bytes"),
+        ((), "12 fields"),
     ],
 )
 def test_a_genuine_record_with_an_invalid_field_is_refused(fields: tuple[object, ...], reason: str) -> None:
-    record = record_of(0, *fields, *((b"", (), (), b"") if len(fields) == 7 else ()))
+    rest = (b"", (), (), b"", 0.0)
+    record = record_of(0, *fields, *(rest if len(fields) == 7 else rest[3:] if len(fields) == 10 else ()))
     with pytest.raises(RemoteProtocolError, match=reason):
         read_candidate(record)
     with pytest.raises(RemoteProtocolError, match=reason):
@@ -168,16 +173,17 @@ def test_the_ends_of_the_ranges_are_allowed() -> None:
     measured = tuple((f"{index:032}", -1e100) for index in range(16))
     rest = (b"s" * 32, ("t" * 32,) * 16, measured, b"c" * MAX_CERTIFICATE_BYTES)
     most = read_candidate(
-        record_of(0, 3, 0.0, MAX_WEIGHT, MAX_BANDWIDTH, "x" * MAX_CODEC_CHARS, False, (), *rest)
+        record_of(0, 3, 0.0, MAX_WEIGHT, MAX_BANDWIDTH, "x" * MAX_CODEC_CHARS, False, (), *rest, MAX_NORM)
     )
     assert (most.state, most.tags, most.metrics, most.certificate) == rest
+    assert most.norm == MAX_NORM
     assert (most.weight, most.bandwidth, most.deadline, most.addresses) == (
         MAX_WEIGHT,
         MAX_BANDWIDTH,
         0.0,
         (),
     )
-    least = read_candidate(record_of(0, 3, 0.0, 5e-324, MIN_BANDWIDTH, "x", False, (), b"", (), (), b""))
+    least = read_candidate(record_of(0, 3, 0.0, 5e-324, MIN_BANDWIDTH, "x", False, (), b"", (), (), b"", 0.0))
     assert (least.weight, least.bandwidth) == (5e-324, MIN_BANDWIDTH)
 
 

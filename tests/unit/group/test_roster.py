@@ -40,7 +40,7 @@ def test_a_packed_roster_is_read_back(group: Roster) -> None:
 def test_the_group_id_never_changes() -> None:
     assert (
         roster([A, B, AUXILIARY], [100, 0, 900], proposal=7).group_id.hex()
-        == "cd3ca0b340b2905f44e65646c903cf7f549f4e2e8425465fcc410798ea4a0479"
+        == "5f0086416277b0459ad54ee9d79d9d95670f5f03b4909f5e2c586b0b2b65e612"
     )
 
 

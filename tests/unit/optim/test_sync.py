@@ -214,3 +214,15 @@ class TestRunWithAnAuthority:
     def test_a_peer_without_the_role_cannot_be_the_source(self) -> None:
         with pytest.raises(ValueError, match="certificate does not grant the role source"):
             sync(self.closed(Role.CONTRIBUTOR), [torch.zeros(3)], source=True)
+
+
+def test_one_peers_tensors_are_taken_as_they_are() -> None:
+    """A rule that all peers of the run share is for contributions of several peers."""
+    rounds = Rounds(came(2.0, "source"))
+    rounds.config = replace(
+        rounds.config, robust="median", max_norm=2.0, participation=p2pavg.RandomFraction(0.5)
+    )
+    rounds.sync_board.others["source"] = received(2.0)
+    sync(rounds, [torch.zeros(3)])
+    [config] = rounds.opened
+    assert (config.robust, config.max_norm, config.participation) == (None, None, None)

@@ -12,7 +12,13 @@ from p2pavg.records.run_entry import RunEntry, encode_entry, read_entries, read_
 from tests.unit.group.samples import SIGNERS, signed
 
 MINE = RunEntry(
-    schema_hash=b"\1" * 32, tensors=97, elements=1000, codec="blockwise8:64", group_size=4, rule=""
+    schema_hash=b"\1" * 32,
+    tensors=97,
+    elements=1000,
+    codec="blockwise8:64",
+    group_size=4,
+    rule="",
+    aggregation="",
 )
 
 
@@ -22,28 +28,33 @@ def entry(**changes: object) -> RunEntry:
 
 def test_the_bytes_never_change() -> None:
     assert run_key("albert-base").hex() == "be12e0964f7bbf7d681ac421132d1bd018bd1b90e834506b8a7c9b9920396900"
-    assert encode_entry(MINE).hex() == "9702c420" + "01" * 32 + "61cd03e8ad" + b"blockwise8:64".hex() + "04a0"
+    assert (
+        encode_entry(MINE).hex() == "9803c420" + "01" * 32 + "61cd03e8ad" + b"blockwise8:64".hex() + "04a0a0"
+    )
     assert read_entry(encode_entry(MINE)) == MINE
 
 
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ((1, b"\1" * 32, 97, 1000, "fp32", 4, ""), "another version"),
-        ((2, b"\1" * 31, 97, 1000, "fp32", 4, ""), "without a schema or codec"),
-        ((2, b"\1" * 32, 97, 1000, "", 4, ""), "without a schema or codec"),
-        ((2, b"\1" * 32, 97, 1000, "x" * 65, 4, ""), "without a schema or codec"),
-        ((2, b"\1" * 32, 97, 1000, "fp32\n\x1b[2J", 4, ""), "without a schema or codec"),
-        ((2, b"\1" * 32, 0, 1000, "fp32", 4, ""), "numbers out of range"),
-        ((2, b"\1" * 32, 97, -1, "fp32", 4, ""), "numbers out of range"),
-        ((2, b"\1" * 32, 97, 2**34 + 1, "fp32", 4, ""), "numbers out of range"),
-        ((2, b"\1" * 32, 97, 1000, "fp32", 1, ""), "numbers out of range"),
-        ((2, b"\1" * 32, 97, 1000, "fp32", 65, ""), "numbers out of range"),
-        ((2, b"\1" * 32, 97, 1000, "fp32", 4), "7 fields"),
-        ((2, b"\1" * 32, 97, 1000, "fp32", 4, "x" * 513), "rule is too long"),
-        ((2, b"\1" * 32, 97, 1000, "fp32", 4, "a\x1b[2J"), "rule is too long, or not printable"),
-        ((2, b"\1" * 32, 97, 1000, "fp32", 4, b"rule"), "field 6 is bytes"),
-        ((2, b"\1" * 32, 97.0, 1000, "fp32", 4, ""), "field 2 is float"),
+        ((2, b"\1" * 32, 97, 1000, "fp32", 4, "", ""), "another version"),
+        ((3, b"\1" * 31, 97, 1000, "fp32", 4, "", ""), "without a schema or codec"),
+        ((3, b"\1" * 32, 97, 1000, "", 4, "", ""), "without a schema or codec"),
+        ((3, b"\1" * 32, 97, 1000, "x" * 65, 4, "", ""), "without a schema or codec"),
+        ((3, b"\1" * 32, 97, 1000, "fp32\n\x1b[2J", 4, "", ""), "without a schema or codec"),
+        ((3, b"\1" * 32, 0, 1000, "fp32", 4, "", ""), "numbers out of range"),
+        ((3, b"\1" * 32, 97, -1, "fp32", 4, "", ""), "numbers out of range"),
+        ((3, b"\1" * 32, 97, 2**34 + 1, "fp32", 4, "", ""), "numbers out of range"),
+        ((3, b"\1" * 32, 97, 1000, "fp32", 1, "", ""), "numbers out of range"),
+        ((3, b"\1" * 32, 97, 1000, "fp32", 65, "", ""), "numbers out of range"),
+        ((3, b"\1" * 32, 97, 1000, "fp32", 4, ""), "8 fields"),
+        ((3, b"\1" * 32, 97, 1000, "fp32", 4, "x" * 513, ""), "rule is too long"),
+        ((3, b"\1" * 32, 97, 1000, "fp32", 4, "a\x1b[2J", ""), "rule is too long, or not printable"),
+        ((3, b"\1" * 32, 97, 1000, "fp32", 4, b"rule", ""), "field 6 is bytes"),
+        ((3, b"\1" * 32, 97, 1000, "fp32", 4, "", "x" * 513), "rule is too long"),
+        ((3, b"\1" * 32, 97, 1000, "fp32", 4, "", "a\x1b[2J"), "rule is too long, or not printable"),
+        ((3, b"\1" * 32, 97, 1000, "fp32", 4, "", b"median"), "field 7 is bytes"),
+        ((3, b"\1" * 32, 97.0, 1000, "fp32", 4, "", ""), "field 2 is float"),
     ],
 )
 def test_malformed_entry_is_refused(fields: tuple[object, ...], reason: str) -> None:
@@ -93,6 +104,10 @@ def test_malformed_entry_hides_no_other() -> None:
         (
             [entry(codec="fp32", rule="fraction")],
             "1 peer of this run averages with another participation rule than yours",
+        ),
+        (
+            [entry(aggregation="median")] * 2,
+            "2 peers of this run average by median, you by the weighted mean",
         ),
         (
             [entry(codec="fp32")] + [entry(schema_hash=b"\2" * 32, tensors=1)] * 2,

@@ -1,0 +1,189 @@
+"""How a group combines its contributions: the weighted mean, or a rule that a few liars cannot move far.
+
+The rules are data here: names, parameters and a text that all peers of a run share. :mod:`p2pavg.allreduce.robust`
+computes them. No I/O, no clock, no random source.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from p2pavg.errors import ConfigError
+
+MAX_ITERATIONS = 16
+_MAX_NORM = "max_norm:"
+MAX_RADIUS = 1e6
+MOST_NORMS = 1e6
+MAX_FRACTION = 0.499  # a trimmed mean of all but nothing is the median, which has a name of its own
+
+
+@dataclass(frozen=True, slots=True)
+class TrimmedMean:
+    """The coordinate-wise trimmed mean, by weight: Yin et al. 2018 (arXiv:1803.01498), definition 2.
+
+    In each coordinate, the contributions are laid in the order of their values on a line, each as long as its weight.
+    ``fraction`` of the line is cut off at each end, also in the midst of a contribution. The result is the mean of what
+    is left. With n equal weights and a whole ``fraction * n`` this is the paper's definition.
+
+    Liars with at most ``fraction`` of the weight cannot bring any coordinate out of the range of the honest values.
+
+    Args:
+        fraction: part of the total weight that is cut off at each end, above 0 and at most 0.499.
+
+    Raises:
+        ConfigError: ``fraction`` is out of range.
+    """
+
+    fraction: float = 0.25
+
+    def __post_init__(self) -> None:
+        _check_number("fraction of a trimmed mean", self.fraction, MAX_FRACTION)
+
+    @property
+    def text(self) -> str:
+        """The rule as text, with its parameters."""
+        return f"trimmed_mean:{float(self.fraction)!r}"
+
+
+@dataclass(frozen=True, slots=True)
+class Median:
+    """The coordinate-wise median, by weight: Yin et al. 2018 (arXiv:1803.01498), definition 1.
+
+    In each coordinate, the result is the value in the middle of the line that :class:`TrimmedMean` describes. If the
+    middle is exactly between two contributions, the result is the midpoint of the two.
+
+    Liars with less than half of the weight cannot bring any coordinate out of the range of the honest values.
+    """
+
+    @property
+    def text(self) -> str:
+        """The rule as text."""
+        return "median"
+
+
+@dataclass(frozen=True, slots=True)
+class CenteredClip:
+    """Centred clipping: Karimireddy et al. 2021 (arXiv:2012.10333), algorithm 2, part by part.
+
+    A center v begins as the coordinate-wise :class:`Median` of the part. Each iteration moves it by the weighted mean
+    of the contributions' differences from it, each difference shortened to a length of at most tau. A reducer keeps
+    nothing from round to round, so v cannot begin at the last round's result, as it does in the paper.
+
+    tau is ``radius`` times the weighted median of the distances between the contributions and the first center. Each
+    reducer sees only its share, so distances are those of a part, and no radius in absolute numbers would suit all
+    parts.
+
+    Each iteration moves v by at most tau, so the result is within ``iterations * tau`` of the median.
+
+    Args:
+        radius: tau in median distances, above 0 and at most 1e6.
+        iterations: 1 to 16.
+
+    Raises:
+        ConfigError: an argument is out of range.
+    """
+
+    radius: float = 1.0
+    iterations: int = 3
+
+    def __post_init__(self) -> None:
+        _check_number("radius of centered clipping", self.radius, MAX_RADIUS)
+        whole = isinstance(self.iterations, int) and not isinstance(self.iterations, bool)
+        if not whole or not 1 <= self.iterations <= MAX_ITERATIONS:
+            raise ConfigError(
+                f"iterations of centered clipping must be a whole number from 1 to {MAX_ITERATIONS},"
+                f" got {self.iterations!r}"
+            )
+
+    @property
+    def text(self) -> str:
+        """The rule as text, with its parameters."""
+        return f"centered_clip:{float(self.radius)!r}:{self.iterations}"
+
+
+RobustRule: TypeAlias = TrimmedMean | Median | CenteredClip
+
+
+def resolve_rule(given: object) -> RobustRule | None:
+    """Return the rule that a text names; return a rule or ``None`` unchanged.
+
+    Texts are ``"trimmed_mean"``, ``"trimmed_mean:FRACTION"``, ``"median"``, ``"centered_clip"``,
+    ``"centered_clip:RADIUS"`` and ``"centered_clip:RADIUS:ITERATIONS"``. ``resolve_rule(rule.text) == rule`` for every
+    rule.
+
+    Raises:
+        ConfigError: it is none of these, or a parameter is out of range.
+    """
+    if given is None or isinstance(given, TrimmedMean | Median | CenteredClip):
+        return given
+    if isinstance(given, str) and len(given) <= 64:
+        name, *parameters = given.split(":")
+        numbers = [_number(parameter) for parameter in parameters]
+        match name, numbers:
+            case "trimmed_mean", []:
+                return TrimmedMean()
+            case "trimmed_mean", [fraction]:
+                return TrimmedMean(fraction)
+            case "median", []:
+                return Median()
+            case "centered_clip", []:
+                return CenteredClip()
+            case "centered_clip", [radius]:
+                return CenteredClip(radius)
+            case "centered_clip", [radius, iterations] if iterations.is_integer():
+                return CenteredClip(radius, int(iterations))
+    raise ConfigError(
+        f"a rule is 'trimmed_mean:FRACTION', 'median' or 'centered_clip:RADIUS:ITERATIONS', got {given!r}"
+    )
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ConfigError(f"a rule's parameter must be a number, got {text!r}") from None
+
+
+def _check_number(name: str, value: object, most: float, *, least: float = 0.0) -> None:
+    number = not isinstance(value, bool) and isinstance(value, int | float)
+    if not number or not 0 < value <= most or value < least:  # type: ignore[operator]
+        range_of = f"from {least:g} to {most:g}" if least else f"above 0 and at most {most:g}"
+        raise ConfigError(f"{name} must be a number {range_of}, got {value!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class Aggregation:
+    """Everything that a group agrees on about how contributions are combined."""
+
+    robust: RobustRule | None = None
+    """``None``: the weighted mean."""
+    max_norm: float | None = None
+    """The longest contribution, in medians of the group's norms; ``None``: contributions may have any norm."""
+
+    def __post_init__(self) -> None:
+        if self.max_norm is not None:
+            _check_number("max_norm", self.max_norm, MOST_NORMS, least=1.0)
+
+    @property
+    def text(self) -> str:
+        """The text from which a run's keys are derived; empty for the plain weighted mean."""
+        words = [] if self.robust is None else [self.robust.text]
+        return " ".join(words if self.max_norm is None else [*words, f"{_MAX_NORM}{float(self.max_norm)!r}"])
+
+
+PLAIN = Aggregation()
+"""The weighted mean."""
+
+
+def read_aggregation(text: str) -> Aggregation:
+    """Return the aggregation of a text that another peer published.
+
+    Raises:
+        ConfigError: no :class:`Aggregation` has this text.
+    """
+    rule, _, most = text.partition(_MAX_NORM)
+    found = Aggregation(resolve_rule(rule.rstrip(" ") or None), _number(most) if most else None)
+    if found.text != text:
+        raise ConfigError(f"an aggregation's text is {found.text!r}, got {text!r}")
+    return found

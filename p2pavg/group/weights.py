@@ -1,0 +1,31 @@
+"""Weights as whole units, and medians by weight. No I/O, no clock, no random source."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+
+UNITS = 2**22
+"""Units in all. Their sums, and those of twice as many, are exact in float32."""
+
+
+def units_of(weights: Sequence[float]) -> list[int]:
+    """Return the weights as whole, even numbers of units, the same for equal weights.
+
+    Even, so that half of their sum is whole. A contribution of less than a four-millionth of the total counts nothing.
+
+    Args:
+        weights: above 0, of at most 128 members.
+    """
+    largest = max(weights)  # divided first, because the sum of weights may overflow
+    total = math.fsum(weight / largest for weight in weights)
+    return [2 * round(weight / largest / total * (UNITS / 2)) for weight in weights]
+
+
+def lower_median(values: Sequence[float], weights: Sequence[float]) -> float:
+    """Return the lower weighted median: the least value up to which there is at least half of the weight."""
+    ordered = sorted(zip(values, units_of(weights), strict=True))
+    passed = itertools.accumulate(units for _, units in ordered)
+    middle = sum(units for _, units in ordered) // 2
+    return next(value for (value, _), at in zip(ordered, passed, strict=True) if at >= middle)

@@ -1,0 +1,96 @@
+"""Bounded influence among real peers on a simulated network: long contributions are shortened by all alike."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+import trio
+from trio.testing import MockClock
+
+import p2pavg
+from p2pavg.round.roles import Contributor, Offer
+from p2pavg.testing import MemoryNetwork, simulated_peers
+from tests.simulation.liars import check_costs_itself, name, play
+from tests.simulation.swarm import LAN, Swarm, config, same_bits, tensors_of, values
+
+ELEMENTS = 2_000
+
+
+@pytest.fixture(autouse=True)
+def many_small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("p2pavg.allreduce.reduction.part_size", lambda _elements, _reducers: 64)
+
+
+async def average(scales: Mapping[int, float], size: int, **changes: object) -> Swarm:
+    """Run one step of peers, some of which contribute scaled values."""
+    swarm, how = Swarm(), config(group_size=size, **changes)
+    async with simulated_peers(MemoryNetwork(latency=LAN), size) as peers, trio.open_nursery() as nursery:
+        for index, peer in enumerate(peers):
+            tensors = [values(index, ELEMENTS) * scales.get(index, 1.0)]
+            nursery.start_soon(partial(swarm.step_once, peer, index, how, after=0.1 * index, tensors=tensors))
+    return swarm
+
+
+@pytest.mark.parametrize("robust", [None, "median"])
+@pytest.mark.parametrize("compression", [None, "blockwise8"])
+async def test_long_contributions_are_shortened_by_all_reducers(
+    autojump_clock: MockClock, robust: str | None, compression: str | None
+) -> None:
+    found = (
+        await average({1: 1e6, 4: -1e3}, 7, max_norm=2.0, robust=robust, compression=compression)
+    ).successes()
+    assert len(found) == 7
+    assert same_bits(found)
+    assert {result.clipped for result in found} == {(name(1), name(4))}
+    others = [values(index, ELEMENTS) for index in range(7) if index not in (1, 4)]
+    median = sorted(row.norm().item() for row in others)[3]  # of seven norms, the liars' are the largest
+    shortened = [
+        sign * 2.0 * median * torch.nn.functional.normalize(values(index, ELEMENTS), dim=0)
+        for index, sign in ((1, 1.0), (4, -1.0))
+    ]
+    rows = torch.stack([*others, *shortened])
+    wanted = rows.mean(0) if robust is None else rows.median(0).values
+    slack = 1e-4 if compression is None else 0.1
+    torch.testing.assert_close(tensors_of(found[0])[0], wanted, rtol=0, atol=slack)
+
+
+async def test_without_a_bound_they_count_in_full(autojump_clock: MockClock) -> None:
+    found = (await average({1: 1e6}, 4)).successes()
+    assert {result.clipped for result in found} == {()}
+    assert tensors_of(found[0])[0].abs().max() > 1e5
+
+
+async def test_honest_contributions_are_not_changed(autojump_clock: MockClock) -> None:
+    found = (await average({}, 4, max_norm=2.0)).successes()
+    assert {result.clipped for result in found} == {()}
+    wanted = torch.stack([values(index, ELEMENTS) for index in range(4)]).mean(0)
+    torch.testing.assert_close(tensors_of(found[0])[0], wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("liar", [0, 2], ids=["leads", "follows"])
+async def test_a_member_with_a_false_norm_is_excluded_by_name(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, liar: int
+) -> None:
+    """It signs a hundredth of its norm, so that its values would not be shortened."""
+    offer = Contributor.offer
+
+    async def lie(self: Contributor) -> Offer:
+        true = await offer(self)
+        return replace(true, norm=true.norm / 100) if self._context.transport.peer_id == name(liar) else true
+
+    monkeypatch.setattr(Contributor, "offer", lie)
+    swarm = await play(how=config(group_size=4, max_norm=100.0))
+    check_costs_itself(swarm, liar, "after it signed a norm of")
+
+
+async def test_peers_with_another_bound_never_meet(autojump_clock: MockClock) -> None:
+    swarm = Swarm()
+    async with simulated_peers(MemoryNetwork(latency=LAN), 2) as peers, trio.open_nursery() as nursery:
+        for index, peer in enumerate(peers):
+            how = config(group_size=2, max_norm=2.0 if index else None, match_timeout=5.0)
+            nursery.start_soon(swarm.step_once, peer, index, how)
+    assert all(isinstance(result, p2pavg.NoPeers) for result in swarm.results.values())

@@ -1,0 +1,119 @@
+"""Factors that shorten long contributions: from signed norms alone, so the same for all members."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from p2pavg.errors import ConfigError
+from p2pavg.group.aggregation import Aggregation, Median, read_aggregation
+from p2pavg.group.limits import MAX_NORM
+from p2pavg.group.norms import norm_factors
+from p2pavg.group.roster import Roster
+from tests.unit.group.samples import SIGNERS, candidate, roster
+
+IDS = [signer.peer_id for signer in SIGNERS]
+
+
+def of_norms(
+    norms: list[float], weights: list[float] | None = None, observers: tuple[int, ...] = ()
+) -> Roster:
+    weights = weights or [1.0] * len(norms)
+    members = [
+        candidate(index, norm=norm, weight=weight)
+        for index, (norm, weight) in enumerate(zip(norms, weights, strict=True))
+    ]
+    return roster(members, observers=[members[index] for index in observers])
+
+
+@pytest.mark.parametrize(
+    ("norms", "most", "factors"),
+    [
+        ([1.0, 1.0, 1.0], 2.0, {}),
+        ([1.0, 2.0, 3.0], 1.5, {}),
+        ([1.0, 2.0, 3.0], 1.0, {2: 2 / 3}),
+        ([1.0, 2.0, 3e6], 2.0, {2: 4 / 3e6}),
+        ([8.0, 2.0, 16.0, 2.0], 2.0, {0: 0.5, 2: 0.25}),
+        ([1.0, 5.0], 1.0, {1: 0.2}),  # of two, the lower norm is the median
+        ([0.0, 0.0, 5.0], 3.0, {2: 0.0}),
+        ([0.0, 0.0], 1.0, {}),
+        ([MAX_NORM, MAX_NORM, 1.0], 1e6, {}),
+    ],
+)
+def test_golden_factors(norms: list[float], most: float, factors: dict[int, float]) -> None:
+    assert norm_factors(of_norms(norms), most) == {IDS[index]: factor for index, factor in factors.items()}
+
+
+def test_no_bound_changes_nothing() -> None:
+    assert norm_factors(of_norms([1.0, 2.0, 3e6]), None) == {}
+
+
+def test_the_median_is_by_weight_and_of_contributors() -> None:
+    assert norm_factors(of_norms([1.0, 1.0, 9.0], [1.0, 1.0, 3.0]), 1.0) == {}
+    assert list(norm_factors(of_norms([1.0, 1.0, 9.0], [1.0, 1.0, 2.0]), 1.0)) == [IDS[2]]
+    assert norm_factors(of_norms([1.0, 2.0, 6.0, 9.0], observers=(0,)), 1.0) == {IDS[3]: 6 / 9}
+
+
+def test_a_later_attempt_has_the_median_of_its_own_members() -> None:
+    group = of_norms([1.0, 1.0, 4.0, 8.0, 8.0])
+    assert norm_factors(group, 1.0) == {IDS[3]: 0.5, IDS[4]: 0.5}
+    left = group.only(group.members[1:], [1000] * 4)
+    assert norm_factors(left, 1.0) == {IDS[3]: 0.5, IDS[4]: 0.5}
+    left = group.only(group.members[2:], [1000] * 3)
+    assert norm_factors(left, 1.0) == {}
+
+
+@given(
+    st.lists(st.floats(1e-3, 1e3), min_size=2, max_size=5),
+    st.lists(st.floats(0.0, MAX_NORM), max_size=3),
+    st.floats(1.0, 10.0),
+)
+def test_a_minority_of_liars_counts_at_most_as_the_longest_honest(
+    honest: list[float], lies: list[float], most: float
+) -> None:
+    lies = lies[: len(honest) - 1]
+    group = of_norms(honest + lies)
+    factors = norm_factors(group, most)
+    longest = most * max(honest) * (1 + 1e-12)
+    assert all(member.norm * factors.get(member.peer_id, 1.0) <= longest for member in group.members)
+    assert all(0 <= factor < 1 for factor in factors.values())
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "text"),
+    [
+        (Aggregation(None, 3), "max_norm:3.0"),
+        (Aggregation(Median(), 1.5), "median max_norm:1.5"),
+        (Aggregation(Median(), 1e6), "median max_norm:1000000.0"),
+    ],
+)
+def test_the_bound_is_in_the_text(aggregation: Aggregation, text: str) -> None:
+    assert aggregation.text == text
+    assert read_aggregation(text) == aggregation
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(
+            "max_norm:",
+            "max_norm:0.5",
+            "max_norm:inf",
+            "max_norm:nan",
+            "max_norm:3",
+            "max_norm:3.0 median",
+            " median",
+        ),
+        *(
+            "medianmax_norm:3.0",
+            "median  max_norm:3.0",
+            "median max_norm:3.0 ",
+            "max_norm:3.0 max_norm:3.0",
+            " ",
+        ),
+    ],
+)
+def test_other_texts_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError):
+        read_aggregation(text)

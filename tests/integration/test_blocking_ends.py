@@ -330,7 +330,7 @@ def test_ctrl_c_during_a_waiting_step() -> None:
             assert process.stdout is not None
             assert process.stdout.readline() == "waiting\n"
             process.send_signal(signal.SIGINT)
-            out, err = process.communicate(timeout=5)
+            out, err = process.communicate(timeout=9)  # less than STOP_SECONDS
         finally:
             process.kill()
     # The interpreter ends like this after an uncaught KeyboardInterrupt.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import TypeVar
@@ -11,8 +12,10 @@ import torch
 
 import p2pavg
 from p2pavg.blocking import Averager, open_averager
+from p2pavg.optim.wrapper import PeerOptimizer
 
 LISTEN = ["/ip4/127.0.0.1/tcp/0"]
+WATCHDOG_SECONDS = 300.0
 
 T = TypeVar("T")
 
@@ -42,6 +45,18 @@ def train_together(
             )
         pool = stack.enter_context(ThreadPoolExecutor(peers))
         return list(pool.map(work, range(peers), averagers))
+
+
+def until(optimizer: PeerOptimizer, epoch: int) -> Iterator[None]:
+    """Yield for each batch until the optimizer has taken an update.
+
+    Raises:
+        AssertionError: it never does. On a machine that stops a peer for long, the others may end without it.
+    """
+    end = time.monotonic() + WATCHDOG_SECONDS
+    while optimizer.epoch < epoch:
+        assert time.monotonic() < end, f"update {epoch} never came"
+        yield
 
 
 def small_model() -> torch.nn.Module:

@@ -19,6 +19,7 @@ from tests.integration.optim.company import (
     loss_of,
     small_model,
     train_together,
+    until,
     vector_of,
 )
 
@@ -105,7 +106,7 @@ def test_overlap_takes_every_update_and_stays_identical() -> None:
         model, batches = small_model(), Batches(peer, BATCH)
         seen: list[StepReport] = []
         optimizer = averaged(model, averager, overlap=True, on_update=seen.append)
-        while optimizer.epoch < updates:
+        for _ in until(optimizer, updates):
             one_batch(model, batches, optimizer)
         assert [report.epoch for report in seen] == list(range(1, updates + 1))
         return len(seen), vector_of(model)
@@ -134,7 +135,7 @@ def test_without_a_limit_the_faster_peer_does_more() -> None:
             peers_to_start=2,
             on_update=note,
         )
-        while optimizer.epoch < 5:
+        for _ in until(optimizer, 5):
             one_batch(model, batches, optimizer)
         return sum(weights), vector_of(model)
 
@@ -196,7 +197,7 @@ def test_saved_state_continues_identically() -> None:
     def first(peer: int, averager: Averager) -> None:
         model, batches = small_model(), Batches(peer, BATCH)
         optimizer = averaged(model, averager, target_batch_size=2 * BATCH, peers_to_start=2)
-        while optimizer.epoch < half:
+        for _ in until(optimizer, half):
             one_batch(model, batches, optimizer)
         saved[peer] = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
 
@@ -210,14 +211,14 @@ def test_saved_state_continues_identically() -> None:
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         assert optimizer.epoch == half
-        while optimizer.epoch < 2 * half:
+        for _ in until(optimizer, 2 * half):
             one_batch(model, batches, optimizer)
         return vector_of(model)
 
     def at_once(peer: int, averager: Averager) -> torch.Tensor:
         model, batches = small_model(), Batches(peer, BATCH)
         optimizer = averaged(model, averager, target_batch_size=2 * BATCH, peers_to_start=2)
-        while optimizer.epoch < 2 * half:
+        for _ in until(optimizer, 2 * half):
             one_batch(model, batches, optimizer)
         return vector_of(model)
 

@@ -22,6 +22,7 @@ from tests.integration.optim.company import (
     loss_of,
     small_model,
     train_together,
+    until,
     vector_of,
 )
 
@@ -61,7 +62,7 @@ def test_some_peers_contribute_and_all_have_the_same_anchor() -> None:
         model, batches = small_model(), Batches(peer, 4)
         optimizer = optimizer_of(model, averager, peers)
         rounds, kept = [], []
-        while optimizer.epoch < updates:
+        for _ in until(optimizer, updates):
             report = one_step(model, batches, optimizer)
             assert report.behind is None
             if isinstance(report.result, p2pavg.Success):
@@ -122,7 +123,7 @@ def test_steps_during_a_late_round_count_in_the_next_one() -> None:
         else:
             wait_for_another(optimizer)
         anchors, away, weights = [], [], []
-        while optimizer.epoch < 2:
+        for _ in until(optimizer, 2):
             report = one_step(model, batches, optimizer)
             if isinstance(report.result, p2pavg.InProgress):
                 late.set()
@@ -147,7 +148,7 @@ def test_error_feedback_of_lossy_codecs(with_feedback: bool) -> None:
         model, batches = small_model(), Batches(peer, 4)
         feedback = ErrorFeedback("int8") if with_feedback else None
         optimizer = optimizer_of(model, averager, 2, feedback=feedback)
-        while optimizer.epoch < 4:
+        for _ in until(optimizer, 4):
             one_step(model, batches, optimizer)
         return vector_of(model), 0.0 if feedback is None else feedback.residual_norm
 
@@ -173,7 +174,7 @@ def test_saved_state_continues_identically() -> None:
             state = copy.deepcopy(saved[peer])  # torch loads without copying, and these peers share a process
             model.load_state_dict(state["model"])
             optimizer.load_state_dict(state["optimizer"])
-        while optimizer.epoch < end:
+        for _ in until(optimizer, end):
             one_step(model, batches, optimizer)
         saved[peer] = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
         return vector_of(model)
@@ -196,7 +197,7 @@ def test_all_start_from_one_peers_parameters() -> None:
         sync_parameters(averager, model.parameters(), source=peer == 1, peers=3)
         start = vector_of(model)
         optimizer = optimizer_of(model, averager, 3)
-        while optimizer.epoch < 2:
+        for _ in until(optimizer, 2):
             one_step(model, batches, optimizer)
         return start, vector_of(model)
 

@@ -10,7 +10,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from p2pavg.blocking import Averager
 from p2pavg.optim import LocalUpdates, diloco, fedadagrad, fedadam, fedavg, fedprox, fedyogi
-from tests.integration.optim.company import Batches, loss_of, small_model, train_together, vector_of
+from tests.integration.optim.company import Batches, loss_of, small_model, train_together, until, vector_of
 
 PEERS = 3
 OUTER_STEPS = 10
@@ -64,7 +64,7 @@ def together(inner: Callable[[torch.nn.Module], Optimizer], recipe: Recipe) -> l
     def work(peer: int, averager: Averager) -> torch.Tensor:
         model, batches = small_model(), Batches(peer, SIZES[peer])
         optimizer = recipe(inner(model), averager)
-        while optimizer.epoch < OUTER_STEPS:
+        for _ in until(optimizer, OUTER_STEPS):
             optimizer.zero_grad()
             torch.autograd.backward(loss_of(model, batches.next()))
             report = optimizer.step(samples=batches.size)

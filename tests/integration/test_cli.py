@@ -255,9 +255,6 @@ class TestInvitations:
             )
             assert succeed(*join, str(folder / "n.key"), "--output", str(folder)) == out
             assert delegate.leave(within=WATCHDOG_SECONDS) == 0
-        is_one_line(
-            run(*join, str(folder / "n.key"), "--output", str(folder)), "Connection refused|refused|reach"
-        )
 
 
 def succeed(*arguments: str) -> str:

@@ -106,7 +106,11 @@ async def test_a_link_admits_a_peer_and_the_same_peer_again(
     async with online(network, make_delegate(used_file)) as transport:
         link = make_link(transport)
         first = await ask(network, ALICE, link)
-        assert (first.peer_id, first.roles, first.max_weight) == (ALICE.peer_id, {Role.CONTRIBUTOR}, 10.0)
+        assert (first.peer_id, first.roles, first.max_weight) == (
+            ALICE.peer_id,
+            frozenset([Role.CONTRIBUTOR]),
+            10.0,
+        )
         assert await ask(network, ALICE, link) == first
         assert await refused(network, BOB, link) == "this link was used already by another peer"
         assert await ask(network, BOB, make_link(transport, 1)) != first
@@ -214,6 +218,15 @@ def test_a_damaged_file_of_used_links_stops_the_delegate(used_file: Path) -> Non
     used_file.write_text("damaged\n")
     with pytest.raises(ConfigError, match=r"delegate\.key\.used: line 1 is damaged"):
         Invitations(make_delegate(used_file), wall_clock=simulated_clock, run_in_thread=run_on_loop)
+
+
+async def test_a_delegate_that_is_not_online(
+    autojump_clock: MockClock, network: MemoryNetwork, used_file: Path
+) -> None:
+    async with online(network, make_delegate(used_file)) as transport:
+        link = make_link(transport)
+    with pytest.raises(UnreachableError):
+        await ask(network, ALICE, link)
 
 
 class TestLimits:

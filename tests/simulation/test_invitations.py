@@ -69,7 +69,7 @@ def make_link(
 ) -> Link:
     fields: dict[str, Any] = {
         "serial": number.to_bytes(16, "big"),
-        "roles": frozenset([Role.CONTRIBUTOR]),
+        "roles": frozenset({Role.CONTRIBUTOR}),
         "max_weight": 10.0,
         "begins": EPOCH,
         "expires": EPOCH + DAY,
@@ -108,7 +108,7 @@ async def test_a_link_admits_a_peer_and_the_same_peer_again(
         first = await ask(network, ALICE, link)
         assert (first.peer_id, first.roles, first.max_weight) == (
             ALICE.peer_id,
-            frozenset([Role.CONTRIBUTOR]),
+            frozenset({Role.CONTRIBUTOR}),
             10.0,
         )
         assert await ask(network, ALICE, link) == first

@@ -55,7 +55,7 @@ class TestLink:
     def test_links_can_grant_less(self, p2pavg: Commands, address: str) -> None:
         less = ["--role", "observer", "--max-weight", "5", "--days", "3", "--certificate-days", "2"]
         (token,) = tokens(p2pavg.succeeds("run", "link", "lab.run", *FILES, "--address", address, *less))
-        assert (token.roles, token.max_weight) == (frozenset([Role.OBSERVER]), 5.0)
+        assert (token.roles, token.max_weight) == (frozenset({Role.OBSERVER}), 5.0)
         assert abs(token.certificate_expires - time.time() - 2 * DAY) < 600.0
         assert token.expires == token.certificate_expires, "no link for a certificate that has expired"
 

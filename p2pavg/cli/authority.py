@@ -100,7 +100,6 @@ def create(name: str, directory: Path, bootstrap: Sequence[str], settings: dict[
         **settings,
     )
     key_file, run_file = directory / f"{name}.key", directory / f"{name}.run"
-    refuse_to_overwrite(run_file)
     seed = make_seed(key_file, what="authority's key")
     public = Ed25519PrivateKey.from_private_bytes(seed).public_key().public_bytes_raw()
     try:

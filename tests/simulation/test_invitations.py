@@ -69,7 +69,7 @@ def make_link(
 ) -> Link:
     fields: dict[str, Any] = {
         "serial": number.to_bytes(16, "big"),
-        "roles": frozenset([Role.CONTRIBUTOR]),
+        "roles": frozenset({Role.CONTRIBUTOR}),
         "max_weight": 10.0,
         "begins": EPOCH,
         "expires": EPOCH + DAY,
@@ -218,6 +218,15 @@ def test_a_damaged_file_of_used_links_stops_the_delegate(used_file: Path) -> Non
     used_file.write_text("damaged\n")
     with pytest.raises(ConfigError, match=r"delegate\.key\.used: line 1 is damaged"):
         Invitations(make_delegate(used_file), wall_clock=simulated_clock, run_in_thread=run_on_loop)
+
+
+async def test_a_delegate_that_is_not_online(
+    autojump_clock: MockClock, network: MemoryNetwork, used_file: Path
+) -> None:
+    async with online(network, make_delegate(used_file)) as transport:
+        link = make_link(transport)
+    with pytest.raises(UnreachableError):
+        await ask(network, ALICE, link)
 
 
 class TestLimits:

@@ -23,6 +23,8 @@ from p2pavg.peer import open_peer
 from p2pavg.records.identity import load_seed
 from p2pavg.records.invitations import PROTOCOL as INVITE_PROTOCOL
 from p2pavg.records.invitations import Delegate, Invitations
+from p2pavg.records.revocations import Revocations
+from p2pavg.records.run_records import RunRecords
 from p2pavg.round.auxiliary import assist
 from p2pavg.threads.exceptions import bare_exceptions
 from p2pavg_dht import Ed25519Signer
@@ -127,9 +129,15 @@ def run_peer(
 
     async def live() -> None:
         named = [*bootstrap, *(() if member is None else member.other_addresses)]
-        async with open_peer(listen=listen, bootstrap=named, identity=identity) as peer:
+        async with (
+            open_peer(listen=listen, bootstrap=named, identity=identity) as peer,
+            trio.open_nursery() as nursery,
+        ):
             if member is not None and member.delegate is not None:
-                context = peer.context
+                context, membership = peer.context, member.delegate.membership
+                # A delegate that was revoked hears of it here, and serves no more links.
+                records = RunRecords(peer.records, membership, context.wall_clock)
+                nursery.start_soon(Revocations(records, membership, member.run.run_id).run)
                 invitations = Invitations(
                     member.delegate, wall_clock=context.wall_clock, run_in_thread=context.run_in_thread
                 )

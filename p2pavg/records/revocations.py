@@ -67,7 +67,11 @@ class Revocations:
     """
 
     def __init__(
-        self, records: RunRecords, membership: Membership, run_id: str, changed: Callable[[], None]
+        self,
+        records: RunRecords,
+        membership: Membership,
+        run_id: str,
+        changed: Callable[[], None] = lambda: None,
     ) -> None:
         self._records = records
         self._membership = membership

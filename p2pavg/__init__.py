@@ -8,11 +8,13 @@ from __future__ import annotations
 from p2pavg import blocking
 from p2pavg.averager import DecentralizedAverager
 from p2pavg.config import AveragingConfig
+from p2pavg.consensus.certificate import CommitCertificate, verify_certificate
 from p2pavg.errors import (
     AccumulateError,
     AddressError,
     BootstrapError,
     BusyError,
+    CertificateError,
     ClosedError,
     ConfigError,
     IdentityError,
@@ -35,9 +37,11 @@ __all__ = [
     "BootstrapError",
     "BusyError",
     "ByCapability",
+    "CertificateError",
     "ClosedError",
     "Codec",
     "CodecError",
+    "CommitCertificate",
     "ConfigError",
     "DecentralizedAverager",
     "Failed",
@@ -57,4 +61,5 @@ __all__ = [
     "Tensors",
     "blocking",
     "open_peer",
+    "verify_certificate",
 ]

@@ -44,6 +44,10 @@ class BootstrapError(P2PAvgError, OSError):
     """None of the bootstrap addresses could be reached."""
 
 
+class CertificateError(P2PAvgError, ValueError):
+    """Bytes that are no certificate of a commit, or one that is not genuine; the message says which check failed."""
+
+
 class UnreachableError(P2PAvgError):
     """No connection or no stream to a peer could be made in time."""
 

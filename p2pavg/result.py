@@ -36,7 +36,7 @@ class Success:
     exchange_duration: float
     """Seconds of ``duration`` from the group's commit on."""
     group_id: str
-    """Hex of the SHA-256 of the roster."""
+    """Hex of the SHA-256 of the roster with which the group began."""
     share: tuple[int, int]
     """Start and stop, in elements of the flat vector, of the share that this peer reduced. Within it, the peer's own
     contribution was averaged unencoded; elsewhere, as its codec encoded it."""
@@ -50,6 +50,9 @@ class Success:
     paths: Mapping[str, Path] = field(default_factory=dict)
     """The path of the parts to and from each other member, by its id: ``"lane"`` for a direct lane, ``"stream"`` if
     parts went over a libp2p stream one way or the other, because no direct lane came about or one broke."""
+    certificate: bytes = b""
+    """Proof that the members signed that they hold the same bits, at most 272 KiB. Every round gives one:
+    :func:`p2pavg.verify_certificate` checks it anywhere."""
     lost: Mapping[str, str] = field(default_factory=dict)
     """Members that were dropped during the round, by id, with the reason. A dropped member that is also in ``peers``
     had delivered everything."""

@@ -16,6 +16,7 @@ from p2pavg.net.transport import Transport
 from p2pavg.threads.workers import RunInThread
 from p2pavg.vector.buffers import Buffers
 from p2pavg_compression import Codec
+from p2pavg_dht import Signer
 
 IDLE_PARTS = 32  # encoded parts whose memory is kept between rounds
 
@@ -25,6 +26,8 @@ class RunContext:
     """Everything that the rounds of one run share."""
 
     transport: Transport
+    signer: Signer
+    """Signs as this peer."""
     lobby: Lobby
     run_in_thread: RunInThread
     codec: Codec
@@ -58,6 +61,7 @@ def run_context(
     )
     return RunContext(
         transport=peer.transport,
+        signer=peer.signer,
         lobby=lobby,
         run_in_thread=peer.run_in_thread,
         codec=codec,

@@ -61,9 +61,11 @@ from p2pavg.consensus.conditions import (
     is_attempt,
     is_due,
     is_false_commit,
+    is_false_held,
     is_false_promise,
     is_held,
     is_impossible,
+    is_left_out,
     is_new,
     is_of_another,
     is_unknown,
@@ -76,6 +78,7 @@ from p2pavg.consensus.conditions import (
     not_outvoted,
     outpaces,
     own_fault,
+    proven,
     stuck,
     stuck_for_good,
     too_few,
@@ -94,6 +97,7 @@ from p2pavg.consensus.events import (
     Tell,
 )
 from p2pavg.consensus.member import FINAL, LIVE, Member, Phase
+from p2pavg.consensus.statements import result_digest
 from p2pavg.consensus.votes import (
     Accepted,
     Begin,
@@ -131,7 +135,8 @@ class _Draft:
 
 def _note_completed(draft: _Draft, event: Completed) -> None:
     m = draft.m
-    m.complete, m.digests = Complete(m.attempt, m.members), event.digests
+    m.complete, m.digests, m.signature = Complete(m.attempt, m.members), event.digests, event.signature
+    m.result = result_digest(event.digests) if event.digests else b""
 
 
 def _accept(draft: _Draft, event: Completed | None = None) -> None:
@@ -139,18 +144,24 @@ def _accept(draft: _Draft, event: Completed | None = None) -> None:
     if event is not None:
         _note_completed(draft, event)
     m.accepted = Accepted(m.ballot, m.attempt, m.members, m.view, m.must)
-    digests = m.digests if m.complete == Complete(m.attempt, m.members) else ()
+    has = m.complete == Complete(m.attempt, m.members)
+    held = Held(m.ballot, m.digests if has else (), m.signature if has else b"")
     leader = ballot_leader(m.ballot, m.size)
     if leader == m.me:
-        m.held = (*m.held, (m.me, digests))
+        _add_held(m, m.me, held)
     else:
-        draft.tell(leader, Held(m.ballot, digests))
+        draft.tell(leader, held)
+
+
+def _add_held(m: Member, sender: int, vote: Held) -> None:
+    m.held = tuple(sorted((*(entry for entry in m.held if entry[0] != sender), (sender, vote.digests))))
+    signatures = tuple(entry for entry in m.signatures if entry[0] != sender)
+    m.signatures = tuple(sorted((*signatures, (sender, vote.signature)))) if vote.digests else signatures
 
 
 def _note_held(draft: _Draft, event: Heard) -> None:
     assert isinstance(event.vote, Held)
-    others = tuple(entry for entry in draft.m.held if entry[0] != event.sender)
-    draft.m.held = tuple(sorted((*others, (event.sender, event.vote.digests))))
+    _add_held(draft.m, event.sender, event.vote)
 
 
 def _lose(draft: _Draft, event: Lost) -> None:
@@ -213,7 +224,8 @@ def _promise(draft: _Draft) -> None:
     asked = dict(m.asked)
     leader = m.leader
     m.promised = asked.pop(leader)
-    m.asked, m.held, m.promises, m.trouble = tuple(sorted(asked.items())), (), (), False
+    m.asked, m.held, m.signatures = tuple(sorted(asked.items())), (), ()
+    m.promises, m.trouble = (), False
     draft.tell(leader, _own_promise(m))
 
 
@@ -230,7 +242,7 @@ def _gather(draft: _Draft) -> None:
     m = draft.m
     newest = max([m.promised, *(ballot for _, ballot in m.asked)])
     m.promised = next_ballot(m.me, m.size, newest)
-    m.held, m.asked, m.trouble = (), (), False
+    m.held, m.signatures, m.asked, m.trouble = (), (), (), False
     m.promises = ((m.me, _own_promise(m)),)
     draft.tell_all(Gather(m.promised))
 
@@ -297,12 +309,12 @@ def _take_up(draft: _Draft, begin: Begin) -> None:
     m = draft.m
     m.ballot, m.attempt, m.members = begin.ballot, begin.attempt, begin.members
     m.view, m.must, m.source = begin.view, begin.must, begin.source
-    m.held, m.promises, m.trouble = (), (), bool(begin.view & m.lost)
+    m.held, m.signatures, m.promises, m.trouble = (), (), (), bool(begin.view & m.lost)
     m.accusations = frozenset()  # the new view excludes one member of each pair that cannot exchange
     if m.accepted is not None and m.accepted.attempt != begin.attempt:
         m.accepted = None  # a quorum has answered, so no ballot committed it
     if begin.attempt == begin.ballot:
-        m.complete, m.digests = None, ()
+        m.complete, m.digests, m.result, m.signature = None, (), b"", b""
         draft.actions.append(Run(begin.attempt, begin.members))
     elif holds(m, begin):
         _accept(draft)
@@ -317,23 +329,35 @@ def _hear_begin(draft: _Draft, event: Heard) -> None:
     _take_up(draft, event.vote)
 
 
-def _commit(draft: _Draft, event: Heard | None = None) -> None:
+def _signed_commit(m: Member) -> Commit:
+    """Return the commit of the ballot that this member leads, signed by all members that hold its result."""
+    needs = m.members & m.holders
+    digests = next((digests for position, digests in m.held if position in needs), ())
+    signatures = tuple(entry for entry in m.signatures if entry[0] in needs)
+    return Commit(m.attempt, m.members, result_digest(digests) if digests else b"", signatures)
+
+
+def _note_commit(draft: _Draft, event: Heard) -> None:
+    assert isinstance(event.vote, Commit)
+    others = {sender: vote for sender, vote in draft.m.commits if sender != event.sender}
+    draft.m.commits = tuple(sorted((others | {event.sender: event.vote}).items(), key=lambda entry: entry[0]))
+
+
+def _commit(draft: _Draft) -> None:
     """Commit, and tell all members: the leader may have died before it told each of them."""
-    m = draft.m
-    vote = Commit(m.attempt, m.members) if event is None else event.vote
-    assert isinstance(vote, Commit)
-    m.outcome = Complete(vote.attempt, vote.members)
+    vote = proven(draft.m) or _signed_commit(draft.m)
+    draft.m.committed = vote
     draft.tell_all(vote)
 
 
-def _left_out(draft: _Draft, event: Heard | None = None) -> None:
+def _left_out(draft: _Draft) -> None:
     draft.m.reason = "the others gave this peer up, and ended the round without it"
-    _commit(draft, event)
+    _commit(draft)
 
 
-def _too_late(draft: _Draft, event: Heard) -> None:
+def _too_late(draft: _Draft) -> None:
     draft.m.reason = "the others committed a result with this peer's contribution, but this peer lacks it"
-    _commit(draft, event)
+    _commit(draft)
 
 
 def _fail(draft: _Draft, event: GivenUp | None = None) -> None:
@@ -371,12 +395,12 @@ def _settle_dispute(draft: _Draft) -> None:
         draft.actions.append(
             Drop(peer, "it sent one result to one member and another to another, say their digests")
         )
-    draft.m.held, draft.m.trouble = (), True
+    draft.m.held, draft.m.signatures, draft.m.trouble = (), (), True
 
 
 def _learn(draft: _Draft, event: Heard) -> None:
-    assert isinstance(event.vote, Commit)
-    draft.m.outcome = Complete(event.vote.attempt, event.vote.members)
+    _note_commit(draft, event)
+    draft.m.committed = proven(draft.m)
 
 
 def _note_gone(draft: _Draft, event: Heard) -> None:
@@ -384,12 +408,13 @@ def _note_gone(draft: _Draft, event: Heard) -> None:
         _hear_left(draft, event)
     else:
         _hear_unknown(draft, event)
+    draft.m.committed = draft.m.committed or proven(draft.m)
 
 
 def _tell_the_end(draft: _Draft, event: Heard) -> None:
     m = draft.m
-    if m.outcome is not None:
-        draft.tell(event.sender, Commit(m.outcome.attempt, m.outcome.members))
+    if m.committed is not None:
+        draft.tell(event.sender, m.committed)
     else:
         draft.tell(event.sender, Left(-1 if m.accepted is None else m.accepted.ballot, m.reason))
 
@@ -436,18 +461,10 @@ TABLE: tuple[Row, ...] = (
     _row(LIVE, Dead, None, _note_dead, None, "a lost member is known to be dead"),
     _row(LIVE, GivenUp, None, _fail, Phase.FAILED, "out of time, or given up by the caller"),
     # Votes of other members.
+    _row((_E, _H), Held, is_false_held, _drop_liar, None, "holds what cannot be: gives up who says so"),
     _row((_E, _H), Held, leads_ballot, _note_held, None, "a member holds the result"),
     _row(LIVE, Commit, is_false_commit, _drop_liar, None, "a commit that cannot be: gives up who says so"),
-    _row(LIVE, Commit, has_it, _commit, Phase.COMMITTED, "the group has committed"),
-    _row(
-        LIVE,
-        Commit,
-        lacks_it,
-        _too_late,
-        Phase.FAILED,
-        "committed with its contribution, but it lacks the result",
-    ),
-    _row(LIVE, Commit, None, _left_out, Phase.FAILED, "committed without this member"),
+    _row(LIVE, Commit, None, _note_commit, None, "a commit, which counts once its signatures prove it"),
     _row(LIVE, Gather, is_ahead, _hear_gather, None, "a member asks"),
     _row(_G, Promise, is_false_promise, _drop_liar, None, "an answer that cannot be: gives up who says so"),
     _row(_G, Promise, answers_me, _note_promise, None, "a member answers"),
@@ -462,6 +479,16 @@ TABLE: tuple[Row, ...] = (
     _row(LIVE, Left, None, _hear_left, None, "a member gave up"),
     _row(LIVE, Unknown, None, _hear_unknown, None, "a member has forgotten the round"),
     # Transitions without an event.
+    _row(LIVE, None, has_it, _commit, Phase.COMMITTED, "the group has committed, by proof"),
+    _row(
+        LIVE,
+        None,
+        lacks_it,
+        _too_late,
+        Phase.FAILED,
+        "committed with its contribution, but it lacks the result",
+    ),
+    _row(LIVE, None, is_left_out, _left_out, Phase.FAILED, "committed without this member, by proof"),
     _row(LIVE, None, leader_asks_anew, _promise, _P, "answers its leader"),
     _row(LIVE, None, leader_asks, _refuse, None, "has promised a newer ballot, and says so"),
     _row((_E, _H), None, own_fault, _fail_at_odds, Phase.FAILED, "holds another result than the others"),

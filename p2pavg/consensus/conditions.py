@@ -97,9 +97,23 @@ def is_false_promise(member: Member, event: Heard) -> bool:
     )
 
 
-def is_false_commit(member: Member, event: Heard) -> bool:
+def is_false_held(member: Member, event: Heard) -> bool:
+    """Return whether a member that needs the result names none, or one that needs none names one."""
     vote = event.vote
-    return isinstance(vote, Commit) and contradicts(member, vote.attempt, vote.members)
+    if not isinstance(vote, Held) or not leads_ballot(member, event):
+        return False
+    needs = event.sender in member.members & member.holders
+    return needs != bool(vote.digests) or needs != bool(vote.signature)
+
+
+def is_false_commit(member: Member, event: Heard) -> bool:
+    """Return whether a commit cannot be, whatever happened to other members."""
+    vote = event.vote
+    return isinstance(vote, Commit) and (
+        contradicts(member, vote.attempt, vote.members)
+        or bool(vote.signers - member.holders)
+        or is_too_few(vote.members, member.holders, member.contributors, 2)
+    )
 
 
 def too_few(member: Member, event: Heard) -> bool:
@@ -126,17 +140,6 @@ def holds(member: Member, vote: Begin) -> bool:
     if member.me not in vote.members & member.holders:
         return True  # it needs no result, and only witnesses the adopted one
     return member.complete == Complete(vote.attempt, vote.members)
-
-
-def has_it(member: Member, event: Heard) -> bool:
-    vote = event.vote
-    if not isinstance(vote, Commit) or member.me not in vote.members:
-        return False
-    return member.me not in member.holders or member.complete == Complete(vote.attempt, vote.members)
-
-
-def lacks_it(member: Member, event: Heard) -> bool:
-    return isinstance(event.vote, Commit) and member.me in event.vote.members & member.holders
 
 
 def concerns_me(member: Member, event: Heard) -> bool:
@@ -175,7 +178,77 @@ def leaps(member: Member, ballot: int) -> bool:
 
 
 def is_unknown(member: Member, event: Heard) -> bool:
-    return member.outcome is None and not is_false_commit(member, event)
+    return member.committed is None and not is_false_commit(member, event)
+
+
+# Proof of a commit.
+
+
+def holds_result_of(member: Member, commit: Commit) -> bool:
+    """Return whether a member holds the same bits as the members that signed a commit."""
+    has = member.complete == Complete(commit.attempt, commit.members)
+    return has and member.me in commit.members & member.holders and member.result == commit.digest
+
+
+def proven(member: Member) -> Commit | None:
+    """Return a commit that this member has been told and that its signatures prove, or ``None``."""
+    for _, one in member.commits:
+        same = [(sender, other) for sender, other in member.commits if _statement(other) == _statement(one)]
+        signatures = {position: signed for _, other in same for position, signed in other.signatures}
+        if holds_result_of(member, one):
+            signatures[member.me] = member.signature
+        commit = Commit(one.attempt, one.members, one.digest, tuple(sorted(signatures.items())))
+        if _is_proven(member, commit, frozenset(sender for sender, _ in same)):
+            return commit
+    return None
+
+
+def _statement(commit: Commit) -> tuple[int, Members, bytes]:
+    return commit.attempt, commit.members, commit.digest
+
+
+def _is_proven(member: Member, commit: Commit, told: Members) -> bool:
+    """Return whether the signatures of a commit suffice for this member.
+
+    Every member that needs the result has to have signed, except those that this member itself has lost. A member that
+    gave up before it held the result keeps its contribution, so the result may count it only once it is dead.
+    """
+    needs, me = commit.members & member.holders, member.me
+    keeps = {position for position, accepted in member.left if accepted < commit.attempt} - member.dead
+    if needs - commit.signers - {me} - (member.lost - keeps):
+        return False
+    if me not in needs or holds_result_of(member, commit):
+        return True
+    if me in commit.signers:
+        # It held the result, and a leader moved it on to another attempt. That leader is not believed: it said that
+        # the result had not been committed.
+        return bool(told - {ballot_leader(member.ballot, member.size)})
+    # The others may only pass over a member when the leader of their ballot is lost, or when it is this member.
+    passed_over = needs - commit.signers != {me} or ballot_leader(commit.attempt, member.size) == me
+    return passed_over and bool(commit.signers) and told >= commit.signers - member.gone
+
+
+def asks_further(member: Member, other: int) -> bool:
+    """Return whether it is worth asking a lost member how the round ended for it."""
+    # A commit without the signature of a member that gave up counts only when that member is dead.
+    return other not in (member.dead if member.commits else member.gone)
+
+
+def has_it(member: Member) -> bool:
+    """Return whether a proven commit is one of this member's own result, or of one that it need not hold."""
+    commit = proven(member)
+    if commit is None or member.me not in commit.members:
+        return False
+    return member.me not in member.holders or holds_result_of(member, commit)
+
+
+def lacks_it(member: Member) -> bool:
+    commit = proven(member)
+    return commit is not None and member.me in commit.members & member.holders
+
+
+def is_left_out(member: Member) -> bool:
+    return proven(member) is not None
 
 
 # Conditions of transitions without an event.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from p2pavg.consensus.choice import ballot_leader, is_quorum
-from p2pavg.consensus.votes import Accepted, Complete, Members, Promise
+from p2pavg.consensus.votes import Accepted, Commit, Complete, Members, Promise, Signatures
 
 
 class Phase(enum.Enum):
@@ -53,6 +53,11 @@ class Member:
     """The member that sends the others the parts of the result that they lack."""
     complete: Complete | None = None
     digests: tuple[bytes, ...] = ()
+    """Digests of the result of ``complete``, one per share."""
+    result: bytes = b""
+    """Digest of that result as a whole."""
+    signature: bytes = b""
+    """This member's signature that it holds that result."""
     accepted: Accepted | None = None
     lost: Members = frozenset()
     hostile: Members = frozenset()
@@ -61,6 +66,10 @@ class Member:
     """Members that gave up the round, with the last ballot that each accepted."""
     held: tuple[tuple[int, tuple[bytes, ...]], ...] = ()
     """On the ballot's leader: the members that hold its result, with their digests."""
+    signatures: Signatures = ()
+    """On the ballot's leader: the signatures of these members."""
+    commits: tuple[tuple[int, Commit], ...] = ()
+    """The last commit that each member told. It counts once its signatures prove it."""
     promises: tuple[tuple[int, Promise], ...] = ()
     asked: tuple[tuple[int, int], ...] = ()
     """Unanswered ballots, by member. A member answers only the member that it follows."""
@@ -74,12 +83,17 @@ class Member:
     """True if the ballot cannot commit with its view."""
     reason: str = ""
     """Reason of a failure."""
-    outcome: Complete | None = None
-    """The result that the group committed, if this member knows it."""
+    committed: Commit | None = None
+    """The proof of the result that the group committed, if this member has it."""
 
     def __post_init__(self) -> None:
         if not self.members:
             self.members = self.view = frozenset(range(self.size))
+
+    @property
+    def outcome(self) -> Complete | None:
+        """The result that the group committed, if this member knows it."""
+        return None if self.committed is None else Complete(self.committed.attempt, self.committed.members)
 
     @property
     def undecided(self) -> bool:

@@ -371,12 +371,18 @@ TOO_LONG = MAX_VOTE_BYTES + 1
 BROKEN_VOTES: dict[str, tuple[bytes, str]] = {
     "garbage": (message(bytes(range(1, 200))), "it broke the protocol"),
     "an unknown kind": (message(pack("coup", 3)), "a vote of unknown kind"),
-    "a vote of other fields": (message(pack("commit", "0", ())), "it broke the protocol: field 1 is str"),
+    "a vote of other fields": (
+        message(pack("commit", "0", (), b"", (), ())),
+        "it broke the protocol: field 1 is str",
+    ),
     "a member out of range": (message(pack("trouble", SIZE, False, "")), f"member {SIZE} of {SIZE}"),
-    "members out of range": (message(pack("commit", 0, (0, 1, 200))), f"member 200 of {SIZE}"),
+    "members out of range": (message(pack("commit", 0, (0, 1, 200), b"", (), ())), f"member 200 of {SIZE}"),
     "a negative ballot": (message(pack("gather", -2)), "a ballot of -2"),
     "no member": (message(pack("begin", 4, 4, (), (), 0, (), False)), "a ballot about nothing"),
-    "digests of another length": (message(pack("held", 0, (b"short",))), "a digest of another length"),
+    "digests of another length": (
+        message(pack("held", 0, (b"short",), bytes(64))),
+        "a digest of another length",
+    ),
     "no length": (bytes(4), "a message of 0 bytes"),
     "a huge length": (b"\xff" * 4 + bytes(100), "a message of 4294967295 bytes"),
     "a length above the limit": (TOO_LONG.to_bytes(4, "big"), f"a message of {TOO_LONG} bytes"),
@@ -397,7 +403,7 @@ OTHERS_VOTES: dict[str, Vote] = {
     "begins a ballot": Begin(SIZE, SIZE, frozenset({2, 3}), frozenset({2, 3}), 2, frozenset()),
     "begins its own ballot": Begin(2, 2, frozenset({2, 3}), frozenset({2, 3}), 2, frozenset()),
     "asks for its own ballot": Gather(2 + SIZE),
-    "holds the result of a ballot that is none": Held(9, (bytes(16),) * SIZE),
+    "holds the result of a ballot that is none": Held(9, (bytes(32),) * SIZE, bytes(64)),
     "is outpaced": Behind(77),
 }
 
@@ -595,7 +601,7 @@ async def test_a_reducer_is_not_banned_because_one_member_names_another_digest(
 
     def lie(self: exchange.Exchange, attempt: Attempt, digests: tuple[bytes, ...]) -> None:
         if self._me == name(liar) and attempt.number == 0:
-            digests = (digests[0], bytes(16), *digests[2:])
+            digests = (digests[0], bytes(32), *digests[2:])
         completed(self, attempt, digests)
 
     monkeypatch.setattr(exchange.Exchange, "completed", lie)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from p2pavg.consensus.agreement import advance
+from p2pavg.consensus.conditions import asks_further
 from p2pavg.consensus.events import Action, Completed, Dead, Event, GivenUp, Heard, Lost, Run, Tell
 from p2pavg.consensus.member import FINAL, Member, Phase
 from p2pavg.consensus.votes import Commit, Gather, Held, Left, Trouble, Unknown, Vote
@@ -144,7 +145,7 @@ class Group:
         has = member.complete is not None and member.complete.attempt == member.attempt
         over = (member.attempt, me) in world.over
         if not has and not over and all((member.attempt, other) in world.begun for other in member.members):
-            done = self._happen(world, me, Completed(member.attempt))
+            done = self._happen(world, me, completed(member))
             yield f"{me} completes {member.attempt}", done, self._arrives(world, members, member)
         for other in members:
             gone = other.me in world.crashed or (me, other.me) in world.broken
@@ -155,7 +156,7 @@ class Group:
         """Yield the steps in which a member asks one that it has lost, which is dead or tells the outcome."""
         me = member.me
         for other in members:
-            if other is member or other.me in member.gone:
+            if other is member or not asks_further(member, other.me):
                 continue
             if other.me not in member.lost and member.phase is not Phase.FAILED:
                 continue
@@ -163,7 +164,7 @@ class Group:
                 known = Unknown() if member.phase is Phase.FAILED else None
                 event = Dead(other.me) if known is None else Heard(other.me, known)
                 yield f"{me} knows {other.me} dead", self._happen(world, me, event), True
-            elif other.phase in FINAL:
+            elif other.phase in FINAL and not (other.committed is None and other.me in member.gone):
                 answer = how_it_ended(other)
                 yield (
                     f"{me} asks {other.me}: {answer}",
@@ -306,10 +307,18 @@ def _reacts(member: Member, vote: Vote) -> bool:
     return member.undecided and isinstance(vote, Commit | Left | Unknown)
 
 
+def completed(member: Member) -> Completed:
+    """Return the event that a member has the whole result of its attempt. Equal results have equal digests."""
+    if member.me not in member.holders:
+        return Completed(member.attempt)
+    digests = (b"average",) * len(member.members)
+    return Completed(member.attempt, digests, b"member %d, attempt %d" % (member.me, member.attempt))
+
+
 def how_it_ended(member: Member) -> Commit | Left:
     """Return a final member's answer to a question about the outcome."""
-    if member.outcome is not None:
-        return Commit(member.outcome.attempt, member.outcome.members)
+    if member.committed is not None:
+        return member.committed
     return Left(-1 if member.accepted is None else member.accepted.ballot, member.reason)
 
 

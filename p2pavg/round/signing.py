@@ -15,8 +15,9 @@ from p2pavg_dht import Signer
 class Signing:
     """The signatures of one group's members. Members are named by their position in the roster.
 
-    A member signs once per attempt that it completes. It checks the signatures of the ballot that it leads, or those of
-    the first commit that it hears, but each one only once: one per member and round, unless members are lost.
+    A member signs once per attempt that it completes. It verifies the other members' signatures, each one once: those
+    of the ballot that it leads, or those of the first commit that it hears. Without losses, these are n - 1 in a round
+    of n members.
     """
 
     def __init__(self, signer: Signer, roster: Roster) -> None:
@@ -32,7 +33,9 @@ class Signing:
         if not digests:
             return b""
         statement = self._statement(attempt, members, result_digest(digests))
-        return self._signer.sign(statement.signed_bytes())
+        signature = self._signer.sign(statement.signed_bytes())
+        self._genuine.add((self._peer_ids.index(self._signer.peer_id), statement, signature))
+        return signature
 
     def wrong_with(self, member: Member, sender: int, vote: Vote) -> str:
         """Return what is wrong with a vote's signatures; empty if they are genuine or this member does not use them.

@@ -9,8 +9,8 @@ contents. The checks are:
 
 * no exception leaves an honest peer's averager or the handling of a message;
 * every call of ``step`` returns within its match timeout and its exchange timeout;
-* every ``Success`` of an honest peer is the weighted mean of exactly its ``peers``, and two of the same group and the
-  same ``peers`` hold the same bits.
+* every ``Success`` of an honest peer is the weighted mean of exactly its ``peers``, two of the same group and the same
+  ``peers`` hold the same bits, and its certificate says so.
 """
 
 from __future__ import annotations
@@ -523,6 +523,11 @@ def check(how: Setting, record: Seen, faults: Sequence[str]) -> None:
         same = bits.setdefault((result.group_id, result.peers), digest)
         assert same == digest, f"members of a group with the same peers hold different bits: {peer_id}"
         assert peer_id in result.peers, f"{peer_id} is not in its own result"
+        proof = p2pavg.verify_certificate(result.certificate)
+        assert (proof.group_id, proof.peers) == (result.group_id, result.peers), (
+            "a certificate of another result"
+        )
+        assert peer_id in proof.signers, f"{peer_id} has not signed its own result"
         if "lanes" in how.kinds and liars & set(result.peers):
             continue  # a hostile member's contribution is random
         exact = torch.zeros(ELEMENTS, dtype=torch.float64)

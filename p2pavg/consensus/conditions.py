@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from p2pavg.consensus.choice import Answers, Stuck, ballot_leader, choose, disputed, is_quorum, is_too_few
 from p2pavg.consensus.events import Completed, Heard
-from p2pavg.consensus.member import Member
+from p2pavg.consensus.member import Member, Phase
 from p2pavg.consensus.votes import Begin, Behind, Commit, Complete, Gather, Held, Members, Promise, Trouble
 
 MAX_LEAP = 64  # a leader's ballots that a member may miss in a row; each loss costs one or two
@@ -223,9 +223,21 @@ def _is_proven(member: Member, commit: Commit, told: Members) -> bool:
         # It held the result, and a leader moved it on to another attempt. That leader is not believed: it said that
         # the result had not been committed.
         return bool(told - {ballot_leader(member.ballot, member.size)})
-    # The others may only pass over a member when the leader of their ballot is lost, or when it is this member.
-    passed_over = needs - commit.signers != {me} or ballot_leader(commit.attempt, member.size) == me
-    return passed_over and bool(commit.signers) and told >= commit.signers - member.gone
+    if member.complete == Complete(commit.attempt, commit.members):
+        return False  # it holds another result of the same attempt, so one of those that signed lies
+    return bool(commit.signers) and told >= commit.signers - member.gone and _may_be_passed_over(member, commit)
+
+
+def _may_be_passed_over(member: Member, commit: Commit) -> bool:
+    """Return whether the others can have committed a result that this member needs and does not hold.
+
+    They are a quorum without this member, and the leader of their ballot is lost, or is this member.
+    """
+    gone = member.gone | ({member.me} if member.phase is Phase.FAILED else frozenset())
+    others = frozenset(range(member.size)) - {member.me} - gone
+    leads = ballot_leader(commit.attempt, member.size) == member.me
+    missing = commit.members & member.holders - commit.signers
+    return is_quorum(others, member.size, gone) and (leads or missing != {member.me})
 
 
 def asks_further(member: Member, other: int) -> bool:

@@ -18,7 +18,7 @@ from p2pavg.consensus.agreement import advance
 from p2pavg.consensus.conditions import asks_further
 from p2pavg.consensus.events import Action, Completed, Dead, Event, GivenUp, Heard, Lost, Run, Tell
 from p2pavg.consensus.member import FINAL, Member, Phase
-from p2pavg.consensus.votes import Commit, Gather, Held, Left, Trouble, Unknown, Vote
+from p2pavg.consensus.votes import Commit, Gather, Held, Left, Members, Trouble, Unknown, Vote
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +63,16 @@ class Names:
         return self._next[number, event]
 
 
+class Signed(NamedTuple):
+    """A signature that a member holds a result."""
+
+    signer: int
+    attempt: int
+    members: Members
+    digest: bytes
+    signature: bytes
+
+
 class World(NamedTuple):
     """One state of the group, made of numbers of :class:`Names`."""
 
@@ -77,6 +87,8 @@ class World(NamedTuple):
     over: frozenset[tuple[int, int]]
     """(attempt, member): the member has begun a newer attempt, and has discarded the parts of this one."""
     faults: Faults
+    signatures: frozenset[Signed] = frozenset()
+    """Signatures that a hostile member has been sent: see ``hostile.py``."""
 
 
 class Group:
@@ -307,12 +319,15 @@ def _reacts(member: Member, vote: Vote) -> bool:
     return member.undecided and isinstance(vote, Commit | Left | Unknown)
 
 
-def completed(member: Member) -> Completed:
+def completed(member: Member, average: bytes = b"average") -> Completed:
     """Return the event that a member has the whole result of its attempt. Equal results have equal digests."""
     if member.me not in member.holders:
         return Completed(member.attempt)
-    digests = (b"average",) * len(member.members)
-    return Completed(member.attempt, digests, b"member %d, attempt %d" % (member.me, member.attempt))
+    digests = (average, *(b"average",) * (len(member.members) - 1))
+    among = ",".join(map(str, sorted(member.members)))
+    return Completed(
+        member.attempt, digests, b"%d: %d, %s, %s" % (member.me, member.attempt, among.encode(), average)
+    )
 
 
 def how_it_ended(member: Member) -> Commit | Left:

@@ -21,9 +21,11 @@ NAMES = [
     "BootstrapError",
     "BusyError",
     "ByCapability",
+    "CertificateError",
     "ClosedError",
     "Codec",
     "CodecError",
+    "CommitCertificate",
     "ConfigError",
     "DecentralizedAverager",
     "Failed",
@@ -43,6 +45,7 @@ NAMES = [
     "Tensors",
     "blocking",
     "open_peer",
+    "verify_certificate",
 ]
 
 ACCUMULATE = (
@@ -118,6 +121,7 @@ FIELDS: list[tuple[type, list[tuple[str, str, object]]]] = [
             ("auxiliaries", "tuple[str, ...]", ()),
             ("paths", "Mapping[str, Path]", {}),
             ("lost", "Mapping[str, str]", {}),
+            ("certificate", "bytes", b""),
         ],
     ),
     (
@@ -138,6 +142,7 @@ FIELDS: list[tuple[type, list[tuple[str, str, object]]]] = [
 ERRORS: list[tuple[type[Exception], type[Exception]]] = [
     (p2pavg.AccumulateError, ValueError),
     (p2pavg.AddressError, ValueError),
+    (p2pavg.CertificateError, ValueError),
     (p2pavg.BootstrapError, OSError),
     (p2pavg.BusyError, RuntimeError),
     (p2pavg.ClosedError, RuntimeError),

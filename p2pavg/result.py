@@ -50,12 +50,12 @@ class Success:
     paths: Mapping[str, Path] = field(default_factory=dict)
     """The path of the parts to and from each other member, by its id: ``"lane"`` for a direct lane, ``"stream"`` if
     parts went over a libp2p stream one way or the other, because no direct lane came about or one broke."""
-    certificate: bytes = b""
-    """Proof that the members signed that they hold the same bits, at most 272 KiB. Every round gives one:
-    :func:`p2pavg.verify_certificate` checks it anywhere."""
     lost: Mapping[str, str] = field(default_factory=dict)
     """Members that were dropped during the round, by id, with the reason. A dropped member that is also in ``peers``
     had delivered everything."""
+    certificate: bytes = b""
+    """Proof that the members signed that they hold the same bits, at most 272 KiB. Every round gives one:
+    :func:`p2pavg.verify_certificate` checks it anywhere."""
 
     @property
     def peers_count(self) -> int:

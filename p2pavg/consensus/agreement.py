@@ -29,25 +29,26 @@ follows the first member of the roster that it has not lost.
   left.
 * If too few members answer, a member waits (*astray*) until it hears how the round ended.
 
-**The proof.** A member signs the group, the attempt, the attempt's members and the digest of the whole result. It signs
-neither ballot nor view: what a member holds does not depend on who asks, and one signature serves all ballots about one
-result. A commit counts for a member if every member of the attempt that needs the result has signed, except those that
-this member has lost itself (``proven``).
+**The proof.** A member signs the group, the attempt, the attempt's members and the digest of the whole result. It
+signs neither ballot nor view: what a member holds does not depend on who asks, and one signature serves all ballots
+about one result. A commit counts for a member if every member of the attempt that needs the result has signed, except
+those that this member has lost itself (``proven``).
 
-* *Why all, and not a quorum:* a commit ends the round for all that are counted in it. Each of them must have the result,
-  or its contribution is used up for nothing.
-* *Why a lost member may be missing:* it may be dead, and its ballot's view excludes it. Nobody can prove to others that a
-  process has ended, so each member relies on what it saw itself. A leader's view is no reason: a leader that lies could
-  begin a ballot about an old result with one other member as its view. So a member waits with a commit until it has lost
-  the missing members as well, or has their signatures.
-* *Why a member that gave up may not be missing:* it keeps its contribution, so a result may count it only when it is dead.
-* *What a member without the result believes:* that it was passed over, if the others are a quorum, all that have signed
-  say so, and somebody else is missing too. One of them alone may lie.
+* *Why all, and not a quorum:* a commit ends the round for all that are counted in it. Each of them must have the
+  result, or its contribution is used up for nothing.
+* *Why a lost member may be missing:* it may be dead, and its ballot's view excludes it. Nobody can prove to others
+  that a process has ended, so each member relies on what it saw itself. A leader's view is no reason: a leader that
+  lies could begin a ballot about an old result with one other member as its view. So a member waits with a commit
+  until it has lost the missing members as well, or has their signatures.
+* *Why a member that gave up may not be missing:* it keeps its contribution, so a result may count it only when it is
+  dead.
+* *What a member without the result believes:* that it was passed over, if the others are a quorum, all that have
+  signed say so, and somebody else is missing too. One of them alone may lie.
 * *Auxiliaries* need no result. They sign nothing, send no digests, and no commit waits for them.
 
-Signatures are checked before a vote comes here (``p2pavg.round.signing``). A signature that does not verify, and a commit
-that is impossible, cost their sender. A commit with too few signatures costs nobody: an honest member passes on what was
-enough for itself, and another one may have lost fewer members.
+Signatures are checked before a vote comes here (``p2pavg.round.signing``). A signature that does not verify, and a
+commit that is impossible, cost their sender. A commit with too few signatures costs nobody: an honest member passes
+on what was enough for itself, and another one may have lost fewer members.
 
 Promises and ballots are not signed. They go over authenticated streams to one receiver and are never passed on, so a
 signature would add nothing to a choice that trusts them. What a lie in them can do is in ``docs/round.md``.

@@ -225,7 +225,9 @@ def _is_proven(member: Member, commit: Commit, told: Members) -> bool:
         return bool(told - {ballot_leader(member.ballot, member.size)})
     if member.complete == Complete(commit.attempt, commit.members):
         return False  # it holds another result of the same attempt, so one of those that signed lies
-    return bool(commit.signers) and told >= commit.signers - member.gone and _may_be_passed_over(member, commit)
+    return (
+        bool(commit.signers) and told >= commit.signers - member.gone and _may_be_passed_over(member, commit)
+    )
 
 
 def _may_be_passed_over(member: Member, commit: Commit) -> bool:

@@ -6,7 +6,14 @@ from collections.abc import Iterator, Sequence
 
 from p2pavg.consensus.choice import ballot_leader
 from p2pavg.consensus.member import FINAL, Member
-from p2pavg.consensus.statements import Statement, is_signed_by, result_digest
+from p2pavg.consensus.statements import (
+    Signed,
+    Statement,
+    contradiction,
+    encode_evidence,
+    is_signed_by,
+    result_digest,
+)
 from p2pavg.consensus.votes import Commit, Held, Members, Vote
 from p2pavg.group.roster import Roster
 from p2pavg_dht import Signer
@@ -25,6 +32,11 @@ class Signing:
         self._peer_ids = tuple(member.peer_id for member in roster.members)
         self._group_id = roster.group_id
         self._genuine: set[tuple[int, Statement, bytes]] = set()
+        self._said: dict[
+            tuple[int, int], Signed
+        ] = {}  # by member and attempt: the first statement that was verified
+        self.evidence: dict[int, bytes] = {}
+        """Proof, by member, that it signed two statements that contradict each other."""
         self.verified = 0
         """Number of signatures that were verified."""
 
@@ -62,7 +74,14 @@ class Signing:
             if not is_signed_by(self._peer_ids[position], statement, signature):
                 return False
             self._genuine.add(known)
+            self._compare(position, Signed(self._peer_ids[position], statement, signature))
         return True
+
+    def _compare(self, position: int, signed: Signed) -> None:
+        """Keep the proof if a member contradicts what it signed before."""
+        before = self._said.setdefault((position, signed.statement.attempt), signed)
+        if contradiction(before, signed):
+            self.evidence.setdefault(position, encode_evidence(before, signed))
 
     def _statement(self, attempt: int, members: Members, digest: bytes) -> Statement:
         return Statement(self._group_id, attempt, members, digest)

@@ -170,8 +170,11 @@ class Voting:
         """Take a member's word. An exception on the way costs that member, not the averager."""
         with guarded(self._roster.members[position].peer_id, self._fault, what="a vote"):
             wrong = self.signing.wrong_with(self.member, position, vote)
+            for liar in self.signing.evidence.keys() - self.member.lost:
+                self.lost(liar, "it signed two results of one attempt", hostile=True)
             if wrong:
                 self.lost(position, wrong, hostile=True)
+            if wrong or position in self.signing.evidence:
                 return
             if position not in self.member.lost:
                 self._take_hint(position, vote)

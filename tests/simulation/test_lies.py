@@ -684,6 +684,22 @@ async def test_a_member_whose_signature_does_not_verify_is_excluded_by_name(
     check_costs_itself(await play(), 2, "its signature of the result does not verify")
 
 
+async def test_a_member_that_signs_two_results_is_excluded_and_banned_by_its_own_signatures(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    liar, bans = 2, []
+
+    def tell(self: exchange.Exchange, digests: tuple[bytes, ...]) -> None:
+        everybody, other = frozenset(range(SIZE)), (bytes(32), *digests[1:])
+        signature = self._voting.signing.sign(0, everybody, other)
+        self._voting.control.tell(0, VotedCommit(0, everybody, result_digest(other), ((liar, signature),)))
+
+    saying_when_complete(monkeypatch, liar, tell)
+    monkeypatch.setattr(Matchmaker, "ban", lambda _self, peer_id, *_: bans.append(peer_id))
+    check_costs_itself(await play(), liar, "it signed two results of one attempt")
+    assert set(bans) == {name(liar)}
+
+
 async def test_a_leader_that_does_not_show_all_signatures_makes_no_member_commit_alone(
     autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:

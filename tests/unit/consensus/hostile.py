@@ -1,7 +1,7 @@
 """Exhaustive search with one hostile member: it may send any vote that it can sign, to any member, at any time.
 
-The hostile member has no state of its own. It knows every signature that it was sent, and cannot forge others. It decides
-which members get its averages and which bits these have, so it decides who completes an attempt in which it takes part.
+The hostile member has no state of its own. It knows every signature that it was sent, and cannot forge others. It
+decides which members get its averages and which bits these have, so it decides which members complete an attempt.
 
 What it may send is unbounded, so the search is bounded in two ways that lose no attack of the same length:
 
@@ -50,12 +50,10 @@ class HostileGroup(Group):
     Args:
         liar: position of the hostile member.
         lies: how many of its votes and broken connections there are at most.
-        honest_leaders: excludes lies in ballots that the hostile member leads.
+        may_lead: false if it sends no votes that only a leader sends.
     """
 
-    def __init__(
-        self, size: int, faults: Faults = Faults(), *, liar: int, lies: int, may_lead: bool = True
-    ) -> None:
+    def __init__(self, size: int, faults: Faults, *, liar: int, lies: int, may_lead: bool = True) -> None:
         super().__init__(size, faults)
         self.liar = liar
         self.lies = lies
@@ -159,8 +157,7 @@ class HostileGroup(Group):
         yield Unknown()
         for accepted in {-1, 0, member.ballot}:
             yield Left(accepted, "")
-        for vote in self._commits(world, attempts):
-            yield vote
+        yield from self._commits(world, attempts)
         if member.phase in FINAL:
             return
         for peer in everybody - {liar}:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from p2pavg.consensus import agreement
+from p2pavg.consensus import agreement, conditions
 from p2pavg.consensus.agreement import advance
 from p2pavg.consensus.events import Completed, Dead, Drop, GivenUp, Heard, Lost, PassOn, Run, Tell
 from p2pavg.consensus.member import FINAL, Member, Phase
@@ -26,6 +26,7 @@ from p2pavg.consensus.votes import (
     Unknown,
 )
 from scripts.diagram import in_docs, table_and_diagram
+from tests.unit.consensus.hostile import HostileGroup
 from tests.unit.consensus.world import Faults, FoundError, Group
 
 EVERYBODY = frozenset({0, 1, 2})
@@ -83,6 +84,19 @@ def test_guarantees_hold_in_every_reachable_state(
 ) -> None:
     """``scripts/faults explore`` looks at larger ones."""
     assert Group(size, faults, auxiliaries=auxiliaries, observers=observers).explore() > 5
+
+
+@pytest.mark.parametrize("liar", [0, 1, 2])
+def test_no_vote_of_a_hostile_member_violates_a_guarantee(liar: int) -> None:
+    """``scripts/faults explore`` lets it send more of them."""
+    assert HostileGroup(3, Faults(), liar=liar, lies=1).search() > 300
+
+
+def test_the_search_with_a_hostile_member_finds_a_violation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the proof of a commit, one vote makes a member lose its contribution."""
+    monkeypatch.setattr(conditions, "_is_proven", lambda _member, _commit, _told: True)
+    with pytest.raises(FoundError, match="is used up, and no honest member holds the result"):
+        HostileGroup(3, Faults(), liar=2, lies=1, may_lead=False).search()
 
 
 def test_the_search_finds_a_violation(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,7 +43,8 @@ those that this member has lost itself (``proven``).
 * *Why a member that gave up may not be missing:* it keeps its contribution, so a result may count it only when it is
   dead.
 * *What a member without the result believes:* that it was passed over, if the others are a quorum, all that have
-  signed say so, and somebody else is missing too. One of them alone may lie.
+  signed say so, and the leader of the attempt has not signed. The others take over a result only when its leader does
+  not answer, and one of them alone may lie.
 * *Auxiliaries* need no result. They sign nothing, send no digests, and no commit waits for them.
 
 Signatures are checked before a vote comes here (``p2pavg.round.signing``). A signature that does not verify, and a
@@ -58,8 +59,8 @@ explore every order of messages, crashes and suspicions for small groups, and ch
 (``tests/unit/consensus``). Each row is one sentence, one condition and one function.
 
 **What liars can do.** A vote that contradicts what this member knows (``is_impossible``, ``is_false_promise``,
-``is_false_commit``) drops its sender from this round, and never stops the program. A lie that cannot be detected may
-cost the round, and the members do not wait for the liar again.
+``is_false_held``, ``is_false_commit``) drops its sender from this round, and never stops the program. A lie that
+cannot be detected may cost the round, and the members do not wait for the liar again.
 """
 
 from __future__ import annotations

@@ -233,13 +233,15 @@ def _is_proven(member: Member, commit: Commit, told: Members) -> bool:
 def _may_be_passed_over(member: Member, commit: Commit) -> bool:
     """Return whether the others can have committed a result that this member needs and does not hold.
 
-    They are a quorum without this member, and the leader of their ballot is lost, or is this member.
+    They are a quorum without this member, and they took over the result because the leader of its attempt did not
+    answer, or because that leader is this member.
     """
     gone = member.gone | ({member.me} if member.phase is Phase.FAILED else frozenset())
     others = frozenset(range(member.size)) - {member.me} - gone
-    leads = ballot_leader(commit.attempt, member.size) == member.me
+    leader = ballot_leader(commit.attempt, member.size)
     missing = commit.members & member.holders - commit.signers
-    return is_quorum(others, member.size, gone) and (leads or missing != {member.me})
+    taken_over = leader not in commit.signers and missing != {member.me}
+    return is_quorum(others, member.size, gone) and (leader == member.me or taken_over)
 
 
 def asks_further(member: Member, other: int) -> bool:

@@ -131,6 +131,15 @@ def test_a_false_certificate_is_refused(false: str) -> None:
         verify_certificate(encode_certificate(ROSTER, FALSE[false]))
 
 
+def test_the_same_content_in_another_encoding_is_refused() -> None:
+    """There is one certificate of a commit. Attempt 0 can be packed as one byte or, not canonically, as two."""
+    commit = signed(ROSTER, {0, 1, 2})
+    head, rest = CERTIFICATE.rsplit(b"\x95\x00\x94", 1)
+    assert head + b"\x95\x00\x94" + rest == CERTIFICATE == encode_certificate(ROSTER, commit)
+    with pytest.raises(CertificateError, match="not canonical"):
+        verify_certificate(head + b"\x95\xcc\x00\x94" + rest)
+
+
 def test_only_bytes_are_read() -> None:
     for data in ("text", None, bytes(MAX_CERTIFICATE_BYTES + 1)):
         with pytest.raises(CertificateError):

@@ -19,7 +19,7 @@ ADDRESSES = ("/ip4/192.0.2.0/tcp/4001",)
 def test_the_key_never_changes() -> None:
     assert (
         ready_key("albert-base", bytes(32)).hex()
-        == "fc19b1dc276bc84cd136b86fb25dd2837056cb84db9ca726e49c6bc40e44f51c"
+        == "d57b48f57ad0bedb2043643159b993d4309efd72b0efd3650bf565d4c8e72a2c"
     )
 
 

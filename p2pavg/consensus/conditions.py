@@ -57,7 +57,11 @@ def is_due(member: Member, event: Heard) -> bool:
 def is_impossible(member: Member, event: Heard) -> bool:
     """Return whether a ballot that is due contradicts this member's knowledge of its own attempts."""
     vote = event.vote
-    if not is_due(member, event) or not isinstance(vote, Begin) or vote.attempt == vote.ballot:
+    if not is_due(member, event) or not isinstance(vote, Begin):
+        return False
+    if event.sender not in vote.view:
+        return True  # a leader goes on itself
+    if vote.attempt == vote.ballot:
         return False
     if contradicts(member, vote.attempt, vote.members) or vote.lacking - member.holders:
         return True

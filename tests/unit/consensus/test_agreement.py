@@ -279,6 +279,14 @@ class TestLiars:
         assert leader.lost == {1, 3}
         assert leader.phase is Phase.GATHERING
 
+    def test_a_leader_cannot_begin_a_ballot_without_itself(self) -> None:
+        after, _ = advance(member(1), complete(1))
+        after, _ = advance(after, Heard(0, Gather(3)))
+        alone = frozenset({1})
+        after, _ = advance(after, Heard(0, Begin(3, 3, alone, alone, 1, frozenset())))
+        assert after.hostile == {0}
+        assert after.accepted is not None, "the result before may still be committed"
+
 
 class TestProof:
     """A commit counts only with the signatures of all members that need the result and that are not lost."""

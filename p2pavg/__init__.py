@@ -8,11 +8,13 @@ from __future__ import annotations
 from p2pavg import blocking
 from p2pavg.averager import DecentralizedAverager
 from p2pavg.config import AveragingConfig
+from p2pavg.consensus.certificate import CommitCertificate, verify_certificate
 from p2pavg.errors import (
     AccumulateError,
     AddressError,
     BootstrapError,
     BusyError,
+    CertificateError,
     ClosedError,
     ConfigError,
     IdentityError,
@@ -40,9 +42,11 @@ __all__ = [
     "BusyError",
     "ByCapability",
     "CenteredClip",
+    "CertificateError",
     "ClosedError",
     "Codec",
     "CodecError",
+    "CommitCertificate",
     "ConfigError",
     "DecentralizedAverager",
     "Failed",
@@ -67,4 +71,5 @@ __all__ = [
     "blocking",
     "open_peer",
     "read_run_file",
+    "verify_certificate",
 ]

@@ -48,6 +48,10 @@ class InvitationError(P2PAvgError):
     """A delegate did not admit this peer with an invitation link; the message says why."""
 
 
+class CertificateError(P2PAvgError, ValueError):
+    """Bytes that are no certificate of a commit, or one that is not genuine; the message says which check failed."""
+
+
 class UnreachableError(P2PAvgError):
     """No connection or no stream to a peer could be made in time."""
 

@@ -38,7 +38,7 @@ class Success:
     exchange_duration: float
     """Seconds of ``duration`` from the group's commit on."""
     group_id: str
-    """Hex of the SHA-256 of the roster."""
+    """Hex of the SHA-256 of the roster with which the group began."""
     share: tuple[int, int]
     """Start and stop, in elements of the flat vector, of the share that this peer reduced. Within it, the peer's own
     contribution was averaged unencoded; elsewhere, as its codec encoded it."""
@@ -58,6 +58,9 @@ class Success:
     lost: Mapping[str, str] = field(default_factory=dict)
     """Members that were dropped during the round, by id, with the reason. A dropped member that is also in ``peers``
     had delivered everything."""
+    certificate: bytes = b""
+    """Proof that the members signed that they hold the same bits, at most 272 KiB. Every round gives one:
+    :func:`p2pavg.verify_certificate` checks it anywhere."""
 
     @property
     def peers_count(self) -> int:

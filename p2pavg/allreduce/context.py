@@ -17,6 +17,7 @@ from p2pavg.net.transport import Transport
 from p2pavg.threads.workers import RunInThread
 from p2pavg.vector.buffers import Buffers
 from p2pavg_compression import Codec
+from p2pavg_dht import Signer
 
 IDLE_PARTS = 32  # encoded parts whose memory is kept between rounds
 
@@ -26,6 +27,8 @@ class RunContext:
     """Everything that the rounds of one run share."""
 
     transport: Transport
+    signer: Signer
+    """Signs as this peer."""
     lobby: Lobby
     run_in_thread: RunInThread
     codec: Codec
@@ -69,6 +72,7 @@ def run_context(
         idle += group_size * 4 * MAX_PART_ELEMENTS  # the contributions to one part, decoded
     return RunContext(
         transport=peer.transport,
+        signer=peer.signer,
         lobby=lobby,
         run_in_thread=peer.run_in_thread,
         codec=codec,

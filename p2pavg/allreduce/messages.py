@@ -1,4 +1,4 @@
-"""Headers and frames of an exchange, on streams of ``/p2pavg/exchange/2.0.0``.
+"""Headers and frames of an exchange, on streams of ``/p2pavg/exchange/3.0.0``.
 
 A stream begins with a header message that says what it is:
 
@@ -23,7 +23,7 @@ from p2pavg.errors import RemoteProtocolError
 from p2pavg.net.framing import receive_exactly_into
 from p2pavg.net.transport import Stream
 
-PROTOCOL = "/p2pavg/exchange/2.0.0"
+PROTOCOL = "/p2pavg/exchange/3.0.0"
 MAX_HEADER_BYTES = 64
 FRAME_BYTES = 4
 MEMBERS_BYTES = 16

@@ -19,7 +19,8 @@ the view, i.e. the members that must hold it. Ballots have numbers, and the numb
 follows the first member of the roster that it has not lost.
 
 * Ballot 0 begins by itself with all members (:class:`Run`). Each member that completes the attempt *accepts* and tells
-  its leader (``Held``). The leader commits when all members of the view hold the same digests, and sends ``Commit``.
+  its leader (``Held``), with its signature. The leader commits when all members of the view hold the same digests, and
+  sends ``Commit`` with these signatures.
 * When a member loses another one, it tells its leader (``Trouble``). A leader that cannot commit *prepares* the next
   ballot (``Gather``). Each member answers with a *promise* (``Promise``), which says what it holds and what it accepted
   last. After a promise to a newer ballot a member refuses all older ones (``Behind`` is the nack).
@@ -28,13 +29,38 @@ follows the first member of the roster that it has not lost.
   left.
 * If too few members answer, a member waits (*astray*) until it hears how the round ended.
 
+**The proof.** A member signs the group, the attempt, the attempt's members and the digest of the whole result. It
+signs neither ballot nor view: what a member holds does not depend on who asks, and one signature serves all ballots
+about one result. A commit counts for a member if every member of the attempt that needs the result has signed, except
+those that this member has lost itself (``proven``).
+
+* *Why all, and not a quorum:* a commit ends the round for all that are counted in it. Each of them must have the
+  result, or its contribution is used up for nothing.
+* *Why a lost member may be missing:* it may be dead, and its ballot's view excludes it. Nobody can prove to others
+  that a process has ended, so each member relies on what it saw itself. A leader's view is no reason: a leader that
+  lies could begin a ballot about an old result with one other member as its view. So a member waits with a commit
+  until it has lost the missing members as well, or has their signatures.
+* *Why a member that gave up may not be missing:* it keeps its contribution, so a result may count it only when it is
+  dead.
+* *What a member without the result believes:* that it was passed over, if the others are a quorum, all that have
+  signed say so, and the leader of the attempt has not signed. The others take over a result only when its leader does
+  not answer, and one of them alone may lie.
+* *Auxiliaries* need no result. They sign nothing, send no digests, and no commit waits for them.
+
+Signatures are checked before a vote comes here (``p2pavg.round.signing``). A signature that does not verify, and a
+commit that is impossible, cost their sender. A commit with too few signatures costs nobody: an honest member passes
+on what was enough for itself, and another one may have lost fewer members.
+
+Promises and ballots are not signed. They go over authenticated streams to one receiver and are never passed on, so a
+signature would add nothing to a choice that trusts them. What a lie in them can do is in ``docs/round.md``.
+
 **Why a table.** Events arrive in any order, between any two members, at any time. A table can be searched: the tests
 explore every order of messages, crashes and suspicions for small groups, and check the guarantees in every state
 (``tests/unit/consensus``). Each row is one sentence, one condition and one function.
 
 **What liars can do.** A vote that contradicts what this member knows (``is_impossible``, ``is_false_promise``,
-``is_false_commit``) drops its sender from this round, and never stops the program. A lie that cannot be detected may
-cost the round, and the members do not wait for the liar again.
+``is_false_held``, ``is_false_commit``) drops its sender from this round, and never stops the program. A lie that
+cannot be detected may cost the round, and the members do not wait for the liar again.
 """
 
 from __future__ import annotations
@@ -61,9 +87,11 @@ from p2pavg.consensus.conditions import (
     is_attempt,
     is_due,
     is_false_commit,
+    is_false_held,
     is_false_promise,
     is_held,
     is_impossible,
+    is_left_out,
     is_new,
     is_of_another,
     is_unknown,
@@ -76,6 +104,7 @@ from p2pavg.consensus.conditions import (
     not_outvoted,
     outpaces,
     own_fault,
+    proven,
     stuck,
     stuck_for_good,
     too_few,
@@ -93,7 +122,8 @@ from p2pavg.consensus.events import (
     Run,
     Tell,
 )
-from p2pavg.consensus.member import FINAL, LIVE, Member, Pending, Phase
+from p2pavg.consensus.member import FINAL, LIVE, Member, OwnResult, Pending, Phase
+from p2pavg.consensus.statements import result_digest
 from p2pavg.consensus.votes import (
     Accepted,
     Begin,
@@ -131,7 +161,8 @@ class _Draft:
 
 def _note_completed(draft: _Draft, event: Completed) -> None:
     m = draft.m
-    m.complete, m.digests = Complete(m.begun.attempt, m.begun.members), event.digests
+    m.complete = Complete(m.begun.attempt, m.begun.members)
+    m.own = OwnResult(event.digests, result_digest(event.digests) if event.digests else b"", event.signature)
 
 
 def _accept(draft: _Draft, event: Completed | None = None) -> None:
@@ -139,20 +170,26 @@ def _accept(draft: _Draft, event: Completed | None = None) -> None:
     if event is not None:
         _note_completed(draft, event)
     m.accepted = Accepted(m.begun.ballot, m.begun.attempt, m.begun.members, m.begun.view, m.begun.must)
-    digests = m.digests if m.complete == Complete(m.begun.attempt, m.begun.members) else ()
+    has = m.complete == Complete(m.begun.attempt, m.begun.members)
+    held = Held(m.begun.ballot, m.own.digests if has else (), m.own.signature if has else b"")
     leader = ballot_leader(m.begun.ballot, m.size)
     if leader == m.me:
-        m.pending = replace(m.pending, held=(*m.pending.held, (m.me, digests)))
+        _add_held(m, m.me, held)
     else:
-        draft.tell(leader, Held(m.begun.ballot, digests))
+        draft.tell(leader, held)
+
+
+def _add_held(m: Member, sender: int, vote: Held) -> None:
+    held = [*(entry for entry in m.pending.held if entry[0] != sender), (sender, vote.digests)]
+    signatures = [entry for entry in m.pending.signatures if entry[0] != sender]
+    if vote.digests:
+        signatures.append((sender, vote.signature))
+    m.pending = replace(m.pending, held=tuple(sorted(held)), signatures=tuple(sorted(signatures)))
 
 
 def _note_held(draft: _Draft, event: Heard) -> None:
     assert isinstance(event.vote, Held)
-    pending = draft.m.pending
-    others = tuple(entry for entry in pending.held if entry[0] != event.sender)
-    held = tuple(sorted((*others, (event.sender, event.vote.digests))))
-    draft.m.pending = replace(pending, held=held)
+    _add_held(draft.m, event.sender, event.vote)
 
 
 def _lose(draft: _Draft, event: Lost) -> None:
@@ -220,7 +257,7 @@ def _promise(draft: _Draft) -> None:
     asked = dict(m.pending.asked)
     leader = m.leader
     m.promised = asked.pop(leader)
-    m.pending = replace(m.pending, held=(), promises=(), asked=tuple(sorted(asked.items())))
+    m.pending = replace(m.pending, held=(), signatures=(), promises=(), asked=tuple(sorted(asked.items())))
     m.trouble = False
     draft.tell(leader, _own_promise(m))
 
@@ -238,7 +275,7 @@ def _gather(draft: _Draft) -> None:
     m = draft.m
     newest = max([m.promised, *(ballot for _, ballot in m.pending.asked)])
     m.promised = next_ballot(m.me, m.size, newest)
-    m.pending = replace(m.pending, held=(), promises=((m.me, _own_promise(m)),), asked=())
+    m.pending = replace(m.pending, held=(), signatures=(), promises=((m.me, _own_promise(m)),), asked=())
     m.trouble = False
     draft.tell_all(Gather(m.promised))
 
@@ -311,11 +348,11 @@ def _take_up(draft: _Draft, begin: Begin) -> None:
     m = draft.m
     m.begun, m.trouble = replace(begin, lacking=frozenset()), bool(begin.view & m.lost)
     # The accusations end too: the new view excludes one member of each pair that cannot exchange.
-    m.pending = Pending(asked=m.pending.asked)
+    m.pending = Pending(asked=m.pending.asked, commits=m.pending.commits)
     if m.accepted is not None and m.accepted.attempt != begin.attempt:
         m.accepted = None  # a quorum has answered, so no ballot committed it
     if begin.attempt == begin.ballot:
-        m.complete, m.digests = None, ()
+        m.complete, m.own = None, OwnResult()
         draft.actions.append(Run(begin.attempt, begin.members))
     elif holds(m, begin):
         _accept(draft)
@@ -330,23 +367,36 @@ def _hear_begin(draft: _Draft, event: Heard) -> None:
     _take_up(draft, event.vote)
 
 
-def _commit(draft: _Draft, event: Heard | None = None) -> None:
+def _signed_commit(m: Member) -> Commit:
+    """Return the commit of the ballot that this member leads, signed by all members that hold its result."""
+    needs = m.begun.members & m.seat.holders
+    digests = next((digests for position, digests in m.pending.held if position in needs), ())
+    signatures = tuple(entry for entry in m.pending.signatures if entry[0] in needs)
+    return Commit(m.begun.attempt, m.begun.members, result_digest(digests) if digests else b"", signatures)
+
+
+def _note_commit(draft: _Draft, event: Heard) -> None:
+    assert isinstance(event.vote, Commit)
+    commits = dict(draft.m.pending.commits) | {event.sender: event.vote}
+    noted = tuple(sorted(commits.items(), key=lambda entry: entry[0]))
+    draft.m.pending = replace(draft.m.pending, commits=noted)
+
+
+def _commit(draft: _Draft) -> None:
     """Commit, and tell all members: the leader may have died before it told each of them."""
-    m = draft.m
-    vote = Commit(m.begun.attempt, m.begun.members) if event is None else event.vote
-    assert isinstance(vote, Commit)
-    m.outcome = Complete(vote.attempt, vote.members)
+    vote = proven(draft.m) or _signed_commit(draft.m)
+    draft.m.committed = vote
     draft.tell_all(vote)
 
 
-def _left_out(draft: _Draft, event: Heard | None = None) -> None:
+def _left_out(draft: _Draft) -> None:
     draft.m.reason = "the others gave this peer up, and ended the round without it"
-    _commit(draft, event)
+    _commit(draft)
 
 
-def _too_late(draft: _Draft, event: Heard) -> None:
+def _too_late(draft: _Draft) -> None:
     draft.m.reason = "the others committed a result with this peer's contribution, but this peer lacks it"
-    _commit(draft, event)
+    _commit(draft)
 
 
 def _fail(draft: _Draft, event: GivenUp | None = None) -> None:
@@ -382,12 +432,12 @@ def _settle_dispute(draft: _Draft) -> None:
     for peer in sorted(dispute(draft.m)):
         _lose_one(draft, peer, hostile=True)
         draft.actions.append(Drop(peer, "it sent different results to different members, by their digests"))
-    draft.m.pending, draft.m.trouble = replace(draft.m.pending, held=()), True
+    draft.m.pending, draft.m.trouble = replace(draft.m.pending, held=(), signatures=()), True
 
 
 def _learn(draft: _Draft, event: Heard) -> None:
-    assert isinstance(event.vote, Commit)
-    draft.m.outcome = Complete(event.vote.attempt, event.vote.members)
+    _note_commit(draft, event)
+    draft.m.committed = proven(draft.m)
 
 
 def _note_gone(draft: _Draft, event: Heard) -> None:
@@ -395,12 +445,13 @@ def _note_gone(draft: _Draft, event: Heard) -> None:
         _hear_left(draft, event)
     else:
         _hear_unknown(draft, event)
+    draft.m.committed = draft.m.committed or proven(draft.m)
 
 
 def _tell_the_end(draft: _Draft, event: Heard) -> None:
     m = draft.m
-    if m.outcome is not None:
-        draft.tell(event.sender, Commit(m.outcome.attempt, m.outcome.members))
+    if m.committed is not None:
+        draft.tell(event.sender, m.committed)
     else:
         draft.tell(event.sender, Left(-1 if m.accepted is None else m.accepted.ballot, m.reason))
 
@@ -447,18 +498,10 @@ TABLE: tuple[Row, ...] = (
     _row(LIVE, Dead, None, _note_dead, None, "a lost member is known to be dead"),
     _row(LIVE, GivenUp, None, _fail, Phase.FAILED, "out of time, or given up by the caller"),
     # Votes of other members.
+    _row((_E, _H), Held, is_false_held, _drop_liar, None, "an impossible result: gives its sender up"),
     _row((_E, _H), Held, leads_ballot, _note_held, None, "a member holds the result"),
     _row(LIVE, Commit, is_false_commit, _drop_liar, None, "an impossible commit: gives its sender up"),
-    _row(LIVE, Commit, has_it, _commit, Phase.COMMITTED, "the group has committed"),
-    _row(
-        LIVE,
-        Commit,
-        lacks_it,
-        _too_late,
-        Phase.FAILED,
-        "committed with its contribution, but it lacks the result",
-    ),
-    _row(LIVE, Commit, None, _left_out, Phase.FAILED, "committed without this member"),
+    _row(LIVE, Commit, None, _note_commit, None, "a commit, which counts once its signatures prove it"),
     _row(LIVE, Gather, is_ahead, _hear_gather, None, "a member asks"),
     _row(_G, Promise, is_false_promise, _drop_liar, None, "an impossible answer: gives its sender up"),
     _row(_G, Promise, answers_me, _note_promise, None, "a member answers"),
@@ -473,6 +516,16 @@ TABLE: tuple[Row, ...] = (
     _row(LIVE, Left, None, _hear_left, None, "a member gave up"),
     _row(LIVE, Unknown, None, _hear_unknown, None, "a member has forgotten the round"),
     # Transitions without an event.
+    _row(LIVE, None, has_it, _commit, Phase.COMMITTED, "the group has committed, by proof"),
+    _row(
+        LIVE,
+        None,
+        lacks_it,
+        _too_late,
+        Phase.FAILED,
+        "committed with its contribution, but it lacks the result",
+    ),
+    _row(LIVE, None, is_left_out, _left_out, Phase.FAILED, "committed without this member, by proof"),
     _row(LIVE, None, leader_asks_anew, _promise, _P, "answers its leader"),
     _row(LIVE, None, leader_asks, _refuse, None, "has promised a newer ballot, and says so"),
     _row((_E, _H), None, own_fault, _fail_at_odds, Phase.FAILED, "holds another result than the others"),

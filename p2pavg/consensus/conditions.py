@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from p2pavg.consensus.choice import Answers, Stuck, ballot_leader, choose, disputed, is_quorum, is_too_few
 from p2pavg.consensus.events import Completed, Heard
-from p2pavg.consensus.member import Member
+from p2pavg.consensus.member import Member, Phase
 from p2pavg.consensus.votes import Begin, Behind, Commit, Complete, Gather, Held, Members, Promise, Trouble
 
 MAX_LEAP = 64  # a leader's ballots that a member may miss in a row; each loss costs one or two
@@ -57,7 +57,11 @@ def is_due(member: Member, event: Heard) -> bool:
 def is_impossible(member: Member, event: Heard) -> bool:
     """Return whether a ballot that is due contradicts this member's knowledge of its own attempts."""
     vote = event.vote
-    if not is_due(member, event) or not isinstance(vote, Begin) or vote.attempt == vote.ballot:
+    if not is_due(member, event) or not isinstance(vote, Begin):
+        return False
+    if event.sender not in vote.view:
+        return True  # a leader goes on itself
+    if vote.attempt == vote.ballot:
         return False
     if contradicts(member, vote.attempt, vote.members) or vote.lacking - member.seat.holders:
         return True
@@ -97,9 +101,23 @@ def is_false_promise(member: Member, event: Heard) -> bool:
     )
 
 
-def is_false_commit(member: Member, event: Heard) -> bool:
+def is_false_held(member: Member, event: Heard) -> bool:
+    """Return whether a member that needs the result names none, or one that needs none names one."""
     vote = event.vote
-    return isinstance(vote, Commit) and contradicts(member, vote.attempt, vote.members)
+    if not isinstance(vote, Held) or not leads_ballot(member, event):
+        return False
+    needs = event.sender in member.begun.members & member.seat.holders
+    return needs != bool(vote.digests) or needs != bool(vote.signature)
+
+
+def is_false_commit(member: Member, event: Heard) -> bool:
+    """Return whether a commit cannot be, whatever happened to other members."""
+    vote = event.vote
+    return isinstance(vote, Commit) and (
+        contradicts(member, vote.attempt, vote.members)
+        or bool(vote.signers - member.seat.holders)
+        or is_too_few(vote.members, member.seat.holders, member.seat.contributors, 2)
+    )
 
 
 def too_few(member: Member, event: Heard) -> bool:
@@ -126,17 +144,6 @@ def holds(member: Member, vote: Begin) -> bool:
     if member.me not in vote.members & member.seat.holders:
         return True  # it needs no result, and only witnesses the adopted one
     return member.complete == Complete(vote.attempt, vote.members)
-
-
-def has_it(member: Member, event: Heard) -> bool:
-    vote = event.vote
-    if not isinstance(vote, Commit) or member.me not in vote.members:
-        return False
-    return member.me not in member.seat.holders or member.complete == Complete(vote.attempt, vote.members)
-
-
-def lacks_it(member: Member, event: Heard) -> bool:
-    return isinstance(event.vote, Commit) and member.me in event.vote.members & member.seat.holders
 
 
 def concerns_me(member: Member, event: Heard) -> bool:
@@ -175,7 +182,97 @@ def leaps(member: Member, ballot: int) -> bool:
 
 
 def is_unknown(member: Member, event: Heard) -> bool:
-    return member.outcome is None and not is_false_commit(member, event)
+    return member.committed is None and not is_false_commit(member, event)
+
+
+# Proof of a commit.
+
+
+def holds_result_of(member: Member, commit: Commit) -> bool:
+    """Return whether a member holds the same bits as the members that signed a commit."""
+    has = member.complete == Complete(commit.attempt, commit.members)
+    return has and member.me in commit.members & member.seat.holders and member.own.digest == commit.digest
+
+
+def proven(member: Member) -> Commit | None:
+    """Return a commit that this member has been told and that its signatures prove, or ``None``."""
+    for _, one in member.pending.commits:
+        same = [
+            (sender, other)
+            for sender, other in member.pending.commits
+            if _statement(other) == _statement(one)
+        ]
+        signatures = {position: signed for _, other in same for position, signed in other.signatures}
+        if holds_result_of(member, one):
+            signatures[member.me] = member.own.signature
+        commit = Commit(one.attempt, one.members, one.digest, tuple(sorted(signatures.items())))
+        if _is_proven(member, commit, frozenset(sender for sender, _ in same)):
+            return commit
+    return None
+
+
+def _statement(commit: Commit) -> tuple[int, Members, bytes]:
+    return commit.attempt, commit.members, commit.digest
+
+
+def _is_proven(member: Member, commit: Commit, told: Members) -> bool:
+    """Return whether the signatures of a commit suffice for this member.
+
+    Every member that needs the result has to have signed, except those that this member itself has lost. A member that
+    gave up before it held the result keeps its contribution, so the result may count it only once it is dead.
+    """
+    needs, me = commit.members & member.seat.holders, member.me
+    keeps = {position for position, accepted in member.left if accepted < commit.attempt} - member.dead
+    if needs - commit.signers - {me} - (member.lost - keeps):
+        return False
+    if me not in needs or holds_result_of(member, commit):
+        return True
+    if me in commit.signers:
+        # It held the result, and a leader moved it on to another attempt. That leader is not believed: it said that
+        # the result had not been committed.
+        return bool(told - {ballot_leader(member.begun.ballot, member.size)})
+    if member.complete == Complete(commit.attempt, commit.members):
+        return False  # it holds another result of the same attempt, so one of those that signed lies
+    return (
+        bool(commit.signers) and told >= commit.signers - member.gone and _may_be_passed_over(member, commit)
+    )
+
+
+def _may_be_passed_over(member: Member, commit: Commit) -> bool:
+    """Return whether the others can have committed a result that this member needs and does not hold.
+
+    They are a quorum without this member, and they took over the result because the leader of its attempt did not
+    answer, or because that leader is this member.
+    """
+    gone = member.gone | ({member.me} if member.phase is Phase.FAILED else frozenset())
+    others = frozenset(range(member.size)) - {member.me} - gone
+    leader = ballot_leader(commit.attempt, member.size)
+    missing = commit.members & member.seat.holders - commit.signers
+    taken_over = leader not in commit.signers and missing != {member.me}
+    return is_quorum(others, member.size, gone) and (leader == member.me or taken_over)
+
+
+def asks_further(member: Member, other: int) -> bool:
+    """Return whether it is worth asking a lost member how the round ended for it."""
+    # A commit without the signature of a member that gave up counts only when that member is dead.
+    return other not in (member.dead if member.pending.commits else member.gone)
+
+
+def has_it(member: Member) -> bool:
+    """Return whether a proven commit is one of this member's own result, or of one that it need not hold."""
+    commit = proven(member)
+    if commit is None or member.me not in commit.members:
+        return False
+    return member.me not in member.seat.holders or holds_result_of(member, commit)
+
+
+def lacks_it(member: Member) -> bool:
+    commit = proven(member)
+    return commit is not None and member.me in commit.members & member.seat.holders
+
+
+def is_left_out(member: Member) -> bool:
+    return proven(member) is not None
 
 
 # Conditions of transitions without an event.

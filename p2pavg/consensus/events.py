@@ -16,6 +16,9 @@ class Completed:
 
     attempt: int
     digests: tuple[bytes, ...] = ()
+    """One per share; a member that needs no result has none."""
+    signature: bytes = b""
+    """This member's signature that it holds the result."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from p2pavg.consensus.choice import ballot_leader, is_quorum
-from p2pavg.consensus.votes import Accepted, Begin, Complete, Members, Promise
+from p2pavg.consensus.votes import Accepted, Begin, Commit, Complete, Members, Promise, Signatures
 
 
 class Phase(enum.Enum):
@@ -46,6 +46,10 @@ class Pending:
 
     held: tuple[tuple[int, tuple[bytes, ...]], ...] = ()
     """On the ballot's leader: the members that hold its result, with their digests."""
+    signatures: Signatures = ()
+    """On the ballot's leader: the signatures of these members."""
+    commits: tuple[tuple[int, Commit], ...] = ()
+    """The last commit that each member told. It counts once its signatures prove it."""
     promises: tuple[tuple[int, Promise], ...] = ()
     asked: tuple[tuple[int, int], ...] = ()
     """Unanswered ballots, by member. A member answers only the member that it follows."""
@@ -55,6 +59,18 @@ class Pending:
     They are added to the accusers' promises. Otherwise a member could report trouble, promise without it, and repeat
     that for ever.
     """
+
+
+@dataclass(frozen=True, slots=True)
+class OwnResult:
+    """The whole result that this member holds."""
+
+    digests: tuple[bytes, ...] = ()
+    """One digest per share."""
+    digest: bytes = b""
+    """Digest of the result as a whole."""
+    signature: bytes = b""
+    """This member's signature that it holds the result."""
 
 
 @dataclass(slots=True)
@@ -69,7 +85,8 @@ class Member:
     """The last ballot that this member has promised to take next."""
     pending: Pending = Pending()
     complete: Complete | None = None
-    digests: tuple[bytes, ...] = ()
+    own: OwnResult = OwnResult()
+    """The result of ``complete``."""
     accepted: Accepted | None = None
     lost: Members = frozenset()
     hostile: Members = frozenset()
@@ -80,8 +97,8 @@ class Member:
     """True if the ballot cannot commit with its view."""
     reason: str = ""
     """Reason of a failure."""
-    outcome: Complete | None = None
-    """The result that the group committed, if this member knows it."""
+    committed: Commit | None = None
+    """The proof of the result that the group committed, if this member has it."""
 
     @property
     def me(self) -> int:
@@ -92,6 +109,11 @@ class Member:
     def size(self) -> int:
         """Number of members of the group."""
         return self.seat.size
+
+    @property
+    def outcome(self) -> Complete | None:
+        """The result that the group committed, if this member knows it."""
+        return None if self.committed is None else Complete(self.committed.attempt, self.committed.members)
 
     @property
     def undecided(self) -> bool:

@@ -3,6 +3,9 @@
 Members are named by their position in the roster. A *ballot* is one leader's try to end the round. It has a number,
 which also names its leader, and a *view*: the members that must hold the result. An *attempt* is one exchange of parts
 among some members; it is named by the ballot that began it. See ``docs/round.md``.
+
+Decoding checks lengths and ranges. Signatures are checked where votes come in (``p2pavg.round.voting``), before the
+agreement hears of them.
 """
 
 from __future__ import annotations
@@ -16,10 +19,16 @@ from p2pavg.errors import RemoteProtocolError
 
 Members: TypeAlias = frozenset[int]
 
-MAX_VOTE_BYTES = 8192
+MAX_VOTE_BYTES = 12_288  # a commit with the signatures of 128 members has 9 KB
 MAX_BALLOT = 2**31
 MAX_REASON_CHARS = 300
-DIGEST_BYTES = 16
+DIGEST_BYTES = (
+    32  # of a share, and of the whole result: a reducer that seeks two shares of one digest finds none
+)
+SIGNATURE_BYTES = 64
+
+Signatures: TypeAlias = tuple[tuple[int, bytes], ...]
+"""(member, its signature), in the members' order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,14 +103,27 @@ class Held:
 
     ballot: int
     digests: tuple[bytes, ...]
+    signature: bytes = b""
+    """Of :class:`~p2pavg.consensus.statements.Statement`; empty if there are no digests."""
 
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """The round has ended with this attempt's result."""
+    """The round has ended with this attempt's result, and these members have signed that they hold it.
+
+    A member that ends without the result passes on what it was told. So the sender need not have signed.
+    """
 
     attempt: int
     members: Members
+    digest: bytes = b""
+    """Digest of the whole result; empty if no member signed."""
+    signatures: Signatures = ()
+
+    @property
+    def signers(self) -> Members:
+        """The members that signed."""
+        return frozenset(member for member, _ in self.signatures)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,10 +176,13 @@ def encode_vote(vote: Vote) -> bytes:
             return pack("behind", promised)
         case Begin(ballot, attempt, members, view, source, lacking, must):
             return pack("begin", ballot, attempt, _list(members), _list(view), source, _list(lacking), must)
-        case Held(ballot, digests):
-            return pack("held", ballot, digests)
-        case Commit(attempt, members):
-            return pack("commit", attempt, _list(members))
+        case Held(ballot, digests, signature):
+            return pack("held", ballot, digests, signature)
+        case Commit(attempt, members, digest, signatures):
+            signers = tuple(member for member, _ in signatures)
+            return pack(
+                "commit", attempt, _list(members), digest, signers, tuple(signed for _, signed in signatures)
+            )
         case Trouble(peer, hostile, reason):
             return pack("trouble", peer, hostile, reason[:MAX_REASON_CHARS])
         case Left(ballot, reason):
@@ -235,6 +260,33 @@ class _Fields:
             raise RemoteProtocolError("a digest of another length")
         return values
 
+    def signatures(self, signers: tuple[Any, ...], values: tuple[Any, ...]) -> Signatures:
+        self.members(signers)
+        if len(values) != len(signers):
+            raise RemoteProtocolError("another number of signatures than of members that sign")
+        checked(values, (bytes,) * len(values))
+        if any(len(value) != SIGNATURE_BYTES for value in values):
+            raise RemoteProtocolError("a signature of another length")
+        return tuple(zip(signers, values, strict=True))
+
+
+def _read_held(read: _Fields, ballot: int, digests: Any, signature: bytes) -> Held:
+    held = Held(read.ballot(ballot), read.digests(digests), signature)
+    if len(signature) != (SIGNATURE_BYTES if held.digests else 0):
+        raise RemoteProtocolError("digests without a signature, or a signature of nothing")
+    return held
+
+
+def _read_commit(
+    read: _Fields, attempt: int, members: Any, digest: bytes, signers: Any, signatures: Any
+) -> Commit:
+    commit = Commit(read.ballot(attempt), read.members(members), digest, read.signatures(signers, signatures))
+    if len(digest) != (DIGEST_BYTES if signers else 0):
+        raise RemoteProtocolError("a commit whose digest does not fit its signatures")
+    if commit.signers - commit.members:
+        raise RemoteProtocolError("a commit that is signed by members of another attempt")
+    return commit
+
 
 def _read_begin(
     read: _Fields, ballot: int, attempt: int, members: Any, view: Any, source: int, lacking: Any, must: bool
@@ -283,11 +335,8 @@ _READERS: dict[str, tuple[tuple[type, ...], Callable[..., Vote]]] = {
     ),
     "behind": ((int,), lambda read, promised: Behind(read.ballot(promised))),
     "begin": ((int, int, tuple, tuple, int, tuple, bool), _read_begin),
-    "held": ((int, tuple), lambda read, ballot, digests: Held(read.ballot(ballot), read.digests(digests))),
-    "commit": (
-        (int, tuple),
-        lambda read, attempt, members: Commit(read.ballot(attempt), read.members(members)),
-    ),
+    "held": ((int, tuple, bytes), _read_held),
+    "commit": ((int, tuple, bytes, tuple, tuple), _read_commit),
     "trouble": (
         (int, bool, str),
         lambda read, peer, hostile, reason: Trouble(read.member(peer), hostile, read.reason(reason)),

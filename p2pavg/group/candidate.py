@@ -28,7 +28,7 @@ from p2pavg_dht import ContactError, Record, RecordError, Signer, sign_record, v
 from p2pavg_dht.contact import check_addresses
 from p2pavg_dht.record import unpack as unpack_record
 
-_KEY_DOMAIN = "p2pavg/ready/4"
+_KEY_DOMAIN = "p2pavg/ready/4"  # new with each protocol of an exchange: peers of two protocols form no group
 _VERSION = 3
 
 

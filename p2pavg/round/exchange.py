@@ -20,15 +20,17 @@ from p2pavg.allreduce.attempt import Attempt
 from p2pavg.allreduce.context import RunContext
 from p2pavg.allreduce.lobby import ExpectedGroup
 from p2pavg.allreduce.reduction import Verdict
+from p2pavg.consensus.certificate import encode_certificate
 from p2pavg.consensus.events import Completed, GivenUp
 from p2pavg.consensus.member import Phase, new_member
-from p2pavg.consensus.votes import Unknown
+from p2pavg.consensus.votes import Commit, Unknown
 from p2pavg.errors import RemoteProtocolError
 from p2pavg.group.bandwidth import BandwidthMeter
 from p2pavg.group.milestones import Milestone
 from p2pavg.group.roster import Roster
 from p2pavg.group.shares import part_size
 from p2pavg.round.control import Control
+from p2pavg.round.signing import Signing
 from p2pavg.round.voting import Voting
 
 if TYPE_CHECKING:
@@ -56,6 +58,10 @@ class Outcome:
     """Members that were given up on the way, and why."""
     bytes_sent: int
     bytes_received: int
+    group_id: bytes
+    """Of the group, whatever attempt was committed."""
+    certificate: bytes
+    """Proof of the commit; empty if there is a verdict, or if this member needs no result and no member signed."""
     streamed: frozenset[str]
     """Members with which parts of the last attempt went over streams instead of direct lanes."""
 
@@ -130,7 +136,7 @@ class Exchange:
             contributors=frozenset(self._positions[member.peer_id] for member in roster.contributors),
             minimum=max(minimum, 2),
         )
-        self._voting = Voting(roster, member, self)
+        self._voting = Voting(roster, member, self, Signing(context.signer, roster))
         self._voting.control = Control(
             transport=context.transport,
             roster=roster,
@@ -249,7 +255,9 @@ class Exchange:
     def completed(self, attempt: Attempt, digests: tuple[bytes, ...]) -> None:
         """Note that the whole result of an attempt is here."""
         self._held_at = trio.current_time()
-        self._voting.happen(Completed(attempt.number, digests))
+        members = frozenset(self._positions[member.peer_id] for member in attempt.roster.members)
+        signature = self._voting.signing.sign(attempt.number, members, digests)
+        self._voting.happen(Completed(attempt.number, digests, signature))
 
     def troubled(self, attempt: Attempt, peer_id: str, reason: str, *, hostile: bool) -> None:
         """Note that a lane broke. It is no loss if its other end has gone on to a newer attempt."""
@@ -351,14 +359,17 @@ class Exchange:
         assert self._attempt is not None
         self._traffic.add(self._attempt)
         member, losses = self._voting.member, self._voting.losses
+        committed = member.committed if member.phase is Phase.COMMITTED else None
         return Outcome(
-            verdict=None if member.phase is Phase.COMMITTED else losses.failure(member.reason),
+            verdict=None if committed is not None else losses.failure(member.reason),
             used=self._voting.is_used(),
             averaged=self._attempt.averaged,
             roster=self._attempt.roster,
             lost=losses.all(member.begun.view),
             bytes_sent=self._traffic.sent,
             bytes_received=self._traffic.received,
+            group_id=self._roster.group_id,
+            certificate=_certificate(self._roster, committed),
             streamed=frozenset(self._attempt.streamed),
         )
 
@@ -372,3 +383,10 @@ class Exchange:
 
 def _peer_ids(roster: Roster, positions: frozenset[int]) -> list[str]:
     return [roster.members[position].peer_id for position in sorted(positions)]
+
+
+def _certificate(roster: Roster, committed: Commit | None) -> bytes:
+    """Return the proof of a commit; empty if none of its signers is known, as an auxiliary may end."""
+    if committed is None or not committed.signatures:
+        return b""
+    return encode_certificate(roster, committed)

@@ -223,7 +223,7 @@ class Auxiliary(Role[None]):
     async def end(self, outcome: Outcome, timing: Timing) -> None:
         """Log the outcome."""
         roster = outcome.roster
-        name = roster.group_id.hex()[:8]
+        name = outcome.group_id.hex()[:8]
         if outcome.verdict is not None:
             logger.warning("group %s failed: %s", name, outcome.verdict.reason)
             return
@@ -277,7 +277,7 @@ def _success(
         bytes_received=outcome.bytes_received,
         duration=now - timing.started,
         exchange_duration=now - timing.exchange_began,
-        group_id=roster.group_id.hex(),
+        group_id=outcome.group_id.hex(),
         share=share_bounds(roster.shares, position),
         metrics=roster.metrics,
         observers=tuple(m.peer_id for m in roster.holders if m.peer_id in roster.observers),
@@ -285,4 +285,5 @@ def _success(
         paths={other: "stream" if other in outcome.streamed else "lane" for other in others},
         clipped=clipped,
         lost={verdict.peer_id: verdict.reason for verdict in outcome.lost if verdict.peer_id is not None},
+        certificate=outcome.certificate,
     )

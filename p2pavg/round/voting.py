@@ -14,6 +14,7 @@ import trio
 
 from p2pavg.consensus.agreement import advance
 from p2pavg.consensus.choice import ballot_leader
+from p2pavg.consensus.conditions import asks_further
 from p2pavg.consensus.events import Action, Dead, Drop, Event, GivenUp, Heard, Lost, PassOn, Run, Tell
 from p2pavg.consensus.member import FINAL, Member, Phase
 from p2pavg.consensus.votes import Begin, Commit, Gather, Left, Trouble, Unknown, Vote
@@ -23,6 +24,7 @@ from p2pavg.group.roster import Roster
 from p2pavg.net.blame import guarded
 from p2pavg.round.control import Control
 from p2pavg.round.losses import Losses
+from p2pavg.round.signing import Signing
 
 ASK_AGAIN_SECONDS = 1.0
 SETTLE_SECONDS = 0.5  # for the others' last word, when this member has failed
@@ -66,13 +68,15 @@ class Voting:
 
     Args:
         member: the state that the member begins with.
+        signing: checks the signatures of votes that come in.
         control: the streams of votes. The voting is what they report to, so they are set by the owner.
     """
 
     control: Control
 
-    def __init__(self, roster: Roster, member: Member, moves: Moves) -> None:
+    def __init__(self, roster: Roster, member: Member, moves: Moves, signing: Signing) -> None:
         self.member = member
+        self.signing = signing
         self.losses = Losses(roster)
         self.ended = trio.Event()
         """Set when the member has committed or failed."""
@@ -165,6 +169,13 @@ class Voting:
     def _hear(self, position: int, vote: Vote) -> None:
         """Take a member's word. An exception on the way costs that member, not the averager."""
         with guarded(self._roster.members[position].peer_id, self._fault, what="a vote"):
+            wrong = self.signing.wrong_with(self.member, position, vote)
+            for liar in self.signing.evidence.keys() - self.member.lost:
+                self.lost(liar, "it signed two results of one attempt", hostile=True)
+            if wrong:
+                self.lost(position, wrong, hostile=True)
+            if wrong or position in self.signing.evidence:
+                return
             if position not in self.member.lost:
                 self._take_hint(position, vote)
             self.happen(Heard(position, vote))
@@ -207,14 +218,16 @@ class Voting:
 
     async def _ask_until_gone(self, position: int) -> None:
         """Ask a lost member again and again how the round ended for it, until its process is known to be dead."""
-        while position not in self.member.gone:
-            try:
-                answer = await self.control.ask(position)
-            except RefusedError:
-                self.happen(Dead(position))
-                return
-            if isinstance(answer, Commit | Left | Unknown):
-                self._hear(position, answer)
+        while position not in self.member.dead:
+            if asks_further(self.member, position):
+                try:
+                    answer = await self.control.ask(position)
+                except RefusedError:
+                    self.happen(Dead(position))
+                    return
+                news = isinstance(answer, Commit | Unknown) or position not in self.member.gone
+                if news and isinstance(answer, Commit | Left | Unknown):
+                    self._hear(position, answer)
             await trio.sleep(ASK_AGAIN_SECONDS)
 
     async def settle(self) -> None:
@@ -261,6 +274,6 @@ class Voting:
         member = self.member
         if member.phase not in FINAL:  # cancelled
             member, _ = advance(member, GivenUp("it was stopped"))
-        if member.outcome is not None:
-            return Commit(member.outcome.attempt, member.outcome.members)
+        if member.committed is not None:
+            return member.committed
         return Left(-1 if member.accepted is None else member.accepted.ballot, member.reason)

@@ -1,6 +1,7 @@
 """Explore every state that a small group can reach, with more faults than the suite has time for.
 
-An error is printed with all steps that lead to it.
+An error is printed with all steps that lead to it. --hostile instead lets one of three members send any votes that it
+can sign: its position, and the number of its votes, can be given.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import argparse
 import time
 
+from tests.unit.consensus.hostile import HostileGroup
 from tests.unit.consensus.world import Faults, Group
 
 # (size, faults, auxiliaries, true if a contribution may never count twice); see docs/round.md.
@@ -28,13 +30,31 @@ CASES = [
 ]
 
 
+def explore_hostile(liars: list[int], lies: int) -> None:
+    """Explore what one hostile member of three can do with a number of votes."""
+    for liar in liars:
+        began = time.monotonic()
+        states = HostileGroup(3, Faults(), liar=liar, lies=lies).search()
+        what = f"member {liar} of 3 is hostile, {lies} votes of it"
+        print(f"{what}: {states} states in {time.monotonic() - began:.0f} s, nothing wrong", flush=True)
+
+
 def main() -> None:
     """Explore all cases; print a line for each."""
-    argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         prog="scripts/faults explore",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-    ).parse_args()
+    )
+    parser.add_argument("--hostile", action="store_true", help="one member of three is hostile")
+    parser.add_argument("--liars", type=int, nargs="+", default=[0, 1, 2], help="its positions [%(default)s]")
+    parser.add_argument("--lies", type=int, default=2, help="votes that it sends at most [%(default)s]")
+    how = parser.parse_args()
+    if not set(how.liars) <= {0, 1, 2} or how.lies < 1:
+        parser.error("--liars: 0, 1 or 2; --lies: at least 1")
+    if how.hostile:
+        explore_hostile(how.liars, how.lies)
+        return
     for size, faults, auxiliaries, strict in CASES:
         began = time.monotonic()
         states = Group(size, faults, auxiliaries=auxiliaries, strict=strict).explore()

@@ -9,8 +9,8 @@ contents. The checks are:
 
 * no exception leaves an honest peer's averager or the handling of a message;
 * every call of ``step`` returns within its match timeout and its exchange timeout;
-* every ``Success`` of an honest peer is the weighted mean of exactly its ``peers``, and two of the same group and the
-  same ``peers`` hold the same bits.
+* every ``Success`` of an honest peer is the weighted mean of exactly its ``peers``, two of the same group and the same
+  ``peers`` hold the same bits, and its certificate says so.
 """
 
 from __future__ import annotations
@@ -39,7 +39,10 @@ from p2pavg.allreduce.messages import PROTOCOL as EXCHANGE_PROTOCOL
 from p2pavg.allreduce.messages import Lane, LaneHeader, encode_header, part_frame
 from p2pavg.consensus.choice import next_ballot
 from p2pavg.consensus.member import Member
+from p2pavg.consensus.statements import result_digest
 from p2pavg.consensus.votes import (
+    DIGEST_BYTES,
+    SIGNATURE_BYTES,
     Accepted,
     Begin,
     Behind,
@@ -67,6 +70,7 @@ from p2pavg.peer import Peer
 from p2pavg.records.board import board_key
 from p2pavg.records.run_entry import RunEntry, encode_entry, run_key
 from p2pavg.round import control, exchange
+from p2pavg.round.signing import Signing
 from p2pavg.testing import MemoryNetwork, run_peers, simulate
 from p2pavg.testing.simulation import simulated_signer
 from p2pavg_dht import PROTOCOL as RECORDS_PROTOCOL
@@ -135,7 +139,25 @@ def some_members(dice: random.Random, size: int) -> frozenset[int]:
     return frozenset(dice.sample(members, size - left_out))
 
 
-def some_vote(dice: random.Random, member: Member) -> Vote:
+def some_commit(
+    dice: random.Random, member: Member, signing: Signing, attempt: int, members: frozenset[int]
+) -> Commit:
+    """Draw a commit with the liar's own signature, with those that it has been sent, or with forged ones."""
+    signatures = {position: dice.randbytes(SIGNATURE_BYTES) for position in members if dice.random() < 0.2}
+    if dice.random() < 0.5:
+        attempt, members, signatures = (
+            member.begun.attempt,
+            member.begun.members,
+            dict(member.pending.signatures),
+        )
+    digests = member.own.digests or (bytes(DIGEST_BYTES),) * len(members)
+    if dice.random() < 0.8:
+        signatures[member.me] = signing.sign(attempt, members, digests)
+    signed = tuple(sorted((one, signed) for one, signed in signatures.items() if one in members))
+    return Commit(attempt, members, result_digest(digests) if signed else b"", signed)
+
+
+def some_vote(dice: random.Random, member: Member, signing: Signing) -> Vote:
     """Draw a vote that is valid, if not at this time or in this state."""
     size, me = member.size, member.me
     own = next_ballot(me, size, max(member.promised, member.begun.ballot))
@@ -144,7 +166,9 @@ def some_vote(dice: random.Random, member: Member) -> Vote:
     attempt = dice.choice([0, member.begun.attempt, ballot, dice.randint(0, max(ballot, 0))])
     members, view, other = some_members(dice, size), some_members(dice, size), dice.randrange(size)
     members = dice.choice([members, member.begun.members, view])
-    digests = tuple(bytes([dice.randrange(3)]) * 16 for _ in range(dice.choice([0, size, size - 1])))
+    digests = tuple(
+        bytes([dice.randrange(3)]) * DIGEST_BYTES for _ in range(dice.choice([0, size, size - 1]))
+    )
     accepted = dice.choice([None, Accepted(ballot, attempt, members, view, dice.random() < 0.3)])
     complete = dice.choice([None, Complete(attempt, members)])
     apart = some_members(dice, size) if dice.random() < 0.2 else frozenset({other})
@@ -164,8 +188,8 @@ def some_vote(dice: random.Random, member: Member) -> Vote:
         lambda: Begin(
             ballot, attempt, members, dice.choice([members, view]), other, lacking, dice.random() < 0.3
         ),
-        lambda: Held(dice.choice([0, ballot]), digests),
-        lambda: Commit(attempt, members),
+        lambda: Held(dice.choice([0, ballot]), digests, signing.sign(attempt, members, digests)),
+        lambda: some_commit(dice, member, signing, attempt, members),
         lambda: Trouble(other, dice.random() < 0.3, "so it says"),
         lambda: Left(dice.choice([-1, 0, ballot]), "so it says"),
         lambda: Unknown(),
@@ -255,7 +279,7 @@ class HostileControl(control.Control):
             if self.dice.random() < 0.3:
                 self._mislead(member)
             for _ in range(self.dice.randint(1, 4)):
-                self._say(line, some_vote(self.dice, member))
+                self._say(line, some_vote(self.dice, member, self._hears.signing))  # type: ignore[attr-defined]
 
     def _mislead(self, member: Member) -> None:
         """Send ballots in a sequence, about real and invented attempts."""
@@ -506,6 +530,11 @@ def check(how: Setting, record: Seen, faults: Sequence[str]) -> None:
         same = bits.setdefault((result.group_id, result.peers), digest)
         assert same == digest, f"members of a group with the same peers hold different bits: {peer_id}"
         assert peer_id in result.peers, f"{peer_id} is not in its own result"
+        proof = p2pavg.verify_certificate(result.certificate)
+        assert (proof.group_id, proof.peers) == (result.group_id, result.peers), (
+            "a certificate of another result"
+        )
+        assert peer_id in proof.signers, f"{peer_id} has not signed its own result"
         if "lanes" in how.kinds and liars & set(result.peers):
             continue  # a hostile member's contribution is random
         exact = torch.zeros(ELEMENTS, dtype=torch.float64)

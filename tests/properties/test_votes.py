@@ -13,6 +13,7 @@ from p2pavg.consensus.votes import (
     MAX_BALLOT,
     MAX_REASON_CHARS,
     MAX_VOTE_BYTES,
+    SIGNATURE_BYTES,
     Accepted,
     Begin,
     Behind,
@@ -53,6 +54,7 @@ members = st.frozensets(positions, max_size=SIZE)
 some_members = st.frozensets(positions, min_size=1, max_size=SIZE)
 reasons = st.text(st.characters(codec="utf-8", exclude_categories=["C", "Z"]), max_size=MAX_REASON_CHARS)
 digests = st.lists(st.binary(min_size=DIGEST_BYTES, max_size=DIGEST_BYTES), max_size=SIZE).map(tuple)
+signatures = st.binary(min_size=SIGNATURE_BYTES, max_size=SIGNATURE_BYTES)
 
 scalars = (
     st.none()
@@ -104,13 +106,31 @@ def begins(draw: st.DrawFn) -> Begin:
     return Begin(ballot, attempt, all_members, view, source, lacking, draw(st.booleans()))
 
 
+@st.composite
+def holdings(draw: st.DrawFn) -> Held:
+    """Draw the vote of a member that holds a result, which it signs, or that needs none."""
+    found = draw(digests)
+    return Held(draw(ballots), found, draw(signatures) if found else b"")
+
+
+@st.composite
+def commits(draw: st.DrawFn) -> Commit:
+    """Draw a commit that some of its members have signed."""
+    all_of_it = draw(members)
+    signers = sorted(draw(members) & all_of_it)
+    digest = draw(st.binary(min_size=DIGEST_BYTES, max_size=DIGEST_BYTES)) if signers else b""
+    return Commit(
+        draw(ballots), all_of_it, digest, tuple((position, draw(signatures)) for position in signers)
+    )
+
+
 votes: st.SearchStrategy[Vote] = st.one_of(
     st.builds(Gather, ballots),
     promises(),
     st.builds(Behind, ballots),
     begins(),
-    st.builds(Held, ballots, digests),
-    st.builds(Commit, ballots, members),
+    holdings(),
+    commits(),
     st.builds(Trouble, positions, st.booleans(), reasons),
     st.builds(Left, st.just(-1) | ballots, reasons),
     st.just(Unknown()),
@@ -129,7 +149,7 @@ def members_in(vote: Vote) -> Members:
         case Begin(members=all_of_it, view=view, source=source, lacking=lacking):
             return all_of_it | view | lacking | {source}
         case Commit(members=all_of_it):
-            return all_of_it
+            return all_of_it | vote.signers
         case Trouble(peer=peer):
             return frozenset({peer})
     return frozenset()

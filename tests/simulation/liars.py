@@ -81,8 +81,18 @@ def check_exact(swarm: Swarm, members: Sequence[int]) -> list[p2pavg.Success]:
     assert same_bits(found)
     for result in found:
         assert set(result.peers) == {name(index) for index in members}
+        check_certificate(result)
     torch.testing.assert_close(tensors_of(found[0])[0], mean(members, ELEMENTS).float(), rtol=1e-5, atol=1e-6)
     return found
+
+
+def check_certificate(result: p2pavg.Success) -> None:
+    """Check that a result's certificate proves what the result says."""
+    proof = p2pavg.verify_certificate(result.certificate)
+    assert proof.group_id == result.group_id
+    assert proof.peers == result.peers
+    assert proof.weights == result.weights
+    assert set(proof.signers) >= (set(result.peers) | set(result.observers)) - set(result.lost)
 
 
 def check_costs_itself(swarm: Swarm, liar: int, reason: str, size: int = SIZE) -> None:

@@ -24,6 +24,7 @@ from p2pavg.allreduce.sender import Sender
 from p2pavg.consensus import agreement
 from p2pavg.consensus.events import Event, Heard
 from p2pavg.consensus.member import Member
+from p2pavg.consensus.statements import result_digest
 from p2pavg.consensus.votes import (
     MAX_VOTE_BYTES,
     Begin,
@@ -34,6 +35,7 @@ from p2pavg.consensus.votes import (
     Vote,
     encode_vote,
 )
+from p2pavg.consensus.votes import Commit as VotedCommit
 from p2pavg.encoding import pack
 from p2pavg.errors import ClosedError, RemoteProtocolError, StreamBrokenError, UnreachableError
 from p2pavg.group.candidate import Candidate
@@ -52,13 +54,16 @@ from p2pavg.peer import Peer
 from p2pavg.round import exchange, voting
 from p2pavg.round.control import Control
 from p2pavg.round.rounds import Rounds
+from p2pavg.round.signing import Signing
 from p2pavg.round.voting import max_votes
 from p2pavg.testing import MemoryNetwork
 from p2pavg.testing.memory import MemoryTransport
+from p2pavg_dht import Signer
 from p2pavg_dht.record import pack as pack_record
 from tests.simulation.liars import (
     ELEMENTS,
     SIZE,
+    check_certificate,
     check_costs_itself,
     check_exact,
     honest,
@@ -371,12 +376,18 @@ TOO_LONG = MAX_VOTE_BYTES + 1
 BROKEN_VOTES: dict[str, tuple[bytes, str]] = {
     "garbage": (message(bytes(range(1, 200))), "it broke the protocol"),
     "an unknown kind": (message(pack("coup", 3)), "a vote of unknown kind"),
-    "a vote of other fields": (message(pack("commit", "0", ())), "it broke the protocol: field 1 is str"),
+    "a vote of other fields": (
+        message(pack("commit", "0", (), b"", (), ())),
+        "it broke the protocol: field 1 is str",
+    ),
     "a member out of range": (message(pack("trouble", SIZE, False, "")), f"member {SIZE} of {SIZE}"),
-    "members out of range": (message(pack("commit", 0, (0, 1, 200))), f"member 200 of {SIZE}"),
+    "members out of range": (message(pack("commit", 0, (0, 1, 200), b"", (), ())), f"member 200 of {SIZE}"),
     "a negative ballot": (message(pack("gather", -2)), "a ballot of -2"),
     "no member": (message(pack("begin", 4, 4, (), (), 0, (), False)), "a ballot without members"),
-    "digests of another length": (message(pack("held", 0, (b"short",))), "a digest of another length"),
+    "digests of another length": (
+        message(pack("held", 0, (b"short",), bytes(64))),
+        "a digest of another length",
+    ),
     "no length": (bytes(4), "a message of 0 bytes"),
     "a huge length": (b"\xff" * 4 + bytes(100), "a message of 4294967295 bytes"),
     "a length above the limit": (TOO_LONG.to_bytes(4, "big"), f"a message of {TOO_LONG} bytes"),
@@ -397,7 +408,7 @@ OTHERS_VOTES: dict[str, Vote] = {
     "begins a ballot": Begin(SIZE, SIZE, frozenset({2, 3}), frozenset({2, 3}), 2, frozenset()),
     "begins its own ballot": Begin(2, 2, frozenset({2, 3}), frozenset({2, 3}), 2, frozenset()),
     "asks for its own ballot": Gather(2 + SIZE),
-    "holds the result of a ballot that is none": Held(9, (bytes(16),) * SIZE),
+    "holds the result of a ballot that is none": Held(9, (bytes(32),) * SIZE, bytes(64)),
     "is outpaced": Behind(77),
 }
 
@@ -595,7 +606,7 @@ async def test_a_reducer_is_not_banned_because_one_member_names_another_digest(
 
     def lie(self: exchange.Exchange, attempt: Attempt, digests: tuple[bytes, ...]) -> None:
         if self._me == name(liar) and attempt.number == 0:
-            digests = (digests[0], bytes(16), *digests[2:])
+            digests = (digests[0], bytes(32), *digests[2:])
         completed(self, attempt, digests)
 
     monkeypatch.setattr(exchange.Exchange, "completed", lie)
@@ -603,6 +614,136 @@ async def test_a_reducer_is_not_banned_because_one_member_names_another_digest(
     swarm = await play()
     assert bans == []
     check_exact(swarm, [0, 2, 3])
+
+
+# ---------------------------------------------------------------------- signatures
+
+
+def saying_when_complete(
+    monkeypatch: pytest.MonkeyPatch, liar: int, tell: Callable[[exchange.Exchange, tuple[bytes, ...]], None]
+) -> None:
+    """Let a member tell something as soon as it has the whole result of the first attempt."""
+    completed = exchange.Exchange.completed
+
+    def lie(self: exchange.Exchange, attempt: Attempt, digests: tuple[bytes, ...]) -> None:
+        if self._me == name(liar) and attempt.number == 0:
+            tell(self, digests)
+        completed(self, attempt, digests)
+
+    monkeypatch.setattr(exchange.Exchange, "completed", lie)
+
+
+FALSE_SIGNERS = {
+    "not signed": (),
+    "signed by the liar": (3,),
+    "signed by the liar, the others forged": (0, 1, 2, 3),
+}
+
+
+@pytest.mark.parametrize("signers", FALSE_SIGNERS)
+async def test_a_false_commit_makes_no_member_succeed_alone_or_lose_its_contribution(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, signers: str
+) -> None:
+    """The liar sends its averages to one member only, and says to all members that the round was committed."""
+    liar, victim = 3, 1
+
+    async def withhold(stream: Stream, part: Part, payload: bytes) -> None:
+        if stream.remote != name(victim):
+            await trio.sleep_forever()
+        await deliver(stream, part, payload)
+
+    def tell(self: exchange.Exchange, digests: tuple[bytes, ...]) -> None:
+        everybody, voting_ = frozenset(range(SIZE)), self._voting
+        signature = voting_.signing.sign(0, everybody, digests)
+        signed = tuple((one, signature) for one in FALSE_SIGNERS[signers])
+        commit = VotedCommit(0, everybody, result_digest(digests) if signed else b"", signed)
+        for position in range(SIZE - 1):
+            voting_.control.tell(position, commit)
+
+    instead(monkeypatch, "Attempt", liar, lying(Lane.AVERAGES, withhold))
+    saying_when_complete(monkeypatch, liar, tell)
+    swarm = await play()
+    results = [swarm.results[name(index)] for index in honest(liar)]
+    if any(isinstance(result, p2pavg.Success) for result in results):
+        check_exact(swarm, honest(liar))  # a forged signature excludes the liar in time
+    for result in results:
+        assert isinstance(result, p2pavg.Success | p2pavg.Failed)
+        assert isinstance(result, p2pavg.Success) or result.contribution_used is not True
+
+
+async def test_a_member_whose_signature_does_not_verify_is_excluded_by_name(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sign = Signing.sign
+
+    def forge(self: Signing, attempt: int, members: frozenset[int], digests: Sequence[bytes]) -> bytes:
+        signature = sign(self, attempt, members, digests)
+        return bytes(64) if self._signer.peer_id == name(2) else signature
+
+    monkeypatch.setattr(Signing, "sign", forge)
+    check_costs_itself(await play(), 2, "its signature of the result does not verify")
+
+
+async def test_a_member_that_signs_two_results_is_excluded_and_banned_by_its_own_signatures(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    liar, bans = 2, []
+
+    def tell(self: exchange.Exchange, digests: tuple[bytes, ...]) -> None:
+        everybody, other = frozenset(range(SIZE)), (bytes(32), *digests[1:])
+        signature = self._voting.signing.sign(0, everybody, other)
+        self._voting.control.tell(0, VotedCommit(0, everybody, result_digest(other), ((liar, signature),)))
+
+    saying_when_complete(monkeypatch, liar, tell)
+    monkeypatch.setattr(Matchmaker, "ban", lambda _self, peer_id, *_: bans.append(peer_id))
+    check_costs_itself(await play(), liar, "it signed two results of one attempt")
+    assert set(bans) == {name(liar)}
+
+
+async def test_a_leader_that_does_not_show_all_signatures_makes_no_member_commit_alone(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It shows two of four signatures, and leaves. The others end the round with the result that all of them hold."""
+    signed_commit = agreement._signed_commit
+
+    def some(member: Member) -> VotedCommit:
+        commit = signed_commit(member)
+        if member.me != 0:
+            return commit
+        return replace(commit, signatures=tuple(one for one in commit.signatures if one[0] in (0, 1)))
+
+    monkeypatch.setattr(agreement, "_signed_commit", some)
+    swarm = await play()
+    results = [swarm.results[name(index)] for index in honest(0)]
+    found = [result for result in results if isinstance(result, p2pavg.Success)]
+    assert len(found) == len(results)
+    assert same_bits(found)
+    for result in found:
+        check_certificate(result)
+        proof = p2pavg.verify_certificate(result.certificate)
+        assert set(proof.signers) >= {name(index) for index in honest(0)}
+
+
+async def test_each_member_signs_once_and_verifies_each_other_member_once(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Signing] = []
+    signed: list[str] = []
+    create, sign = Signing.__init__, Signing.sign
+
+    def note(self: Signing, signer: Signer, roster: Roster) -> None:
+        create(self, signer, roster)
+        made.append(self)
+
+    def count(self: Signing, *what: Any) -> bytes:
+        signed.append(self._signer.peer_id)
+        return sign(self, *what)
+
+    monkeypatch.setattr(Signing, "__init__", note)
+    monkeypatch.setattr(Signing, "sign", count)
+    check_exact(await play(), range(SIZE))
+    assert sorted(signed) == sorted(name(index) for index in range(SIZE))
+    assert [one.verified for one in made] == [SIZE - 1] * SIZE
 
 
 # ---------------------------------------------------------------------- omissions

@@ -8,7 +8,7 @@ from p2pavg.group.bandwidth import BandwidthMeter
 from p2pavg.group.roster import share_cutter
 from p2pavg.net.limits.rate import RateLimit
 from p2pavg.net.transport import Transport
-from p2pavg.testing.simulation import run_on_loop
+from p2pavg.testing.simulation import run_on_loop, simulated_signer
 from p2pavg.vector.buffers import Buffers
 from p2pavg_compression import Codec
 
@@ -17,6 +17,7 @@ def context_over(transport: Transport, codec: Codec, elements: int, lobby: Lobby
     """Return the context of a run without limits, whose codec runs on the event loop."""
     return RunContext(
         transport=transport,
+        signer=simulated_signer(0),
         lobby=Lobby() if lobby is None else lobby,
         run_in_thread=run_on_loop,
         codec=codec,

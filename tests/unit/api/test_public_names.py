@@ -22,9 +22,11 @@ NAMES = [
     "BusyError",
     "ByCapability",
     "CenteredClip",
+    "CertificateError",
     "ClosedError",
     "Codec",
     "CodecError",
+    "CommitCertificate",
     "ConfigError",
     "DecentralizedAverager",
     "Failed",
@@ -49,6 +51,7 @@ NAMES = [
     "blocking",
     "open_peer",
     "read_run_file",
+    "verify_certificate",
 ]
 
 ACCUMULATE = (
@@ -128,6 +131,7 @@ FIELDS: list[tuple[type, list[tuple[str, str, object]]]] = [
             ("paths", "Mapping[str, Path]", {}),
             ("clipped", "tuple[str, ...]", ()),
             ("lost", "Mapping[str, str]", {}),
+            ("certificate", "bytes", b""),
         ],
     ),
     (
@@ -148,6 +152,7 @@ FIELDS: list[tuple[type, list[tuple[str, str, object]]]] = [
 ERRORS: list[tuple[type[Exception], type[Exception]]] = [
     (p2pavg.AccumulateError, ValueError),
     (p2pavg.AddressError, ValueError),
+    (p2pavg.CertificateError, ValueError),
     (p2pavg.BootstrapError, OSError),
     (p2pavg.BusyError, RuntimeError),
     (p2pavg.ClosedError, RuntimeError),

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from p2pavg.consensus import agreement
+from p2pavg.consensus import agreement, conditions
 from p2pavg.consensus.agreement import advance
 from p2pavg.consensus.events import Completed, Dead, Drop, GivenUp, Heard, Lost, PassOn, Run, Tell
 from p2pavg.consensus.member import FINAL, Member, Phase, new_member
+from p2pavg.consensus.statements import result_digest
 from p2pavg.consensus.votes import (
     MAX_BALLOT,
     Begin,
@@ -19,19 +20,42 @@ from p2pavg.consensus.votes import (
     Gather,
     Held,
     Left,
+    Members,
     Promise,
     Trouble,
     Unknown,
 )
 from scripts.docs_tools.diagram import in_docs, table_and_diagram
+from tests.unit.consensus.hostile import HostileGroup
 from tests.unit.consensus.world import Faults, FoundError, Group
 
 ALL_MEMBERS = frozenset({0, 1, 2})
+DIGESTS = (b"a" * 32, b"b" * 32, b"c" * 32)
+RESULT = result_digest(DIGESTS)
 
 
 def member(me: int, size: int = 3, minimum: int = 2) -> Member:
     all_members = frozenset(range(size))
     return new_member(me, size, all_members, all_members, minimum)
+
+
+def signature(me: int, attempt: int = 0) -> bytes:
+    """Return bytes that stand for a member's signature: the agreement does not verify any."""
+    return b"member %d, attempt %d" % (me, attempt)
+
+
+def complete(me: int, attempt: int = 0, digests: tuple[bytes, ...] = DIGESTS) -> Completed:
+    return Completed(attempt, digests, signature(me, attempt))
+
+
+def held(sender: int, ballot: int = 0, digests: tuple[bytes, ...] = DIGESTS) -> Heard:
+    return Heard(sender, Held(ballot, digests, signature(sender)))
+
+
+def commit(*signers: int, digest: bytes = RESULT, members: Members = ALL_MEMBERS) -> Commit:
+    """Return the commit of the first attempt, as these members have signed it."""
+    signed = tuple((position, signature(position)) for position in sorted(signers))
+    return Commit(0, members, digest if signed else b"", signed)
 
 
 @pytest.mark.parametrize(
@@ -62,6 +86,19 @@ def test_guarantees_hold_in_every_reachable_state(
     assert Group(size, faults, auxiliaries=auxiliaries, observers=observers).explore() > 5
 
 
+@pytest.mark.parametrize("liar", [0, 1, 2])
+def test_no_vote_of_a_hostile_member_violates_a_guarantee(liar: int) -> None:
+    """``scripts/faults explore`` lets it send more of them."""
+    assert HostileGroup(3, Faults(), liar=liar, lies=1).search() > 300
+
+
+def test_the_search_with_a_hostile_member_finds_a_violation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the proof of a commit, one vote makes a member lose its contribution."""
+    monkeypatch.setattr(conditions, "_is_proven", lambda _member, _commit, _told: True)
+    with pytest.raises(FoundError, match="is used up, and no honest member holds the result"):
+        HostileGroup(3, Faults(), liar=2, lies=1, may_lead=False).search()
+
+
 def test_the_search_finds_a_violation(monkeypatch: pytest.MonkeyPatch) -> None:
     """A leader that commits as soon as one member holds the result violates a guarantee."""
     rows = [
@@ -89,25 +126,25 @@ def test_every_row_can_be_reached() -> None:
 
 class TestUndisturbed:
     def test_a_member_tells_the_leader_when_it_holds_the_result(self) -> None:
-        after, actions = advance(member(1), Completed(0, (b"d" * 16,)))
+        after, actions = advance(member(1), complete(1))
         assert after.phase is Phase.HOLDING
-        assert actions == [Tell(0, Held(0, (b"d" * 16,)))]
+        assert actions == [Tell(0, Held(0, DIGESTS, signature(1)))]
 
     def test_the_leader_commits_when_all_members_hold_the_result(self) -> None:
-        leader, _ = advance(member(0), Completed(0))
-        leader, _ = advance(leader, Heard(1, Held(0, ())))
+        leader, _ = advance(member(0), complete(0))
+        leader, _ = advance(leader, held(1))
         assert leader.phase is Phase.HOLDING
-        leader, actions = advance(leader, Heard(2, Held(0, ())))
+        leader, actions = advance(leader, held(2))
         assert leader.phase is Phase.COMMITTED
-        assert actions == [Tell(1, Commit(0, ALL_MEMBERS)), Tell(2, Commit(0, ALL_MEMBERS))]
+        assert actions == [Tell(1, commit(0, 1, 2)), Tell(2, commit(0, 1, 2))]
 
     def test_a_reducer_that_sent_different_averages_is_excluded(self) -> None:
-        leader, _ = advance(member(0, 4), Completed(0, tuple(bytes([n]) * 16 for n in (0, 1, 2, 3))))
+        usual = tuple(bytes([n]) * 32 for n in (0, 1, 2, 3))
+        leader, _ = advance(member(0, 4), complete(0, digests=usual))
         for position in (1, 2):
-            held = tuple(bytes([n]) * 16 for n in (0, 1, 2, 3))
-            leader, _ = advance(leader, Heard(position, Held(0, held)))
-        other = tuple(bytes([n]) * 16 for n in (0, 9, 2, 3))  # differs in the share of member 1
-        leader, actions = advance(leader, Heard(3, Held(0, other)))
+            leader, _ = advance(leader, held(position, digests=usual))
+        other = tuple(bytes([n]) * 32 for n in (0, 9, 2, 3))  # differs in the share of member 1
+        leader, actions = advance(leader, held(3, digests=other))
         assert leader.phase is Phase.GATHERING
         assert leader.lost == {1}
         assert [action.peer for action in actions if isinstance(action, Drop)] == [1]
@@ -145,7 +182,7 @@ class TestLosses:
         assert actions == [Tell(1, Begin(3, 3, two, two, 0, frozenset())), Run(3, two)]
 
     def test_a_dead_reducers_share_is_passed_on_to_members_that_lack_it(self) -> None:
-        leader, _ = advance(member(0), Completed(0))
+        leader, _ = advance(member(0), complete(0))
         leader, _ = advance(leader, Lost(2))
         leader, _ = advance(leader, Dead(2))
         leader, actions = advance(leader, Heard(1, Promise(3, 0, None, None, frozenset({2}), frozenset())))
@@ -154,7 +191,7 @@ class TestLosses:
 
     def test_a_lost_member_that_may_be_alive_is_excluded(self) -> None:
         """It may hold nothing, and keep its contribution."""
-        leader, _ = advance(member(0), Completed(0))
+        leader, _ = advance(member(0), complete(0))
         leader, _ = advance(leader, Lost(2))
         leader, _ = advance(leader, Heard(1, Promise(3, 0, None, None, frozenset({2}), frozenset())))
         assert leader.phase is Phase.EXCHANGING
@@ -184,12 +221,14 @@ class TestLosses:
 
     def test_an_observer_needs_the_result_as_well(self) -> None:
         """It tells the leader only when it holds the whole result, and the leader waits for that."""
-        leader, _ = advance(new_member(0, 2, frozenset({0, 1}), frozenset({0}), 2), Completed(0))
+        leader, _ = advance(new_member(0, 3, ALL_MEMBERS, frozenset({0, 2}), 2), complete(0))
+        leader, _ = advance(leader, held(2))
         assert leader.phase is Phase.HOLDING
-        leader, _ = advance(leader, Heard(1, Held(0, ())))
+        leader, _ = advance(leader, held(1))
         assert leader.phase is Phase.COMMITTED
-        commit = Heard(0, Commit(0, frozenset({0, 1})))
-        observer, _ = advance(new_member(1, 2, frozenset({0, 1}), frozenset({0}), 2), commit)
+        assert leader.committed == commit(0, 1, 2)
+        observer, _ = advance(new_member(1, 3, ALL_MEMBERS, frozenset({0, 2}), 2), Lost(0))
+        observer, _ = advance(observer, Heard(2, commit(2)))
         assert observer.phase is Phase.FAILED, "it holds nothing"
 
     def test_an_observer_accepts_a_result_only_when_it_has_it(self) -> None:
@@ -198,8 +237,8 @@ class TestLosses:
         begin = Begin(3, 0, ALL_MEMBERS, two, 0, frozenset({1}))
         observer, actions = advance(observer, Heard(0, begin))
         assert not any(isinstance(action, Tell) and isinstance(action.vote, Held) for action in actions)
-        observer, actions = advance(observer, Completed(0, (b"d" * 16,)))
-        assert actions == [Tell(0, Held(3, (b"d" * 16,)))]
+        observer, actions = advance(observer, complete(1))
+        assert actions == [Tell(0, Held(3, DIGESTS, signature(1)))]
 
     def test_half_of_a_group_without_the_first_member_waits_until_others_are_dead(self) -> None:
         third, _ = advance(member(2, 4), Lost(0))
@@ -226,19 +265,133 @@ class TestLiars:
 
     def test_a_member_that_passes_on_other_bytes_is_excluded(self) -> None:
         """Member 3 is dead, and only member 1 has its share. Member 1 passes on other bytes than it has."""
-        true, false = (tuple(bytes([n]) * 16 for n in some) for some in ((0, 1, 2, 3), (0, 1, 2, 9)))
+        true, false = (tuple(bytes([n]) * 32 for n in some) for some in ((0, 1, 2, 3), (0, 1, 2, 9)))
         leader, _ = advance(member(0, 4), Lost(3))
         leader, _ = advance(leader, Dead(3))
         whole = Complete(0, frozenset(range(4)))
-        for position, complete in ((1, whole), (2, None)):
-            answer = Promise(4, 0, None, complete, frozenset({3}), frozenset())
+        for position, result in ((1, whole), (2, None)):
+            answer = Promise(4, 0, None, result, frozenset({3}), frozenset())
             leader, _ = advance(leader, Heard(position, answer))
         assert leader.begun.source == 1
-        leader, _ = advance(leader, Completed(0, false))
-        leader, _ = advance(leader, Heard(2, Held(4, false)))
-        leader, _ = advance(leader, Heard(1, Held(4, true)))
+        leader, _ = advance(leader, complete(0, digests=false))
+        leader, _ = advance(leader, held(2, 4, false))
+        leader, _ = advance(leader, held(1, 4, true))
         assert leader.lost == {1, 3}
         assert leader.phase is Phase.GATHERING
+
+    def test_a_leader_cannot_begin_a_ballot_without_itself(self) -> None:
+        after, _ = advance(member(1), complete(1))
+        after, _ = advance(after, Heard(0, Gather(3)))
+        alone = frozenset({1})
+        after, _ = advance(after, Heard(0, Begin(3, 3, alone, alone, 1, frozenset())))
+        assert after.hostile == {0}
+        assert after.accepted is not None, "the result before may still be committed"
+
+
+class TestProof:
+    """A commit counts only with the signatures of all members that need the result and that are not lost."""
+
+    def test_a_commit_without_the_signature_of_another_member_counts_for_nothing(self) -> None:
+        """Member 2 withheld its averages from member 0, and says to member 1 that all have committed."""
+        holds, _ = advance(member(1), complete(1))
+        for signers in ((), (2,), (1, 2), (2,)):
+            holds, actions = advance(holds, Heard(2, commit(*signers)))
+            assert holds.phase is Phase.HOLDING
+            assert actions == []
+        assert holds.outcome is None
+
+    def test_a_member_that_lacks_the_result_loses_no_contribution_to_a_commit_without_the_others(
+        self,
+    ) -> None:
+        lacks = member(1)
+        for signers in ((2,), (0, 2)):
+            lacks, actions = advance(lacks, Heard(2, commit(*signers)))
+            assert lacks.phase is Phase.EXCHANGING
+            assert actions == []
+        assert advance(lacks, GivenUp())[0].outcome is None
+
+    def test_a_commit_of_another_result_counts_for_nothing(self) -> None:
+        holds, _ = advance(member(1), complete(1))
+        holds, actions = advance(holds, Heard(2, commit(0, 2, digest=bytes(32))))
+        assert holds.phase is Phase.HOLDING
+        assert actions == []
+
+    def test_the_missing_signature_of_a_member_that_is_lost_is_not_waited_for(self) -> None:
+        holds, _ = advance(member(1), complete(1))
+        holds, _ = advance(holds, Heard(2, commit(2)))
+        holds, actions = advance(holds, Lost(0))
+        assert holds.phase is Phase.COMMITTED
+        assert actions[-1] == Tell(2, commit(1, 2)), "it adds its own signature"
+
+    def test_signatures_that_several_members_told_count_together(self) -> None:
+        holds, _ = advance(member(1, 4), complete(1))
+        everybody = frozenset(range(4))
+        for sender, signers in ((2, (2, 0)), (3, (3,))):
+            assert holds.phase is Phase.HOLDING
+            holds, _ = advance(holds, Heard(sender, commit(*signers, members=everybody)))
+        assert holds.phase is Phase.COMMITTED
+        assert holds.committed == commit(0, 1, 2, 3, members=everybody)
+
+    def test_a_result_that_counts_a_member_that_gave_up_counts_once_that_member_is_dead(self) -> None:
+        """It gave up before it held the result, so it keeps its contribution."""
+        holds, _ = advance(member(1), complete(1))
+        holds, _ = advance(holds, Heard(0, commit(0)))
+        holds, _ = advance(holds, Heard(2, Left(-1, "out of time")))
+        assert holds.phase is not Phase.COMMITTED
+        holds, _ = advance(holds, Dead(2))
+        assert holds.phase is Phase.COMMITTED
+
+    def test_a_member_without_the_result_believes_no_signer_alone(self) -> None:
+        """One of the two others may lie. If both say it, the result was committed with its contribution."""
+        lacks = member(3, 4)
+        lacks, _ = advance(lacks, Lost(0))
+        everybody = frozenset(range(4))
+        lacks, _ = advance(lacks, Heard(1, commit(1, 2, members=everybody)))
+        assert lacks.phase is Phase.EXCHANGING
+        lacks, _ = advance(lacks, Heard(2, commit(1, 2, members=everybody)))
+        assert lacks.phase is Phase.FAILED
+        assert lacks.outcome == Complete(0, everybody)
+
+    def test_a_pair_cannot_commit_without_one_of_the_two(self) -> None:
+        two = frozenset({0, 1})
+        lacks, actions = advance(member(1, 2), Heard(0, commit(0, members=two)))
+        assert lacks.phase is Phase.EXCHANGING
+        assert actions == []
+
+    def test_a_leader_that_moved_a_member_on_is_not_believed_about_the_result_before(self) -> None:
+        after, _ = advance(member(2), complete(2))
+        after, _ = advance(after, Heard(0, Gather(3)))
+        two = frozenset({0, 2})
+        after, _ = advance(after, Heard(0, Begin(3, 3, two, two, 0, frozenset())))
+        after, _ = advance(after, Heard(0, commit(0, 1, 2)))
+        assert after.phase is Phase.EXCHANGING
+        after, _ = advance(after, Heard(1, commit(0, 1, 2)))
+        assert after.phase is Phase.FAILED
+        assert after.outcome == Complete(0, ALL_MEMBERS)
+
+    @pytest.mark.parametrize(
+        "false",
+        [
+            commit(0, 1, 2),
+            Commit(0, frozenset({0, 1}), RESULT, commit(0, 1).signatures),
+            Commit(3, frozenset({0, 2}), RESULT, commit(0).signatures),
+        ],
+        ids=["signed by an auxiliary", "other members than the attempt had", "one member alone"],
+    )
+    def test_an_impossible_commit_costs_its_sender(self, false: Commit) -> None:
+        two = frozenset({0, 1})
+        after, actions = advance(new_member(1, 3, two, two, 2), Heard(2, false))
+        assert after.hostile == {2}
+        assert [action.peer for action in actions if isinstance(action, Drop)] == [2]
+        assert after.phase is Phase.EXCHANGING
+
+    @pytest.mark.parametrize(("sender", "digests"), [(1, ()), (2, DIGESTS)])
+    def test_only_members_that_need_the_result_sign(self, sender: int, digests: tuple[bytes, ...]) -> None:
+        two = frozenset({0, 1})
+        leader, _ = advance(new_member(0, 3, two, two, 2), complete(0))
+        vote = Held(0, digests, signature(sender) if digests else b"")
+        leader, _ = advance(leader, Heard(sender, vote))
+        assert leader.hostile == {sender}
 
 
 class TestTheEnd:
@@ -248,10 +401,10 @@ class TestTheEnd:
         assert not after.undecided
 
     def test_a_timeout_with_a_held_result_is_undecided_until_the_outcome_is_heard(self) -> None:
-        after, _ = advance(member(2), Completed(0))
+        after, _ = advance(member(2), complete(2))
         after, _ = advance(after, GivenUp("too long"))
         assert after.undecided
-        used, _ = advance(after, Heard(1, Commit(0, ALL_MEMBERS)))
+        used, _ = advance(after, Heard(1, commit(0, 1, 2)))
         assert used.outcome == Complete(0, ALL_MEMBERS)
         assert not used.undecided
         kept, _ = advance(after, Heard(0, Left(-1, "")))
@@ -268,21 +421,21 @@ class TestTheEnd:
         leader, _ = advance(leader, Dead(2))
         leader, _ = advance(leader, GivenUp("too long"))
         assert leader.undecided
-        used, _ = advance(leader, Heard(1, Commit(0, ALL_MEMBERS)))
+        used, _ = advance(leader, Heard(1, commit(1)))
         assert used.outcome == Complete(0, ALL_MEMBERS)
         kept, _ = advance(leader, Heard(1, Left(-1, "")))
         assert not kept.undecided
         assert kept.outcome is None
 
     def test_a_contribution_is_not_used_again_when_the_leader_may_have_committed_it_and_is_dead(self) -> None:
-        after, _ = advance(member(1, 2), Completed(0))
+        after, _ = advance(member(1, 2), complete(1))
         after, _ = advance(after, GivenUp("too long"))
         after, _ = advance(after, Heard(0, Unknown()))
         assert not after.undecided
         assert after.presumed_used
 
     def test_a_contribution_is_used_again_when_a_member_of_the_view_never_held_the_result(self) -> None:
-        after, _ = advance(member(1), Completed(0))
+        after, _ = advance(member(1), complete(1))
         after, _ = advance(after, GivenUp("too long"))
         after, _ = advance(after, Heard(0, Unknown()))
         assert after.presumed_used
@@ -290,7 +443,7 @@ class TestTheEnd:
         assert not after.presumed_used
 
     def test_a_contribution_is_used_again_when_the_leader_itself_gave_up(self) -> None:
-        after, _ = advance(member(1, 2), Completed(0))
+        after, _ = advance(member(1, 2), complete(1))
         after, _ = advance(after, GivenUp("too long"))
         after, _ = advance(after, Heard(0, Left(0, "")))
         assert not after.undecided
@@ -298,7 +451,7 @@ class TestTheEnd:
 
     def test_a_contribution_is_used_again_after_the_others_began_without_enough_members(self) -> None:
         """A quorum has answered, so no ballot committed the older result, although its leader is dead."""
-        after, _ = advance(member(2, 4, minimum=4), Completed(0))
+        after, _ = advance(member(2, 4, minimum=4), complete(2))
         after, _ = advance(after, Lost(0))
         after, _ = advance(after, Dead(0))
         after, _ = advance(after, Heard(1, Gather(5)))
@@ -308,18 +461,20 @@ class TestTheEnd:
         assert not after.presumed_used
 
     def test_a_commit_of_a_result_that_this_member_lacks_is_a_failure(self) -> None:
-        after, _ = advance(member(2), Heard(1, Commit(0, ALL_MEMBERS)))
+        """Member 1 took the result for committed, because member 0 had held it and died."""
+        after, _ = advance(member(2), Lost(0))
+        after, _ = advance(after, Heard(1, commit(1)))
         assert after.phase is Phase.FAILED
         assert after.outcome == Complete(0, ALL_MEMBERS)
 
     def test_a_member_that_has_ended_answers_with_the_outcome(self) -> None:
-        done, _ = advance(member(1), Completed(0))
-        done, _ = advance(done, Heard(0, Commit(0, ALL_MEMBERS)))
+        done, _ = advance(member(1), complete(1))
+        done, _ = advance(done, Heard(0, commit(0, 1, 2)))
         assert done.phase is Phase.COMMITTED
         _, actions = advance(done, Heard(2, Gather(2)))
-        assert actions == [Tell(2, Commit(0, ALL_MEMBERS))]
+        assert actions == [Tell(2, commit(0, 1, 2))]
 
     def test_a_final_state_never_changes(self) -> None:
         done, _ = advance(member(1), GivenUp())
-        for event in (Completed(0), Lost(0), Dead(0), GivenUp(), Heard(0, Held(0, ()))):
+        for event in (Completed(0), Lost(0), Dead(0), GivenUp(), held(0)):
             assert advance(done, event)[0].phase in FINAL

@@ -9,6 +9,7 @@ from p2pavg.consensus.votes import (
     MAX_BALLOT,
     MAX_REASON_CHARS,
     MAX_VOTE_BYTES,
+    SIGNATURE_BYTES,
     Accepted,
     Begin,
     Behind,
@@ -28,7 +29,7 @@ from p2pavg.consensus.votes import (
 )
 from p2pavg.encoding import pack
 from p2pavg.errors import RemoteProtocolError
-from p2pavg.group.limits import MAX_GROUP_SIZE
+from p2pavg.group.limits import MAX_GROUP_SIZE, MAX_MEMBERS
 
 SIZE = 4
 NO_MEMBERS: Members = frozenset()
@@ -63,9 +64,19 @@ VOTES: dict[str, tuple[Vote, str]] = {
         Begin(5, 0, ALL, some(1, 2, 3), 2, some(3), must=True),
         "98a5626567696e0500940001020393010203029103c3",
     ),
-    "held": (Held(5, DIGESTS[:2]), "93a468656c640592c410" + "00" * 16 + "c410" + "01" * 16),
-    "held by one that needs nothing": (Held(0, ()), "93a468656c640090"),
-    "commit": (Commit(5, some(1, 2)), "93a6636f6d6d697405920102"),
+    "held": (
+        Held(5, DIGESTS[:2], b"s" * SIGNATURE_BYTES),
+        "94a468656c640592c420" + "00" * 32 + "c420" + "01" * 32 + "c440" + "73" * 64,
+    ),
+    "held by one that needs nothing": (Held(0, ()), "94a468656c640090c400"),
+    "commit": (
+        Commit(5, some(1, 2), DIGESTS[3], ((1, b"s" * SIGNATURE_BYTES), (2, b"t" * SIGNATURE_BYTES))),
+        "96a6636f6d6d697405920102c420" + "03" * 32 + "92010292c440" + "73" * 64 + "c440" + "74" * 64,
+    ),
+    "commit of a result that no member that is left needs": (
+        Commit(5, some(1, 2)),
+        "96a6636f6d6d697405920102c4009090",
+    ),
     "trouble": (Trouble(3, True, "two averages"), "94a774726f75626c6503c3ac74776f206176657261676573"),
     "left": (Left(-1, "out of time"), "93a46c656674ffab6f7574206f662074696d65"),
     "left after it had accepted": (Left(6, ""), "93a46c65667406a0"),
@@ -91,20 +102,26 @@ def test_all_kinds_are_here() -> None:
 
 
 def test_the_longest_votes_of_the_largest_group_may_be_sent() -> None:
-    all_members = frozenset(range(MAX_GROUP_SIZE))
-    last, others = MAX_BALLOT - 1, all_members - {MAX_GROUP_SIZE - 1}
-    accepted = Accepted(last, last, all_members, all_members, True)
+    everybody = frozenset(range(MAX_MEMBERS))
+    last, others = MAX_BALLOT - 1, everybody - {MAX_MEMBERS - 1}
+    accepted = Accepted(last, last, everybody, everybody, True)
     longest: list[Vote] = [
-        Promise(MAX_BALLOT, last, accepted, Complete(MAX_BALLOT, all_members), all_members, all_members),
-        Begin(MAX_BALLOT, last, all_members, all_members, MAX_GROUP_SIZE - 1, others, True),
-        Held(MAX_BALLOT, (b"\xff" * DIGEST_BYTES,) * MAX_GROUP_SIZE),
-        Trouble(MAX_GROUP_SIZE - 1, True, "ü" * MAX_REASON_CHARS),
+        Promise(MAX_BALLOT, last, accepted, Complete(MAX_BALLOT, everybody), everybody, everybody),
+        Begin(MAX_BALLOT, last, everybody, everybody, MAX_MEMBERS - 1, others, True),
+        Held(MAX_BALLOT, (b"\xff" * DIGEST_BYTES,) * MAX_MEMBERS, b"s" * SIGNATURE_BYTES),
+        Commit(
+            MAX_BALLOT,
+            everybody,
+            b"d" * DIGEST_BYTES,
+            tuple((position, b"s" * SIGNATURE_BYTES) for position in range(MAX_MEMBERS)),
+        ),
+        Trouble(MAX_MEMBERS - 1, True, "ü" * MAX_REASON_CHARS),
         Left(MAX_BALLOT, "\U0001f980" * MAX_REASON_CHARS),
     ]
     for vote in longest:
         message = encode_vote(vote)
         assert len(message) <= MAX_VOTE_BYTES
-        assert decode_vote(message, MAX_GROUP_SIZE) == vote
+        assert decode_vote(message, MAX_MEMBERS) == vote
 
 
 @every_vote
@@ -124,6 +141,7 @@ def test_an_additional_field_is_refused(vote: Vote, golden: str) -> None:
         decode_vote(bytes([message[0] + 1]) + message[1:] + b"\0", SIZE)
 
 
+SIGNED = b"s" * SIGNATURE_BYTES
 HELD = (4, 4, (0, 1), (0, 1), False)
 
 MALFORMED: dict[str, tuple[object, ...]] = {
@@ -196,14 +214,28 @@ MALFORMED: dict[str, tuple[object, ...]] = {
     "beginning for a member outside the attempt": ("begin", 5, 0, (0, 1), (0, 1, 2), 0, (2,), False),
     "beginning from a member outside the view": ("begin", 5, 0, (0, 1, 2), (0, 1), 2, (), False),
     "beginning from a member that lacks it": ("begin", 5, 0, (0, 1), (0, 1), 1, (1,), False),
-    "holding in a ballot below 0": ("held", -1, ()),
-    "holding by a short digest": ("held", 5, (b"x" * 15,)),
-    "holding by a long digest": ("held", 5, (b"x" * 17,)),
-    "holding by a text": ("held", 5, ("x" * 16,)),
-    "holding more shares than there are reducers": ("held", 5, (b"x" * 16,) * (SIZE + 1)),
-    "committing an attempt below 0": ("commit", -1, (0, 1)),
-    "committing strangers": ("commit", 0, (0, SIZE)),
-    "committing members out of order": ("commit", 0, (1, 0)),
+    "holding in a ballot below 0": ("held", -1, (), b""),
+    "holding by a short digest": ("held", 5, (b"x" * 31,), SIGNED),
+    "holding by a long digest": ("held", 5, (b"x" * 33,), SIGNED),
+    "holding by a text": ("held", 5, ("x" * 32,), SIGNED),
+    "holding more shares than there are reducers": ("held", 5, (b"x" * 32,) * (SIZE + 1), SIGNED),
+    "holding without a signature": ("held", 5, (b"x" * 32,), b""),
+    "holding by a short signature": ("held", 5, (b"x" * 32,), SIGNED[1:]),
+    "holding nothing by a signature": ("held", 5, (), SIGNED),
+    "committing an attempt below 0": ("commit", -1, (0, 1), b"", (), ()),
+    "committing strangers": ("commit", 0, (0, SIZE), b"", (), ()),
+    "committing members out of order": ("commit", 0, (1, 0), b"", (), ()),
+    "committing by a short digest": ("commit", 0, (0, 1), b"x" * 31, (0,), (SIGNED,)),
+    "committing no result by a signature": ("commit", 0, (0, 1), b"", (0,), (SIGNED,)),
+    "committing a result without a signature": ("commit", 0, (0, 1), b"x" * 32, (), ()),
+    "committing by a short signature": ("commit", 0, (0, 1), b"x" * 32, (0,), (SIGNED[1:],)),
+    "committing by a text": ("commit", 0, (0, 1), b"x" * 32, (0,), ("x" * 64,)),
+    "committing by a signature of no member": ("commit", 0, (0, 1), b"x" * 32, (0,), (SIGNED, SIGNED)),
+    "committing by a member without signature": ("commit", 0, (0, 1), b"x" * 32, (0, 1), (SIGNED,)),
+    "committing by a stranger": ("commit", 0, (0, 1), b"x" * 32, (SIZE,), (SIGNED,)),
+    "committing by a member of another attempt": ("commit", 0, (0, 1), b"x" * 32, (2,), (SIGNED,)),
+    "committing by a member twice": ("commit", 0, (0, 1), b"x" * 32, (0, 0), (SIGNED, SIGNED)),
+    "committing by signers out of order": ("commit", 0, (0, 1), b"x" * 32, (1, 0), (SIGNED, SIGNED)),
     "trouble with a stranger": ("trouble", SIZE, False, "silent"),
     "trouble with a member below 0": ("trouble", -1, False, "silent"),
     "trouble that is hostile by a number": ("trouble", 1, 1, "silent"),

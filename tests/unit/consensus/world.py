@@ -15,9 +15,10 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from p2pavg.consensus.agreement import advance
+from p2pavg.consensus.conditions import asks_further
 from p2pavg.consensus.events import Action, Completed, Dead, Event, GivenUp, Heard, Lost, Run, Tell
 from p2pavg.consensus.member import FINAL, Member, Phase, new_member
-from p2pavg.consensus.votes import Commit, Gather, Held, Left, Trouble, Unknown, Vote
+from p2pavg.consensus.votes import Commit, Gather, Held, Left, Members, Trouble, Unknown, Vote
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,16 @@ class Names:
         return self._next[number, event]
 
 
+class Signed(NamedTuple):
+    """A signature that a member holds a result."""
+
+    signer: int
+    attempt: int
+    members: Members
+    digest: bytes
+    signature: bytes
+
+
 class World(NamedTuple):
     """One state of the group, made of numbers of :class:`Names`."""
 
@@ -76,6 +87,8 @@ class World(NamedTuple):
     over: frozenset[tuple[int, int]]
     """(attempt, member): the member has begun a newer attempt, and has discarded the parts of this one."""
     faults: Faults
+    signatures: frozenset[Signed] = frozenset()
+    """Signatures that a hostile member has been sent: see ``hostile.py``."""
 
 
 class Group:
@@ -148,7 +161,7 @@ class Group:
             and not over
             and all((member.begun.attempt, other) in world.begun for other in member.begun.members)
         ):
-            done = self._happen(world, me, Completed(member.begun.attempt))
+            done = self._happen(world, me, completed(member))
             yield f"{me} completes {member.begun.attempt}", done, self._arrives(world, members, member)
         for other in members:
             gone = other.me in world.crashed or (me, other.me) in world.broken
@@ -159,7 +172,7 @@ class Group:
         """Yield the steps in which a member asks one that it has lost, which is dead or tells the outcome."""
         me = member.me
         for other in members:
-            if other is member or other.me in member.gone:
+            if other is member or not asks_further(member, other.me):
                 continue
             if other.me not in member.lost and member.phase is not Phase.FAILED:
                 continue
@@ -167,7 +180,7 @@ class Group:
                 known = Unknown() if member.phase is Phase.FAILED else None
                 event = Dead(other.me) if known is None else Heard(other.me, known)
                 yield f"{me} knows {other.me} dead", self._happen(world, me, event), True
-            elif other.phase in FINAL:
+            elif other.phase in FINAL and not (other.committed is None and other.me in member.gone):
                 answer = how_it_ended(other)
                 yield (
                     f"{me} asks {other.me}: {answer}",
@@ -310,10 +323,23 @@ def _reacts(member: Member, vote: Vote) -> bool:
     return member.undecided and isinstance(vote, Commit | Left | Unknown)
 
 
+def completed(member: Member, average: bytes = b"average") -> Completed:
+    """Return the event that a member has the whole result of its attempt. Equal results have equal digests."""
+    if member.me not in member.seat.holders:
+        return Completed(member.begun.attempt)
+    digests = (average, *(b"average",) * (len(member.begun.members) - 1))
+    among = ",".join(map(str, sorted(member.begun.members)))
+    return Completed(
+        member.begun.attempt,
+        digests,
+        b"%d: %d, %s, %s" % (member.me, member.begun.attempt, among.encode(), average),
+    )
+
+
 def how_it_ended(member: Member) -> Commit | Left:
     """Return a final member's answer to a question about the outcome."""
-    if member.outcome is not None:
-        return Commit(member.outcome.attempt, member.outcome.members)
+    if member.committed is not None:
+        return member.committed
     return Left(-1 if member.accepted is None else member.accepted.ballot, member.reason)
 
 

@@ -11,6 +11,7 @@ from trio.testing import MockClock
 
 from p2pavg.allreduce.lobby import Lobby
 from p2pavg.allreduce.messages import Lane, LaneHeader, encode_header
+from p2pavg.consensus.statements import Statement
 from p2pavg.consensus.votes import Commit, Left, Unknown, Vote, decode_vote, encode_vote
 from p2pavg.net.transport import Stream, Transport
 from p2pavg.round.exchange import Exchange, Outcome
@@ -19,6 +20,7 @@ from p2pavg_compression import Fp32
 from tests.unit.allreduce.attempts import A, B, C, Reaches, three
 from tests.unit.allreduce.contexts import context_over
 from tests.unit.allreduce.streams import SaidBefore
+from tests.unit.group.samples import SIGNERS
 
 TIMEOUT = 20.0
 
@@ -79,10 +81,11 @@ async def test_a_member_alone_ends_in_time_and_loses_no_contribution(
 
 
 class Tells(Reaches):
-    """A transport that reaches no peer during the round; later one member tells the outcome."""
+    """A transport that reaches no peer during the round; later some members tell the outcome."""
 
-    def __init__(self, peer_id: str, vote: Vote) -> None:
+    def __init__(self, peer_id: str, vote: Vote, tellers: Sequence[str] = (C,)) -> None:
         super().__init__(peer_id, unreachable=[A, B, C])
+        self.tellers = tellers
         self.end = trio.current_time() + TIMEOUT + 5.0
         self.said = framed(encode_vote(vote))
 
@@ -95,9 +98,17 @@ class Tells(Reaches):
         timeout: float,
         wait_inbound: bool = False,
     ) -> Stream:
-        if trio.current_time() > self.end and peer_id == C:
+        if trio.current_time() > self.end and peer_id in self.tellers:
             return SaidBefore(self.said, peer_id)
         return await super().open_stream(peer_id, protocol, timeout=timeout)
+
+
+def signed_commit(attempt: int, *members: int, forged: bool = False) -> Commit:
+    """Return a commit that the members B and C have signed."""
+    statement = Statement(three().group_id, attempt, frozenset(members), b"d" * 32)
+    said = statement.signed_bytes() + bytes(forged)
+    signatures = tuple((position, SIGNERS[position].sign(said)) for position in (1, 2))
+    return Commit(attempt, statement.members, statement.digest, signatures)
 
 
 @pytest.mark.parametrize("members", [(0, 1, 2), (1, 2)], ids=["used", "not used"])
@@ -105,16 +116,39 @@ async def test_a_member_that_was_cut_off_learns_the_outcome_of_the_round(
     members: tuple[int, ...], autojump_clock: MockClock
 ) -> None:
     lobby, heard, used = Lobby(), list[bool](), 0 in members
-    commit = Commit(0 if used else 4, frozenset(members))
+    commit = signed_commit(0 if used else 4, *members)
     began = trio.current_time()
     async with trio.open_nursery() as nursery:
-        side = exchange(lobby, A, heard.append, transport=Tells(A, commit))
+        # B and C have to say it before A takes its contribution as used: one of them may lie.
+        side = exchange(lobby, A, heard.append, transport=Tells(A, commit, [B, C] if used else [C]))
         outcome: Outcome = await nursery.start(side.run)
         assert outcome.used is None
         assert isinstance(await answer(lobby, B), Left)
     assert trio.current_time() - began < TIMEOUT + 60.0
     assert heard == [used]
     assert await answer(lobby, B) == commit, "it passes on what it was told"
+
+
+@pytest.mark.parametrize(
+    "false",
+    [
+        signed_commit(0, 0, 1, 2, forged=True),
+        signed_commit(4, 1, 2, forged=True),
+        Commit(0, frozenset({0, 1, 2})),
+        signed_commit(0, 0, 1, 2),
+    ],
+    ids=["forged", "forged, without it", "not signed", "told by one of those that signed"],
+)
+async def test_a_member_that_was_cut_off_believes_no_commit_without_proof(
+    false: Commit, autojump_clock: MockClock
+) -> None:
+    lobby, heard = Lobby(), list[bool]()
+    began = trio.current_time()
+    async with trio.open_nursery() as nursery:
+        await nursery.start(exchange(lobby, A, heard.append, transport=Tells(A, false)).run)
+    assert trio.current_time() - began > FIND_OUT_SECONDS
+    assert heard == [False]
+    assert isinstance(await answer(lobby, B), Left)
 
 
 async def test_the_outcome_is_told_to_the_groups_members_only(

@@ -24,7 +24,7 @@ from p2pavg.membership.armour import certificate_text, revocations_text
 from p2pavg.membership.certificate import (
     SERIAL_BYTES,
     Certificate,
-    CertificateError,
+    MemberCertificateError,
     Role,
     date_of,
     is_genuine,
@@ -153,7 +153,7 @@ def invite(
             expires=now + seconds_of(days),
             serial=secrets.token_bytes(SERIAL_BYTES),
         )
-    except CertificateError as error:
+    except MemberCertificateError as error:
         raise ConfigError(str(error)) from None
     file = authority.key_file.with_name(f"{peer_id}.cert") if output is None else output
     refuse_to_overwrite(file)

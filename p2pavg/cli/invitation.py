@@ -17,7 +17,7 @@ from p2pavg.membership.armour import certificate_text
 from p2pavg.membership.certificate import (
     SERIAL_BYTES,
     Certificate,
-    CertificateError,
+    MemberCertificateError,
     Role,
     date_of,
     read_certificate,
@@ -93,7 +93,7 @@ def make_links(
         )
         try:  # what the delegate may not grant is a mistake now, not when the link is used
             certify(token, own.peer_id, own, Ed25519Signer(delegate.seed).sign)
-        except CertificateError as error:
+        except MemberCertificateError as error:
             raise ConfigError(f"the link cannot be made: {error}") from None
         links.append(Link(address, make_token(key, token)).text)
     return links

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from p2pavg.errors import ConfigError
 from p2pavg.membership.certificate import (
     AUTHORITY_BYTES,
-    CertificateError,
+    MemberCertificateError,
     Role,
     is_genuine,
     read_certificate,
@@ -43,7 +43,7 @@ class RunAccess:
                 raise ConfigError(f"{name} must be {size} bytes")
         try:
             certificate = read_certificate(self.certificate)
-        except CertificateError as error:
+        except MemberCertificateError as error:
             raise ConfigError(f"certificate: {error}") from None
         if certificate.authority != self.authority:
             raise ConfigError("certificate: it is of another run; ask the operator of this run for one")

@@ -9,7 +9,7 @@ import base64
 import binascii
 
 from p2pavg.errors import ConfigError, RemoteProtocolError
-from p2pavg.membership.certificate import Certificate, CertificateError, read_certificate
+from p2pavg.membership.certificate import Certificate, MemberCertificateError, read_certificate
 from p2pavg.membership.revocation import RevocationList, read_revocations
 
 MAX_TEXT_CHARS = 8192
@@ -37,7 +37,7 @@ def parse_certificate(text: str) -> Certificate:
     """
     try:
         return read_certificate(read_armour(text))
-    except CertificateError as error:
+    except MemberCertificateError as error:
         raise ConfigError(f"it is no certificate: {error}") from None
 
 

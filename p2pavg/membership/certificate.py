@@ -49,7 +49,7 @@ class Role(StrEnum):
     """Sign certificates of other peers."""
 
 
-class CertificateError(RemoteProtocolError):
+class MemberCertificateError(RemoteProtocolError):
     """A certificate that is malformed."""
 
 
@@ -121,7 +121,7 @@ def issue(
         serial: 16 random bytes.
 
     Raises:
-        CertificateError: a field is out of range, or the delegate's certificate does not grant as much.
+        MemberCertificateError: a field is out of range, or the delegate's certificate does not grant as much.
     """
     unsigned = Certificate(
         authority=authority,
@@ -135,7 +135,7 @@ def issue(
     )
     _check_fields(unsigned)
     if (wrong := _exceeds(unsigned)) is not None:
-        raise CertificateError(wrong)
+        raise MemberCertificateError(wrong)
     values = {name: getattr(unsigned, name) for name in Certificate.__slots__ if name != "signature"}
     return Certificate(**values, signature=sign(unsigned.statement))
 
@@ -145,14 +145,16 @@ def read_certificate(data: bytes) -> Certificate:
     """Read a certificate. Its signatures are checked by :func:`refusal`.
 
     Raises:
-        CertificateError: the bytes are no certificate in its canonical form.
+        MemberCertificateError: the bytes are no certificate in its canonical form.
     """
     return _read(data, depth=0)
 
 
 def _read(data: bytes, depth: int) -> Certificate:
     if len(data) > MAX_CERTIFICATE_BYTES:
-        raise CertificateError(f"a certificate of {len(data)} bytes; {MAX_CERTIFICATE_BYTES} are allowed")
+        raise MemberCertificateError(
+            f"a certificate of {len(data)} bytes; {MAX_CERTIFICATE_BYTES} are allowed"
+        )
     try:
         version, body, signature, issuer = unpack(data, int, bytes, bytes, bytes)
         authority, peer_id, roles, weight, begins, expires, serial = unpack(
@@ -160,15 +162,15 @@ def _read(data: bytes, depth: int) -> Certificate:
         )
         names = checked(roles, (str,) * len(roles))
     except RemoteProtocolError as error:
-        raise CertificateError(f"not a certificate: {error}") from None
+        raise MemberCertificateError(f"not a certificate: {error}") from None
     if version != 1:
-        raise CertificateError(f"a certificate of version {version}; this peer reads version 1")
+        raise MemberCertificateError(f"a certificate of version {version}; this peer reads version 1")
     if not set(names) <= set(Role) or list(names) != sorted(set(names)):
-        raise CertificateError("a certificate whose roles are unknown or out of order")
+        raise MemberCertificateError("a certificate whose roles are unknown or out of order")
     if len(signature) != SIGNATURE_BYTES:
-        raise CertificateError(f"a certificate without a signature of {SIGNATURE_BYTES} bytes")
+        raise MemberCertificateError(f"a certificate without a signature of {SIGNATURE_BYTES} bytes")
     if issuer and depth:
-        raise CertificateError("a delegate's certificate that another delegate has signed")
+        raise MemberCertificateError("a delegate's certificate that another delegate has signed")
     certificate = Certificate(
         authority=authority,
         peer_id=peer_id,
@@ -182,26 +184,26 @@ def _read(data: bytes, depth: int) -> Certificate:
     )
     _check_fields(certificate)
     if certificate.data != data:  # msgpack has several encodings of a number
-        raise CertificateError("a certificate that is not in its canonical form")
+        raise MemberCertificateError("a certificate that is not in its canonical form")
     return certificate
 
 
 def _check_fields(certificate: Certificate) -> None:
     if len(certificate.authority) != AUTHORITY_BYTES or len(certificate.serial) != SERIAL_BYTES:
-        raise CertificateError("a certificate whose authority or serial has the wrong length")
+        raise MemberCertificateError("a certificate whose authority or serial has the wrong length")
     if not certificate.roles:
-        raise CertificateError("a certificate without a role")
+        raise MemberCertificateError("a certificate without a role")
     if not 0 < certificate.max_weight <= MAX_WEIGHT:
-        raise CertificateError(
+        raise MemberCertificateError(
             f"a certificate with a max_weight of {certificate.max_weight:g}; "
             f"it must be above 0 and at most {MAX_WEIGHT:g}"
         )
     if not 0 <= certificate.not_before < certificate.expires <= MAX_TIME:
-        raise CertificateError("a certificate that ends before it begins, or after the year 9999")
+        raise MemberCertificateError("a certificate that ends before it begins, or after the year 9999")
     try:
         public_key_of(certificate.peer_id)
     except PeerIdError as error:
-        raise CertificateError(f"a certificate for no peer id: {error}") from None
+        raise MemberCertificateError(f"a certificate for no peer id: {error}") from None
 
 
 def _exceeds(certificate: Certificate) -> str | None:
@@ -240,7 +242,7 @@ def refusal(
         return "it has shown no certificate of this run"
     try:
         certificate = read_certificate(data)
-    except CertificateError as error:
+    except MemberCertificateError as error:
         return str(error)
     if certificate.authority != authority:
         return "its certificate is of another run"

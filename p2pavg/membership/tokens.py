@@ -153,7 +153,7 @@ def certify(token: Token, peer_id: str, delegate: Certificate, sign: Callable[[b
         sign: returns the delegate's signature.
 
     Raises:
-        CertificateError: the delegate's certificate does not grant as much.
+        MemberCertificateError: the delegate's certificate does not grant as much.
     """
     return issue(
         sign,

@@ -9,7 +9,7 @@ from p2pavg.membership.armour import read_armour
 from p2pavg.membership.certificate import (
     CLOCK_SKEW_SECONDS,
     Certificate,
-    CertificateError,
+    MemberCertificateError,
     date_of,
     is_genuine,
     read_certificate,
@@ -95,7 +95,7 @@ def _certificates(text: str) -> list[Certificate]:
     """Return one certificate, or those of a ledger, which has one a line; none if the text is something else."""
     try:
         return [read_certificate(read_armour(text))]
-    except (CertificateError, ConfigError):  # or it is a ledger
+    except (MemberCertificateError, ConfigError):  # or it is a ledger
         pass
     try:
         return parse_ledger(text)

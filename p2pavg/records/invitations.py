@@ -25,7 +25,7 @@ from p2pavg.errors import (
 from p2pavg.files import PRIVATE, read_text, replace_file
 from p2pavg.membership.certificate import (
     Certificate,
-    CertificateError,
+    MemberCertificateError,
     Role,
     read_certificate,
     refusal,
@@ -145,7 +145,7 @@ class Invitations:
         own = read_certificate(membership.access.certificate)
         try:
             certificate = certify(token, peer_id, own, self._signer.sign)
-        except CertificateError as error:
+        except MemberCertificateError as error:
             raise InvitationError(f"this delegate can no longer grant what the link says: {error}") from None
         self._unsaved |= self._used.use(token, peer_id, now)
         await self._save()

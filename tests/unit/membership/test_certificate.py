@@ -14,7 +14,7 @@ from p2pavg.group.limits import MAX_CERTIFICATE_BYTES, MAX_WEIGHT
 from p2pavg.membership.certificate import (
     CLOCK_SKEW_SECONDS,
     Certificate,
-    CertificateError,
+    MemberCertificateError,
     Role,
     is_genuine,
     issue,
@@ -123,7 +123,7 @@ class TestDelegates:
     def test_a_delegate_cannot_grant_more_than_it_has(
         self, by: Certificate, grants: dict[str, Any], reason: str
     ) -> None:
-        with pytest.raises(CertificateError, match=reason):
+        with pytest.raises(MemberCertificateError, match=reason):
             delegated(by, **grants)
         forged = beyond_rights(by, **grants)
         assert refused(forged) is not None
@@ -138,7 +138,7 @@ class TestDelegates:
 
     def test_a_chain_has_two_certificates_at_most(self) -> None:
         inner = delegated(delegation())
-        with pytest.raises(CertificateError, match="cannot make other peers delegates"):
+        with pytest.raises(MemberCertificateError, match="cannot make other peers delegates"):
             delegated(inner)
 
 
@@ -175,7 +175,7 @@ def beyond_rights(by: Certificate, **grants: Any) -> Certificate:
     ],
 )
 def test_a_certificate_with_a_field_out_of_range_is_not_issued(changed: dict[str, Any], reason: str) -> None:
-    with pytest.raises(CertificateError, match=reason):
+    with pytest.raises(MemberCertificateError, match=reason):
         RUN.certify(**({"peer_id": ALICE.peer_id} | changed))
 
 
@@ -197,7 +197,7 @@ def test_a_certificate_with_a_field_out_of_range_is_not_issued(changed: dict[str
     ],
 )
 def test_malformed_bytes_are_refused(data: bytes) -> None:
-    with pytest.raises(CertificateError):
+    with pytest.raises(MemberCertificateError):
         read_certificate(data)
     assert refused(data) is not None
 
@@ -221,12 +221,12 @@ def test_a_certificate_of_a_certificate_is_not_followed_deeper() -> None:
     by = delegation()
     middle = beyond_rights(by, roles=[Role.CONTRIBUTOR, Role.DELEGATE])
     fields = {"sign": ALICE.sign, "issuer": middle, "roles": [Role.CONTRIBUTOR], "max_weight": 1.0}
-    with pytest.raises(CertificateError):
+    with pytest.raises(MemberCertificateError):
         RUN.certify(BOB.peer_id, **fields)
 
 
 def test_issue_names_the_serial_that_is_too_short() -> None:
-    with pytest.raises(CertificateError, match="serial"):
+    with pytest.raises(MemberCertificateError, match="serial"):
         issue(
             RUN.sign,
             authority=RUN.public,

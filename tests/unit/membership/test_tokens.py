@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from p2pavg.encoding import pack
 from p2pavg.errors import ConfigError, RemoteProtocolError
-from p2pavg.membership.certificate import CertificateError, Role, refusal
+from p2pavg.membership.certificate import MemberCertificateError, Role, refusal
 from p2pavg.membership.tokens import (
     MAC_BYTES,
     MAX_LINK_CHARS,
@@ -123,7 +123,7 @@ class TestCertify:
         "changed", [{"max_weight": 51.0}, {"roles": frozenset([Role.DELEGATE])}, {"roles": frozenset()}]
     )
     def test_it_grants_no_more_than_the_delegate_may(self, changed: dict[str, Any]) -> None:
-        with pytest.raises(CertificateError):
+        with pytest.raises(MemberCertificateError):
             certify(token(**changed), NEWCOMER.peer_id, OWN, DELEGATE.sign)
 
 

@@ -150,7 +150,7 @@ class AveragingConfig:
 
     @property
     def aggregation(self) -> Aggregation:
-        """How a group combines its contributions, by ``robust`` and ``max_norm``."""
+        """The rule by which a group combines its contributions, from ``robust`` and ``max_norm``."""
         return Aggregation(resolve_rule(self.robust), None if self.max_norm is None else float(self.max_norm))
 
     @property

@@ -1,4 +1,4 @@
-"""What members sign about a result, and two such statements that contradict each other. No I/O, no clock.
+"""Statements that members sign about a result, and two statements that contradict each other. No I/O, no clock.
 
 A member that holds the whole result of an attempt signs one statement: the group, the attempt, the attempt's members
 and the digest of the whole result. All members that hold the same bits sign the same statement, so the signatures of

@@ -1,4 +1,4 @@
-"""How a group combines its contributions: the weighted mean, or a rule that a few liars cannot move far.
+"""Combination of contributions: the weighted mean, or a rule that a few liars cannot move far.
 
 The rules are data here: names, parameters and a text that all peers of a run share. :mod:`p2pavg.allreduce.robust`
 computes them. No I/O, no clock, no random source.

@@ -1,4 +1,4 @@
-"""Who is a member of a run, as one of its peers sees it. No I/O, no clock, no random source."""
+"""The members of a run, as one of its peers sees them. No I/O, no clock, no random source."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ _VERSION = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Token:
-    """What a link grants. Times are wall clock, seconds since 1970."""
+    """The rights that a link grants. Times are wall clock, seconds since 1970."""
 
     serial: bytes
     """16 random bytes that name the token. The certificate has them as its serial."""

@@ -1,4 +1,4 @@
-"""What no contributions can do to a robust rule: liars below the breaking point never leave the honest range."""
+"""Limits of liars under a robust rule: those below the breaking point never leave the honest range."""
 
 from __future__ import annotations
 

@@ -238,7 +238,7 @@ async def test_a_revocation_takes_effect_in_a_running_swarm_within_a_minute(
 
 
 class TestKeepers:
-    """What strangers that keep a run's records can do."""
+    """Limits of strangers that keep a run's records."""
 
     async def test_those_who_store_records_learn_neither_run_nor_shapes(
         self, autojump_clock: MockClock

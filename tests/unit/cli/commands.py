@@ -12,7 +12,7 @@ from p2pavg.cli.main import main
 
 @dataclass(frozen=True)
 class Done:
-    """What a command printed, and its exit code."""
+    """Output of a command, and its exit code."""
 
     code: int
     out: str

@@ -18,7 +18,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from p2pavg.allreduce import values as values_module
+from p2pavg.allreduce import combiner
 from p2pavg.allreduce.errors import BadContributionError
 from p2pavg.allreduce.messages import Lane
 from p2pavg.allreduce.reduction import Contribution, Ledger, average_part
@@ -538,7 +538,7 @@ def test_a_robust_rule_has_one_part_decoded_at_a_time(monkeypatch: pytest.Monkey
         running[0] -= 1
         return average_part(*given, **named)
 
-    monkeypatch.setattr(values_module, "average_part", slow)
+    monkeypatch.setattr(combiner, "average_part", slow)
     held = Held(Fp32(), aggregation=Aggregation(Median() if robust else None))
     for index in range(2):
         for member in (1, 2):

@@ -8,22 +8,20 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from contextlib import nullcontext
 
 import torch
 from blake3 import blake3
 
+from p2pavg.allreduce.averages import Averages
+from p2pavg.allreduce.combiner import Combiner
 from p2pavg.allreduce.messages import Lane
-from p2pavg.allreduce.norm_check import NormCheck
-from p2pavg.allreduce.reduction import Contribution, Ledger, average_part, bytes_of
-from p2pavg.consensus.votes import DIGEST_BYTES
+from p2pavg.allreduce.reduction import Ledger, bytes_of
 from p2pavg.errors import RemoteProtocolError
 from p2pavg.group.aggregation import PLAIN, Aggregation
-from p2pavg.group.norms import norm_factors
 from p2pavg.group.shares import Part
 from p2pavg.net.transport import Buffer
 from p2pavg.vector.buffers import Buffers
-from p2pavg_compression import Codec, CodecError
+from p2pavg_compression import Codec
 
 
 def check_index(index: int, part: Part) -> None:
@@ -53,43 +51,31 @@ class Values:
         aggregation: Aggregation = PLAIN,
     ) -> None:
         self._ledger = ledger
-        self._robust = aggregation.robust
-        self._factors = norm_factors(ledger.roster, aggregation.max_norm)
-        self._norm_check = None if aggregation.max_norm is None else NormCheck(ledger.roster)
+        self._combiner = Combiner(ledger.roster, aggregation, codec, buffers)
         self._codec = codec
         self._vector = vector
         self._buffers = buffers
         self._on_ready = on_ready
         self._own_parts = ledger.parts[ledger.me]
-        shares = ledger.roster.shares
-        # An auxiliary holds its own share only; every other member holds the whole vector.
-        self._offset = 0 if ledger.holding or not self._own_parts else self._own_parts[0].start
-        length = sum(shares) if ledger.holding else shares[ledger.roster.position(ledger.me)]
-        self.averaged = buffers.floats(length)
-        """float32: of the whole vector, or an auxiliary's share."""
+        self._averages = Averages(ledger, codec, buffers)
         self._pending: list[dict[str, Buffer]] = [{} for _ in self._own_parts]
-        # What came of each share, as it came: it may have to be passed on.
-        self._encoded: dict[str, list[Buffer]] = {
-            peer_id: [b""] * len(parts) for peer_id, parts in ledger.parts.items()
-        }
-        self._digests: dict[str, list[bytes]] = {
-            peer_id: [b""] * len(parts) for peer_id, parts in ledger.parts.items()
-        }
         self._ready = [False] * len(self._own_parts)
         self._passed: set[str] = set()  # reducers whose whole share has come from another one
         # A share is decoded from one source at a time: its reducer's lane, or what another one passes on of it.
         self._decoding = {peer_id: threading.Lock() for peer_id in ledger.parts}
-        # A robust rule decodes all contributions to a part: those of one part at a time, however many are complete.
-        self._combining = threading.Lock() if aggregation.robust else nullcontext()
         self.changed = threading.Condition()
         """Guards the ledger and what is held; notified when a part of this member's share has been averaged."""
 
     def let_go(self) -> None:
         """Release everything that has the size of a vector. Call it only when nothing uses it any more."""
         self._vector = None
-        self.averaged = torch.empty(0)
+        self._averages.let_go()
         self._pending.clear()
-        self._encoded.clear()
+
+    @property
+    def averaged(self) -> torch.Tensor:
+        """The averages, float32: of the whole vector, or an auxiliary's share."""
+        return self._averages.values
 
     @property
     def complete(self) -> bool:
@@ -99,12 +85,7 @@ class Values:
 
     def digests(self) -> tuple[bytes, ...]:
         """Return one digest a share, in the order of the roster. An auxiliary has none."""
-        if not self._ledger.holding:
-            return ()
-        roster = self._ledger.roster
-        return tuple(
-            blake3(b"".join(self._digests[member.peer_id])).digest(DIGEST_BYTES) for member in roster.members
-        )
+        return self._averages.digests()
 
     # ------------------------------------------------------------------ out
 
@@ -126,7 +107,7 @@ class Values:
 
     def encoded(self, reducer: str, index: int) -> Buffer:
         """Return an averaged part as all members have it. It must be there."""
-        return self._encoded[reducer][index]
+        return self._averages.encoded(reducer, index)
 
     def is_ready(self, index: int) -> bool:
         """Return whether a part of this member's share has been averaged."""
@@ -161,30 +142,14 @@ class Values:
             BadContributionError: a member's part does not decode, or is longer than the member signed.
         """
         part, pending = self._own_parts[index], self._pending[index]
-        contributions = [
-            Contribution(
-                member.peer_id,
-                member.weight,
-                self._values_of(member.peer_id, part, pending),
-                self._factors.get(member.peer_id, 1.0),
-            )
+        values = {
+            member.peer_id: self._values_of(member.peer_id, part, pending)
             for member in self._ledger.roster.contributors
-        ]
-        out = self.averaged[part.start - self._offset : part.stop - self._offset]
-        with self._combining:
-            encoded = average_part(
-                self._codec,
-                contributions,
-                self._ledger.roster.total_weight,
-                out,
-                robust=self._robust,
-                check=self._norm_check,
-                floats=self._buffers.floats,
-                payload=None if self._codec.is_identity else self.buffer(part),
-            )
+        }
+        encoded = self._combiner.combine(values, self._averages.values_of(part))
         digest = blake3(encoded).digest()
         with self.changed:
-            self._encoded[self._ledger.me][index], self._digests[self._ledger.me][index] = encoded, digest
+            self._averages.keep(self._ledger.me, index, encoded, digest)
             pending.clear()
             self._ledger.averaged_own()
             self._ready[index] = True
@@ -206,7 +171,7 @@ class Values:
         with self._decoding[reducer]:
             if reducer in self._passed:
                 return  # the whole share came from another one first
-            self._install(reducer, part, payload)
+            self._averages.install(reducer, part, payload)
             with self.changed:
                 self._ledger.received(reducer, Lane.AVERAGES)
 
@@ -222,16 +187,6 @@ class Values:
                     return  # it came in the meantime, and its digest may have been told
             self._passed.add(reducer)
             for part, payload in zip(self._ledger.parts[reducer], payloads, strict=True):
-                self._install(reducer, part, payload)
+                self._averages.install(reducer, part, payload)
             with self.changed:
                 self._ledger.received_share(reducer)
-
-    def _install(self, reducer: str, part: Part, payload: Buffer) -> None:
-        out = self.averaged[part.start : part.stop]
-        try:
-            self._codec.decode(payload, part.elements, out)
-        except CodecError as error:
-            raise RemoteProtocolError(f"an averaged part does not decode: {error}") from None
-        self._digests[reducer][part.index] = blake3(payload).digest()
-        # Where the vector's own bytes are what was sent, they need not be kept twice.
-        self._encoded[reducer][part.index] = bytes_of(out) if self._codec.is_identity else payload

@@ -57,6 +57,19 @@ def create(
     max_weight: Annotated[
         float | None, typer.Option(metavar="SAMPLES", help="Most samples that a contribution counts.")
     ] = None,
+    robust: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RULE",
+            help="Rule that combines contributions instead of their weighted mean, such as trimmed_mean:0.25.",
+        ),
+    ] = None,
+    max_norm: Annotated[
+        float | None,
+        typer.Option(
+            metavar="MEDIANS", help="Longest contribution, in medians of the norms of its group, 1 to 1e6."
+        ),
+    ] = None,
     bootstrap: Annotated[
         list[str],
         typer.Option(metavar="ADDR", help="Address of a peer that is usually online. Repeatable, 8 at most."),
@@ -75,6 +88,8 @@ def create(
         "exchange_timeout": exchange_timeout,
         "compression": compression,
         "max_weight": max_weight,
+        "robust": robust,
+        "max_norm": max_norm,
     }
     _print(make(name, output, bootstrap, settings))
 

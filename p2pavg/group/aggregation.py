@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from p2pavg.errors import ConfigError
+from p2pavg.group.limits import MAX_ROBUST_CHARS
 
 MAX_ITERATIONS = 16
 _MAX_NORM = "max_norm:"
@@ -117,7 +118,7 @@ def resolve_rule(given: object) -> RobustRule | None:
     """
     if given is None or isinstance(given, TrimmedMean | Median | CenteredClip):
         return given
-    if isinstance(given, str) and len(given) <= 64:
+    if isinstance(given, str) and len(given) <= MAX_ROBUST_CHARS:
         name, *parameters = given.split(":")
         numbers = [_number(parameter) for parameter in parameters]
         match name, numbers:

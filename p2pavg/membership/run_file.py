@@ -12,9 +12,11 @@ from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
 from p2pavg.errors import ConfigError
+from p2pavg.group.aggregation import MOST_NORMS, resolve_rule
 from p2pavg.group.limits import (
     MAX_CODEC_CHARS,
     MAX_GROUP_SIZE,
+    MAX_ROBUST_CHARS,
     MAX_RUN_ID_CHARS,
     MAX_TIMEOUT_SECONDS,
     MAX_WEIGHT,
@@ -41,9 +43,10 @@ class RunFile:
         run_id: name of the run.
         authority: Ed25519 public key of the run's authority, 32 bytes.
         secret: 32 bytes from which the keys of the run's records follow.
-        group_size, min_group_size, match_timeout, exchange_timeout, max_weight: see
+        group_size, min_group_size, match_timeout, exchange_timeout, max_weight, max_norm: see
             :class:`~p2pavg.AveragingConfig`.
         compression: name of the codec.
+        robust: text of the rule that combines contributions; ``None``: the weighted mean.
         bootstrap: addresses of peers that are usually online, 8 at most, each ending in ``/p2p/<peer id>``.
 
     Raises:
@@ -59,6 +62,8 @@ class RunFile:
     exchange_timeout: float = 60.0
     compression: str = "blockwise8"
     max_weight: float | None = None
+    robust: str | None = None
+    max_norm: float | None = None
     bootstrap: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -71,6 +76,10 @@ class RunFile:
         _check_number("exchange_timeout", self.exchange_timeout, MAX_TIMEOUT_SECONDS)
         if self.max_weight is not None:
             _check_number("max_weight", self.max_weight, MAX_WEIGHT)
+        if self.max_norm is not None:
+            _check_number("max_norm", self.max_norm, MOST_NORMS, least=1.0)
+        if self.robust is not None:
+            _check_robust(self.robust)
         _check_compression(self.compression)
         _check_bootstrap(self.bootstrap)
 
@@ -165,9 +174,19 @@ def _check_size(name: str, value: object, most: int) -> None:
         raise ConfigError(f"{name} must be a whole number from 2 to {most}, got {_shown(value)}")
 
 
-def _check_number(name: str, value: object, most: float) -> None:
-    if type(value) not in (int, float) or not 0 < value <= most:  # type: ignore[operator]
-        raise ConfigError(f"{name} must be a number above 0 and at most {most:g}, got {_shown(value)}")
+def _check_number(name: str, value: object, most: float, *, least: float = 0.0) -> None:
+    number = type(value) in (int, float)
+    if not number or not 0 < value <= most or value < least:  # type: ignore[operator]
+        range_of = f"from {least:g} to {most:g}" if least else f"above 0 and at most {most:g}"
+        raise ConfigError(f"{name} must be a number {range_of}, got {_shown(value)}")
+
+
+def _check_robust(value: object) -> None:
+    _check_text("robust", value, MAX_ROBUST_CHARS)
+    try:
+        resolve_rule(value)
+    except ConfigError as error:
+        raise ConfigError(f"robust: {error}") from None
 
 
 def _check_compression(value: object) -> None:

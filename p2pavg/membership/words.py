@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from p2pavg.errors import ConfigError, RemoteProtocolError
+from p2pavg.group.aggregation import resolve_rule
 from p2pavg.membership.armour import read_armour
 from p2pavg.membership.certificate import (
     CLOCK_SKEW_SECONDS,
@@ -45,6 +46,8 @@ def describe(text: str, *, now: float, show_secret: bool = False) -> list[str]:
 def of_run_file(run: RunFile, *, show_secret: bool = False) -> list[str]:
     """Return what a run file says."""
     weight = "no limit" if run.max_weight is None else f"{run.max_weight:g} samples a contribution"
+    rule = resolve_rule(run.robust)
+    norm = "no limit" if run.max_norm is None else f"{run.max_norm:g} times the median norm of the group"
     return [
         f"run file of the run {run.run_id!r}",
         f"  authority    {run.authority.hex()}",
@@ -53,6 +56,8 @@ def of_run_file(run: RunFile, *, show_secret: bool = False) -> list[str]:
         f"  exchange     fails after {run.exchange_timeout:g} s",
         f"  compression  {run.compression}",
         f"  max weight   {weight}",
+        f"  robust       {'no rule: the weighted mean' if rule is None else rule.text}",
+        f"  max norm     {norm}",
         *(f"  bootstrap    {address}" for address in run.bootstrap or ("no address",)),
     ]
 

@@ -17,6 +17,11 @@ from p2pavg.testing import MemoryNetwork, simulated_peers
 ELEMENTS = 10_007  # a length that no table or scratch buffer of a codec has
 
 
+def held() -> list[Values]:
+    """Return the values of all attempts that are in memory."""
+    return [found for found in gc.get_objects() if type(found) is Values]
+
+
 async def test_no_vector_outlives_its_round(autojump_clock: MockClock) -> None:
     config = p2pavg.AveragingConfig(run_id="memory", group_size=2, match_timeout=5.0)
 
@@ -33,7 +38,7 @@ async def test_no_vector_outlives_its_round(autojump_clock: MockClock) -> None:
             alive = [o for o in gc.get_objects() if type(o) is torch.Tensor and o.numel() == ELEMENTS]
             # Two alternating buffers for each of the two peers in this process.
             assert len(alive) <= 4, [(tensor.shape, tensor.dtype) for tensor in alive]
-            assert not any(o._encoded or o._pending for o in gc.get_objects() if type(o) is Values)
+            assert not any(o._averages._encoded or o._pending for o in held())
 
     gc.collect()
     gc.disable()
@@ -67,7 +72,7 @@ async def test_failed_round_keeps_its_vector_once(autojump_clock: MockClock) -> 
                 await trio.sleep(10.0)
                 alive = [o for o in gc.get_objects() if type(o) is torch.Tensor and o.numel() == ELEMENTS]
                 assert len(alive) <= 2, "those of this peer and of the stopped one"
-                assert not any(o._encoded or o._pending for o in gc.get_objects() if type(o) is Values)
+                assert not any(o._averages._encoded or o._pending for o in held())
                 nursery.cancel_scope.cancel()
     finally:
         gc.enable()

@@ -249,7 +249,7 @@ class TestResult:
         assert side.attempt.averaged.numel() == 0
         assert side.attempt.values._vector is None
         assert not side.attempt.values._pending
-        assert not side.attempt.values._encoded
+        assert not side.attempt.values._averages._encoded
 
 
 class TestTrouble:

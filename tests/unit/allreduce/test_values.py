@@ -1,4 +1,4 @@
-"""The values that a member holds of an attempt: completeness, exact bits, and parts that come too late."""
+"""The values that a member holds of an attempt: completeness, exact bits, and digests."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ import itertools
 import random
 import threading
 import time
-import weakref
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -18,154 +16,38 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from p2pavg.allreduce import values as values_module
 from p2pavg.allreduce.errors import BadContributionError
 from p2pavg.allreduce.messages import Lane
-from p2pavg.allreduce.reduction import Contribution, Ledger, average_part
-from p2pavg.allreduce.values import Values, check_index
+from p2pavg.allreduce.values import check_index
 from p2pavg.consensus.votes import DIGEST_BYTES
 from p2pavg.errors import RemoteProtocolError
-from p2pavg.group.aggregation import PLAIN, Aggregation, Median
 from p2pavg.group.roster import Roster
 from p2pavg.group.shares import Part
 from p2pavg.net.transport import Buffer
-from p2pavg.vector.buffers import Buffers
-from p2pavg_compression import Blockwise8, Codec, Fp16, Fp32, Int8
-from tests.unit.group.samples import SIGNERS, candidate, roster
-
-IDS = [signer.peer_id for signer in SIGNERS]
-PART = 64
-SHARE = 4 * PART
-SIZE = 3
-ELEMENTS = SIZE * SHARE
-WEIGHTS = [1.0, 5.0, 0.25]
-CODECS: list[Codec] = [Fp32(), Fp16(), Int8(block_size=64), Blockwise8(block_size=64)]
-
-codecs = pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.name)
+from p2pavg_compression import Codec, Fp32
+from tests.unit.allreduce.held import (
+    IDS,
+    PART,
+    SHARE,
+    SIZE,
+    Held,
+    averaged_part,
+    bits,
+    codecs,
+    expected,
+    in_threads,
+    share,
+    sole,
+    use_small_parts,
+    vector,
+    with_auxiliary,
+    with_observer,
+)
 
 
 @pytest.fixture(autouse=True)
 def _small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("p2pavg.allreduce.reduction.part_size", lambda _elements, _reducers: PART)
-
-
-def members() -> Roster:
-    return roster([candidate(index, weight=WEIGHTS[index]) for index in range(SIZE)], [SHARE] * SIZE)
-
-
-def with_auxiliary() -> Roster:
-    found = [candidate(0, weight=1.0), candidate(1, weight=5.0), candidate(2, auxiliary=True)]
-    return roster(found, [SHARE] * SIZE)
-
-
-def with_observer() -> Roster:
-    """Return a roster whose last member has a vector but only observes."""
-    found = [candidate(index, weight=WEIGHTS[index]) for index in range(SIZE)]
-    return roster(found, [SHARE] * SIZE, observers=found[2:])
-
-
-def sole() -> Roster:
-    """Return a roster in which only the first member contributes."""
-    found = [candidate(index, weight=WEIGHTS[index]) for index in range(SIZE)]
-    return roster(found, [SHARE] * SIZE, observers=found[1:])
-
-
-def vector(index: int) -> torch.Tensor:
-    return torch.randn(ELEMENTS, generator=torch.Generator().manual_seed(index))
-
-
-class Held(Values):
-    """The values of one member, with the parts that were reported as ready."""
-
-    def __init__(
-        self, codec: Codec, me: int = 0, group: Roster | None = None, aggregation: Aggregation = PLAIN
-    ) -> None:
-        group = members() if group is None else group
-        self.ready: list[int] = []
-        self.buffers = Buffers(1 << 30)
-        self.ledger = Ledger(group, IDS[me], codec.granularity)
-        contributes = group.members[me] in group.contributors
-        super().__init__(
-            ledger=self.ledger,
-            codec=codec,
-            vector=vector(me) if contributes else None,
-            buffers=self.buffers,
-            on_ready=self.ready.append,
-            aggregation=aggregation,
-        )
-
-    def contribute(self, member: int, index: int, payload: Buffer | None = None) -> None:
-        """Let a member's part come. The last contribution to a part averages it."""
-        part = self.ledger.parts[self.ledger.me][index]
-        if payload is None:
-            payload = self._codec.encode(vector(member)[part.start : part.stop])
-        if self.contributed(IDS[member], index, payload):
-            self.average(index)
-
-    def reduce_all(self, others: Iterable[int] = (1, 2)) -> None:
-        for member in others:
-            for part in self.ledger.parts[self.ledger.me]:
-                self.contribute(member, part.index)
-
-    def receive_all(self, reducers: Iterable[int] = (1, 2)) -> None:
-        for reducer in reducers:
-            for part, payload in zip(self.parts(reducer), share(self._codec, reducer), strict=True):
-                self.receive_average(IDS[reducer], part, payload)
-
-    def parts(self, reducer: int) -> tuple[Part, ...]:
-        return self.ledger.parts[IDS[reducer]]
-
-    def share_of(self, reducer: int) -> list[int]:
-        """Return the bits of a share's averages."""
-        found = self.averaged[reducer * SHARE : (reducer + 1) * SHARE]
-        return [int(bits) for bits in found.view(torch.int32)]
-
-
-def averaged_part(codec: Codec, part: Part, group: Roster | None = None) -> tuple[bytes, torch.Tensor]:
-    """Return the result of :func:`average_part` for a part whose reducer holds its own values unencoded."""
-    group = members() if group is None else group
-    reducer = part.start // SHARE
-    out = torch.empty(part.elements)
-    contributions = []
-    for index, member in enumerate(group.members):
-        values = vector(index)[part.start : part.stop]
-        if member in group.contributors:
-            sent: torch.Tensor | Buffer = values if index == reducer else codec.encode(values)
-            contributions.append(Contribution(member.peer_id, member.weight, sent))
-    encoded = bytes(average_part(codec, contributions, group.total_weight, out))
-    return encoded, out
-
-
-def share(codec: Codec, reducer: int) -> list[Buffer]:
-    """Return the averaged parts that a reducer sends."""
-    starts = range(reducer * SHARE, (reducer + 1) * SHARE, PART)
-    return [averaged_part(codec, Part(index, start, start + PART))[0] for index, start in enumerate(starts)]
-
-
-def bits(values: torch.Tensor) -> list[int]:
-    return [int(each) for each in values.view(torch.int32)]
-
-
-def expected(codec: Codec) -> list[int]:
-    """Return the bits of the whole result."""
-    return [
-        each
-        for start in range(0, ELEMENTS, PART)
-        for each in bits(averaged_part(codec, Part(0, start, start + PART))[1])
-    ]
-
-
-def in_threads(*work: Callable[[], Any]) -> None:
-    """Run all functions at once, each in its own thread."""
-    begin = threading.Barrier(len(work))
-
-    def run(one: Callable[[], Any]) -> None:
-        begin.wait(30.0)
-        one()
-
-    with ThreadPoolExecutor(len(work)) as pool:
-        for future in [pool.submit(run, one) for one in work]:
-            future.result(30.0)
+    use_small_parts(monkeypatch)
 
 
 # -- completeness
@@ -265,7 +147,7 @@ def test_a_part_that_is_not_due_is_refused_by_name() -> None:
 def test_the_averages_are_the_same_bits_in_any_order_of_arrival(codec: Codec, draw: random.Random) -> None:
     """They equal the result of one call with all contributions in the roster's order."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("p2pavg.allreduce.reduction.part_size", lambda _elements, _reducers: PART)
+        use_small_parts(patch)
         held = Held(codec)
         turns = [1] * 4 + [2] * 4
         draw.shuffle(turns)
@@ -464,243 +346,3 @@ def test_parts_that_change_places_are_another_digest() -> None:
     before = digests(payloads, IN_ORDER)
     payloads[1][0], payloads[1][1] = payloads[1][1], payloads[1][0]
     assert digests(payloads, IN_ORDER)[1] != before[1]
-
-
-@codecs
-def test_a_passed_on_share_has_the_same_digest(codec: Codec) -> None:
-    held, other = Held(codec, 0), Held(codec, 1)
-    held.reduce_all()
-    other.receive_share(IDS[0], [bytes(held.encoded(IDS[0], index)) for index in range(4)])
-    assert held.digests()[0] == other.digests()[0]
-
-
-# -- held memory
-
-
-def test_bytes_that_are_the_values_are_not_kept_twice() -> None:
-    held = Held(Fp32())
-    held.reduce_all()
-    held.receive_all([1])
-    held.receive_share(IDS[2], share(Fp32(), 2))
-    memory = held.averaged.numpy().view(np.uint8)
-    for index in range(SIZE):
-        for part in held.parts(index):
-            kept = np.frombuffer(held.encoded(IDS[index], part.index), np.uint8)
-            assert kept.ctypes.data == memory.ctypes.data + 4 * part.start
-            assert kept.nbytes == 4 * part.elements
-
-
-def test_the_bytes_of_an_average_are_released_if_they_are_the_values() -> None:
-    held = Held(Fp32())
-    part = held.parts(1)[0]
-    payload = held.buffer(part)
-    payload[:] = share(Fp32(), 1)[0]
-    memory = weakref.ref(np.asarray(payload.obj).base)
-    held.receive_average(IDS[1], part, payload)
-    del payload
-    assert held.buffers.idle_bytes == 4 * PART
-    assert memory() is not None
-    assert bytes(held.encoded(IDS[1], 0)) == share(Fp32(), 1)[0]
-
-
-def test_an_encoded_average_is_kept_as_it_came() -> None:
-    """The member may have to pass on the same bytes."""
-    codec = Blockwise8(block_size=64)
-    held = Held(codec)
-    payload = share(codec, 1)[0]
-    held.receive_average(IDS[1], held.parts(1)[0], payload)
-    assert held.encoded(IDS[1], 0) is payload
-
-
-def test_contributions_are_let_go_when_they_are_averaged() -> None:
-    held = Held(Fp32())
-    for member in (1, 2):
-        payload = held.buffer(held.parts(0)[0])
-        payload[:] = vector(member)[:PART].numpy().tobytes()
-        assert held.contributed(IDS[member], 0, payload) == (member == 2)
-        del payload
-    assert held.buffers.idle_bytes == 0
-    held.average(0)
-    assert held.buffers.idle_bytes == 3 * 4 * PART, "two that came, and the one to work in"
-
-
-@pytest.mark.parametrize("robust", [False, True])
-def test_a_robust_rule_has_one_part_decoded_at_a_time(monkeypatch: pytest.MonkeyPatch, robust: bool) -> None:
-    """However many parts are complete at once, in as many threads."""
-    both, most, running = threading.Barrier(2), [0], [0]
-
-    def slow(*given: Any, **named: Any) -> memoryview:
-        running[0] += 1
-        most[0] = max(most[0], running[0])
-        if not robust:
-            both.wait(30.0)  # the premise: without the rule, threads average at the same time
-        time.sleep(0.01)
-        running[0] -= 1
-        return average_part(*given, **named)
-
-    monkeypatch.setattr(values_module, "average_part", slow)
-    held = Held(Fp32(), aggregation=Aggregation(Median() if robust else None))
-    for index in range(2):
-        for member in (1, 2):
-            part = held.parts(0)[index]
-            held.contributed(IDS[member], index, vector(member)[part.start : part.stop].numpy().tobytes())
-    in_threads(partial(held.average, 0), partial(held.average, 1))
-    assert sorted(held.ready) == [0, 1]
-    assert most[0] == (1 if robust else 2)
-
-
-def test_a_robust_rule_takes_and_releases_one_part_per_contributor() -> None:
-    held = Held(Fp32(), aggregation=Aggregation(Median()))
-    for member in (1, 2):
-        held.contribute(member, 0)
-    assert held.buffers.idle_bytes == 3 * 4 * PART, (
-        "two decoded contributions, and the result before it is encoded"
-    )
-    middle = torch.stack([vector(member)[:PART] for member in range(SIZE)])
-    weights = WEIGHTS  # 1, 5 and 0.25: the second alone has more than half
-    assert max(weights) == weights[1] > sum(weights) / 2
-    assert torch.equal(held.averaged[:PART], middle[1])
-
-
-@codecs
-def test_letting_go_keeps_no_buffer_of_the_vectors_size(codec: Codec) -> None:
-    held = Held(codec)
-    own = weakref.ref(held._vector)
-    came: list[weakref.ref[Any]] = []
-    for part in held.parts(0):
-        payload = held.buffer(part)
-        payload[:] = codec.encode(vector(1)[part.start : part.stop])
-        held.contributed(IDS[1], part.index, payload)
-        came.append(weakref.ref(np.asarray(payload.obj)))
-    del payload
-    for index in range(3):
-        held.contribute(2, index)
-    held.receive_all([1])
-    assert [each() is None for each in came] == [True, True, True, False], "one waits for another member's"
-    held.let_go()
-    assert came[-1]() is None
-    assert held.buffers.idle_bytes >= 4 * ELEMENTS + 4 * codec.encoded_nbytes(PART)
-    assert own() is None
-
-
-def test_letting_go_does_not_change_a_result_in_use() -> None:
-    held = Held(Fp32())
-    held.reduce_all()
-    held.receive_all()
-    result = held.averaged[5:10]
-    before = bits(result)
-    held.let_go()
-    held.buffers.floats(ELEMENTS).fill_(-1.0)
-    assert bits(result) == before
-
-
-# -- shares that are passed on
-
-
-def other_share(reducer: int) -> list[Buffer]:
-    """Return another share, which a source passes on as the reducer's share."""
-    return [np.full(PART, 7.0 + index, np.float32).tobytes() for index in range(4)]
-
-
-@pytest.mark.parametrize("come", [0, 1, 3])
-def test_a_passed_on_share_replaces_an_incomplete_one(come: int) -> None:
-    """The whole share is from one source. A mixture would match the digest of neither."""
-    held = Held(Fp32())
-    held.reduce_all()
-    held.receive_all([1])
-    for index in range(come):
-        held.receive_average(IDS[2], held.parts(2)[index], share(Fp32(), 2)[index])
-    assert not held.complete
-    held.receive_share(IDS[2], other_share(2))
-    assert held.complete
-    assert [bytes(held.encoded(IDS[2], index)) for index in range(4)] == other_share(2)
-    assert held.averaged[2 * SHARE :: PART].tolist() == [7.0, 8.0, 9.0, 10.0]
-
-
-def test_a_passed_on_share_does_not_replace_a_whole_one() -> None:
-    held = Held(Fp32())
-    held.reduce_all()
-    held.receive_all()
-    before, told = bits(held.averaged), held.digests()
-    held.receive_share(IDS[1], other_share(1))
-    assert (bits(held.averaged), held.digests()) == (before, told)
-    assert [bytes(held.encoded(IDS[1], index)) for index in range(4)] == share(Fp32(), 1)
-
-
-def test_a_second_source_changes_nothing() -> None:
-    held = Held(Fp32())
-    held.receive_share(IDS[1], share(Fp32(), 1))
-    told = held.digests()[1]
-    held.receive_share(IDS[1], other_share(1))
-    assert held.digests()[1] == told
-    assert bits(held.averaged[SHARE : 2 * SHARE]) == expected(Fp32())[SHARE : 2 * SHARE]
-
-
-def test_late_parts_of_the_reducer_that_is_gone_change_nothing() -> None:
-    held = Held(Fp32())
-    held.reduce_all()
-    held.receive_all([2])
-    held.receive_average(IDS[1], held.parts(1)[0], share(Fp32(), 1)[0])
-    held.receive_share(IDS[1], other_share(1))
-    assert held.complete
-    before, told = bits(held.averaged), held.digests()
-    for index in range(1, 4):
-        held.receive_average(IDS[1], held.parts(1)[index], share(Fp32(), 1)[index])
-    assert held.complete
-    assert (bits(held.averaged), held.digests()) == (before, told)
-    assert [bytes(held.encoded(IDS[1], index)) for index in range(4)] == other_share(1)
-
-
-def test_a_share_with_an_undecodable_part_may_come_again() -> None:
-    held = Held(Fp32())
-    held.reduce_all()
-    held.receive_all([2])
-    bad = [*other_share(1)[:3], np.full(PART, np.inf, np.float32).tobytes()]
-    with pytest.raises(RemoteProtocolError):
-        held.receive_share(IDS[1], bad)
-    assert not held.complete
-    held.receive_share(IDS[1], share(Fp32(), 1))
-    assert held.complete
-    assert bits(held.averaged) == expected(Fp32())
-
-
-DECODING = threading.Event()
-
-
-class Slow(Fp32):
-    """A codec that decodes the lost reducer's parts slowly, so other threads run meanwhile."""
-
-    def decode(self, payload: Buffer, elements: int, out: torch.Tensor | None = None) -> torch.Tensor:
-        if payload not in other_share(1):
-            DECODING.set()
-            time.sleep(0.005)
-        return Fp32.decode(self, payload, elements, out)
-
-
-@pytest.mark.parametrize("come", range(4))
-def test_two_threads_never_mix_two_sources_of_a_share(come: int) -> None:
-    """The digest is that of the held share, for any order of arrival."""
-    genuine, passed = share(Fp32(), 1), other_share(1)
-    held = Held(Slow())
-    held.reduce_all()
-    held.receive_all([2])
-    for index in range(come):
-        held.receive_average(IDS[1], held.parts(1)[index], genuine[index])
-    DECODING.clear()
-
-    def late() -> None:
-        for index in range(come, 4):
-            held.receive_average(IDS[1], held.parts(1)[index], genuine[index])
-
-    def pass_on() -> None:
-        assert DECODING.wait(30.0), "a part of the reducer is half-way"
-        held.receive_share(IDS[1], passed)
-
-    in_threads(late, pass_on)
-    assert held.complete
-    there: list[Buffer] = [bytes(held.encoded(IDS[1], index)) for index in range(4)]
-    assert there in (genuine, passed)
-    assert held.averaged[SHARE : 2 * SHARE].numpy().tobytes() == b"".join(map(bytes, there))
-    other = Held(Fp32())
-    other.receive_share(IDS[1], there)
-    assert held.digests()[1] == other.digests()[1]

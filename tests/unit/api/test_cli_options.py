@@ -54,6 +54,8 @@ OPTIONS: dict[str, dict[str, tuple[list[str], bool, object]]] = {
         "exchange_timeout": (["--exchange-timeout"], False, 60.0),
         "compression": (["--compression"], False, "blockwise8"),
         "max_weight": (["--max-weight"], False, None),
+        "robust": (["--robust"], False, None),
+        "max_norm": (["--max-norm"], False, None),
         "bootstrap": (["--bootstrap"], True, []),
         "output": (["--output", "-o"], False, Path()),
     },

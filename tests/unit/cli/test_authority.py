@@ -64,6 +64,10 @@ class TestCreate:
             "fp16",
             "--max-weight",
             "500",
+            "--robust",
+            "trimmed_mean:0.25",
+            "--max-norm",
+            "2",
         ]
         times = ["--match-timeout", "20", "--exchange-timeout", "90"]
         Path("files").mkdir()
@@ -72,6 +76,7 @@ class TestCreate:
         assert (run.run_id, run.group_size, run.min_group_size) == ("lab", 8, 3)
         assert (run.compression, run.max_weight, run.bootstrap) == ("fp16", 500.0, (ADDRESS,))
         assert (run.match_timeout, run.exchange_timeout) == (20.0, 90.0)
+        assert (run.robust, run.max_norm) == ("trimmed_mean:0.25", 2.0)
 
     def test_two_runs_share_no_key(self, p2pavg: Commands) -> None:
         for name in ("one", "two"):
@@ -95,6 +100,8 @@ class TestCreate:
             (["lab", "--group-size", "1"], "group_size must be a whole number from 2 to 64, got 1"),
             (["lab", "--compression", "zip"], "compression: .*zip"),
             (["lab", "--max-weight", "nan"], "max_weight must be a number above 0 .* got nan"),
+            (["lab", "--robust", "mean"], "robust: a rule is 'trimmed_mean:FRACTION', .* got 'mean'"),
+            (["lab", "--max-norm", "0.5"], r"max_norm must be a number from 1 to 1e\+06, got 0\.5"),
             (["lab", "--bootstrap", "nonsense"], "'nonsense' is not an address"),
             (["lab", "--bootstrap", f"/ip4/1.2.3.4/udp/1/p2p/{PEER}"], "peer address .* is not of the form"),
             (["lab", "--output", "missing"], "cannot make the authority's key missing/lab.key: No such file"),
@@ -271,6 +278,15 @@ class TestShow:
         assert "run file of the run 'lab'" in shown
         assert secret not in shown
         assert secret in lab.succeeds("run", "show", "lab.run", "--secret")
+
+    def test_how_the_run_combines_contributions(self, lab: Commands) -> None:
+        shown = lab.succeeds("run", "show", "lab.run")
+        assert "robust       no rule: the weighted mean\n" in shown
+        assert "max norm     no limit\n" in shown
+        lab.succeeds("run", "create", "other", "--robust", "trimmed_mean", "--max-norm", "2.5")
+        shown = lab.succeeds("run", "show", "other.run")
+        assert "robust       trimmed_mean:0.25\n" in shown
+        assert "max norm     2.5 times the median norm of the group\n" in shown
 
     def test_a_certificate(self, lab: Commands, monkeypatch: pytest.MonkeyPatch) -> None:
         lab.succeeds("run", "invite", "lab.run", PEER, *TERMS, "-o", "peer.cert")

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from p2pavg import AveragingConfig, ConfigError, RunFile, read_run_file
+from p2pavg import AveragingConfig, ConfigError, RunFile, TrimmedMean, read_run_file
+from p2pavg.group.aggregation import Aggregation
 from p2pavg.membership.armour import MAX_TEXT_CHARS, certificate_text, revocations_text
 from p2pavg.membership.files import read_certificate_file, read_revocations_file
 from p2pavg.membership.revocation import revoke
@@ -31,6 +32,8 @@ def run_file(tmp_path: Path) -> Path:
         exchange_timeout=90.0,
         compression="fp16",
         max_weight=500.0,
+        robust="trimmed_mean:0.25",
+        max_norm=2.0,
         bootstrap=(f"/ip4/203.0.113.7/tcp/4001/p2p/{PEER}",),
     )
     return written(tmp_path / "lab.run", made.text)
@@ -55,6 +58,7 @@ def test_a_configuration_follows_from_both_files(run_file: Path, certificate: Pa
     run = read_run_file(run_file)
     assert {name: getattr(config, name) for name in shared} == {name: getattr(run, name) for name in shared}
     assert config.compression == "fp16"
+    assert config.aggregation == Aggregation(TrimmedMean(0.25), 2.0)
 
 
 def test_settings_of_one_peer_replace_those_of_the_run(run_file: Path, certificate: Path) -> None:

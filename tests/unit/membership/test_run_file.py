@@ -40,6 +40,9 @@ starts = st.text(st.characters(min_codepoint=32, max_codepoint=126), max_size=19
 addresses = st.builds(
     lambda start, number: f"/{start}/p2p/{signer(number).peer_id}", starts, st.integers(1, 9)
 )
+rules = st.sampled_from(
+    ["median", "trimmed_mean", "trimmed_mean:0.25", "centered_clip:1.0:3", "trimmed_mean:0." + "1" * 49]
+)
 seconds = st.floats(min_value=0.0, max_value=1800.0, exclude_min=True) | st.integers(1, 1800)
 
 
@@ -54,11 +57,21 @@ seconds = st.floats(min_value=0.0, max_value=1800.0, exclude_min=True) | st.inte
         exchange_timeout=seconds,
         compression=st.sampled_from(["fp32", "fp16", "blockwise8", "int8:256"]),
         max_weight=st.none() | st.floats(min_value=0.0, max_value=1e15, exclude_min=True),
+        robust=st.none() | rules,
+        max_norm=st.none() | st.floats(min_value=1.0, max_value=1e6) | st.integers(1, 10**6),
         bootstrap=st.lists(addresses, max_size=MAX_BOOTSTRAP).map(tuple),
     )
 )
 @example(run_file(run_id='"\\\x00\x7f\n\U0001f600', bootstrap=(ADDRESS,)))
-@example(run_file(run_id="\x00" * 128, bootstrap=('/"' * 95 + ADDRESS[-57:],) * MAX_BOOTSTRAP))
+@example(
+    run_file(
+        run_id="\x00" * 128,
+        max_weight=1.2345678901234567e-300,
+        robust="trimmed_mean:0." + "1" * 49,
+        max_norm=123456.78901234567,
+        bootstrap=('/"' * 95 + ADDRESS[-57:],) * MAX_BOOTSTRAP,
+    )
+)
 def test_what_is_written_is_read_back(given_file: RunFile) -> None:
     text = given_file.text
     assert parse_run_file(text) == given_file
@@ -66,7 +79,7 @@ def test_what_is_written_is_read_back(given_file: RunFile) -> None:
 
 
 def test_the_text_of_a_run_file() -> None:
-    text = run_file(max_weight=100, bootstrap=(ADDRESS, ADDRESS)).text
+    text = run_file(max_weight=100, robust="median", max_norm=2.5, bootstrap=(ADDRESS, ADDRESS)).text
     assert text.splitlines()[1:] == [
         "version = 1",
         'run_id = "lab"',
@@ -78,6 +91,8 @@ def test_the_text_of_a_run_file() -> None:
         "exchange_timeout = 60.0",
         'compression = "blockwise8"',
         "max_weight = 100",
+        'robust = "median"',
+        "max_norm = 2.5",
         f'bootstrap = ["{ADDRESS}", "{ADDRESS}"]',
     ]
 
@@ -121,7 +136,17 @@ def test_the_secret_is_in_no_repr() -> None:
         ("bootstrap = [5]", "each address of bootstrap must be text"),
         ("bootstrap = ['/ip4/203.0.113.7/tcp/4001']", "each address of bootstrap must be like"),
         (f"bootstrap = ['{ADDRESS[1:]}']", "each address of bootstrap must be like"),
-        ("robust = 1", "unknown key 'robust'; a run file has version, run_id, authority"),
+        ("robust = 1", "robust must be text of 1 to 64 characters, got 1"),
+        ("robust = ''", "robust must be text of 1 to 64 characters, got ''"),
+        (f"robust = '{'a' * 65}'", "robust must be text of 1 to 64 characters"),
+        ("robust = 'mean'", "^robust: a rule is 'trimmed_mean:FRACTION', .* got 'mean'"),
+        ("robust = 'trimmed_mean:0.5'", "^robust: fraction of a trimmed mean must be a number .* got 0.5"),
+        ("max_norm = 0.999", r"max_norm must be a number from 1 to 1e\+06, got 0\.999"),
+        ("max_norm = 1000001", r"max_norm must be a number from 1 to 1e\+06, got 1000001"),
+        ("max_norm = nan", "max_norm must be a number .* got nan"),
+        ("max_norm = true", "max_norm must be a number .* got True"),
+        ("max_norm = '2'", "max_norm must be a number .* got '2'"),
+        ("participation = 1", "unknown key 'participation'; a run file has version, run_id, authority"),
         ("group_size = ", "it is not TOML"),
     ],
 )

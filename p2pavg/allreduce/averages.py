@@ -1,0 +1,76 @@
+"""The averages that one member holds: as values, as the bytes that they came as, and as digests. No I/O, no clock.
+
+Parts of different shares may come in from several threads at once. Two calls for the same part must not overlap.
+"""
+
+from __future__ import annotations
+
+import torch
+from blake3 import blake3
+
+from p2pavg.allreduce.reduction import Ledger, bytes_of
+from p2pavg.consensus.votes import DIGEST_BYTES
+from p2pavg.errors import RemoteProtocolError
+from p2pavg.group.shares import Part
+from p2pavg.net.transport import Buffer
+from p2pavg.vector.buffers import Buffers
+from p2pavg_compression import Codec, CodecError
+
+
+class Averages:
+    """The averaged parts of the whole vector, or of an auxiliary's share."""
+
+    def __init__(self, ledger: Ledger, codec: Codec, buffers: Buffers) -> None:
+        self._holding = ledger.holding
+        self._codec = codec
+        shares, own_parts = ledger.roster.shares, ledger.parts[ledger.me]
+        # An auxiliary holds its own share only; every other member holds the whole vector.
+        self._offset = 0 if ledger.holding or not own_parts else own_parts[0].start
+        length = sum(shares) if ledger.holding else shares[ledger.roster.position(ledger.me)]
+        self.values = buffers.floats(length)
+        """float32: of the whole vector, or an auxiliary's share."""
+        # What came of each share, as it came: it may have to be passed on. In the order of the roster.
+        self._encoded: dict[str, list[Buffer]] = {
+            peer_id: [b""] * len(parts) for peer_id, parts in ledger.parts.items()
+        }
+        self._digests: dict[str, list[bytes]] = {
+            peer_id: [b""] * len(parts) for peer_id, parts in ledger.parts.items()
+        }
+
+    def let_go(self) -> None:
+        """Release everything that has the size of a vector."""
+        self.values = torch.empty(0)
+        self._encoded.clear()
+
+    def values_of(self, part: Part) -> torch.Tensor:
+        """Return the values of a part, where they are held."""
+        return self.values[part.start - self._offset : part.stop - self._offset]
+
+    def encoded(self, reducer: str, index: int) -> Buffer:
+        """Return an averaged part as all members have it. It must be there."""
+        return self._encoded[reducer][index]
+
+    def digests(self) -> tuple[bytes, ...]:
+        """Return one digest a share, in the order of the roster. An auxiliary has none."""
+        if not self._holding:
+            return ()
+        return tuple(blake3(b"".join(parts)).digest(DIGEST_BYTES) for parts in self._digests.values())
+
+    def keep(self, reducer: str, index: int, encoded: Buffer, digest: bytes) -> None:
+        """Keep the bytes of a part whose values are in place, and the digest of these bytes."""
+        self._encoded[reducer][index], self._digests[reducer][index] = encoded, digest
+
+    def install(self, reducer: str, part: Part, payload: Buffer) -> None:
+        """Decode a part of a reducer's share into its place, and keep it.
+
+        Raises:
+            RemoteProtocolError: it does not decode.
+        """
+        out = self.values_of(part)
+        try:
+            self._codec.decode(payload, part.elements, out)
+        except CodecError as error:
+            raise RemoteProtocolError(f"an averaged part does not decode: {error}") from None
+        # Where the vector's own bytes are what was sent, they need not be kept twice.
+        held = bytes_of(out) if self._codec.is_identity else payload
+        self.keep(reducer, part.index, held, blake3(payload).digest())

@@ -68,7 +68,10 @@ def average_with(member: Member) -> None:
 
 
 def run_rounds(member: Member, rounds: list[list[float] | None]) -> None:
-    """Run one round for each list of the processes' weights. ``None`` stands for equal weights."""
+    """Run one round for each list of the processes' weights. ``None`` stands for equal weights.
+
+    With ``stays``, a process leaves only after a message of the test.
+    """
     count, elements = member.arguments["count"], member.arguments["elements"]
     with member.averager(configure(member)) as averager:
         for weights in rounds:
@@ -78,6 +81,8 @@ def run_rounds(member: Member, rounds: list[list[float] | None]) -> None:
             while isinstance(result, p2pavg.InProgress):
                 result = averager.step(wait=None)
             member.report(at=time.time(), **describe(result, exact_mean(count, elements, weights)))
+        if member.arguments.get("stays"):
+            member.told(60.0)
 
 
 def tile(peer_id: str) -> torch.Tensor:

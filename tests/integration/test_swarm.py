@@ -39,9 +39,18 @@ def test_four_processes_end_with_the_weighted_mean_and_the_same_bits(
 
 
 def test_two_groups_of_two_out_of_four_processes() -> None:
-    """``simulation/test_averaging.py`` has two groups of four."""
+    """``simulation/test_averaging.py`` has two groups of four.
+
+    The first group stays in the network until the second one is done: one of its processes is the bootstrap peer.
+    """
     config = {"group_size": 2, "min_group_size": 2, "match_timeout": 40.0}
-    results = [events[-1] for events in run("average_once", 4, elements=5_000, config=config)]
+    arguments = {"count": 4, "elements": 5_000, "config": config, "stays": True}
+    with LocalSwarm(WORK + "average_once", peers=4, arguments=arguments) as swarm:
+        swarm.start()
+        results = [process.event(90.0) for process in swarm.processes]
+        for process in swarm.processes:
+            process.tell(leave=True)
+        swarm.wait_ended(60.0)
     assert [result["result"] for result in results] == ["Success"] * 4, results
     groups = {result["group_id"]: result["peers"] for result in results}
     assert sorted(map(len, groups.values())) == [2, 2]

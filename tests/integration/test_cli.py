@@ -343,7 +343,7 @@ class TestMistakes:
         is_one_line(call("peer", *arguments), pattern)
 
     def test_a_mistake_ends_the_process_without_a_traceback(self) -> None:
-        is_one_line(run("peer", "--listen", "127.0.0.1:4001"), r"'127\.0\.0\.1:4001' is no address")
+        is_one_line(run("peer", "--listen", "127.0.0.1:4001"), r"'127\.0\.0\.1:4001' is not an address")
 
     def test_a_port_that_is_taken(self, call: Call) -> None:
         with socket.socket() as taken:

@@ -243,7 +243,7 @@ async def test_every_byte_of_a_part_asks_the_limit_in_small_pieces(monkeypatch: 
     await over_lanes(test)
 
 
-async def test_both_ends_of_a_lane_that_broke_ask_whether_the_other_is_still_there(
+async def test_ends_of_a_lane_that_broke_ask_whether_the_other_is_still_there(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """If a member dies before its stream of votes is open, only the broken lane shows it."""
@@ -263,7 +263,8 @@ async def test_both_ends_of_a_lane_that_broke_ask_whether_the_other_is_still_the
     async def test(rounds: Rounds) -> None:
         check(await rounds.play(), range(SIZE))
         ((sender, receiver),) = broken
-        assert asked == {(sender, receiver), (receiver, sender)}
+        # The receiver need not ask if the stream that replaces the lane reaches it before the end of the lane.
+        assert {(sender, receiver)} <= asked <= {(sender, receiver), (receiver, sender)}
 
     monkeypatch.setattr(Control, "ask", note)
     # A busy machine may not hear a member for this long, and then it asks as well.

@@ -33,7 +33,7 @@ class RunContext:
     run_in_thread: RunInThread
     codec: Codec
     aggregation: Aggregation = PLAIN
-    """How the group combines contributions. All peers of the run have the same."""
+    """The rule that combines contributions. All peers of the run have the same one."""
     buffers: Buffers
     upload: RateLimit
     download: RateLimit

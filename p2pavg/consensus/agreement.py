@@ -36,7 +36,7 @@ those that this member has lost itself (``proven``).
 
 * *Why all, and not a quorum:* a commit ends the round for all that are counted in it. Each of them must have the
   result, or its contribution is used up for nothing.
-* *Why a lost member may be missing:* it may be dead, and its ballot's view excludes it. Nobody can prove to others
+* *Why a lost member may be missing:* it may be dead, and its ballot's view excludes it. No member can prove to others
   that a process has ended, so each member relies on what it saw itself. A leader's view is no reason: a leader that
   lies could begin a ballot about an old result with one other member as its view. So a member waits with a commit
   until it has lost the missing members as well, or has their signatures.
@@ -48,7 +48,7 @@ those that this member has lost itself (``proven``).
 * *Auxiliaries* need no result. They sign nothing, send no digests, and no commit waits for them.
 
 Signatures are checked before a vote comes here (``p2pavg.round.signing``). A signature that does not verify, and a
-commit that is impossible, cost their sender. A commit with too few signatures costs nobody: an honest member passes
+commit that is impossible, cost their sender. A commit with too few signatures costs no member: an honest member passes
 on what was enough for itself, and another one may have lost fewer members.
 
 Promises and ballots are not signed. They go over authenticated streams to one receiver and are never passed on, so a

@@ -1,4 +1,4 @@
-"""Certificates: the proof of a commit in bytes, which everybody can check without a network.
+"""Certificates: the proof of a commit in bytes, which any program can check without a network.
 
 A certificate contains the group's roster, the attempt, its members, the digest of the result, and the signatures of the
 members that signed that they hold this result. The roster contains what each member signed about itself, its weight

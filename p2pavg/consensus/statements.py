@@ -5,7 +5,7 @@ and the digest of the whole result. All members that hold the same bits sign the
 several members fit into one message. Members are named by their position in the roster, whose hash is the group id.
 
 A signature binds its member for ever: two statements of one member about one attempt that name different digests are
-evidence that everybody can check (:func:`contradiction`).
+evidence that any peer can check (:func:`contradiction`).
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
@@ -75,6 +76,7 @@ def revoke(
     )
 
 
+@lru_cache(maxsize=16)  # each member of the run publishes the same list
 def read_revocations(data: bytes, authority: bytes) -> RevocationList:
     """Read a list and check its signature.
 

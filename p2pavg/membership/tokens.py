@@ -2,7 +2,8 @@
 
 A link has the address of the delegate and a *token*: what the link grants, authenticated with a key that only the
 delegate has. The key follows from the delegate's identity and the run's authority by HKDF (RFC 5869), so links can be
-made without asking the running delegate. Who has the link can use it, so it is as secret as the run file until then.
+made without asking the running delegate. Any peer that has the link can use it. Until then the link is as secret as
+the run file.
 
 The certificate follows from the token, the peer's id and the delegate's own certificate alone. The same peer gets the
 same certificate again if it asks again.
@@ -41,11 +42,11 @@ class Token:
     roles: frozenset[Role]
     max_weight: float
     begins: float
-    """When the link was made; the certificate begins then."""
+    """Time at which the link was made, and at which the certificate begins."""
     expires: float
-    """When the link ends."""
+    """Time at which the link ends."""
     certificate_expires: float
-    """When the certificate ends."""
+    """Time at which the certificate ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,7 @@ class Link:
     """An invitation link."""
 
     address: str
-    """Where the delegate listens; ends in ``/p2p/<peer id>``."""
+    """Address of the delegate; ends in ``/p2p/<peer id>``."""
     token: bytes = field(repr=False)
 
     @property

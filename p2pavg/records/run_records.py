@@ -16,6 +16,8 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from typing import Protocol
 
+import trio
+
 from p2pavg.encoding import pack, unpack
 from p2pavg.errors import RemoteProtocolError
 from p2pavg.group.candidate import Candidate
@@ -29,7 +31,9 @@ MAX_MATES = 16
 """Peers that are called besides those that are nearest to a key: members of the last round."""
 MAX_SKEW_SECONDS = 60.0  # of peers' clocks
 MAX_REFUSED = 256
-"""Publishers whose refusals are remembered, so that each is logged once."""
+"""Publishers whose refusals are logged, once each. Strangers can invent any number of publishers."""
+OPENED_AT_ONCE = 32
+"""Records that are opened between two checkpoints, in 3 ms at most."""
 
 
 class RecordNode(Protocol):
@@ -101,7 +105,7 @@ class RunRecords:
             secrets.token_bytes(NONCE_BYTES),
         )
         published = await self._node.publish(stored, sealed, ttl=ttl, also=self._mates)
-        return replace(published, records=self._opened(key, published.records))
+        return replace(published, records=await self._opened_in_turns(key, published.records))
 
     async def withdraw(self, key: bytes) -> None:
         """Withdraw this peer's record under a key."""
@@ -110,7 +114,7 @@ class RunRecords:
     async def find(self, key: bytes) -> tuple[Record, ...]:
         """Return the members' live records under a key, as :meth:`publish` does."""
         found = await self._node.find(self._stored(key), also=self._mates)
-        return self._opened(key, found)
+        return await self._opened_in_turns(key, found)
 
     def held(self, key: bytes) -> tuple[Record, ...]:
         """Return the members' records under a key that this peer stores, withdrawals included."""
@@ -139,6 +143,14 @@ class RunRecords:
             self._guarded.add(stored)
             self._guards.enter_context(self._node.guarded(stored, self._why_refused))
         return stored
+
+    async def _opened_in_turns(self, key: bytes, records: Sequence[Record]) -> tuple[Record, ...]:
+        """Open records that came over the network: hostile keepers can send thousands, each with a signature."""
+        opened: list[Record] = []
+        for start in range(0, len(records), OPENED_AT_ONCE):
+            opened += self._opened(key, records[start : start + OPENED_AT_ONCE])
+            await trio.lowlevel.checkpoint()
+        return tuple(opened)
 
     def _opened(self, key: bytes, records: Sequence[Record]) -> tuple[Record, ...]:
         if self._membership is None:
@@ -187,7 +199,7 @@ class RunRecords:
     def _note_refused(self, publisher: str, reason: str) -> None:
         if self._refused.get(publisher) == reason:
             return
-        if len(self._refused) >= MAX_REFUSED:
-            del self._refused[next(iter(self._refused))]
+        if publisher not in self._refused and len(self._refused) >= MAX_REFUSED:
+            return
         self._refused[publisher] = reason
         logger.info("a record of %s does not count: %s", publisher, reason)

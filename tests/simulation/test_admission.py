@@ -237,6 +237,32 @@ async def test_a_revocation_takes_effect_in_a_running_swarm_within_a_minute(
     assert any("its certificate was revoked" in reason for reason in heard)
 
 
+async def test_a_follower_that_is_revoked_while_it_waits_is_dropped(autojump_clock: MockClock) -> None:
+    """The group of three waits for its last member, so no new attempt would check the follower again."""
+    revoked = certified(1)
+    async with simulated_peers(MemoryNetwork(latency=LAN), 3) as peers, trio.open_nursery() as nursery:
+        how = [of_run(0, group_size=3, min_group_size=3, match_timeout=120.0)]
+        how.append(replace(how[0], access=revoked))
+        swarm = Swarm()
+        for index in (0, 1):
+            nursery.start_soon(lambda i=index: swarm.step_once(peers[i], i, how[i], after=0.1 * i))
+        await trio.sleep(5.0)
+        leader = swarm.averagers[peers[0].id]
+        assert leader._rounds is not None
+        attempt = leader._rounds.matchmaker._attempt
+        assert attempt is not None
+        assert set(attempt.rules.group.followers) == {peers[1].id}
+        serial = read_certificate(revoked.certificate).serial
+        newer = revoke(RUN.sign, authority=RUN.public, number=1, serials=[serial])
+        membership = Membership(certified(2, roles=[Role.OBSERVER]), peers[2].id)
+        tells = RunRecords(peers[2].records, membership, simulated_clock)
+        assert await spread(tells, membership, "sim", newer, timeout=60.0) >= 1
+        await trio.sleep(LOOK_SECONDS)
+        assert leader._rounds.matchmaker._attempt is attempt, "the same attempt"
+        assert attempt.rules.group.followers == {}
+        nursery.cancel_scope.cancel()
+
+
 class TestKeepers:
     """Limits of strangers that keep a run's records."""
 

@@ -153,14 +153,14 @@ class HostileGroup(Group):
         self, world: World, member: Member, attempts: frozenset[tuple[int, Members]]
     ) -> Iterator[Vote]:
         size, liar, promised = member.size, self.liar, member.promised
-        everybody = frozenset(range(size))
+        all_members = frozenset(range(size))
         yield Unknown()
         for accepted in {-1, 0, member.begun.ballot}:
             yield Left(accepted, "")
         yield from self._commits(world, attempts)
         if member.phase in FINAL:
             return
-        for peer in everybody - {liar}:
+        for peer in all_members - {liar}:
             for hostile in (False, True):
                 yield Trouble(peer, hostile, "")
         for average in AVERAGES:
@@ -202,7 +202,7 @@ class HostileGroup(Group):
 
     def _promises(self, member: Member, attempts: Iterable[tuple[int, Members]]) -> Iterator[Vote]:
         size, ballot = member.size, member.promised
-        everybody = frozenset(range(size))
+        all_members = frozenset(range(size))
         for attempt, members in attempts:
             older = [
                 None,
@@ -210,13 +210,13 @@ class HostileGroup(Group):
                     Accepted(b, attempt, members, v, m)
                     for b in {attempt, member.begun.ballot}
                     if b < ballot
-                    for v in {members, everybody, member.begun.view}
+                    for v in {members, all_members, member.begun.view}
                     for m in (False, True)
                 ),
             ]
             for accepted in older:
                 for complete in (None, Complete(attempt, members)):
-                    for other in sorted(everybody - {self.liar, member.me}):
+                    for other in sorted(all_members - {self.liar, member.me}):
                         for apart, hostile in (
                             (frozenset(), frozenset()),
                             (frozenset({other}), frozenset()),

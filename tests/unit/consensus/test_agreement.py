@@ -325,12 +325,12 @@ class TestProof:
 
     def test_signatures_that_several_members_told_count_together(self) -> None:
         holds, _ = advance(member(1, 4), complete(1))
-        everybody = frozenset(range(4))
+        all_members = frozenset(range(4))
         for sender, signers in ((2, (2, 0)), (3, (3,))):
             assert holds.phase is Phase.HOLDING
-            holds, _ = advance(holds, Heard(sender, commit(*signers, members=everybody)))
+            holds, _ = advance(holds, Heard(sender, commit(*signers, members=all_members)))
         assert holds.phase is Phase.COMMITTED
-        assert holds.committed == commit(0, 1, 2, 3, members=everybody)
+        assert holds.committed == commit(0, 1, 2, 3, members=all_members)
 
     def test_a_result_that_counts_a_member_that_gave_up_counts_once_that_member_is_dead(self) -> None:
         """It gave up before it held the result, so it keeps its contribution."""
@@ -345,12 +345,12 @@ class TestProof:
         """One of the two others may lie. If both say it, the result was committed with its contribution."""
         lacks = member(3, 4)
         lacks, _ = advance(lacks, Lost(0))
-        everybody = frozenset(range(4))
-        lacks, _ = advance(lacks, Heard(1, commit(1, 2, members=everybody)))
+        all_members = frozenset(range(4))
+        lacks, _ = advance(lacks, Heard(1, commit(1, 2, members=all_members)))
         assert lacks.phase is Phase.EXCHANGING
-        lacks, _ = advance(lacks, Heard(2, commit(1, 2, members=everybody)))
+        lacks, _ = advance(lacks, Heard(2, commit(1, 2, members=all_members)))
         assert lacks.phase is Phase.FAILED
-        assert lacks.outcome == Complete(0, everybody)
+        assert lacks.outcome == Complete(0, all_members)
 
     def test_a_pair_cannot_commit_without_one_of_the_two(self) -> None:
         two = frozenset({0, 1})

@@ -102,16 +102,16 @@ def test_all_kinds_are_here() -> None:
 
 
 def test_the_longest_votes_of_the_largest_group_may_be_sent() -> None:
-    everybody = frozenset(range(MAX_MEMBERS))
-    last, others = MAX_BALLOT - 1, everybody - {MAX_MEMBERS - 1}
-    accepted = Accepted(last, last, everybody, everybody, True)
+    all_members = frozenset(range(MAX_MEMBERS))
+    last, others = MAX_BALLOT - 1, all_members - {MAX_MEMBERS - 1}
+    accepted = Accepted(last, last, all_members, all_members, True)
     longest: list[Vote] = [
-        Promise(MAX_BALLOT, last, accepted, Complete(MAX_BALLOT, everybody), everybody, everybody),
-        Begin(MAX_BALLOT, last, everybody, everybody, MAX_MEMBERS - 1, others, True),
+        Promise(MAX_BALLOT, last, accepted, Complete(MAX_BALLOT, all_members), all_members, all_members),
+        Begin(MAX_BALLOT, last, all_members, all_members, MAX_MEMBERS - 1, others, True),
         Held(MAX_BALLOT, (b"\xff" * DIGEST_BYTES,) * MAX_MEMBERS, b"s" * SIGNATURE_BYTES),
         Commit(
             MAX_BALLOT,
-            everybody,
+            all_members,
             b"d" * DIGEST_BYTES,
             tuple((position, b"s" * SIGNATURE_BYTES) for position in range(MAX_MEMBERS)),
         ),

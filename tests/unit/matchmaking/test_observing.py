@@ -171,7 +171,7 @@ class TestObservers:
         assert answers == [Accept(roster.group_id)]
 
 
-class TestNobodyContributes:
+class TestNoContributor:
     def test_a_complete_group_of_observers_waits_for_a_contributor(self) -> None:
         bus = Bus()
         attempts = [ready(bus, index, target=3, weight=0.0) for index in range(2)]

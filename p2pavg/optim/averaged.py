@@ -35,9 +35,10 @@ class AveragedOptimizer(PeerOptimizer):
     :mod:`p2pavg.optim.lineage`). A round that fails loses nothing: the accumulated gradients are kept for the next one.
 
     All peers of a run begin with the same parameters, optimizer and schedule. They take each update with exactly the
-    same hyperparameters: a learning rate that is set by hand has to be a function of :attr:`epoch`. A peer differs from
-    most others if it began with other parameters, stepped with other settings or missed a round. It cannot follow the
-    run then: :attr:`StepReport.behind` says so, until the peer loads a state that another peer saved. The algorithm is
+    same hyperparameters: a learning rate that is set by hand has to be a function of :attr:`epoch`, and is set in
+    ``on_update``, since one call of :meth:`step` may take two updates. A peer differs from most others if it began with
+    other parameters, stepped with other settings or missed a round. It cannot follow the run then:
+    :attr:`StepReport.behind` says so, until the peer loads a state that another peer saved. The algorithm is
     synchronous data-parallel training with a fixed batch size, to which any peer may contribute, as in Ryabinin et al.
     2021 ("Distributed Deep Learning in Open Collaborations").
 

@@ -22,6 +22,7 @@ from p2pavg.errors import (
     P2PAvgError,
 )
 from p2pavg.group.aggregation import CenteredClip, Median, TrimmedMean
+from p2pavg.group.audits import Audits
 from p2pavg.group.participation import ByCapability, Participation, RandomFraction
 from p2pavg.membership.access import RunAccess
 from p2pavg.membership.files import read_run_file
@@ -35,6 +36,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AccumulateError",
     "AddressError",
+    "Audits",
     "AveragingConfig",
     "Bf16",
     "Blockwise8",

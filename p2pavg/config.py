@@ -8,6 +8,7 @@ from typing import Any
 
 from p2pavg.errors import ConfigError
 from p2pavg.group.aggregation import MOST_NORMS, Aggregation, RobustRule, resolve_rule
+from p2pavg.group.audits import Audits, resolve_audits
 from p2pavg.group.limits import (
     MAX_BANDWIDTH,
     MAX_CODEC_CHARS,
@@ -20,6 +21,7 @@ from p2pavg.group.limits import (
     MIN_BANDWIDTH,
 )
 from p2pavg.group.names import is_rule
+from p2pavg.group.numbers import check_number
 from p2pavg.group.participation import Participation, check_tags
 from p2pavg.membership.access import RunAccess
 from p2pavg.membership.files import read_access, read_run_file
@@ -58,6 +60,11 @@ class AveragingConfig:
             median of its group counts as if it were shortened to that length, 1 to 1e6. Each peer signs its norm, and
             :attr:`Success.clipped` names the peers that were shortened. All peers of a run need the same value.
             ``None``: contributions count as they are.
+        audit: how members check each other's averages: :class:`Audits`, or text. ``"after"``: after each round, each
+            share is audited by another member with probability 1/8 (``"after:0.5"``: 1/2). A reducer that lied is
+            excluded from the run with evidence, and :attr:`Success.averaged` of the rounds before stays what it was.
+            ``"before"``, ``"before:0.5"``: likewise before each round ends, which takes longer. ``"off"``: no audits.
+            All peers of a run need the same value.
 
     Raises:
         ConfigError: an argument is out of range; the message names it.
@@ -78,6 +85,7 @@ class AveragingConfig:
     access: RunAccess | None = None
     robust: str | RobustRule | None = None
     max_norm: float | None = None
+    audit: str | Audits = "after"
 
     def __post_init__(self) -> None:
         if not _is_text(self.run_id) or not 0 < len(self.run_id) <= MAX_RUN_ID_CHARS:
@@ -86,15 +94,15 @@ class AveragingConfig:
             )
         _check_size("group_size", self.group_size, 2, MAX_GROUP_SIZE)
         _check_size("min_group_size", self.min_group_size, 2, self.group_size)
-        _check_number("match_timeout", self.match_timeout, MAX_TIMEOUT_SECONDS)
-        _check_number("exchange_timeout", self.exchange_timeout, MAX_TIMEOUT_SECONDS)
+        check_number("match_timeout", self.match_timeout, MAX_TIMEOUT_SECONDS)
+        check_number("exchange_timeout", self.exchange_timeout, MAX_TIMEOUT_SECONDS)
         if self.bandwidth is not None:
-            _check_number("bandwidth", self.bandwidth, MAX_BANDWIDTH, least=MIN_BANDWIDTH)
+            check_number("bandwidth", self.bandwidth, MAX_BANDWIDTH, least=MIN_BANDWIDTH)
         for name in ("max_upload_mbps", "max_download_mbps"):
             if getattr(self, name) is not None:
-                _check_number(name, getattr(self, name), MAX_MBPS)
+                check_number(name, getattr(self, name), MAX_MBPS)
         if self.max_weight is not None:
-            _check_number("max_weight", self.max_weight, MAX_WEIGHT)
+            check_number("max_weight", self.max_weight, MAX_WEIGHT)
         if self.access is not None and not isinstance(self.access, RunAccess):
             raise ConfigError(f"access must be a RunAccess or None, got {type(self.access).__name__}")
         if self.participation is not None and not isinstance(self.participation, Participation):
@@ -105,11 +113,15 @@ class AveragingConfig:
             )
         check_tags(self.tags)
         if self.max_norm is not None:
-            _check_number("max_norm", self.max_norm, MOST_NORMS, least=1.0)
+            check_number("max_norm", self.max_norm, MOST_NORMS, least=1.0)
         try:
             resolve_rule(self.robust)
         except ConfigError as error:
             raise ConfigError(f"robust: {error}") from None
+        try:
+            resolve_audits(self.audit)
+        except ConfigError as error:
+            raise ConfigError(f"audit: {error}") from None
         try:
             name = resolve_codec(self.compression).name
         except (ValueError, TypeError) as error:
@@ -150,8 +162,9 @@ class AveragingConfig:
 
     @property
     def aggregation(self) -> Aggregation:
-        """The rule by which a group combines its contributions, from ``robust`` and ``max_norm``."""
-        return Aggregation(resolve_rule(self.robust), None if self.max_norm is None else float(self.max_norm))
+        """The rule by which a group combines its contributions, from ``robust`` and ``max_norm``; and its audits."""
+        most = None if self.max_norm is None else float(self.max_norm)
+        return Aggregation(resolve_rule(self.robust), most, resolve_audits(self.audit))
 
     @property
     def most_weight(self) -> float:
@@ -177,10 +190,3 @@ def _is_text(value: object) -> bool:
 def _check_size(name: str, value: object, least: int, most: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
         raise ConfigError(f"{name} must be a whole number from {least} to {most}, got {value!r}")
-
-
-def _check_number(name: str, value: object, most: float, *, least: float = 0.0) -> None:
-    number = not isinstance(value, bool) and isinstance(value, int | float)
-    if not number or not 0 < value <= most or value < least:  # type: ignore[operator]
-        range_of = f"from {least:g} to {most:g}" if least else f"above 0 and at most {most:g}"
-        raise ConfigError(f"{name} must be a number {range_of}, got {value!r}")

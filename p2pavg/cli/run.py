@@ -70,6 +70,12 @@ def create(
             metavar="MEDIANS", help="Longest contribution, in medians of the norms of its group, 1 to 1e6."
         ),
     ] = None,
+    audit: Annotated[
+        str,
+        typer.Option(
+            metavar="WHEN", help="Audits of averages: after:PROBABILITY, before:PROBABILITY or off."
+        ),
+    ] = "after",
     bootstrap: Annotated[
         list[str],
         typer.Option(metavar="ADDR", help="Address of a peer that is usually online. Repeatable, 8 at most."),
@@ -90,6 +96,7 @@ def create(
         "max_weight": max_weight,
         "robust": robust,
         "max_norm": max_norm,
+        "audit": audit,
     }
     _print(make(name, output, bootstrap, settings))
 

@@ -10,10 +10,15 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from p2pavg.errors import ConfigError
+from p2pavg.group.audits import Audits, resolve_audits
 from p2pavg.group.limits import MAX_ROBUST_CHARS
+from p2pavg.group.numbers import check_number, read_number
 
 MAX_ITERATIONS = 16
 _MAX_NORM = "max_norm:"
+_AUDIT = "audit:"
+_OFF = "off"
+_DEFAULT_AUDITS = Audits()
 MAX_RADIUS = 1e6
 MOST_NORMS = 1e6
 MAX_FRACTION = 0.499  # a trimmed mean of all but nothing is the median, which has a name of its own
@@ -39,7 +44,7 @@ class TrimmedMean:
     fraction: float = 0.25
 
     def __post_init__(self) -> None:
-        _check_number("fraction of a trimmed mean", self.fraction, MAX_FRACTION)
+        check_number("fraction of a trimmed mean", self.fraction, MAX_FRACTION)
 
     @property
     def text(self) -> str:
@@ -89,7 +94,7 @@ class CenteredClip:
     iterations: int = 3
 
     def __post_init__(self) -> None:
-        _check_number("radius of centered clipping", self.radius, MAX_RADIUS)
+        check_number("radius of centered clipping", self.radius, MAX_RADIUS)
         whole = isinstance(self.iterations, int) and not isinstance(self.iterations, bool)
         if not whole or not 1 <= self.iterations <= MAX_ITERATIONS:
             raise ConfigError(
@@ -120,7 +125,7 @@ def resolve_rule(given: object) -> RobustRule | None:
         return given
     if isinstance(given, str) and len(given) <= MAX_ROBUST_CHARS:
         name, *parameters = given.split(":")
-        numbers = [_number(parameter) for parameter in parameters]
+        numbers = [read_number(parameter) for parameter in parameters]
         match name, numbers:
             case "trimmed_mean", []:
                 return TrimmedMean()
@@ -139,20 +144,6 @@ def resolve_rule(given: object) -> RobustRule | None:
     )
 
 
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise ConfigError(f"a rule's parameter must be a number, got {text!r}") from None
-
-
-def _check_number(name: str, value: object, most: float, *, least: float = 0.0) -> None:
-    number = not isinstance(value, bool) and isinstance(value, int | float)
-    if not number or not 0 < value <= most or value < least:  # type: ignore[operator]
-        range_of = f"from {least:g} to {most:g}" if least else f"above 0 and at most {most:g}"
-        raise ConfigError(f"{name} must be a number {range_of}, got {value!r}")
-
-
 @dataclass(frozen=True, slots=True)
 class Aggregation:
     """Everything that a group agrees on about how contributions are combined."""
@@ -161,20 +152,26 @@ class Aggregation:
     """``None``: the weighted mean."""
     max_norm: float | None = None
     """The longest contribution, in medians of the group's norms; ``None``: contributions may have any norm."""
+    audits: Audits | None = _DEFAULT_AUDITS
+    """The audits of the reducers' averages; ``None``: there are none, and members sign no inputs and no averages."""
 
     def __post_init__(self) -> None:
         if self.max_norm is not None:
-            _check_number("max_norm", self.max_norm, MOST_NORMS, least=1.0)
+            check_number("max_norm", self.max_norm, MOST_NORMS, least=1.0)
 
     @property
     def text(self) -> str:
-        """The text from which a run's keys are derived; empty for the plain weighted mean."""
+        """The text from which a run's keys are derived; empty for the weighted mean with the usual audits."""
         words = [] if self.robust is None else [self.robust.text]
-        return " ".join(words if self.max_norm is None else [*words, f"{_MAX_NORM}{float(self.max_norm)!r}"])
+        if self.max_norm is not None:
+            words.append(f"{_MAX_NORM}{float(self.max_norm)!r}")
+        if self.audits != _DEFAULT_AUDITS:
+            words.append(_AUDIT + (_OFF if self.audits is None else self.audits.text))
+        return " ".join(words)
 
 
 PLAIN = Aggregation()
-"""The weighted mean."""
+"""The weighted mean, with the usual audits."""
 
 
 def read_aggregation(text: str) -> Aggregation:
@@ -183,8 +180,16 @@ def read_aggregation(text: str) -> Aggregation:
     Raises:
         ConfigError: no :class:`Aggregation` has this text.
     """
-    rule, _, most = text.partition(_MAX_NORM)
-    found = Aggregation(resolve_rule(rule.rstrip(" ") or None), _number(most) if most else None)
+    rule, most = None, None
+    audits: Audits | None = _DEFAULT_AUDITS
+    for word in text.split(" ") if text else []:
+        if word.startswith(_MAX_NORM):
+            most = read_number(word.removeprefix(_MAX_NORM))
+        elif word.startswith(_AUDIT):
+            audits = resolve_audits(word.removeprefix(_AUDIT))
+        else:
+            rule = resolve_rule(word)
+    found = Aggregation(rule, most, audits)
     if found.text != text:
         raise ConfigError(f"an aggregation's text is {found.text!r}, got {text!r}")
     return found

@@ -23,3 +23,4 @@ MAX_METRICS = 16
 MAX_METRIC = 1e100  # magnitude; the mean of larger values may leave the range of a float
 MAX_RULE_CHARS = 512  # length of a participation rule's text
 MAX_ROBUST_CHARS = 64  # length of a robust rule's text
+MAX_AUDIT_CHARS = 64  # length of an audit's text

@@ -8,12 +8,15 @@ from __future__ import annotations
 import math
 import re
 import tomllib
+from collections.abc import Callable
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
 from p2pavg.errors import ConfigError
 from p2pavg.group.aggregation import MOST_NORMS, resolve_rule
+from p2pavg.group.audits import resolve_audits
 from p2pavg.group.limits import (
+    MAX_AUDIT_CHARS,
     MAX_CODEC_CHARS,
     MAX_GROUP_SIZE,
     MAX_ROBUST_CHARS,
@@ -47,6 +50,7 @@ class RunFile:
             :class:`~p2pavg.AveragingConfig`.
         compression: name of the codec.
         robust: text of the rule that combines contributions; ``None``: the weighted mean.
+        audit: text of the audits of averages, such as ``"after:0.125"``.
         bootstrap: addresses of peers that are usually online, 8 at most, each ending in ``/p2p/<peer id>``.
 
     Raises:
@@ -64,6 +68,7 @@ class RunFile:
     max_weight: float | None = None
     robust: str | None = None
     max_norm: float | None = None
+    audit: str = "after"
     bootstrap: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -79,7 +84,8 @@ class RunFile:
         if self.max_norm is not None:
             _check_number("max_norm", self.max_norm, MOST_NORMS, least=1.0)
         if self.robust is not None:
-            _check_robust(self.robust)
+            _check_rule("robust", self.robust, MAX_ROBUST_CHARS, resolve_rule)
+        _check_rule("audit", self.audit, MAX_AUDIT_CHARS, resolve_audits)
         _check_compression(self.compression)
         _check_bootstrap(self.bootstrap)
 
@@ -181,12 +187,12 @@ def _check_number(name: str, value: object, most: float, *, least: float = 0.0) 
         raise ConfigError(f"{name} must be a number {range_of}, got {_shown(value)}")
 
 
-def _check_robust(value: object) -> None:
-    _check_text("robust", value, MAX_ROBUST_CHARS)
+def _check_rule(name: str, value: object, most: int, resolve: Callable[[object], object]) -> None:
+    _check_text(name, value, most)
     try:
-        resolve_rule(value)
+        resolve(value)
     except ConfigError as error:
-        raise ConfigError(f"robust: {error}") from None
+        raise ConfigError(f"{name}: {error}") from None
 
 
 def _check_compression(value: object) -> None:

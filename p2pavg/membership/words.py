@@ -58,6 +58,7 @@ def of_run_file(run: RunFile, *, show_secret: bool = False) -> list[str]:
         f"  max weight   {weight}",
         f"  robust       {'no rule: the weighted mean' if rule is None else rule.text}",
         f"  max norm     {norm}",
+        f"  audits       {run.audit}",
         *(f"  bootstrap    {address}" for address in run.bootstrap or ("no address",)),
     ]
 

@@ -59,6 +59,7 @@ seconds = st.floats(min_value=0.0, max_value=1800.0, exclude_min=True) | st.inte
         max_weight=st.none() | st.floats(min_value=0.0, max_value=1e15, exclude_min=True),
         robust=st.none() | rules,
         max_norm=st.none() | st.floats(min_value=1.0, max_value=1e6) | st.integers(1, 10**6),
+        audit=st.sampled_from(["after", "before", "off", "after:0.25", "before:1.0"]),
         bootstrap=st.lists(addresses, max_size=MAX_BOOTSTRAP).map(tuple),
     )
 )
@@ -93,6 +94,7 @@ def test_the_text_of_a_run_file() -> None:
         "max_weight = 100",
         'robust = "median"',
         "max_norm = 2.5",
+        'audit = "after"',
         f'bootstrap = ["{ADDRESS}", "{ADDRESS}"]',
     ]
 

@@ -1,0 +1,209 @@
+"""The audits of one exchange: this member asks the reducers that it was drawn for, and answers its own auditors.
+
+:mod:`p2pavg.audit` decides who asks what, and what follows from an answer. This file carries it out.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+import trio
+
+from p2pavg.allreduce.attempt import Attempt
+from p2pavg.allreduce.context import RunContext
+from p2pavg.allreduce.messages import PROTOCOL, Lane, LaneHeader, encode_header
+from p2pavg.audit.keeping import KeptShare
+from p2pavg.audit.requests import REQUEST_BYTES, AuditRequest, read_request, ticket_bytes
+from p2pavg.audit.task import AuditTask, Lie, shares_of, tasks_of
+from p2pavg.consensus.statements import Statement, result_digest
+from p2pavg.consensus.votes import Commit
+from p2pavg.errors import ClosedError, RemoteProtocolError, StreamBrokenError, UnreachableError
+from p2pavg.group.audits import Audits
+from p2pavg.group.roster import Roster
+from p2pavg.net.framing import receive_exactly_into, receive_message, send_message
+from p2pavg.net.transport import Stream
+
+logger = logging.getLogger(__name__)
+
+KEEP_SECONDS = 30.0  # for which a reducer shows the inputs of a round that has ended
+OPEN_SECONDS = 10.0
+AUDIT_SECONDS = 30.0  # for the answer of one reducer; its inputs are gone after that
+REQUEST_SECONDS = 10.0
+
+_BROKEN = (RemoteProtocolError, StreamBrokenError, ClosedError, UnreachableError)
+
+Finding: TypeAlias = "Lie | str | None"
+"""A lie; or why a reducer's answer is missing or proves nothing; or ``None`` if its averages are right."""
+OnFinding: TypeAlias = "Callable[[str, Finding], None]"
+"""Is told the finding about a reducer, by its peer id."""
+
+
+class RoundAudits:
+    """One member's audits in one exchange.
+
+    Args:
+        roster: of the whole group.
+        on_finding: is told of each audit that this member has made.
+    """
+
+    def __init__(self, context: RunContext, roster: Roster, on_finding: OnFinding) -> None:
+        self._context = context
+        self._roster = roster
+        self._on_finding = on_finding
+        self._me = context.transport.peer_id
+        self._audits = context.aggregation.audits
+        self._kept: KeptShare | None = None
+        self._settled = trio.Event()  # set when it is decided what this member answers
+        self._scope = trio.CancelScope()
+        self._tasks: list[AuditTask] = []
+        if self._audits is not None:
+            context.lobby.audited[roster.group_id] = self._serve
+
+    @property
+    def before_the_end(self) -> bool:
+        """True if members audit before they say that they hold the result."""
+        return self._audits is not None and self._audits.before
+
+    # ------------------------------------------------------------------ before the end of a round
+
+    def begun(self, attempt: Attempt) -> None:
+        """Answer the auditors of an attempt that begins, in a group that audits before the end."""
+        if self._audits is not None and self._audits.before:
+            self._keep(attempt, self._audits, None)
+            self._settled.set()
+
+    async def before(self, attempt: Attempt, digests: Sequence[bytes]) -> bool:
+        """Audit the result of an attempt; return whether no audit found anything wrong or went unanswered."""
+        assert self._audits is not None
+        tasks = self._tasks_of(attempt, self._audits, digests)
+        return not any(await self._findings(tasks))
+
+    # ------------------------------------------------------------------ after the end
+
+    def ended(self, attempt: Attempt, committed: Commit | None, digests: Sequence[bytes]) -> None:
+        """Prepare the audits of a round that has ended: copy what they need of its last attempt.
+
+        Args:
+            committed: the commit that this member believes; ``None`` if the round failed.
+            digests: of the shares of the result; empty if this member holds none.
+        """
+        audits = self._audits
+        self._kept = None
+        self._settled.set()
+        if audits is None or audits.before or committed is None or committed.attempt != attempt.number:
+            return
+        if digests:
+            self._tasks = self._tasks_of(attempt, audits, digests)
+        if attempt.ledger.parts[self._me] and attempt.ledger.own_is_averaged:
+            kept = self._keep(attempt, audits, committed.digest or None)
+            ids = [member.peer_id for member in self._roster.members]
+            tickets = {ids[position]: signature for position, signature in committed.signatures}
+            tickets.pop(self._me, None)
+            drawn = kept.drawn(tickets)
+            # An auxiliary may have heard of no signature; then each member may have been drawn.
+            kept.keep_only(drawn if tickets else range(len(kept.share.parts)))
+            if tickets and not drawn:
+                self._kept = None
+
+    async def run(self) -> None:
+        """Audit, and answer auditors for as long as the inputs are kept. Call it after :meth:`ended`."""
+        try:
+            with self._scope, trio.move_on_after(KEEP_SECONDS):
+                tasks, self._tasks = self._tasks, []
+                await self._findings(tasks)
+                if self._kept is not None:
+                    await trio.sleep_forever()
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Audit nothing and answer no auditor any more."""
+        self._scope.cancel()
+        self._context.lobby.audited.pop(self._roster.group_id, None)
+        self._kept, self._tasks = None, []
+        self._settled.set()
+
+    # ------------------------------------------------------------------ asking
+
+    def _tasks_of(self, attempt: Attempt, audits: Audits, digests: Sequence[bytes]) -> list[AuditTask]:
+        values = attempt.values
+        assert values.proofs is not None
+        subject, digest = values.proofs.subject, result_digest(digests)
+        statement = Statement(subject.group_id, subject.attempt, frozenset(subject.members), digest)
+        request = AuditRequest(digest, self._context.signer.sign(ticket_bytes(audits, statement)))
+        shares = shares_of(self._roster, attempt.roster, values, self._context.codec)
+        return tasks_of(self._me, self._roster, shares, audits, values, request)
+
+    async def _findings(self, tasks: Sequence[AuditTask]) -> list[Finding]:
+        findings: list[Finding] = []
+        async with trio.open_nursery() as nursery:
+            for task in tasks:
+                nursery.start_soon(self._audit, task, findings)
+        return findings
+
+    async def _audit(self, task: AuditTask, findings: list[Finding]) -> None:
+        finding: Finding = f"it answered no audit within {AUDIT_SECONDS:g} s"
+        with trio.move_on_after(AUDIT_SECONDS):
+            try:
+                manifest, inputs = await self._ask(task)
+                finding = await self._context.run_in_thread(task.judge, manifest, inputs)
+            except _BROKEN as error:
+                finding = f"its answer to an audit proves nothing: {error}"
+        findings.append(finding)
+        self._on_finding(task.reducer.peer_id, finding)
+
+    async def _ask(self, task: AuditTask) -> tuple[bytes, list[list[memoryview]]]:
+        context, share = self._context, task.share
+        stream = await context.transport.open_stream(
+            task.reducer.peer_id,
+            PROTOCOL,
+            addresses=task.reducer.addresses,
+            timeout=OPEN_SECONDS,
+            wait_inbound=True,
+        )
+        try:
+            header = LaneHeader(share.subject.group_id, Lane.AUDIT, share.subject.attempt)
+            await send_message(stream, encode_header(header))
+            await send_message(stream, task.request.pack())
+            manifest = await self._receive(stream, share.manifest_bytes(len(task.indices)))
+            inputs = [
+                [await self._receive(stream, size) for size in share.input_bytes(share.parts[index])]
+                for index in task.indices
+            ]
+            return bytes(manifest), inputs
+        finally:
+            await stream.aclose()
+
+    async def _receive(self, stream: Stream, count: int) -> memoryview:
+        buffer = self._context.buffers.bytes(count)
+        await trio.sleep(self._context.download.delay(count))
+        await receive_exactly_into(stream, buffer)
+        return buffer
+
+    # ------------------------------------------------------------------ answering
+
+    def _keep(self, attempt: Attempt, audits: Audits, digest: bytes | None) -> KeptShare:
+        shares = shares_of(self._roster, attempt.roster, attempt.values, self._context.codec)
+        self._kept = kept = KeptShare(shares[self._me], audits, attempt.values, self._context.signer, digest)
+        return kept
+
+    async def _serve(self, stream: Stream, attempt: int) -> None:
+        """Answer one member. A member may ask a little before this one has heard how the round ended."""
+        with trio.move_on_after(REQUEST_SECONDS) as scope:
+            message = await receive_message(stream, max_bytes=REQUEST_BYTES)
+            await self._settled.wait()
+        if scope.cancelled_caught or message is None:
+            return
+        request, kept = read_request(message), self._kept
+        why = "the inputs are not kept" if kept is None else kept.admit(stream.remote, attempt, request)
+        if kept is None or why:
+            logger.info("an audit by %s is not answered: %s", stream.remote, why)
+            return
+        with trio.move_on_after(KEEP_SECONDS):
+            manifest, inputs = await self._context.run_in_thread(kept.answer, request)
+            for piece in (manifest, *(each for buffers in inputs for each in buffers)):
+                await trio.sleep(self._context.upload.delay(len(piece)))
+                await stream.send_all(piece)
+            await stream.aclose()

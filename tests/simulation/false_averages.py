@@ -1,0 +1,89 @@
+"""Helpers: peers that average round after round, of which one may send false averages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import trio
+
+import p2pavg
+from p2pavg.allreduce.combiner import Combiner
+from p2pavg.allreduce.values import Values
+from p2pavg.net.transport import Buffer
+from p2pavg.peer import Peer
+from p2pavg.testing import MemoryNetwork, simulated_peers
+from tests.simulation.liars import name
+from tests.simulation.swarm import LAN, config, values
+
+Falsify = Callable[[torch.Tensor], None]
+"""Changes a part's average, float32, in place."""
+
+
+def nudge(average: torch.Tensor) -> None:
+    """Change the first hundredth of a part, at least one value, by the size of a typical value."""
+    average[: max(len(average) // 100, 1)] += 0.5
+
+
+def lie(monkeypatch: pytest.MonkeyPatch, liar: int, falsify: Falsify = nudge) -> None:
+    """Let one peer change each average that it sends."""
+    init, combine = Values.__init__, Combiner.combine
+
+    def note(self: Values, **arguments: Any) -> None:
+        init(self, **arguments)
+        self._combiner.lies = self._ledger.me == name(liar)  # type: ignore[attr-defined]
+
+    def false(self: Combiner, given: Mapping[str, torch.Tensor | Buffer], out: torch.Tensor) -> memoryview:
+        encoded = combine(self, given, out)
+        if not self.lies:  # type: ignore[attr-defined]
+            return encoded
+        falsify(out)
+        if not self._codec.is_identity:
+            encoded = self._codec.encode(out)
+            self._codec.decode(encoded, len(out), out)
+        return encoded
+
+    monkeypatch.setattr(Values, "__init__", note)
+    monkeypatch.setattr(Combiner, "combine", false)
+
+
+class Rounds:
+    """The results of peers that average round after round.
+
+    Args:
+        elements: length of each vector.
+    """
+
+    def __init__(
+        self, size: int, rounds: int, elements: int = 2_000, pause: float = 1.0, **changes: object
+    ) -> None:
+        self.results: dict[int, list[p2pavg.RoundResult]] = {index: [] for index in range(size)}
+        self.averagers: dict[int, p2pavg.DecentralizedAverager] = {}
+        self._rounds = rounds
+        self._elements = elements
+        self._pause = pause
+        self._how = config(group_size=size, **{"match_timeout": 3.0, **changes})
+
+    async def run(self, network: MemoryNetwork | None = None) -> None:
+        """Let all peers take their rounds."""
+        async with simulated_peers(network or MemoryNetwork(latency=LAN), len(self.results)) as peers:
+            async with trio.open_nursery() as nursery:
+                for index, peer in enumerate(peers):
+                    nursery.start_soon(partial(self._average, peer, index))
+
+    async def _average(self, peer: Peer, index: int) -> None:
+        async with peer.averager(self._how) as averager:
+            self.averagers[index] = averager
+            for _ in range(self._rounds):
+                averager.clear()
+                averager.accumulate([values(index, self._elements)])
+                result = await averager.step(wait=None)
+                self.results[index].append(result)
+                await trio.sleep(self._pause)
+
+    def partners(self, index: int) -> list[tuple[str, ...]]:
+        """Return, for each of a peer's rounds, the ids of the peers that were in its result."""
+        return [result.peers if isinstance(result, p2pavg.Success) else () for result in self.results[index]]

@@ -36,6 +36,7 @@ from p2pavg.allreduce.context import RunContext
 from p2pavg.allreduce.lobby import Lanes
 from p2pavg.allreduce.messages import Lane, members_digest
 from p2pavg.allreduce.plan import AttemptPlan
+from p2pavg.allreduce.proofs import Proofs, Subject
 from p2pavg.allreduce.receiver import Receiver
 from p2pavg.allreduce.reduction import Ledger
 from p2pavg.allreduce.sender import Sender
@@ -105,6 +106,7 @@ class Attempt:
             buffers=context.buffers,
             on_ready=self.signals.averaged,
             aggregation=context.aggregation,
+            proofs=_proofs(context, number, group_id, self.ledger, position),
         )
         self.signals.values = self.values
         self.plan = AttemptPlan(
@@ -187,6 +189,17 @@ class Attempt:
     def let_go(self) -> None:
         """Release everything that has the size of a vector. Call it only when the attempt has ended."""
         self.values.let_go()
+
+
+def _proofs(
+    context: RunContext, number: int, group_id: bytes, ledger: Ledger, position: Callable[[str], int]
+) -> Proofs | None:
+    """Return the proofs of an attempt; ``None`` in a group without audits."""
+    if context.aggregation.audits is None:
+        return None
+    positions = {member.peer_id: position(member.peer_id) for member in ledger.roster.members}
+    subject = Subject(group_id, number, tuple(sorted(positions.values())), context.aggregation.text)
+    return Proofs(subject, ledger, context.signer, positions)
 
 
 class _OneAttempt:

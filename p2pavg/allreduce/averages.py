@@ -56,6 +56,10 @@ class Averages:
             return ()
         return tuple(blake3(b"".join(parts)).digest(DIGEST_BYTES) for parts in self._digests.values())
 
+    def part_digests(self, reducer: str) -> list[bytes]:
+        """Return the digest of each part of a reducer's share that is there; empty bytes for the other parts."""
+        return self._digests[reducer]
+
     def keep(self, reducer: str, index: int, encoded: Buffer, digest: bytes) -> None:
         """Keep the bytes of a part whose values are in place, and the digest of these bytes."""
         self._encoded[reducer][index], self._digests[reducer][index] = encoded, digest

@@ -113,13 +113,17 @@ class DirectUse:
         for step in steps:
             if step.kind is Lane.CONTRIBUTIONS:
                 room = room or values.room(step.part)
-                self._send_part(step.part, values.contribution(step.part, room))
+                self._send_part(step.part, values.contribution(self.lane.remote, step.part, room))
+                if step.last:
+                    self._send_trailer(values.trailer(step.kind, self.lane.remote))
                 self._hears.reached(Milestone.CONTRIBUTION_SENT)
             else:
                 self._phase = 1
                 if step.after is not None:
                     self._wait_ready(step.after)
                 self._send_part(step.part, values.encoded(me, step.part.index))
+                if step.last:
+                    self._send_trailer(values.trailer(step.kind, me))
                 self._hears.reached(Milestone.AVERAGE_SENT)
         self.finished = True
 
@@ -129,6 +133,7 @@ class DirectUse:
         self._begin(header)
         for part in parts:
             self._send_part(part, self._values.encoded(reducer, part.index))
+        self._send_trailer(self._values.trailer(Lane.AVERAGES, reducer))
         self.finished = True
 
     def _begin(self, header: LaneHeader) -> None:
@@ -142,6 +147,11 @@ class DirectUse:
             self._pause(len(piece))
             self._send_piece(piece)
         self.moved += FRAME_BYTES + len(payload)
+
+    def _send_trailer(self, trailer: bytes) -> None:
+        if trailer:
+            self.lane.send(trailer)
+            self.moved += len(trailer)
 
     def _send_piece(self, piece: memoryview) -> None:
         if self._turns is None:
@@ -169,8 +179,8 @@ class DirectUse:
             if step.kind is Lane.CONTRIBUTIONS:
                 self._receive_contribution(step)
             else:
-                payload = self._receive_payload(step.part, ends=step.ends)
-                self._values.receive_average(self.lane.remote, step.part, payload)
+                payload, trailer = self._receive_part(step)
+                self._values.receive_average(self.lane.remote, step.part, payload, trailer)
             self._hears.progressed()
 
     def receive_share(self, reducer: str, parts: Sequence[Part]) -> None:
@@ -178,8 +188,10 @@ class DirectUse:
         payloads: list[Buffer] = []
         for part in parts:
             check_index(self._receive_index(), part)
-            payloads.append(self._receive_payload(part, ends=part is parts[-1]))
-        self._values.receive_share(reducer, payloads)
+            payloads.append(self._receive_payload(part))
+        trailer = self._receive_trailer(Lane.AVERAGES)
+        self._finish()
+        self._values.receive_share(reducer, payloads, trailer)
         self._hears.progressed()
 
     def _receive_contribution(self, step: Step) -> None:
@@ -188,8 +200,8 @@ class DirectUse:
             self._hears.owes(remote, False)
             self._wait_ready(step.after)
             self._hears.owes(remote, True)
-        payload = self._receive_payload(step.part, ends=step.ends)
-        complete = values.contributed(remote, step.part.index, payload)
+        payload, trailer = self._receive_part(step)
+        complete = values.contributed(remote, step.part.index, payload, trailer)
         if step.last:
             self._hears.owes(remote, False)
         if complete:
@@ -203,14 +215,30 @@ class DirectUse:
         self.lane.receive_into(memoryview(index))
         return int.from_bytes(index, "big")
 
-    def _receive_payload(self, part: Part, *, ends: bool) -> Buffer:
+    def _receive_part(self, step: Step) -> tuple[Buffer, bytes]:
+        """Return a part, and the bytes that follow it if it is the last one of its kind."""
+        payload = self._receive_payload(step.part)
+        trailer = self._receive_trailer(step.kind) if step.last else b""
+        if step.ends:
+            self._finish()
+        return payload, trailer
+
+    def _receive_trailer(self, kind: Lane) -> bytes:
+        trailer = bytearray(self._values.trailer_bytes(kind))
+        if trailer:
+            self.lane.receive_into(memoryview(trailer))
+            self.moved += len(trailer)
+        return bytes(trailer)
+
+    def _finish(self) -> None:
+        self.finished = True
+        self.lane.acknowledge()
+
+    def _receive_payload(self, part: Part) -> Buffer:
         payload = self._values.buffer(part)
         for piece in self._pieces(payload, None):
             self._pause(len(piece))
             self.lane.receive_into(piece)
-        if ends:
-            self.finished = True
-            self.lane.acknowledge()
         self.moved += FRAME_BYTES + len(payload)
         return payload
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from types import TracebackType
 
 import trio
@@ -29,6 +29,8 @@ MAX_REMEMBERED = 256  # rounds that ended
 
 HowItEnded = Callable[[str], Vote]
 """Answer to a peer that asks how a round ended."""
+ServeAudit = Callable[[Stream, int], Awaitable[None]]
+"""Serves a member that audits an attempt."""
 
 
 class InboundLane:
@@ -155,6 +157,8 @@ class Lobby:
         self.groups: dict[bytes, ExpectedGroup] = {}
         self.on_members: Callable[[frozenset[str]], None] = lambda _: None
         """Is told the peer ids of each group that has committed."""
+        self.audited: dict[bytes, ServeAudit] = {}
+        """By group id: serves the members that audit this peer's share."""
         self._ended: OrderedDict[bytes, HowItEnded] = OrderedDict()
 
     def expect(
@@ -186,6 +190,10 @@ class Lobby:
         header = decode_header(message)
         if header.lane is Lane.ASK:
             await self._answer(stream, header.group_id)
+            return
+        if header.lane is Lane.AUDIT:
+            if header.group_id in self.audited:
+                await self.audited[header.group_id](stream, header.attempt)
             return
         group = self.groups.get(header.group_id)
         if group is None:

@@ -7,7 +7,10 @@ A stream begins with a header message that says what it is:
   is its index in its share (four bytes, big-endian), then the encoded values, whose number both sides know. A direct
   lane carries a member's contributions and then its averages; a stream carries one of the two;
 * ``CONTROL`` carries votes (:mod:`p2pavg.consensus.votes`) both ways, for as long as the round lasts;
-* ``ASK`` carries one vote back: how a round ended.
+* ``ASK`` carries one vote back: how a round ended;
+* ``AUDIT`` carries a request and the inputs of some parts back (:mod:`p2pavg.audit.layout`).
+
+In a group with audits, a signature follows the last contribution and the last average (:mod:`p2pavg.allreduce.proofs`).
 """
 
 from __future__ import annotations
@@ -41,6 +44,8 @@ class Lane(enum.IntEnum):
     ASK = 4
     PARTS = 5
     """Contributions, then averages: what a direct lane carries."""
+    AUDIT = 6
+    """A request to show the inputs of a share, and the answer: see :mod:`p2pavg.audit`."""
 
 
 @dataclass(frozen=True, slots=True)

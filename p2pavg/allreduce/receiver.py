@@ -184,13 +184,13 @@ class Receiver:
         for step in incoming(parts, []) if kind is Lane.CONTRIBUTIONS else incoming([], parts):
             check_index(await receive_index(stream), step.part)
             if values.has(stream.remote, kind, step.part.index):  # it came over a direct lane that broke
-                await self._receive_payload(stream, step.part)
+                await self._receive_part(stream, step)
             elif kind is Lane.CONTRIBUTIONS:
                 await self._receive_contribution(stream, step)
             else:
-                payload = await self._receive_payload(stream, step.part)
+                payload, trailer = await self._receive_part(stream, step)
                 await self._plan.context.run_in_thread(
-                    values.receive_average, stream.remote, step.part, payload
+                    values.receive_average, stream.remote, step.part, payload, trailer
                 )
             self._signals.check_complete()
 
@@ -200,14 +200,27 @@ class Receiver:
             self._signals.note_owes(peer_id, False)
             await self._signals.until_ready(step.after)
             self._signals.note_owes(peer_id, True)
-        payload = await self._receive_payload(stream, step.part)
-        complete = self._plan.values.contributed(peer_id, step.part.index, payload)
+        payload, trailer = await self._receive_part(stream, step)
+        complete = await self._plan.context.run_in_thread(
+            self._plan.values.contributed, peer_id, step.part.index, payload, trailer
+        )
         self._signals.note_owes(peer_id, not step.last)
         if complete:
             try:
                 await self._plan.context.run_in_thread(self._plan.values.average, step.part.index)
             except BadContributionError as error:
                 self._signals.broken(error.peer_id, error)
+
+    async def _receive_part(self, stream: Stream, step: Step) -> tuple[Buffer, bytes]:
+        """Return a part, and the bytes that follow it if it is the last one of its kind."""
+        payload = await self._receive_payload(stream, step.part)
+        return payload, await self._receive_trailer(stream, step.kind) if step.last else b""
+
+    async def _receive_trailer(self, stream: Stream, kind: Lane) -> bytes:
+        trailer = bytearray(self._plan.values.trailer_bytes(kind))
+        await receive_exactly_into(stream, memoryview(trailer))
+        self._received += len(trailer)
+        return bytes(trailer)
 
     async def _receive_payload(self, stream: Stream, part: Part) -> Buffer:
         payload = self._plan.values.buffer(part)
@@ -232,7 +245,8 @@ class Receiver:
         for part in self._plan.ledger.parts[reducer]:
             check_index(await receive_index(stream), part)
             payloads.append(await self._receive_payload(stream, part))
-        await self._plan.context.run_in_thread(self._plan.values.receive_share, reducer, payloads)
+        trailer = await self._receive_trailer(stream, Lane.AVERAGES)
+        await self._plan.context.run_in_thread(self._plan.values.receive_share, reducer, payloads, trailer)
         self._signals.check_complete()
 
 

@@ -34,6 +34,12 @@ class Verdict:
     """Seconds for which that peer kept the others waiting."""
 
 
+def parts_of_share(shares: Sequence[int], position: int, granularity: int) -> tuple[Part, ...]:
+    """Return the parts of the share of the member at ``position``."""
+    size = part_size(sum(shares), len(shares))
+    return cut_into_parts(*share_bounds(shares, position), granularity, size)
+
+
 class Ledger:
     """The parts that one member expects from every other member."""
 
@@ -43,9 +49,8 @@ class Ledger:
         position = roster.position(me)
         self.holding = not roster.members[position].auxiliary
         """True if this member wants the whole result."""
-        size = part_size(sum(roster.shares), len(roster.members))
         self.parts = {
-            member.peer_id: cut_into_parts(*share_bounds(roster.shares, index), granularity, size)
+            member.peer_id: parts_of_share(roster.shares, index, granularity)
             for index, member in enumerate(roster.members)
         }
         """The parts of each member's share."""
@@ -118,9 +123,14 @@ class Ledger:
         self._own_left -= 1
 
     @property
+    def own_is_averaged(self) -> bool:
+        """True when all parts of our own share have been averaged."""
+        return self._own_left == 0
+
+    @property
     def complete(self) -> bool:
         """True when everything that this member needs is there."""
-        return self._own_left == 0 and not any(map(self.owed_by, self._peers()))
+        return self.own_is_averaged and not any(map(self.owed_by, self._peers()))
 
     def slowest(self) -> str | None:
         """Return the slowest peer that still owes over half of its parts. Contributions count first."""
@@ -202,14 +212,7 @@ def average_part(
         BadContributionError: an encoded contribution is malformed, or longer than its member signed.
     """
     accumulator = floats(out.numel())
-    if robust is not None:
-        rows = [
-            _scaled(contribution, _decoded(codec, contribution, check, floats(out.numel())), floats)
-            for contribution in contributions
-        ]
-        combine(robust, rows, [contribution.weight for contribution in contributions], accumulator)
-    else:
-        _sum_up(codec, contributions, total_weight, accumulator, check, floats)
+    reduce_part(codec, contributions, total_weight, accumulator, robust=robust, check=check, floats=floats)
     # Contributions at the limit may exceed it by a rounding error together.
     if codec.is_identity:
         return bytes_of(torch.clamp(accumulator, -MAX_MAGNITUDE, MAX_MAGNITUDE, out=out))
@@ -219,6 +222,30 @@ def average_part(
         encoded = codec.encode(accumulator.clamp_(-MAX_MAGNITUDE, MAX_MAGNITUDE), payload)
     codec.decode(encoded, out.numel(), out=out)
     return encoded
+
+
+def reduce_part(
+    codec: Codec,
+    contributions: Sequence[Contribution],
+    total_weight: float,
+    accumulator: torch.Tensor,
+    *,
+    robust: RobustRule | None = None,
+    check: NormCheck | None = None,
+    floats: Callable[[int], torch.Tensor] = torch.empty,
+) -> None:
+    """Combine one part's contributions into ``accumulator``, float32 of the part's length: the result, not encoded.
+
+    The other arguments, and the errors, are those of :func:`average_part`.
+    """
+    if robust is None:
+        _sum_up(codec, contributions, total_weight, accumulator, check, floats)
+        return
+    rows = [
+        scaled(contribution, decoded(codec, contribution, floats(accumulator.numel()), check), floats)
+        for contribution in contributions
+    ]
+    combine(robust, rows, [contribution.weight for contribution in contributions], accumulator)
 
 
 def _sum_up(
@@ -235,7 +262,7 @@ def _sum_up(
     for contribution in contributions:
         share = contribution.weight / total_weight * contribution.factor
         if isinstance(contribution.values, torch.Tensor) or room is not None:
-            accumulator.add_(_decoded(codec, contribution, check, room), alpha=share)
+            accumulator.add_(decoded(codec, contribution, room, check), alpha=share)
             continue
         try:
             codec.accumulate(contribution.values, accumulator, share)
@@ -243,10 +270,17 @@ def _sum_up(
             raise UndecodableError(contribution.peer_id, str(error)) from None
 
 
-def _decoded(
-    codec: Codec, contribution: Contribution, check: NormCheck | None, room: torch.Tensor | None
+def decoded(
+    codec: Codec, contribution: Contribution, room: torch.Tensor | None, check: NormCheck | None = None
 ) -> torch.Tensor:
-    """Return a contribution's values, float32 on the CPU: this member's own, or what others sent, checked."""
+    """Return a contribution's values, float32 on the CPU: this member's own, or what others sent, checked.
+
+    Args:
+        room: where the values of other members go.
+
+    Raises:
+        BadContributionError: an encoded contribution is malformed, or longer than its member signed.
+    """
     if isinstance(contribution.values, torch.Tensor):
         return contribution.values.cpu()
     assert room is not None
@@ -259,7 +293,7 @@ def _decoded(
     return values
 
 
-def _scaled(
+def scaled(
     contribution: Contribution, values: torch.Tensor, floats: Callable[[int], torch.Tensor]
 ) -> torch.Tensor:
     """Return the values times the contribution's factor. This member's own vector is not changed."""

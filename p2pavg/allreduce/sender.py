@@ -102,6 +102,7 @@ class Sender:
         async def send(stream: Stream) -> None:
             for part in parts:
                 await self._send_part(stream, part, self._plan.values.encoded(reducer, part.index))
+            await self._send_trailer(stream, Lane.AVERAGES, reducer)
 
         header = self._plan.header(Lane.PASSED_ON, self._plan.position(reducer))
         if not await self._over_direct_lane(
@@ -164,9 +165,10 @@ class Sender:
         """Send this member's values of a reducer's share."""
         plan = self._plan
         for step in outgoing(plan.ledger.parts[stream.remote], []):
-            payload = await plan.context.run_in_thread(plan.values.contribution, step.part)
+            payload = await plan.context.run_in_thread(plan.values.contribution, stream.remote, step.part)
             await self._send_part(stream, step.part, payload)
             self._signals.listener.reached(Milestone.CONTRIBUTION_SENT)
+        await self._send_trailer(stream, Lane.CONTRIBUTIONS, stream.remote)
 
     async def send_averages(self, stream: Stream) -> None:
         """Send the averages of this member's share, each as soon as it is ready."""
@@ -176,6 +178,13 @@ class Sender:
                 await self._signals.until_ready(step.after)
             await self._send_part(stream, step.part, plan.values.encoded(plan.me, step.part.index))
             self._signals.listener.reached(Milestone.AVERAGE_SENT)
+        await self._send_trailer(stream, Lane.AVERAGES, plan.me)
+
+    async def _send_trailer(self, stream: Stream, kind: Lane, reducer: str) -> None:
+        trailer = self._plan.values.trailer(kind, reducer)
+        if trailer:
+            await stream.send_all(trailer)
+            self._sent += len(trailer)
 
     async def _send_part(self, stream: Stream, part: Part, payload: Buffer) -> None:
         await trio.sleep(self._plan.context.upload.delay(len(payload)))

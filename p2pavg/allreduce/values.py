@@ -15,6 +15,7 @@ from blake3 import blake3
 from p2pavg.allreduce.averages import Averages
 from p2pavg.allreduce.combiner import Combiner
 from p2pavg.allreduce.messages import Lane
+from p2pavg.allreduce.proofs import Proofs, trailer_bytes
 from p2pavg.allreduce.reduction import Ledger, bytes_of
 from p2pavg.errors import RemoteProtocolError
 from p2pavg.group.aggregation import PLAIN, Aggregation
@@ -38,6 +39,7 @@ class Values:
             Only contributors have one.
         aggregation: how the group combines contributions.
         on_ready: is told of each part of this member's share that has been averaged, in the thread that did it.
+        proofs: signs what this member sends, and checks what the others signed; ``None`` in a group without audits.
     """
 
     def __init__(
@@ -49,7 +51,9 @@ class Values:
         buffers: Buffers,
         on_ready: Callable[[int], None],
         aggregation: Aggregation = PLAIN,
+        proofs: Proofs | None = None,
     ) -> None:
+        self.proofs = proofs
         self._ledger = ledger
         self._combiner = Combiner(ledger.roster, aggregation, codec, buffers)
         self._codec = codec
@@ -59,6 +63,7 @@ class Values:
         self._own_parts = ledger.parts[ledger.me]
         self._averages = Averages(ledger, codec, buffers)
         self._pending: list[dict[str, Buffer]] = [{} for _ in self._own_parts]
+        self._kept: list[dict[str, Buffer]] = [{} for _ in self._own_parts]
         self._ready = [False] * len(self._own_parts)
         self._passed: set[str] = set()  # reducers whose whole share has come from another one
         # A share is decoded from one source at a time: its reducer's lane, or what another one passes on of it.
@@ -71,6 +76,7 @@ class Values:
         self._vector = None
         self._averages.let_go()
         self._pending.clear()
+        self._kept.clear()
 
     @property
     def averaged(self) -> torch.Tensor:
@@ -93,17 +99,36 @@ class Values:
         """Return memory that :meth:`contribution` may use for this part and the next; ``None`` if it needs none."""
         return None if self._codec.is_identity else self.buffer(part)
 
-    def contribution(self, part: Part, out: memoryview | None = None) -> Buffer:
-        """Encode this member's values of a part, into ``out`` if it has the right length.
+    def contribution(self, reducer: str, part: Part, out: memoryview | None = None) -> Buffer:
+        """Encode this member's values of a part of a reducer's share, into ``out`` if it has the right length.
 
         With a codec that changes nothing, return the vector's own bytes.
         """
         assert self._vector is not None
         values = self._vector[part.start : part.stop]
+        payload: Buffer
         if self._codec.is_identity and not values.is_cuda:
-            return bytes_of(values)
-        fits = out is not None and out.nbytes == self._codec.encoded_nbytes(part.elements)
-        return self._codec.encode(values, out if fits else None)
+            payload = bytes_of(values)
+        else:
+            fits = out is not None and out.nbytes == self._codec.encoded_nbytes(part.elements)
+            payload = self._codec.encode(values, out if fits else None)
+        if self.proofs is not None:
+            self.proofs.sends(reducer, part.index, payload)
+        return payload
+
+    def trailer(self, kind: Lane, reducer: str) -> bytes:
+        """Return the bytes that follow the last part of a kind, about a reducer's share. All parts must be there."""
+        if self.proofs is None:
+            return b""
+        if kind is Lane.CONTRIBUTIONS:
+            return self.proofs.sign_input(reducer)
+        if reducer == self._ledger.me:
+            return self.proofs.sign_output(self._averages.part_digests(reducer)).trailer
+        return self.proofs.share(reducer).trailer
+
+    def trailer_bytes(self, kind: Lane) -> int:
+        """Return the length of :meth:`trailer`."""
+        return trailer_bytes(self.proofs, kind)
 
     def encoded(self, reducer: str, index: int) -> Buffer:
         """Return an averaged part as all members have it. It must be there."""
@@ -129,8 +154,19 @@ class Values:
         """Return memory for a part that is to be received."""
         return self._buffers.bytes(self._codec.encoded_nbytes(part.elements))
 
-    def contributed(self, peer_id: str, index: int, payload: Buffer) -> bool:
-        """Take a member's part. Return whether it was the last one, so that :meth:`average` must be called."""
+    def contributed(self, peer_id: str, index: int, payload: Buffer, trailer: bytes = b"") -> bool:
+        """Take a member's part. Return whether it was the last one, so that :meth:`average` must be called.
+
+        Args:
+            trailer: bytes that followed it, if it was the member's last part.
+
+        Raises:
+            RemoteProtocolError: the member has not signed its parts.
+        """
+        if self.proofs is not None:
+            self.proofs.receives(peer_id, index, payload)
+            if trailer:
+                self.proofs.check_input(peer_id, trailer)
         with self.changed:
             self._pending[index][peer_id] = payload
             return self._ledger.received(peer_id, Lane.CONTRIBUTIONS)
@@ -150,6 +186,8 @@ class Values:
         digest = blake3(encoded).digest()
         with self.changed:
             self._averages.keep(self._ledger.me, index, encoded, digest)
+            if self.proofs is not None:
+                self._kept[index] = dict(pending)
             pending.clear()
             self._ledger.averaged_own()
             self._ready[index] = True
@@ -162,24 +200,43 @@ class Values:
         assert self._vector is not None
         return self._vector[part.start : part.stop]
 
-    def receive_average(self, reducer: str, part: Part, payload: Buffer) -> None:
+    def inputs(self, index: int) -> dict[str, Buffer]:
+        """Return the contributions of which a part of this member's share was averaged, by peer id, as they came.
+
+        This member's own is not among them. They are kept in a group with audits only.
+        """
+        return self._kept[index]
+
+    def own_values(self, part: Part) -> torch.Tensor | None:
+        """Return this member's own contribution to a part of its share; ``None`` if it contributes nothing."""
+        return None if self._vector is None else self._vector[part.start : part.stop]
+
+    def receive_average(self, reducer: str, part: Part, payload: Buffer, trailer: bytes = b"") -> None:
         """Take a part of a reducer's share.
 
+        Args:
+            trailer: bytes that followed it, if it was the share's last part.
+
         Raises:
-            RemoteProtocolError: it does not decode.
+            RemoteProtocolError: it does not decode, or the reducer has not signed its averages.
         """
         with self._decoding[reducer]:
             if reducer in self._passed:
                 return  # the whole share came from another one first
             self._averages.install(reducer, part, payload)
+            self._check_output(reducer, trailer)
             with self.changed:
                 self._ledger.received(reducer, Lane.AVERAGES)
 
-    def receive_share(self, reducer: str, payloads: list[Buffer]) -> None:
-        """Take all parts of a reducer's share from another member.
+    def _check_output(self, reducer: str, trailer: bytes) -> None:
+        if self.proofs is not None and trailer:
+            self.proofs.check_output(reducer, self._averages.part_digests(reducer), trailer)
+
+    def receive_share(self, reducer: str, payloads: list[Buffer], trailer: bytes = b"") -> None:
+        """Take all parts of a reducer's share from another member, and the bytes that followed the last one.
 
         Raises:
-            RemoteProtocolError: one of them does not decode.
+            RemoteProtocolError: one of them does not decode, or the reducer has not signed them.
         """
         with self._decoding[reducer]:
             with self.changed:
@@ -188,5 +245,6 @@ class Values:
             self._passed.add(reducer)
             for part, payload in zip(self._ledger.parts[reducer], payloads, strict=True):
                 self._averages.install(reducer, part, payload)
+            self._check_output(reducer, trailer)
             with self.changed:
                 self._ledger.received_share(reducer)

@@ -20,6 +20,7 @@ from p2pavg.allreduce.attempt import Attempt
 from p2pavg.allreduce.context import RunContext
 from p2pavg.allreduce.lobby import ExpectedGroup
 from p2pavg.allreduce.reduction import Verdict
+from p2pavg.audit.task import Lie
 from p2pavg.consensus.certificate import encode_certificate
 from p2pavg.consensus.events import Completed, GivenUp
 from p2pavg.consensus.member import Phase, new_member
@@ -29,6 +30,7 @@ from p2pavg.group.bandwidth import BandwidthMeter
 from p2pavg.group.milestones import Milestone
 from p2pavg.group.roster import Roster
 from p2pavg.group.shares import part_size
+from p2pavg.round.audits import Finding, OnFinding, RoundAudits
 from p2pavg.round.control import Control
 from p2pavg.round.signing import Signing
 from p2pavg.round.voting import Voting
@@ -42,6 +44,10 @@ logger = logging.getLogger(__name__)
 SAMPLE_SECONDS = 0.25  # between two looks at the bytes that have been moved
 # Left for another attempt, however short the first was: finding out takes round trips.
 LAST_ATTEMPT_SECONDS = 5.0
+
+
+def _ignore(reducer: str, finding: Finding) -> None:
+    """Do nothing about the finding of an audit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,13 +75,20 @@ class Outcome:
 class _Traffic:
     """Bytes that have left this member, and that have come, in all attempts of an exchange."""
 
+    async def measure(self, current: Callable[[], Attempt | None]) -> None:
+        """Measure the link, and note which members have shown a sign of life, until cancelled."""
+        self._meter.begin(trio.current_time())
+        while True:
+            await trio.sleep(SAMPLE_SECONDS)
+            attempt = current()
+            if attempt is not None:
+                attempt.note_arrivals()
+            self.sample(attempt)
+
     def __init__(self, meter: BandwidthMeter) -> None:
         self.sent = 0
         self.received = 0
         self._meter = meter
-
-    def begin(self) -> None:
-        self._meter.begin(trio.current_time())
 
     def sample(self, attempt: Attempt | None) -> None:
         """Tell the meter how much has been moved, the attempt that runs included."""
@@ -104,6 +117,7 @@ class Exchange:
         minimum: members that must hold a result, this one included.
         max_share: elements that this member reduces at most.
         found_out: is told, after an outcome that left it open, whether this member's contribution was used.
+        on_finding: is told of each audit that this member has made of another one's averages.
         timeout: seconds until the group gives up.
     """
 
@@ -118,6 +132,7 @@ class Exchange:
         timeout: float,
         max_share: float = math.inf,
         found_out: Callable[[bool], None] | None = None,
+        on_finding: OnFinding = _ignore,
     ) -> None:
         self.reached = context.on_milestone
         self._found_out = found_out
@@ -150,6 +165,8 @@ class Exchange:
         self._attempt: Attempt | None = None
         self._held_at = 0.0
         self._traffic = _Traffic(context.meter)
+        self._on_finding = on_finding
+        self._audits = RoundAudits(context, roster, self._found)
 
     async def run(self, *, task_status: TaskStatus[Outcome] = trio.TASK_STATUS_IGNORED) -> None:
         """Start with ``nursery.start``: it returns the outcome, then sees to it that the others hear of it.
@@ -167,15 +184,18 @@ class Exchange:
                         self._voting.nursery = None
                     inner.cancel_scope.cancel()
                 outcome = self._outcome()
+                self._begin_audits()
                 task_status.started(outcome)
                 self._let_go()
                 self._remember()
                 self._group.end()
+                nursery.start_soon(self._audits.run)
                 if outcome.used is None:
                     nursery.start_soon(self._find_out)
         finally:
             self._remember()
             self._group.close()
+            self._audits.close()
             if self._found_out is not None:
                 self._found_out(self._voting.is_taken_as_used())
 
@@ -194,7 +214,7 @@ class Exchange:
         with trio.move_on_at(began + self._timeout):
             assert self._voting.nursery is not None
             self._voting.nursery.start_soon(self._leave_the_slowest_behind, began)
-            self._voting.nursery.start_soon(self._measure)
+            self._voting.nursery.start_soon(self._traffic.measure, lambda: self._attempt)
             await self._voting.ended.wait()
         self._traffic.sample(self._attempt)
         self._traffic.end()
@@ -202,15 +222,6 @@ class Exchange:
             self._voting.happen(GivenUp(self._overdue()))
         await self._voting.settle()
         self._voting.control.end()
-
-    async def _measure(self) -> None:
-        """Measure the link, and note which members have shown a sign of life."""
-        self._traffic.begin()
-        while True:
-            await trio.sleep(SAMPLE_SECONDS)
-            if self._attempt is not None:
-                self._attempt.note_arrivals()
-            self._traffic.sample(self._attempt)
 
     async def _leave_the_slowest_behind(self, began: float) -> None:
         """Drop members that would keep all others from ending in time, while there is time for another attempt.
@@ -240,6 +251,7 @@ class Exchange:
     def end(self) -> None:
         """Stop telling other members how the round ended. Call it only after the outcome."""
         self._voting.control.scope.cancel()
+        self._audits.close()
 
     def _let_go(self) -> None:
         """Release everything that has the size of a vector."""
@@ -254,10 +266,36 @@ class Exchange:
 
     def completed(self, attempt: Attempt, digests: tuple[bytes, ...]) -> None:
         """Note that the whole result of an attempt is here."""
+        if self._audits.before_the_end and digests and self._voting.nursery is not None:
+            self._voting.nursery.start_soon(self._audit_and_hold, attempt, digests)
+        else:
+            self._hold(attempt, digests)
+
+    async def _audit_and_hold(self, attempt: Attempt, digests: tuple[bytes, ...]) -> None:
+        if await self._audits.before(attempt, digests) and attempt is self._attempt:
+            self._hold(attempt, digests)
+
+    def _hold(self, attempt: Attempt, digests: tuple[bytes, ...]) -> None:
         self._held_at = trio.current_time()
         members = frozenset(self._positions[member.peer_id] for member in attempt.roster.members)
         signature = self._voting.signing.sign(attempt.number, members, digests)
         self._voting.happen(Completed(attempt.number, digests, signature))
+
+    def _found(self, reducer: str, finding: Finding) -> None:
+        """Note what an audit has found. A reducer whose averages are not verified before the end is left out."""
+        self._on_finding(reducer, finding)
+        if finding is not None and self._audits.before_the_end:
+            hostile = isinstance(finding, Lie)
+            reason = finding.reason if isinstance(finding, Lie) else finding
+            self._voting.lost(self._positions[reducer], reason, hostile=hostile, silent=not hostile)
+
+    def _begin_audits(self) -> None:
+        """Prepare the audits of the result, before anything of it is let go."""
+        assert self._attempt is not None
+        member = self._voting.member
+        committed = member.committed if member.phase is Phase.COMMITTED else None
+        digests = () if committed is None else self._attempt.values.digests()
+        self._audits.ended(self._attempt, committed, digests)
 
     def troubled(self, attempt: Attempt, peer_id: str, reason: str, *, hostile: bool) -> None:
         """Note that a lane broke. It is no loss if its other end has gone on to a newer attempt."""
@@ -322,6 +360,7 @@ class Exchange:
             reports=self,
             position=self._positions.__getitem__,
         )
+        self._audits.begun(self._attempt)
         assert self._voting.nursery is not None
         self._voting.nursery.start_soon(self._run_attempt, self._attempt)
 

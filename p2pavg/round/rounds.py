@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
@@ -11,9 +12,13 @@ import trio
 
 from p2pavg.allreduce.context import RunContext
 from p2pavg.allreduce.reduction import Verdict
+from p2pavg.audit.task import Lie
 from p2pavg.group.roster import Roster
 from p2pavg.matchmaking.matchmaker import Matchmaker
+from p2pavg.round.audits import Finding
 from p2pavg.round.exchange import Exchange, Outcome
+
+logger = logging.getLogger(__name__)
 
 MAX_TELLING = 8  # ended rounds whose members are still being told the outcome
 MAX_STALLED = 1024  # peers whose stalls are remembered; the peer whose last stall is oldest is forgotten
@@ -66,6 +71,7 @@ class Rounds:
         self._tails = tails
         self._telling: deque[Exchange] = deque()
         self._stalls: dict[str, int] = {}  # of each peer, since it was in a round that it did not stall
+        self._unanswered: dict[str, int] = {}  # audits in a row that each peer has not answered
 
     async def hold(self, exchange: Exchange) -> Outcome:
         """Run an exchange, and learn from its outcome. It goes on telling the others after this has returned."""
@@ -78,6 +84,25 @@ class Rounds:
         if outcome.verdict is None:
             self._prefer(outcome.roster, outcome.lost)
         return outcome
+
+    def audited(self, peer_id: str, finding: Finding) -> None:
+        """Learn from an audit. A peer that lied is not met again; nor, for a while, one that answers no audits.
+
+        An audit may go unanswered because that peer has just left, so the first one does not count.
+        """
+        if finding is None:
+            self._unanswered.pop(peer_id, None)
+        elif isinstance(finding, Lie):
+            logger.warning("%s sent a false average: %s", peer_id, finding.reason)
+            self.matchmaker.ban(peer_id, finding.reason, BAN_SECONDS)
+        else:
+            logger.info("%s: %s", peer_id, finding)
+            strikes = self._unanswered.pop(peer_id, 0) + 1
+            self._unanswered[peer_id] = strikes
+            if len(self._unanswered) > MAX_STALLED:
+                del self._unanswered[next(iter(self._unanswered))]
+            if strikes > 1:
+                self.matchmaker.ban(peer_id, f"{strikes} audits without an answer: {finding}", BAN_SECONDS)
 
     def _prefer(self, roster: Roster, lost: Iterable[Verdict]) -> None:
         """Forget the stalls of members that finished a round, and ask these members first from now on."""

@@ -221,10 +221,10 @@ def test_a_contribution_is_the_members_values_encoded(codec: Codec) -> None:
     held = Held(codec)
     part = held.parts(1)[2]
     plain = bytes(codec.encode(vector(0)[part.start : part.stop]))
-    assert bytes(held.contribution(part)) == plain
+    assert bytes(held.contribution(IDS[1], part)) == plain
     room = held.buffer(part)
     room[:] = bytes(len(room))
-    sent = held.contribution(part, room)
+    sent = held.contribution(IDS[1], part, room)
     assert bytes(sent) == plain
     if codec.is_identity:
         where = torch.frombuffer(sent, dtype=torch.float32).data_ptr()
@@ -232,7 +232,7 @@ def test_a_contribution_is_the_members_values_encoded(codec: Codec) -> None:
         assert where == held._vector[part.start :].data_ptr(), "nothing is copied where the bytes are there"
     else:
         assert bytes(room) == plain, "where there is room, it goes there"
-    assert bytes(held.contribution(part, room[:-1])) == plain, "as where the last part is shorter"
+    assert bytes(held.contribution(IDS[1], part, room[:-1])) == plain, "as where the last part is shorter"
 
 
 def test_an_auxiliary_holds_its_own_share_only() -> None:

@@ -19,6 +19,8 @@ from p2pavg.testing import MemoryNetwork, simulated_peers
 from tests.simulation.liars import name
 from tests.simulation.swarm import LAN, config, values
 
+PAUSE = 1.0
+
 Falsify = Callable[[torch.Tensor], None]
 """Changes a part's average, float32, in place."""
 
@@ -55,24 +57,31 @@ class Rounds:
 
     Args:
         elements: length of each vector.
+        until: ends the rounds before all are done.
     """
 
     def __init__(
-        self, size: int, rounds: int, elements: int = 2_000, pause: float = 1.0, **changes: object
+        self,
+        size: int,
+        rounds: int,
+        *,
+        elements: int = 700,
+        until: Callable[[Rounds], bool] = lambda _rounds: False,
+        **changes: object,
     ) -> None:
         self.results: dict[int, list[p2pavg.RoundResult]] = {index: [] for index in range(size)}
         self.averagers: dict[int, p2pavg.DecentralizedAverager] = {}
         self._rounds = rounds
         self._elements = elements
-        self._pause = pause
+        self._until = until
         self._how = config(group_size=size, **{"match_timeout": 3.0, **changes})
 
     async def run(self, network: MemoryNetwork | None = None) -> None:
         """Let all peers take their rounds."""
-        async with simulated_peers(network or MemoryNetwork(latency=LAN), len(self.results)) as peers:
-            async with trio.open_nursery() as nursery:
-                for index, peer in enumerate(peers):
-                    nursery.start_soon(partial(self._average, peer, index))
+        network = network or MemoryNetwork(latency=LAN)
+        async with simulated_peers(network, len(self.results)) as peers, trio.open_nursery() as nursery:
+            for index, peer in enumerate(peers):
+                nursery.start_soon(partial(self._average, peer, index))
 
     async def _average(self, peer: Peer, index: int) -> None:
         async with peer.averager(self._how) as averager:
@@ -82,7 +91,9 @@ class Rounds:
                 averager.accumulate([values(index, self._elements)])
                 result = await averager.step(wait=None)
                 self.results[index].append(result)
-                await trio.sleep(self._pause)
+                await trio.sleep(PAUSE)  # an audit after the round ends meanwhile
+                if self._until(self):
+                    break
 
     def partners(self, index: int) -> list[tuple[str, ...]]:
         """Return, for each of a peer's rounds, the ids of the peers that were in its result."""

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -34,7 +35,7 @@ def large_batch(
     model: torch.nn.Module,
     averager: Averager,
     on_update: Callable[[StepReport], None] | None = None,
-    **options: float,
+    **options: Any,
 ) -> AveragedOptimizer:
     rate = options.pop("lr", 0.1)
     return AveragedOptimizer(
@@ -87,7 +88,8 @@ def test_peers_with_different_recipes_never_average_and_get_the_reason(
 
     def work(peer: int, averager: Averager) -> tuple[str, ...]:
         model, batches = small_model(), Batches(peer, BATCH)
-        optimizer = large_batch(model, averager, **{name: (mine, others)[peer]})
+        changes: dict[str, Any] = {name: (mine, others)[peer]}
+        optimizer = large_batch(model, averager, **changes)
         reports = train_until(model, batches, optimizer, lambda report: bool(report.differs))
         assert not any(report.updated for report in reports)
         heard.wait()  # a peer that leaves withdraws its entries

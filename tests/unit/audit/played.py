@@ -72,7 +72,7 @@ class Played:
         self.subject = Subject(self.group.group_id, attempt, tuple(range(size)), aggregation.text)
         self.values = [self._values(index) for index in range(size)]
         if liar is not None:
-            _let_lie(self.values[liar], codec, falsify or (lambda average: average[:1].add_(0.5)))
+            _let_lie(self.values[liar], codec, falsify or _nudge)
         for reducer in range(size):
             self._reduce(reducer)
         for reducer in range(size):
@@ -138,6 +138,10 @@ class Played:
         return KeptShare(self.share(reducer), audits, self.values[reducer], SIGNERS[reducer], digest)
 
 
+def _nudge(average: torch.Tensor) -> None:
+    average[0] += 0.5
+
+
 def _let_lie(values: Values, codec: Codec, falsify: Falsify) -> None:
     combine = values._combiner.combine
 
@@ -149,4 +153,4 @@ def _let_lie(values: Values, codec: Codec, falsify: Falsify) -> None:
             codec.decode(encoded, len(out), out)
         return encoded
 
-    values._combiner.combine = false  # type: ignore[method-assign]
+    values._combiner.combine = false  # type: ignore[method-assign, assignment]

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from p2pavg.audit import evidence as module
 from p2pavg.audit.evidence import MAGIC, MAX_EVIDENCE_BYTES, read_false_average
+from p2pavg.audit.layout import read_manifest
 from p2pavg.encoding import pack
 from p2pavg.errors import RemoteProtocolError
 from p2pavg.group.aggregation import Aggregation
@@ -29,7 +30,7 @@ def evidence_of(liar: int | None) -> bytes:
         roster=played.group,
         share=task.share,
         signed=task.signed,
-        manifest=module.read_manifest(task.share, task.indices, manifest),
+        manifest=read_manifest(task.share, task.indices, manifest),
         index=index,
         inputs=inputs[0],
         average=task.averages[index],

@@ -59,7 +59,7 @@ class FalseAverage:
         return what_is_wrong(
             self.share.codec,
             self.share.roster,
-            read_aggregation(self.share.subject.aggregation),
+            self.share.aggregation,
             self.share.values(self.inputs),
             self.share.parts[self.index].elements,
             self.average,
@@ -134,7 +134,7 @@ def _read_share(roster: Roster, about: bytes, total_bytes: int) -> tuple[Share, 
         raise RemoteProtocolError("evidence about members that the roster has not")
     try:
         codec = resolve_codec(roster.members[0].codec)
-        read_aggregation(aggregation)
+        rule = read_aggregation(aggregation)
     except (ConfigError, ValueError) as error:
         raise RemoteProtocolError(f"evidence about an unknown codec or rule: {error}") from None
     chosen = [roster.members[member] for member in members]
@@ -150,6 +150,7 @@ def _read_share(roster: Roster, about: bytes, total_bytes: int) -> tuple[Share, 
         roster=roster.only(chosen, shares),
         reducer=roster.members[reducer].peer_id,
         codec=codec,
+        aggregation=rule,
         positions={roster.members[member].peer_id: member for member in members},
     )
     return share, index

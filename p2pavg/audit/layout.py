@@ -20,6 +20,7 @@ from p2pavg.allreduce.proofs import PART_DIGEST_BYTES, Subject, inputs_digest, i
 from p2pavg.allreduce.reduction import parts_of_share
 from p2pavg.consensus.votes import SIGNATURE_BYTES
 from p2pavg.errors import RemoteProtocolError
+from p2pavg.group.aggregation import Aggregation
 from p2pavg.group.roster import Roster
 from p2pavg.group.shares import Part
 from p2pavg.net.transport import Buffer
@@ -42,6 +43,7 @@ class Share:
     roster: Roster
     reducer: str
     codec: Codec
+    aggregation: Aggregation
     positions: Mapping[str, int]
 
     @property

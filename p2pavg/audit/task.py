@@ -10,6 +10,7 @@ from p2pavg.allreduce.values import Values
 from p2pavg.audit.evidence import FalseAverage
 from p2pavg.audit.layout import Share, check_inputs, check_manifest, read_manifest
 from p2pavg.audit.requests import AuditRequest
+from p2pavg.group.aggregation import Aggregation
 from p2pavg.group.audits import Audits, drawn_parts
 from p2pavg.group.candidate import Candidate
 from p2pavg.group.roster import Roster
@@ -76,7 +77,9 @@ class AuditTask:
         return None
 
 
-def shares_of(roster: Roster, members: Roster, values: Values, codec: Codec) -> dict[str, Share]:
+def shares_of(
+    roster: Roster, members: Roster, values: Values, codec: Codec, aggregation: Aggregation
+) -> dict[str, Share]:
     """Return the shares of an attempt by their reducers' ids.
 
     Args:
@@ -92,6 +95,7 @@ def shares_of(roster: Roster, members: Roster, values: Values, codec: Codec) -> 
             roster=members,
             reducer=member.peer_id,
             codec=codec,
+            aggregation=aggregation,
             positions={each.peer_id: positions[each.peer_id] for each in members.members},
         )
         for member in members.members

@@ -15,6 +15,7 @@ from p2pavg.allreduce.attempt import Attempt
 from p2pavg.allreduce.context import RunContext
 from p2pavg.allreduce.messages import PROTOCOL, Lane, LaneHeader, encode_header
 from p2pavg.audit.keeping import KeptShare
+from p2pavg.audit.layout import Share
 from p2pavg.audit.requests import REQUEST_BYTES, AuditRequest, read_request, ticket_bytes
 from p2pavg.audit.task import AuditTask, Lie, shares_of, tasks_of
 from p2pavg.consensus.statements import Statement, result_digest
@@ -133,8 +134,12 @@ class RoundAudits:
         subject, digest = values.proofs.subject, result_digest(digests)
         statement = Statement(subject.group_id, subject.attempt, frozenset(subject.members), digest)
         request = AuditRequest(digest, self._context.signer.sign(ticket_bytes(audits, statement)))
-        shares = shares_of(self._roster, attempt.roster, values, self._context.codec)
+        shares = self._shares_of(attempt)
         return tasks_of(self._me, self._roster, shares, audits, values, request)
+
+    def _shares_of(self, attempt: Attempt) -> dict[str, Share]:
+        context = self._context
+        return shares_of(self._roster, attempt.roster, attempt.values, context.codec, context.aggregation)
 
     async def _findings(self, tasks: Sequence[AuditTask]) -> list[Finding]:
         findings: list[Finding] = []
@@ -185,7 +190,7 @@ class RoundAudits:
     # ------------------------------------------------------------------ answering
 
     def _keep(self, attempt: Attempt, audits: Audits, digest: bytes | None) -> KeptShare:
-        shares = shares_of(self._roster, attempt.roster, attempt.values, self._context.codec)
+        shares = self._shares_of(attempt)
         self._kept = kept = KeptShare(shares[self._me], audits, attempt.values, self._context.signer, digest)
         return kept
 

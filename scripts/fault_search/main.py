@@ -25,6 +25,11 @@ COMMANDS = {
         "messages of hostile members in random order, on virtual time",
         "half a minute",
     ),
+    "audits": Command(
+        "scripts.fault_search.audits",
+        "audits of reducers that lie, and of honest ones, on virtual time",
+        "five minutes",
+    ),
     "chaos": Command(
         "scripts.fault_search.chaos",
         "real processes that are killed, stopped and restarted while they average",

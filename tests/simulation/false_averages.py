@@ -95,6 +95,14 @@ class Rounds:
                 if self._until(self):
                     break
 
+    def rounds_with(self, index: int, other: int) -> int:
+        """Return the number of a peer's rounds whose result has another one in it."""
+        return sum(name(other) in peers for peers in self.partners(index))
+
+    def is_met(self, index: int, other: int) -> bool:
+        """Return whether another peer was in all of a peer's rounds."""
+        return self.rounds_with(index, other) == len(self.results[index])
+
     def partners(self, index: int) -> list[tuple[str, ...]]:
         """Return, for each of a peer's rounds, the ids of the peers that were in its result."""
         return [result.peers if isinstance(result, p2pavg.Success) else () for result in self.results[index]]

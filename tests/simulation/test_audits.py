@@ -24,11 +24,6 @@ def many_small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("p2pavg.allreduce.reduction.part_size", lambda _elements, _reducers: 64)
 
 
-def with_liar(rounds: Rounds, index: int, liar: int) -> int:
-    """Return the number of a peer's rounds whose result has the liar in it."""
-    return sum(name(liar) in peers for peers in rounds.partners(index))
-
-
 @pytest.mark.parametrize(
     ("compression", "robust"),
     [(None, None), ("int8:64", "trimmed_mean:0.25"), ("blockwise8:64", "centered_clip:1.0:3")],
@@ -51,7 +46,7 @@ async def test_a_reducer_that_lies_is_met_no_more(
     rounds = Rounds(4, 4, audit="after:1.0", compression=compression)
     await rounds.run()
     for index in (0, 1, 3):
-        assert with_liar(rounds, index, 2) == 1, "the audit is after the round"
+        assert rounds.rounds_with(index, 2) == 1, "the audit is after the round"
         assert [len(peers) for peers in rounds.partners(index)] == [4, 3, 3, 3]
 
 
@@ -63,7 +58,7 @@ async def test_an_audit_before_the_end_keeps_a_false_average_out(
     rounds = Rounds(4, 2, audit="before:1.0", compression=compression)
     await rounds.run()
     for index in (0, 1, 3):
-        assert with_liar(rounds, index, 2) == 0
+        assert rounds.rounds_with(index, 2) == 0
         first = rounds.results[index][0]
         slack = 1e-5 if compression is None else 0.05
         torch.testing.assert_close(tensors_of(first)[0], mean([0, 1, 3], 700).float(), rtol=0, atol=slack)
@@ -75,14 +70,14 @@ async def test_a_leader_that_lies_is_found_before_the_end(
     lie(monkeypatch, 0)
     rounds = Rounds(4, 2, audit="before:1.0")
     await rounds.run()
-    assert [with_liar(rounds, index, 0) for index in (1, 2, 3)] == [0, 0, 0]
+    assert [rounds.rounds_with(index, 0) for index in (1, 2, 3)] == [0, 0, 0]
 
 
 async def test_without_audits_a_lie_stays(autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch) -> None:
     lie(monkeypatch, 2)
     rounds = Rounds(4, 3, audit="off")
     await rounds.run()
-    assert with_liar(rounds, 0, 2) == 3
+    assert rounds.rounds_with(0, 2) == 3
 
 
 @pytest.mark.parametrize("when", ["after", "before"])
@@ -99,7 +94,7 @@ async def test_a_reducer_that_answers_no_audit_is_avoided(
     monkeypatch.setattr(KeptShare, "admit", refuse)
     rounds = Rounds(4, 4, audit=f"{when}:1.0")
     await rounds.run()
-    assert [with_liar(rounds, index, 2) for index in (0, 1, 3)] == ([2] * 3 if when == "after" else [0] * 3)
+    assert [rounds.rounds_with(index, 2) for index in (0, 1, 3)] == ([2] * 3 if when == "after" else [0] * 3)
 
 
 async def test_a_contributor_that_does_not_sign_its_parts_is_left_out(
@@ -114,7 +109,7 @@ async def test_a_contributor_that_does_not_sign_its_parts_is_left_out(
     monkeypatch.setattr(Values, "trailer", forge)
     rounds = Rounds(4, 2)
     await rounds.run()
-    assert [with_liar(rounds, index, 2) for index in (0, 1, 3)] == [0, 0, 0]
+    assert [rounds.rounds_with(index, 2) for index in (0, 1, 3)] == [0, 0, 0]
     assert all(isinstance(result, p2pavg.Success) for result in rounds.results[0])
 
 
@@ -126,9 +121,7 @@ async def test_a_liar_is_found_within_twenty_rounds_in_the_median(
     lie(monkeypatch, 2, nudge)
     found = []
     for seed in range(seeds):
-        rounds = Rounds(
-            4, 40, elements=400 + seed, until=lambda each: with_liar(each, 0, 2) < len(each.results[0])
-        )
+        rounds = Rounds(4, 40, elements=400 + seed, until=lambda each: not each.is_met(0, 2))
         await rounds.run()
-        found.append(with_liar(rounds, 0, 2))
+        found.append(rounds.rounds_with(0, 2))
     assert statistics.median(found) <= 20, found

@@ -18,7 +18,8 @@ from trio.testing import MockClock
 
 import p2pavg
 from p2pavg.allreduce.attempt import Attempt
-from p2pavg.allreduce.messages import PROTOCOL, Lane, LaneHeader, encode_header, part_frame
+from p2pavg.allreduce.messages import FRAME_BYTES, PROTOCOL, Lane, LaneHeader, encode_header, part_frame
+from p2pavg.allreduce.proofs import part_digest
 from p2pavg.allreduce.receiver import Receiver
 from p2pavg.allreduce.sender import Sender
 from p2pavg.consensus import agreement
@@ -97,6 +98,28 @@ async def deliver(stream: Stream, part: Part, payload: bytes) -> None:
     await stream.send_all(part_frame(part.index) + payload)
 
 
+class Noted(Stream):
+    """A stream that notes what is sent on it."""
+
+    def __init__(self, stream: Stream) -> None:
+        self.remote = stream.remote
+        self.sent: list[bytes] = []
+        self._stream = stream
+
+    async def send_all(self, data: Buffer) -> None:
+        self.sent.append(bytes(data))
+        await self._stream.send_all(data)
+
+    async def receive_some(self, max_bytes: int) -> bytes:
+        return await self._stream.receive_some(max_bytes)
+
+    async def aclose(self) -> None:
+        await self._stream.aclose()
+
+    async def reset(self) -> None:
+        await self._stream.reset()
+
+
 class LyingSender(Sender):
     """Sends one kind of lane in its own way."""
 
@@ -105,22 +128,35 @@ class LyingSender(Sender):
     backwards: ClassVar[bool] = False
 
     async def send_contributions(self, stream: Stream) -> None:
-        for part in self._ordered(Lane.CONTRIBUTIONS, self._plan.ledger.parts[stream.remote]):
-            payload = await self._plan.context.run_in_thread(self._plan.values.contribution, part)
-            await self._hand_over(Lane.CONTRIBUTIONS, stream, part, payload)
+        values, reducer, digests = self._plan.values, stream.remote, []
+        for part in self._ordered(Lane.CONTRIBUTIONS, self._plan.ledger.parts[reducer]):
+            payload = await self._plan.context.run_in_thread(values.contribution, reducer, part)
+            digests += await self._hand_over(Lane.CONTRIBUTIONS, stream, part, payload)
+        assert values.proofs is not None
+        if len(digests) == len(self._plan.ledger.parts[reducer]):
+            values.proofs._sent[reducer] = digests
+            await stream.send_all(values.proofs.sign_input(reducer))
 
     async def send_averages(self, stream: Stream) -> None:
+        proofs, digests = self._plan.values.proofs, []
         for part in self._ordered(Lane.AVERAGES, self._plan.own_parts):
             await self._signals.until_ready(part.index)
             payload = self._plan.values.encoded(self._plan.me, part.index)
-            await self._hand_over(Lane.AVERAGES, stream, part, payload)
+            digests += await self._hand_over(Lane.AVERAGES, stream, part, payload)
+        assert proofs is not None
+        if len(digests) == len(self._plan.own_parts):
+            proofs._shares.clear()  # other averages may have gone to another member
+            await stream.send_all(proofs.sign_output(digests).trailer)
 
     def _ordered(self, lane: Lane, parts: Sequence[Part]) -> Sequence[Part]:
         return parts[::-1] if self.backwards and lane is self.lies_on else parts
 
-    async def _hand_over(self, lane: Lane, stream: Stream, part: Part, payload: Buffer) -> None:
+    async def _hand_over(self, lane: Lane, stream: Stream, part: Part, payload: Buffer) -> list[bytes]:
+        """Send a part, and return the digest of what was sent: a liar signs its lies."""
         how = self.how[0] if lane is self.lies_on else deliver
-        await how(stream, part, bytes(payload))
+        noted = Noted(stream)
+        await how(noted, part, bytes(payload))
+        return [part_digest(sent[FRAME_BYTES:]) for sent in noted.sent[:1]]
 
 
 class LyingAttempt(Attempt):
@@ -568,10 +604,10 @@ async def test_an_exception_over_a_members_lane_excludes_that_member(
 async def test_an_exception_that_no_message_caused_leaves_the_averager(
     autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def fault(self: exchange.Exchange) -> None:
+    async def fault(self: exchange._Traffic, current: object) -> None:
         raise KeyError("a rule that is wrong")
 
-    monkeypatch.setattr(exchange.Exchange, "_measure", fault)
+    monkeypatch.setattr(exchange._Traffic, "measure", fault)
     with pytest.raises(BaseExceptionGroup) as raised:
         await play()
     assert raised.group_contains(KeyError)

@@ -56,6 +56,7 @@ OPTIONS: dict[str, dict[str, tuple[list[str], bool, object]]] = {
         "max_weight": (["--max-weight"], False, None),
         "robust": (["--robust"], False, None),
         "max_norm": (["--max-norm"], False, None),
+        "audit": (["--audit"], False, "after"),
         "bootstrap": (["--bootstrap"], True, []),
         "output": (["--output", "-o"], False, Path()),
     },

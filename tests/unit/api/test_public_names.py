@@ -15,6 +15,7 @@ from p2pavg import blocking
 NAMES = [
     "AccumulateError",
     "AddressError",
+    "Audits",
     "AveragingConfig",
     "Bf16",
     "Blockwise8",
@@ -109,6 +110,7 @@ FIELDS: list[tuple[type, list[tuple[str, str, object]]]] = [
             ("access", "RunAccess | None", None),
             ("robust", "str | RobustRule | None", None),
             ("max_norm", "float | None", None),
+            ("audit", "str | Audits", "after"),
         ],
     ),
     (

@@ -117,7 +117,9 @@ class Played:
     # ------------------------------------------------------------------ audits
 
     def share(self, reducer: int) -> Share:
-        return shares_of(self.group, self.members, self.values[reducer], self.codec)[IDS[reducer]]
+        return shares_of(self.group, self.members, self.values[reducer], self.codec, self.aggregation)[
+            IDS[reducer]
+        ]
 
     def statement(self, auditor: int) -> Statement:
         digest = result_digest(self.values[auditor].digests())
@@ -130,7 +132,7 @@ class Played:
     def tasks(self, auditor: int, audits: Audits = ALWAYS) -> dict[str, AuditTask]:
         """Return the audits that a member makes, by the reducer's id."""
         values = self.values[auditor]
-        shares = shares_of(self.group, self.members, values, self.codec)
+        shares = shares_of(self.group, self.members, values, self.codec, self.aggregation)
         found = tasks_of(IDS[auditor], self.group, shares, audits, values, self.request(auditor, audits))
         return {task.reducer.peer_id: task for task in found}
 

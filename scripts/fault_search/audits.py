@@ -18,6 +18,7 @@ import statistics
 import sys
 import time
 
+import pytest
 import trio
 from trio.testing import MockClock
 

@@ -103,6 +103,7 @@ class Exchange:
             not changed. Only contributors have one.
         minimum: members that must hold a result, this one included.
         max_share: elements that this member reduces at most.
+        accuse: is given evidence that a member lied, at any time until the exchange has told the others its outcome.
         found_out: is told, after an outcome that left it open, whether this member's contribution was used.
         timeout: seconds until the group gives up.
     """
@@ -118,6 +119,7 @@ class Exchange:
         timeout: float,
         max_share: float = math.inf,
         found_out: Callable[[bool], None] | None = None,
+        accuse: Callable[[bytes], None] = lambda _evidence: None,
     ) -> None:
         self.reached = context.on_milestone
         self._found_out = found_out
@@ -136,7 +138,7 @@ class Exchange:
             contributors=frozenset(self._positions[member.peer_id] for member in roster.contributors),
             minimum=max(minimum, 2),
         )
-        self._voting = Voting(roster, member, self, Signing(context.signer, roster))
+        self._voting = Voting(roster, member, self, Signing(context.signer, roster, accuse))
         self._voting.control = Control(
             transport=context.transport,
             roster=roster,

@@ -24,6 +24,10 @@ async def _no_reason() -> str:
     return ""
 
 
+def _tell_no_peer(evidence: bytes) -> None:
+    """Take evidence without spreading it."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundSettings:
     """Sizes and times of a run's rounds.
@@ -48,6 +52,7 @@ class Rounds:
 
     Args:
         tails: nursery that outlives every result: an exchange tells the other members there how it ended.
+        accuse: takes evidence that a member lied; it verifies the evidence, and tells the run.
         why_alone: returns why peers of the run may be there and yet not meet this one; empty if nothing is known.
     """
 
@@ -58,11 +63,13 @@ class Rounds:
         settings: RoundSettings,
         tails: trio.Nursery,
         why_alone: Callable[[], Awaitable[str]] = _no_reason,
+        accuse: Callable[[bytes], None] = _tell_no_peer,
     ) -> None:
         self.context = context
         self.matchmaker = matchmaker
         self.settings = settings
         self.why_alone = why_alone
+        self.accuse = accuse
         self._tails = tails
         self._telling: deque[Exchange] = deque()
         self._stalls: dict[str, int] = {}  # of each peer, since it was in a round that it did not stall

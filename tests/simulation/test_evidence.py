@@ -46,6 +46,8 @@ from p2pavg.testing import MemoryNetwork, simulated_peers
 from p2pavg.testing.simulation import EPOCH, simulated_clock, simulated_signer
 from p2pavg_dht import Ed25519Signer, Signer
 from tests.simulation.swarm import LAN, config, values
+from tests.unit.evidence.large import admit_large, large_evidence
+from tests.unit.evidence.samples import LIAR
 from tests.unit.membership.runs import Authority
 
 RUN = Authority()
@@ -253,6 +255,18 @@ async def test_an_auxiliary_excludes_a_liar_and_is_excluded_as_one(autojump_cloc
                 assert isinstance(result, p2pavg.Success)
                 assert result.auxiliaries == (name(4),)
         nursery.cancel_scope.cancel()
+
+
+async def test_evidence_of_some_mebibytes_spreads(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The network carries 80 Mbit/s."""
+    admit_large(monkeypatch)
+    network = MemoryNetwork(latency=LAN, bandwidth=1e7)
+    async with simulated_peers(network, 4) as peers, averagers(peers) as opened:
+        opened[0]._run.accuse(large_evidence())
+        await trio.sleep(LOOK_SECONDS)
+        assert [averager.excluded for averager in opened] == [{LIAR.peer_id: "it lied at length"}] * 4
 
 
 async def test_two_processes_with_one_identity_are_told_so_once(

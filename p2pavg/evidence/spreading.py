@@ -94,7 +94,7 @@ class Accusations:
 
     async def _claim(self, digest: bytes, evidence: bytes) -> None:
         try:
-            with guarded(self._me, lambda _peer_id, _error: None, what="evidence that was found by"):
+            with guarded(self._me, lambda _peer_id, _error: None, what="own evidence"):
                 accusation = await self._context.run_in_thread(read_accusation, evidence)
                 self.exclusions.meets(accusation.peer_id)
                 self._learn(accusation)

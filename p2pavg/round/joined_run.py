@@ -15,7 +15,7 @@ from p2pavg.round.host import Host
 
 
 class JoinedRun:
-    """One user of a run. Close it when it ends.
+    """One user of a run. Its owner starts :meth:`run` at once, and closes it in the end.
 
     Args:
         access: keys and certificate of a run that has an authority; ``None``: the run is open to anybody.
@@ -57,15 +57,18 @@ class JoinedRun:
         self._accusations.accuse(evidence)
 
     async def run(self) -> None:
-        """Spread revocations and accusations until cancelled."""
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._accusations.spread, self.records)
-            if self.membership is not None:
-                revocations = Revocations(self.records, self.membership, self._run_id, self._recheck)
-                nursery.start_soon(revocations.run)
+        """Spread revocations and accusations until cancelled, and leave the run then."""
+        try:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._accusations.spread, self.records)
+                if self.membership is not None:
+                    revocations = Revocations(self.records, self.membership, self._run_id, self._recheck)
+                    nursery.start_soon(revocations.run)
+        finally:
+            # Not in close(): an averager that joins now must wait until this one has withdrawn its record.
+            self._host.evidence.leave(self._run_id, self.membership)
 
     def close(self) -> None:
-        """Leave the run."""
+        """Guard the run's keys no longer, and hear of no more exclusions."""
         self.records.close()
         self._accusations.changed.remove(self._recheck)
-        self._host.evidence.leave(self._run_id, self.membership)

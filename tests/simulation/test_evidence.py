@@ -48,6 +48,7 @@ from p2pavg_dht import Ed25519Signer, Signer
 from tests.simulation.swarm import LAN, config, values
 from tests.unit.evidence.large import admit_large, large_evidence
 from tests.unit.evidence.samples import LIAR
+from tests.unit.group.samples import SIGNERS, candidate
 from tests.unit.membership.runs import Authority
 
 RUN = Authority()
@@ -257,6 +258,21 @@ async def test_an_auxiliary_excludes_a_liar_and_is_excluded_as_one(autojump_cloc
         nursery.cancel_scope.cancel()
 
 
+async def test_an_auxiliary_refuses_candidates_that_are_excluded(autojump_clock: MockClock) -> None:
+    async with simulated_peers(MemoryNetwork(latency=LAN), 3) as peers, trio.open_nursery() as nursery:
+        nursery.start_soon(assist, peers[2], "sim")
+        async with averagers(peers[:2], lambda _index: config(match_timeout=2.0)) as opened:
+            await trio.sleep(LOOK_SECONDS)
+            (matchmaker,) = peers[2].registry._matchmakers.values()
+            refuses = matchmaker._settings.refuses
+            assert refuses is not None
+            assert refuses(candidate(0), simulated_clock()) is None
+            opened[0]._run.accuse(evidence_against(SIGNERS[0]))
+            await trio.sleep(SOON)
+            assert LIE in (refuses(candidate(0), simulated_clock()) or "")
+        nursery.cancel_scope.cancel()
+
+
 async def test_evidence_of_some_mebibytes_spreads(
     autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -283,18 +299,33 @@ async def test_two_processes_with_one_identity_are_told_so_once(
     assert "make a new identity file, and use one for each process" in errors[0]
 
 
-async def test_the_averagers_of_one_peer_share_what_they_know(autojump_clock: MockClock) -> None:
-    async with simulated_peers(MemoryNetwork(latency=LAN), 2) as peers:
-        async with peers[1].averager(of_run(1)) as other:
-            async with peers[0].averager(of_run(0)) as one, one.sibling(of_run(0)) as sibling:
-                one._run.accuse(evidence_against(simulated_signer(5)))
-                await trio.sleep(SOON)
-                assert sibling.excluded == one.excluded == other.excluded
-                assert one.excluded.keys() == {name(5)}
-            # The sibling publishes when the first one has closed.
-            async with peers[0].averager(of_run(0)) as again:
-                await trio.sleep(LOOK_SECONDS)
-                assert again.excluded.keys() == {name(5)}
+@pytest.mark.parametrize("leaves", [0, 1], ids=["the first one", "the second one"])
+async def test_averagers_of_one_peer_share_what_they_know_and_one_goes_on_telling_it(
+    autojump_clock: MockClock, leaves: int
+) -> None:
+    async with simulated_peers(MemoryNetwork(latency=LAN), 2) as peers, trio.open_nursery() as nursery:
+        opened: dict[int, p2pavg.DecentralizedAverager] = {}
+        closing = [trio.Event(), trio.Event()]
+
+        async def hold(number: int) -> None:
+            async with peers[0].averager(of_run(0)) as averager:
+                opened[number] = averager
+                await closing[number].wait()
+
+        for number in (0, 1):
+            nursery.start_soon(hold, number)
+            await trio.sleep(1.0)
+        opened[0]._run.accuse(evidence_against(simulated_signer(5)))
+        await trio.sleep(SOON)
+        assert opened[0].excluded == opened[1].excluded
+        assert opened[0].excluded.keys() == {name(5)}
+        closing[leaves].set()
+        await trio.sleep(SOON)
+        async with peers[1].averager(of_run(1)) as newcomer:
+            await trio.sleep(SOON)
+            assert newcomer.excluded.keys() == {name(5)}
+        closing[1 - leaves].set()
+        await trio.sleep(SOON)
         assert peers[0].evidence._runs == {}
 
 
@@ -374,11 +405,11 @@ async def test_an_accuser_whose_evidence_proves_nothing_is_ignored_from_then_on(
         await accuser.name(named)
         await trio.sleep(SOON)
         true = evidence_against(INVENTED)
-        for number in range(30):
+        for number in range(40):
             digest = bytes([number]) * 32
             others = [Named(digest, 300, name(index), KIND) for index in range(3)]
             await accuser.name(*others, naming(true))
-            await trio.sleep(1.0)
+            await trio.sleep(1.0 if number < 20 else 20.0)
         assert accuser.asked == dict.fromkeys([name(0), name(1), name(2)], 1)
         assert [averager.excluded for averager in opened] == [{}, {}, {}]
         opened[0]._run.accuse(true)

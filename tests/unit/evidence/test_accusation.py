@@ -68,6 +68,14 @@ def test_evidence_must_be_what_was_announced(changed: dict[str, object]) -> None
         read_named(DATA, replace(true, **changed))  # type: ignore[arg-type]
 
 
+def test_other_bytes_than_announced_are_not_verified(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Verification may take milliseconds; the digest of 32 MiB takes less."""
+    kinds = {KIND: Kind(4096, lambda _data: pytest.fail("verified"))}
+    monkeypatch.setattr(accusation, "KINDS", MappingProxyType(kinds))
+    with pytest.raises(RemoteProtocolError, match="announced digest"):
+        read_named(DATA, named(LIAR.peer_id, size=len(DATA)))
+
+
 def test_only_known_kinds_within_their_size_are_readable() -> None:
     assert is_readable(named("any", size=4096))
     assert not is_readable(named("any", size=4097))

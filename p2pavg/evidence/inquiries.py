@@ -28,8 +28,9 @@ MAX_ACCUSERS = 1024
 """Peers whose records are remembered. New ones are left out while there are so many."""
 MAX_IGNORED = 4096
 """Accusers that are ignored for a lie; the one that lied longest ago is forgotten."""
-RETRY_SECONDS = 60.0
-"""An accuser that gave no answer is asked again after this time, and after twice as long each further time."""
+RETRY_SECONDS = 15.0
+"""An accuser that gave no answer is asked again after this time, and after twice as long each further time. It may have
+been busy with showing the same evidence to others."""
 MAX_RETRY_SECONDS = 3600.0
 ACCUSER_FETCHES, ACCUSER_SECONDS = 32, 30.0
 """Fetches from one accuser: so many at once, and one more each time these seconds have passed."""

@@ -28,7 +28,7 @@ from p2pavg.net.framing import receive_message, send_message
 from p2pavg.net.limits.rate import TokenBucket
 from p2pavg.net.transport import PeerId, Stream
 
-MAX_SERVED = 4
+MAX_SERVED = 8
 """Streams that are served at once, one of each peer."""
 TIMES, TIMES_SECONDS = 4, 900.0
 """One peer gets one piece of evidence so many times, and once more each time these seconds have passed. A peer that

@@ -139,7 +139,7 @@ def test_an_accuser_without_an_answer_is_asked_again_ever_later() -> None:
             peer.inquiries.failed(fetch, peer.now)
             peer.inquiries.ended(fetch)
         peer.now += 1.0
-    assert pauses == [0.0, *(min(RETRY_SECONDS * 2**k, MAX_RETRY_SECONDS) for k in range(8))]
+    assert pauses == [0.0, *(min(RETRY_SECONDS * 2**k, MAX_RETRY_SECONDS) for k in range(9))]
 
 
 def test_accusers_that_proved_a_lie_come_before_others_and_failed_ones_last() -> None:

@@ -24,14 +24,12 @@ from p2pavg.group.participation import observers
 from p2pavg.group.roster import share_cutter
 from p2pavg.matchmaking.actions import Settings
 from p2pavg.matchmaking.matchmaker import Matchmaker
-from p2pavg.membership.membership import Membership
 from p2pavg.net.limits.rate import RateLimit
 from p2pavg.records.board import LOOK_SECONDS, Board, board_key
-from p2pavg.records.revocations import Revocations
 from p2pavg.records.run_entry import RunEntry
-from p2pavg.records.run_records import RunRecords
 from p2pavg.result import InProgress, NoPeers, RoundResult, Tensors
 from p2pavg.round.host import Host
+from p2pavg.round.joined_run import JoinedRun
 from p2pavg.round.presence import Presence
 from p2pavg.round.roles import Contributor
 from p2pavg.round.round import Round
@@ -79,25 +77,22 @@ class DecentralizedAverager:
         self._meter = BandwidthMeter(
             max_upload_mbps=config.max_upload_mbps, max_download_mbps=config.max_download_mbps
         )
-        membership = None if config.access is None else Membership(config.access, host.id)
-        self._records = RunRecords(host.records, membership, host.context.wall_clock)
         self._rounds: Rounds | None = None
+        self._run = JoinedRun(
+            host,
+            config.run_id,
+            config.access,
+            recheck=lambda: None if self._rounds is None else self._rounds.matchmaker.recheck(),
+        )
         self._presence: Presence | None = None
         self._state = b""
         self._round: Round[RoundResult] | None = None
         self._boards: dict[str, Board] = {}
         self._stepping = trio.Lock()
         self._closed = False
-        if membership is None:
+        if config.access is None:
             logger.info("run %r is open to anybody: it has no authority", config.run_id)
-        else:
-            revocations = Revocations(
-                self._records,
-                membership,
-                config.run_id,
-                changed=lambda: None if self._rounds is None else self._rounds.matchmaker.recheck(),
-            )
-            nursery.start_soon(revocations.run)
+        nursery.start_soon(self._run.run)
 
     @property
     def peer_id(self) -> str:
@@ -108,6 +103,16 @@ class DecentralizedAverager:
     def addresses(self) -> list[str]:
         """Addresses at which others can dial this peer; each ends in ``/p2p/<peer id>``."""
         return self._host.addresses
+
+    @property
+    def excluded(self) -> Mapping[str, str]:
+        """Peers that are excluded from the run because evidence proves that they lied: the reason, by peer id.
+
+        Any peer that sees a lie can prove it to the others by signatures of the liar, and each peer verifies this proof
+        itself. An excluded peer is in no later group of this peer, for as long as this peer takes part in the run. May
+        be read from any thread.
+        """
+        return self._run.excluded
 
     def declare(self, tensors: Given) -> None:
         """Describe the tensors without accumulating anything, so that :meth:`step` can observe.
@@ -220,7 +225,7 @@ class DecentralizedAverager:
         with trio.move_on_at(deadline if self._stepping.locked() else math.inf) as scope:
             await self._stepping.acquire()
         if scope.cancelled_caught:  # another task waits for the round
-            return self._progress()
+            return self._round.progress() if self._round else _another_averages(self.config.group_size)
         try:
             self._check_open()
             return await self._step(deadline, plan)
@@ -253,14 +258,7 @@ class DecentralizedAverager:
                 await self._round.changed()
             self._check_open()
             if scope.cancelled_caught and self._round.result is None:
-                return self._progress()
-
-    def _progress(self) -> InProgress:
-        if self._round is None:
-            return InProgress(
-                ready_peers=1, target_size=self.config.group_size, reason="another thread is averaging"
-            )
-        return self._round.progress()
+                return self._round.progress()
 
     def _begin(self, plan: _Plan) -> bool:
         schema = self._accumulation.schema
@@ -281,7 +279,7 @@ class DecentralizedAverager:
 
     def _prepare(self, schema: Schema) -> Rounds:
         """Register with the peer. This waits for the first step, because it needs the schema."""
-        config, context, membership = self.config, self._host.context, self._records.membership
+        config, context = self.config, self._host.context
         codec = config.codec
         aggregation = config.aggregation
         key = ready_key(config.run_id, schema.hash, config.rule, aggregation.text)
@@ -296,11 +294,11 @@ class DecentralizedAverager:
                 cut_shares=cut_shares,
                 choose_observers=partial(observers, config.participation),
                 max_weight=config.most_weight,
-                refuses=None if membership is None else membership.refuses,
+                refuses=self._run.refuses,
             ),
             codec=codec.name,
             bandwidth=lambda: self._meter.mbps if config.bandwidth is None else config.bandwidth,
-            records=self._records,
+            records=self._run.records,
         )
         self._host.registry.add_averager(key, matchmaker, config.run_id)
         entry = RunEntry(
@@ -312,7 +310,7 @@ class DecentralizedAverager:
             rule=config.rule,
             aggregation=aggregation.text,
         )
-        self._presence = Presence(self._host, self._records, config.run_id, entry)
+        self._presence = Presence(self._host, self._run.records, config.run_id, entry)
         self._nursery.start_soon(self._presence.publish)
         return Rounds(
             run_context(
@@ -336,6 +334,7 @@ class DecentralizedAverager:
             ),
             self._tails,
             self._presence.why_alone,
+            self._run.accuse,
         )
 
     async def board(self, topic: str, look_seconds: float = LOOK_SECONDS) -> Board:
@@ -350,7 +349,7 @@ class DecentralizedAverager:
         self._check_open()
         if topic not in self._boards:
             self._boards[topic] = Board(
-                self._records,
+                self._run.records,
                 key=board_key(self.config.run_id, topic),
                 peer_id=self.peer_id,
                 wall_clock=self._host.context.wall_clock,
@@ -379,11 +378,15 @@ class DecentralizedAverager:
                     nursery.start_soon(self._rounds.matchmaker.withdraw)
                     if self._host.registry.remove_averager(self._rounds.matchmaker.key, self.config.run_id):
                         nursery.start_soon(self._presence.withdraw)
-            self._records.close()
+            self._run.close()
 
     def _check_open(self) -> None:
         if self._closed:
             raise ClosedError("the averager is closed")
+
+
+def _another_averages(group_size: int) -> InProgress:
+    return InProgress(ready_peers=1, target_size=group_size, reason="another thread is averaging")
 
 
 def _checked_plan(state: bytes, observe: bool, group_size: int | None, least: int) -> _Plan:

@@ -45,6 +45,11 @@ class Averager:
         """Addresses at which other peers can dial this one; each ends in ``/p2p/<peer id>``."""
         return self._averager.addresses
 
+    @property
+    def excluded(self) -> Mapping[str, str]:
+        """See :attr:`p2pavg.DecentralizedAverager.excluded`."""
+        return self._averager.excluded
+
     def declare(self, tensors: Given) -> None:
         """See :meth:`p2pavg.DecentralizedAverager.declare`."""
         self._thread.check()

@@ -12,6 +12,7 @@ from p2pavg.errors import RemoteProtocolError
 _MAX_ITEMS = 256  # no message holds a longer list; a roster has at most 128 members
 _MAX_TEXT = 4096
 _MAX_BINARY = 8192
+_MAX_KIND = 64  # bytes of the name with which a message begins
 
 
 def pack(*fields: Any) -> bytes:
@@ -43,6 +44,27 @@ def unpack(message: bytes, *types: type) -> tuple[Any, ...]:
     if type(fields) is not tuple or len(fields) != len(types):
         raise RemoteProtocolError(f"a message of {len(types)} fields was expected")
     return checked(fields, types)
+
+
+def first_text(message: bytes) -> str:
+    """Return the first field of a message, a text of at most 64 bytes. The rest of the message is not read.
+
+    Raises:
+        RemoteProtocolError: the message is no array, or its first field is no such text.
+    """
+    reader = msgpack.Unpacker(
+        use_list=False, max_str_len=_MAX_KIND, max_bin_len=0, max_array_len=0, max_map_len=0, max_ext_len=0
+    )
+    reader.feed(message[: _MAX_KIND + 16])
+    try:
+        if reader.read_array_header() < 1:
+            raise RemoteProtocolError("a message without fields")
+        first = reader.unpack()
+    except (ValueError, TypeError, msgpack.UnpackException, RecursionError) as error:
+        raise RemoteProtocolError(f"a message that begins with no short text: {error!r}") from None
+    if type(first) is not str:
+        raise RemoteProtocolError(f"a message that begins with {type(first).__name__}")
+    return first
 
 
 def checked(fields: tuple[Any, ...], types: tuple[type, ...]) -> tuple[Any, ...]:

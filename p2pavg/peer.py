@@ -21,6 +21,8 @@ from p2pavg.errors import (
     RemoteProtocolError,
     UnreachableError,
 )
+from p2pavg.evidence.messages import PROTOCOL as EVIDENCE_PROTOCOL
+from p2pavg.evidence.service import EvidenceService
 from p2pavg.group.milestones import OnMilestone, ignore
 from p2pavg.matchmaking.messages import PROTOCOL as MATCH_PROTOCOL
 from p2pavg.matchmaking.messages import Ask, Declined, Nudge, decode, encode
@@ -80,7 +82,7 @@ class Peer:
         self.greeter = Greeter(
             transport,
             wall_clock=wall_clock,
-            protocols=(RECORDS_PROTOCOL, MATCH_PROTOCOL, EXCHANGE_PROTOCOL),
+            protocols=(RECORDS_PROTOCOL, MATCH_PROTOCOL, EXCHANGE_PROTOCOL, EVIDENCE_PROTOCOL),
             runs=lambda: self.registry.runs,
             contacts=lambda: self.records.contacts,
         )
@@ -93,6 +95,8 @@ class Peer:
             run_in_thread=run_in_thread,
             on_milestone=on_milestone,
         )
+        self.evidence = EvidenceService(self.context)
+        """Evidence that members of this peer's runs lied."""
 
     @property
     def id(self) -> str:
@@ -131,6 +135,7 @@ class Peer:
         self._transport.serve(MATCH_PROTOCOL, self._serve_match)
         self._transport.serve(HELLO_PROTOCOL, self.greeter.serve)
         self._transport.serve(EXCHANGE_PROTOCOL, self.lobby.serve)
+        self._transport.serve(EVIDENCE_PROTOCOL, self.evidence.serve)
         self._transport.serve_lanes(self.lobby.serve_lane, wanted=self.lobby.wants_lane)
         self.lobby.on_members = self._remember_members
         await self.context.nursery.start(self.records.run)  # type: ignore[arg-type]  # trio-typing's stubs

@@ -33,7 +33,9 @@ from p2pavg.group.shares import part_size
 from p2pavg.net.transport import Buffer
 from p2pavg_compression import resolve_codec
 
-MAGIC = b"p2pavg-false-average/1\0"
+FALSE_AVERAGE = "p2pavg-false-average/1"
+MAGIC = pack(FALSE_AVERAGE)
+"""Evidence of every kind begins with a message whose first field names the kind."""
 MAX_EVIDENCE_BYTES = 32 * 2**20
 MAX_ROSTER_BYTES = 2**18
 

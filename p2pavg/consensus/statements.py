@@ -26,9 +26,11 @@ GROUP_ID_BYTES = 32
 RESULT_BYTES = 32
 MAX_EVIDENCE_BYTES = 4096
 
+CONTRADICTION = "p2pavg-evidence/1"
+"""The first field of evidence that consists of two contradicting statements."""
+
 _HELD_DOMAIN = b"p2pavg-held/1\0"
 _RESULT_DOMAIN = b"p2pavg-result/1\0"
-_EVIDENCE = "p2pavg-evidence/1"
 
 
 def result_digest(digests: Iterable[bytes]) -> bytes:
@@ -103,7 +105,7 @@ def encode_evidence(a: Signed, b: Signed) -> bytes:
         raise ValueError("the two statements do not contradict each other")
     first, second = sorted((a, b), key=_order)
     group_id, attempt = a.statement.group_id, a.statement.attempt
-    return pack(_EVIDENCE, a.peer_id, group_id, attempt, _fields(first), _fields(second))
+    return pack(CONTRADICTION, a.peer_id, group_id, attempt, _fields(first), _fields(second))
 
 
 def read_evidence(data: bytes) -> tuple[Signed, Signed]:
@@ -115,7 +117,7 @@ def read_evidence(data: bytes) -> tuple[Signed, Signed]:
     if len(data) > MAX_EVIDENCE_BYTES:
         raise RemoteProtocolError(f"evidence of {len(data)} bytes")
     kind, peer_id, group_id, attempt, *two = unpack(data, str, str, bytes, int, tuple, tuple)
-    if kind != _EVIDENCE or len(peer_id) != PEER_ID_LENGTH or len(group_id) != GROUP_ID_BYTES:
+    if kind != CONTRADICTION or len(peer_id) != PEER_ID_LENGTH or len(group_id) != GROUP_ID_BYTES:
         raise RemoteProtocolError("evidence of another kind, or about no peer or no group")
     if not 0 <= attempt <= MAX_BALLOT:
         raise RemoteProtocolError(f"evidence about attempt {attempt}")

@@ -3,7 +3,8 @@
 In a run that has an authority, they are encrypted to the run, and carry the publisher's certificate of membership;
 records of other peers are left out, and are not stored here under the run's keys. In every run, peers that finished a
 round with this one get its records directly, besides those that are nearest to the key, and are asked directly. So a
-stranger that holds the places near a key cannot keep peers apart that know each other.
+stranger that holds the places near a key cannot keep peers apart that know each other. Records of peers that are
+excluded from the run are left out in every run.
 """
 
 from __future__ import annotations
@@ -56,14 +57,22 @@ class RunRecords:
     Args:
         membership: ``None`` if the run is open to anybody.
         wall_clock: returns seconds since 1970.
+        excluded: returns the reason for which a peer is excluded from the run, or ``None``. It is called for each
+            publisher that has a genuine record of the run.
     """
 
     def __init__(
-        self, node: RecordNode, membership: Membership | None, wall_clock: Callable[[], float]
+        self,
+        node: RecordNode,
+        membership: Membership | None,
+        wall_clock: Callable[[], float],
+        *,
+        excluded: Callable[[str], str | None] = lambda _peer_id: None,
     ) -> None:
         self._node = node
         self._membership = membership
         self._wall_clock = wall_clock
+        self._excluded = excluded
         self._mates: tuple[Contact, ...] = ()
         self._refused: dict[str, str] = {}
         self._guarded: set[bytes] = set()
@@ -109,16 +118,16 @@ class RunRecords:
 
     async def withdraw(self, key: bytes) -> None:
         """Withdraw this peer's record under a key."""
-        await self._node.withdraw(self._stored(key))
+        await self._node.withdraw(self.stored_key(key))
 
     async def find(self, key: bytes) -> tuple[Record, ...]:
         """Return the members' live records under a key, as :meth:`publish` does."""
-        found = await self._node.find(self._stored(key), also=self._mates)
+        found = await self._node.find(self.stored_key(key), also=self._mates)
         return await self._opened_in_turns(key, found)
 
     def held(self, key: bytes) -> tuple[Record, ...]:
         """Return the members' records under a key that this peer stores, withdrawals included."""
-        return self._opened(key, self._node.held(self._stored(key)))
+        return self._opened(key, self._node.held(self.stored_key(key)))
 
     def watch(self, key: bytes, changed: Callable[[], None]) -> None:
         """Call ``changed`` when other peers have stored records under a key here."""
@@ -126,19 +135,20 @@ class RunRecords:
 
     def unwatch(self, key: bytes) -> None:
         """End a :meth:`watch`."""
-        self._node.unwatch(self._stored(key))
+        self._node.unwatch(self.stored_key(key))
 
     def close(self) -> None:
         """Guard none of the run's keys any longer."""
         self._guards.close()
         self._guarded.clear()
 
-    def _stored(self, key: bytes) -> bytes:
+    def stored_key(self, key: bytes) -> bytes:
+        """Return the key under which records are stored, by their key among the run's peers."""
         return key if self._membership is None else sealed_key(self._membership.access.secret, key)
 
     def _guard(self, key: bytes) -> bytes:
         """Let only members store records under a key here; return the key under which they are stored."""
-        stored = self._stored(key)
+        stored = self.stored_key(key)
         if self._membership is not None and stored not in self._guarded:
             self._guarded.add(stored)
             self._guards.enter_context(self._node.guarded(stored, self._why_refused))
@@ -153,8 +163,6 @@ class RunRecords:
         return tuple(opened)
 
     def _opened(self, key: bytes, records: Sequence[Record]) -> tuple[Record, ...]:
-        if self._membership is None:
-            return tuple(records)
         opened = []
         for record in records:
             if record.withdrawn:
@@ -172,9 +180,16 @@ class RunRecords:
         """Return the value of a member's record.
 
         Raises:
-            RemoteProtocolError: its publisher is no member, or it is not encrypted to the run.
+            RemoteProtocolError: its publisher is no member or is excluded, or it is not encrypted to the run.
         """
-        assert self._membership is not None
+        value = self._unsealed(record)
+        if (why := self._excluded(record.publisher)) is not None:
+            raise RemoteProtocolError(why)
+        return value
+
+    def _unsealed(self, record: Record) -> bytes:
+        if self._membership is None:
+            return record.value
         content = unseal(self._membership.access.secret, record.key, record.publisher, record.value)
         certificate: bytes
         value: bytes

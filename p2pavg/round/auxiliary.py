@@ -18,12 +18,10 @@ from p2pavg.group.roster import share_cutter
 from p2pavg.matchmaking.actions import Settings
 from p2pavg.matchmaking.matchmaker import Matchmaker
 from p2pavg.membership.access import RunAccess
-from p2pavg.membership.membership import Membership
 from p2pavg.net.limits.rate import RateLimit
-from p2pavg.records.revocations import Revocations
 from p2pavg.records.run_entry import RunEntry, read_entries, run_key
-from p2pavg.records.run_records import RunRecords
 from p2pavg.round.host import Host
+from p2pavg.round.joined_run import JoinedRun
 from p2pavg.round.roles import Auxiliary
 from p2pavg.round.round import Round
 from p2pavg.round.rounds import Rounds, RoundSettings
@@ -69,25 +67,25 @@ async def assist(
         max_download_mbps=max_download_mbps,
         access=access,
     )
-    membership = None if access is None else Membership(access, host.id)
-    run = RunRecords(host.records, membership, host.context.wall_clock)
+    keys: set[bytes] = set()
     limits = (RateLimit(max_upload_mbps), RateLimit(max_download_mbps))
-    with closing(run):
-        await _assist(host, config, run, limits)
+    with closing(JoinedRun(host, run_id, access, partial(_recheck, host, keys))) as run:
+        await _assist(host, config, run, limits, keys)
 
 
 async def _assist(
-    host: Host, config: AveragingConfig, run: RunRecords, limits: tuple[RateLimit, RateLimit]
+    host: Host,
+    config: AveragingConfig,
+    run: JoinedRun,
+    limits: tuple[RateLimit, RateLimit],
+    keys: set[bytes],
 ) -> None:
-    run_id, membership = config.run_id, run.membership
+    run_id = config.run_id
     async with trio.open_nursery() as tails, trio.open_nursery() as nursery:
         helped: dict[bytes, trio.CancelScope] = {}
-        keys: set[bytes] = set()
-        if membership is not None:
-            changed = partial(_recheck, host, keys)
-            nursery.start_soon(Revocations(run, membership, run_id, changed).run)
+        nursery.start_soon(run.run)
         while True:
-            entries = _most_common(read_entries(await run.find(run_key(run_id))))
+            entries = _most_common(read_entries(await run.records.find(run_key(run_id))))
             for schema_hash in helped.keys() - entries.keys():
                 helped.pop(schema_hash).cancel()
             for schema_hash, entry in entries.items():
@@ -130,7 +128,7 @@ def _known(entry: RunEntry) -> bool:
 async def _assist_schema(
     host: Host,
     config: AveragingConfig,
-    run: RunRecords,
+    run: JoinedRun,
     limits: tuple[RateLimit, RateLimit],
     entry: RunEntry,
     tails: trio.Nursery,
@@ -151,11 +149,11 @@ async def _assist_schema(
             cut_shares=cut_shares,
             choose_observers=None,  # the members' rule is unknown here
             max_share=MAX_SHARE_ELEMENTS,
-            refuses=None if run.membership is None else run.membership.refuses,
+            refuses=run.refuses,
         ),
         codec=codec.name,
         bandwidth=lambda: meter.mbps if config.bandwidth is None else config.bandwidth,
-        records=run,
+        records=run.records,
     )
     upload, download = limits  # for the rounds of all schemas together: they share one link
     rounds = Rounds(
@@ -180,6 +178,7 @@ async def _assist_schema(
             max_share=MAX_SHARE_ELEMENTS,
         ),
         tails,
+        accuse=run.accuse,
     )
     host.registry.add(key, matchmaker)
     logger.info("helping peers that average %d tensors of %d elements", entry.tensors, entry.elements)

@@ -116,6 +116,7 @@ class Exchange:
             not changed. Only contributors have one.
         minimum: members that must hold a result, this one included.
         max_share: elements that this member reduces at most.
+        accuse: is given evidence that a member lied, at any time until the exchange has told the others its outcome.
         found_out: is told, after an outcome that left it open, whether this member's contribution was used.
         on_finding: is told of each audit that this member has made of another one's averages.
         timeout: seconds until the group gives up.
@@ -132,6 +133,7 @@ class Exchange:
         timeout: float,
         max_share: float = math.inf,
         found_out: Callable[[bool], None] | None = None,
+        accuse: Callable[[bytes], None] = lambda _evidence: None,
         on_finding: OnFinding = _ignore,
     ) -> None:
         self.reached = context.on_milestone
@@ -151,7 +153,7 @@ class Exchange:
             contributors=frozenset(self._positions[member.peer_id] for member in roster.contributors),
             minimum=max(minimum, 2),
         )
-        self._voting = Voting(roster, member, self, Signing(context.signer, roster))
+        self._voting = Voting(roster, member, self, Signing(context.signer, roster, accuse))
         self._voting.control = Control(
             transport=context.transport,
             roster=roster,

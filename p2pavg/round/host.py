@@ -6,6 +6,7 @@ from typing import Protocol
 
 from p2pavg.allreduce.lobby import Lobby
 from p2pavg.context import PeerContext
+from p2pavg.evidence.service import EvidenceService
 from p2pavg.records.greeting import Greeter
 from p2pavg.round.registry import Registry
 from p2pavg_dht import RecordNode
@@ -28,3 +29,5 @@ class Host(Protocol):
     def greeter(self) -> Greeter: ...
     @property
     def registry(self) -> Registry: ...
+    @property
+    def evidence(self) -> EvidenceService: ...

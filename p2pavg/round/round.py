@@ -151,6 +151,7 @@ class Round(Generic[ResultT]):
             timeout=settings.exchange_timeout,
             max_share=settings.max_share,
             found_out=found_out,
+            accuse=self._rounds.accuse,
             on_finding=self._rounds.audited,
         )
         self._group = None  # the exchange closes it now, when the others have heard how it ended

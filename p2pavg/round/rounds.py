@@ -12,6 +12,7 @@ import trio
 
 from p2pavg.allreduce.context import RunContext
 from p2pavg.allreduce.reduction import Verdict
+from p2pavg.audit.evidence import MAX_EVIDENCE_BYTES
 from p2pavg.audit.task import Lie
 from p2pavg.group.roster import Roster
 from p2pavg.matchmaking.matchmaker import Matchmaker
@@ -27,6 +28,10 @@ BAN_SECONDS = 600.0  # time for which a peer that broke the protocol is not met 
 
 async def _no_reason() -> str:
     return ""
+
+
+def _tell_no_peer(evidence: bytes) -> None:
+    """Take evidence without spreading it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +58,7 @@ class Rounds:
 
     Args:
         tails: nursery that outlives every result: an exchange tells the other members there how it ended.
+        accuse: takes evidence that a member lied; it verifies the evidence, and tells the run.
         why_alone: returns why peers of the run may be there and yet not meet this one; empty if nothing is known.
     """
 
@@ -63,11 +69,13 @@ class Rounds:
         settings: RoundSettings,
         tails: trio.Nursery,
         why_alone: Callable[[], Awaitable[str]] = _no_reason,
+        accuse: Callable[[bytes], None] = _tell_no_peer,
     ) -> None:
         self.context = context
         self.matchmaker = matchmaker
         self.settings = settings
         self.why_alone = why_alone
+        self.accuse = accuse
         self._tails = tails
         self._telling: deque[Exchange] = deque()
         self._stalls: dict[str, int] = {}  # of each peer, since it was in a round that it did not stall
@@ -94,6 +102,10 @@ class Rounds:
             self._unanswered.pop(peer_id, None)
         elif isinstance(finding, Lie):
             logger.warning("%s sent a false average: %s", peer_id, finding.reason)
+            if len(finding.evidence) <= MAX_EVIDENCE_BYTES:
+                self.accuse(finding.evidence)
+            else:
+                logger.warning("its evidence has %d bytes, too many to tell the run", len(finding.evidence))
             self.matchmaker.ban(peer_id, finding.reason, BAN_SECONDS)
         else:
             logger.info("%s: %s", peer_id, finding)

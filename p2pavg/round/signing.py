@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from p2pavg.consensus.choice import ballot_leader
 from p2pavg.consensus.member import FINAL, Member
@@ -25,9 +25,14 @@ class Signing:
     A member signs once per attempt that it completes. It verifies the other members' signatures, each one once: those
     of the ballot that it leads, or those of the first commit that it hears. Without losses, these are n - 1 in a round
     of n members.
+
+    Args:
+        accuse: is given each proof as soon as it is found, also after the round's end.
     """
 
-    def __init__(self, signer: Signer, roster: Roster) -> None:
+    def __init__(
+        self, signer: Signer, roster: Roster, accuse: Callable[[bytes], None] = lambda _evidence: None
+    ) -> None:
         self._signer = signer
         self._peer_ids = tuple(member.peer_id for member in roster.members)
         self._group_id = roster.group_id
@@ -35,6 +40,7 @@ class Signing:
         self._said: dict[
             tuple[int, int], Signed
         ] = {}  # by member and attempt: the first statement that was verified
+        self._accuse = accuse
         self.evidence: dict[int, bytes] = {}
         """Proof, by member, that it signed two statements that contradict each other."""
         self.verified = 0
@@ -82,8 +88,9 @@ class Signing:
     def _compare(self, position: int, signed: Signed) -> None:
         """Keep the proof if a member contradicts what it signed before."""
         before = self._said.setdefault((position, signed.statement.attempt), signed)
-        if contradiction(before, signed):
-            self.evidence.setdefault(position, encode_evidence(before, signed))
+        if position not in self.evidence and contradiction(before, signed):
+            self.evidence[position] = encode_evidence(before, signed)
+            self._accuse(self.evidence[position])
 
     def _statement(self, attempt: int, members: Members, digest: bytes) -> Statement:
         return Statement(self._group_id, attempt, members, digest)

@@ -4,10 +4,11 @@ scripts/faults fuzz --messages 100000      this many messages, over as many seed
 scripts/faults fuzz --seed 1234 --log      one seed again, with every line of its log
 
 Each seed is a run of two to four honest peers and one or two hostile ones. A hostile peer runs the real averager, so
-that it is a member of the groups. It also sends votes, lanes, matchmaking messages and records that decode, with random
-contents. The checks are:
+that it is a member of the groups. It also sends votes, lanes, matchmaking messages, records and accusations, which
+decode and have random contents. The checks are:
 
 * no exception leaves an honest peer's averager or the handling of a message;
+* no honest peer is excluded;
 * every call of ``step`` returns within its match timeout and its exchange timeout;
 * every ``Success`` of an honest peer is the weighted mean of exactly its ``peers``, two of the same group and the same
   ``peers`` hold the same bits, and its certificate says so.
@@ -24,7 +25,7 @@ import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -39,7 +40,13 @@ from p2pavg.allreduce.messages import PROTOCOL as EXCHANGE_PROTOCOL
 from p2pavg.allreduce.messages import Lane, LaneHeader, encode_header, part_frame
 from p2pavg.consensus.choice import next_ballot
 from p2pavg.consensus.member import Member
-from p2pavg.consensus.statements import result_digest
+from p2pavg.consensus.statements import (
+    CONTRADICTION,
+    Signed,
+    Statement,
+    encode_evidence,
+    result_digest,
+)
 from p2pavg.consensus.votes import (
     DIGEST_BYTES,
     SIGNATURE_BYTES,
@@ -59,11 +66,22 @@ from p2pavg.consensus.votes import (
     encode_vote,
 )
 from p2pavg.errors import ClosedError, RemoteProtocolError, StreamBrokenError, UnreachableError
+from p2pavg.evidence.accusation import Named, digest_of, read_accusation
+from p2pavg.evidence.messages import PROTOCOL as EVIDENCE_PROTOCOL
+from p2pavg.evidence.messages import (
+    Notice,
+    Request,
+    accusations_key,
+    encode_answer,
+    encode_notice,
+    encode_request,
+    read_request,
+)
 from p2pavg.group.candidate import Candidate, read_candidate, sign_candidate
 from p2pavg.group.roster import Roster
 from p2pavg.matchmaking import messages
 from p2pavg.matchmaking.attempt_runner import AttemptRunner
-from p2pavg.net.framing import send_message
+from p2pavg.net.framing import receive_message, send_message
 from p2pavg.net.transport import Stream
 from p2pavg.optim.progress import Progress, encode_progress
 from p2pavg.peer import Peer
@@ -74,9 +92,10 @@ from p2pavg.round.signing import Signing
 from p2pavg.testing import MemoryNetwork, run_peers, simulate
 from p2pavg.testing.simulation import simulated_signer
 from p2pavg_dht import PROTOCOL as RECORDS_PROTOCOL
-from p2pavg_dht import Record, sign_record
-from p2pavg_dht.messages import Find, Locate, Request, Store
-from p2pavg_dht.messages import encode as encode_request
+from p2pavg_dht import Ed25519Signer, Record, sign_record
+from p2pavg_dht.messages import Find, Locate, Store
+from p2pavg_dht.messages import Request as RecordRequest
+from p2pavg_dht.messages import encode as encode_record_request
 from scripts.fault_search.simulate import describe
 
 RUN = "fuzzed"
@@ -87,7 +106,7 @@ EXCHANGE_TIMEOUT = 10.0
 SLACK = 2.0  # ending at a deadline takes a few more moments
 ROUNDS = 2
 TRIES = 6  # calls of step before a round must have a result
-KINDS = ("votes", "lanes", "matches", "records")
+KINDS = ("votes", "lanes", "matches", "records", "accusations")
 
 
 @dataclass(frozen=True)
@@ -127,6 +146,8 @@ class Seen:
     """Contributions by peer and weight."""
     successes: list[tuple[str, p2pavg.Success]] = field(default_factory=list)
     longest: float = 0.0
+    excluded: set[str] = field(default_factory=set)
+    """Peers that an honest peer has excluded."""
 
 
 # ---------------------------------------------------------------------- messages that decode
@@ -316,10 +337,14 @@ class Hostile:
         self.key = bytes(32)
         self.group_id = bytes(32)
         self.known: list[Candidate] = []
+        self.evidence = {bytes(32): b"invented"}
+        if "accusations" in how.kinds:
+            peer.context.transport.serve(EVIDENCE_PROTOCOL, self._show)
 
     async def run(self, averager: p2pavg.DecentralizedAverager) -> None:
         """Send messages until cancelled."""
         tasks = {"lanes": self._lane, "matches": self._match, "records": self._record}
+        tasks["accusations"] = self._accuse
         chosen = [task for kind, task in tasks.items() if kind in self.how.kinds]
         while True:
             await trio.sleep(self.dice.expovariate(8.0))
@@ -380,12 +405,62 @@ class Hostile:
         now, dice = self.peer.context.wall_clock(), self.dice
         records = tuple(self._some_record(now) for _ in range(dice.randint(1, 4)))
         store = Store((), records)
-        requests: list[Request] = [store, store, Find((), self.key), Locate((), self.key)]
+        requests: list[RecordRequest] = [store, store, Find((), self.key), Locate((), self.key)]
         request = dice.choice(requests)
         stream = await self.peer.context.transport.open_stream(self._other(), RECORDS_PROTOCOL, timeout=1.0)
-        await send_message(stream, encode_request(request))
+        await send_message(stream, encode_record_request(request))
         self.sent["records"] += len(records) if isinstance(request, Store) else 1
         await self._leave(stream)
+
+    async def _accuse(self) -> None:
+        """Name evidence, which may be genuine, or ask for some."""
+        dice, now = self.dice, self.peer.context.wall_clock()
+        named = tuple(self._some_name() for _ in range(dice.randint(1, 16)))
+        record = sign_record(
+            simulated_signer(self.index),
+            key=accusations_key(RUN),
+            sequence=int(now * 1e6) + dice.randrange(10**6),
+            expiration_time=now + dice.choice([5.0, 600.0]),
+            value=dice.choice([encode_notice(Notice((), named)), dice.randbytes(40)]),
+        )
+        request = Request(
+            dice.choice([accusations_key(RUN), bytes(32)]), dice.choice(list(self.evidence)), b""
+        )
+        messages = [
+            (RECORDS_PROTOCOL, encode_record_request(Store((), (record,)))),
+            (EVIDENCE_PROTOCOL, dice.choice([encode_request(request), dice.randbytes(9)])),
+        ]
+        protocol, message = dice.choices(messages, [3, 1])[0]
+        stream = await self.peer.context.transport.open_stream(self._other(), protocol, timeout=1.0)
+        await send_message(stream, message)
+        self.sent["accusations"] += 1
+        await self._leave(stream)
+
+    def _some_name(self) -> Named:
+        """Draw the name of genuine evidence against an invented peer, or of evidence against any peer."""
+        dice = self.dice
+        if dice.random() < 0.5:
+            data = two_results(Ed25519Signer(dice.randbytes(32)), dice)
+            named = read_accusation(data).named
+        else:
+            data = dice.randbytes(dice.randint(1, 600))
+            kind = dice.choice([CONTRADICTION, CONTRADICTION, "another"])
+            named = Named(digest_of(data), len(data), simulated_signer(dice.randrange(8)).peer_id, kind)
+        self.evidence[named.digest] = data
+        return named
+
+    async def _show(self, stream: Stream) -> None:
+        """Answer a peer that fetches: with the evidence, with other bytes, or not at all."""
+        request = await receive_message(stream)
+        if request is None or self.dice.random() < 0.1:
+            return
+        data = self.evidence.get(read_request(request).digest, b"")
+        if self.dice.random() < 0.05:
+            data = self.dice.randbytes(len(data))
+        await send_message(stream, encode_answer(self.dice.choice(["", "", "", "so it says"])))
+        await stream.send_all(data)
+        self.sent["evidence"] += 1
+        await stream.aclose()
 
     def _some_record(self, now: float) -> Record:
         dice, signer = self.dice, simulated_signer(self.index)
@@ -429,6 +504,14 @@ class Hostile:
             await stream.aclose()
         else:
             await stream.reset()
+
+
+def two_results(signer: Ed25519Signer, dice: random.Random) -> bytes:
+    """Return evidence that a peer signed two results."""
+    group, members = dice.randbytes(32), some_members(dice, 4) | {0}
+    said = [Statement(group, 0, members, dice.randbytes(32)) for _ in range(2)]
+    one, other = (Signed(signer.peer_id, each, signer.sign(each.signed_bytes())) for each in said)
+    return encode_evidence(one, other)
 
 
 @contextmanager
@@ -485,6 +568,8 @@ async def run(how: Setting) -> Seen:
                 liar = hostile[peer.id] = Hostile(peer, index, how, record)
                 nursery.start_soon(liar.run, averager)
             await average(record, averager, index, how)
+            if index not in how.liars:
+                record.excluded |= averager.excluded.keys()
             nursery.cancel_scope.cancel()
 
     with hostile_members(how, record) as hostile:
@@ -521,6 +606,9 @@ def check(how: Setting, record: Seen, faults: Sequence[str]) -> None:
     bound = MATCH_TIMEOUT + EXCHANGE_TIMEOUT + SLACK
     assert record.longest <= bound, f"a step took {record.longest:.1f} s"
     liars = {simulated_signer(index).peer_id for index in how.liars}
+    honest = {simulated_signer(index).peer_id for index in range(how.peers)} - liars
+    assert not honest & record.excluded, "an honest peer is excluded"
+    record.tally["excluded"] += len(record.excluded)
     bits: dict[tuple[str, tuple[str, ...]], str] = {}
     for peer_id, result in record.successes:
         assert isinstance(result.averaged, list)
@@ -548,12 +636,17 @@ def check(how: Setting, record: Seen, faults: Sequence[str]) -> None:
 class Faults(logging.Handler):
     """Collects log records of bugs that a message triggered."""
 
-    def __init__(self) -> None:
+    def __init__(self, liars: Iterable[str]) -> None:
         super().__init__(level=logging.ERROR)
+        self._told = tuple(
+            f"other peers exclude this one, {liar}" for liar in liars
+        )  # hostile peers, about themselves
         self.found: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
         """Keep an error's first line and its exception."""
+        if record.getMessage().startswith(self._told):
+            return
         raised = "" if record.exc_info is None else f": {record.exc_info[1]!r}"
         self.found.append(record.getMessage() + raised)
 
@@ -561,7 +654,8 @@ class Faults(logging.Handler):
 def one(seed: int) -> tuple[int, Counter[str], Counter[str], str]:
     """Run and check one seed; return the sent messages, the results, and a violation, if any."""
     torch.set_num_threads(1)
-    how, faults = setting(seed), Faults()
+    how = setting(seed)
+    faults = Faults(simulated_signer(index).peer_id for index in how.liars)
     vars(reduction)["part_size"] = lambda _elements, _reducers: PART_ELEMENTS
     logging.getLogger().addHandler(faults)
     try:

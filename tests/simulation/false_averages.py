@@ -70,7 +70,8 @@ class Rounds:
         **changes: object,
     ) -> None:
         self.results: dict[int, list[p2pavg.RoundResult]] = {index: [] for index in range(size)}
-        self.averagers: dict[int, p2pavg.DecentralizedAverager] = {}
+        self.excluded: dict[int, Mapping[str, str]] = {}
+        """By peer: the peers that it has excluded with evidence, and why."""
         self._rounds = rounds
         self._elements = elements
         self._until = until
@@ -85,13 +86,13 @@ class Rounds:
 
     async def _average(self, peer: Peer, index: int) -> None:
         async with peer.averager(self._how) as averager:
-            self.averagers[index] = averager
             for _ in range(self._rounds):
                 averager.clear()
                 averager.accumulate([values(index, self._elements)])
                 result = await averager.step(wait=None)
                 self.results[index].append(result)
                 await trio.sleep(PAUSE)  # an audit after the round ends meanwhile
+                self.excluded[index] = averager.excluded
                 if self._until(self):
                     break
 

@@ -12,6 +12,7 @@ from trio.testing import MockClock
 import p2pavg
 from p2pavg.allreduce.values import Values
 from p2pavg.audit.keeping import KeptShare
+from p2pavg.round.audits import RoundAudits
 from tests.simulation.false_averages import Rounds, lie, nudge
 from tests.simulation.liars import name
 from tests.simulation.swarm import mean, tensors_of
@@ -48,6 +49,26 @@ async def test_a_reducer_that_lies_is_met_no_more(
     for index in (0, 1, 3):
         assert rounds.rounds_with(index, 2) == 1, "the audit is after the round"
         assert [len(peers) for peers in rounds.partners(index)] == [4, 3, 3, 3]
+
+
+async def test_one_finding_excludes_the_liar_everywhere(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One member audits; the others verify its evidence."""
+    lie(monkeypatch, 2)
+    found = RoundAudits._audit
+
+    async def only_the_first(self: RoundAudits, *arguments: object) -> None:
+        if self._me == name(0):
+            await found(self, *arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(RoundAudits, "_audit", only_the_first)
+    rounds = Rounds(4, 12, audit="after:1.0")
+    await rounds.run()
+    for index in (0, 1, 3):
+        assert rounds.rounds_with(index, 2) < 12
+        assert "it sent a false average" in rounds.excluded[index][name(2)]
+        assert rounds.excluded[index].keys() == {name(2)}
 
 
 @codecs

@@ -147,7 +147,7 @@ async def rounds_under(attack: Attack) -> tuple[list[p2pavg.Success], dict[str, 
             await trio.sleep(20.0)
         board = await first.board("topic")
         read["board"] = sorted(entry.value for entry in board.entries.values())
-        read["run"] = set(read_entries(await first._records.find(run_key("sim"))))
+        read["run"] = set(read_entries(await first._run.records.find(run_key("sim"))))
         nursery.cancel_scope.cancel()
     return found, read
 

@@ -199,6 +199,7 @@ def test_both_averagers_have_the_same_methods() -> None:
         "weight": "property",
         "unresolved_weight": "property",
         "round_state": "property",
+        "excluded": "property",
         "clear": "method",
         "step": "method",
         "cancel_matchmaking": "method",

@@ -1,0 +1,34 @@
+"""Evidence on the real transport: some MiB of it reach another peer of the run."""
+
+from __future__ import annotations
+
+import pytest
+import trio
+
+import p2pavg
+from p2pavg.peer import open_peer
+from tests.unit.evidence.large import admit_large, large_evidence
+from tests.unit.evidence.samples import LIAR, contradiction
+
+LOOPBACK = ["/ip4/127.0.0.1/tcp/0"]
+PATIENCE = 60.0
+
+
+@pytest.mark.parametrize("large", [False, True], ids=["contradiction", "some MiB"])
+async def test_evidence_reaches_another_peer_over_libp2p(
+    monkeypatch: pytest.MonkeyPatch, large: bool
+) -> None:
+    admit_large(monkeypatch)
+    config = p2pavg.AveragingConfig(run_id="evidence")
+    async with (
+        open_peer(listen=LOOPBACK) as one,
+        open_peer(listen=LOOPBACK, bootstrap=one.addresses) as other,
+        one.averager(config) as accuser,
+        other.averager(config) as hearer,
+    ):
+        accuser._run.accuse(large_evidence() if large else contradiction())
+        with trio.fail_after(PATIENCE):
+            while not hearer.excluded:
+                await trio.sleep(0.05)
+        assert accuser.excluded == hearer.excluded
+        assert hearer.excluded.keys() == {LIAR.peer_id}

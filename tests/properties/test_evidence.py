@@ -1,0 +1,118 @@
+"""Decoders of notices, requests, answers and evidence: a value that makes the same bytes, or RemoteProtocolError."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgpack
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from p2pavg.encoding import first_text
+from p2pavg.errors import RemoteProtocolError
+from p2pavg.evidence.accusation import read_accusation
+from p2pavg.evidence.messages import (
+    Notice,
+    Request,
+    encode_answer,
+    encode_notice,
+    encode_request,
+    read_answer,
+    read_notice,
+    read_request,
+)
+from tests.unit.evidence.samples import KIND, contradiction, named, signer
+
+PEERS = [signer(number).peer_id for number in range(3)]
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.floats()
+    | st.text(max_size=9)
+    | st.sampled_from([*PEERS, KIND, "/ip4/1.2.3.4/tcp/5"])
+    | st.binary(max_size=33)
+    | st.sampled_from([bytes(32), b"x" * 32]),
+    lambda inner: st.lists(inner, max_size=5),
+    max_leaves=12,
+)
+MESSAGES = st.binary(max_size=99) | st.lists(VALUES, max_size=6).map(
+    lambda fields: bytes(msgpack.packb(fields))
+)
+NOTICES = st.builds(
+    Notice,
+    st.lists(st.just("/ip4/1.2.3.4/tcp/5"), max_size=4).map(tuple),
+    st.lists(
+        st.builds(
+            lambda peer_id, number, size: named(peer_id, number, size=size),
+            st.sampled_from(PEERS),
+            st.integers(0, 2**256 - 1),
+            st.integers(1, 2**25),
+        ),
+        min_size=1,
+        max_size=16,
+    ).map(tuple),
+)
+DECODERS: list[tuple[Callable[[bytes], Any], Callable[[Any], bytes]]] = [
+    (read_notice, encode_notice),
+    (read_request, encode_request),
+    (read_answer, encode_answer),
+]
+
+
+@given(NOTICES)
+def test_notices_survive_the_wire(notice: Notice) -> None:
+    assert read_notice(encode_notice(notice)) == notice
+
+
+@given(st.binary(min_size=32, max_size=32), st.binary(min_size=32, max_size=32), st.binary(max_size=256))
+def test_requests_survive_the_wire(key: bytes, digest: bytes, certificate: bytes) -> None:
+    request = Request(key, digest, certificate)
+    assert read_request(encode_request(request)) == request
+
+
+@pytest.mark.parametrize(("read", "encode"), DECODERS, ids=["notice", "request", "answer"])
+@given(data=MESSAGES)
+def test_any_bytes_are_read_or_refused(
+    read: Callable[[bytes], Any], encode: Callable[[Any], bytes], data: bytes
+) -> None:
+    try:
+        value = read(data)
+    except RemoteProtocolError:
+        return
+    assert read(encode(value)) == value
+
+
+@given(NOTICES, st.integers(0, 10**6), st.integers(1, 255))
+def test_damaged_notices_are_read_or_refused(notice: Notice, where: int, change: int) -> None:
+    data = bytearray(encode_notice(notice))
+    data[where % len(data)] ^= change
+    try:
+        read_notice(bytes(data))
+    except RemoteProtocolError:
+        return
+
+
+@given(MESSAGES)
+def test_any_bytes_accuse_no_peer(data: bytes) -> None:
+    with pytest.raises(RemoteProtocolError):
+        read_accusation(data)
+
+
+@given(st.integers(0, 10**6), st.integers(1, 255))
+def test_damaged_evidence_accuses_no_peer(where: int, change: int) -> None:
+    data = bytearray(contradiction())
+    data[where % len(data)] ^= change
+    with pytest.raises(RemoteProtocolError):
+        read_accusation(bytes(data))
+
+
+@given(MESSAGES | st.text(max_size=80).map(lambda text: bytes(msgpack.packb([text, 1]))))
+def test_the_first_text_of_any_bytes_is_short(data: bytes) -> None:
+    try:
+        text = first_text(data)
+    except RemoteProtocolError:
+        return
+    assert len(text.encode()) <= 64

@@ -28,7 +28,7 @@ from p2pavg_dht.distance import K, nearest
 
 # The paper's alpha: the number of parallel calls while answers still bring nearer peers.
 ALPHA = 4
-# One call of each path at a time makes ALPHA. With 30 % hostile peers and two steps to the nearest peers, all of
+# One call of each path at a time makes ALPHA, and two make K. With 30 % hostile peers and two steps to the nearest peers, all of
 # four paths are captured in (1 - 0.7^2)^4 = 7 % of lookups. Each path keeps two of the K places.
 PATHS = 4
 HEDGE_DELAY = 0.5
@@ -238,7 +238,8 @@ class Lookup:
     def _majority(self) -> bool:
         there = []
         for path in self._paths:
-            contacts = [*self._answered(path), *self._stalled(path)]
+            stalled = [call.contact for call in self._calls.having(_State.STALLED, path)]
+            contacts = [*self._answered(path), *stalled]
             there += [c for c in contacts if c.peer_id in self._proven or c == self._own]
             named = (c for c in contacts if c.peer_id not in self._proven and c != self._own)
             there += nearest(named, self._point, self._share)
@@ -291,9 +292,6 @@ class Lookup:
 
     def _answered(self, path: _Path | None = None) -> list[Contact]:
         return [call.contact for call in self._calls.having(_State.ANSWERED, path)]
-
-    def _stalled(self, path: _Path) -> list[Contact]:
-        return [call.contact for call in self._calls.having(_State.STALLED, path)]
 
 
 def _deal(contacts: Iterable[Contact], point: int, count: int) -> list[list[Contact]]:

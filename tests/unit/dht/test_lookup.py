@@ -207,3 +207,15 @@ def test_a_lookup_goes_on_where_an_earlier_one_ended() -> None:
     walk(first, answer | dict.fromkeys((*PEERS[10:18], *PEERS[21:36]), PEERS[10:18]))
     again = Lookup(POINT, PEERS[:K], own_id=ME.peer_id, wide=True, starts=first.ends)
     assert len(set(again.next_calls(0.0)) & set(PEERS[10:18])) >= (PATHS - 1) * K // PATHS - 1
+
+
+def test_a_peer_that_answers_is_not_asked_at_other_addresses() -> None:
+    other = Contact(PEERS[21].peer_id, ("/other",))
+    once = lookup(PEERS[20:36], wide=False)
+    assert other not in walk(once, {PEERS[20]: [other]})
+
+
+def test_k_answers_end_the_wait_although_half_of_the_nearest_are_dead() -> None:
+    dead = set(PEERS[: K // 2 + 1])
+    hedged = lookup(PEERS[:20])
+    assert set(PEERS[: K + len(dead)]) >= set(walk(hedged, {}, dead)) >= dead

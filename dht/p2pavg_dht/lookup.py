@@ -28,8 +28,8 @@ from p2pavg_dht.distance import K, nearest
 
 # The paper's alpha: the number of parallel calls while answers still bring nearer peers.
 ALPHA = 4
-# One call of each path at a time makes ALPHA, and two make K. With 30 % hostile peers and two steps to the nearest peers, all of
-# four paths are captured in (1 - 0.7^2)^4 = 7 % of lookups. Each path keeps two of the K places.
+# One call of each path at a time makes ALPHA, and two make K. With 30 % hostile peers and two steps to the nearest
+# peers, all of four paths are captured in (1 - 0.7^2)^4 = 7 % of lookups. Each path keeps two of the K places.
 PATHS = 4
 HEDGE_DELAY = 0.5
 # The limit of calls of one lookup. Malicious peers can name invented peers that are ever nearer, so each path has
@@ -165,8 +165,9 @@ class Lookup:
         for contact in self._open_rest()[: max(0, K - self._under_way())]:
             # Several paths may know the contact. The one that has made the fewest calls asks it.
             knowing = [path for path in self._paths if contact in self._open(path)]
-            self._calls.begin(min(knowing, key=lambda path: path.calls), contact, now)
-            chosen.append(contact)
+            if knowing:  # none if the calls of this loop were the last ones of these paths
+                self._calls.begin(min(knowing, key=lambda path: path.calls), contact, now)
+                chosen.append(contact)
         return nearest(chosen, self._point, len(chosen))
 
     def answered(self, contact: Contact, closer: Iterable[Contact]) -> None:

@@ -219,3 +219,11 @@ def test_k_answers_end_the_wait_although_half_of_the_nearest_are_dead() -> None:
     dead = set(PEERS[: K // 2 + 1])
     hedged = lookup(PEERS[:20])
     assert set(PEERS[: K + len(dead)]) >= set(walk(hedged, {}, dead)) >= dead
+
+
+def test_a_path_that_runs_out_of_calls_leaves_the_rest_unasked() -> None:
+    """One path alone names contacts, more than it may ask, while the places of the others are free."""
+    single = lookup(PEERS[100:101], wide=True)
+    answer = {PEERS[100]: PEERS[90:91]} | {PEERS[n]: PEERS[n - 5 : n] for n in range(5, 91, 5)}
+    made = walk(single, answer)
+    assert len(made) <= MOST_CALLS

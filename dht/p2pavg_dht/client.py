@@ -105,11 +105,11 @@ class Client:
         self, lookup: Lookup, contact: Contact, outcome: Answer | RpcError, on_answer: OnAnswer
     ) -> None:
         if isinstance(outcome, RpcError):
-            lookup.failed(contact.peer_id)
+            lookup.failed(contact)
             return
         now = trio.current_time()
         named = [self._table.prefer_live(closer) for closer in outcome.closer]
-        lookup.answered(contact.peer_id, [closer for closer in named if self._table.usable(closer, now)])
+        lookup.answered(contact, [closer for closer in named if self._table.usable(closer, now)])
         on_answer(contact, outcome)
 
 

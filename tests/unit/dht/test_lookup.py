@@ -1,6 +1,8 @@
+from collections.abc import Set
+
 from p2pavg_dht import Contact, Ed25519Signer
 from p2pavg_dht.distance import K, peer_point
-from p2pavg_dht.lookup import ALPHA, HEDGE_DELAY, MOST_CALLS, Lookup
+from p2pavg_dht.lookup import ALPHA, HEDGE_DELAY, MOST_CALLS, PATHS, Lookup
 
 POINT = 1 << 200
 ME, *PEERS = sorted(
@@ -26,25 +28,25 @@ def test_a_wide_lookup_asks_the_k_nearest_at_once() -> None:
     assert known.next_calls(0.0) == PEERS[:K]
     assert not known.finished
     for peer in PEERS[:K]:
-        known.answered(peer.peer_id, PEERS[:K])
+        known.answered(peer, PEERS[:K])
     assert known.next_calls(0.0) == []
     assert known.finished
 
 
-def test_a_narrow_lookup_makes_few_calls_until_no_nearer_peer_is_named() -> None:
+def test_a_path_makes_one_call_until_its_first_answer() -> None:
     unknown = lookup(PEERS[20:40], wide=False)
     first = unknown.next_calls(0.0)
     assert first == PEERS[20 : 20 + ALPHA]
-    unknown.answered(first[0].peer_id, PEERS[:K])
-    assert unknown.next_calls(0.0) == PEERS[:1]
-    unknown.answered(PEERS[0].peer_id, PEERS[:K])
-    assert len(unknown.next_calls(0.0)) == K - (ALPHA - 1)
+    unknown.answered(first[0], PEERS[:K])
+    assert unknown.next_calls(0.0) == PEERS[: K // PATHS]
+    unknown.answered(PEERS[0], PEERS[:K])
+    assert unknown.next_calls(0.0) == []
 
 
 def test_a_failed_peer_is_replaced_by_the_next_nearest() -> None:
     replaced = lookup(PEERS[:20])
     replaced.next_calls(0.0)
-    replaced.failed(PEERS[0].peer_id)
+    replaced.failed(PEERS[0])
     assert replaced.next_calls(0.0) == [PEERS[K]]
 
 
@@ -52,13 +54,13 @@ def test_a_majority_of_answers_ends_the_wait_for_stalled_calls() -> None:
     hedged = lookup(PEERS[:20])
     hedged.next_calls(0.0)
     for peer in PEERS[1:K]:
-        hedged.answered(peer.peer_id, [])
+        hedged.answered(peer, [])
     assert not hedged.finished
     assert hedged.next_stall == HEDGE_DELAY
     hedged.notice_stalls(HEDGE_DELAY)
     assert hedged.next_calls(HEDGE_DELAY) == [PEERS[K]]
     assert not hedged.finished
-    hedged.answered(PEERS[K].peer_id, [])
+    hedged.answered(PEERS[K], [])
     assert hedged.finished
     assert hedged.stalled == [PEERS[0]]
 
@@ -67,11 +69,11 @@ def test_stalled_calls_are_awaited_without_a_majority() -> None:
     few = lookup(PEERS[:7])
     few.next_calls(0.0)
     for peer in PEERS[:3]:
-        few.answered(peer.peer_id, [])
+        few.answered(peer, [])
     few.notice_stalls(HEDGE_DELAY)
     # With this peer, 4 of 8 have answered. Another half of the same 8 might not overlap with them.
     assert not few.finished
-    few.answered(PEERS[3].peer_id, [])
+    few.answered(PEERS[3], [])
     assert few.finished
 
 
@@ -80,7 +82,7 @@ def test_the_only_other_peer_is_awaited() -> None:
     pair.next_calls(0.0)
     pair.notice_stalls(HEDGE_DELAY)
     assert not pair.finished
-    pair.failed(PEERS[0].peer_id)
+    pair.failed(PEERS[0])
     assert pair.finished
 
 
@@ -88,7 +90,7 @@ def test_a_late_answer_counts() -> None:
     late = lookup(PEERS[:1])
     late.next_calls(0.0)
     late.notice_stalls(HEDGE_DELAY)
-    late.answered(PEERS[0].peer_id, [PEERS[1]])
+    late.answered(PEERS[0], [PEERS[1]])
     assert late.next_calls(1.0) == [PEERS[1]]
 
 
@@ -100,14 +102,14 @@ def test_a_lookup_of_invented_peers_is_bounded() -> None:
         for contact in liar.next_calls(0.0):
             asked += 1
             named = PEERS[max(0, PEERS.index(contact) - K) : PEERS.index(contact)]
-            liar.answered(contact.peer_id, named)
+            liar.answered(contact, named)
     assert asked <= MOST_CALLS
     endless = lookup([Contact(ME.peer_id), *PEERS])
     asked = 0
     while calls := endless.next_calls(0.0):
         asked += len(calls)
         for contact in calls:
-            endless.failed(contact.peer_id)
+            endless.failed(contact)
     assert asked == MOST_CALLS
     assert endless.finished
 
@@ -115,19 +117,113 @@ def test_a_lookup_of_invented_peers_is_bounded() -> None:
 def test_no_answer_can_name_more_than_k() -> None:
     greedy = lookup(PEERS[50:51])
     greedy.next_calls(0.0)
-    greedy.answered(PEERS[50].peer_id, PEERS[:40])
-    assert len(greedy._candidates) == 2 + K
+    greedy.answered(PEERS[50], PEERS[:40])
+    assert sum(len(path.known) for path in greedy._paths) == 2 + K
 
 
 def test_a_failed_peer_is_tried_at_another_address() -> None:
     false, true = Contact(PEERS[0].peer_id, ("/false",)), Contact(PEERS[0].peer_id, ("/true",))
     mended = lookup([false, PEERS[1]])
     mended.next_calls(0.0)
-    mended.failed(false.peer_id)
-    mended.answered(PEERS[1].peer_id, [false])
+    mended.failed(false)
+    mended.answered(PEERS[1], [false])
     assert mended.next_calls(0.0) == []
     again = lookup([false, PEERS[1]])
     again.next_calls(0.0)
-    again.failed(false.peer_id)
-    again.answered(PEERS[1].peer_id, [true])
+    again.failed(false)
+    again.answered(PEERS[1], [true])
     assert again.next_calls(0.0) == [true]
+
+
+def walk(
+    path: Lookup, answer: dict[Contact, list[Contact]], silent: Set[Contact] = frozenset()
+) -> list[Contact]:
+    """Answer all calls except those to `silent` contacts, and return the calls."""
+    now, made, waiting = 0.0, [], []
+    while not path.finished:
+        calls = path.next_calls(now)
+        made += calls
+        waiting += calls
+        prompt = [contact for contact in waiting if contact not in silent]
+        for contact in prompt:
+            waiting.remove(contact)
+            path.answered(contact, answer.get(contact, []))
+        if not prompt:
+            now = path.next_stall
+            assert now < float("inf")
+            path.notice_stalls(now)
+    return made
+
+
+def test_known_contacts_are_dealt_to_the_paths_and_each_path_asks_its_nearest() -> None:
+    dealt = lookup(PEERS[20:36], wide=False)
+    assert dealt.next_calls(0.0) == PEERS[20:24]
+    hands = [set(path.known) & {peer.peer_id for peer in PEERS} for path in dealt._paths]
+    assert [len(hand) for hand in hands] == [4] * PATHS
+    assert len(set().union(*hands)) == 16
+
+
+def test_a_captured_path_leaves_the_others_their_places() -> None:
+    """The first contact names eight invented ones that answer and are nearer than all others."""
+    captured = lookup(PEERS[20:36], wide=False)
+    answer = {PEERS[20]: PEERS[:K]} | dict.fromkeys(PEERS[:K], PEERS[:K])
+    answer |= dict.fromkeys(PEERS[21:36], PEERS[10:18]) | dict.fromkeys(PEERS[10:18], PEERS[10:18])
+    made = walk(captured, answer)
+    assert set(PEERS[10 : 10 + (PATHS - 1) * K // PATHS]) <= set(made)
+
+
+def test_invented_contacts_that_never_answer_cost_half_seconds() -> None:
+    invented, honest = PEERS[:K], PEERS[10:18]
+    haunted = lookup(PEERS[20:36], wide=False)
+    answer = {PEERS[20]: invented} | dict.fromkeys((*PEERS[21:36], *honest), honest)
+    made = walk(haunted, answer, set(invented))
+    assert set(honest) <= set(made)
+    assert set(haunted.stalled) <= set(invented)
+
+
+def test_few_honest_peers_are_a_majority_although_one_path_invents_contacts() -> None:
+    few = lookup(PEERS[20:24])
+    made = walk(few, {PEERS[20]: PEERS[:K]}, set(PEERS[:K]))
+    assert set(PEERS[20:24]) <= set(made)
+
+
+def test_a_contact_named_at_a_false_address_is_asked_at_the_true_one_by_another_path() -> None:
+    true, false = PEERS[0], Contact(PEERS[0].peer_id, ("/false",))
+    blocked = lookup(PEERS[20:36], wide=False)
+    answer = {PEERS[20]: [false]} | {peer: [true] for peer in PEERS[21:36]}
+    assert true in walk(blocked, answer, {false})
+
+
+def test_paths_without_a_contact_share_what_the_first_one_names() -> None:
+    bootstrap, hostile, honest = PEERS[60], PEERS[40], PEERS[41:48]
+    newcomer = lookup([bootstrap])
+    answer = {bootstrap: [hostile, *honest], hostile: PEERS[:K]} | dict.fromkeys(PEERS[:K], PEERS[:K])
+    assert set(honest[: (PATHS - 1) * K // PATHS]) <= set(walk(newcomer, answer))
+
+
+def test_a_lookup_goes_on_where_an_earlier_one_ended() -> None:
+    first = lookup(PEERS[20:36], wide=False)
+    answer = {PEERS[20]: PEERS[:K]} | dict.fromkeys(PEERS[:K], PEERS[:K])
+    walk(first, answer | dict.fromkeys((*PEERS[10:18], *PEERS[21:36]), PEERS[10:18]))
+    again = Lookup(POINT, PEERS[:K], own_id=ME.peer_id, wide=True, starts=first.ends)
+    assert len(set(again.next_calls(0.0)) & set(PEERS[10:18])) >= (PATHS - 1) * K // PATHS - 1
+
+
+def test_a_peer_that_answers_is_not_asked_at_other_addresses() -> None:
+    other = Contact(PEERS[21].peer_id, ("/other",))
+    once = lookup(PEERS[20:36], wide=False)
+    assert other not in walk(once, {PEERS[20]: [other]})
+
+
+def test_k_answers_end_the_wait_although_half_of_the_nearest_are_dead() -> None:
+    dead = set(PEERS[: K // 2 + 1])
+    hedged = lookup(PEERS[:20])
+    assert set(PEERS[: K + len(dead)]) >= set(walk(hedged, {}, dead)) >= dead
+
+
+def test_a_path_that_runs_out_of_calls_leaves_the_rest_unasked() -> None:
+    """One path alone names contacts, more than it may ask, while the places of the others are free."""
+    single = lookup(PEERS[100:101], wide=True)
+    answer = {PEERS[100]: PEERS[90:91]} | {PEERS[n]: PEERS[n - 5 : n] for n in range(5, 91, 5)}
+    made = walk(single, answer)
+    assert len(made) <= MOST_CALLS

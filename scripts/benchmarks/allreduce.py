@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 from scripts.benchmarks.crew import Crew, CrewError, Measured, Place, System
 from scripts.benchmarks.figures import Report
@@ -30,6 +31,9 @@ def add_arguments(parser: argparse.ArgumentParser, *, small: bool) -> None:
     parser.add_argument(
         "--rules", default="", help="of p2pavg, beside the mean, with each codec: trimmed_mean:0.25"
     )
+    parser.add_argument(
+        "--audits", default="", help="of p2pavg, beside the usual ones, with each codec: off,after:1e-9"
+    )
     parser.add_argument("--repeats", type=int, default=2 if small else 7)
     parser.add_argument("--hivemind-python", help="one that can import hivemind, or none")
 
@@ -47,26 +51,21 @@ def run(arguments: argparse.Namespace, report: Report) -> None:
             rounds.pop(system.name, None)
     for codec in codecs:
         ratios(codec, rounds, arguments, report)
-    for codec, rule in itertools.product(codecs, _rules(arguments)):
-        report_ratios(
-            [
-                (
-                    p2pavg(codec, 2, robust=rule).name,
-                    p2pavg(codec, 2).name,
-                    "exchange",
-                    lambda found: found.exchange,
-                )
-            ],
-            rounds,
-            arguments,
-            report,
-        )
+    for codec, variant in itertools.product(codecs, _variants(arguments)):
+        ours, other = p2pavg(codec, 2).name, p2pavg(codec, 2, **variant).name
+        values: list[tuple[str, Callable[[Measured], float]]] = [
+            ("exchange", lambda found: found.exchange),
+            ("cpu", lambda found: found.cpu),
+        ]
+        report_ratios([(other, ours, *value) for value in values], rounds, arguments, report)
 
 
 def choose(codecs: list[str], arguments: argparse.Namespace, report: Report) -> list[System]:
     """Return the systems in the order of their turns."""
-    rules = [None, *_rules(arguments)]
-    ours = [p2pavg(codec, arguments.peers, robust=rule) for codec, rule in itertools.product(codecs, rules)]
+    variants: list[dict[str, Any]] = [{}, *_variants(arguments)]
+    ours = [
+        p2pavg(codec, arguments.peers, **variant) for codec, variant in itertools.product(codecs, variants)
+    ]
     systems = [*ours, gloo()]
     try:
         python = hivemind_python(arguments.hivemind_python)
@@ -77,8 +76,10 @@ def choose(codecs: list[str], arguments: argparse.Namespace, report: Report) -> 
     return [*systems, *theirs.values()]
 
 
-def _rules(arguments: argparse.Namespace) -> list[str]:
-    return [rule for rule in arguments.rules.split(",") if rule]
+def _variants(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return the settings that are measured beside the usual ones."""
+    rules = [{"robust": rule} for rule in arguments.rules.split(",") if rule]
+    return [*rules, *({"audit": audit} for audit in arguments.audits.split(",") if audit)]
 
 
 def measure(systems: list[System], folder: Path, arguments: argparse.Namespace, report: Report) -> Rounds:

@@ -16,11 +16,11 @@ HIVEMIND_CODECS = {"fp32": "NONE"}
 
 
 def p2pavg(codec: str, peers: int, *, timeout: float = 60.0, **config: Any) -> System:
-    """Return p2pavg with a group of exactly ``peers``. ``config`` may name a ``robust`` rule."""
+    """Return p2pavg with a group of exactly ``peers``. ``config`` may name a ``robust`` rule, or an ``audit``."""
     robust = config.get("robust")
     tolerance = EXACT if isinstance(resolve_codec(codec), Fp32) else EIGHT_BITS
     return System(
-        name=f"p2pavg {codec}{'' if robust is None else ' ' + robust}",
+        name=" ".join(["p2pavg", codec, *config.values()]),
         module="scripts.benchmarks.p2pavg_worker",
         arguments={
             "config": {

@@ -495,14 +495,18 @@ def _fail_stuck(draft: _Draft) -> None:
     decision = decide(draft.m)
     assert isinstance(decision, Stuck)
     draft.m.reason = decision.reason
-    _fail(draft)
-    draft.m.accepted = None  # a quorum has answered, so no ballot committed it
+    _fail_with_contribution(draft)
 
 
 def _fail_too_few(draft: _Draft) -> None:
     draft.m.reason = "fewer members are left than this peer's min_group_size"
+    _fail_with_contribution(draft)
+
+
+def _fail_with_contribution(draft: _Draft) -> None:
+    """Fail, and tell the others that this member keeps its contribution: a quorum says that it was not committed."""
+    draft.m.accepted = None
     _fail(draft)
-    draft.m.accepted = None  # a quorum has answered, so no ballot committed it
 
 
 def _fail_at_odds(draft: _Draft) -> None:

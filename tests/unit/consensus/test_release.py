@@ -140,3 +140,11 @@ class TestRelease:
         answer = Promise(after.promised, 4, accepted, Complete(4, other), frozenset({0}), frozenset())
         after, _ = advance(after, Heard(2, answer))
         assert after.hostile == frozenset()
+
+    def test_a_member_that_ends_for_lack_of_members_says_that_it_keeps_its_contribution(self) -> None:
+        """If it said that it had held the result, another one could take that result for committed."""
+        leader, _ = advance(member(0, minimum=3), complete(0))
+        leader, _ = advance(leader, Lost(2))
+        leader, actions = advance(leader, promised(1, 3))
+        assert leader.phase is Phase.FAILED
+        assert actions[-1] == Tell(1, Left(-1, leader.reason))

@@ -23,7 +23,8 @@ follows the first member of the roster that it has not lost.
   sends ``Commit`` with these signatures.
 * When a member loses another one, it tells its leader (``Trouble``). A leader that cannot commit *prepares* the next
   ballot (``Gather``). Each member answers with a *promise* (``Promise``), which says what it holds and what it accepted
-  last. After a promise to a newer ballot a member refuses all older ones (``Behind`` is the nack).
+  last, and tells it to all members. After a promise to a newer ballot a member refuses all older ones (``Behind`` is
+  the nack).
 * From a quorum of promises :func:`~p2pavg.consensus.choice.choose` picks the ballot's value (``Begin``). If an older
   ballot may have committed a result, the value is that result. Otherwise it is an attempt among the members that are
   left.
@@ -51,8 +52,17 @@ Signatures are checked before a vote comes here (``p2pavg.round.signing``). A si
 commit that is impossible, cost their sender. A commit with too few signatures costs no member: an honest member passes
 on what was enough for itself, and another one may have lost fewer members.
 
-Promises and ballots are not signed. They go over authenticated streams to one receiver and are never passed on, so a
-signature would add nothing to a choice that trusts them. What a lie in them can do is in ``docs/round.md``.
+**The release.** A leader may lie, so a member does not follow a ballot at its word alone. Every other holder that it
+has not lost itself has to have promised that ballot, or a newer one, to it directly (``is_released``). And a member
+that has promised commits an older result only when every other such holder says that it follows the same commit
+(``is_confirmed``). So two honest members that have not lost each other do not end with different results.
+
+* *Why promises are not signed:* each member hears them from their senders themselves, over authenticated streams. None
+  is passed on, so a signature would add nothing.
+* *Why some members are blamed and not lost* (``Member.blamed``): a lie can bring one honest member to accuse another
+  one. If it lost that one, each of the two could go on with the liar. A blamed member still has to promise.
+* *Why a member promises along* (``is_overtaken``): a leader asks no member that it has lost, but others may need the
+  promise of that member.
 
 **Why a table.** Events arrive in any order, between any two members, at any time. A table can be searched: the tests
 explore every order of messages, crashes and suspicions for small groups, and check the guarantees in every state
@@ -80,7 +90,6 @@ from p2pavg.consensus.conditions import (
     concerns_me,
     decide,
     dispute,
-    has_it,
     holds,
     in_result,
     is_ahead,
@@ -91,20 +100,22 @@ from p2pavg.consensus.conditions import (
     is_false_promise,
     is_held,
     is_impossible,
-    is_left_out,
+    is_lacking,
+    is_near,
     is_new,
     is_of_another,
+    is_overtaken,
     is_unknown,
-    lacks_it,
     leader_asks,
     leader_asks_anew,
     leads_ballot,
+    leads_overtaken,
     may_go_on,
     must_lead,
+    newest_of_lost,
     not_outvoted,
     outpaces,
     own_fault,
-    proven,
     stuck,
     stuck_for_good,
     too_few,
@@ -115,6 +126,7 @@ from p2pavg.consensus.events import (
     Dead,
     Drop,
     Event,
+    Exclude,
     GivenUp,
     Heard,
     Lost,
@@ -123,6 +135,14 @@ from p2pavg.consensus.events import (
     Tell,
 )
 from p2pavg.consensus.member import FINAL, LIVE, Member, OwnResult, Pending, Phase
+from p2pavg.consensus.proof import (
+    has_it,
+    is_believed,
+    is_bound,
+    is_left_out,
+    lacks_it,
+    proven,
+)
 from p2pavg.consensus.statements import result_digest
 from p2pavg.consensus.votes import (
     Accepted,
@@ -193,7 +213,21 @@ def _note_held(draft: _Draft, event: Heard) -> None:
 
 
 def _lose(draft: _Draft, event: Lost) -> None:
-    _lose_one(draft, event.peer, hostile=event.hostile, reason=event.reason)
+    if event.reachable and event.peer != draft.m.leader:
+        _blame(draft, event.peer, hostile=event.hostile, reason=event.reason)
+    else:
+        _lose_one(draft, event.peer, hostile=event.hostile, reason=event.reason)
+
+
+def _blame(draft: _Draft, peer: int, *, hostile: bool, reason: str) -> None:
+    """Leave a member out of the next attempt without losing it: it still has to promise."""
+    m = draft.m
+    if peer in m.apart or peer == m.me:
+        return
+    m.blamed |= {peer}
+    if hostile:
+        m.hostile |= {peer}
+    _report(draft, peer, concerned=peer in m.begun.view, hostile=hostile, reason=reason)
 
 
 def _lose_one(draft: _Draft, peer: int, *, hostile: bool, reason: str = "") -> None:
@@ -208,7 +242,18 @@ def _lose_one(draft: _Draft, peer: int, *, hostile: bool, reason: str = "") -> N
         m.pending,
         promises=tuple(entry for entry in m.pending.promises if entry[0] != peer),
         asked=tuple(entry for entry in m.pending.asked if entry[0] != peer),
+        begin=None if peer == ballot_leader(m.promised, m.size) else m.pending.begin,
     )
+    m.heard = tuple(entry for entry in m.heard if entry[0] != peer)
+    _report(draft, peer, concerned=concerned, hostile=hostile, reason=reason)
+    if m.leader in m.blamed:  # a member that this one does not want cannot lead it
+        draft.actions.append(Drop(m.leader, "it would lead, and was left out before"))
+        _lose_one(draft, m.leader, hostile=False)
+
+
+def _report(draft: _Draft, peer: int, *, concerned: bool, hostile: bool, reason: str) -> None:
+    """Tell the leader of a loss, or add it to the own promise."""
+    m = draft.m
     if m.phase is Phase.GATHERING or not concerned:
         promises = tuple(
             (position, _own_promise(m)) if position == m.me else (position, promise)
@@ -246,20 +291,42 @@ def _hear_gather(draft: _Draft, event: Heard) -> None:
     pending = draft.m.pending
     others = tuple(entry for entry in pending.asked if entry[0] != event.sender)
     draft.m.pending = replace(pending, asked=tuple(sorted((*others, (event.sender, event.vote.ballot)))))
+    _note_heard(draft.m, event.sender, event.vote)
+
+
+def _note_heard(m: Member, sender: int, vote: Gather | Promise) -> None:
+    known = {position: (ballot, attempt) for position, ballot, attempt in m.heard}
+    if vote.ballot > max(m.begun.ballot, known.get(sender, (0, 0))[0]):
+        known[sender] = (vote.ballot, vote.attempt)
+        m.heard = tuple(sorted((position, *said) for position, said in known.items()))
+
+
+def _hear_promise(draft: _Draft, event: Heard) -> None:
+    assert isinstance(event.vote, Promise)
+    _note_heard(draft.m, event.sender, event.vote)
 
 
 def _own_promise(m: Member) -> Promise:
-    return Promise(m.promised, m.begun.attempt, m.accepted, m.complete, m.lost, m.hostile)
+    return Promise(m.promised, m.begun.attempt, m.accepted, m.complete, m.apart, m.hostile)
 
 
 def _promise(draft: _Draft) -> None:
     m = draft.m
     asked = dict(m.pending.asked)
     leader = m.leader
-    m.promised = asked.pop(leader)
-    m.pending = replace(m.pending, held=(), signatures=(), promises=(), asked=tuple(sorted(asked.items())))
+    m.promised = m.vowed = asked.pop(leader)
+    asked_later = tuple(sorted(asked.items()))
+    m.pending = replace(m.pending, held=(), signatures=(), promises=(), begin=None, asked=asked_later)
     m.trouble = False
-    draft.tell(leader, _own_promise(m))
+    draft.tell_all(_own_promise(m))
+
+
+def _promise_along(draft: _Draft) -> None:
+    """Promise a ballot of a leader that this member has lost and another one follows, so that it need not wait."""
+    m = draft.m
+    m.promised = m.vowed = newest_of_lost(m)
+    m.pending = replace(m.pending, held=(), signatures=(), promises=(), begin=None)
+    draft.tell_all(_own_promise(m))
 
 
 def _refuse(draft: _Draft) -> None:
@@ -273,11 +340,13 @@ def _refuse(draft: _Draft) -> None:
 
 def _gather(draft: _Draft) -> None:
     m = draft.m
-    newest = max([m.promised, *(ballot for _, ballot in m.pending.asked)])
+    newest = max([m.promised, newest_of_lost(m), *(ballot for _, ballot in m.pending.asked)])
     m.promised = next_ballot(m.me, m.size, newest)
-    m.pending = replace(m.pending, held=(), signatures=(), promises=((m.me, _own_promise(m)),), asked=())
+    m.pending = replace(
+        m.pending, held=(), signatures=(), promises=((m.me, _own_promise(m)),), begin=None, asked=()
+    )
     m.trouble = False
-    draft.tell_all(Gather(m.promised))
+    draft.tell_all(Gather(m.promised, m.begun.attempt))
 
 
 def _gather_again(draft: _Draft, event: Heard) -> None:
@@ -293,6 +362,7 @@ def _note_promise(draft: _Draft, event: Heard) -> None:
     promise = _with_accusations(pending, event.sender, event.vote)
     promises = tuple(sorted((*others, (event.sender, promise)), key=lambda entry: entry[0]))
     draft.m.pending = replace(pending, promises=promises)
+    _note_heard(draft.m, event.sender, event.vote)
 
 
 def _with_accusations(pending: Pending, sender: int, promise: Promise) -> Promise:
@@ -346,9 +416,11 @@ def _begin(draft: _Draft) -> None:
 
 def _take_up(draft: _Draft, begin: Begin) -> None:
     m = draft.m
-    m.begun, m.trouble = replace(begin, lacking=frozenset()), bool(begin.view & m.lost)
+    m.begun, m.trouble = replace(begin, lacking=frozenset()), bool(begin.view & m.apart)
     # The accusations end too: the new view excludes one member of each pair that cannot exchange.
     m.pending = Pending(asked=m.pending.asked, commits=m.pending.commits)
+    m.heard = tuple(entry for entry in m.heard if entry[1] > begin.ballot)
+    m.ready = None
     if m.accepted is not None and m.accepted.attempt != begin.attempt:
         m.accepted = None  # a quorum has answered, so no ballot committed it
     if begin.attempt == begin.ballot:
@@ -358,13 +430,19 @@ def _take_up(draft: _Draft, begin: Begin) -> None:
         _accept(draft)
     if begin.source == m.me and begin.lacking:
         draft.actions.append(PassOn(begin.attempt, begin.members - begin.view, begin.lacking))
-    for peer in sorted(begin.view & m.lost):
+    for peer in sorted(begin.view & m.apart):
         draft.tell(m.leader, Trouble(peer, peer in m.hostile, "it was lost before"))
 
 
-def _hear_begin(draft: _Draft, event: Heard) -> None:
+def _note_begin(draft: _Draft, event: Heard) -> None:
     assert isinstance(event.vote, Begin)
-    _take_up(draft, event.vote)
+    draft.m.pending = replace(draft.m.pending, begin=event.vote)
+
+
+def _follow_begin(draft: _Draft) -> None:
+    begin = draft.m.pending.begin
+    assert begin is not None
+    _take_up(draft, begin)
 
 
 def _signed_commit(m: Member) -> Commit:
@@ -389,6 +467,14 @@ def _commit(draft: _Draft) -> None:
     draft.tell_all(vote)
 
 
+def _get_ready(draft: _Draft) -> None:
+    """Tell all members a commit that this member will follow, and nothing else, once they follow it too."""
+    commit = proven(draft.m)
+    assert commit is not None
+    draft.m.ready = commit
+    draft.tell_all(commit)
+
+
 def _left_out(draft: _Draft) -> None:
     draft.m.reason = "the others gave this peer up, and ended the round without it"
     _commit(draft)
@@ -409,14 +495,18 @@ def _fail_stuck(draft: _Draft) -> None:
     decision = decide(draft.m)
     assert isinstance(decision, Stuck)
     draft.m.reason = decision.reason
-    _fail(draft)
-    draft.m.accepted = None  # a quorum has answered, so no ballot committed it
+    _fail_with_contribution(draft)
 
 
-def _fail_too_few(draft: _Draft, _event: Heard) -> None:
+def _fail_too_few(draft: _Draft) -> None:
     draft.m.reason = "fewer members are left than this peer's min_group_size"
+    _fail_with_contribution(draft)
+
+
+def _fail_with_contribution(draft: _Draft) -> None:
+    """Fail, and tell the others that this member keeps its contribution: a quorum says that it was not committed."""
+    draft.m.accepted = None
     _fail(draft)
-    draft.m.accepted = None  # a quorum has answered, so no ballot committed it
 
 
 def _fail_at_odds(draft: _Draft) -> None:
@@ -425,19 +515,31 @@ def _fail_at_odds(draft: _Draft) -> None:
 
 
 def _go_astray(draft: _Draft) -> None:
+    """Wait. The members that this leader does not want are let go, so that they can go on without it."""
     draft.m.pending = replace(draft.m.pending, promises=())
+    for peer in sorted(draft.m.blamed - draft.m.lost):
+        draft.actions.append(Drop(peer, "it was left out before, and too few are left without it"))
+        _lose_one(draft, peer, hostile=False)
 
 
 def _settle_dispute(draft: _Draft) -> None:
     for peer in sorted(dispute(draft.m)):
-        _lose_one(draft, peer, hostile=True)
-        draft.actions.append(Drop(peer, "it sent different results to different members, by their digests"))
+        # By the others' word only: one of them may lie, so this member goes on only with the accused one's promise.
+        reason = "it sent different results to different members, by their digests"
+        _blame(draft, peer, hostile=True, reason=reason)
+        draft.actions.append(Exclude(peer, reason))
     draft.m.pending, draft.m.trouble = replace(draft.m.pending, held=(), signatures=()), True
 
 
 def _learn(draft: _Draft, event: Heard) -> None:
     _note_commit(draft, event)
-    draft.m.committed = proven(draft.m)
+    _believe(draft)
+
+
+def _believe(draft: _Draft) -> None:
+    commit = proven(draft.m)
+    if draft.m.committed is None and commit is not None and is_believed(draft.m, commit):
+        draft.m.committed = commit
 
 
 def _note_gone(draft: _Draft, event: Heard) -> None:
@@ -445,7 +547,7 @@ def _note_gone(draft: _Draft, event: Heard) -> None:
         _hear_left(draft, event)
     else:
         _hear_unknown(draft, event)
-    draft.m.committed = draft.m.committed or proven(draft.m)
+    _believe(draft)
 
 
 def _tell_the_end(draft: _Draft, event: Heard) -> None:
@@ -505,12 +607,10 @@ TABLE: tuple[Row, ...] = (
     _row(LIVE, Gather, is_ahead, _hear_gather, None, "a member asks"),
     _row(_G, Promise, is_false_promise, _drop_liar, None, "an impossible answer: gives its sender up"),
     _row(_G, Promise, answers_me, _note_promise, None, "a member answers"),
+    _row(LIVE, Promise, is_near, _hear_promise, None, "a member promises another leader's ballot"),
     _row(_G, Behind, outpaces, _gather_again, None, "a newer ballot was promised: asks with a newer one"),
     _row(_P, Begin, is_impossible, _drop_liar, None, "an impossible ballot: gives its leader up"),
-    _row(_P, Begin, too_few, _fail_too_few, Phase.FAILED, "fewer are left than it needs"),
-    _row(_P, Begin, is_new, _hear_begin, _E, "a new attempt"),
-    _row(_P, Begin, is_held, _hear_begin, _H, "an older result, which it holds or need not hold"),
-    _row(_P, Begin, is_due, _hear_begin, _E, "an older result, which it lacks in part"),
+    _row(_P, Begin, is_due, _note_begin, None, "a ballot, which counts once the others have promised it"),
     _row(_G, Trouble, is_of_another, _add_trouble, None, "a member has trouble with another"),
     _row((_E, _H, _P, _A), Trouble, concerns_me, _hear_trouble, None, "a member has trouble with another"),
     _row(LIVE, Left, None, _hear_left, None, "a member gave up"),
@@ -526,6 +626,7 @@ TABLE: tuple[Row, ...] = (
         "committed with its contribution, but it lacks the result",
     ),
     _row(LIVE, None, is_left_out, _left_out, Phase.FAILED, "committed without this member, by proof"),
+    _row(LIVE, None, is_bound, _get_ready, None, "a proven commit, which it follows once the others do"),
     _row(LIVE, None, leader_asks_anew, _promise, _P, "answers its leader"),
     _row(LIVE, None, leader_asks, _refuse, None, "has promised a newer ballot, and says so"),
     _row((_E, _H), None, own_fault, _fail_at_odds, Phase.FAILED, "holds another result than the others"),
@@ -540,6 +641,26 @@ TABLE: tuple[Row, ...] = (
     _row((_E, _H), None, in_result, _commit, Phase.COMMITTED, "all members hold the result: commits"),
     _row((_E, _H), None, all_hold, _left_out, Phase.FAILED, "all members hold a result without this one"),
     _row((_E, _H, _P), None, must_lead, _gather, _G, "leads, and the ballot cannot commit: asks"),
+    _row(
+        LIVE,
+        None,
+        leads_overtaken,
+        _gather,
+        _G,
+        "another member follows a lost leader: asks with a newer ballot",
+    ),
+    _row(
+        (_E, _H, _P),
+        None,
+        is_overtaken,
+        _promise_along,
+        _P,
+        "another member follows a lost leader: promises too",
+    ),
+    _row(_P, None, too_few, _fail_too_few, Phase.FAILED, "fewer are left than it needs"),
+    _row(_P, None, is_new, _follow_begin, _E, "a new attempt"),
+    _row(_P, None, is_held, _follow_begin, _H, "an older result, which it holds or need not hold"),
+    _row(_P, None, is_lacking, _follow_begin, _E, "an older result, which it lacks in part"),
     _row(_G, None, begins_anew, _begin, _E, "begins a new attempt with those that are left"),
     _row(_G, None, begins_held, _begin, _H, "goes on with an older result, which it holds"),
     _row(_G, None, begins_lacking, _begin, _E, "goes on with an older result, which it lacks in part"),
@@ -571,7 +692,15 @@ def advance(member: Member, event: Event) -> tuple[Member, list[Action]]:
             draft.m.phase = row.becomes or draft.m.phase
             _follow(draft)
             break
+    if draft.m.phase in FINAL:
+        _forget(draft.m)
     return draft.m, draft.actions
+
+
+def _forget(m: Member) -> None:
+    """Forget what only a member that has not ended needs. The search then visits fewer states."""
+    m.pending, m.heard = Pending(commits=m.pending.commits), ()
+    m.ready, m.trouble = None, False
 
 
 def _follow(draft: _Draft) -> None:

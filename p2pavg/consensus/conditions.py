@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from p2pavg.consensus.choice import Answers, Stuck, ballot_leader, choose, disputed, is_quorum, is_too_few
 from p2pavg.consensus.events import Completed, Heard
-from p2pavg.consensus.member import Member, Phase
+from p2pavg.consensus.member import Member
 from p2pavg.consensus.votes import Begin, Behind, Commit, Complete, Gather, Held, Members, Promise, Trouble
 
 MAX_LEAP = 64  # a leader's ballots that a member may miss in a row; each loss costs one or two
@@ -29,6 +29,11 @@ def leads_ballot(member: Member, event: Heard) -> bool:
         and ballot_leader(vote.ballot, member.size) == member.me
         and event.sender in member.begun.view
     )
+
+
+def is_near(member: Member, event: Heard) -> bool:
+    """Return whether a promise is about a ballot that is not too far ahead."""
+    return isinstance(event.vote, Promise) and not leaps(member, event.vote.ballot)
 
 
 def answers_me(member: Member, event: Heard) -> bool:
@@ -63,7 +68,7 @@ def is_impossible(member: Member, event: Heard) -> bool:
         return True  # a leader goes on itself
     if vote.attempt == vote.ballot:
         return False
-    if contradicts(member, vote.attempt, vote.members) or vote.lacking - member.seat.holders:
+    if contradicts(member, event.sender, vote.attempt, vote.members) or vote.lacking - member.seat.holders:
         return True
     needs = member.me in vote.members & member.seat.holders
     has = member.complete == Complete(vote.attempt, vote.members)
@@ -75,10 +80,15 @@ def is_impossible(member: Member, event: Heard) -> bool:
     return (lacks and not is_served) or (is_served and not needs) or (passes_on and not has)
 
 
-def contradicts(member: Member, attempt: int, members: Members) -> bool:
-    """Return whether an attempt's members differ from those that this member knows. Attempt 0 has all members."""
-    known = frozenset(range(member.size)) if attempt == 0 else member.begun.members
-    return attempt in (0, member.begun.attempt) and members != known
+def contradicts(member: Member, sender: int, attempt: int, members: Members) -> bool:
+    """Return whether a member names other members of an attempt than it has to know. Attempt 0 has all members.
+
+    A later attempt's leader may have named different members to the sender and to this member.
+    """
+    if attempt == 0:
+        return members != frozenset(range(member.size))
+    began_it = ballot_leader(attempt, member.size) in (sender, member.me)
+    return began_it and attempt == member.begun.attempt and members != member.begun.members
 
 
 def is_false_promise(member: Member, event: Heard) -> bool:
@@ -90,14 +100,19 @@ def is_false_promise(member: Member, event: Heard) -> bool:
         return True  # a member that answers has lost neither the leader nor itself
     accepted, complete = vote.accepted, vote.complete
     if complete is not None and (
-        event.sender not in complete.members or contradicts(member, complete.attempt, complete.members)
+        event.sender not in complete.members
+        or contradicts(member, event.sender, complete.attempt, complete.members)
     ):
         return True
     return accepted is not None and (
         event.sender not in accepted.view
-        or contradicts(member, accepted.attempt, accepted.members)
+        or contradicts(member, event.sender, accepted.attempt, accepted.members)
         or (accepted.ballot == 0 and len(accepted.view) != member.size)
-        or (accepted.ballot == member.begun.ballot and accepted.view != member.begun.view)
+        or (
+            accepted.ballot == member.begun.ballot
+            and ballot_leader(accepted.ballot, member.size) in (event.sender, member.me)
+            and accepted.view != member.begun.view
+        )
     )
 
 
@@ -114,30 +129,83 @@ def is_false_commit(member: Member, event: Heard) -> bool:
     """Return whether a commit cannot be, whatever happened to other members."""
     vote = event.vote
     return isinstance(vote, Commit) and (
-        contradicts(member, vote.attempt, vote.members)
+        contradicts(member, event.sender, vote.attempt, vote.members)
         or bool(vote.signers - member.seat.holders)
         or is_too_few(vote.members, member.seat.holders, member.seat.contributors, 2)
     )
 
 
-def too_few(member: Member, event: Heard) -> bool:
-    vote = event.vote
+def allowed(member: Member) -> Begin | None:
+    """Return the ballot that the leader has begun, if the other members' promises allow this member to follow."""
+    begin = member.pending.begin
+    return begin if begin is not None and is_released(member, begin) else None
+
+
+def is_released(member: Member, begin: Begin) -> bool:
+    """Return whether this member may take part in a ballot: no other member may still end the round otherwise.
+
+    Every other holder that this member has not lost itself has to have promised the ballot, or a newer one, from its
+    own mouth. So the leader cannot move one member on and show another one the signatures of the attempt before. If
+    the ballot is about an older attempt, no such member may have left that attempt. The leader's word is the ballot.
+    """
+    if member.ready is not None and member.ready.attempt != begin.attempt:
+        return False  # the others may have followed the commit that this member has told them
+    if begin.attempt == member.begun.attempt and begin.members != member.begun.members:
+        return False  # that attempt's leader named different members to different members
+    if member.me not in member.seat.holders:
+        return True  # it signs nothing and commits no result
+    heard = {position: (ballot, attempt) for position, ballot, attempt in member.heard}
+    leader = ballot_leader(begin.ballot, member.size)
+    for other in member.seat.holders - member.lost - {member.me, leader}:
+        ballot, attempt = heard.get(other, (-1, -1))
+        left = begin.attempt != begin.ballot and other in begin.members and attempt != begin.attempt
+        if ballot < begin.ballot or left:
+            return False
+    return True
+
+
+def too_few(member: Member) -> bool:
+    begin = allowed(member)
     return (
-        is_due(member, event)
-        and isinstance(vote, Begin)
-        and vote.attempt == vote.ballot
-        and is_too_few(vote.members, member.seat.holders, member.seat.contributors, member.seat.minimum)
+        begin is not None
+        and begin.attempt == begin.ballot
+        and is_too_few(begin.members, member.seat.holders, member.seat.contributors, member.seat.minimum)
     )
 
 
-def is_new(member: Member, event: Heard) -> bool:
-    vote = event.vote
-    return is_due(member, event) and isinstance(vote, Begin) and vote.attempt == vote.ballot
+def is_new(member: Member) -> bool:
+    begin = allowed(member)
+    return begin is not None and begin.attempt == begin.ballot
 
 
-def is_held(member: Member, event: Heard) -> bool:
-    vote = event.vote
-    return is_due(member, event) and isinstance(vote, Begin) and holds(member, vote)
+def is_held(member: Member) -> bool:
+    begin = allowed(member)
+    return begin is not None and holds(member, begin)
+
+
+def is_lacking(member: Member) -> bool:
+    return allowed(member) is not None
+
+
+def newest_of_lost(member: Member) -> int:
+    """Return the newest ballot that another member has promised to a leader that this member has lost; -1 if none."""
+    return max(
+        (
+            ballot
+            for position, ballot, _ in member.heard
+            if position not in member.lost and ballot_leader(ballot, member.size) < member.leader
+        ),
+        default=-1,
+    )
+
+
+def is_overtaken(member: Member) -> bool:
+    """Return whether another member follows a leader that this member has lost, and needs its promise."""
+    return newest_of_lost(member) > member.promised
+
+
+def leads_overtaken(member: Member) -> bool:
+    return member.leader == member.me and is_overtaken(member)
 
 
 def holds(member: Member, vote: Begin) -> bool:
@@ -185,96 +253,6 @@ def is_unknown(member: Member, event: Heard) -> bool:
     return member.committed is None and not is_false_commit(member, event)
 
 
-# Proof of a commit.
-
-
-def holds_result_of(member: Member, commit: Commit) -> bool:
-    """Return whether a member holds the same bits as the members that signed a commit."""
-    has = member.complete == Complete(commit.attempt, commit.members)
-    return has and member.me in commit.members & member.seat.holders and member.own.digest == commit.digest
-
-
-def proven(member: Member) -> Commit | None:
-    """Return a commit that this member has been told and that its signatures prove, or ``None``."""
-    for _, one in member.pending.commits:
-        same = [
-            (sender, other)
-            for sender, other in member.pending.commits
-            if _statement(other) == _statement(one)
-        ]
-        signatures = {position: signed for _, other in same for position, signed in other.signatures}
-        if holds_result_of(member, one):
-            signatures[member.me] = member.own.signature
-        commit = Commit(one.attempt, one.members, one.digest, tuple(sorted(signatures.items())))
-        if _is_proven(member, commit, frozenset(sender for sender, _ in same)):
-            return commit
-    return None
-
-
-def _statement(commit: Commit) -> tuple[int, Members, bytes]:
-    return commit.attempt, commit.members, commit.digest
-
-
-def _is_proven(member: Member, commit: Commit, told: Members) -> bool:
-    """Return whether the signatures of a commit suffice for this member.
-
-    Every member that needs the result has to have signed, except those that this member itself has lost. A member that
-    gave up before it held the result keeps its contribution, so the result may count it only once it is dead.
-    """
-    needs, me = commit.members & member.seat.holders, member.me
-    keeps = {position for position, accepted in member.left if accepted < commit.attempt} - member.dead
-    if needs - commit.signers - {me} - (member.lost - keeps):
-        return False
-    if me not in needs or holds_result_of(member, commit):
-        return True
-    if me in commit.signers:
-        # It held the result, and a leader moved it on to another attempt. That leader is not believed: it said that
-        # the result had not been committed.
-        return bool(told - {ballot_leader(member.begun.ballot, member.size)})
-    if member.complete == Complete(commit.attempt, commit.members):
-        return False  # it holds another result of the same attempt, so one of those that signed lies
-    return (
-        bool(commit.signers) and told >= commit.signers - member.gone and _may_be_passed_over(member, commit)
-    )
-
-
-def _may_be_passed_over(member: Member, commit: Commit) -> bool:
-    """Return whether the others can have committed a result that this member needs and does not hold.
-
-    They are a quorum without this member, and they took over the result because the leader of its attempt did not
-    answer, or because that leader is this member.
-    """
-    gone = member.gone | ({member.me} if member.phase is Phase.FAILED else frozenset())
-    others = frozenset(range(member.size)) - {member.me} - gone
-    leader = ballot_leader(commit.attempt, member.size)
-    missing = commit.members & member.seat.holders - commit.signers
-    taken_over = leader not in commit.signers and missing != {member.me}
-    return is_quorum(others, member.size, gone) and (leader == member.me or taken_over)
-
-
-def asks_further(member: Member, other: int) -> bool:
-    """Return whether it is worth asking a lost member how the round ended for it."""
-    # A commit without the signature of a member that gave up counts only when that member is dead.
-    return other not in (member.dead if member.pending.commits else member.gone)
-
-
-def has_it(member: Member) -> bool:
-    """Return whether a proven commit is one of this member's own result, or of one that it need not hold."""
-    commit = proven(member)
-    if commit is None or member.me not in commit.members:
-        return False
-    return member.me not in member.seat.holders or holds_result_of(member, commit)
-
-
-def lacks_it(member: Member) -> bool:
-    commit = proven(member)
-    return commit is not None and member.me in commit.members & member.seat.holders
-
-
-def is_left_out(member: Member) -> bool:
-    return proven(member) is not None
-
-
 # Conditions of transitions without an event.
 
 
@@ -298,6 +276,13 @@ def all_answered(member: Member) -> bool:
 
 
 def decide(member: Member) -> Begin | Stuck:
+    decision = _choose(member)
+    if isinstance(decision, Begin) and not is_released(member, decision):
+        return Stuck("another member may have ended the round otherwise", False)
+    return decision
+
+
+def _choose(member: Member) -> Begin | Stuck:
     return choose(
         Answers(
             me=member.me,
@@ -330,7 +315,7 @@ def begins_lacking(member: Member) -> bool:
 
 def stuck_for_good(member: Member) -> bool:
     decision = decide(member) if all_answered(member) else None
-    return isinstance(decision, Stuck) and decision.final
+    return isinstance(decision, Stuck) and decision.final and member.ready is None
 
 
 def stuck(member: Member) -> bool:
@@ -367,4 +352,6 @@ def own_fault(member: Member) -> bool:
 
 
 def in_result(member: Member) -> bool:
-    return all_hold(member) and member.me in member.begun.members
+    needs = member.begun.members & member.seat.holders
+    signed = {position for position, _ in member.pending.signatures}
+    return all_hold(member) and member.me in member.begun.members and needs <= signed | member.lost

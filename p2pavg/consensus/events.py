@@ -28,6 +28,8 @@ class Lost:
     peer: int
     hostile: bool = False
     reason: str = ""
+    reachable: bool = False
+    """True if votes still arrive: it is left out of the next attempt, and is asked like the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,4 +93,12 @@ class Drop:
     reason: str
 
 
-Action: TypeAlias = Tell | Run | PassOn | Drop
+@dataclass(frozen=True, slots=True)
+class Exclude:
+    """Note why a member that can be reached is left out of the next attempt."""
+
+    peer: int
+    reason: str
+
+
+Action: TypeAlias = Tell | Run | PassOn | Drop | Exclude

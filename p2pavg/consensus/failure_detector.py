@@ -67,14 +67,17 @@ class Pace:
         measured = self._seconds * self._part_bytes / self._bytes if self._bytes else 0.0
         return measured if self._bytes >= self._part_bytes else max(measured, self._prior)
 
-    def overdue(self, now: float) -> str | None:
-        """Return the reason to give the member up, or ``None``."""
+    def is_silent(self, now: float) -> bool:
+        """Return whether nothing has come for too long, not even a vote."""
         # The first vote may come late, because its stream is opened while both sides already send parts.
         known = self._voted and self._bytes >= self._part_bytes
         floor = FLOOR_SECONDS if known else FIRST_CONTACT_SECONDS
         pace = max(floor, PARTS * self.part_seconds())
-        silence = min(pace, self._limit)
-        if now - self._last >= silence:
+        return now - self._last >= min(pace, self._limit)
+
+    def overdue(self, now: float) -> str | None:
+        """Return the reason to give the member up, or ``None``."""
+        if self.is_silent(now):
             return f"silent for {now - self._last:.1f} s"
         stall = STALLS * max(FLOOR_SECONDS, PARTS * self.part_seconds())
         if self._owed is not None and now - self._owed >= min(stall, self._limit) / (1 + self._doubted):

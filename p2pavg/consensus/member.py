@@ -51,6 +51,8 @@ class Pending:
     commits: tuple[tuple[int, Commit], ...] = ()
     """The last commit that each member told. It counts once its signatures prove it."""
     promises: tuple[tuple[int, Promise], ...] = ()
+    begin: Begin | None = None
+    """The ballot that the leader has begun, until the other members' promises allow this one to follow."""
     asked: tuple[tuple[int, int], ...] = ()
     """Unanswered ballots, by member. A member answers only the member that it follows."""
     accusations: frozenset[tuple[int, int, bool]] = frozenset()
@@ -83,12 +85,24 @@ class Member:
     phase: Phase = Phase.EXCHANGING
     promised: int = 0
     """The last ballot that this member has promised to take next."""
+    vowed: int = 0
+    """The last ballot of another leader that this member has promised to take next."""
+    heard: tuple[tuple[int, int, int], ...] = ()
+    """(member, ballot, attempt): the last promise that each other member gave, from its own mouth."""
+    ready: Commit | None = None
+    """A proven commit that this member may not follow yet, because it has promised a newer ballot since."""
     pending: Pending = Pending()
     complete: Complete | None = None
     own: OwnResult = OwnResult()
     """The result of ``complete``."""
     accepted: Accepted | None = None
     lost: Members = frozenset()
+    blamed: Members = frozenset()
+    """Members that this one can reach, and does not want in the next attempt. They promise like the others.
+
+    Another member's lies can bring this one to blame an honest member. Their votes still arrive, so neither can go on
+    without the other one's promise.
+    """
     hostile: Members = frozenset()
     dead: Members = frozenset()
     left: tuple[tuple[int, int], ...] = ()
@@ -158,6 +172,11 @@ class Member:
     def leader(self) -> int:
         """Position of the member that this one follows: the first in the roster that it has not lost."""
         return next(position for position in range(self.size) if position not in self.lost)
+
+    @property
+    def apart(self) -> Members:
+        """Members with which this one takes part in no further attempt."""
+        return self.lost | self.blamed
 
     @property
     def gone(self) -> Members:

@@ -55,14 +55,20 @@ class Complete:
 
 @dataclass(frozen=True, slots=True)
 class Gather:
-    """Prepare (Paxos): a leader asks every member for a promise."""
+    """Prepare (Paxos): a leader asks every member for a promise. It is the leader's own promise as well."""
 
     ballot: int
+    attempt: int = 0
+    """The leader's current attempt; it has discarded the parts of older ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class Promise:
-    """Promise (Paxos): the member refuses all older ballots from now on, and says what it holds."""
+    """Promise (Paxos): the member refuses all older ballots from now on, and says what it holds.
+
+    It goes to every member, not to the leader only: a member that has signed a result goes on to another attempt only
+    with the promises of the others.
+    """
 
     ballot: int
     attempt: int
@@ -160,8 +166,8 @@ Vote: TypeAlias = Gather | Promise | Behind | Begin | Held | Commit | Trouble | 
 def encode_vote(vote: Vote) -> bytes:
     """Return a vote as one message."""
     match vote:
-        case Gather(ballot):
-            return pack("gather", ballot)
+        case Gather(ballot, attempt):
+            return pack("gather", ballot, attempt)
         case Promise(ballot, attempt, accepted, complete, apart, hostile):
             first = accepted and (
                 accepted.ballot,
@@ -309,6 +315,12 @@ def _read_begin(
     return begin
 
 
+def _read_gather(read: _Fields, ballot: int, attempt: int) -> Gather:
+    if attempt >= ballot:
+        raise RemoteProtocolError("a question that is older than its leader's attempt")
+    return Gather(read.ballot(ballot), read.ballot(attempt))
+
+
 def _read_promise(
     read: _Fields, ballot: int, attempt: int, accepted: Any, complete: Any, apart: Any, hostile: Any
 ) -> Promise:
@@ -328,7 +340,7 @@ def _read_promise(
 
 
 _READERS: dict[str, tuple[tuple[type, ...], Callable[..., Vote]]] = {
-    "gather": ((int,), lambda read, ballot: Gather(read.ballot(ballot))),
+    "gather": ((int, int), _read_gather),
     "promise": (
         (int, int, tuple, tuple, tuple, tuple),
         _read_promise,

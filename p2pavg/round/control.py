@@ -42,8 +42,16 @@ class Hears(Protocol):
     def heard(self, position: int, vote: Vote) -> None:
         """A member has voted."""
 
-    def lost(self, position: int, reason: str, *, hostile: bool = False, silent: bool = False) -> None:
-        """A member's stream has ended, or it was silent for too long."""
+    def lost(
+        self,
+        position: int,
+        reason: str,
+        *,
+        hostile: bool = False,
+        silent: bool = False,
+        reachable: bool = False,
+    ) -> None:
+        """A member's stream has ended, or it was silent for too long. ``reachable``: its votes still arrive."""
 
     def missing(self, position: int) -> None:
         """A member has not been heard of at all, and may not know that the group stands."""
@@ -150,9 +158,15 @@ class Control:
         """Another member has given this one up. Each has waited for it since another moment."""
         line = self._lines[position]
         line.pace.doubt()
-        reason = None if line.done.is_set() else line.pace.overdue(trio.current_time())
+        self._lose_if_overdue(position, line)
+
+    def _lose_if_overdue(self, position: int, line: _Line) -> bool:
+        now = trio.current_time()
+        reason = None if line.done.is_set() else line.pace.overdue(now)
         if reason is not None:
-            self._hears.lost(position, reason, silent=True)
+            # A member that sends votes and no parts may wait for a leader that lies.
+            self._hears.lost(position, reason, silent=True, reachable=not line.pace.is_silent(now))
+        return reason is not None
 
     async def ask(self, position: int) -> Vote | None:
         """Ask a member how the round ended for it. Return ``None`` when it does not answer.
@@ -277,9 +291,8 @@ class Control:
             for position, line in self._lines.items():
                 # What came while this process itself stood still is read now.
                 line.pace.excuse(max(held_up, 0.0))
-                reason = None if line.done.is_set() else line.pace.overdue(trio.current_time())
-                if reason is not None:
-                    self._hears.lost(position, reason, silent=True)
-                elif not (line.pace.heard or line.asked) and trio.current_time() >= began + MISSING_SECONDS:
+                if self._lose_if_overdue(position, line):
+                    continue
+                if not (line.pace.heard or line.asked) and trio.current_time() >= began + MISSING_SECONDS:
                     line.asked = True
                     self._hears.missing(position)

@@ -238,7 +238,7 @@ class Exchange:
             assert self._attempt is not None
             slowest = self._attempt.ledger.slowest()
             if slowest is not None:
-                self._voting.lost(self._positions[slowest], late)
+                self._voting.lost(self._positions[slowest], late, reachable=True)
             return
         if self._voting.leads(Phase.HOLDING):
             spare = max(1.5 * (self._held_at - began), min(LAST_ATTEMPT_SECONDS, self._timeout / 4))
@@ -248,7 +248,7 @@ class Exchange:
             held = {position for position, _ in member.pending.held}
             for position in sorted(member.begun.view - held):
                 # Silent, because a member that never says that it holds the result costs each round its time.
-                self._voting.lost(position, late, silent=True)
+                self._voting.lost(position, late, silent=True, reachable=True)
 
     def end(self) -> None:
         """Stop telling other members how the round ended. Call it only after the outcome."""
@@ -311,7 +311,8 @@ class Exchange:
             # minutes must not follow from what a leader told the two.
             self._voting.losses.note(position, reason)
         if hostile or (current and member.phase is Phase.EXCHANGING):
-            self._voting.lost(position, reason, hostile=hostile)
+            # The leader of a later attempt may have told the two members different things.
+            self._voting.lost(position, reason, hostile=hostile, reachable=hostile and attempt.number > 0)
 
     def lane_broke(self, attempt: Attempt, peer_id: str) -> None:
         """Ask the other end of a broken lane: no other message tells of a member that died before its votes' stream

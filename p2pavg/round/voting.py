@@ -14,9 +14,21 @@ import trio
 
 from p2pavg.consensus.agreement import advance
 from p2pavg.consensus.choice import ballot_leader
-from p2pavg.consensus.conditions import asks_further
-from p2pavg.consensus.events import Action, Dead, Drop, Event, GivenUp, Heard, Lost, PassOn, Run, Tell
+from p2pavg.consensus.events import (
+    Action,
+    Dead,
+    Drop,
+    Event,
+    Exclude,
+    GivenUp,
+    Heard,
+    Lost,
+    PassOn,
+    Run,
+    Tell,
+)
 from p2pavg.consensus.member import FINAL, Member, Phase
+from p2pavg.consensus.proof import asks_further
 from p2pavg.consensus.votes import Begin, Commit, Gather, Left, Trouble, Unknown, Vote
 from p2pavg.errors import RefusedError
 from p2pavg.group.milestones import Milestone
@@ -27,6 +39,7 @@ from p2pavg.round.losses import Losses
 from p2pavg.round.signing import Signing
 
 ASK_AGAIN_SECONDS = 1.0
+PROMISE_SECONDS = 2.0  # for the promise of a member that is left out
 SETTLE_SECONDS = 0.5  # for the others' last word, when this member has failed
 FIND_OUT_SECONDS = 600.0  # a member that was cut off asks for so long how the round ended, ever less often
 MAX_ASK_AGAIN_SECONDS = 15.0
@@ -103,6 +116,9 @@ class Voting:
             self.control.drop(position)
             if self.nursery is not None and self.member.phase not in FINAL:
                 self.nursery.start_soon(self._ask_until_gone, position)
+        for position in sorted(self.member.blamed - before.blamed):
+            if self.nursery is not None and self.member.phase not in FINAL:
+                self.nursery.start_soon(self._lose_unless_it_promises, position)
         if self.member.phase is not before.phase and self.member.phase in _MILESTONES:
             self._moves.reached(_MILESTONES[self.member.phase])
         if self.member.phase in FINAL:
@@ -112,7 +128,7 @@ class Voting:
 
     def _note_losses(self, event: Event, before: Member, actions: Sequence[Action]) -> None:
         for action in actions:
-            if isinstance(action, Drop):
+            if isinstance(action, Drop | Exclude):
                 # Not as hostile: a ban of ten minutes must not follow from what other members say.
                 self.losses.note(action.peer, action.reason)
         if self.member.begun.ballot != before.begun.ballot:
@@ -145,11 +161,27 @@ class Voting:
             if isinstance(vote, Begin) and self.member.me in vote.lacking:
                 self._moves.take_from(vote.source, vote.members - vote.view)
 
-    def lost(self, position: int, reason: str, *, hostile: bool = False, silent: bool = False) -> None:
-        """Lose a member: it can take part no longer."""
-        if position not in self.member.lost and self.member.phase not in FINAL:
+    def lost(
+        self,
+        position: int,
+        reason: str,
+        *,
+        hostile: bool = False,
+        silent: bool = False,
+        reachable: bool = False,
+    ) -> None:
+        """Lose a member: it can take part no longer. If it is ``reachable``, the agreement still asks it."""
+        known = self.member.apart if reachable else self.member.lost
+        if position not in known and self.member.phase not in FINAL:
             self.losses.note(position, reason, hostile=hostile, silent=silent)
-            self.happen(Lost(position, hostile, reason))
+            self.happen(Lost(position, hostile, reason, reachable))
+
+    async def _lose_unless_it_promises(self, position: int) -> None:
+        """Lose a member that this one has blamed, if it does not answer this one as its leader."""
+        await trio.sleep(PROMISE_SECONDS)
+        promised = {promiser for promiser, _ in self.member.pending.promises}
+        if self.member.phase is Phase.GATHERING and position not in promised:
+            self.lost(position, f"it did not answer for {PROMISE_SECONDS:g} s", silent=True)
 
     def leads(self, phase: Phase) -> bool:
         """Return whether this member leads the ballot, in this phase."""

@@ -196,7 +196,7 @@ def some_vote(dice: random.Random, member: Member, signing: Signing) -> Vote:
     hostile = frozenset(dice.sample(sorted(apart), dice.randint(0, len(apart))))
     lacking = frozenset(dice.sample(sorted(members), dice.randint(0, len(members))))
     votes: list[Callable[[], Vote]] = [
-        lambda: Gather(ballot),
+        lambda: Gather(ballot, attempt),
         lambda: Promise(
             dice.choice([ballot, ballot + 1, dice.randint(0, 4) * size]),
             attempt,

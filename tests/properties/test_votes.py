@@ -125,7 +125,7 @@ def commits(draw: st.DrawFn) -> Commit:
 
 
 votes: st.SearchStrategy[Vote] = st.one_of(
-    st.builds(Gather, ballots),
+    st.tuples(ballots, ballots).map(lambda two: Gather(max(*two, 1), min(*two, max(*two, 1) - 1))),
     promises(),
     st.builds(Behind, ballots),
     begins(),
@@ -158,7 +158,9 @@ def members_in(vote: Vote) -> Members:
 def ballots_in(vote: Vote) -> list[int]:
     """Return all ballots that a vote names."""
     match vote:
-        case Gather(ballot) | Behind(ballot) | Held(ballot) | Commit(ballot):
+        case Gather(ballot, attempt):
+            return [ballot, attempt, ballot - attempt]
+        case Behind(ballot) | Held(ballot) | Commit(ballot):
             return [ballot]
         case Left(ballot):
             return [max(ballot, 0)]

@@ -10,6 +10,7 @@ import torch
 from trio.testing import MockClock
 
 import p2pavg
+from p2pavg.allreduce.messages import Lane
 from p2pavg.allreduce.values import Values
 from p2pavg.audit.keeping import KeptShare
 from p2pavg.round.audits import RoundAudits
@@ -118,14 +119,15 @@ async def test_a_reducer_that_answers_no_audit_is_avoided(
     assert [rounds.rounds_with(index, 2) for index in (0, 1, 3)] == ([2] * 3 if when == "after" else [0] * 3)
 
 
-async def test_a_contributor_that_does_not_sign_its_parts_is_left_out(
-    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("kind", [Lane.CONTRIBUTIONS, Lane.AVERAGES])
+async def test_a_member_that_does_not_sign_its_parts_is_left_out(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, kind: Lane
 ) -> None:
     trailer = Values.trailer
 
     def forge(self: Values, *arguments: object) -> bytes:
         made = trailer(self, *arguments)  # type: ignore[arg-type]
-        return bytes(len(made)) if self._ledger.me == name(2) else made
+        return bytes(len(made)) if self._ledger.me == name(2) and arguments[0] is kind else made
 
     monkeypatch.setattr(Values, "trailer", forge)
     rounds = Rounds(4, 2)

@@ -418,7 +418,7 @@ BROKEN_VOTES: dict[str, tuple[bytes, str]] = {
     ),
     "a member out of range": (message(pack("trouble", SIZE, False, "")), f"member {SIZE} of {SIZE}"),
     "members out of range": (message(pack("commit", 0, (0, 1, 200), b"", (), ())), f"member 200 of {SIZE}"),
-    "a negative ballot": (message(pack("gather", -2)), "a ballot of -2"),
+    "a negative ballot": (message(pack("gather", -2, -3)), "a ballot of -2"),
     "no member": (message(pack("begin", 4, 4, (), (), 0, (), False)), "a ballot without members"),
     "digests of another length": (
         message(pack("held", 0, (b"short",), bytes(64))),

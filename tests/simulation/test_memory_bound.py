@@ -144,7 +144,15 @@ class Hearing:
     def heard(self, position: int, vote: Vote) -> None:
         self.votes.append(vote)
 
-    def lost(self, position: int, reason: str, *, hostile: bool = False, silent: bool = False) -> None:
+    def lost(
+        self,
+        position: int,
+        reason: str,
+        *,
+        hostile: bool = False,
+        silent: bool = False,
+        reachable: bool = False,
+    ) -> None:
         self.lost_members.append((position, reason, hostile))
 
     def missing(self, position: int) -> None:

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from p2pavg.allreduce.proofs import part_digest
-from p2pavg.audit.evidence import read_false_average
+from p2pavg.allreduce.proofs import inputs_digest, part_digest
+from p2pavg.audit.evidence import FalseAverage, read_false_average
 from p2pavg.audit.layout import read_manifest
 from p2pavg.audit.task import Lie
 from p2pavg.errors import RemoteProtocolError
@@ -201,6 +201,18 @@ def test_two_members_cannot_frame_an_honest_reducer() -> None:
     inputs[0][1] = other
     with pytest.raises(RemoteProtocolError, match="other contributions than it signed"):
         task.judge(forged.pack(), inputs)
+    evidence = FalseAverage(
+        roster=task.roster,
+        share=task.share,
+        signed=replace(task.signed, inputs=inputs_digest(digests for _, digests in forged.inputs)),
+        manifest=forged,
+        index=task.indices[0],
+        inputs=inputs[0],
+        average=task.averages[task.indices[0]],
+    )
+    assert evidence.why() != ""
+    with pytest.raises(RemoteProtocolError, match="averages that the accused has not signed"):
+        read_false_average(evidence.pack())
 
 
 # ---------------------------------------------------------------------- answering

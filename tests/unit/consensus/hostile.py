@@ -15,7 +15,7 @@ What it may send is unbounded, so the search is bounded in two ways that lose no
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import lru_cache
 from itertools import chain, combinations
@@ -51,10 +51,24 @@ class HostileGroup(Group):
         liar: position of the hostile member.
         lies: how many of its votes and broken connections there are at most.
         may_lead: false if it sends no votes that only a leader sends.
+        only: the votes that it sends; it then breaks no connection, and makes no member blame another one.
+        averages: number of different results that it makes members complete.
     """
 
-    def __init__(self, size: int, faults: Faults, *, liar: int, lies: int, may_lead: bool = True) -> None:
+    def __init__(
+        self,
+        size: int,
+        faults: Faults,
+        *,
+        liar: int,
+        lies: int,
+        may_lead: bool = True,
+        only: Callable[[Vote], bool] | None = None,
+        averages: int = len(AVERAGES),
+    ) -> None:
         super().__init__(size, faults)
+        self.only = only
+        self.averages = AVERAGES[:averages]
         self.liar = liar
         self.lies = lies
         self.may_lead = may_lead
@@ -72,7 +86,7 @@ class HostileGroup(Group):
         for member in self._honest(world):
             if member.me in world.crashed:
                 continue
-            for average in AVERAGES:
+            for average in self.averages:
                 if self._may_complete(world, member, average):
                     event = completed(member, average)
                     yield (
@@ -83,6 +97,13 @@ class HostileGroup(Group):
             for vote in self._votes(world, member, attempts):
                 text = f"{self.liar} tells {member.me}: {vote}"
                 yield text, self._happen(world, member.me, Heard(self.liar, vote)), 1
+            if self.only is not None:
+                continue
+            for other in sorted(self.honest - member.apart - {member.me, member.leader}):
+                if member.phase not in FINAL:
+                    # It can make one member wait in vain for another one's parts.
+                    blamed = self._happen(world, member.me, Lost(other, reachable=True))
+                    yield f"{self.liar} makes {member.me} blame {other}", blamed, 1
             if member.phase not in FINAL and self.liar not in member.lost:
                 yield (
                     f"{self.liar} leaves {member.me}",
@@ -124,7 +145,7 @@ class HostileGroup(Group):
         liar_hears = [a.vote for a in actions if isinstance(a, Tell) and a.peer == self.liar]
         if isinstance(event, Heard) and event.sender != self.liar:
             for action in actions:
-                if isinstance(action, Drop) and action.reason.startswith("it said what cannot be"):
+                if isinstance(action, Drop) and action.reason.startswith("it sent an impossible vote"):
                     raise FoundError(f"{me} excludes {action.peer}, which is honest, for {event.vote}")
         world = super()._happen(world, me, event)
         queues = tuple(entry for entry in world.queues if entry[0][1] != self.liar)
@@ -143,6 +164,8 @@ class HostileGroup(Group):
         if key not in self._options:
             options: dict[tuple[int, tuple[Action, ...]], Vote] = {}
             for vote in self._all_votes(world, member, attempts):
+                if self.only is not None and not self.only(vote):
+                    continue
                 after, actions = self.names.advance(number, Heard(self.liar, vote))
                 if after != number or actions:
                     options.setdefault((after, tuple(actions)), vote)
@@ -166,13 +189,20 @@ class HostileGroup(Group):
         for average in AVERAGES:
             one = completed(replace(member, seat=replace(member.seat, me=liar)), average)
             yield Held(member.begun.ballot, one.digests, one.signature)
+            for share in range(len(one.digests)):  # a digest that differs in one share accuses its reducer
+                false = (*one.digests[:share], b"false", *one.digests[share + 1 :])
+                yield Held(member.begun.ballot, false, one.signature)
         yield Behind(promised)
         if self.may_lead:
-            yield Gather(next_ballot(liar, size, promised))
+            for attempt, _ in sorted(attempts, key=repr):
+                yield Gather(next_ballot(liar, size, promised), attempt)
             if ballot_leader(promised, size) == liar and promised > member.begun.ballot:
                 yield from self._begins(member, attempts)
         if member.phase is Phase.GATHERING:
             yield from self._promises(member, attempts)
+        for ballot in (promised, *(next_ballot(leader, size, promised) for leader in range(size))):
+            for attempt, _ in sorted(attempts, key=repr):
+                yield Promise(ballot, attempt, None, None, frozenset(), frozenset())
 
     def _commits(self, world: World, attempts: Iterable[tuple[int, Members]]) -> Iterator[Vote]:
         for attempt, members in sorted(attempts, key=repr):

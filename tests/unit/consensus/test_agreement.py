@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from p2pavg.consensus import agreement, conditions
+from p2pavg.consensus import agreement, proof
 from p2pavg.consensus.agreement import advance
-from p2pavg.consensus.events import Completed, Dead, Drop, GivenUp, Heard, Lost, PassOn, Run, Tell
+from p2pavg.consensus.events import Completed, Dead, Drop, Exclude, GivenUp, Heard, Lost, PassOn, Run, Tell
 from p2pavg.consensus.member import FINAL, Member, Phase, new_member
 from p2pavg.consensus.statements import result_digest
 from p2pavg.consensus.votes import (
@@ -52,6 +52,11 @@ def held(sender: int, ballot: int = 0, digests: tuple[bytes, ...] = DIGESTS) -> 
     return Heard(sender, Held(ballot, digests, signature(sender)))
 
 
+def promised(sender: int, ballot: int, attempt: int = 0) -> Heard:
+    """Return the event that another member's promise has come, of one that holds nothing."""
+    return Heard(sender, Promise(ballot, attempt, None, None, frozenset(), frozenset()))
+
+
 def commit(*signers: int, digest: bytes = RESULT, members: Members = ALL_MEMBERS) -> Commit:
     """Return the commit of the first attempt, as these members have signed it."""
     signed = tuple((position, signature(position)) for position in sorted(signers))
@@ -67,6 +72,7 @@ def commit(*signers: int, digest: bytes = RESULT, members: Members = ALL_MEMBERS
         (3, Faults(crashes=2), 0, 0),
         (3, Faults(crashes=1), 1, 0),
         (3, Faults(suspicions=1), 0, 0),
+        (3, Faults(blames=1), 0, 0),
         (3, Faults(timeouts=1), 0, 0),
         (3, Faults(crashes=1, suspicions=1), 0, 0),
         (3, Faults(crashes=1, timeouts=1), 0, 0),
@@ -94,7 +100,7 @@ def test_no_vote_of_a_hostile_member_violates_a_guarantee(liar: int) -> None:
 
 def test_the_search_with_a_hostile_member_finds_a_violation(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the proof of a commit, one vote makes a member lose its contribution."""
-    monkeypatch.setattr(conditions, "_is_proven", lambda _member, _commit, _told: True)
+    monkeypatch.setattr(proof, "_is_proven", lambda _member, _commit, _told: True)
     with pytest.raises(FoundError, match="is used up, and no honest member holds the result"):
         HostileGroup(3, Faults(), liar=2, lies=1, may_lead=False).search()
 
@@ -146,8 +152,11 @@ class TestUndisturbed:
         other = tuple(bytes([n]) * 32 for n in (0, 9, 2, 3))  # differs in the share of member 1
         leader, actions = advance(leader, held(3, digests=other))
         assert leader.phase is Phase.GATHERING
-        assert leader.lost == {1}
-        assert [action.peer for action in actions if isinstance(action, Drop)] == [1]
+        assert leader.lost == frozenset(), "member 3 may have lied, so member 1 has to promise"
+        assert [action.peer for action in actions if isinstance(action, Exclude)] == [1]
+        for position in (1, 2, 3):
+            leader, _ = advance(leader, promised(position, 4))
+        assert leader.begun.view == {0, 2, 3}
 
 
 class TestLosses:
@@ -199,6 +208,7 @@ class TestLosses:
 
     def test_a_member_refuses_an_attempt_below_its_minimum(self) -> None:
         after, _ = advance(member(1, 3, minimum=3), Heard(0, Gather(3)))
+        after, _ = advance(after, promised(2, 3))
         begin = Begin(3, 3, frozenset({0, 1}), frozenset({0, 1}), 0, frozenset())
         after, actions = advance(after, Heard(0, begin))
         assert after.phase is Phase.FAILED
@@ -207,6 +217,7 @@ class TestLosses:
     def test_an_attempt_of_observers_only_is_refused(self) -> None:
         """An honest leader would not begin such an attempt: members 0 and 1 only observe."""
         after, _ = advance(new_member(1, 3, ALL_MEMBERS, frozenset({2}), 2), Heard(0, Gather(3)))
+        after, _ = advance(after, promised(2, 3))
         begin = Begin(3, 3, frozenset({0, 1}), frozenset({0, 1}), 0, frozenset())
         after, actions = advance(after, Heard(0, begin))
         assert after.phase is Phase.FAILED
@@ -233,6 +244,7 @@ class TestLosses:
 
     def test_an_observer_accepts_a_result_only_when_it_has_it(self) -> None:
         observer, _ = advance(new_member(1, 3, ALL_MEMBERS, frozenset({0}), 2), Heard(0, Gather(3)))
+        observer, _ = advance(observer, Lost(2))
         two = frozenset({0, 1})
         begin = Begin(3, 0, ALL_MEMBERS, two, 0, frozenset({1}))
         observer, actions = advance(observer, Heard(0, begin))
@@ -276,7 +288,7 @@ class TestLiars:
         leader, _ = advance(leader, complete(0, digests=false))
         leader, _ = advance(leader, held(2, 4, false))
         leader, _ = advance(leader, held(1, 4, true))
-        assert leader.lost == {1, 3}
+        assert leader.apart == {1, 3}
         assert leader.phase is Phase.GATHERING
 
     def test_a_leader_cannot_begin_a_ballot_without_itself(self) -> None:
@@ -361,6 +373,7 @@ class TestProof:
     def test_a_leader_that_moved_a_member_on_is_not_believed_about_the_result_before(self) -> None:
         after, _ = advance(member(2), complete(2))
         after, _ = advance(after, Heard(0, Gather(3)))
+        after, _ = advance(after, promised(1, 3))
         two = frozenset({0, 2})
         after, _ = advance(after, Heard(0, Begin(3, 3, two, two, 0, frozenset())))
         after, _ = advance(after, Heard(0, commit(0, 1, 2)))
@@ -405,6 +418,8 @@ class TestTheEnd:
         after, _ = advance(after, GivenUp("too long"))
         assert after.undecided
         used, _ = advance(after, Heard(1, commit(0, 1, 2)))
+        assert used.undecided, "member 0 has not said so, and needed no promise of a member that gave up"
+        used, _ = advance(used, Heard(0, commit(0, 1, 2)))
         assert used.outcome == Complete(0, ALL_MEMBERS)
         assert not used.undecided
         kept, _ = advance(after, Heard(0, Left(-1, "")))
@@ -455,6 +470,7 @@ class TestTheEnd:
         after, _ = advance(after, Lost(0))
         after, _ = advance(after, Dead(0))
         after, _ = advance(after, Heard(1, Gather(5)))
+        after, _ = advance(after, promised(3, 5))
         three = frozenset({1, 2, 3})
         after, _ = advance(after, Heard(1, Begin(5, 5, three, three, 1, frozenset())))
         assert after.phase is Phase.FAILED

@@ -184,6 +184,7 @@ class TestOwed:
         assert (
             pace.overdue(BEGUN + STALLS * FLOOR_SECONDS + 0.1) == "sent no part of its contribution for 4.6 s"
         )
+        assert not pace.is_silent(BEGUN + STALLS * FLOOR_SECONDS + 0.1), "its votes still arrive"
 
     def test_a_slow_member_has_more_time(self) -> None:
         pace = a_pace()

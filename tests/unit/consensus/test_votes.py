@@ -42,7 +42,7 @@ def some(*members: int) -> Members:
 
 
 VOTES: dict[str, tuple[Vote, str]] = {
-    "gather": (Gather(5), "92a667617468657205"),
+    "gather": (Gather(5, 3), "93a66761746865720503"),
     "promise of one that holds nothing": (
         Promise(5, 0, None, None, NO_MEMBERS, NO_MEMBERS),
         "97a770726f6d697365050090909090",
@@ -147,13 +147,15 @@ HELD = (4, 4, (0, 1), (0, 1), False)
 MALFORMED: dict[str, tuple[object, ...]] = {
     "nothing": (),
     "no kind": (5,),
-    "another kind": ("gathered", 5),
+    "another kind": ("gathered", 5, 0),
     "a kind in capitals": ("Gather", 5),
-    "no text": (b"gather", 5),
-    "a ballot below 0": ("gather", -1),
-    "a ballot above the limit": ("gather", MAX_BALLOT + 1),
-    "a ballot that is no integer": ("gather", 5.0),
-    "a ballot that is a boolean": ("gather", True),
+    "no text": (b"gather", 5, 0),
+    "a ballot below 0": ("gather", -1, -2),
+    "a ballot above the limit": ("gather", MAX_BALLOT + 1, 0),
+    "a ballot that is no integer": ("gather", 5.0, 0),
+    "a ballot that is a boolean": ("gather", True, 0),
+    "a question that is older than its leader's attempt": ("gather", 5, 5),
+    "a question of a leader in no attempt": ("gather", 5, -1),
     "a promise of a ballot below 0": ("promise", -1, 0, (), (), (), ()),
     "a promise in an attempt below 0": ("promise", 5, -1, (), (), (), ()),
     "a promise that accepted a part of what is needed": ("promise", 5, 0, HELD[:4], (), (), ()),

@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from p2pavg.consensus.agreement import advance
-from p2pavg.consensus.conditions import asks_further
-from p2pavg.consensus.events import Action, Completed, Dead, Event, GivenUp, Heard, Lost, Run, Tell
+from p2pavg.consensus.events import Action, Completed, Dead, Drop, Event, GivenUp, Heard, Lost, Run, Tell
 from p2pavg.consensus.member import FINAL, Member, Phase, new_member
+from p2pavg.consensus.proof import asks_further
 from p2pavg.consensus.votes import Commit, Gather, Held, Left, Members, Trouble, Unknown, Vote
 
 
@@ -27,6 +27,8 @@ class Faults:
 
     crashes: int = 0
     suspicions: int = 0
+    blames: int = 0
+    """A member wants to go on without another one that it can reach."""
     timeouts: int = 0
 
 
@@ -144,6 +146,18 @@ class Group:
                 for other in alive:
                     if member.phase not in FINAL and other is not member and other.me not in member.lost:
                         yield f"{member.me} suspects {other.me}", self._lose(less, member.me, other.me), False
+        if faults.blames:
+            less = world._replace(faults=replace(faults, blames=faults.blames - 1))
+            for member in alive:
+                for other in alive:
+                    if member.phase not in FINAL and other is not member and other.me not in member.apart:
+                        blamed = Lost(other.me, reachable=True)
+                        if other.me != member.leader:
+                            yield (
+                                f"{member.me} blames {other.me}",
+                                self._happen(less, member.me, blamed),
+                                False,
+                            )
         if faults.timeouts:
             less = world._replace(faults=replace(faults, timeouts=faults.timeouts - 1))
             for member in alive:
@@ -211,13 +225,18 @@ class Group:
         number, actions = self.names.advance(world.numbers[me], event)
         world = world._replace(numbers=(*world.numbers[:me], number, *world.numbers[me + 1 :]))
         queues = dict(world.queues)
-        begun, over = world.begun, world.over
+        begun, over, broken = world.begun, world.over, world.broken
         for action in actions:
             match action:
                 case Tell(peer, vote):
                     if peer not in world.crashed and not self._deaf(world, peer, me, vote):
                         named = self.names.number(vote, vote)
                         queues[me, peer] = (*queues.get((me, peer), ()), named)
+                case Drop(peer, _):
+                    # The connection ends for both. What the other one told before does not arrive.
+                    queues.pop((peer, me), None)
+                    if peer not in world.crashed and me not in self.names.member(world.numbers[peer]).lost:
+                        broken |= {(peer, me)}
                 case Run(attempt, _):
                     over |= {(older, other) for older, other in begun if other == me}
                     begun |= {(attempt, me)}
@@ -230,7 +249,8 @@ class Group:
                 del queues[pair]
                 if kept:
                     queues[pair] = kept
-        return world._replace(queues=tuple(sorted(queues.items())), begun=begun, over=over)
+        queued = tuple(sorted(queues.items()))
+        return world._replace(queues=queued, begun=begun, over=over, broken=broken)
 
     def _deaf(self, world: World, peer: int, sender: int, vote: Vote) -> bool:
         member = self.names.member(world.numbers[peer])

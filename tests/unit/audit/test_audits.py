@@ -10,6 +10,7 @@ import torch
 from p2pavg.allreduce.proofs import inputs_digest, part_digest
 from p2pavg.audit.evidence import FalseAverage, read_false_average
 from p2pavg.audit.layout import read_manifest
+from p2pavg.audit.recheck import what_is_wrong
 from p2pavg.audit.task import Lie
 from p2pavg.errors import RemoteProtocolError
 from p2pavg.group.aggregation import Aggregation, CenteredClip, Median, TrimmedMean
@@ -112,6 +113,20 @@ def test_an_average_of_what_does_not_decode_is_proved() -> None:
     assert lie is not None
     assert f"a contribution of {IDS[0]} that counts in no round" in lie.reason
     assert read_false_average(lie.evidence).why() == lie.reason
+
+
+def test_a_reducer_cannot_explain_an_average_by_a_contribution_longer_than_it_signed() -> None:
+    """It chooses its own contribution when it is audited. The norm that it has signed bounds it."""
+    played = Played(Fp32(), Aggregation(max_norm=1e6))
+    task, kept = played.tasks(0)[IDS[1]], played.kept(1)
+    _, inputs = kept.answer(task.request)
+    values = task.share.values(inputs[0])
+    assert isinstance(values[1], torch.Tensor)
+    for scale, wrong in ((1.0, False), (100.0, True)):
+        values[1] = scale * torch.frombuffer(bytearray(inputs[0][-1]), dtype=torch.float32)
+        average = _exact(played, values).numpy().tobytes()
+        why = what_is_wrong(Fp32(), played.members, played.aggregation, values, 64, average)
+        assert ("counts in no round" in why) is wrong
 
 
 # ---------------------------------------------------------------------- rounding

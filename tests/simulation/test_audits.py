@@ -12,7 +12,10 @@ from trio.testing import MockClock
 import p2pavg
 from p2pavg.allreduce.messages import Lane
 from p2pavg.allreduce.values import Values
+from p2pavg.audit import keeping, task
 from p2pavg.audit.keeping import KeptShare
+from p2pavg.audit.task import AuditTask
+from p2pavg.group.audits import Audits
 from p2pavg.round.audits import RoundAudits
 from tests.simulation.false_averages import Rounds, lie, nudge
 from tests.simulation.liars import name
@@ -84,6 +87,43 @@ async def test_an_audit_before_the_end_keeps_a_false_average_out(
         first = rounds.results[index][0]
         slack = 1e-5 if compression is None else 0.05
         torch.testing.assert_close(tensors_of(first)[0], mean([0, 1, 3], 700).float(), rtol=0, atol=slack)
+
+
+@pytest.mark.parametrize("auditor", [0, 3], ids=["leads", "follows"])
+async def test_one_audit_before_the_end_is_enough(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, auditor: int
+) -> None:
+    """The one member that was drawn does not say that it holds the false result, so no member takes it."""
+    lied: list[bool] = []
+
+    def once(average: torch.Tensor) -> None:
+        """Lie about the first part of the first attempt."""
+        if not lied:
+            lied.append(True)
+            average += 0.5
+
+    lie(monkeypatch, 2, once)
+    tasks_of = RoundAudits._tasks_of
+
+    def only_one(self: RoundAudits, *arguments: object) -> list[AuditTask]:
+        return tasks_of(self, *arguments) if self._me == name(auditor) else []  # type: ignore[arg-type]
+
+    def every_part(
+        _audits: Audits, _ticket: bytes, _reducer: int, parts: int, _auditors: int
+    ) -> tuple[int, ...]:
+        return tuple(range(parts))
+
+    monkeypatch.setattr(RoundAudits, "_tasks_of", only_one)
+    for module in (task, keeping):
+        monkeypatch.setattr(module, "drawn_parts", every_part)
+    rounds = Rounds(4, 1, audit="before:1.0")
+    await rounds.run()
+    found = [results[0] for results in rounds.results.values() if isinstance(results[0], p2pavg.Success)]
+    assert found
+    for result in found:
+        members = [index for index in range(4) if name(index) in result.peers]
+        assert len(members) == 3, "the auditor or the reducer is left out"
+        torch.testing.assert_close(tensors_of(result)[0], mean(members, 700).float(), rtol=0, atol=1e-5)
 
 
 async def test_a_leader_that_lies_is_found_before_the_end(

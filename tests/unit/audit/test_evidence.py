@@ -13,6 +13,7 @@ from p2pavg.audit.evidence import MAGIC, MAX_EVIDENCE_BYTES, read_false_average
 from p2pavg.audit.layout import read_manifest
 from p2pavg.encoding import pack
 from p2pavg.errors import RemoteProtocolError
+from p2pavg.evidence.accusation import read_accusation
 from p2pavg.group.aggregation import Aggregation
 from p2pavg_compression import Blockwise8
 from tests.unit.audit.played import IDS, Played
@@ -51,6 +52,14 @@ def with_about(*fields: object) -> bytes:
 
 def test_evidence_about_a_true_average_proves_nothing() -> None:
     assert read_false_average(evidence_of(liar=None)).why() == ""
+
+
+def test_only_a_false_average_is_an_accusation() -> None:
+    accusation = read_accusation(EVIDENCE)
+    assert accusation.peer_id == IDS[1]
+    assert accusation.reason.startswith("it sent a false average in attempt 0 of group ")
+    with pytest.raises(RemoteProtocolError, match="evidence about an average that is right"):
+        read_accusation(evidence_of(liar=None))
 
 
 def test_evidence_is_read_back() -> None:

@@ -1,0 +1,67 @@
+"""A reducer answers its auditors, also those that ask before it has heard how the round ended."""
+
+from __future__ import annotations
+
+import pytest
+import trio
+from trio.testing import MockClock, wait_all_tasks_blocked
+
+from p2pavg.audit.requests import AuditRequest
+from p2pavg.group.aggregation import Aggregation
+from p2pavg.group.audits import Audits
+from p2pavg.net.framing import LENGTH_BYTES
+from p2pavg.round.audits import REQUEST_SECONDS, RoundAudits
+from p2pavg.testing import MemoryNetwork
+from p2pavg_compression import Fp32
+from tests.unit.allreduce.contexts import context_over
+from tests.unit.allreduce.streams import Silent
+from tests.unit.audit.played import ALWAYS, IDS, Played
+
+AGGREGATION = Aggregation(audits=Audits(1.0))
+
+
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("p2pavg.allreduce.reduction.part_size", lambda _elements, _reducers: 64)
+
+
+def asking(request: AuditRequest) -> Silent:
+    """Return the stream of the first member, which has sent a request."""
+    message = request.pack()
+    return Silent(len(message).to_bytes(LENGTH_BYTES, "big") + message, IDS[0])
+
+
+async def test_an_auditor_that_asks_too_early_is_answered_later(autojump_clock: MockClock) -> None:
+    played = Played(Fp32(), AGGREGATION)
+    async with MemoryNetwork().transport(IDS[1]) as transport, trio.open_nursery() as nursery:
+        context = context_over(transport, Fp32(), 1_000, aggregation=AGGREGATION)
+        audits = RoundAudits(context, played.group, lambda _reducer, _finding: None)
+        stream = asking(played.request(0))
+        nursery.start_soon(context.lobby.audited[played.group.group_id], stream, 0)
+        await wait_all_tasks_blocked()
+        assert not stream.sent
+        audits._kept = played.kept(1)
+        audits._settled.set()
+        await wait_all_tasks_blocked()
+        task = played.tasks(0)[IDS[1]]
+        assert len(stream.sent) > task.share.manifest_bytes(len(task.indices))
+        audits.close()
+
+
+async def test_an_auditor_of_a_round_without_an_end_is_let_go(autojump_clock: MockClock) -> None:
+    played = Played(Fp32(), AGGREGATION)
+    async with MemoryNetwork().transport(IDS[1]) as transport:
+        context = context_over(transport, Fp32(), 1_000, aggregation=AGGREGATION)
+        RoundAudits(context, played.group, lambda _reducer, _finding: None)
+        began = trio.current_time()
+        await context.lobby.audited[played.group.group_id](asking(played.request(0, ALWAYS)), 0)
+        assert trio.current_time() - began == pytest.approx(REQUEST_SECONDS)
+
+
+async def test_after_the_end_no_auditor_is_served(autojump_clock: MockClock) -> None:
+    played = Played(Fp32(), AGGREGATION)
+    async with MemoryNetwork().transport(IDS[1]) as transport:
+        context = context_over(transport, Fp32(), 1_000, aggregation=AGGREGATION)
+        audits = RoundAudits(context, played.group, lambda _reducer, _finding: None)
+        audits.close()
+        assert not context.lobby.audited

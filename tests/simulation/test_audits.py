@@ -17,6 +17,7 @@ from p2pavg.audit.keeping import KeptShare
 from p2pavg.audit.task import AuditTask
 from p2pavg.group.audits import Audits
 from p2pavg.round.audits import RoundAudits
+from p2pavg.round.signing import Signing
 from tests.simulation.false_averages import Rounds, lie, nudge
 from tests.simulation.liars import name
 from tests.simulation.swarm import mean, tensors_of
@@ -114,12 +115,21 @@ async def test_one_audit_before_the_end_is_enough(
         return tuple(range(parts))
 
     monkeypatch.setattr(RoundAudits, "_tasks_of", only_one)
+    sign, signed = Signing.sign, []
+
+    def note(self: Signing, attempt: int, *rest: object) -> bytes:
+        signed.append((self._signer.peer_id, attempt))
+        return sign(self, attempt, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Signing, "sign", note)
     for module in (task, keeping):
         monkeypatch.setattr(module, "drawn_parts", every_part)
     rounds = Rounds(4, 1, audit="before:1.0")
     await rounds.run()
     found = [results[0] for results in rounds.results.values() if isinstance(results[0], p2pavg.Success)]
     assert found
+    assert (name(1), 0) in signed
+    assert (name(auditor), 0) not in signed, "a leader that lies could show its signature to the others"
     for result in found:
         members = [index for index in range(4) if name(index) in result.peers]
         assert len(members) == 3, "the auditor or the reducer is left out"

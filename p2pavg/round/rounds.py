@@ -23,6 +23,8 @@ logger = logging.getLogger(__name__)
 
 MAX_TELLING = 8  # ended rounds whose members are still being told the outcome
 MAX_STALLED = 1024  # peers whose stalls are remembered; the peer whose last stall is oldest is forgotten
+UNANSWERED_SECONDS = 30.0
+"""A peer is not met for four times as long after its second unanswered audit, and then for twice as long each time."""
 BAN_SECONDS = 600.0  # time for which a peer that broke the protocol is not met again
 
 
@@ -114,7 +116,8 @@ class Rounds:
             if len(self._unanswered) > MAX_STALLED:
                 del self._unanswered[next(iter(self._unanswered))]
             if strikes > 1:
-                self.matchmaker.ban(peer_id, f"{strikes} audits without an answer: {finding}", BAN_SECONDS)
+                seconds = min(UNANSWERED_SECONDS * 2.0 ** min(strikes, 10), BAN_SECONDS)
+                self.matchmaker.ban(peer_id, f"{strikes} audits without an answer: {finding}", seconds)
 
     def _prefer(self, roster: Roster, lost: Iterable[Verdict]) -> None:
         """Forget the stalls of members that finished a round, and ask these members first from now on."""

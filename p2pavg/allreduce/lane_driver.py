@@ -14,6 +14,7 @@ from typing import Protocol
 from p2pavg.allreduce.errors import BadContributionError
 from p2pavg.allreduce.messages import FRAME_BYTES, Lane, LaneHeader, encode_header, part_frame
 from p2pavg.allreduce.part_schedule import Step
+from p2pavg.allreduce.proofs import trailer_bytes
 from p2pavg.allreduce.turns import Turns
 from p2pavg.allreduce.values import Values, check_index
 from p2pavg.errors import StreamBrokenError
@@ -120,7 +121,7 @@ class DirectUse:
             else:
                 self._phase = 1
                 if step.after is not None:
-                    self._wait_ready(step.after)
+                    self._await_ready(step.after)
                 self._send_part(step.part, values.encoded(me, step.part.index))
                 if step.last:
                     self._send_trailer(values.trailer(step.kind, me))
@@ -190,15 +191,16 @@ class DirectUse:
             check_index(self._receive_index(), part)
             payloads.append(self._receive_payload(part))
         trailer = self._receive_trailer(Lane.AVERAGES)
-        self._finish()
+        self._acknowledge()
         self._values.receive_share(reducer, payloads, trailer)
         self._hears.progressed()
 
     def _receive_contribution(self, step: Step) -> None:
         remote, values = self.lane.remote, self._values
-        if step.after is not None and not self._is_soon_ready(step.after):
+        # Silence counts in seconds: the event loop need not hear of less.
+        if step.after is not None and not self._await_ready(step.after, SOON_SECONDS):
             self._hears.owes(remote, False)
-            self._wait_ready(step.after)
+            self._await_ready(step.after)
             self._hears.owes(remote, True)
         payload, trailer = self._receive_part(step)
         complete = values.contributed(remote, step.part.index, payload, trailer)
@@ -220,17 +222,17 @@ class DirectUse:
         payload = self._receive_payload(step.part)
         trailer = self._receive_trailer(step.kind) if step.last else b""
         if step.ends:
-            self._finish()
+            self._acknowledge()
         return payload, trailer
 
     def _receive_trailer(self, kind: Lane) -> bytes:
-        trailer = bytearray(self._values.trailer_bytes(kind))
+        trailer = bytearray(trailer_bytes(self._values.proofs, kind))
         if trailer:
             self.lane.receive_into(memoryview(trailer))
             self.moved += len(trailer)
         return bytes(trailer)
 
-    def _finish(self) -> None:
+    def _acknowledge(self) -> None:
         self.finished = True
         self.lane.acknowledge()
 
@@ -256,14 +258,8 @@ class DirectUse:
         if seconds and self._stopped.wait(seconds):
             raise StreamBrokenError("the attempt is over")
 
-    def _is_soon_ready(self, index: int) -> bool:
-        """Return whether a part is averaged soon. Silence counts in seconds: the event loop need not hear of less."""
-        return self._await_ready(index, SOON_SECONDS)
-
-    def _wait_ready(self, index: int) -> None:
-        self._await_ready(index, None)
-
-    def _await_ready(self, index: int, seconds: float | None) -> bool:
+    def _await_ready(self, index: int, seconds: float | None = None) -> bool:
+        """Wait until a part is averaged, for some seconds at most; return whether it is."""
         values = self._values
         with values.changed:
             values.changed.wait_for(lambda: values.is_ready(index) or self._stopped.is_set(), seconds)

@@ -20,6 +20,7 @@ from p2pavg.allreduce.lobby import InboundLane, Lanes
 from p2pavg.allreduce.messages import FRAME_BYTES, Lane, receive_index
 from p2pavg.allreduce.part_schedule import Step, incoming
 from p2pavg.allreduce.plan import STREAM_KINDS, AttemptPlan
+from p2pavg.allreduce.proofs import trailer_bytes
 from p2pavg.allreduce.signals import Listener, Signals
 from p2pavg.allreduce.values import check_index
 from p2pavg.errors import ClosedError, RemoteProtocolError, StreamBrokenError
@@ -217,7 +218,7 @@ class Receiver:
         return payload, await self._receive_trailer(stream, step.kind) if step.last else b""
 
     async def _receive_trailer(self, stream: Stream, kind: Lane) -> bytes:
-        trailer = bytearray(self._plan.values.trailer_bytes(kind))
+        trailer = bytearray(trailer_bytes(self._plan.values.proofs, kind))
         await receive_exactly_into(stream, memoryview(trailer))
         self._received += len(trailer)
         return bytes(trailer)

@@ -15,7 +15,7 @@ from blake3 import blake3
 from p2pavg.allreduce.averages import Averages
 from p2pavg.allreduce.combiner import Combiner
 from p2pavg.allreduce.messages import Lane
-from p2pavg.allreduce.proofs import Proofs, trailer_bytes
+from p2pavg.allreduce.proofs import Proofs
 from p2pavg.allreduce.reduction import Ledger, bytes_of
 from p2pavg.errors import RemoteProtocolError
 from p2pavg.group.aggregation import PLAIN, Aggregation
@@ -126,10 +126,6 @@ class Values:
             return self.proofs.sign_output(self._averages.part_digests(reducer)).trailer
         return self.proofs.share(reducer).trailer
 
-    def trailer_bytes(self, kind: Lane) -> int:
-        """Return the length of :meth:`trailer`."""
-        return trailer_bytes(self.proofs, kind)
-
     def encoded(self, reducer: str, index: int) -> Buffer:
         """Return an averaged part as all members have it. It must be there."""
         return self._averages.encoded(reducer, index)
@@ -178,10 +174,10 @@ class Values:
             BadContributionError: a member's part does not decode, or is longer than the member signed.
         """
         part, pending = self._own_parts[index], self._pending[index]
-        values = {
-            member.peer_id: self._values_of(member.peer_id, part, pending)
-            for member in self._ledger.roster.contributors
-        }
+        own = self.own_values(part)
+        values: dict[str, torch.Tensor | Buffer] = {**pending}
+        if own is not None:
+            values[self._ledger.me] = own
         encoded = self._combiner.combine(values, self._averages.values_of(part))
         digest = blake3(encoded).digest()
         with self.changed:
@@ -193,12 +189,6 @@ class Values:
             self._ready[index] = True
             self.changed.notify_all()
         self._on_ready(index)
-
-    def _values_of(self, peer_id: str, part: Part, pending: dict[str, Buffer]) -> torch.Tensor | Buffer:
-        if peer_id != self._ledger.me:
-            return pending[peer_id]
-        assert self._vector is not None
-        return self._vector[part.start : part.stop]
 
     def inputs(self, index: int) -> dict[str, Buffer]:
         """Return the contributions of which a part of this member's share was averaged, by peer id, as they came.

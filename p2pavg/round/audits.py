@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import trio
 
@@ -41,18 +41,26 @@ OnFinding: TypeAlias = "Callable[[str, Finding], None]"
 """Is told the finding about a reducer, by its peer id."""
 
 
+class Lose(Protocol):
+    """Leaves a member out of the round."""
+
+    def __call__(self, peer_id: str, reason: str, *, hostile: bool) -> None: ...
+
+
 class RoundAudits:
     """One member's audits in one exchange.
 
     Args:
         roster: of the whole group.
         on_finding: is told of each audit that this member has made.
+        lose: leaves a reducer out of the round, whose averages were not verified before the end.
     """
 
-    def __init__(self, context: RunContext, roster: Roster, on_finding: OnFinding) -> None:
+    def __init__(self, context: RunContext, roster: Roster, on_finding: OnFinding, lose: Lose) -> None:
         self._context = context
         self._roster = roster
         self._on_finding = on_finding
+        self._lose = lose
         self._me = context.transport.peer_id
         self._audits = context.aggregation.audits
         self._kept: KeptShare | None = None
@@ -62,11 +70,6 @@ class RoundAudits:
         if self._audits is not None:
             context.lobby.audited[roster.group_id] = self._serve
 
-    @property
-    def before_the_end(self) -> bool:
-        """True if members audit before they say that they hold the result."""
-        return self._audits is not None and self._audits.before
-
     # ------------------------------------------------------------------ before the end of a round
 
     def begun(self, attempt: Attempt) -> None:
@@ -75,11 +78,27 @@ class RoundAudits:
             self._keep(attempt, self._audits, None)
             self._settled.set()
 
-    async def before(self, attempt: Attempt, digests: Sequence[bytes]) -> bool:
-        """Audit the result of an attempt; return whether no audit found anything wrong or went unanswered."""
-        assert self._audits is not None
-        tasks = self._tasks_of(attempt, self._audits, digests)
-        return not any(await self._findings(tasks))
+    def when_verified(
+        self,
+        attempt: Attempt,
+        digests: Sequence[bytes],
+        nursery: trio.Nursery | None,
+        hold: Callable[[], None],
+    ) -> None:
+        """Call ``hold`` when this member may say that it holds the result of an attempt.
+
+        In a group that audits before the end, it calls it later, in the nursery, unless an audit finds a lie or goes
+        unanswered.
+        """
+        audits = self._audits
+        if audits is None or not audits.before or not digests or nursery is None:
+            hold()
+        else:
+            nursery.start_soon(self._verify, self._tasks_of(attempt, audits, digests), hold)
+
+    async def _verify(self, tasks: Sequence[AuditTask], hold: Callable[[], None]) -> None:
+        if not any(await self._findings(tasks)):
+            hold()
 
     # ------------------------------------------------------------------ after the end
 
@@ -158,6 +177,9 @@ class RoundAudits:
                 finding = f"its answer to an audit proves nothing: {error}"
         findings.append(finding)
         self._on_finding(task.reducer.peer_id, finding)
+        if finding is not None and self._audits is not None and self._audits.before:
+            reason = finding.reason if isinstance(finding, Lie) else finding
+            self._lose(task.reducer.peer_id, reason, hostile=isinstance(finding, Lie))
 
     async def _ask(self, task: AuditTask) -> tuple[bytes, list[list[memoryview]]]:
         context, share = self._context, task.share

@@ -11,6 +11,7 @@ import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,7 +21,6 @@ from p2pavg.allreduce.attempt import Attempt
 from p2pavg.allreduce.context import RunContext
 from p2pavg.allreduce.lobby import ExpectedGroup
 from p2pavg.allreduce.reduction import Verdict
-from p2pavg.audit.task import Lie
 from p2pavg.consensus.certificate import encode_certificate
 from p2pavg.consensus.events import Completed, GivenUp
 from p2pavg.consensus.member import Phase, new_member
@@ -30,6 +30,7 @@ from p2pavg.group.bandwidth import BandwidthMeter
 from p2pavg.group.milestones import Milestone
 from p2pavg.group.roster import Roster
 from p2pavg.group.shares import part_size
+from p2pavg.round.attempt_news import AttemptNews
 from p2pavg.round.audits import Finding, OnFinding, RoundAudits
 from p2pavg.round.control import Control
 from p2pavg.round.signing import Signing
@@ -144,10 +145,9 @@ class Exchange:
         self._vector = vector
         self._timeout = timeout
         self._max_share = max_share
-        self._me = context.transport.peer_id
         self._positions = {member.peer_id: index for index, member in enumerate(roster.members)}
         member = new_member(
-            me=roster.position(self._me),
+            me=roster.position(context.transport.peer_id),
             size=len(roster.members),
             holders=frozenset(self._positions[member.peer_id] for member in roster.holders),
             contributors=frozenset(self._positions[member.peer_id] for member in roster.contributors),
@@ -167,8 +167,14 @@ class Exchange:
         self._attempt: Attempt | None = None
         self._held_at = 0.0
         self._traffic = _Traffic(context.meter)
-        self._on_finding = on_finding
-        self._audits = RoundAudits(context, roster, self._found)
+        self._news = AttemptNews(
+            self._voting,
+            self._positions,
+            is_current=lambda attempt: attempt is self._attempt,
+            completed=self._completed,
+            reached=self.reached,
+        )
+        self._audits = RoundAudits(context, roster, on_finding, self._news.lose)
 
     async def run(self, *, task_status: TaskStatus[Outcome] = trio.TASK_STATUS_IGNORED) -> None:
         """Start with ``nursery.start``: it returns the outcome, then sees to it that the others hear of it.
@@ -264,32 +270,22 @@ class Exchange:
             self._attempt.let_go()
             self._attempt = None
 
-    # ------------------------------------------------------------------ reports of the attempt
+    # ------------------------------------------------------------------ the result of an attempt
 
-    def completed(self, attempt: Attempt, digests: tuple[bytes, ...]) -> None:
+    def _completed(self, attempt: Attempt, digests: tuple[bytes, ...]) -> None:
         """Note that the whole result of an attempt is here."""
-        if self._audits.before_the_end and digests and self._voting.nursery is not None:
-            self._voting.nursery.start_soon(self._audit_and_hold, attempt, digests)
-        else:
-            self._hold(attempt, digests)
-
-    async def _audit_and_hold(self, attempt: Attempt, digests: tuple[bytes, ...]) -> None:
-        if await self._audits.before(attempt, digests) and attempt is self._attempt:
-            self._hold(attempt, digests)
+        self._audits.when_verified(
+            attempt, digests, self._voting.nursery, partial(self._hold, attempt, digests)
+        )
 
     def _hold(self, attempt: Attempt, digests: tuple[bytes, ...]) -> None:
+        """Tell the agreement that this member holds the result of an attempt."""
+        if attempt is not self._attempt:  # a newer one has begun while this one was audited
+            return
         self._held_at = trio.current_time()
         members = frozenset(self._positions[member.peer_id] for member in attempt.roster.members)
         signature = self._voting.signing.sign(attempt.number, members, digests)
         self._voting.happen(Completed(attempt.number, digests, signature))
-
-    def _found(self, reducer: str, finding: Finding) -> None:
-        """Note what an audit has found. A reducer whose averages are not verified before the end is left out."""
-        self._on_finding(reducer, finding)
-        if finding is not None and self._audits.before_the_end:
-            hostile = isinstance(finding, Lie)
-            reason = finding.reason if isinstance(finding, Lie) else finding
-            self._voting.lost(self._positions[reducer], reason, hostile=hostile, silent=not hostile)
 
     def _begin_audits(self) -> None:
         """Prepare the audits of the result, before anything of it is let go."""
@@ -298,37 +294,6 @@ class Exchange:
         committed = member.committed if member.phase is Phase.COMMITTED else None
         digests = () if committed is None else self._attempt.values.digests()
         self._audits.ended(self._attempt, committed, digests)
-
-    def troubled(self, attempt: Attempt, peer_id: str, reason: str, *, hostile: bool) -> None:
-        """Note that a lane broke. It is no loss if its other end has gone on to a newer attempt."""
-        member = self._voting.member
-        current = attempt is self._attempt and member.promised == member.begun.ballot
-        # It is no loss either if this member itself waits for a newer attempt.
-        current = current and not member.trouble
-        position = self._positions[peer_id]
-        if hostile and attempt.number and position not in member.lost:
-            # Noted first, and not as hostile: the members of a later attempt are one leader's word, and a ban of ten
-            # minutes must not follow from what a leader told the two.
-            self._voting.losses.note(position, reason)
-        if hostile or (current and member.phase is Phase.EXCHANGING):
-            # The leader of a later attempt may have told the two members different things.
-            self._voting.lost(position, reason, hostile=hostile, reachable=hostile and attempt.number > 0)
-
-    def lane_broke(self, attempt: Attempt, peer_id: str) -> None:
-        """Ask the other end of a broken lane: no other message tells of a member that died before its votes' stream
-        was open."""
-        position = self._positions[peer_id]
-        if attempt is self._attempt and position not in self._voting.member.lost:
-            self._voting.missing(position)
-
-    def arrived(self, peer_id: str, count: int) -> None:
-        """Note bytes of a member."""
-        self._voting.control.arrived(peer_id, count)
-
-    def owes(self, attempt: Attempt, peer_id: str, yes: bool) -> None:
-        """Note whether a member's contribution is waited for."""
-        if attempt is self._attempt:
-            self._voting.control.owes(peer_id, yes)
 
     # ------------------------------------------------------------------ moves that the agreement decides
 
@@ -341,7 +306,7 @@ class Exchange:
         except RemoteProtocolError as error:
             self._voting.happen(GivenUp(f"the members that are left cannot form a group: {error}"))
             return
-        if number and roster.shares[roster.position(self._me)] > self._max_share:
+        if number and roster.shares[roster.position(self._context.transport.peer_id)] > self._max_share:
             self._voting.happen(GivenUp("its share would be larger than the largest that it takes"))
             return
         if self._attempt is not None:
@@ -360,7 +325,7 @@ class Exchange:
             roster=roster,
             lanes=self._group.lanes(number),
             vector=self._vector,
-            reports=self,
+            reports=self._news,
             position=self._positions.__getitem__,
         )
         self._audits.begun(self._attempt)

@@ -120,17 +120,17 @@ async def step_all(opened: Sequence[p2pavg.DecentralizedAverager]) -> dict[str, 
 
 def lie_in_rounds(monkeypatch: pytest.MonkeyPatch, liar: int) -> None:
     """Let a member sign a second result in each round, and show it to the leader."""
-    completed = exchange.Exchange.completed
+    completed = exchange.Exchange._completed
 
     def lie(self: exchange.Exchange, attempt: Attempt, digests: tuple[bytes, ...]) -> None:
-        if self._me == name(liar) and attempt.number == 0:
+        if self._context.transport.peer_id == name(liar) and attempt.number == 0:
             members, other = frozenset(range(len(self._roster.members))), (bytes(32), *digests[1:])
-            me = self._positions[self._me]
+            me = self._positions[self._context.transport.peer_id]
             signature = self._voting.signing.sign(0, members, other)
             self._voting.control.tell(0, Commit(0, members, result_digest(other), ((me, signature),)))
         completed(self, attempt, digests)
 
-    monkeypatch.setattr(exchange.Exchange, "completed", lie)
+    monkeypatch.setattr(exchange.Exchange, "_completed", lie)
 
 
 # ---------------------------------------------------------------------- lies

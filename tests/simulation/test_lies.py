@@ -638,14 +638,14 @@ async def test_a_reducer_is_not_banned_because_one_member_names_another_digest(
 ) -> None:
     """Either of the two may lie. The reducer is left out of this round and admitted again in the next."""
     liar, bans = 3, []
-    completed = exchange.Exchange.completed
+    completed = exchange.Exchange._completed
 
     def lie(self: exchange.Exchange, attempt: Attempt, digests: tuple[bytes, ...]) -> None:
-        if self._me == name(liar) and attempt.number == 0:
+        if self._context.transport.peer_id == name(liar) and attempt.number == 0:
             digests = (digests[0], bytes(32), *digests[2:])
         completed(self, attempt, digests)
 
-    monkeypatch.setattr(exchange.Exchange, "completed", lie)
+    monkeypatch.setattr(exchange.Exchange, "_completed", lie)
     monkeypatch.setattr(Matchmaker, "ban", lambda *banned: bans.append(banned))
     swarm = await play()
     assert bans == []
@@ -659,14 +659,14 @@ def saying_when_complete(
     monkeypatch: pytest.MonkeyPatch, liar: int, tell: Callable[[exchange.Exchange, tuple[bytes, ...]], None]
 ) -> None:
     """Let a member tell something as soon as it has the whole result of the first attempt."""
-    completed = exchange.Exchange.completed
+    completed = exchange.Exchange._completed
 
     def lie(self: exchange.Exchange, attempt: Attempt, digests: tuple[bytes, ...]) -> None:
-        if self._me == name(liar) and attempt.number == 0:
+        if self._context.transport.peer_id == name(liar) and attempt.number == 0:
             tell(self, digests)
         completed(self, attempt, digests)
 
-    monkeypatch.setattr(exchange.Exchange, "completed", lie)
+    monkeypatch.setattr(exchange.Exchange, "_completed", lie)
 
 
 FALSE_SIGNERS = {
@@ -809,7 +809,9 @@ async def test_a_member_that_never_says_that_it_holds_the_result_is_left_behind(
     tell = Control.tell
 
     def say_nothing_of_it(self: Control, position: int, vote: Vote) -> None:
-        if self._roster.members[self._me].peer_id != name(liar) or not isinstance(vote, Held):
+        if self._roster.members[self._me].peer_id != name(liar) or not isinstance(
+            vote, Held
+        ):
             tell(self, position, vote)
 
     monkeypatch.setattr(Control, "tell", say_nothing_of_it)
@@ -829,11 +831,11 @@ async def test_a_leader_that_does_not_end_its_round_has_a_strike_and_no_ban(
         return (member, []) if held and member.me == 0 else advance(member, event)
 
     async def outlast_the_others(self: exchange.Exchange) -> None:
-        self._timeout *= 2 if self._me == name(0) else 1
+        self._timeout *= 2 if self._context.transport.peer_id == name(0) else 1
         await until_the_end(self)
 
     async def wait_for_all(self: exchange.Exchange, began: float) -> None:
-        if self._me != name(0):
+        if self._context.transport.peer_id != name(0):
             await leave(self, began)
 
     monkeypatch.setattr(voting, "advance", hear_no_result)

@@ -17,6 +17,11 @@ from tests.unit.allreduce.contexts import context_over
 from tests.unit.allreduce.streams import Silent
 from tests.unit.audit.played import ALWAYS, IDS, Played
 
+
+def _ignore(*_arguments: object, **_named: object) -> None:
+    pass
+
+
 AGGREGATION = Aggregation(audits=Audits(1.0))
 
 
@@ -35,7 +40,7 @@ async def test_an_auditor_that_asks_too_early_is_answered_later(autojump_clock: 
     played = Played(Fp32(), AGGREGATION)
     async with MemoryNetwork().transport(IDS[1]) as transport, trio.open_nursery() as nursery:
         context = context_over(transport, Fp32(), 1_000, aggregation=AGGREGATION)
-        audits = RoundAudits(context, played.group, lambda _reducer, _finding: None)
+        audits = RoundAudits(context, played.group, _ignore, _ignore)
         stream = asking(played.request(0))
         nursery.start_soon(context.lobby.audited[played.group.group_id], stream, 0)
         await wait_all_tasks_blocked()
@@ -52,7 +57,7 @@ async def test_an_auditor_of_a_round_without_an_end_is_let_go(autojump_clock: Mo
     played = Played(Fp32(), AGGREGATION)
     async with MemoryNetwork().transport(IDS[1]) as transport:
         context = context_over(transport, Fp32(), 1_000, aggregation=AGGREGATION)
-        RoundAudits(context, played.group, lambda _reducer, _finding: None)
+        RoundAudits(context, played.group, _ignore, _ignore)
         began = trio.current_time()
         await context.lobby.audited[played.group.group_id](asking(played.request(0, ALWAYS)), 0)
         assert trio.current_time() - began == pytest.approx(REQUEST_SECONDS)
@@ -62,6 +67,6 @@ async def test_after_the_end_no_auditor_is_served(autojump_clock: MockClock) -> 
     played = Played(Fp32(), AGGREGATION)
     async with MemoryNetwork().transport(IDS[1]) as transport:
         context = context_over(transport, Fp32(), 1_000, aggregation=AGGREGATION)
-        audits = RoundAudits(context, played.group, lambda _reducer, _finding: None)
+        audits = RoundAudits(context, played.group, _ignore, _ignore)
         audits.close()
         assert not context.lobby.audited

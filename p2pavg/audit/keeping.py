@@ -18,7 +18,7 @@ from p2pavg_dht import Signer
 
 
 class KeptShare:
-    """What one reducer keeps of one attempt, until its auditors have asked.
+    """The inputs that one reducer keeps of one attempt, until its auditors have asked.
 
     Args:
         share: this member's own.

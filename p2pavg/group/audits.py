@@ -1,4 +1,4 @@
-"""How often the members of a group audit the averages of its reducers, and the draw of who audits which parts.
+"""Audits of a group's averages: how often they are made, and the draw of the auditors and the parts.
 
 A reducer that lies gives all members the same false bits. So members that are drawn reduce some of its parts again,
 from the bytes that the contributors signed. No I/O, no clock, no random source.

@@ -1,4 +1,4 @@
-"""What is fetched from whom: an attacker's accusations cost little, and delay no true one."""
+"""Fetches of evidence from accusers: an attacker's accusations cost little, and delay no true one."""
 
 from __future__ import annotations
 

@@ -809,9 +809,7 @@ async def test_a_member_that_never_says_that_it_holds_the_result_is_left_behind(
     tell = Control.tell
 
     def say_nothing_of_it(self: Control, position: int, vote: Vote) -> None:
-        if self._roster.members[self._me].peer_id != name(liar) or not isinstance(
-            vote, Held
-        ):
+        if self._roster.members[self._me].peer_id != name(liar) or not isinstance(vote, Held):
             tell(self, position, vote)
 
     monkeypatch.setattr(Control, "tell", say_nothing_of_it)

@@ -67,7 +67,13 @@ class KeptShare:
         indices = self._drawn(request.ticket)
         if not indices:
             return "it was not drawn"
-        if self._values is None and not set(indices) <= self._inputs.keys():
+        if self._values is not None:
+            if not all(self._values.is_ready(part.index) for part in share.parts):
+                return "the averages are not there yet"
+            # Taken now: the attempt may end, and let go of its memory, while the answer is being made.
+            for index in set(indices) - self._inputs.keys():
+                self._inputs[index] = self._live_inputs(self._values, index)
+        elif not set(indices) <= self._inputs.keys():
             return "the inputs are not kept any more"
         self._answered.add(peer_id)
         return ""
@@ -75,7 +81,7 @@ class KeptShare:
     def answer(self, request: AuditRequest) -> tuple[bytes, list[list[Buffer]]]:
         """Return the manifest, and the inputs of each audited part. It was admitted."""
         indices = self._drawn(request.ticket)
-        inputs = [self._inputs_of(index) for index in indices]
+        inputs = [self._inputs[index] for index in indices]
         own = {}
         if self.share.contributes:
             for index, buffers in zip(indices, inputs, strict=True):
@@ -89,9 +95,6 @@ class KeptShare:
         share = self.share
         auditors = len({member.peer_id for member in share.roster.holders} - {share.reducer})
         return drawn_parts(self._audits, ticket, share.position, len(share.parts), auditors)
-
-    def _inputs_of(self, index: int) -> list[Buffer]:
-        return self._inputs[index] if self._values is None else self._live_inputs(self._values, index)
 
     def _live_inputs(self, values: Values, index: int) -> list[Buffer]:
         came = values.inputs(index)

@@ -689,10 +689,10 @@ async def test_a_false_commit_makes_no_member_succeed_alone_or_lose_its_contribu
         await deliver(stream, part, payload)
 
     def tell(self: exchange.Exchange, digests: tuple[bytes, ...]) -> None:
-        everybody, voting_ = frozenset(range(SIZE)), self._voting
-        signature = voting_.signing.sign(0, everybody, digests)
+        all_members, voting_ = frozenset(range(SIZE)), self._voting
+        signature = voting_.signing.sign(0, all_members, digests)
         signed = tuple((one, signature) for one in FALSE_SIGNERS[signers])
-        commit = VotedCommit(0, everybody, result_digest(digests) if signed else b"", signed)
+        commit = VotedCommit(0, all_members, result_digest(digests) if signed else b"", signed)
         for position in range(SIZE - 1):
             voting_.control.tell(position, commit)
 
@@ -726,9 +726,9 @@ async def test_a_member_that_signs_two_results_is_excluded_and_banned_by_its_own
     liar, bans = 2, []
 
     def tell(self: exchange.Exchange, digests: tuple[bytes, ...]) -> None:
-        everybody, other = frozenset(range(SIZE)), (bytes(32), *digests[1:])
-        signature = self._voting.signing.sign(0, everybody, other)
-        self._voting.control.tell(0, VotedCommit(0, everybody, result_digest(other), ((liar, signature),)))
+        all_members, other = frozenset(range(SIZE)), (bytes(32), *digests[1:])
+        signature = self._voting.signing.sign(0, all_members, other)
+        self._voting.control.tell(0, VotedCommit(0, all_members, result_digest(other), ((liar, signature),)))
 
     saying_when_complete(monkeypatch, liar, tell)
     monkeypatch.setattr(Matchmaker, "ban", lambda _self, peer_id, *_: bans.append(peer_id))

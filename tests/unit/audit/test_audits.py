@@ -11,9 +11,10 @@ from p2pavg.allreduce.proofs import inputs_digest, part_digest
 from p2pavg.audit.evidence import FalseAverage, read_false_average
 from p2pavg.audit.layout import read_manifest
 from p2pavg.audit.recheck import what_is_wrong
-from p2pavg.audit.task import Lie
+from p2pavg.audit.task import AuditTask, Lie
 from p2pavg.errors import RemoteProtocolError
 from p2pavg.group.aggregation import Aggregation, CenteredClip, Median, TrimmedMean
+from p2pavg.net.transport import Buffer
 from p2pavg_compression import Blockwise8, Codec, Fp32, Int8
 from tests.unit.audit.played import ALWAYS, IDS, Played
 from tests.unit.group.samples import SIGNERS
@@ -41,6 +42,13 @@ def judged(played: Played, auditor: int, reducer: int) -> Lie | None:
     task, kept = played.tasks(auditor)[IDS[reducer]], played.kept(reducer)
     assert kept.admit(IDS[auditor], played.subject.attempt, task.request) == ""
     return task.judge(*kept.answer(task.request))
+
+
+def answer_of(played: Played, task: AuditTask) -> tuple[bytes, list[list[Buffer]]]:
+    """Return the second member's answer to the first one."""
+    kept = played.kept(1)
+    assert kept.admit(IDS[0], 0, task.request) == ""
+    return kept.answer(task.request)
 
 
 @codecs
@@ -94,6 +102,7 @@ def test_an_average_of_what_does_not_decode_is_proved() -> None:
     """A reducer of honest members would have excluded that contributor."""
     played = Played(Int8(block_size=64), Aggregation())
     task, kept = played.tasks(0)[IDS[1]], played.kept(1)
+    assert kept.admit(IDS[0], 0, task.request) == ""
     manifest, inputs = kept.answer(task.request)
     read = read_manifest(task.share, task.indices, manifest)
     index = task.indices[0]
@@ -109,7 +118,7 @@ def test_an_average_of_what_does_not_decode_is_proved() -> None:
     values.proofs._shares.clear()
     signed = values.proofs.sign_output(task.signed.digests)
     values.inputs(index)[IDS[0]] = broken
-    lie = replace(task, signed=signed).judge(*played.kept(1).answer(task.request))
+    lie = replace(task, signed=signed).judge(*answer_of(played, task))
     assert lie is not None
     assert f"a contribution of {IDS[0]} that counts in no round" in lie.reason
     assert read_false_average(lie.evidence).why() == lie.reason
@@ -119,6 +128,7 @@ def test_a_reducer_cannot_explain_an_average_by_a_contribution_longer_than_it_si
     """It chooses its own contribution when it is audited. The norm that it has signed bounds it."""
     played = Played(Fp32(), Aggregation(max_norm=1e6))
     task, kept = played.tasks(0)[IDS[1]], played.kept(1)
+    assert kept.admit(IDS[0], 0, task.request) == ""
     _, inputs = kept.answer(task.request)
     values = task.share.values(inputs[0])
     assert isinstance(values[1], torch.Tensor)
@@ -143,6 +153,7 @@ def test_rounding_errors_are_no_lies(codec: Codec, rule: Aggregation) -> None:
     played = Played(codec, rule)
     for auditor, reducer in ((0, 1), (1, 2), (2, 0)):
         task, kept = played.tasks(auditor)[IDS[reducer]], played.kept(reducer)
+        assert kept.admit(IDS[auditor], 0, task.request) == ""
         manifest, inputs = kept.answer(task.request)
         averages = dict(task.averages)
         for index, buffers in zip(task.indices, inputs, strict=True):
@@ -176,6 +187,7 @@ def _exact(played: Played, values: object) -> torch.Tensor:
 def test_an_answer_with_other_bytes_proves_nothing(what: str) -> None:
     played = Played(Fp32(), Aggregation(), liar=1)
     task, kept = played.tasks(0)[IDS[1]], played.kept(1)
+    assert kept.admit(IDS[0], 0, task.request) == ""
     manifest, inputs = kept.answer(task.request)
     changed = [[bytearray(each) for each in buffers] for buffers in inputs]
     forged = bytearray(manifest)
@@ -195,17 +207,18 @@ def test_a_reducer_cannot_show_contributions_that_it_has_invented() -> None:
     values.proofs._came[IDS[0]] = [bytes(32)] * len(values.proofs._came[IDS[0]])
     task = played.tasks(0)[IDS[1]]
     with pytest.raises(RemoteProtocolError, match="other contributions than it signed"):
-        task.judge(*played.kept(1).answer(task.request))
+        task.judge(*answer_of(played, task))
     values.proofs._shares.clear()
     forged = replace(task, signed=values.proofs.sign_output(task.signed.digests))
     with pytest.raises(RemoteProtocolError, match="has not signed"):
-        forged.judge(*played.kept(1).answer(task.request))
+        forged.judge(*answer_of(played, task))
 
 
 def test_two_members_cannot_frame_an_honest_reducer() -> None:
     """One signs another contribution afterwards; the reducer has signed the first one with its averages."""
     played = Played(Fp32(), Aggregation())
     task, kept = played.tasks(0)[IDS[1]], played.kept(1)
+    assert kept.admit(IDS[0], 0, task.request) == ""
     manifest, inputs = kept.answer(task.request)
     read = read_manifest(task.share, task.indices, manifest)
     other = bytes(len(inputs[0][0]))
@@ -267,6 +280,23 @@ def test_a_member_that_was_not_drawn_is_not_answered() -> None:
     seldom = replace(ALWAYS, probability=1e-9)
     assert played.tasks(0, seldom) == {}
     assert played.kept(1, seldom).admit(IDS[0], 0, played.request(0, seldom)) == "it was not drawn"
+
+
+def test_an_auditor_that_asks_before_the_averages_are_there_is_refused() -> None:
+    played = Played(Fp32(), Aggregation())
+    kept = played.kept(1)
+    played.values[1]._ready[0] = False
+    assert kept.admit(IDS[0], 0, played.request(0)) == "the averages are not there yet"
+
+
+def test_an_answer_does_not_need_the_attempt_any_more() -> None:
+    """An attempt may end while the answer is being made in another thread."""
+    played = Played(Fp32(), Aggregation())
+    task, kept = played.tasks(0)[IDS[1]], played.kept(1)
+    assert kept.admit(IDS[0], 0, task.request) == ""
+    for values in played.values:
+        values.let_go()
+    assert task.judge(*kept.answer(task.request)) is None
 
 
 def test_after_the_end_only_the_drawn_inputs_are_kept() -> None:

@@ -25,6 +25,7 @@ def evidence_of(liar: int | None) -> bytes:
     """Return well-formed evidence about the second member; it proves something only if that member lied."""
     played = Played(CODEC, Aggregation(), liar=liar)
     task, kept = played.tasks(0)[IDS[1]], played.kept(1)
+    assert kept.admit(IDS[0], 0, task.request) == ""
     manifest, inputs = kept.answer(task.request)
     index = task.indices[0]
     found = module.FalseAverage(

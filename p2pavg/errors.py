@@ -28,6 +28,10 @@ class AccumulateError(P2PAvgError, ValueError):
     """Tensors or a weight that cannot be averaged; the message names the tensor and what is wrong with it."""
 
 
+class StateError(P2PAvgError, ValueError):
+    """A state that cannot be used, such as a damaged checkpoint or one of another model; the message says why."""
+
+
 class AddressError(P2PAvgError, ValueError):
     """Text that is not a usable multiaddress."""
 

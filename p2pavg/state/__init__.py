@@ -1,0 +1,1 @@
+"""States of a run: snapshots, checkpoint files, and how peers hand them to each other."""

@@ -1,0 +1,1 @@
+"""Snapshots, checkpoint files, and how peers hand states to each other."""

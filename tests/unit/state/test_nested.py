@@ -1,0 +1,215 @@
+"""State dicts of optimizers and schedulers as tensors and plain values."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import optim
+from torch.optim import lr_scheduler as schedulers
+
+from p2pavg.errors import StateError
+from p2pavg.optim.outer import FedAdagrad, FedAdam, FedYogi
+from p2pavg.state.nested import flatten, unflatten
+from p2pavg.state.snapshot import Content, copy_of, read
+from tests.unit.state import contents
+from tests.unit.state.contents import same
+
+OPTIMIZERS: dict[str, Callable[[Any], optim.Optimizer]] = {
+    "SGD": lambda params: optim.SGD(params, lr=0.1),
+    "SGD with momentum": lambda params: optim.SGD(params, lr=0.1, momentum=0.9, nesterov=True),
+    "Adam": lambda params: optim.Adam(params, lr=0.1),
+    "Adam with foreach": lambda params: optim.Adam(params, lr=0.1, foreach=True),
+    "Adam with a tensor's rate": lambda params: optim.Adam(params, lr=torch.tensor(0.1)),
+    "AdamW": lambda params: optim.AdamW(params, lr=0.1, capturable=False),
+    "AdamW with amsgrad": lambda params: optim.AdamW(params, lr=0.1, amsgrad=True),
+    "Adagrad": lambda params: optim.Adagrad(params, lr=0.1),
+    "Adafactor": lambda params: optim.Adafactor(params, lr=0.1),
+    "RMSprop": lambda params: optim.RMSprop(params, lr=0.1, momentum=0.5, centered=True),
+    "NAdam": lambda params: optim.NAdam(params, lr=0.1),
+    "FedAdam": lambda params: FedAdam(params, lr=0.1),
+    "FedYogi": lambda params: FedYogi(params, lr=0.1),
+    "FedAdagrad": lambda params: FedAdagrad(params, lr=0.1),
+}
+SCHEDULERS: dict[str, Callable[[optim.Optimizer], schedulers.LRScheduler]] = {
+    "StepLR": lambda optimizer: schedulers.StepLR(optimizer, 2),
+    "MultiStepLR": lambda optimizer: schedulers.MultiStepLR(optimizer, [1, 3, 3]),
+    "CosineAnnealingLR": lambda optimizer: schedulers.CosineAnnealingLR(optimizer, 10),
+    "OneCycleLR": lambda optimizer: schedulers.OneCycleLR(optimizer, 0.5, 10),
+    "LambdaLR": lambda optimizer: schedulers.LambdaLR(optimizer, lambda step: 0.9**step),
+    "CosineAnnealingWarmRestarts": lambda optimizer: schedulers.CosineAnnealingWarmRestarts(optimizer, 2),
+    "SequentialLR": lambda optimizer: schedulers.SequentialLR(
+        optimizer,
+        [schedulers.LinearLR(optimizer, 0.1, total_iters=2), schedulers.CosineAnnealingLR(optimizer, 10)],
+        [2],
+    ),
+}
+
+
+class Training:
+    """A small model with an optimizer and a scheduler."""
+
+    def __init__(
+        self,
+        make: Callable[[Any], optim.Optimizer],
+        schedule: Callable[[optim.Optimizer], schedulers.LRScheduler] = SCHEDULERS["StepLR"],
+    ) -> None:
+        torch.manual_seed(3)
+        self.model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 2))
+        first, second = self.model
+        self.optimizer = make([{"params": first.parameters()}, {"params": second.parameters(), "lr": 0.2}])
+        self.scheduler = schedule(self.optimizer)
+
+    def train(self, steps: int = 3) -> None:
+        for step in range(steps):
+            self.optimizer.zero_grad()
+            self.model(torch.full((5, 4), float(step))).square().mean().backward()
+            self.optimizer.step()
+            self.scheduler.step()
+
+    def take(self, other: Training) -> None:
+        """Take the state of another training by way of a snapshot."""
+        self.model.load_state_dict(other.model.state_dict())
+        self.optimizer.load_state_dict(by_snapshot(other.optimizer.state_dict()))
+        self.scheduler.load_state_dict(by_snapshot(other.scheduler.state_dict()))
+
+
+def by_snapshot(state: dict[str, Any]) -> dict[str, Any]:
+    """Return a state dict that was in a snapshot whose bytes cannot be written to."""
+    tensors, values = flatten(state)
+    content = read(bytes(copy_of(Content(tensors, values))))
+    return unflatten(content.tensors, content.values)
+
+
+def plainly(value: Any) -> Any:
+    """Return a value with plain numbers in place of numpy's."""
+    if isinstance(value, dict):
+        return type(value)({key: plainly(item) for key, item in value.items()})
+    if isinstance(value, list | tuple):
+        return type(value)(map(plainly, value))
+    return value.item() if isinstance(value, np.generic) else value
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_the_state_of_an_optimizer_comes_back(make: Callable[[Any], optim.Optimizer]) -> None:
+    one, other = Training(make), Training(make)
+    one.train()
+    assert same(by_snapshot(one.optimizer.state_dict()), one.optimizer.state_dict())
+    other.take(one)
+    for training in (one, other):
+        training.train()
+    assert same(other.optimizer.state_dict(), one.optimizer.state_dict())
+    assert all(map(torch.equal, one.model.parameters(), other.model.parameters()))
+
+
+@pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step")  # SequentialLR's own call
+@pytest.mark.parametrize("schedule", SCHEDULERS.values(), ids=SCHEDULERS)
+def test_the_state_of_a_scheduler_comes_back(
+    schedule: Callable[[optim.Optimizer], schedulers.LRScheduler],
+) -> None:
+    one, other = (Training(OPTIMIZERS["SGD with momentum"], schedule) for _ in range(2))
+    one.train()
+    state = one.scheduler.state_dict()
+    assert same(by_snapshot(state), plainly(state))
+    other.take(one)
+    for training in (one, other):
+        training.train()
+    assert same(plainly(other.scheduler.state_dict()), plainly(one.scheduler.state_dict()))
+    assert all(map(torch.equal, one.model.parameters(), other.model.parameters()))
+
+
+def test_a_restored_state_shares_no_memory_with_the_snapshot() -> None:
+    training = Training(OPTIMIZERS["Adam"])
+    training.train()
+    tensors, values = flatten(training.optimizer.state_dict())
+    buffer = copy_of(Content(tensors, values))
+    before = bytes(buffer)
+    content = read(buffer)
+    training.optimizer.load_state_dict(unflatten(content.tensors, content.values))
+    training.train()
+    assert buffer == before
+
+
+def test_tensors_are_named_by_their_path() -> None:
+    training = Training(OPTIMIZERS["SGD with momentum"])
+    training.train()
+    tensors, _ = flatten(training.optimizer.state_dict(), "inner")
+    assert sorted(tensors) == [f"inner/state/{number}/momentum_buffer" for number in range(4)]
+
+
+def test_a_value_that_is_not_plain_is_refused_by_its_path() -> None:
+    state = {"state": {}, "param_groups": [{"lr": 0.1, "hook": test_tensors_are_named_by_their_path}]}
+    with pytest.raises(StateError) as caught:
+        flatten(state)
+    assert str(caught.value) == (
+        "the optimizer's state 'param_groups/0/hook' is a function, which cannot be saved"
+    )
+    for value, pattern in [
+        (np.zeros(3), "'x' is a ndarray|'x' is an ndarray"),
+        (np.longdouble(1), "'x' is a longdouble"),
+        ({2.5: 1}, "'x' has the key 2.5"),
+        ({"p2pavg/tensor": 1}, "'x' has the key 'p2pavg/tensor'"),
+        (object(), "'x' is an object"),
+    ]:
+        with pytest.raises(StateError, match=pattern):
+            flatten({"x": value}, "scheduler")
+
+
+def test_numbers_of_numpy_become_plain() -> None:
+    values = {
+        "a": np.float64(0.1),
+        "b": np.float32(0.5),
+        "c": np.int64(-3),
+        "d": np.bool_(True),
+        "e": np.str_("x"),
+    }
+    assert same(by_snapshot(values), {"a": 0.1, "b": 0.5, "c": -3, "d": True, "e": "x"})
+
+
+def test_dicts_become_plain_and_counters_stay() -> None:
+    values = {"a": OrderedDict(x=1), "b": Counter([2, 2]), "c": torch.Size([1, 2])}
+    assert same(by_snapshot(values), {"a": {"x": 1}, "b": Counter({2: 2}), "c": (1, 2)})
+
+
+def test_keys_that_look_alike_name_different_tensors() -> None:
+    inner = {0: torch.ones(1), "0": torch.ones(2), "0/y": torch.ones(3)}
+    state = {"x": inner, "x/0": {"y": torch.ones(4)}}
+    assert same(by_snapshot(state), state)
+    backwards = {"x/0": {"y": torch.ones(4)}, "x": {key: inner[key] for key in reversed(inner)}}
+    assert copy_of(Content(*flatten(backwards))) == copy_of(Content(*flatten(state)))
+
+
+@given(contents.values, st.dictionaries(contents.names, contents.tensor(), max_size=3))
+def test_any_state_comes_back(values: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    state = {"values": values, "tensors": tensors, "list": [tensors, (values, *tensors.values())]}
+    assert same(by_snapshot(state), state)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"x": {"p2pavg/tensor": "missing"}},
+        {"x": {"p2pavg/tensor": ["t"]}},
+        {"x": {"p2pavg/tensor": "t", "y": 1}},
+        {"p2pavg/tensor": 3},
+        {"x": {"p2pavg/counter": 3}},
+        {"x": {"p2pavg/counter": {"a": "b"}}},
+        {"x": {"p2pavg/counter": {"a": 1}, "y": 1}},
+    ],
+)
+def test_strangers_references_are_checked(values: dict[str, Any]) -> None:
+    with pytest.raises(StateError):
+        unflatten({"t": torch.ones(1)}, values)
+
+
+def test_nesting_is_bounded() -> None:
+    itself: list[Any] = []
+    itself.append(itself)
+    with pytest.raises(StateError, match="nested more than 32 deep"):
+        flatten({"x": itself})

@@ -1,0 +1,141 @@
+"""Plain values as canonical bytes."""
+
+from __future__ import annotations
+
+import math
+import struct
+from typing import Any
+
+import msgpack
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from p2pavg.errors import StateError
+from p2pavg.state import values as module
+from p2pavg.state.values import MAX_DEPTH, MAX_VALUES_BYTES, pack_values, unpack_values
+from tests.unit.state import contents
+from tests.unit.state.contents import same
+
+
+@given(contents.values)
+def test_values_come_back_with_their_types_and_bits(values: dict[str, Any]) -> None:
+    assert same(unpack_values(pack_values(values)), values)
+
+
+@given(contents.values)
+def test_equal_values_give_equal_bytes_in_any_order(values: dict[str, Any]) -> None:
+    def reversed_dicts(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: reversed_dicts(value[key]) for key in reversed(value)}
+        if isinstance(value, list | tuple):
+            return type(value)(map(reversed_dicts, value))
+        return value
+
+    assert pack_values(reversed_dicts(values)) == pack_values(values)
+
+
+@given(st.binary(max_size=60))
+def test_other_bytes_are_refused_or_are_the_canonical_ones(data: bytes) -> None:
+    try:
+        values = unpack_values(data)
+    except StateError:
+        return
+    assert pack_values(values) == data
+
+
+@pytest.mark.parametrize("bits", [0x7FF8000000000001, 0xFFF8000000000000, 0x8000000000000000, 1])
+def test_floats_keep_their_bits(bits: int) -> None:
+    [number] = struct.unpack("d", struct.pack("Q", bits))
+    back = unpack_values(pack_values({"x": number}))["x"]
+    assert struct.pack("d", back) == struct.pack("Q", bits)
+
+
+@pytest.mark.parametrize(
+    ("value", "pattern"),
+    [
+        ({"a": [0, {1: print}]}, "'a/1/1' is a builtin_function_or_method, which cannot be saved"),
+        ({"a": {1, 2}}, "'a' is a set"),
+        ({"a": (2**64,)}, "'a/0' has more than 64 bits"),
+        ({"a": -(2**63) - 1}, "'a' has more than 64 bits"),
+        ({"a": {2.5: 1}}, "'a' has the key 2.5"),
+        ({"a": {True: 1}}, "'a' has the key True"),
+        ({"a": "\ud800"}, "'a' has text that is no Unicode"),
+        ({"a": {"\ud800": 1}}, "'a' has text that is no Unicode"),
+        ({"a": bytes(MAX_VALUES_BYTES)}, "keep large data in tensors"),
+        ({"a": [()] * 2**16}, "more than 65536 lists"),
+    ],
+)
+def test_what_is_not_plain_is_refused_by_its_path(value: dict[str, Any], pattern: str) -> None:
+    with pytest.raises(StateError, match=pattern):
+        pack_values(value)
+
+
+def nested(depth: int) -> dict[str, Any]:
+    value: dict[str, Any] = {}
+    for _ in range(depth - 1):
+        value = {"x": value}
+    return value
+
+
+def test_nesting_is_bounded() -> None:
+    assert unpack_values(pack_values(nested(MAX_DEPTH))) == nested(MAX_DEPTH)
+    with pytest.raises(StateError, match="nested more than 32 deep"):
+        pack_values(nested(MAX_DEPTH + 1))
+    itself: list[Any] = []
+    itself += [itself, itself]
+    with pytest.raises(StateError, match="nested more than 32 deep"):
+        pack_values({"x": itself})
+
+
+@pytest.mark.parametrize(
+    ("packed", "pattern"),
+    [
+        (b"", "cannot be decoded"),
+        (b"\x91\x02" * 2, "cannot be decoded"),
+        (b"\x91" * 5000 + b"\x00", "cannot be decoded"),
+        (msgpack.packb([2, "b", 1, "a", 2]), "canonical"),
+        (msgpack.packb([2, "a", 1, "a", 1]), "canonical"),
+        (msgpack.packb([2, "a", [2, 1, 1, 0, 0]]), "canonical"),
+        (msgpack.packb([2.0, "a", 1]), "canonical"),
+        (b"\x93\x02\xa1a\xca\x00\x00\x00\x00", "canonical"),
+        (b"\x93\x02\xa1a\xcc\x00", "canonical"),
+        (b"\x93\x02\xa1a\x80", "cannot be saved|canonical"),
+        (b"\x93\x02\xa1a\xc7\x00\x05", "which cannot be saved"),
+        (b"\x93\x02\xa1a\xd4\x05\x00", "cannot be decoded"),
+        (b"\x93\x02\xa1a\xa1\xff", "cannot be decoded"),
+        (b"\x93\x02\xa1a\xdd\xff\xff\xff\xff", "cannot be decoded"),
+        (msgpack.packb([2, "a", []]), "no list, tuple or dict"),
+        (msgpack.packb([2, "a", [7]]), "no list, tuple or dict"),
+        (msgpack.packb([2, "a"]), "no list, tuple or dict"),
+        (msgpack.packb([2, [0], 1]), "cannot be decoded"),
+        (msgpack.packb([2, 1, 1]), "no mapping of names"),
+        (msgpack.packb([0]), "no mapping of names"),
+        (msgpack.packb(7), "no mapping of names"),
+        (bytes(MAX_VALUES_BYTES + 1), "is the most"),
+    ],
+)
+def test_bytes_that_are_not_canonical_are_refused(packed: bytes, pattern: str) -> None:
+    with pytest.raises(StateError, match=pattern):
+        unpack_values(packed)
+
+
+def test_a_strangers_containers_are_counted_before_the_next_one_is_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "MAX_CONTAINERS", 10)
+    with pytest.raises(StateError, match="more than 10 lists"):
+        unpack_values(msgpack.packb([2, "a", [0, *[[0]] * 10, [7]]]))
+
+
+def test_values_at_the_limit_are_read_back() -> None:
+    room = MAX_VALUES_BYTES - len(pack_values({"x": bytes(2**16)})) + 2**16
+    assert len(pack_values({"x": bytes(room)})) == MAX_VALUES_BYTES
+    assert unpack_values(
+        pack_values(
+            {
+                "x": bytes(room),
+            }
+        )
+    ) == {"x": bytes(room)}
+    assert math.isnan(unpack_values(pack_values({"x": math.nan}))["x"])

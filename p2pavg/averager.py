@@ -10,13 +10,13 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import trio
 
 from p2pavg.allreduce.context import run_context
 from p2pavg.config import AveragingConfig
-from p2pavg.errors import ClosedError
+from p2pavg.errors import BusyError, ClosedError
 from p2pavg.group.bandwidth import BandwidthMeter
 from p2pavg.group.candidate import ready_key
 from p2pavg.group.limits import MAX_GROUP_SIZE, MAX_STATE_BYTES
@@ -34,7 +34,14 @@ from p2pavg.round.presence import Presence
 from p2pavg.round.roles import Contributor
 from p2pavg.round.round import Round
 from p2pavg.round.rounds import Rounds, RoundSettings
+from p2pavg.round.shared_states import ShareSettings, open_sharing, shared_run
+from p2pavg.state.news import TOPIC
+from p2pavg.state.sharing import StateSharing
 from p2pavg.vector.accumulation import Accumulation, Given, Schema
+
+if TYPE_CHECKING:
+    # libp2p installs trio-typing, whose stubs mypy prefers to trio's own.
+    from trio_typing import TaskStatus
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +92,7 @@ class DecentralizedAverager:
             recheck=lambda: None if self._rounds is None else self._rounds.matchmaker.recheck(),
         )
         self._presence: Presence | None = None
-        self._state = b""
+        self._sharing: StateSharing | None = None
         self._round: Round[RoundResult] | None = None
         self._boards: dict[str, Board] = {}
         self._stepping = trio.Lock()
@@ -178,7 +185,7 @@ class DecentralizedAverager:
     @property
     def round_state(self) -> bytes | None:
         """The ``state`` of the round that runs or whose result was not collected yet; ``None`` without one."""
-        return None if self._round is None else self._state
+        return None if self._round is None else self._round.role.state
 
     async def step(
         self,
@@ -271,9 +278,15 @@ class DecentralizedAverager:
         if contribution is None and not plan.observes:  # cleared in another thread meanwhile
             return False
         role = Contributor(
-            self._rounds.context, self.config, self._accumulation, schema, contribution, plan.state
+            self._rounds.context,
+            self.config,
+            self._accumulation,
+            schema,
+            contribution,
+            plan.state,
+            on_average=None if self._sharing is None else self._sharing.committed,
         )
-        self._round, self._state = Round(self._rounds, role, plan.target), plan.state
+        self._round = Round(self._rounds, role, plan.target)
         self._nursery.start_soon(self._round.run)
         return True
 
@@ -358,6 +371,41 @@ class DecentralizedAverager:
             self._nursery.start_soon(self._boards[topic].run)
         await trio.lowlevel.checkpoint()
         return self._boards[topic]
+
+    async def share_states(self, settings: ShareSettings) -> StateSharing:
+        """Offer states to other peers of the run from now on, and be able to fetch theirs.
+
+        The optimizers of :mod:`p2pavg.optim` use it. An averager shares states once; :meth:`declare` comes first.
+
+        Raises:
+            ClosedError: the averager is closed.
+            BusyError: the averager shares states already.
+        """
+        self._check_open()
+        schema = self._accumulation.schema
+        if self._sharing is not None or schema is None:
+            raise BusyError("the averager shares states already, or has not been told of any tensors")
+        board = await self.board(TOPIC)
+        self._sharing = await self._nursery.start(self._share, schema, settings, board)
+        return self._sharing
+
+    async def _share(
+        self,
+        schema: Schema,
+        settings: ShareSettings,
+        board: Board,
+        *,
+        task_status: TaskStatus[StateSharing] = trio.TASK_STATUS_IGNORED,
+    ) -> None:
+        shared = shared_run(self._host, self._run, self.config, schema)
+        async with open_sharing(
+            self._host, self._run, shared, self.config.run_id, settings, board, self._is_exchanging
+        ) as sharing:
+            task_status.started(sharing)
+            await trio.sleep_forever()
+
+    def _is_exchanging(self) -> bool:
+        return self._round is not None and self._round.is_exchanging
 
     def sibling(self, config: AveragingConfig) -> AbstractAsyncContextManager[DecentralizedAverager]:
         """Open another averager of the same peer. See :meth:`p2pavg.Peer.averager`."""

@@ -19,6 +19,8 @@ from p2pavg.config import AveragingConfig
 from p2pavg.peer import DEFAULT_LISTEN, open_peer
 from p2pavg.records.board import LOOK_SECONDS, Board
 from p2pavg.result import RoundResult, Tensors
+from p2pavg.round.shared_states import ShareSettings
+from p2pavg.state.sharing import StateSharing
 from p2pavg.threads.trio_thread import TrioThread
 from p2pavg.vector.accumulation import Given
 
@@ -106,6 +108,10 @@ class Averager:
     def cancel_matchmaking(self, reason: str) -> bool:
         """See :meth:`p2pavg.DecentralizedAverager.cancel_matchmaking`."""
         return self._thread.call(partial(self._averager.cancel_matchmaking, reason))
+
+    def share_states(self, settings: ShareSettings) -> StateSharing:
+        """See :meth:`p2pavg.DecentralizedAverager.share_states`."""
+        return self._thread.call(partial(self._averager.share_states, settings))
 
     @contextmanager
     def sibling(self, config: AveragingConfig) -> Iterator[Averager]:

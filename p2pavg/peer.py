@@ -79,6 +79,8 @@ class Peer:
         self.lobby = Lobby()
         self.registry = Registry()
         self._closed = False
+        self.bootstrap: frozenset[str] = frozenset()
+        """Ids of the peers through which this one joined the network."""
         self.greeter = Greeter(
             transport,
             wall_clock=wall_clock,
@@ -163,6 +165,7 @@ class Peer:
                 )
         if not contacts:
             return
+        self.bootstrap |= contacts.keys()
         errors: dict[str, str] = {}
         with trio.move_on_after(BOOTSTRAP_SECONDS):
             pause = 0.1

@@ -5,6 +5,8 @@ Parts of different shares may come in from several threads at once. Two calls fo
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from blake3 import blake3
 
@@ -15,6 +17,24 @@ from p2pavg.group.shares import Part
 from p2pavg.net.transport import Buffer
 from p2pavg.vector.buffers import Buffers
 from p2pavg_compression import Codec, CodecError
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedAverage:
+    """The average of a whole vector as all members of its group have it, part by part.
+
+    Parts are in the order of the attempt's roster: all parts of one reducer's share, then those of the next one.
+    """
+
+    parts: tuple[Buffer, ...]
+    """With a codec that changes nothing, the memory of the average itself."""
+    digests: tuple[bytes, ...]
+    """BLAKE3 digest of each part, 32 bytes."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all parts."""
+        return sum(len(part) for part in self.parts)
 
 
 class Averages:
@@ -49,6 +69,13 @@ class Averages:
     def encoded(self, reducer: str, index: int) -> Buffer:
         """Return an averaged part as all members have it. It must be there."""
         return self._encoded[reducer][index]
+
+    def as_encoded(self) -> EncodedAverage:
+        """Return the whole average as all members have it. Every part must be there."""
+        return EncodedAverage(
+            tuple(part for parts in self._encoded.values() for part in parts),
+            tuple(digest for digests in self._digests.values() for digest in digests),
+        )
 
     def digests(self) -> tuple[bytes, ...]:
         """Return one digest a share, in the order of the roster. An auxiliary has none."""

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from blake3 import blake3
 
-from p2pavg.allreduce.averages import Averages
+from p2pavg.allreduce.averages import Averages, EncodedAverage
 from p2pavg.allreduce.combiner import Combiner
 from p2pavg.allreduce.messages import Lane
 from p2pavg.allreduce.proofs import Proofs
@@ -88,6 +88,10 @@ class Values:
         """True when everything that this member needs is there."""
         with self.changed:
             return self._ledger.complete
+
+    def as_encoded(self) -> EncodedAverage:
+        """Return the whole average as all members have it. Every part must be there."""
+        return self._averages.as_encoded()
 
     def digests(self) -> tuple[bytes, ...]:
         """Return one digest a share, in the order of the roster. An auxiliary has none."""

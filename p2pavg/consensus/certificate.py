@@ -66,13 +66,30 @@ def verify_certificate(data: bytes) -> CommitCertificate:
     if len(data) > MAX_CERTIFICATE_BYTES:
         raise CertificateError(f"a certificate of {len(data)} bytes; {MAX_CERTIFICATE_BYTES} are the most")
     try:
-        return _verified(data)
+        roster, commit = verified_commit(data)
     except RemoteProtocolError as error:
         raise CertificateError(f"no certificate of a commit: {error}") from None
+    ids = [member.peer_id for member in roster.members]
+    contributors = {ids.index(member.peer_id) for member in roster.contributors}
+    peers = sorted(contributors & commit.members)
+    return CommitCertificate(
+        group_id=roster.group_id.hex(),
+        peers=tuple(ids[position] for position in peers),
+        weights={ids[position]: roster.members[position].weight for position in peers},
+        digest=commit.digest,
+        signers=tuple(ids[position] for position, _ in commit.signatures),
+    )
 
 
-def _verified(data: bytes) -> CommitCertificate:
+def verified_commit(data: bytes) -> tuple[Roster, Commit]:
+    """Check a certificate; return the roster of the whole group, and the commit that its members signed.
+
+    Raises:
+        RemoteProtocolError: the bytes are malformed, too many, or a signature in them is not genuine.
+    """
     begin = len(_MAGIC) + _LENGTH.size
+    if len(data) > MAX_CERTIFICATE_BYTES:
+        raise RemoteProtocolError(f"it has {len(data)} bytes")
     if not data.startswith(_MAGIC) or len(data) < begin:
         raise RemoteProtocolError("it begins with something else")
     (length,) = _LENGTH.unpack_from(data, len(_MAGIC))
@@ -85,8 +102,7 @@ def _verified(data: bytes) -> CommitCertificate:
     holders = {position for position, member in enumerate(roster.members) if not member.auxiliary}
     if not commit.signatures or commit.signers - holders:
         raise RemoteProtocolError("no member signed, or one that holds no result")
-    contributors = {ids.index(member.peer_id) for member in roster.contributors} & commit.members
-    if not contributors:
+    if not {ids.index(member.peer_id) for member in roster.contributors} & commit.members:
         raise RemoteProtocolError("no member contributed")
     if encode_certificate(roster, commit) != data:
         raise RemoteProtocolError("it is not canonical")
@@ -94,14 +110,7 @@ def _verified(data: bytes) -> CommitCertificate:
     for position, signature in commit.signatures:
         if not is_signed_by(ids[position], statement, signature):
             raise RemoteProtocolError(f"the signature of {ids[position]} is not genuine")
-    peers = sorted(contributors)
-    return CommitCertificate(
-        group_id=roster.group_id.hex(),
-        peers=tuple(ids[position] for position in peers),
-        weights={ids[position]: roster.members[position].weight for position in peers},
-        digest=commit.digest,
-        signers=tuple(ids[position] for position, _ in commit.signatures),
-    )
+    return roster, commit
 
 
 def _read_commit(packed: bytes) -> Commit:

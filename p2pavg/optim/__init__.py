@@ -7,6 +7,7 @@ from p2pavg.optim.local import LocalUpdates
 from p2pavg.optim.outer import FedAdagrad, FedAdam, FedYogi
 from p2pavg.optim.recipes import diloco, fedadagrad, fedadam, fedavg, fedprox, fedyogi
 from p2pavg.optim.report import StepReport
+from p2pavg.optim.run_state import RunState
 from p2pavg.optim.shards import shard_config
 from p2pavg.optim.sync import SyncError, sync_parameters
 
@@ -18,6 +19,7 @@ __all__ = [
     "FedYogi",
     "LocalUpdates",
     "RunProgress",
+    "RunState",
     "StepReport",
     "SyncError",
     "TensorBoardLog",

@@ -114,6 +114,11 @@ class Attendance:
         self._newcomers_from = 0  # epoch from which newcomers are expected again
         self._missed.clear()
 
+    @property
+    def known(self) -> frozenset[str]:
+        """Ids of the known peers."""
+        return frozenset(self._known)
+
     # ------------------------------------------------------------------ words of other peers
 
     def hear(self, mine: Progress, words: Mapping[str, Progress], now: float) -> tuple[Seen, ...]:
@@ -128,7 +133,7 @@ class Attendance:
         self._note(mine, words, now)
         known = self._known.keys() & words.keys()
         seen = self._believed(mine, known, now)
-        if self._is_start(mine):
+        if self.is_start(mine):
             expected = {peer for peer in seen if self._is_awake(peer, START_SECONDS, now)}
         else:
             expected = self._expected(mine, known, now)
@@ -194,14 +199,14 @@ class Attendance:
 
     # ------------------------------------------------------------------ peers to wait for
 
-    def _is_start(self, mine: Progress) -> bool:
+    def is_start(self, mine: Progress) -> bool:
         """Return whether the run starts: all peers of this state are about to take their first update."""
         others = (peer.progress for peer in self._peers.values() if peer.progress.state == mine.state)
         return not self.started and not (mine.epoch > 0 and any(other.started for other in others))
 
     def joins(self, mine: Progress) -> bool:
         """Return whether this peer has joined a running run and has taken no update with it yet."""
-        return not self.started and not self._is_start(mine)
+        return not self.started and not self.is_start(mine)
 
     def is_settled(self, mine: Progress, peers: int, peers_to_start: int, now: float) -> bool:
         """Return whether the first round may begin, because no new peer has come for a while.
@@ -212,7 +217,7 @@ class Attendance:
             peers_to_start: number of peers that the first round needs.
             now: the current time.
         """
-        if not self._is_start(mine):
+        if not self.is_start(mine):
             return True
         if peers < peers_to_start:
             self._enough_at = None

@@ -17,6 +17,7 @@ from p2pavg.optim.digest import digest_of
 from p2pavg.optim.progress import Average
 from p2pavg.optim.recipe import hyperparameters
 from p2pavg.optim.report import StepReport
+from p2pavg.optim.run_state import RunState
 from p2pavg.optim.shards import local_of, spread_like, whole_of
 from p2pavg.optim.state import check_both, check_holds, checked_amount, lineage_of, origin_of
 from p2pavg.optim.wrapper import PeerOptimizer
@@ -67,6 +68,8 @@ class AveragedOptimizer(PeerOptimizer):
             ignores buffers, and frozen parameters outside ``inner``.
         buffers: names of ``model``'s buffers to average, instead of the running statistics.
         check_every: number of updates between two comparisons of the peers' parameter digests; ``None`` or 0 for never.
+        state: fetches the run's state when this peer begins late or was left behind, offers it to others, and writes
+            checkpoints. Its model counts as ``model``. Without it, a peer that is behind takes no further part.
 
     Raises:
         ValueError: an argument is out of range; the message names it.
@@ -89,6 +92,7 @@ class AveragedOptimizer(PeerOptimizer):
         model: torch.nn.Module | None = None,
         buffers: Collection[str] | None = None,
         check_every: int | None = 10,
+        state: RunState | None = None,
     ) -> None:
         super().__init__(
             inner,
@@ -99,6 +103,7 @@ class AveragedOptimizer(PeerOptimizer):
             buffers=buffers,
             check_every=check_every,
             process_group=process_group,
+            state=state,
         )
         self._max_grad_norm = (
             None if max_grad_norm is None else checked_amount("max_grad_norm", max_grad_norm)
@@ -127,6 +132,7 @@ class AveragedOptimizer(PeerOptimizer):
             sync_timeout=sync_timeout,
         )
         averager.declare(self._contribution())
+        self._share_states("parameter/", self._parameters, self.inner, self.scheduler)
 
     def step(self, *, samples: float, metrics: Mapping[str, float] = MappingProxyType({})) -> StepReport:
         """Accumulate the gradients of one batch, and take the update if it is due.
@@ -149,6 +155,12 @@ class AveragedOptimizer(PeerOptimizer):
         """
         self._training.begin()
         self._check_parameters()
+        if self._is_following():
+            return self._catch_up()
+        report = self._step(samples, metrics)
+        return self._catch_up() if self._must_follow(report) else report
+
+    def _step(self, samples: float, metrics: Mapping[str, float]) -> StepReport:
         self._parts.mend()
         measured, gradients = self._training.with_speed(metrics), self._contribution()
         self._ranks.check_batch(gradients, samples)
@@ -216,7 +228,36 @@ class AveragedOptimizer(PeerOptimizer):
         self._training.took(result, numbers, averaged, self._parameters)
         self._together.run.say(self._averager.weight, waiting=False)
         self._step_scheduler()
-        return self._updated(self._training.report(result, norm, goes_on=False))
+        report = self._updated(self._training.report(result, norm, goes_on=False))
+        self._took(result)
+        return report
+
+    # ------------------------------------------------------------------ states of other peers
+
+    def adopted(self) -> None:
+        """See :class:`~p2pavg.optim.following.Replays`."""
+        self._averager.clear()
+        self.zero_grad()
+
+    def replay(self, averaged: list[torch.Tensor], success: Success) -> None:
+        """See :class:`~p2pavg.optim.following.Replays`."""
+        digest, numbers = digest_of(averaged), hyperparameters(self.inner)
+        norm = self._update(averaged)
+        self._training.replayed(success.group_id, numbers, digest, self._parameters)
+        self._step_scheduler()
+        self._updated(self._training.report(success, norm, goes_on=True))
+
+    def _observe(self) -> StepReport | None:
+        """Be in the run's next round without a contribution; return the report of its update, if there was one."""
+        report = self._take(self._together.observe())
+        return report if report.updated else None
+
+    def own_state(self) -> dict[str, Any]:
+        """See :class:`~p2pavg.optim.states.Owner`."""
+        return {}
+
+    def load_own(self, saved: Mapping[str, Any]) -> None:
+        """See :class:`~p2pavg.optim.states.Owner`."""
 
     def _update(self, averaged: list[torch.Tensor]) -> float:
         """Apply the averaged gradient and buffers; return the gradient's L2 norm."""

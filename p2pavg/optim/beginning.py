@@ -104,6 +104,21 @@ class Beginning:
         self._together.is_at(lineage)
         self._loaded, self.has_begun = state, False
 
+    def refusal(self, state: Mapping[str, Any]) -> str | None:
+        """Return the reason for which this peer cannot continue from another peer's state: other settings; or ``None``.
+
+        Raises:
+            ValueError: ``state`` is malformed.
+        """
+        saved, recipe = origin_of(state), self._recipe()
+        if saved.rules == recipe.rules_digest:
+            return None
+        names = {name for name, _ in recipe.rules}
+        its, own = dict(saved.fields), dict(recipe.fields)
+        differing = [name for name in {**own, **its} if name in names and its.get(name) != own.get(name)]
+        told = [f"{name} {its.get(name, 'none')}, this peer with {own.get(name, 'none')}" for name in differing]
+        return f"the run trains with {'; '.join(told) or 'other settings, which are too many or too long to tell'}"
+
     def word(self) -> Word:
         """Return the record that describes this peer's origin and parameters to the others."""
         origin, parameters = self._present_origin(), self._parameters()

@@ -7,6 +7,7 @@ differently.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from p2pavg.optim.digest import SHORT_BYTES, chunk_bounds
@@ -39,6 +40,17 @@ def drifted(epoch: int, mine: bytes, others: Mapping[str, bytes], labels: Sequen
     ]
     more = f"; and {len(largest) - MAX_NAMED} more kinds" if len(largest) > MAX_NAMED else ""
     return "; ".join(told) + more
+
+
+def outnumbered(mine: bytes, others: Mapping[str, bytes]) -> bool:
+    """Return whether more peers published the same other digests than hold this peer's.
+
+    Args:
+        mine, others: as for :func:`drifted`.
+    """
+    counts = Counter(others.values())
+    with_me = 1 + counts.pop(mine, 0)
+    return max(counts.values(), default=0) > with_me
 
 
 def _peers(ids: Sequence[str]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
@@ -19,6 +20,7 @@ from p2pavg.optim.feedback import ErrorFeedback
 from p2pavg.optim.progress import Average
 from p2pavg.optim.recipe import hyperparameters
 from p2pavg.optim.report import StepReport
+from p2pavg.optim.run_state import RunState
 from p2pavg.optim.state import (
     check_both,
     check_holds,
@@ -72,7 +74,7 @@ class LocalUpdates(PeerOptimizer):
             if not given.
         sync_timeout: seconds that a call waits at most for the other peers, and then at most for the round.
         on_update: called after every outer step, with its report.
-        model, buffers, check_every: see :class:`AveragedOptimizer`; the running statistics are averaged at the outer
+        model, buffers, check_every, state: see :class:`AveragedOptimizer`; the running statistics are averaged at the outer
             steps, and the anchors are compared. ``feedback`` cannot be combined with averaged buffers.
 
     Raises:
@@ -95,6 +97,7 @@ class LocalUpdates(PeerOptimizer):
         model: torch.nn.Module | None = None,
         buffers: Collection[str] | None = None,
         check_every: int | None = 10,
+        state: RunState | None = None,
     ) -> None:
         super().__init__(
             inner,
@@ -104,6 +107,7 @@ class LocalUpdates(PeerOptimizer):
             model=model,
             buffers=buffers,
             check_every=check_every,
+            state=state,
         )
         if (
             isinstance(proximal, bool)
@@ -145,6 +149,7 @@ class LocalUpdates(PeerOptimizer):
         self._fills_at_first_step = not inner.state
         self._metrics = MetricMeans()
         averager.declare([*self._anchor, *self._parts.averaged])
+        self._share_states("anchor/", self._anchor, self.outer, None)
 
     @property
     def anchor(self) -> list[torch.Tensor]:
@@ -171,6 +176,12 @@ class LocalUpdates(PeerOptimizer):
         if self._training.begin():
             self._set_anchor()
         self._check_parameters()
+        if self._is_following():
+            return self._catch_up()
+        report = self._step(weight, measured)
+        return self._catch_up() if self._must_follow(report) else report
+
+    def _step(self, weight: float, measured: Mapping[str, float]) -> StepReport:
         if self._running and self._given is None:
             self._given = self._pseudo_gradients()  # the parameters have not changed since the round began
         self._pull_to_anchor()
@@ -262,7 +273,9 @@ class LocalUpdates(PeerOptimizer):
         norm = self._update(result, result.averaged)
         self._training.took(result, numbers, averaged, self._anchor)
         self._together.run.say(self._samples, waiting=False)
-        return self._updated(self._training.report(result, norm, goes_on=self._running))
+        report = self._updated(self._training.report(result, norm, goes_on=self._running))
+        self._took(result)
+        return report
 
     def _contribute(self) -> None:
         self._parts.mend()
@@ -305,13 +318,7 @@ class LocalUpdates(PeerOptimizer):
         contributed = self._averager.peer_id in success.peers
         later = self._later(contributed=contributed)
         self._given = None
-        count = len(self._anchor)
-        self._parts.take(averaged[count:])
-        for anchor, average in zip(self._anchor, averaged[:count], strict=True):
-            anchor.grad = average
-        norm = torch.nn.utils.get_total_norm(averaged[:count])
-        self.outer.step()
-        self.outer.zero_grad()
+        norm = self._step_outer(averaged)
         for position, (parameter, anchor) in enumerate(zip(self._parameters, self._anchor, strict=True)):
             parameter.copy_(anchor - later[position] if later else anchor)
         if contributed:
@@ -319,7 +326,70 @@ class LocalUpdates(PeerOptimizer):
             self._metrics = MetricMeans()
             if self._feedback is not None:
                 self._feedback.delivered(*success.share)
+        return norm
+
+    def _step_outer(self, averaged: list[torch.Tensor]) -> float:
+        """Step the anchor and the averaged buffers; return the averaged pseudo-gradient's L2 norm."""
+        count = len(self._anchor)
+        self._parts.take(averaged[count:])
+        for anchor, average in zip(self._anchor, averaged[:count], strict=True):
+            anchor.grad = average
+        norm = torch.nn.utils.get_total_norm(averaged[:count])
+        self.outer.step()
+        self.outer.zero_grad()
         return float(norm)
+
+    # ------------------------------------------------------------------ states of other peers
+
+    def adopted(self) -> None:
+        """See :class:`~p2pavg.optim.following.Replays`."""
+        self._averager.clear()
+        self._begin_at_anchor()
+
+    @torch.no_grad()
+    def replay(self, averaged: list[torch.Tensor], success: Success) -> None:
+        """See :class:`~p2pavg.optim.following.Replays`."""
+        digest, numbers = digest_of(averaged), hyperparameters(self.outer)
+        norm = self._step_outer(averaged)
+        self._begin_at_anchor()
+        self._training.replayed(success.group_id, numbers, digest, self._anchor)
+        self._updated(self._training.report(success, norm, goes_on=True))
+
+    @torch.no_grad()
+    def _begin_at_anchor(self) -> None:
+        """Drop the inner steps since the last outer step. The inner schedule goes on where the run's is."""
+        for parameter, anchor in zip(self._parameters, self._anchor, strict=True):
+            parameter.copy_(anchor)
+        self._steps, self._samples, self._contributed = 0, 0.0, 0.0
+        self._metrics, self._given = MetricMeans(), None
+        if self.scheduler is None:
+            return
+        with warnings.catch_warnings():  # torch warns of a schedule that goes on before the first step
+            warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
+            while self.scheduler.last_epoch < self.epoch * self._sync_every:
+                self.scheduler.step()
+
+    def own_state(self) -> dict[str, Any]:
+        """See :class:`~p2pavg.optim.states.Owner`."""
+        saved = self.state_dict()
+        names = ("inner", "scheduler", "feedback", "steps", "samples")
+        return {name: saved[name] for name in names} | {
+            "parameters": [parameter.detach() for parameter in self._parameters]
+        }
+
+    @torch.no_grad()
+    def load_own(self, saved: Mapping[str, Any]) -> None:
+        """See :class:`~p2pavg.optim.states.Owner`."""
+        check_both("scheduler", saved, self.scheduler)
+        check_both("feedback", saved, self._feedback)
+        if [tuple(t.shape) for t in saved["parameters"]] != [tuple(p.shape) for p in self._parameters]:
+            raise ValueError("it has other parameters")
+        if self._feedback is not None:
+            self._feedback.load_state_dict(saved["feedback"])
+        self._load_inner(saved)
+        for parameter, kept in zip(self._parameters, saved["parameters"], strict=True):
+            parameter.copy_(kept)
+        self._steps, self._samples, self._metrics = saved["steps"], saved["samples"], MetricMeans()
 
     def state_dict(self) -> dict[str, Any]:
         """Return all that a peer needs beside the model's state to continue from here.

@@ -67,6 +67,11 @@ class ModelParts:
         return [found[name] for name in self._averaged_names]
 
     @property
+    def common(self) -> dict[str, torch.Tensor]:
+        """The averaged buffers after the last update, by name: the same on all peers."""
+        return dict(zip(self._averaged_names, self._common, strict=True))
+
+    @property
     def labels(self) -> list[str]:
         """Names of the trained parameters, then of the averaged buffers."""
         named = {} if self._model is None else {id(p): name for name, p in self._model.named_parameters()}

@@ -54,7 +54,8 @@ class Together:
         self.averager = averager
         least = averager.config.min_group_size
         to_start = least if peers_to_start is None else checked_count("peers_to_start", peers_to_start)
-        self._patience = checked_amount("sync_timeout", sync_timeout)
+        self.patience = checked_amount("sync_timeout", sync_timeout)
+        """Seconds that one call waits at most for other peers."""
         self._not_ours = averager.round_state is not None  # an earlier optimizer began this round
         self.run = RunView(
             averager,
@@ -71,6 +72,7 @@ class Together:
         self._behind, self._split = GrowingPauses(), GrowingPauses()
         self._regroups = False
         self._stopped = False
+        self._observes = False
 
     def computed(self, batch: float) -> None:
         """Note that a batch of this many samples was computed."""
@@ -79,7 +81,7 @@ class Together:
 
     def decide_when_all_are_ready(self) -> Decision:
         """Decide as :meth:`RunView.decide`, but first wait while that is the decision, ``sync_timeout`` at most."""
-        until = time.monotonic() + self._patience
+        until = time.monotonic() + self.patience
         try:
             while True:
                 version = self.run.version
@@ -91,7 +93,7 @@ class Together:
                 if left <= 0 and seen.peers < self.run.peers_to_start:
                     return decision
                 if left <= 0:
-                    return Average(seen.peers, f"waited {self._patience:g} s: {decision.reason}")
+                    return Average(seen.peers, f"waited {self.patience:g} s: {decision.reason}")
                 self.run.stand_by()
                 self._waits(decision.reason, seen.computing)
                 self.run.wait(version, min(left, LOOK_SECONDS))
@@ -120,6 +122,18 @@ class Together:
     def look(self) -> RoundResult:
         """Return the running round's result, or InProgress."""
         return self._step(0.0, 2, self.averager, self.run.lineage.state)
+
+    def observe(self) -> RoundResult:
+        """Be in the next round without a contribution: the update comes with its result.
+
+        A peer that has caught up with a fast run does this once. The others wait for a peer that was in their last
+        round, so its first batch counts then.
+        """
+        self._observes = True
+        try:
+            return self.average(self.run.survey().peers)
+        finally:
+            self._observes = False
 
     def average(
         self, peers: int, averager: Averager | None = None, state: bytes | None = None
@@ -152,7 +166,7 @@ class Together:
             self._waits_no_more()
 
     def _round(self, peers: int, averager: Averager, state: bytes, is_mine: bool) -> RoundResult:
-        until = time.monotonic() + self._patience
+        until = time.monotonic() + self.patience
         if is_mine:
             self.run.stand_by()
         while True:
@@ -183,8 +197,10 @@ class Together:
             )
 
     def _step(self, wait: float, peers: int, averager: Averager, state: bytes) -> RoundResult:
-        result = averager.step(wait=wait, state=state, group_size=self._group_size(peers))
-        if isinstance(result, NoPeers) and not self._stopped:
+        result = averager.step(
+            wait=wait, state=state, group_size=self._group_size(peers), observe=self._observes
+        )
+        if isinstance(result, NoPeers) and not self._stopped and not self._observes:
             self.run.came_to_nothing()
         if not isinstance(result, InProgress):
             self._stopped = False

@@ -79,6 +79,14 @@ class TrainingRun:
         """Return the lineage and the origin as plain values, for a saved state."""
         return self._beginning.saved()
 
+    def refusal(self, state: Mapping[str, Any]) -> str | None:
+        """Return the reason for which this peer cannot continue from another peer's state, or ``None``.
+
+        Raises:
+            ValueError: ``state`` is malformed.
+        """
+        return self._beginning.refusal(state)
+
     def with_speed(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """Return the caller's metrics and this peer's speed; raise ValueError if the caller's include a speed."""
         if SPEED in metrics:
@@ -98,6 +106,19 @@ class TrainingRun:
         group_id = self._ranks.as_one(success.group_id)
         joint = bytes.fromhex(self._ranks.as_one(result.hex()))
         self._together.took(replace(success, group_id=group_id), joint, numbers_digest(numbers))
+        self._tell(numbers, parameters)
+
+    def replayed(
+        self, group_id: str, numbers: Settings, result: bytes, parameters: Sequence[torch.Tensor]
+    ) -> None:
+        """Note an update of the run that this peer has taken later than the others; see :meth:`took`."""
+        joint = bytes.fromhex(self._ranks.as_one(result.hex()))
+        after = self.lineage.after(self._ranks.as_one(group_id), joint, numbers_digest(numbers))
+        self._together.is_at(after)
+        self._tell(numbers, parameters)
+
+    def _tell(self, numbers: Settings, parameters: Sequence[torch.Tensor]) -> None:
+        """Let the other peers compare the parameters after an update."""
         self.watch.updated(
             self.lineage,
             numbers,

@@ -15,6 +15,7 @@ from p2pavg.optim.progress import (
     MAX_BATCH_SECONDS,
     MAX_SAMPLES,
     Average,
+    Behind,
     Decision,
     Progress,
     Survey,
@@ -86,6 +87,7 @@ class RunView:
     ) -> None:
         self.lineage = lineage
         self.peers_to_start = peers_to_start
+        self._remembered: frozenset[str] = frozenset()
         self._target = target
         self._least = averager.config.min_group_size if alone_after is None else 1
         self._board = averager.board(TOPIC)
@@ -152,6 +154,25 @@ class RunView:
     def has_started(self) -> bool:
         """True if this peer has taken an update with others since it began, or since it loaded a state."""
         return self._attendance.started
+
+    @property
+    def is_start(self) -> bool:
+        """True while no peer of the run has taken an update since it began, or began again."""
+        self.survey()  # the next line depends on it
+        return self._attendance.is_start(self._mine)
+
+    @property
+    def companions(self) -> frozenset[str]:
+        """Ids of the peers that took one of the last updates with this one; after a start, those that are remembered."""
+        return self._attendance.known or self._remembered
+
+    def remember(self, companions: AbstractSet[str]) -> None:
+        """Note the companions of an earlier process of this peer."""
+        self._remembered = frozenset(companions)
+
+    def is_behind(self) -> bool:
+        """Return whether the run goes on with another state than this peer's."""
+        return isinstance(self.decide(), Behind)
 
     @property
     def version(self) -> int:

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from p2pavg.blocking import Averager
 from p2pavg.optim.digest import SHORT_BYTES, short_digests
-from p2pavg.optim.drift import drifted
+from p2pavg.optim.drift import drifted, outnumbered
 from p2pavg.optim.lineage import Lineage
 from p2pavg.optim.recipe import Rate, Settings, rate_of
 from p2pavg.optim.word import MAX_RATES, TOPIC, Word, differences, encode_word, read_words
@@ -44,6 +44,8 @@ class Watch:
         self._looked_at = 0.0
         self._logged_at = -ERROR_SECONDS
         self._warned: set[str] = set()
+        self.outnumbered = False
+        """True if more peers hold the same other parameters than hold this peer's, after the same updates."""
         self.drifted: str | None = None
         """Sentence on the peers with other parameters after the same updates; ``None`` if there are none."""
         self.differs: tuple[str, ...] = ()
@@ -53,7 +55,7 @@ class Watch:
         """Publish the recipe with which this peer continues from a lineage; forget what belongs to an earlier one."""
         self._rates.clear()
         self._checks.clear()
-        self._word, self._update, self.drifted = word, lineage.epoch, None
+        self._word, self._update, self.drifted, self.outnumbered = word, lineage.epoch, None, False
         self._say()
 
     def updated(self, lineage: Lineage, numbers: Settings, digests: Callable[[], list[bytes]]) -> None:
@@ -115,6 +117,7 @@ class Watch:
             if not theirs:
                 continue
             self.drifted = drifted(epoch, mine, theirs, self._labels)
+            self.outnumbered = outnumbered(mine, theirs)
             if self.drifted is not None and time.monotonic() >= self._logged_at + ERROR_SECONDS:
                 self._logged_at = time.monotonic()
                 logger.error("%s", self.drifted)

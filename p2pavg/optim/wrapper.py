@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Mapping
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from p2pavg.blocking import Averager
+from p2pavg.optim.common_state import CommonState
 from p2pavg.optim.lineage import Lineage
 from p2pavg.optim.model import ModelParts
 from p2pavg.optim.recipe import Recipe, Settings, hyperparameters, named
 from p2pavg.optim.report import StepReport
+from p2pavg.optim.run_state import RunState, model_of
 from p2pavg.optim.shards import Ranks, local_of
 from p2pavg.optim.state import checked_period
+from p2pavg.optim.states import Owner, States
 from p2pavg.optim.together import Together
 from p2pavg.optim.training_run import TrainingRun
 from p2pavg.optim.zeroing import ZeroingCheck
+from p2pavg.result import Success
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -49,7 +55,9 @@ class PeerOptimizer:
         buffers: Collection[str] | None,
         check_every: int | None,
         process_group: dist.ProcessGroup | None = None,
+        state: RunState | None = None,
     ) -> None:
+        model = model_of(model, state)
         self.inner = inner
         self.scheduler = scheduler
         if isinstance(inner, torch.optim.LBFGS):
@@ -66,6 +74,8 @@ class PeerOptimizer:
         self._ranks = Ranks(process_group)
         self._averager = averager
         self._on_update = on_update
+        self._run_state = state
+        self._states: States | None = None
         self._zeroing = None if self._ranks.are_several else ZeroingCheck(self._parameters)
         averager.clear()  # contributions of an earlier optimizer
 
@@ -175,6 +185,58 @@ class PeerOptimizer:
         return report
 
     # ------------------------------------------------------------------ states
+
+    def _share_states(
+        self, prefix: str, tensors: list[torch.Tensor], optimizer: Optimizer, scheduler: LRScheduler | None
+    ) -> None:
+        """Offer states to other peers, and continue from the newest checkpoint, if there is one."""
+        if self._run_state is None:
+            return
+        common = CommonState(prefix, tensors, self._parts, optimizer, scheduler, self._training)
+        owner = cast(Owner, self)
+        self._states = States(self._run_state, self._averager, common, owner, self._together)
+        self._states.load_newest()
+        self._together.on_look = self._look
+
+    def _look(self) -> None:
+        """Compare with the other peers, and offer them states; called between updates."""
+        self._training.look()
+        if self._states is not None:
+            self._states.look()
+
+    def _is_following(self) -> bool:
+        """Offer states to other peers; return whether this peer is on its way to the run's present state."""
+        if self._states is None:
+            return False
+        self._states.look()
+        return self._states.must_follow(None, outnumbered=False) and not self._running
+
+    def _must_follow(self, report: StepReport) -> bool:
+        """Return whether this peer has to fetch the run's state, by the report of a step."""
+        if self._states is None or self._running:
+            return False
+        outnumbered = report.drifted is not None and self._training.watch.outnumbered
+        return self._states.must_follow(report.behind, outnumbered=outnumbered)
+
+    def _catch_up(self) -> StepReport:
+        """Follow the run for as long as a step may wait; return the report of the update, or of the progress."""
+        assert self._states is not None
+        until = time.monotonic() + self._together.patience
+        while True:
+            following = self._states.catch_up(until)
+            if not following.caught_up or time.monotonic() >= until:
+                report = self._training.report(goes_on=True)
+                return replace(report, catching_up=following.reason or None)
+            if not self._states.should_observe:
+                return self._training.report(goes_on=True)
+            report = self._observe()
+            if report is not None:
+                return report
+
+    def _took(self, success: Success) -> None:
+        """Note an update that was taken in a round."""
+        if self._states is not None:
+            self._states.took(success)
 
     def _load_inner(self, saved: Mapping[str, Any]) -> None:
         self.inner.load_state_dict(saved["inner"])

@@ -18,6 +18,7 @@ import torch
 import trio
 
 from p2pavg.allreduce.attempt import Attempt
+from p2pavg.allreduce.averages import EncodedAverage
 from p2pavg.allreduce.context import RunContext
 from p2pavg.allreduce.lobby import ExpectedGroup
 from p2pavg.allreduce.reduction import Verdict
@@ -69,6 +70,8 @@ class Outcome:
     """Of the group, whatever attempt was committed."""
     certificate: bytes
     """Proof of the commit; empty if there is a verdict, or if this member needs no result and no member signed."""
+    encoded: EncodedAverage | None
+    """The average as all members have it; ``None`` if there is a verdict."""
     streamed: frozenset[str]
     """Members with which parts of the last attempt went over streams instead of direct lanes."""
 
@@ -377,6 +380,7 @@ class Exchange:
             bytes_received=self._traffic.received,
             group_id=self._roster.group_id,
             certificate=_certificate(self._roster, committed),
+            encoded=None if committed is None else self._attempt.values.as_encoded(),
             streamed=frozenset(self._attempt.streamed),
         )
 

@@ -16,6 +16,7 @@ from typing import ClassVar, Generic, NamedTuple, TypeVar
 import torch
 import trio
 
+from p2pavg.allreduce.averages import EncodedAverage
 from p2pavg.allreduce.context import RunContext
 from p2pavg.allreduce.norm_check import vector_norm
 from p2pavg.config import AveragingConfig
@@ -25,6 +26,7 @@ from p2pavg.group.roster import Roster
 from p2pavg.group.shares import bound_seconds, fp32_bytes, share_bounds
 from p2pavg.result import Failed, NoPeers, RoundResult, Success, Tensors
 from p2pavg.round.exchange import Outcome
+from p2pavg.state.average import LoggedAverage
 from p2pavg.vector.accumulation import Accumulation, Contribution, Schema
 from p2pavg_compression import Codec
 
@@ -33,6 +35,8 @@ logger = logging.getLogger(__name__)
 ResultT = TypeVar("ResultT")
 FoundOut = Callable[[bool], None]
 """Is told later whether a contribution was used, if the outcome left that open."""
+OnAverage = Callable[[LoggedAverage], None]
+"""Is told an average that was committed, in trio's thread."""
 
 
 class Timing(NamedTuple):
@@ -57,6 +61,8 @@ class Role(abc.ABC, Generic[ResultT]):
     """This peer's part in one round."""
 
     auxiliary: ClassVar[bool]
+    state: bytes = b""
+    """Name of the state that the vector belongs to; empty if it has none."""
 
     async def offer(self) -> Offer:
         """Return what this peer signs of itself."""
@@ -92,6 +98,7 @@ class Contributor(Role[RoundResult]):
         schema: the tensors that make up the vector.
         contribution: taken from ``accumulation``; ``None`` for an observer.
         state: names what the vector belongs to.
+        on_average: is told the average of a round that succeeded, before the round returns its result.
     """
 
     auxiliary = False
@@ -104,8 +111,10 @@ class Contributor(Role[RoundResult]):
         schema: Schema,
         contribution: Contribution | None,
         state: bytes,
+        on_average: OnAverage | None = None,
     ) -> None:
         self.state = state
+        self._on_average = on_average
         self._context = context
         self._config = config
         self._accumulation = accumulation
@@ -170,12 +179,19 @@ class Contributor(Role[RoundResult]):
                 peer=outcome.verdict.peer_id,
                 contribution_used=outcome.used if contribution is not None else False,
             )
+        if self._on_average is not None and outcome.encoded is not None:
+            self._on_average(await self._logged(outcome, outcome.encoded))
         averaged = await self._unflatten(outcome.averaged)
         if contribution is not None:
             self._accumulation.release(contribution)
             self._contribution = None
         clipped = norm_factors(outcome.roster, self._config.max_norm)
         return _success(averaged, outcome, self._context.transport.peer_id, timing, tuple(clipped))
+
+    async def _logged(self, outcome: Outcome, encoded: EncodedAverage) -> LoggedAverage:
+        if self._context.codec.is_identity:  # the caller may change the averaged tensors
+            encoded = await self._context.run_in_thread(_copy_of, encoded)
+        return LoggedAverage(self.state, outcome.group_id, outcome.certificate, encoded)
 
     def give_back(self) -> None:
         """See :class:`Role`."""
@@ -236,6 +252,10 @@ class Auxiliary(Role[None]):
             outcome.bytes_received / 1e6,
             outcome.bytes_sent / 1e6,
         )
+
+
+def _copy_of(encoded: EncodedAverage) -> EncodedAverage:
+    return EncodedAverage(tuple(bytearray(part) for part in encoded.parts), encoded.digests)
 
 
 def too_slow_for(roster: Roster, codec: Codec, timeout: float) -> str:

@@ -61,6 +61,11 @@ class Round(Generic[ResultT]):
         reason, self._report, self._changed = self._report.reason, None, trio.Event()
         return self.progress(reason)
 
+    @property
+    def is_exchanging(self) -> bool:
+        """True while the group exchanges."""
+        return self._roster is not None and self.result is None
+
     def progress(self, reason: str = "") -> InProgress:
         """Return the progress of the round."""
         if self._roster is not None:

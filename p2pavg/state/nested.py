@@ -38,18 +38,20 @@ def flatten(
     return flattening.tensors, flattening.flat(dict(state), ())
 
 
-def unflatten(tensors: Mapping[str, torch.Tensor], values: Mapping[str, Any]) -> dict[str, Any]:
+def unflatten(
+    tensors: Mapping[str, torch.Tensor], values: Mapping[str, Any], *, copy: bool = True
+) -> dict[str, Any]:
     """Return the state dict of which :func:`flatten` has made these values.
-
-    Its tensors are copies: torch's optimizers keep the tensors that they load, and write to them.
 
     Args:
         tensors: may have more tensors than the values refer to.
+        copy: true if the state dict gets copies of its tensors: torch's optimizers keep the tensors that they load,
+            and write to them.
 
     Raises:
         StateError: the values refer to a tensor that is not there, or were not made by :func:`flatten`.
     """
-    state: dict[str, Any] = _whole(tensors, dict(values))
+    state: dict[str, Any] = _whole(tensors, dict(values), copy)
     return state
 
 
@@ -99,16 +101,16 @@ class _Flattening:
         return StateError(f"the {self._prefix}'s state {place!r} {what}")
 
 
-def _whole(tensors: Mapping[str, torch.Tensor], value: Any) -> Any:
+def _whole(tensors: Mapping[str, torch.Tensor], value: Any, copy: bool) -> Any:
     if type(value) in (list, tuple):
-        return type(value)(_whole(tensors, item) for item in value)
+        return type(value)(_whole(tensors, item, copy) for item in value)
     if type(value) is not dict:
         return value
     if _TENSOR in value:
         name = value[_TENSOR]
         if len(value) != 1 or type(name) is not str or name not in tensors:
             raise StateError(f"the state refers to the tensor {name!r}, which it lacks")
-        return tensors[name].clone()
+        return tensors[name].clone() if copy else tensors[name]
     if _COUNTER in value:
         counts = value[_COUNTER]
         if (
@@ -118,4 +120,4 @@ def _whole(tensors: Mapping[str, torch.Tensor], value: Any) -> Any:
         ):
             raise StateError("the state has a counter that counts nothing")
         return Counter(counts)
-    return {key: _whole(tensors, item) for key, item in value.items()}
+    return {key: _whole(tensors, item, copy) for key, item in value.items()}

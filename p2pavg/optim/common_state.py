@@ -1,0 +1,186 @@
+"""The state that all peers of a run share: laid out for a snapshot, and replaced by another peer's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from p2pavg.errors import StateError
+from p2pavg.optim.lineage import Lineage
+from p2pavg.optim.model import ModelParts
+from p2pavg.optim.shards import local_of
+from p2pavg.optim.state import lineage_of
+from p2pavg.optim.training_run import TrainingRun
+from p2pavg.state.checking import check
+from p2pavg.state.layout import Spec
+from p2pavg.state.nested import flatten, unflatten
+from p2pavg.state.snapshot import Content
+
+OPTIMIZER = "optimizer"
+SCHEDULER = "scheduler"
+STATE_FACTOR = 8
+"""Bytes of an optimizer's state in a received snapshot, in multiples of the parameters' bytes: Adam's has 2, and 8 leaves
+room for states of another dtype. 64 MiB are allowed in any case."""
+MIN_STATE_BYTES = 2**26
+
+
+class CommonState:
+    """Tensors, optimizer and schedule of which all peers of a lineage hold the same bits.
+
+    Args:
+        prefix: of the tensors' names, ``parameter/`` or ``anchor/``.
+        tensors: the parameters, or the anchor of local updates.
+        parts: the model's buffers and names.
+        optimizer: takes the common steps.
+        scheduler: its schedule, if it has one.
+        training: the lineage.
+    """
+
+    def __init__(
+        self,
+        prefix: str,
+        tensors: Sequence[torch.Tensor],
+        parts: ModelParts,
+        optimizer: Optimizer,
+        scheduler: LRScheduler | None,
+        training: TrainingRun,
+    ) -> None:
+        self._prefix = prefix
+        self._tensors = tensors
+        self._parts = parts
+        self._optimizer = optimizer
+        self._scheduler = scheduler
+        self._training = training
+
+    @property
+    def lineage(self) -> Lineage:
+        """The lineage of the present state."""
+        return self._training.lineage
+
+    def _named(self) -> dict[str, torch.Tensor]:
+        """Return the tensors that every snapshot of this run has, by name."""
+        labels = self._parts.labels[: len(self._tensors)]
+        named = {
+            f"{self._prefix}{label}": local_of(tensor)
+            for label, tensor in zip(labels, self._tensors, strict=True)
+        }
+        return named | {f"buffer/{name}": tensor for name, tensor in self._parts.common.items()}
+
+    def content(self) -> Content:
+        """Return the present state. Its tensors are the optimizer's own: copy them before the next update."""
+        tensors, values = flatten(self._optimizer.state_dict(), OPTIMIZER)
+        told: dict[str, Any] = {"kind": self._prefix, OPTIMIZER: values, **self._training.saved()}
+        if self._scheduler is not None:
+            more, told[SCHEDULER] = flatten(self._scheduler.state_dict(), SCHEDULER)
+            tensors = {**tensors, **more}
+        return Content(tensors={**self._named(), **tensors}, values=told)
+
+    @property
+    def max_bytes(self) -> int:
+        """Size of the largest snapshot that this peer accepts, in bytes."""
+        nbytes = sum(tensor.nbytes for tensor in self._named().values())
+        return (1 + STATE_FACTOR) * nbytes + MIN_STATE_BYTES
+
+    def prepare(self, content: Content) -> Callable[[], None]:
+        """Check another state in whole; return the function that takes it, which does not fail.
+
+        Raises:
+            StateError: the state does not fit this peer's model, optimizer or settings; the message says why.
+        """
+        named = self._named()
+        values = content.values
+        if values.get("kind") != self._prefix:
+            raise StateError("the state is that of another kind of optimizer")
+        check(
+            content,
+            {name: Spec(tensor.dtype, tuple(tensor.shape)) for name, tensor in named.items()},
+            others=(f"{OPTIMIZER}/", f"{SCHEDULER}/"),
+            others_bytes=self.max_bytes,
+        )
+        try:
+            lineage = lineage_of(values)
+            refusal = self._training.refusal(values)
+        except ValueError as error:
+            raise StateError(str(error)) from None
+        if refusal is not None:
+            raise StateError(f"{refusal}; to join it, use its settings")
+        optimizer = _state_dict(content, OPTIMIZER)
+        self._check_optimizer(optimizer)
+        if ("scheduler" in values) != (self._scheduler is not None):
+            raise StateError("only one of the state and this optimizer has a scheduler")
+        schedule = _state_dict(content, SCHEDULER) if SCHEDULER in values else None
+
+        def take() -> None:
+            self._take(named, content, optimizer, schedule)
+            self._training.load(values, lineage)
+            self._training.begin()
+
+        return take
+
+    def _check_optimizer(self, saved: object) -> None:
+        """Raise StateError if a state is not that of an optimizer of these parameters."""
+        groups = saved.get("param_groups") if isinstance(saved, dict) else None
+        states = saved.get("state") if isinstance(saved, dict) else None
+        if not isinstance(groups, list) or not isinstance(states, dict):
+            raise StateError("the optimizer's state is malformed")
+        own = self._optimizer.param_groups
+        counts = [
+            len(group["params"]) if isinstance(group, dict) and isinstance(group.get("params"), list) else -1
+            for group in groups
+        ]
+        if counts != [len(group["params"]) for group in own]:
+            raise StateError(
+                f"the state's optimizer has parameter groups of {counts} parameters,"
+                f" this one of {[len(group['params']) for group in own]}"
+            )
+        numbers = [number for group in groups for number in group["params"]]
+        if numbers != list(range(sum(counts))) or set(states) - set(numbers):
+            raise StateError("the optimizer's state names other parameters than it has")
+        if not all(isinstance(state, dict) for state in states.values()):
+            raise StateError("the optimizer's state is malformed")
+
+    @torch.no_grad()
+    def _take(
+        self,
+        named: Mapping[str, torch.Tensor],
+        content: Content,
+        optimizer: dict[str, Any],
+        schedule: dict[str, Any] | None,
+    ) -> None:
+        for name, tensor in named.items():
+            tensor.copy_(content.tensors[name])
+        self._parts.restore()
+        parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
+        states = {
+            number: _into(self._optimizer.state.get(parameters[number], {}), state)
+            for number, state in optimizer["state"].items()
+        }
+        self._optimizer.load_state_dict({**optimizer, "state": states})
+        if self._scheduler is not None and schedule is not None:
+            self._scheduler.load_state_dict(schedule)
+
+
+def _state_dict(content: Content, name: str) -> dict[str, Any]:
+    """Return one state dict of a state; its tensors are views of the state's bytes."""
+    values = content.values.get(name)
+    if not isinstance(values, dict):
+        raise StateError(f"the state has no {name}")
+    return unflatten(content.tensors, values, copy=False)
+
+
+def _into(existing: Mapping[Any, Any], saved: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Return a parameter's saved state in the memory that it has already, as far as it fits."""
+    found = {}
+    for name, value in saved.items():
+        held = existing.get(name)
+        if not isinstance(value, torch.Tensor):
+            found[name] = value
+        elif isinstance(held, torch.Tensor) and (held.shape, held.dtype) == (value.shape, value.dtype):
+            found[name] = held.copy_(value)
+        else:
+            found[name] = value.clone()
+    return found

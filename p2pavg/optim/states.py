@@ -1,0 +1,260 @@
+"""One optimizer's states: what it offers to other peers, what it fetches from them, and its checkpoints.
+
+All of this runs in the training thread, between two updates, except what :class:`~p2pavg.state.sharing.StateSharing` does
+in trio's thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import statistics
+import time
+from collections import deque
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+
+from p2pavg.blocking import Averager
+from p2pavg.errors import StateError
+from p2pavg.optim.common_state import CommonState
+from p2pavg.optim.following import Follower, Following, Replays
+from p2pavg.optim.run_state import RunState
+from p2pavg.optim.together import Together
+from p2pavg.optim.waiting import GrowingPauses
+from p2pavg.result import Success
+from p2pavg.round.shared_states import ShareSettings
+from p2pavg.state.checkpoint import CheckpointFolder
+from p2pavg.state.choice import DonorView, takes_snapshot
+from p2pavg.state.nested import flatten, unflatten
+from p2pavg.state.snapshot import Content, copy_of
+
+logger = logging.getLogger(__name__)
+
+LOOK_SECONDS = 0.2  # between two looks at the other peers' records
+UNWANTED_SECONDS = 120.0
+"""A donor keeps its snapshot for this long after the last peer has asked for one or read from it."""
+IN_USE_SECONDS = 10.0
+"""A snapshot of which a piece was read within this time is in use."""
+MIN_LOG_BYTES = 2**24
+OWN = "own"
+PACE_UPDATES = 8  # of this peer, over which the usual time between two updates is measured
+
+
+class Owner(Replays, Protocol):
+    """The optimizer, as its states see it."""
+
+    def own_state(self) -> dict[str, Any]:
+        """Return what a checkpoint has beside the common state: plain values and tensors."""
+
+    def load_own(self, saved: Mapping[str, Any]) -> None:
+        """Continue from :meth:`own_state`; raise ValueError if it does not fit."""
+
+
+class States:
+    """The states of one optimizer.
+
+    Args:
+        run_state: the caller's settings.
+        averager: averager of the run.
+        common: the state that all peers share.
+        owner: the optimizer.
+        together: its coordination with the other peers.
+    """
+
+    def __init__(
+        self,
+        run_state: RunState,
+        averager: Averager,
+        common: CommonState,
+        owner: Owner,
+        together: Together,
+    ) -> None:
+        run_state.claim()
+        self._settings = run_state
+        self._common = common
+        self._owner = owner
+        self._together = together
+        self._folder = (
+            None if run_state.directory is None else CheckpointFolder(run_state.directory, run_state.keep)
+        )
+        self._sharing = averager.share_states(
+            ShareSettings(
+                log_bytes=MIN_LOG_BYTES if run_state.log_bytes is None else run_state.log_bytes,
+                upload_mbps=run_state.upload_mbps,
+                download_mbps=run_state.download_mbps,
+                directory=run_state.directory,
+            )
+        )
+        self.follower = Follower(
+            self._sharing,
+            common,
+            owner,
+            companions=lambda: together.run.companions,
+            on_progress=run_state.on_progress,
+        )
+        self._looked_at = self._wanted_at = -UNWANTED_SECONDS
+        self._update_times: deque[float] = deque(maxlen=PACE_UPDATES)
+        self._took_at: float | None = None
+        self._has_log_size = run_state.log_bytes is not None
+        self._drift = GrowingPauses()
+        self._late = False
+        """True if this peer has caught up and has not been in a round since."""
+
+    # ------------------------------------------------------------------ offering
+
+    def look(self) -> None:
+        """Offer what other peers ask for. Called between two updates, also while this peer waits for others."""
+        now = time.monotonic()
+        if now < self._looked_at + LOOK_SECONDS:
+            return
+        self._looked_at = now
+        epoch = self._common.lineage.epoch
+        self._sharing.say(wants=self.follower.is_active, epoch=epoch)
+        if self.follower.is_active or self._sharing.is_working:
+            return
+        if any(said.wants for said in self._sharing.news().values()):
+            self._wanted_at = now
+        shelf = self._sharing.shelf
+        used_at = max(self._wanted_at, shelf.read_at)
+        if shelf.snapshot is not None and now >= used_at + UNWANTED_SECONDS:
+            shelf.put(None)
+        if takes_snapshot(self._situation(now)):
+            shelf.put(None)  # at most one is held
+            self._sharing.offer(copy_of(self._common.content()), epoch, self._common.lineage.state)
+
+    def _situation(self, now: float) -> DonorView:
+        shelf = self._sharing.shelf
+        held = None if shelf.snapshot is None else shelf.snapshot.offer.epoch
+        return DonorView(
+            epoch=self._common.lineage.epoch,
+            update_seconds=statistics.median(self._update_times) if self._update_times else 0.0,
+            wanted=now < self._wanted_at + LOOK_SECONDS,
+            snapshot_epoch=held,
+            log_first=shelf.log_first,
+            log_full=0.0 if held is None else shelf.log_full(held),
+            in_use=now < shelf.read_at + IN_USE_SECONDS,
+        )
+
+    def took(self, success: Success) -> None:
+        """Note an update that this peer took in a round."""
+        epoch, now = self._common.lineage.epoch, time.monotonic()
+        self._late = False
+        if self._took_at is not None:
+            self._update_times.append(now - self._took_at)
+        self._took_at = now
+        if not self._has_log_size:
+            self._has_log_size = True
+            size = sum(tensor.nbytes for tensor in self._common.content().tensors.values())
+            self._sharing.shelf.set_log_bytes(max(2 * size, MIN_LOG_BYTES))
+        self._sharing.took(bytes.fromhex(success.group_id), epoch)
+        self._sharing.say(wants=False, epoch=epoch)
+        self._looked_at = now - LOOK_SECONDS
+        if self._settings.every is not None and epoch % self._settings.every == 0:
+            self.save()
+
+    # ------------------------------------------------------------------ following
+
+    @property
+    def should_observe(self) -> bool:
+        """True if the run was faster than this peer's batch since it caught up."""
+        return self._late
+
+    def must_follow(self, behind: str | None, *, outnumbered: bool) -> bool:
+        """Return whether this peer has to fetch the run's state, and begin if it has.
+
+        Args:
+            behind: the reason for which it cannot follow the run, if there is one.
+            outnumbered: true if more peers hold the same other parameters.
+        """
+        if outnumbered and not self.follower.is_active and self._drift.is_due(time.monotonic()):
+            logger.warning("more peers hold other parameters than this one's: this peer fetches theirs")
+            self.follower.begin(snapshot=True)
+        if behind is not None or self._is_newer_at_start():
+            self.follower.begin()
+        return self.follower.is_active
+
+    def _is_newer_at_start(self) -> bool:
+        """Return whether a run that begins again has a later state than this peer's checkpoint."""
+        if self._together.run.has_started or not self._together.run.is_start:
+            return False
+        news = self._sharing.news()
+        deciding = self._sharing.deciding(news, self._together.run.companions)
+        return any(news[peer_id].epoch > self._common.lineage.epoch for peer_id in deciding)
+
+    def catch_up(self, until: float) -> Following:
+        """Follow the run until this peer has caught up, something failed, or the time is over.
+
+        Args:
+            until: moment of :func:`time.monotonic`.
+        """
+        while True:
+            version, run = self._sharing.version, self._together.run
+            following = self.follower.advance(behind=run.is_behind())
+            self._sharing.say(wants=self.follower.is_active, epoch=self._common.lineage.epoch)
+            if following.caught_up:
+                self._late = True
+                return following
+            if following.failed or time.monotonic() >= until:
+                return following
+            self.follower.wait(version)
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def save(self) -> None:
+        """Write a checkpoint in the background."""
+        assert self._folder is not None
+        folder, epoch = self._folder, self._common.lineage.epoch
+        if self._sharing.is_working:
+            logger.warning("no checkpoint of update %d: the disk is slower than the updates", epoch)
+            return
+        draft = folder.draft(epoch, self._common.content(), self._own_content())
+
+        def write() -> None:
+            try:
+                folder.write(draft)
+            except (OSError, StateError) as error:
+                logger.error("no checkpoint of update %d: %s", epoch, error)  # noqa: TRY400 - one line is enough
+
+        self._sharing.in_background(write)
+
+    def _own_content(self) -> Content:
+        saved = {
+            "optimizer": self._owner.own_state(),
+            "extras": self._settings.extras,
+            "scaler": None if self._settings.scaler is None else self._settings.scaler.state_dict(),
+            "rng": {"cpu": torch.get_rng_state(), "cuda": _cuda_rng()},
+            "companions": sorted(self._together.run.companions),
+        }
+        tensors, values = flatten(saved, OWN)
+        return Content(tensors=tensors, values={OWN: values})
+
+    def load_newest(self) -> None:
+        """Continue from the newest checkpoint, if there is one.
+
+        Raises:
+            StateError: it does not fit this peer's model, optimizer or settings; the message says why.
+        """
+        found = None if self._folder is None else self._folder.newest()
+        if found is None:
+            return
+        take = self._common.prepare(found.common)
+        own = unflatten(found.own.tensors, found.own.values[OWN])
+        take()
+        try:
+            self._owner.load_own(own["optimizer"])
+            if self._settings.scaler is not None and own["scaler"] is not None:
+                self._settings.scaler.load_state_dict(own["scaler"])
+        except ValueError as error:
+            raise StateError(f"the checkpoint of update {found.epoch} does not fit: {error}") from None
+        torch.set_rng_state(own["rng"]["cpu"].clone())
+        if own["rng"]["cuda"] and torch.cuda.is_available():
+            torch.cuda.set_rng_state_all([state.clone() for state in own["rng"]["cuda"]])
+        self._settings.extras = dict(own["extras"])
+        self._together.run.remember(frozenset(own["companions"]))
+        self._sharing.shelf.begin(found.epoch)
+        logger.info("this peer continues from its checkpoint of update %d", found.epoch)
+
+
+def _cuda_rng() -> list[torch.Tensor]:
+    return torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []

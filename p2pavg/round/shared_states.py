@@ -1,0 +1,106 @@
+"""States of an averager's run: what it offers to other peers and fetches from them, wired to the peer."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import torch
+import trio
+
+from p2pavg.config import AveragingConfig
+from p2pavg.group.candidate import Candidate, ready_key
+from p2pavg.group.roster import share_cutter
+from p2pavg.net.limits.rate import RateLimit
+from p2pavg.records.board import Board
+from p2pavg.round.host import Host
+from p2pavg.round.joined_run import JoinedRun
+from p2pavg.state.average import Expected
+from p2pavg.state.service import stored_key
+from p2pavg.state.sessions import open_sessions
+from p2pavg.state.sharing import SharedRun, StateSharing
+from p2pavg.state.shelf import Shelf
+from p2pavg.vector.accumulation import Schema
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShareSettings:
+    """Limits of the states that a peer offers and fetches; see :class:`p2pavg.optim.RunState`."""
+
+    log_bytes: int
+    upload_mbps: float | None = None
+    download_mbps: float | None = None
+    directory: Path | None = None
+
+
+def shared_run(host: Host, run: JoinedRun, config: AveragingConfig, schema: Schema) -> SharedRun:
+    """Return what states need to know of a run."""
+    key = ready_key(config.run_id, schema.hash, config.rule, config.aggregation.text)
+    codec, membership = config.codec, run.membership
+    cut_shares = share_cutter(schema.elements, codec.granularity)
+
+    def trusts(member: Candidate) -> bool:
+        if membership is None:
+            return True
+        return membership.refusal(member.peer_id, member.certificate, host.context.wall_clock()) is None
+
+    def expected(group_id: bytes) -> Expected:
+        return Expected(
+            group_id=group_id,
+            key=key,
+            codec=codec,
+            elements=schema.elements,
+            cut_shares=cut_shares,
+            trusts=trusts,
+        )
+
+    return SharedRun(
+        peer_id=host.id,
+        addresses=lambda: host.context.transport.addresses,
+        elements=schema.elements,
+        unflatten=lambda vector: cast(list[torch.Tensor], schema.unflatten(vector)),
+        members_only=membership is not None,
+        bootstrap=host.bootstrap,
+        expected=expected,
+    )
+
+
+@asynccontextmanager
+async def open_sharing(
+    host: Host,
+    run: JoinedRun,
+    shared: SharedRun,
+    run_id: str,
+    settings: ShareSettings,
+    board: Board,
+    is_busy: Callable[[], bool],
+) -> AsyncIterator[StateSharing]:
+    """Offer states to other peers, and be able to fetch them, for as long as the block runs.
+
+    Args:
+        is_busy: returns true while a round exchanges.
+    """
+    shelf = Shelf(settings.log_bytes)
+    host.states.join(
+        run_id, run.membership, shelf, upload=RateLimit(settings.upload_mbps), is_busy=is_busy
+    )
+    try:
+        async with (
+            open_sessions(
+                host.context,
+                host.lobby,
+                key=stored_key(run_id, run.membership),
+                certificate=run.records.certificate,
+                download=RateLimit(settings.download_mbps),
+            ) as sessions,
+            trio.open_nursery() as nursery,
+        ):
+            try:
+                yield StateSharing(shared, board, shelf, sessions, settings.directory, nursery)
+            finally:
+                nursery.cancel_scope.cancel()
+    finally:
+        host.states.leave(run_id, run.membership, shelf)

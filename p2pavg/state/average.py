@@ -1,0 +1,176 @@
+"""One average of a run's log: the bytes that all members of a group hold, and the proof that they do. No I/O, no clock.
+
+The *manifest* of an average is its commit certificate and the digests of its parts. The certificate contains the group's
+roster, in which each member has signed the state of its lineage before the update. It also names the digest of the whole
+result, which follows from the digests of the parts. So any peer can check each part by itself: members of the run averaged
+these bytes, from this state.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from blake3 import blake3
+
+from p2pavg.allreduce.averages import EncodedAverage
+from p2pavg.allreduce.reduction import parts_of_share
+from p2pavg.consensus.certificate import MAX_CERTIFICATE_BYTES, verified_commit
+from p2pavg.consensus.statements import result_digest
+from p2pavg.consensus.votes import DIGEST_BYTES
+from p2pavg.errors import RemoteProtocolError
+from p2pavg.group.candidate import Candidate
+from p2pavg.group.roster import Roster
+from p2pavg.group.shares import Part
+from p2pavg.net.transport import Buffer
+from p2pavg_compression import Codec, CodecError
+
+PART_DIGEST_BYTES = 32
+MAX_PARTS = 2**16
+MAX_MANIFEST_BYTES = 4 + MAX_CERTIFICATE_BYTES + MAX_PARTS * PART_DIGEST_BYTES
+MIN_TRUSTED_SIGNERS = 2
+"""Signers of a certificate that this peer must trust: the members of the smallest group."""
+
+_LENGTH = struct.Struct(">I")
+
+
+@dataclass(frozen=True, slots=True)
+class LoggedAverage:
+    """The average of one round that was committed."""
+
+    state: bytes
+    """State of the lineage before the update, which all members signed."""
+    group_id: bytes
+    """32 bytes: SHA-256 of the group's roster."""
+    certificate: bytes
+    encoded: EncodedAverage
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in memory: the parts, their digests and the certificate."""
+        return self.encoded.nbytes + len(self.certificate) + PART_DIGEST_BYTES * len(self.encoded.digests)
+
+    def manifest(self) -> bytes:
+        """Return what another peer needs to check the parts."""
+        return b"".join((_LENGTH.pack(len(self.certificate)), self.certificate, *self.encoded.digests))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expected:
+    """An average that a peer can check.
+
+    Args:
+        group_id: 32 bytes.
+        key: ready key of the run, which names the run, the tensors and the rules of averaging.
+        codec: of the run.
+        elements: length of the vector.
+        cut_shares: cuts the vector among any members, as in a round.
+        trusts: returns whether a member's signature counts.
+    """
+
+    group_id: bytes
+    key: bytes
+    codec: Codec
+    elements: int
+    cut_shares: Callable[[Sequence[Candidate]], tuple[int, ...]]
+    trusts: Callable[[Candidate], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class ProvenAverage:
+    """An average whose certificate was checked: the parts that belong to it."""
+
+    roster: Roster
+    """Of the attempt that was committed, with its shares."""
+    group_id: bytes
+    certificate: bytes
+    parts: tuple[Part, ...]
+    sizes: tuple[int, ...]
+    """Bytes of each part."""
+    digests: tuple[bytes, ...]
+    """BLAKE3 digest of each part, 32 bytes."""
+
+    @property
+    def state(self) -> bytes:
+        """State of the lineage before the update, which all holders have signed."""
+        return self.roster.holders[0].state
+
+
+def read_manifest(data: bytes, expected: Expected) -> ProvenAverage:
+    """Check a manifest.
+
+    Raises:
+        RemoteProtocolError: it is malformed, not genuine, or the manifest of another average than the expected one.
+    """
+    if not _LENGTH.size < len(data) <= MAX_MANIFEST_BYTES:
+        raise RemoteProtocolError(f"a manifest of {len(data)} bytes")
+    (length,) = _LENGTH.unpack_from(data)
+    certificate = data[_LENGTH.size : _LENGTH.size + length]
+    whole, commit = verified_commit(certificate)
+    _check_group(whole, expected)
+    signers = [whole.members[position] for position, _ in commit.signatures]
+    trusted = sum(expected.trusts(member) for member in signers)
+    if trusted < MIN_TRUSTED_SIGNERS:
+        raise RemoteProtocolError(
+            f"an average that {trusted} members of the run have signed, {MIN_TRUSTED_SIGNERS} are needed"
+        )
+    members = tuple(whole.members[position] for position in sorted(commit.members))
+    shares = whole.shares if commit.attempt == 0 else expected.cut_shares(members)
+    roster = whole.only(members, shares)
+    if sum(shares) != expected.elements:
+        raise RemoteProtocolError(f"an average of {sum(shares)} elements")
+    by_share = [
+        parts_of_share(shares, position, expected.codec.granularity) for position in range(len(shares))
+    ]
+    parts = tuple(part for of_share in by_share for part in of_share)
+    digests = _cut(data[_LENGTH.size + length :])
+    if len(digests) != len(parts):
+        raise RemoteProtocolError(f"digests of {len(digests)} parts, not {len(parts)}")
+    if _result_digest(digests, [len(of_share) for of_share in by_share]) != commit.digest:
+        raise RemoteProtocolError("digests of other parts than the members signed")
+    sizes = tuple(expected.codec.encoded_nbytes(part.elements) for part in parts)
+    return ProvenAverage(roster, expected.group_id, certificate, parts, sizes, digests)
+
+
+def _check_group(roster: Roster, expected: Expected) -> None:
+    if roster.group_id != expected.group_id:
+        raise RemoteProtocolError("the certificate of another group")
+    leader = roster.members[0]
+    if leader.record.key != expected.key:
+        raise RemoteProtocolError("the certificate of a group of another run, or with other tensors or rules")
+    if leader.codec != expected.codec.name:
+        raise RemoteProtocolError(f"the certificate of a group with the codec {leader.codec}")
+
+
+def _result_digest(digests: Sequence[bytes], counts: Iterable[int]) -> bytes:
+    """Return the digest that members sign, from the digests of the parts and the number of parts of each share."""
+    at, shares = 0, []
+    for count in counts:
+        shares.append(blake3(b"".join(digests[at : at + count])).digest(DIGEST_BYTES))
+        at += count
+    return result_digest(shares)
+
+
+def _cut(digests: bytes) -> tuple[bytes, ...]:
+    if len(digests) % PART_DIGEST_BYTES:
+        raise RemoteProtocolError("digests of an impossible length")
+    starts = range(0, len(digests), PART_DIGEST_BYTES)
+    return tuple(digests[start : start + PART_DIGEST_BYTES] for start in starts)
+
+
+def decode(proven: ProvenAverage, payloads: Sequence[Buffer], codec: Codec, out: torch.Tensor) -> None:
+    """Decode an average into ``out``, float32 on the CPU, of the vector's length.
+
+    Args:
+        payloads: the encoded parts, whose digests were checked.
+
+    Raises:
+        RemoteProtocolError: a part does not decode.
+    """
+    for part, payload in zip(proven.parts, payloads, strict=True):
+        try:
+            codec.decode(payload, part.elements, out[part.start : part.stop])
+        except CodecError as error:
+            raise RemoteProtocolError(f"an averaged part does not decode: {error}") from None

@@ -1,0 +1,149 @@
+"""Rules of states: when a donor takes a snapshot, and which snapshot and averages a joiner takes. No I/O, no clock.
+
+A snapshot's root proves that its bytes are those that a peer offers, and not that they are the run's. So a joiner takes
+the snapshot that most of its *voters* offer. These are, in this order, the first of the following sets that offers
+anything:
+
+* in a run with an authority: all peers, since only members can publish;
+* peers that took one of the joiner's last updates with it;
+* for a newcomer in an open run: the peers through which it joined the network;
+* all peers.
+
+A member's log proves each average by signatures of the group that made it. But any two strangers can make a group. So the
+voters also decide which average comes next.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from p2pavg.state.news import SnapshotOffer, StateNews
+
+ALIGN_SECONDS = 4.0
+"""A donor hears that a snapshot is wanted within this time. All donors take the next snapshot after an update whose
+number is a multiple of as many updates as fit into this time, rounded up to a power of two: so most take the same."""
+MAX_ALIGN = 64
+SETTLE_SECONDS = 8.0
+"""A joiner takes a snapshot that less than half of its voters offer only after it has waited for this long."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DonorView:
+    """The situation of a donor between two updates.
+
+    Args:
+        epoch: number of updates that its parameters have taken.
+        update_seconds: usual time between two of its updates; 0 before the second one.
+        wanted: true if a peer of the run wants a snapshot.
+        snapshot_epoch: update after which its present snapshot was taken; ``None`` without one.
+        log_first: first update after which its log of averages begins: it has all averages that came later.
+        log_full: the fraction of the log that the averages since the snapshot take.
+        in_use: true if a joiner fetches the present snapshot.
+    """
+
+    epoch: int
+    update_seconds: float
+    wanted: bool
+    snapshot_epoch: int | None
+    log_first: int
+    log_full: float
+    in_use: bool
+
+
+def alignment(update_seconds: float) -> int:
+    """Return the number of updates whose multiples are the updates after which donors take snapshots."""
+    if update_seconds <= 0 or update_seconds >= ALIGN_SECONDS:
+        return 1
+    return min(2 ** math.ceil(math.log2(ALIGN_SECONDS / update_seconds)), MAX_ALIGN)
+
+
+def takes_snapshot(donor: DonorView) -> bool:
+    """Return whether a donor takes a snapshot now, between two updates."""
+    if not donor.wanted or donor.epoch % alignment(donor.update_seconds):
+        return False
+    if donor.snapshot_epoch is None or donor.snapshot_epoch > donor.epoch:
+        return True
+    if donor.snapshot_epoch < donor.log_first:
+        return True  # its log no longer leads from the snapshot to the present
+    return donor.log_full > 0.5 and not donor.in_use
+
+
+def voters(
+    news: Mapping[str, StateNews],
+    *,
+    members_only: bool,
+    companions: Collection[str],
+    bootstrap: Collection[str],
+) -> frozenset[str]:
+    """Return the peers whose offers decide, among those that offer anything."""
+    offering = frozenset(peer_id for peer_id, said in news.items() if said.log or said.snapshot is not None)
+    if members_only:
+        return offering
+    return offering & frozenset(companions) or offering & frozenset(bootstrap) or offering
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """A snapshot to fetch, and its donors; ``offer`` is ``None`` if there is none to take now."""
+
+    offer: SnapshotOffer | None
+    donors: tuple[str, ...]
+    reason: str
+
+
+def choose_snapshot(
+    news: Mapping[str, StateNews], deciding: Collection[str], *, at_least: int, waited: float
+) -> Chosen:
+    """Choose the snapshot that a joiner fetches.
+
+    Among the offers from which a log leads on: the one of most voters, then of the latest update, then the largest root.
+
+    Args:
+        deciding: the voters, see :func:`voters`.
+        at_least: the joiner gains nothing from a snapshot of an earlier update.
+        waited: seconds since the joiner began to look.
+    """
+    if not deciding:
+        return Chosen(None, (), "no other peer of this run offers a state")
+    counts = Counter(
+        offer
+        for peer_id in deciding
+        if (offer := news[peer_id].snapshot) is not None and news[peer_id].follows and offer.epoch >= at_least
+    )
+    if not counts:
+        return Chosen(None, (), f"{len(deciding)} peers were asked for a snapshot, and none offers one yet")
+    offer, count = max(counts.items(), key=lambda found: (found[1], found[0].epoch, found[0].root))
+    if 2 * count <= len(deciding) and waited < SETTLE_SECONDS:
+        reason = f"{count} of {len(deciding)} peers offer the snapshot of update {offer.epoch}"
+        return Chosen(None, (), f"{reason}; more may follow")
+    donors = tuple(sorted(peer_id for peer_id, said in news.items() if said.snapshot == offer))
+    return Chosen(offer, donors, f"{count} of {len(deciding)} peers offer it")
+
+
+def next_average(
+    news: Mapping[str, StateNews], deciding: Collection[str], epoch: int
+) -> tuple[bytes, tuple[str, ...]] | None:
+    """Return the group id of the average that leads to update ``epoch``, and its donors; ``None`` if none offers it.
+
+    Among different averages: the one of most voters, then the largest id.
+    """
+    counts = Counter(found for peer_id in deciding if (found := news[peer_id].average(epoch)) is not None)
+    if not counts:
+        return None
+    group_id, _ = max(counts.items(), key=lambda found: (found[1], found[0]))
+    donors = tuple(sorted(peer_id for peer_id, said in news.items() if said.average(epoch) == group_id))
+    return group_id, donors
+
+
+def head_of(news: Mapping[str, StateNews], deciding: Collection[str]) -> int:
+    """Return the update at which most of the run is: the median of the voters' updates; 0 without voters."""
+    epochs = sorted(news[peer_id].epoch for peer_id in deciding)
+    return epochs[len(epochs) // 2] if epochs else 0
+
+
+def keeps_up(average_bytes: float, update_seconds: float, bytes_per_second: float) -> bool:
+    """Return whether a link carries averages faster than the run makes them."""
+    return average_bytes <= update_seconds * bytes_per_second

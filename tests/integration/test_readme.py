@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import p2pavg
+import p2pavg.data
 import p2pavg.optim
 import p2pavg.testing
 from p2pavg.blocking import open_averager
@@ -104,6 +105,15 @@ def test_the_programs_for_your_own_tests_run(position: int, tmp_path: Path) -> N
     assert run.returncode == 0, run.stdout + run.stderr
 
 
+def test_the_documented_sampler_runs(tmp_path: Path) -> None:
+    (code,) = (code for code in snippets("docs/training.md") if "PeerSampler(" in code)
+    path = tmp_path / "sampling.py"
+    path.write_text(code, encoding="utf-8")
+    run = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=180)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert run.stdout == "the last saved state is after 19984 samples\n"
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_snippet_is_python(page: Path) -> None:
     for code in snippets(f"docs/{page.name}"):
@@ -131,7 +141,9 @@ def test_every_link_outside_the_site_has_a_target(document: str) -> None:
             assert anchor in {re.sub(r"[^\w]+", "-", heading.lower()) for heading in headings}, anchor
 
 
-@pytest.mark.parametrize("module", [p2pavg, p2pavg.optim, p2pavg.testing], ids=lambda module: module.__name__)
+@pytest.mark.parametrize(
+    "module", [p2pavg, p2pavg.data, p2pavg.optim, p2pavg.testing], ids=lambda module: module.__name__
+)
 def test_every_public_name_is_in_the_reference(module: ModuleType) -> None:
     reference = (ROOT / "docs/reference.md").read_text(encoding="utf-8").splitlines()
     for name in set(module.__all__) - {"blocking"}:

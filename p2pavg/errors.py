@@ -66,3 +66,7 @@ class StreamBrokenError(P2PAvgError):
 
 class RemoteProtocolError(P2PAvgError):
     """A peer sent bytes that break the protocol. That peer loses its stream; no other peer is affected."""
+
+
+class StateError(P2PAvgError):
+    """A state that cannot be used or had. The message says why."""

@@ -9,6 +9,7 @@ from p2pavg.context import PeerContext
 from p2pavg.evidence.service import EvidenceService
 from p2pavg.records.greeting import Greeter
 from p2pavg.round.registry import Registry
+from p2pavg.state.service import StateService
 from p2pavg_dht import RecordNode
 
 
@@ -31,3 +32,5 @@ class Host(Protocol):
     def registry(self) -> Registry: ...
     @property
     def evidence(self) -> EvidenceService: ...
+    @property
+    def state(self) -> StateService: ...

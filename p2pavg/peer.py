@@ -35,6 +35,8 @@ from p2pavg.records.hello import PROTOCOL as HELLO_PROTOCOL
 from p2pavg.records.identity import load_or_make_seed
 from p2pavg.records.service import RecordService
 from p2pavg.round.registry import Registry
+from p2pavg.state.messages import PROTOCOL as STATE_PROTOCOL
+from p2pavg.state.service import StateService
 from p2pavg.threads.exceptions import bare_exceptions
 from p2pavg.threads.workers import RunInThread, Workers
 from p2pavg_dht import PROTOCOL as RECORDS_PROTOCOL
@@ -99,6 +101,8 @@ class Peer:
         )
         self.evidence = EvidenceService(self.context)
         """Evidence that members of this peer's runs lied."""
+        self.state = StateService(self.context, self.evidence.refusal)
+        """States of this peer's runs, for peers that join late or come back."""
 
     @property
     def id(self) -> str:
@@ -138,6 +142,7 @@ class Peer:
         self._transport.serve(HELLO_PROTOCOL, self.greeter.serve)
         self._transport.serve(EXCHANGE_PROTOCOL, self.lobby.serve)
         self._transport.serve(EVIDENCE_PROTOCOL, self.evidence.serve)
+        self._transport.serve(STATE_PROTOCOL, self.state.serve)
         self._transport.serve_lanes(self.lobby.serve_lane, wanted=self.lobby.wants_lane)
         self.lobby.on_members = self._remember_members
         await self.context.nursery.start(self.records.run)  # type: ignore[arg-type]  # trio-typing's stubs

@@ -31,6 +31,8 @@ HowItEnded = Callable[[str], Vote]
 """Answer to a peer that asks how a round ended."""
 ServeAudit = Callable[[Stream, int], Awaitable[None]]
 """Serves a member that audits an attempt."""
+ServeTicket = Callable[[DirectLane], Awaitable[bool]]
+"""Reads the direct lane for which a ticket was given; returns whether it was read to its end."""
 
 
 class InboundLane:
@@ -159,6 +161,8 @@ class Lobby:
         """Is told the peer ids of each group that has committed."""
         self.audited: dict[bytes, ServeAudit] = {}
         """By group id: serves the members that audit this peer's share."""
+        self.tickets: dict[bytes, tuple[str, ServeTicket]] = {}
+        """Tickets of 32 random bytes, each with the peer that may open a direct lane with it."""
         self._ended: OrderedDict[bytes, HowItEnded] = OrderedDict()
 
     def expect(
@@ -172,8 +176,10 @@ class Lobby:
         return ExpectedGroup(self, group_id, on_arrival)
 
     def wants_lane(self, peer_id: str) -> bool:
-        """Return whether a direct lane of this peer is expected: it is, or may be, in a group that is."""
-        return any(group.members is None or peer_id in group.members for group in self.groups.values())
+        """Return whether a direct lane of this peer is expected: it has a ticket, or may be in a group that is."""
+        return any(peer_id == holder for holder, _ in self.tickets.values()) or any(
+            group.members is None or peer_id in group.members for group in self.groups.values()
+        )
 
     def remember(self, group_id: bytes, how_it_ended: HowItEnded) -> None:
         """Keep the answer for peers that ask about a group. Of many, the oldest answer is forgotten."""
@@ -195,6 +201,8 @@ class Lobby:
             if header.group_id in self.audited:
                 await self.audited[header.group_id](stream, header.attempt)
             return
+        if header.lane is Lane.STATE:
+            raise RemoteProtocolError("pieces of states go over a direct lane or a stream of their own")
         group = self.groups.get(header.group_id)
         if group is None:
             logger.info("%s opened a lane of a group that is not expected", stream.remote)
@@ -204,11 +212,21 @@ class Lobby:
     async def serve_lane(self, lane: DirectLane) -> None:
         """A direct lane on which another use begins."""
         header = decode_header(await _receive_header(lane))
+        if header.lane is Lane.STATE:
+            await self._admit(lane, header.group_id)
+            return
         if header.lane not in (Lane.PARTS, Lane.PASSED_ON):
             raise RemoteProtocolError("a direct lane that carries no parts")
         group = self.groups.get(header.group_id)
         if group is None or not await group.arrived(lane, header):
             raise StreamBrokenError("the parts on the direct lane are no longer wanted")
+
+    async def _admit(self, lane: DirectLane, ticket: bytes) -> None:
+        holder, serve = self.tickets.get(ticket, ("", None))
+        if serve is None or lane.remote != holder:
+            raise StreamBrokenError("a direct lane with a ticket that this peer has not given its sender")
+        if not await serve(lane):
+            raise StreamBrokenError("the pieces on the direct lane are no longer wanted")
 
     async def _answer(self, stream: Stream, group_id: bytes) -> None:
         if group_id in self._ended:

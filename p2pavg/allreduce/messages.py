@@ -8,7 +8,8 @@ A stream begins with a header message that says what it is:
   lane carries a member's contributions and then its averages; a stream carries one of the two;
 * ``CONTROL`` carries votes (:mod:`p2pavg.consensus.votes`) both ways, for as long as the round lasts;
 * ``ASK`` carries one vote back: how a round ended;
-* ``AUDIT`` carries a request and the inputs of some parts back (:mod:`p2pavg.audit.layout`).
+* ``AUDIT`` carries a request and the inputs of some parts back (:mod:`p2pavg.audit.layout`);
+* ``STATE``, on a direct lane only, carries pieces of states (:mod:`p2pavg.state`). The group id is its ticket.
 
 In a group with audits, a signature follows the last contribution and the last average (:mod:`p2pavg.allreduce.proofs`).
 """
@@ -46,6 +47,8 @@ class Lane(enum.IntEnum):
     """Contributions, then averages: what a direct lane carries."""
     AUDIT = 6
     """A request to show the inputs of a share, and the answer: see :mod:`p2pavg.audit`."""
+    STATE = 7
+    """Pieces of states, for the peer that has given the sender a ticket: see :mod:`p2pavg.state`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +56,7 @@ class LaneHeader:
     """The first message on a stream."""
 
     group_id: bytes
+    """In a lane of the kind ``STATE``: the ticket."""
     lane: Lane
     attempt: int = 0
     reducer: int = 0

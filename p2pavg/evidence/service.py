@@ -72,6 +72,11 @@ class EvidenceService:
         if not users:
             del self._runs[stored]
 
+    def refusal(self, run_id: str, membership: Membership | None, peer_id: PeerId) -> str | None:
+        """Return the reason for which evidence excludes a peer from a run, or ``None``. From any thread."""
+        run = self._runs.get(_stored(accusations_key(run_id), membership))
+        return None if run is None else run.accusations.exclusions.refusal(peer_id)
+
     async def serve(self, stream: Stream) -> None:
         """Show one piece of evidence to one peer. A peer beyond the limits loses its stream.
 

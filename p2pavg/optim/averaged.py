@@ -247,10 +247,9 @@ class AveragedOptimizer(PeerOptimizer):
         self._step_scheduler()
         self._updated(self._training.report(success, norm, goes_on=True))
 
-    def _observe(self) -> StepReport | None:
-        """Be in the run's next round without a contribution; return the report of its update, if there was one."""
-        report = self._take(self._together.observe())
-        return report if report.updated else None
+    def _observe(self) -> StepReport:
+        """Be in the run's next round without a contribution; return its report. See :class:`PeerOptimizer`."""
+        return self._take(self._together.observe())
 
     def own_state(self) -> dict[str, Any]:
         """See :class:`~p2pavg.optim.states.Owner`."""

@@ -25,6 +25,7 @@ from p2pavg.optim.waiting import GrowingPauses
 from p2pavg.result import Success
 from p2pavg.round.shared_states import ShareSettings
 from p2pavg.state.checkpoint import CheckpointFolder
+from p2pavg.state.checkpoint import read as read_checkpoint
 from p2pavg.state.choice import DonorView, takes_snapshot
 from p2pavg.state.nested import flatten, unflatten
 from p2pavg.state.snapshot import Content, copy_of
@@ -98,8 +99,8 @@ class States:
         self._took_at: float | None = None
         self._has_log_size = run_state.log_bytes is not None
         self._drift = GrowingPauses()
-        self._late = False
-        """True if this peer has caught up and has not been in a round since."""
+        self._caught_up = 0
+        """Times that this peer has caught up since it was in a round."""
 
     # ------------------------------------------------------------------ offering
 
@@ -139,7 +140,7 @@ class States:
     def took(self, success: Success) -> None:
         """Note an update that this peer took in a round."""
         epoch, now = self._common.lineage.epoch, time.monotonic()
-        self._late = False
+        self._caught_up = 0
         if self._took_at is not None:
             self._update_times.append(now - self._took_at)
         self._took_at = now
@@ -158,7 +159,7 @@ class States:
     @property
     def should_observe(self) -> bool:
         """True if the run was faster than this peer's batch since it caught up."""
-        return self._late
+        return self._caught_up > 1
 
     def must_follow(self, behind: str | None, *, outnumbered: bool) -> bool:
         """Return whether this peer has to fetch the run's state, and begin if it has.
@@ -193,7 +194,7 @@ class States:
             following = self.follower.advance(behind=run.is_behind())
             self._sharing.say(wants=self.follower.is_active, epoch=self._common.lineage.epoch)
             if following.caught_up:
-                self._late = True
+                self._caught_up += 1
                 return following
             if following.failed or time.monotonic() >= until:
                 return following
@@ -208,12 +209,12 @@ class States:
         if self._sharing.is_working:
             logger.warning("no checkpoint of update %d: the disk is slower than the updates", epoch)
             return
-        draft = folder.draft(epoch, self._common.content(), self._own_content())
+        common, own = _copy_of(self._common.content()), _copy_of(self._own_content())
 
         def write() -> None:
             try:
-                folder.write(draft)
-            except (OSError, StateError) as error:
+                folder.write(epoch, common, own)
+            except StateError as error:
                 logger.error("no checkpoint of update %d: %s", epoch, error)  # noqa: TRY400 - one line is enough
 
         self._sharing.in_background(write)
@@ -235,9 +236,10 @@ class States:
         Raises:
             StateError: it does not fit this peer's model, optimizer or settings; the message says why.
         """
-        found = None if self._folder is None else self._folder.newest()
-        if found is None:
+        path = None if self._folder is None else self._folder.newest()
+        if path is None:
             return
+        found = read_checkpoint(path, verified=True)
         take = self._common.prepare(found.common)
         own = unflatten(found.own.tensors, found.own.values[OWN])
         take()
@@ -254,6 +256,14 @@ class States:
         self._together.run.remember(frozenset(own["companions"]))
         self._sharing.shelf.begin(found.epoch)
         logger.info("this peer continues from its checkpoint of update %d", found.epoch)
+
+
+@torch.no_grad()
+def _copy_of(content: Content) -> Content:
+    return Content(
+        tensors={name: tensor.detach().to("cpu", copy=True) for name, tensor in content.tensors.items()},
+        values=content.values,
+    )
 
 
 def _cuda_rng() -> list[torch.Tensor]:

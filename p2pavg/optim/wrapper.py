@@ -227,11 +227,18 @@ class PeerOptimizer:
             if not following.caught_up or time.monotonic() >= until:
                 report = self._training.report(goes_on=True)
                 return replace(report, catching_up=following.reason or None)
-            if not self._states.should_observe:
+            if not self._states.should_observe or self._together.run.survey().peers < 2:
                 return self._training.report(goes_on=True)
-            report = self._observe()
-            if report is not None:
-                return report
+            observed = self._observe()
+            if observed is None or observed.updated:
+                return observed or self._training.report(goes_on=True)
+
+    def _observe(self) -> StepReport | None:
+        """Be in the run's next round without a contribution; return its report, or ``None`` if that is of no use.
+
+        With local updates it is of no use: all peers wait for each other, so a peer that joins is in their next round.
+        """
+        return None
 
     def _took(self, success: Success) -> None:
         """Note an update that was taken in a round."""

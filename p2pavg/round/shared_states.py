@@ -84,7 +84,7 @@ async def open_sharing(
         is_busy: returns true while a round exchanges.
     """
     shelf = Shelf(settings.log_bytes)
-    host.states.join(
+    host.state.join(
         run_id, run.membership, shelf, upload=RateLimit(settings.upload_mbps), is_busy=is_busy
     )
     try:
@@ -103,4 +103,4 @@ async def open_sharing(
             finally:
                 nursery.cancel_scope.cancel()
     finally:
-        host.states.leave(run_id, run.membership, shelf)
+        host.state.leave(run_id, run.membership, shelf)

@@ -57,7 +57,7 @@ def alignment(update_seconds: float) -> int:
     """Return the number of updates whose multiples are the updates after which donors take snapshots."""
     if update_seconds <= 0 or update_seconds >= ALIGN_SECONDS:
         return 1
-    return min(2 ** math.ceil(math.log2(ALIGN_SECONDS / update_seconds)), MAX_ALIGN)
+    return min(int(2 ** math.ceil(math.log2(ALIGN_SECONDS / update_seconds))), MAX_ALIGN)
 
 
 def takes_snapshot(donor: DonorView) -> bool:

@@ -33,7 +33,8 @@ from p2pavg.state.average import (
 )
 from p2pavg.state.blobs import BlobKind
 from p2pavg.state.choice import voters
-from p2pavg.state.fetching import Fetch, Manifest, Progress, Wanted
+from p2pavg.state.fetching import Fetch, Progress, Wanted
+from p2pavg.state.manifest import Manifest
 from p2pavg.state.news import MAX_ADDRESSES, SnapshotOffer, StateNews, encode_news, read_all
 from p2pavg.state.progress import StateProgress, amount, span
 from p2pavg.state.shelf import HeldSnapshot, Shelf

@@ -14,6 +14,7 @@ from p2pavg.allreduce import lobby as lobby_module
 from p2pavg.allreduce.lobby import MAX_WAITING_LANES, InboundLane, Lanes, Lobby
 from p2pavg.allreduce.messages import MAX_HEADER_BYTES, Lane, LaneHeader, encode_header
 from p2pavg.errors import RemoteProtocolError, StreamBrokenError
+from p2pavg.net.transport import DirectLane
 from tests.unit.allreduce.laid import PairLane
 
 GROUP, OTHER_GROUP = b"\x01" * 32, b"\x02" * 32
@@ -178,7 +179,39 @@ async def test_a_lane_of_a_group_that_is_not_expected_is_refused() -> None:
             assert group._attempts == {}
 
 
-@pytest.mark.parametrize("kind", sorted(set(Lane) - set(PARTS)))
+@pytest.mark.parametrize("holder", ["a member", "another peer", None])
+async def test_a_lane_with_a_ticket_is_taken_only_from_the_peer_to_which_it_was_given(
+    holder: str | None,
+) -> None:
+    lobby, read = Lobby(), []
+
+    async def take(lane: DirectLane) -> bool:
+        read.append(await lane.receive_exactly(2))
+        return True
+
+    if holder is not None:
+        lobby.tickets[OTHER_GROUP] = (holder, take)
+    assert lobby.wants_lane("a member") == (holder == "a member")
+    async with served(lobby, header(Lane.STATE, group_id=OTHER_GROUP) + b"ok") as direct:
+        await direct.ended.wait()
+        assert direct.kept == (holder == "a member")
+        assert read == ([b"ok"] if holder == "a member" else [])
+
+
+async def test_a_lane_with_a_ticket_that_was_not_read_to_its_end_is_not_kept() -> None:
+    lobby = Lobby()
+
+    async def take(_lane: DirectLane) -> bool:
+        await trio.lowlevel.checkpoint()
+        return False
+
+    lobby.tickets[OTHER_GROUP] = ("a member", take)
+    async with served(lobby, header(Lane.STATE, group_id=OTHER_GROUP)) as direct:
+        await direct.ended.wait()
+        assert not direct.kept
+
+
+@pytest.mark.parametrize("kind", sorted(set(Lane) - {*PARTS, Lane.STATE}))
 async def test_a_direct_lane_carries_parts_and_nothing_else(kind: Lane) -> None:
     lobby = Lobby()
     with lobby.expect(GROUP) as group:

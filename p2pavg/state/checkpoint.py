@@ -180,7 +180,7 @@ def pieces_of(
     """Yield the bytes of a file one after the other: the header, then each tensor, which is copied only if it must."""
     yield header
     for name in layout.specs:
-        flat = tensors[name].detach().cpu().contiguous().reshape(-1)
+        flat = tensors[name].detach().cpu().resolve_neg().contiguous().reshape(-1)
         if flat.numel():
             yield flat.view(torch.uint8).numpy().data
 

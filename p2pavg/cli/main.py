@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from p2pavg import __version__
+from p2pavg.cli.checkpoint import app as checkpoint_app
 from p2pavg.cli.run import app as run_app
 from p2pavg.errors import P2PAvgError
 
@@ -21,6 +22,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(run_app)
+app.add_typer(checkpoint_app)
 
 
 def _show_version(wanted: bool) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 from p2pavg.errors import StateError
@@ -46,13 +47,13 @@ def copy_of(content: Content) -> memoryview:
     """
     specs = specs_of(content.tensors)
     header, layout = write_header(specs, {VALUES_KEY: values_text(content.values)})
-    # Unlike bytearray(size), torch does not write zeros first.
-    data = torch.empty(layout.size, dtype=torch.uint8)
-    buffer: memoryview = data.numpy().data
-    buffer[: len(header)] = header
+    # Unlike bytearray(size), numpy does not write zeros first; unlike torch, it asks for large pages.
+    buffer = np.empty(layout.size, dtype=np.uint8)
+    buffer[: len(header)] = np.frombuffer(header, dtype=np.uint8)
+    data = torch.from_numpy(buffer)
     for name, spec, begin in layout.places():
         _typed(data, spec, begin).copy_(content.tensors[name])
-    return buffer
+    return buffer.data
 
 
 def read(buffer: Buffer, *, max_tensors: int = MAX_TENSORS) -> Content:

@@ -17,10 +17,8 @@ import msgpack
 
 from p2pavg.errors import StateError
 
-MAX_VALUES_BYTES = 2**22  # of all values of a state; decoded, they take at most a few times as much
-MAX_CONTAINERS = (
-    2**16
-)  # lists, tuples and dicts of a state; an empty one takes 64 bytes of memory for two of ours
+MAX_VALUES_BYTES = 2**20  # of all values of a state; those of a stranger take 32 MiB of memory at most
+MAX_CONTAINERS = 2**16  # lists, tuples and dicts of a state; an empty one has 2 bytes and takes 64 of memory
 MAX_DEPTH = 32  # containers in each other; the state of an optimizer has 3
 _LIST, _TUPLE, _DICT = range(3)
 _INTEGERS = range(-(2**63), 2**64)

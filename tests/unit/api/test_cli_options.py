@@ -96,6 +96,14 @@ OPTIONS: dict[str, dict[str, tuple[list[str], bool, object]]] = {
         "identity": (["--identity"], False, None),
         "output": (["--output", "-o"], False, Path()),
     },
+    "checkpoint show": {"file": (["file"], False, None)},
+    "checkpoint verify": {"file": (["file"], False, None)},
+    "checkpoint export": {
+        "file": (["file"], False, None),
+        "output": (["output"], False, None),
+        "form": (["--format"], False, None),
+        "force": (["--force"], False, False),
+    },
 }
 
 
@@ -145,6 +153,9 @@ def test_required_arguments() -> None:
         "run show": {"file"},
         "run link": {"run_file", "certificate", "identity", "address"},
         "run join": {"link", "identity"},
+        "checkpoint show": {"file"},
+        "checkpoint verify": {"file"},
+        "checkpoint export": {"file", "output"},
     }
 
 

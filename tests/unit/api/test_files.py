@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import stat
+import tracemalloc
 from pathlib import Path
 
 import pytest
 
-from p2pavg.files import PRIVATE, PUBLIC, create_file, replace_file
+from p2pavg.files import PRIVATE, PUBLIC, create_file, creating, replace_file, replacing
 
 
 @pytest.mark.parametrize("mode", [PRIVATE, PUBLIC])
@@ -44,3 +45,25 @@ def test_a_file_that_cannot_be_replaced_stays(tmp_path: Path, monkeypatch: pytes
         replace_file(tmp_path / "old", b"new", mode=PRIVATE)
     assert (tmp_path / "old").read_bytes() == b"old"
     assert os.listdir(tmp_path) == ["old"], "a draft was left behind"
+
+
+def test_a_block_that_raises_changes_no_file(tmp_path: Path) -> None:
+    (tmp_path / "old").write_bytes(b"old")
+    for opening, name in ((replacing, "old"), (creating, "new")):
+        with pytest.raises(KeyError), opening(tmp_path / name, mode=PRIVATE) as opened:  # noqa: PT012
+            opened.write(b"half")
+            raise KeyError
+    assert (tmp_path / "old").read_bytes() == b"old"
+    assert os.listdir(tmp_path) == ["old"], "a draft was left behind"
+
+
+def test_what_is_written_is_not_copied(tmp_path: Path) -> None:
+    data = memoryview(bytes(2**24))
+    tracemalloc.start()
+    try:
+        replace_file(tmp_path / "large", data, mode=PRIVATE)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 2**20
+    assert (tmp_path / "large").read_bytes() == data

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import struct
+import tracemalloc
+from contextlib import suppress
 from typing import Any
 
 import msgpack
@@ -126,6 +128,21 @@ def test_a_strangers_containers_are_counted_before_the_next_one_is_made(
     monkeypatch.setattr(module, "MAX_CONTAINERS", 10)
     with pytest.raises(StateError, match="more than 10 lists"):
         unpack_values(msgpack.packb([2, "a", [0, *[[0]] * 10, [7]]]))
+
+
+@pytest.mark.parametrize("item", [b"\x91\x00", b"\x92\x01\x00", b"\xa2ab", b"\xcd\xff\xff", b"\xc4\x01x"])
+def test_a_strangers_values_take_little_memory(item: bytes) -> None:
+    count = (MAX_VALUES_BYTES - 9) // len(item)
+    packed = b"\x93\x02\xa1a\xdd" + (count + 1).to_bytes(4, "big") + b"\x00" + item * count
+    assert len(packed) <= MAX_VALUES_BYTES
+    tracemalloc.start()
+    try:
+        with suppress(StateError):
+            unpack_values(packed)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 2**25
 
 
 def test_values_at_the_limit_are_read_back() -> None:

@@ -140,9 +140,8 @@ class PeerSampler(Sampler[int]):
             ValueError: ``peer_id`` is no text, or empty.
         """
         _check_peer_id(peer_id)
-        return (
-            self._first_place(self.epoch, peer_id) - self._first_place(self.epoch, self._peer_id)
-        ) % self._length
+        own = self._first_place(self.epoch, self._peer_id)
+        return (self._first_place(self.epoch, peer_id) - own) % self._length
 
     def state_dict(self, *, position: int | None = None) -> dict[str, Any]:
         """Return the state after ``position`` samples, as plain numbers and text.

@@ -6,7 +6,7 @@ import hashlib
 import math
 from collections import Counter
 from collections.abc import Iterable
-from itertools import islice, pairwise
+from itertools import combinations, islice, pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -155,6 +155,13 @@ class TestRandomness:
     def test_all_orders_of_few_samples_are_equally_likely(self, length: int, seeds: int) -> None:
         orders = Counter(tuple(PeerSampler(length, peer_id="a", seed=seed)) for seed in range(seeds))
         assert fair(orders.values(), math.factorial(length))
+
+    @pytest.mark.parametrize("length", [9, 25])
+    def test_even_and_odd_orders_are_equally_likely(self, length: int) -> None:
+        """An odd square is where a grid of that many cells would give even orders only."""
+        orders = (list(PeerSampler(length, peer_id="a", seed=seed)) for seed in range(400))
+        signs = Counter(sum(one > other for one, other in combinations(order, 2)) % 2 for order in orders)
+        assert fair(signs.values(), 2)
 
     def test_samples_and_their_distances_are_spread_evenly(self) -> None:
         length = 10**10

@@ -84,14 +84,14 @@ class TestSavedStates:
         with pytest.raises(ValueError, match=r"^position must be a whole number from 0 to 7"):
             saved.state_dict(position=position)
 
-    def test_a_running_iteration_goes_on_at_a_loaded_position(self) -> None:
+    @pytest.mark.parametrize("position", [0, 5, 1100, 1200])
+    def test_a_running_iteration_goes_on_at_a_loaded_position(self, position: int) -> None:
         order = list(sampler())
         running = sampler()
         iterator = iter(running)
-        saved = running.state_dict()
         assert [next(iterator) for _ in range(1200)] == order[:1200]
-        running.load_state_dict(saved)
-        assert list(iterator) == order
+        running.load_state_dict(running.state_dict(position=position))
+        assert list(iterator) == order[position:]
 
     @pytest.mark.parametrize(
         ("change", "message"),

@@ -49,6 +49,8 @@ NEWCOMER_SECONDS = 30.0
 that does not come costs anyway."""
 NEWCOMERS = 4
 """Newcomers in a round with this many known peers or fewer; with more, as many newcomers as known peers."""
+REPLAY_SECONDS = 3.0
+"""Time for which a peer that replays the last updates is waited for: it hears of the last one, and fetches it."""
 KNOWN_UPDATES = 8
 """A peer that took none of this peer's last updates is a newcomer again."""
 CLAIM_MARGIN = 10.0
@@ -152,7 +154,7 @@ class Attendance:
     def _note(self, mine: Progress, words: Mapping[str, Progress], now: float) -> None:
         before, self._peers = self._peers, {}
         for peer, word in words.items():
-            if peer in self._companions and now < self._took_at + FOLLOW_SECONDS:
+            if word.follows or (peer in self._companions and now < self._took_at + FOLLOW_SECONDS):
                 word = following(word, self._earlier, mine)
             last = before.get(peer)
             if last is None or last.progress.state != word.state:
@@ -257,7 +259,11 @@ class Attendance:
     def _is_given_up(self, newcomer: str, now: float) -> bool:
         """Return whether this peer has waited long enough for a newcomer."""
         progress = self._peers[newcomer].progress
-        if progress.waiting or self._waits_since is None:
+        if self._waits_since is None:
+            return False
+        if progress.follows:
+            return now >= self._waits_since + REPLAY_SECONDS
+        if progress.waiting:
             return False
         grace = max(NEWCOMER_BATCHES * progress.batch_seconds, self._pause_seconds)
         return now >= self._waits_since + min(grace, NEWCOMER_SECONDS)

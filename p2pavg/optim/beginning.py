@@ -116,7 +116,9 @@ class Beginning:
         names = {name for name, _ in recipe.rules}
         its, own = dict(saved.fields), dict(recipe.fields)
         differing = [name for name in {**own, **its} if name in names and its.get(name) != own.get(name)]
-        told = [f"{name} {its.get(name, 'none')}, this peer with {own.get(name, 'none')}" for name in differing]
+        told = [
+            f"{name} {its.get(name, 'none')}, this peer with {own.get(name, 'none')}" for name in differing
+        ]
         return f"the run trains with {'; '.join(told) or 'other settings, which are too many or too long to tell'}"
 
     def word(self) -> Word:

@@ -27,13 +27,14 @@ from p2pavg.state.snapshot import read
 
 logger = logging.getLogger(__name__)
 
-AHEAD = 2
-"""Averages that are fetched at once: while one is applied, the next one is on its way."""
+AHEAD, MAX_AHEAD = 2, 4
+"""Averages that are fetched at once: while one is applied, the next one is on its way. More of them if they are small."""
+SMALL_BYTES = 2**24
 LOOK_SECONDS = 1.0  # between two looks at transfers and records
 RETRY_SECONDS = 2.0  # doubled with each failure in a row
 MAX_RETRY_SECONDS = 60.0
 LOST_SECONDS = 10.0
-"""If no peer offers the next average for this long, though the run goes on, a snapshot is fetched."""
+"""If most peers hold another state than this one's for this long, and none offers a later average, a snapshot is fetched."""
 PACE_UPDATES = 8  # updates of the run over which their usual time is measured
 
 
@@ -107,6 +108,7 @@ class Follower:
         self.pace = Pace()
         self._snapshot: SnapshotTransfer | None = None
         self._averages: deque[AverageTransfer] = deque()
+        self._ahead = MAX_AHEAD if sharing.average_bytes <= SMALL_BYTES else AHEAD
         self._needs_snapshot = False
         self._at_least = 0
         self._began_at: float | None = None
@@ -122,6 +124,11 @@ class Follower:
     def is_active(self) -> bool:
         """True from the first :meth:`advance` until this peer has caught up."""
         return self._began_at is not None
+
+    @property
+    def is_on_the_log(self) -> bool:
+        """True while this peer replays averages, or has just replayed the last one."""
+        return not self._needs_snapshot
 
     def begin(self, *, snapshot: bool = False) -> None:
         """Begin to follow.
@@ -278,7 +285,7 @@ class Follower:
 
     def _fetch_averages(self, news: dict[str, StateNews], deciding: Collection[str]) -> None:
         epoch = self._common.lineage.epoch
-        while len(self._averages) < AHEAD:
+        while len(self._averages) < self._ahead:
             found = next_average(news, deciding, epoch + len(self._averages) + 1)
             if found is None:
                 break
@@ -286,7 +293,8 @@ class Follower:
             self._averages.append(self._sharing.fetch_average(group_id))
         for transfer in self._averages:
             donors = tuple(peer_id for peer_id, said in news.items() if transfer.group_id in said.log)
-            transfer.set_donors(self._sharing.addresses_of(news, donors))
+            if donors:  # a donor may still hold what its record does not name any more
+                transfer.set_donors(self._sharing.addresses_of(news, donors))
 
     def _replay(self, transfer: AverageTransfer) -> bool:
         """Take one update; return whether its average belongs to this peer's state."""
@@ -316,11 +324,12 @@ class Follower:
     def _without_average(self, head: int, now: float) -> str:
         """Return the reason for waiting when no peer offers the next average."""
         epoch = self._common.lineage.epoch
-        if now >= self._last_found + LOST_SECONDS:
-            self._lose_the_log(now)
         if head <= epoch:
+            if now >= self._last_found + LOST_SECONDS:
+                self._lose_the_log(now)
             return f"no peer offers a later state than that of update {epoch}"
-        return f"no peer offers the average of update {epoch + 1}; most are at update {head}"
+        self._lose_the_log(now)
+        return f"no peer offers the average of update {epoch + 1} any more; most are at update {head}"
 
     # ------------------------------------------------------------------ progress
 

@@ -19,6 +19,7 @@ MAX_SAMPLES = 1e15
 MAX_EPOCH = 2**53
 MAX_BATCH_SECONDS = 600.0  # the default sync_timeout: no peer is waited for longer
 STATE_BYTES = 32
+_VERSION = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +42,8 @@ class Progress:
     """Seconds that a batch of this peer takes, the median of the last few; 0 before the first one."""
     started: bool = False
     """True if it has taken an update with others since it began, or since it loaded a state."""
+    follows: bool = False
+    """True if it replays the run's last updates, and will observe the next round as soon as it has caught up."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.epoch <= MAX_EPOCH or len(self.state) != STATE_BYTES:
@@ -54,7 +57,7 @@ class Progress:
 def encode_progress(progress: Progress) -> bytes:
     """Return the bytes that a peer publishes on the board."""
     return pack(
-        2,
+        _VERSION,
         progress.epoch,
         progress.state,
         float(progress.samples),
@@ -62,15 +65,16 @@ def encode_progress(progress: Progress) -> bytes:
         progress.waiting,
         float(progress.batch_seconds),
         progress.started,
+        progress.follows,
     )
 
 
 def read_progress(value: bytes) -> Progress:
     """Read a peer's progress; raise RemoteProtocolError for anything that :func:`encode_progress` does not make."""
-    version, epoch, state, samples, speed, waiting, batch, started = unpack(
-        value, int, int, bytes, float, float, bool, float, bool
+    version, epoch, state, samples, speed, waiting, batch, started, follows = unpack(
+        value, int, int, bytes, float, float, bool, float, bool, bool
     )
-    if version != 2:
+    if version != _VERSION:
         raise RemoteProtocolError(f"progress of version {version}")
     return Progress(
         epoch=epoch,
@@ -80,6 +84,7 @@ def read_progress(value: bytes) -> Progress:
         waiting=waiting,
         batch_seconds=batch,
         started=started,
+        follows=follows,
     )
 
 
@@ -279,7 +284,9 @@ def _peers(number: int) -> str:
 
 
 def following(progress: Progress, earlier: Collection[bytes], mine: Progress) -> Progress:
-    """Return a peer's expected next word, if it took this peer's last update and its word is still from before.
+    """Return a peer's expected next word, if its word is of one of this peer's earlier states.
+
+    Such a peer took this peer's last update and its word is still from before, or it replays the last updates.
 
     Args:
         progress: the other peer's word.
@@ -288,7 +295,14 @@ def following(progress: Progress, earlier: Collection[bytes], mine: Progress) ->
     """
     if progress.state not in earlier:
         return progress
-    return replace(progress, epoch=mine.epoch, state=mine.state, samples=0.0, waiting=False, started=True)
+    return replace(
+        progress,
+        epoch=mine.epoch,
+        state=mine.state,
+        samples=0.0,
+        waiting=progress.follows,
+        started=not progress.follows,
+    )
 
 
 def read_all(said: Mapping[str, bytes]) -> dict[str, Progress]:

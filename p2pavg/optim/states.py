@@ -37,6 +37,8 @@ UNWANTED_SECONDS = 120.0
 """A donor keeps its snapshot for this long after the last peer has asked for one or read from it."""
 IN_USE_SECONDS = 10.0
 """A snapshot of which a piece was read within this time is in use."""
+OBSERVE_SECONDS = 10.0
+"""If the run takes updates faster than this, a peer that has caught up observes a round before it computes a batch."""
 MIN_LOG_BYTES = 2**24
 OWN = "own"
 PACE_UPDATES = 8  # of this peer, over which the usual time between two updates is measured
@@ -158,8 +160,8 @@ class States:
 
     @property
     def should_observe(self) -> bool:
-        """True if the run was faster than this peer's batch since it caught up."""
-        return self._caught_up > 1
+        """True if a batch of this peer would probably come too late: it observes a round first."""
+        return self._caught_up > 1 or 0 < self.follower.pace.update_seconds < OBSERVE_SECONDS
 
     def must_follow(self, behind: str | None, *, outnumbered: bool) -> bool:
         """Return whether this peer has to fetch the run's state, and begin if it has.
@@ -192,11 +194,13 @@ class States:
         while True:
             version, run = self._sharing.version, self._together.run
             following = self.follower.advance(behind=run.is_behind())
+            run.follow(self.should_observe and self.follower.is_on_the_log)
             self._sharing.say(wants=self.follower.is_active, epoch=self._common.lineage.epoch)
             if following.caught_up:
                 self._caught_up += 1
                 return following
             if following.failed or time.monotonic() >= until:
+                run.follow(False)
                 return following
             self.follower.wait(version)
 

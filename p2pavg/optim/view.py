@@ -88,6 +88,7 @@ class RunView:
         self.lineage = lineage
         self.peers_to_start = peers_to_start
         self._remembered: frozenset[str] = frozenset()
+        self._follows = False
         self._target = target
         self._least = averager.config.min_group_size if alone_after is None else 1
         self._board = averager.board(TOPIC)
@@ -133,6 +134,13 @@ class RunView:
             self._mine = replace(self._mine, waiting=True)
             self._board.publish(encode_progress(self._mine))
 
+    def follow(self, follows: bool) -> None:
+        """Publish whether this peer replays the run's last updates, and will observe the next round."""
+        if follows != self._follows:
+            self._follows = follows
+            self._mine = self._progress(0.0, waiting=follows)
+            self._board.publish(encode_progress(self._mine), now=True)
+
     def leave(self) -> None:
         """Withdraw this peer's progress: no other peer waits for this one until it publishes again."""
         self._board.withdraw()
@@ -143,9 +151,10 @@ class RunView:
             state=self.lineage.state,
             samples=samples,
             samples_per_second=self._pace.samples_per_second,
-            waiting=waiting,
+            waiting=waiting or self._follows,
             batch_seconds=self._pace.batch_seconds,
             started=self._attendance.started,
+            follows=self._follows,
         )
 
     # ------------------------------------------------------------------ the other peers
@@ -221,6 +230,7 @@ class RunView:
             after: lineage after the update.
         """
         now = time.monotonic()
+        self._follows = False
         self._pace.rested(now)
         self._attendance.took(companions, self._mine, self._words(), now)
         self.lineage = after

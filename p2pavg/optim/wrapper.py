@@ -228,6 +228,7 @@ class PeerOptimizer:
                 report = self._training.report(goes_on=True)
                 return replace(report, catching_up=following.reason or None)
             if not self._states.should_observe or self._together.run.survey().peers < 2:
+                self._together.run.follow(False)
                 return self._training.report(goes_on=True)
             observed = self._observe()
             if observed is None or observed.updated:

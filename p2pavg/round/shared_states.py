@@ -84,9 +84,7 @@ async def open_sharing(
         is_busy: returns true while a round exchanges.
     """
     shelf = Shelf(settings.log_bytes)
-    host.state.join(
-        run_id, run.membership, shelf, upload=RateLimit(settings.upload_mbps), is_busy=is_busy
-    )
+    host.state.join(run_id, run.membership, shelf, upload=RateLimit(settings.upload_mbps), is_busy=is_busy)
     try:
         async with (
             open_sessions(

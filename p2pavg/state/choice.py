@@ -25,7 +25,7 @@ from p2pavg.state.news import SnapshotOffer, StateNews
 ALIGN_SECONDS = 4.0
 """A donor hears that a snapshot is wanted within this time. All donors take the next snapshot after an update whose
 number is a multiple of as many updates as fit into this time, rounded up to a power of two: so most take the same."""
-MAX_ALIGN = 64
+MAX_ALIGN = 16  # a quarter of the averages that one record names
 SETTLE_SECONDS = 8.0
 """A joiner takes a snapshot that less than half of its voters offer only after it has waited for this long."""
 

@@ -109,7 +109,9 @@ class Transfer:
         self._soon(self._scope.cancel)
 
     def _soon(self, function: Callable[[], object]) -> None:
-        with contextlib.suppress(trio.RunFinishedError):  # the averager is closed; its next call raises ClosedError
+        with contextlib.suppress(
+            trio.RunFinishedError
+        ):  # the averager is closed; its next call raises ClosedError
             self._token.run_sync_soon(function)
 
     def _tell_donors(self) -> None:

@@ -37,8 +37,8 @@ from p2pavg.state.fetching import Fetch, Progress, Wanted
 from p2pavg.state.manifest import Manifest
 from p2pavg.state.news import MAX_ADDRESSES, SnapshotOffer, StateNews, encode_news, read_all
 from p2pavg.state.progress import StateProgress, amount, span
-from p2pavg.state.shelf import HeldSnapshot, Shelf
 from p2pavg.state.sessions import Sessions
+from p2pavg.state.shelf import HeldSnapshot, Shelf
 from p2pavg.state.sink import FileSink, MemorySink, Sink
 from p2pavg.state.tree import CHUNK_BYTES, chunk_count, chunk_digests, root_of
 from p2pavg.threads.workers import in_own_thread

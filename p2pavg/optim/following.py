@@ -154,7 +154,8 @@ class Follower:
         deciding = self._sharing.deciding(news, self._trusted)
         failures = self._retries
         head = head_of(news, deciding)
-        self.pace.note(head, now)
+        if deciding:
+            self.pace.note(head, now)
         if self._needs_snapshot:
             reason = self._towards_snapshot(news, deciding, now)
         else:

@@ -103,6 +103,7 @@ class States:
         self._drift = GrowingPauses()
         self._caught_up = 0
         """Times that this peer has caught up since it was in a round."""
+        self._save_is_due = False
 
     # ------------------------------------------------------------------ offering
 
@@ -153,8 +154,7 @@ class States:
         self._sharing.took(bytes.fromhex(success.group_id), epoch)
         self._sharing.say(wants=False, epoch=epoch)
         self._looked_at = now - LOOK_SECONDS
-        if self._settings.every is not None and epoch % self._settings.every == 0:
-            self.save()
+        self._save_if_due(epoch)
 
     # ------------------------------------------------------------------ following
 
@@ -206,13 +206,22 @@ class States:
 
     # ------------------------------------------------------------------ checkpoints
 
-    def save(self) -> None:
+    def _save_if_due(self, epoch: int) -> None:
+        """Write a checkpoint if it is its turn, or if an earlier one had to wait for other work with a state."""
+        if self._settings.every is not None and epoch % self._settings.every == 0:
+            if self._save_is_due:
+                logger.warning(
+                    "no checkpoint of the last %d updates: the disk is slower than that", self._settings.every
+                )
+            self._save_is_due = True
+        if self._save_is_due and not self._sharing.is_working:
+            self._save_is_due = False
+            self._save(epoch)
+
+    def _save(self, epoch: int) -> None:
         """Write a checkpoint in the background."""
         assert self._folder is not None
-        folder, epoch = self._folder, self._common.lineage.epoch
-        if self._sharing.is_working:
-            logger.warning("no checkpoint of update %d: the disk is slower than the updates", epoch)
-            return
+        folder = self._folder
         common, own = _copy_of(self._common.content()), _copy_of(self._own_content())
 
         def write() -> None:
@@ -244,15 +253,14 @@ class States:
         if path is None:
             return
         found = read_checkpoint(path, verified=True)
-        take = self._common.prepare(found.common)
         own = unflatten(found.own.tensors, found.own.values[OWN])
-        take()
         try:
+            self._common.prepare(found.common)()
             self._owner.load_own(own["optimizer"])
             if self._settings.scaler is not None and own["scaler"] is not None:
                 self._settings.scaler.load_state_dict(own["scaler"])
-        except ValueError as error:
-            raise StateError(f"the checkpoint of update {found.epoch} does not fit: {error}") from None
+        except (StateError, ValueError) as error:
+            raise StateError(f"the checkpoint {path} does not fit: {error}") from None
         torch.set_rng_state(own["rng"]["cpu"].clone())
         if own["rng"]["cuda"] and torch.cuda.is_available():
             torch.cuda.set_rng_state_all([state.clone() for state in own["rng"]["cuda"]])

@@ -346,7 +346,8 @@ class StateSharing:
 
     async def _work(self, work: Callable[[], None]) -> None:
         try:
-            await in_own_thread(work, stop=lambda: None, name="p2pavg-state")
+            with trio.CancelScope(shield=True):  # a checkpoint that was begun is written, also if the averager closes
+                await in_own_thread(work, stop=lambda: None, name="p2pavg-state")
         finally:
             self._working.clear()
 

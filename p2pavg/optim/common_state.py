@@ -23,8 +23,8 @@ from p2pavg.state.snapshot import Content
 OPTIMIZER = "optimizer"
 SCHEDULER = "scheduler"
 STATE_FACTOR = 8
-"""Bytes of an optimizer's state in a received snapshot, in multiples of the parameters' bytes: Adam's has 2, and 8 leaves
-room for states of another dtype. 64 MiB are allowed in any case."""
+"""Limit of an optimizer's state in a received snapshot, in multiples of the parameters' bytes. Adam's has 2; 8 leave room
+for states of another dtype. 64 MiB are allowed in any case."""
 MIN_STATE_BYTES = 2**26
 
 

@@ -28,13 +28,13 @@ from p2pavg.state.snapshot import read
 logger = logging.getLogger(__name__)
 
 AHEAD, MAX_AHEAD = 2, 4
-"""Averages that are fetched at once: while one is applied, the next one is on its way. More of them if they are small."""
+"""Averages that are fetched at once: while one is applied, the next one is on its way. More if they are small."""
 SMALL_BYTES = 2**24
 LOOK_SECONDS = 1.0  # between two looks at transfers and records
 RETRY_SECONDS = 2.0  # doubled with each failure in a row
 MAX_RETRY_SECONDS = 60.0
 LOST_SECONDS = 10.0
-"""If most peers hold another state than this one's for this long, and none offers a later average, a snapshot is fetched."""
+"""A snapshot is fetched if most peers hold another state than this one's for this long, and none offers a later average."""
 PACE_UPDATES = 8  # updates of the run over which their usual time is measured
 
 
@@ -208,8 +208,8 @@ class Follower:
             return "; ".join(part for part in (chosen.reason, self._failure) if part)
         if chosen.offer.size > self._common.max_bytes:
             return self._failed(
-                f"the run's state has {amount(chosen.offer.size)}, and this model's has {amount(self._common.max_bytes)}"
-                " at most: it is of another model",
+                f"the run's state has {amount(chosen.offer.size)}, and this model's has at most"
+                f" {amount(self._common.max_bytes)}: it is of another model",
                 now,
             )
         logger.info(
@@ -239,7 +239,7 @@ class Follower:
                 content = read(data)
                 take = self._common.prepare(content)
                 if content.values["lineage"] != {"epoch": offer.epoch, "state": offer.state.hex()}:
-                    raise StateError("the state is that of another update than its donors say")
+                    raise StateError("the state is that of another update than its donors say")  # noqa: TRY301 - as others
                 take()
                 del content, take
         except StateError as error:

@@ -1,7 +1,7 @@
 """One optimizer's states: what it offers to other peers, what it fetches from them, and its checkpoints.
 
-All of this runs in the training thread, between two updates, except what :class:`~p2pavg.state.sharing.StateSharing` does
-in trio's thread.
+All of this runs in the training thread, between two updates. What takes time runs in trio's thread, where
+:class:`~p2pavg.state.sharing.StateSharing` does it.
 """
 
 from __future__ import annotations
@@ -173,17 +173,20 @@ class States:
         if outnumbered and not self.follower.is_active and self._drift.is_due(time.monotonic()):
             logger.warning("more peers hold other parameters than this one's: this peer fetches theirs")
             self.follower.begin(snapshot=True)
-        if behind is not None or self._is_newer_at_start():
+        if behind is not None or self.has_later():
             self.follower.begin()
         return self.follower.is_active
 
-    def _is_newer_at_start(self) -> bool:
-        """Return whether a run that begins again has a later state than this peer's checkpoint."""
+    def has_later(self) -> str:
+        """Return the reason why a run that begins, or begins again, has a later state; empty if it has none."""
         if self._together.run.has_started or not self._together.run.is_start:
-            return False
+            return ""
         news = self._sharing.news()
         deciding = self._sharing.deciding(news, self._together.run.companions)
-        return any(news[peer_id].epoch > self._common.lineage.epoch for peer_id in deciding)
+        latest = max((news[peer_id].epoch for peer_id in deciding), default=0)
+        if latest <= self._common.lineage.epoch:
+            return ""
+        return f"the run begins again from a checkpoint of update {latest}"
 
     def catch_up(self, until: float) -> Following:
         """Follow the run until this peer has caught up, something failed, or the time is over.

@@ -9,7 +9,7 @@ anything:
 * for a newcomer in an open run: the peers through which it joined the network;
 * all peers.
 
-A member's log proves each average by signatures of the group that made it. But any two strangers can make a group. So the
+The log proves each average by signatures of the group that made it. But any two strangers can make a group. So the
 voters also decide which average comes next.
 """
 
@@ -99,7 +99,7 @@ def choose_snapshot(
 ) -> Chosen:
     """Choose the snapshot that a joiner fetches.
 
-    Among the offers from which a log leads on: the one of most voters, then of the latest update, then the largest root.
+    Among the offers from which a log leads on: that of most voters, then of the latest update, then the largest root.
 
     Args:
         deciding: the voters, see :func:`voters`.

@@ -61,6 +61,11 @@ class CommonState:
         """The lineage of the present state."""
         return self._training.lineage
 
+    @property
+    def buffers(self) -> frozenset[str]:
+        """Names of the averaged buffers."""
+        return frozenset(self._parts.common)
+
     def _named(self) -> dict[str, torch.Tensor]:
         """Return the tensors that every snapshot of this run has, by name."""
         labels = self._parts.labels[: len(self._tensors)]

@@ -229,6 +229,7 @@ class States:
     def _own_content(self) -> Content:
         saved = {
             "optimizer": self._owner.own_state(),
+            "buffers": self._own_buffers(),
             "extras": self._settings.extras,
             "scaler": None if self._settings.scaler is None else self._settings.scaler.state_dict(),
             "rng": {"cpu": torch.get_rng_state(), "cuda": _cuda_rng()},
@@ -236,6 +237,11 @@ class States:
         }
         tensors, values = flatten(saved, OWN)
         return Content(tensors=tensors, values={OWN: values})
+
+    def _own_buffers(self) -> dict[str, torch.Tensor]:
+        """Return the model's buffers that peers do not average, such as the numbers of batches."""
+        averaged = self._common.buffers
+        return {name: b for name, b in self._settings.model.named_buffers() if name not in averaged}
 
     def load_newest(self) -> None:
         """Continue from the newest checkpoint, if there is one.
@@ -252,6 +258,7 @@ class States:
         take()
         try:
             self._owner.load_own(own["optimizer"])
+            self._load_buffers(own["buffers"])
             if self._settings.scaler is not None and own["scaler"] is not None:
                 self._settings.scaler.load_state_dict(own["scaler"])
         except ValueError as error:
@@ -263,6 +270,14 @@ class States:
         self._together.run.remember(frozenset(own["companions"]))
         self._sharing.shelf.begin(found.epoch)
         logger.info("this peer continues from its checkpoint of update %d", found.epoch)
+
+    @torch.no_grad()
+    def _load_buffers(self, saved: Mapping[str, torch.Tensor]) -> None:
+        buffers = self._own_buffers()
+        if {n: b.shape for n, b in saved.items()} != {n: b.shape for n, b in buffers.items()}:
+            raise ValueError("it has other buffers")
+        for name, buffer in buffers.items():
+            buffer.copy_(saved[name])
 
 
 @torch.no_grad()

@@ -67,6 +67,7 @@ class Session:
         self._ticket = ticket
         self._download = download
         self._answers = Answers(ToLoop())
+        self._idle = trio.Event()
         self._ask, self._asked = trio.open_memory_channel[Message | None](math.inf)  # its owner bounds them
         self._streamed = 0
         self._lane: _LaneReading | None = None
@@ -162,21 +163,29 @@ class Session:
             self._lane.stop()
 
     def close(self) -> None:
-        """End the session soon, and leave its direct lane to others if nothing is on its way."""
-        if self._answers.waits:
-            self.drop(self.error)
-        else:
-            self._ask.send_nowait(None)
+        """End the session soon. Its direct lane is left to others, if what was asked comes within two seconds."""
+        self._answers.on_idle = self._idle.set
+        if not self._answers.waits:
+            self._idle.set()
+        self._ask.send_nowait(None)
 
     async def _send(self) -> None:
         async for message in self._asked:
             if message is None:
-                self._over(self.error)
-                await self._stream.aclose()
-                self._left = True
-                self._scope.cancel()
+                await self._leave()
                 return
             await send_message(self._stream, encode_request(message))
+
+    async def _leave(self) -> None:
+        with trio.move_on_after(END_SECONDS):
+            await self._idle.wait()
+        if self._answers.waits:
+            self.drop(self.error)
+        else:
+            self._over(self.error)
+            await self._stream.aclose()
+            self._left = True
+            self._scope.cancel()
 
     # ------------------------------------------------------------------ the stream
 

@@ -59,8 +59,6 @@ class Session:
         """Set when the donor sends nothing more."""
         self.error: Exception = ClosedError("this peer closed the session")
         """The reason for its end."""
-        self.lane_broke = False
-        """True if a direct lane was made, and broke."""
         self._context = context
         self._lobby = lobby
         self._stream = stream
@@ -84,6 +82,11 @@ class Session:
     def over_lane(self) -> bool:
         """True if the donor has opened a direct lane."""
         return self._lane is not None
+
+    @property
+    def lane_failed(self) -> bool:
+        """True if the session broke while it had a direct lane: the lane may be the reason."""
+        return self.over_lane and isinstance(self.error, StreamBrokenError)
 
     # ------------------------------------------------------------------ requests
 
@@ -217,7 +220,6 @@ class Session:
             with guarded(self.remote, self._fault, what="a state", expected=ENDINGS):
                 await in_own_thread(reading.run, stop=reading.stop, name="p2pavg-state-receive")
         except ENDINGS as error:
-            self.lane_broke = isinstance(error, StreamBrokenError) and not self.ended.is_set()
             self.drop(error)
         else:
             if not self.ended.is_set():

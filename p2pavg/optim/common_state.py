@@ -23,8 +23,8 @@ from p2pavg.state.snapshot import Content
 OPTIMIZER = "optimizer"
 SCHEDULER = "scheduler"
 STATE_FACTOR = 8
-"""Limit of an optimizer's state in a received snapshot, in multiples of the parameters' bytes. Adam's has 2; 8 leave room
-for states of another dtype. 64 MiB are allowed in any case."""
+"""Limit of an optimizer's state in a received snapshot, in multiples of the parameters' bytes. Adam's has 2; 8 leave
+room for states of another dtype. 64 MiB are allowed in any case."""
 MIN_STATE_BYTES = 2**26
 
 
@@ -90,8 +90,11 @@ class CommonState:
         nbytes = sum(tensor.nbytes for tensor in self._named().values())
         return (1 + STATE_FACTOR) * nbytes + MIN_STATE_BYTES
 
-    def prepare(self, content: Content) -> Callable[[], None]:
+    def prepare(self, content: Content, expected: Lineage | None = None) -> Callable[[], None]:
         """Check another state in whole; return the function that takes it, which does not fail.
+
+        Args:
+            expected: the lineage that the state must have; ``None`` for any.
 
         Raises:
             StateError: the state does not fit this peer's model, optimizer or settings; the message says why.
@@ -111,6 +114,8 @@ class CommonState:
             refusal = self._training.refusal(values)
         except ValueError as error:
             raise StateError(str(error)) from None
+        if expected is not None and lineage != expected:
+            raise StateError("the state is that of another update than its donors say")
         if refusal is not None:
             raise StateError(f"{refusal}; to join it, use its settings")
         optimizer = _state_dict(content, OPTIMIZER)

@@ -20,6 +20,7 @@ from p2pavg.errors import StateError
 from p2pavg.optim.common_state import CommonState
 from p2pavg.optim.following import Follower, Following, Replays
 from p2pavg.optim.run_state import RunState
+from p2pavg.optim.shards import Ranks
 from p2pavg.optim.together import Together
 from p2pavg.optim.waiting import GrowingPauses
 from p2pavg.result import Success
@@ -63,6 +64,7 @@ class States:
         common: the state that all peers share.
         owner: the optimizer.
         together: its coordination with the other peers.
+        ranks: the ranks of this peer.
     """
 
     def __init__(
@@ -72,8 +74,10 @@ class States:
         common: CommonState,
         owner: Owner,
         together: Together,
+        ranks: Ranks,
     ) -> None:
         run_state.claim()
+        self._ranks = ranks
         self._settings = run_state
         self._common = common
         self._owner = owner
@@ -93,6 +97,7 @@ class States:
             self._sharing,
             common,
             owner,
+            ranks,
             companions=lambda: together.run.companions,
             on_progress=run_state.on_progress,
         )
@@ -106,15 +111,23 @@ class States:
 
     # ------------------------------------------------------------------ offering
 
-    def look(self) -> None:
-        """Offer what other peers ask for. Called between two updates, also while this peer waits for others."""
+    def look(self, *, at_step: bool = False) -> None:
+        """Offer what other peers ask for. Called between two updates, also while this peer waits for others.
+
+        Args:
+            at_step: true at the beginning of a step, where all ranks of this peer look together: they take their
+                snapshots of the same update.
+        """
         now = time.monotonic()
-        if now < self._looked_at + LOOK_SECONDS:
+        if self._ranks.are_several:
+            if not at_step:
+                return
+        elif now < self._looked_at + LOOK_SECONDS:
             return
         self._looked_at = now
         epoch = self._common.lineage.epoch
         self._sharing.say(wants=self.follower.is_active, epoch=epoch)
-        if self.follower.is_active or self._sharing.is_working:
+        if self.follower.is_active:
             return
         if any(said.wants for said in self._sharing.news().values()):
             self._wanted_at = now
@@ -122,7 +135,9 @@ class States:
         used_at = max(self._wanted_at, shelf.read_at)
         if shelf.snapshot is not None and now >= used_at + UNWANTED_SECONDS:
             shelf.put(None)
-        if takes_snapshot(self._situation(now)):
+        due = takes_snapshot(self._situation(now)), not self._sharing.is_working
+        ranks = self._ranks.gather(due)
+        if ranks[0][0] and all(idle for _, idle in ranks):
             shelf.put(None)  # at most one is held
             self._sharing.offer(copy_of(self._common.content()), epoch, self._common.lineage.state)
 
@@ -170,10 +185,12 @@ class States:
             behind: the reason for which it cannot follow the run, if there is one.
             outnumbered: true if more peers hold the same other parameters.
         """
-        if outnumbered and not self.follower.is_active and self._drift.is_due(time.monotonic()):
+        drifted = outnumbered and not self.follower.is_active and self._drift.is_due(time.monotonic())
+        reasons = self._ranks.gather((drifted, behind is not None or bool(self.has_later())))
+        if any(drifted for drifted, _ in reasons):
             logger.warning("more peers hold other parameters than this one's: this peer fetches theirs")
             self.follower.begin(snapshot=True)
-        if behind is not None or self.has_later():
+        if any(late for _, late in reasons):
             self.follower.begin()
         return self.follower.is_active
 
@@ -196,16 +213,18 @@ class States:
         """
         while True:
             version, run = self._sharing.version, self._together.run
-            following = self.follower.advance(behind=run.is_behind())
+            over = time.monotonic() >= until
+            following = self.follower.advance(behind=run.is_behind(), over=over)
             run.follow(self.should_observe and self.follower.is_on_the_log)
             self._sharing.say(wants=self.follower.is_active, epoch=self._common.lineage.epoch)
             if following.caught_up:
                 self._caught_up += 1
                 return following
-            if following.failed or time.monotonic() >= until:
+            if following.failed or following.over:
                 run.follow(False)
                 return following
-            self.follower.wait(version)
+            if not following.progressed:
+                self.follower.wait(version)
 
     # ------------------------------------------------------------------ checkpoints
 
@@ -236,7 +255,7 @@ class States:
             "companions": sorted(self._together.run.companions),
         }
         tensors, values = flatten(saved, OWN)
-        return Content(tensors=tensors, values={OWN: values})
+        return Content(tensors=tensors, values=values)
 
     def _own_buffers(self) -> dict[str, torch.Tensor]:
         """Return the model's buffers that peers do not average, such as the numbers of batches."""
@@ -254,7 +273,7 @@ class States:
             return
         found = read_checkpoint(path, verified=True)
         take = self._common.prepare(found.common)
-        own = unflatten(found.own.tensors, found.own.values[OWN])
+        own = unflatten(found.own.tensors, found.own.values)
         take()
         try:
             self._owner.load_own(own["optimizer"])

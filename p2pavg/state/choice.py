@@ -1,8 +1,8 @@
 """Rules of states: when a donor takes a snapshot, and which snapshot and averages a joiner takes. No I/O, no clock.
 
 A snapshot's root proves that its bytes are those that a peer offers, and not that they are the run's. So a joiner takes
-the snapshot that most of its *voters* offer. A voter has taken an update, and asks for no state itself. The voters are, in
-this order, the first of the following sets in which there is one:
+the snapshot that most of its *voters* offer. A voter has taken an update, and asks for no state itself. The voters are
+the first of the following sets that is not empty:
 
 * in a run with an authority: all peers, since only members can publish;
 * peers that took one of the joiner's last updates with it;

@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from p2pavg.errors import StateError
 from p2pavg.optim.lineage import Lineage
 from p2pavg.optim.model import ModelParts
-from p2pavg.optim.shards import local_of
+from p2pavg.optim.shards import local_of, spread_like
 from p2pavg.optim.state import lineage_of
 from p2pavg.optim.training_run import TrainingRun
 from p2pavg.state.checking import check
@@ -82,7 +82,8 @@ class CommonState:
         if self._scheduler is not None:
             more, told[SCHEDULER] = flatten(self._scheduler.state_dict(), SCHEDULER)
             tensors = {**tensors, **more}
-        return Content(tensors={**self._named(), **tensors}, values=told)
+        local = {name: local_of(tensor) for name, tensor in tensors.items()}
+        return Content(tensors={**self._named(), **local}, values=told)
 
     @property
     def max_bytes(self) -> int:
@@ -166,7 +167,7 @@ class CommonState:
         self._parts.restore()
         parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
         states = {
-            number: _into(self._optimizer.state.get(parameters[number], {}), state)
+            number: _into(parameters[number], self._optimizer.state.get(parameters[number], {}), state)
             for number, state in optimizer["state"].items()
         }
         self._optimizer.load_state_dict({**optimizer, "state": states})
@@ -182,15 +183,24 @@ def _state_dict(content: Content, name: str) -> dict[str, Any]:
     return unflatten(content.tensors, values, copy=False)
 
 
-def _into(existing: Mapping[Any, Any], saved: Mapping[Any, Any]) -> dict[Any, Any]:
+def _into(
+    parameter: torch.Tensor, existing: Mapping[Any, Any], saved: Mapping[Any, Any]
+) -> dict[Any, Any]:
     """Return a parameter's saved state in the memory that it has already, as far as it fits."""
     found = {}
     for name, value in saved.items():
         held = existing.get(name)
         if not isinstance(value, torch.Tensor):
             found[name] = value
-        elif isinstance(held, torch.Tensor) and (held.shape, held.dtype) == (value.shape, value.dtype):
-            found[name] = held.copy_(value)
+        elif isinstance(held, torch.Tensor) and _is_like(local_of(held), value):
+            local_of(held).copy_(value)
+            found[name] = held
+        elif value.shape == local_of(parameter).shape:
+            found[name] = spread_like(parameter, value.clone())
         else:
             found[name] = value.clone()
     return found
+
+
+def _is_like(held: torch.Tensor, value: torch.Tensor) -> bool:
+    return held.shape == value.shape and held.dtype == value.dtype

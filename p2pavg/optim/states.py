@@ -20,7 +20,7 @@ from p2pavg.errors import StateError
 from p2pavg.optim.common_state import CommonState
 from p2pavg.optim.following import Follower, Following, Replays
 from p2pavg.optim.run_state import RunState
-from p2pavg.optim.shards import Ranks
+from p2pavg.optim.shards import Ranks, local_of
 from p2pavg.optim.together import Together
 from p2pavg.optim.waiting import GrowingPauses
 from p2pavg.result import Success
@@ -302,7 +302,9 @@ class States:
 @torch.no_grad()
 def _copy_of(content: Content) -> Content:
     return Content(
-        tensors={name: tensor.detach().to("cpu", copy=True) for name, tensor in content.tensors.items()},
+        tensors={
+            name: local_of(tensor).detach().to("cpu", copy=True) for name, tensor in content.tensors.items()
+        },
         values=content.values,
     )
 

@@ -163,7 +163,7 @@ def late_shards(how: dict[str, Any]) -> None:
         state = optimizer.lineage.state.hex()
         (folder / f"done{peer}.{rank}").touch()
         wait_until(lambda: len(list(folder.glob("done*"))) == 3 * ranks)
-        kept = [value for each in inner.state.values() for value in each.values()]
+        kept = [value for each in inner.state.values() for _, value in sorted(each.items())]
         tensors = [cast(Any, tensor) for tensor in (*network.parameters(), *kept)]
         whole = [t.full_tensor() if hasattr(t, "full_tensor") else t for t in tensors]
         found = torch.cat([tensor.detach().reshape(-1) for tensor in whole]).tolist()
@@ -250,9 +250,7 @@ def open_peer_of(folder: Path, peer: int, how: dict[str, Any], rank: int | None 
     if peer:
         wait_until(place.exists)
         bootstrap = json.loads(place.read_text())
-    with open_averager(
-        config(how["peers"], match_timeout=5.0), listen=LISTEN, bootstrap=bootstrap
-    ) as averager:
+    with open_averager(settings, listen=LISTEN, bootstrap=bootstrap) as averager:
         if not peer:
             (folder / f"{name}.new").write_text(json.dumps(averager.addresses))
             (folder / f"{name}.new").rename(place)

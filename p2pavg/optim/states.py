@@ -34,6 +34,8 @@ from p2pavg.state.snapshot import Content, copy_of
 logger = logging.getLogger(__name__)
 
 LOOK_SECONDS = 0.2  # between two looks at the other peers' records
+SAY_SECONDS = 2.0
+"""Between two records of a peer while no other one fetches a state: each costs calls to the peers that store it."""
 UNWANTED_SECONDS = 120.0
 """A donor keeps its snapshot for this long after the last peer has asked for one or read from it."""
 IN_USE_SECONDS = 10.0
@@ -101,7 +103,7 @@ class States:
             companions=lambda: together.run.companions,
             on_progress=run_state.on_progress,
         )
-        self._looked_at = self._wanted_at = -UNWANTED_SECONDS
+        self._looked_at = self._wanted_at = self._said_at = -UNWANTED_SECONDS
         self._update_times: deque[float] = deque(maxlen=PACE_UPDATES)
         self._took_at: float | None = None
         self._has_log_size = run_state.log_bytes is not None
@@ -126,7 +128,7 @@ class States:
             return
         self._looked_at = now
         epoch = self._common.lineage.epoch
-        self._sharing.say(wants=self.follower.is_active, epoch=epoch)
+        self._say(now)
         if self.follower.is_active:
             return
         if any(said.wants for said in self._sharing.news().values()):
@@ -140,6 +142,12 @@ class States:
         if ranks[0][0] and all(idle for _, idle in ranks):
             shelf.put(None)  # at most one is held
             self._sharing.offer(copy_of(self._common.content()), epoch, self._common.lineage.state)
+
+    def _say(self, now: float) -> None:
+        """Publish this peer's record: after each update while a peer fetches a state, and else every few seconds."""
+        if now >= self._said_at + SAY_SECONDS or now < self._wanted_at + IN_USE_SECONDS:
+            self._said_at = now
+            self._sharing.say(wants=self.follower.is_active, epoch=self._common.lineage.epoch)
 
     def _situation(self, now: float) -> DonorView:
         shelf = self._sharing.shelf
@@ -166,7 +174,7 @@ class States:
             size = sum(tensor.nbytes for tensor in self._common.content().tensors.values())
             self._sharing.shelf.set_log_bytes(max(2 * size, MIN_LOG_BYTES))
         self._sharing.took(bytes.fromhex(success.group_id), epoch)
-        self._sharing.say(wants=False, epoch=epoch)
+        self._say(now)
         self._looked_at = now - LOOK_SECONDS
         if self._settings.every is not None and epoch % self._settings.every == 0:
             self.save()

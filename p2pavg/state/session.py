@@ -59,14 +59,13 @@ class Session:
         """Set when the donor sends nothing more."""
         self.error: Exception = ClosedError("this peer closed the session")
         """The reason for its end."""
-        self.lane_broke = False
-        """True if a direct lane was made, and broke."""
         self._context = context
         self._lobby = lobby
         self._stream = stream
         self._ticket = ticket
         self._download = download
         self._answers = Answers(ToLoop())
+        self._idle = trio.Event()
         self._ask, self._asked = trio.open_memory_channel[Message | None](math.inf)  # its owner bounds them
         self._streamed = 0
         self._lane: _LaneReading | None = None
@@ -83,6 +82,11 @@ class Session:
     def over_lane(self) -> bool:
         """True if the donor has opened a direct lane."""
         return self._lane is not None
+
+    @property
+    def lane_failed(self) -> bool:
+        """True if the session broke while it had a direct lane: the lane may be the reason."""
+        return self.over_lane and isinstance(self.error, StreamBrokenError)
 
     # ------------------------------------------------------------------ requests
 
@@ -162,21 +166,29 @@ class Session:
             self._lane.stop()
 
     def close(self) -> None:
-        """End the session soon, and leave its direct lane to others if nothing is on its way."""
-        if self._answers.waits:
-            self.drop(self.error)
-        else:
-            self._ask.send_nowait(None)
+        """End the session soon. Its direct lane is left to others, if what was asked comes within two seconds."""
+        self._answers.on_idle = self._idle.set
+        if not self._answers.waits:
+            self._idle.set()
+        self._ask.send_nowait(None)
 
     async def _send(self) -> None:
         async for message in self._asked:
             if message is None:
-                self._over(self.error)
-                await self._stream.aclose()
-                self._left = True
-                self._scope.cancel()
+                await self._leave()
                 return
             await send_message(self._stream, encode_request(message))
+
+    async def _leave(self) -> None:
+        with trio.move_on_after(END_SECONDS):
+            await self._idle.wait()
+        if self._answers.waits:
+            self.drop(self.error)
+        else:
+            self._over(self.error)
+            await self._stream.aclose()
+            self._left = True
+            self._scope.cancel()
 
     # ------------------------------------------------------------------ the stream
 
@@ -208,7 +220,6 @@ class Session:
             with guarded(self.remote, self._fault, what="a state", expected=ENDINGS):
                 await in_own_thread(reading.run, stop=reading.stop, name="p2pavg-state-receive")
         except ENDINGS as error:
-            self.lane_broke = isinstance(error, StreamBrokenError) and not self.ended.is_set()
             self.drop(error)
         else:
             if not self.ended.is_set():

@@ -172,15 +172,21 @@ class Follower:
         """True while this peer replays averages, or has just replayed the last one."""
         return not self._needs_snapshot
 
-    def begin(self, *, snapshot: bool = False) -> None:
+    @property
+    def is_fetching(self) -> bool:
+        """True while a snapshot is on its way."""
+        return self._snapshot is not None
+
+    def begin(self, *, snapshot: bool = False, at_least: int = 0) -> None:
         """Begin to follow.
 
         Args:
             snapshot: true if the present state is of no use: the log alone does not help.
+            at_least: a snapshot of an earlier update is of no use.
         """
         if self._began_at is None:
             self._began_at = self._last_found = time.monotonic()
-            self._at_least = 0
+            self._at_least = at_least
             self._attempts = Attempts()
             self._trusted = frozenset(self._companions())
         self._needs_snapshot = self._needs_snapshot or snapshot
@@ -350,13 +356,13 @@ class Follower:
             return Stand(), self._without_average(head, now)
         self._last_found = now
         first, reason = self._averages[0], f"fetching the average of update {epoch + 1}"
+        if first.ended and first.failure:
+            return Stand(failed=first.failure), first.failure
+        if first.proof is not None and first.proof.state != self._common.lineage.state:
+            self._lose_the_log(now)  # before the average itself was fetched
+            return Stand(), "this peer's updates are not those of the run: it needs a snapshot"
         if not first.ended:
             return Stand(), reason
-        if first.failure:
-            return Stand(failed=first.failure), first.failure
-        if first.proven().state != self._common.lineage.state:
-            self._lose_the_log(now)
-            return Stand(), "this peer's updates are not those of the run: it needs a snapshot"
         return Stand(ready=Ready.AVERAGE, epoch=epoch + 1), reason
 
     def _fetch_averages(self, news: dict[str, StateNews], deciding: Collection[str]) -> None:

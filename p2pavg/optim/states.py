@@ -27,7 +27,7 @@ from p2pavg.result import Success
 from p2pavg.round.shared_states import ShareSettings
 from p2pavg.state.checkpoint import CheckpointFolder
 from p2pavg.state.checkpoint import read as read_checkpoint
-from p2pavg.state.choice import DonorView, takes_snapshot
+from p2pavg.state.choice import DonorView, next_average, takes_snapshot
 from p2pavg.state.nested import flatten, unflatten
 from p2pavg.state.snapshot import Content, copy_of
 
@@ -43,6 +43,8 @@ IN_USE_SECONDS = 10.0
 OBSERVE_SECONDS = 10.0
 """If the run takes updates faster than this, a peer that has caught up observes a round before it computes a batch."""
 MIN_LOG_BYTES = 2**24
+LATER_SECONDS = 60.0
+"""In a run that begins again, a peer with an earlier checkpoint waits this long for the latest one's state."""
 OWN = "own"
 PACE_UPDATES = 8  # of this peer, over which the usual time between two updates is measured
 
@@ -111,6 +113,9 @@ class States:
         self._caught_up = 0
         """Times that this peer has caught up since it was in a round."""
         self._save_is_due = False
+        self._fetches_later = False
+        self._later_at: float | None = None
+        """When a peer was first seen to have a later checkpoint, or its state was last on its way."""
 
     # ------------------------------------------------------------------ offering
 
@@ -194,13 +199,22 @@ class States:
             outnumbered: true if more peers hold the same other parameters.
         """
         drifted = outnumbered and not self.follower.is_active and self._drift.is_due(time.monotonic())
-        reasons = self._ranks.gather((drifted, behind is not None or bool(self.has_later())))
-        if any(drifted for drifted, _ in reasons):
+        reasons = self._ranks.gather((drifted, behind is not None, bool(self.has_later())))
+        if any(drifted for drifted, _, _ in reasons):
             logger.warning("more peers hold other parameters than this one's: this peer fetches theirs")
             self.follower.begin(snapshot=True)
-        if any(late for _, late in reasons):
+        if any(late for _, late, _ in reasons):
             self.follower.begin()
+        if any(later for _, _, later in reasons) and not self.follower.is_active:
+            self._fetches_later = not self._ranks.as_the_first(self._has_next_average)
+            self.follower.begin(snapshot=self._fetches_later, at_least=self._common.lineage.epoch + 1)
         return self.follower.is_active
+
+    def _has_next_average(self) -> bool:
+        """Return whether a peer offers the next average. Peers that begin again have none: only a snapshot helps."""
+        news = self._sharing.news()
+        deciding = self._sharing.deciding(news, self._together.run.companions)
+        return next_average(news, deciding, self._common.lineage.epoch + 1) is not None
 
     def has_later(self) -> str:
         """Return the reason why a run that begins, or begins again, has a later state; empty if it has none."""
@@ -210,6 +224,11 @@ class States:
         deciding = self._sharing.deciding(news, self._together.run.companions)
         latest = max((news[peer_id].epoch for peer_id in deciding), default=0)
         if latest <= self._common.lineage.epoch:
+            return ""
+        now = time.monotonic()
+        if self._later_at is None or self.follower.is_fetching:
+            self._later_at = now
+        if now >= self._later_at + LATER_SECONDS:
             return ""
         return f"the run begins again from a checkpoint of update {latest}"
 
@@ -222,17 +241,31 @@ class States:
         while True:
             version, run = self._sharing.version, self._together.run
             over = time.monotonic() >= until
+            if self._ranks.as_the_first(self._later_is_gone):
+                logger.warning(
+                    "the peer with a later checkpoint offers no state: this peer continues from its own"
+                )
+                self.follower.stop()
+                self._fetches_later = False
+                run.follow(False)
+                return Following(caught_up=True)
             following = self.follower.advance(behind=run.is_behind(), over=over)
             run.follow(self.should_observe and self.follower.is_on_the_log)
             self._sharing.say(wants=self.follower.is_active, epoch=self._common.lineage.epoch)
             if following.caught_up:
                 self._caught_up += 1
+                self._fetches_later = False
                 return following
             if following.failed or following.over:
                 run.follow(False)
                 return following
             if not following.progressed:
                 self.follower.wait(version)
+
+    def _later_is_gone(self) -> bool:
+        """Return whether this peer waits for a later checkpoint's state that no peer has any more."""
+        waits = self._fetches_later and not self.follower.is_on_the_log and not self.follower.is_fetching
+        return waits and not self._together.run.is_behind() and not self.has_later()
 
     # ------------------------------------------------------------------ checkpoints
 

@@ -14,7 +14,6 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler
 
 from p2pavg.blocking import Averager, open_averager
 from p2pavg.optim import AveragedOptimizer, LocalUpdates, RunState, StepReport, diloco, fedyogi
-from p2pavg.optim.wrapper import PeerOptimizer
 from p2pavg.result import Success
 from tests.integration.optim.company import LISTEN, WATCHDOG_SECONDS, Batches, config
 
@@ -36,15 +35,18 @@ def normalised_model(seed: int) -> torch.nn.Module:
     return model
 
 
-Maker = Callable[[torch.nn.Module, Averager, RunState, dict[str, Any]], PeerOptimizer]
+AnyOptimizer = AveragedOptimizer | LocalUpdates
+Maker = Callable[[torch.nn.Module, Averager, RunState, dict[str, Any]], AnyOptimizer]
 
 
-def sgd(model: torch.nn.Module, averager: Averager, state: RunState, options: dict[str, Any]) -> PeerOptimizer:
+def sgd(model: torch.nn.Module, averager: Averager, state: RunState, options: dict[str, Any]) -> AnyOptimizer:
     inner = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     return AveragedOptimizer(inner, averager, target_batch_size=3 * BATCH, state=state, **options)
 
 
-def adamw(model: torch.nn.Module, averager: Averager, state: RunState, options: dict[str, Any]) -> PeerOptimizer:
+def adamw(
+    model: torch.nn.Module, averager: Averager, state: RunState, options: dict[str, Any]
+) -> AnyOptimizer:
     inner = torch.optim.AdamW(model.parameters(), lr=0.01)
     schedule = CosineAnnealingLR(inner, T_max=60)
     return AveragedOptimizer(
@@ -54,7 +56,7 @@ def adamw(model: torch.nn.Module, averager: Averager, state: RunState, options: 
 
 def by_diloco(
     model: torch.nn.Module, averager: Averager, state: RunState, options: dict[str, Any]
-) -> PeerOptimizer:
+) -> AnyOptimizer:
     inner = torch.optim.AdamW(model.parameters(), lr=0.01)
     schedule = CosineAnnealingLR(inner, T_max=150)
     return diloco(inner, averager, sync_every=2, scheduler=schedule, state=state, **options)
@@ -62,7 +64,7 @@ def by_diloco(
 
 def by_fedyogi(
     model: torch.nn.Module, averager: Averager, state: RunState, options: dict[str, Any]
-) -> PeerOptimizer:
+) -> AnyOptimizer:
     inner = torch.optim.SGD(model.parameters(), lr=0.05)
     return fedyogi(inner, averager, sync_every=2, state=state, **options)
 
@@ -89,7 +91,7 @@ class Seen:
         (self.replayed if replayed else self.together).append(report.epoch)
 
 
-def common_tensors(optimizer: PeerOptimizer, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+def common_tensors(optimizer: AnyOptimizer, model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return copies of all tensors that the peers of one lineage share."""
     found = {name: parameter.detach() for name, parameter in model.named_parameters()}
     found |= {name: buffer for name, buffer in model.named_buffers() if buffer.is_floating_point()}
@@ -102,7 +104,7 @@ def common_tensors(optimizer: PeerOptimizer, model: torch.nn.Module) -> dict[str
     return {name: tensor.clone() for name, tensor in found.items()}
 
 
-def common_values(optimizer: PeerOptimizer) -> dict[str, Any]:
+def common_values(optimizer: AnyOptimizer) -> dict[str, Any]:
     """Return the lineage, the hyperparameters and the place in the schedule.
 
     With local updates, each peer has an inner schedule of its own: its steps are not those of the other peers.
@@ -137,6 +139,8 @@ class Story:
         self._moved = threading.Condition()
         self._failed = False
         self._ended = threading.Barrier(peers)
+        self._first = threading.Event()
+        self._addresses: list[str] = []
 
     def wait_for_epoch(self, peer: int, epoch: int) -> None:
         """Wait until a peer has taken an update."""
@@ -166,22 +170,20 @@ class Story:
         self._ended.abort()
 
     def run(self, act: Callable[[Story, int, Sequence[str]], None]) -> list[Seen]:
-        """Call ``act(story, index, bootstrap)`` for each peer in a thread named ``peer INDEX``; return what they saw."""
-        first = threading.Event()
+        """Call ``act(story, index, bootstrap)`` for each peer in a thread, ``peer INDEX``; return what they saw."""
+        first = self._first
         errors: list[BaseException] = []
-        addresses: list[str] = []
 
         def work(index: int) -> None:
             try:
                 if index:
                     assert first.wait(WATCHDOG_SECONDS)
-                act(self, index, addresses)
+                act(self, index, self._addresses)
             except BaseException as error:  # noqa: BLE001 - raised again in the test's thread
                 errors.append(error)
                 self.fail()
                 first.set()
 
-        self.is_open = lambda averager: (addresses.extend(averager.addresses), first.set())
         threads = [threading.Thread(target=work, args=(i,), name=f"peer {i}") for i in range(self.peers)]
         for thread in threads:
             thread.start()
@@ -197,7 +199,7 @@ class Story:
         bootstrap: Sequence[str],
         *,
         seed: int = 5,
-        then: Callable[[PeerOptimizer], None] = lambda _: None,
+        then: Callable[[AnyOptimizer], None] = lambda _: None,
         **options: Any,
     ) -> None:
         """Train until the run's end.
@@ -211,7 +213,8 @@ class Story:
         with ExitStack() as stack:
             averager = stack.enter_context(open_averager(self.config, listen=LISTEN, bootstrap=bootstrap))
             if not bootstrap:
-                self.is_open(averager)
+                self._addresses.extend(averager.addresses)
+                self._first.set()
             optimizer = self.make(
                 model, averager, RunState(model), {"on_update": seen.note, "check_every": 5, **options}
             )
@@ -229,4 +232,6 @@ class Story:
             if optimizer.scheduler is not None:
                 seen.schedule = optimizer.scheduler.last_epoch
             seen.final, seen.plain = common_tensors(optimizer, model), common_values(optimizer)
-            self._ended.wait(WATCHDOG_SECONDS)  # a peer that hears of the last update late may need another one
+            self._ended.wait(
+                WATCHDOG_SECONDS
+            )  # a peer that hears of the last update late may need another one

@@ -7,6 +7,7 @@ import logging
 import os
 import resource
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,8 @@ def train(member: Member) -> None:
     Arguments: ``folder`` for this peer's directory and identity; ``peers`` to start; ``elements`` of a parameter that
     only makes the state large; ``state``, further arguments of :class:`RunState`; ``file_bytes``, the largest file that
     this process may write; ``die_at``, the number of bytes of a download at which it kills itself; ``die_loading``, to
-    kill itself while the state is replaced; ``name`` of the directory.
+    kill itself while the state is replaced; ``batch_seconds`` of computing; ``sync_timeout``; ``checks``, to compare
+    the parameters before and after each step; ``seed`` of the first parameters. The message ``say`` asks for a digest.
     """
     torch.set_num_threads(1)
     given = member.arguments
@@ -54,7 +56,7 @@ def train(member: Member) -> None:
     if given.get("die_loading"):
         die_while_loading()
     folder = Path(given["folder"])
-    name = given.get("name", str(member.index))
+    name = str(member.index)
     config = p2pavg.AveragingConfig(run_id="states", match_timeout=20.0, exchange_timeout=30.0)
     torch.manual_seed(given.get("seed", 0))
     model = torch.nn.Sequential(torch.nn.Linear(INPUTS, 1))
@@ -74,6 +76,7 @@ def train(member: Member) -> None:
             target_batch_size=given["peers"] * BATCH,
             peers_to_start=given["peers"],
             on_update=lambda report: member.report(**described(report)),
+            sync_timeout=given.get("sync_timeout", 600.0),
             state=state,
         )
         if "file_bytes" in given:
@@ -90,6 +93,9 @@ def _loop(member: Member, model: torch.nn.Module, optimizer: AveragedOptimizer, 
     while optimizer.epoch < last:
         while (told := member.told(0.0)) is not None:
             last = told.get("last", last)
+            if "say" in told:
+                member.report(now=digest_of(model))
+        time.sleep(member.arguments.get("batch_seconds", 0.0))
         inputs = torch.randn(BATCH, INPUTS)
         state.extras["data_position"] = state.extras.get("data_position", 0) + BATCH
         loss = (model[0](inputs) - inputs.sum(1, keepdim=True)).square().mean()  # type: ignore[index]

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from p2pavg.optim.wrapper import PeerOptimizer
 from tests.integration.optim.joiners import (
     MORE_UPDATES,
+    AnyOptimizer,
     Maker,
     Seen,
     Story,
@@ -19,7 +19,6 @@ from tests.integration.optim.joiners import (
     by_fedyogi,
     sgd,
 )
-
 
 
 def bits_of(tensor: torch.Tensor) -> tuple[torch.dtype, tuple[int, ...], bytes]:
@@ -77,7 +76,9 @@ def test_a_peer_that_joins_in_the_middle_ends_with_the_same_bits(
     assert joiner.replayed, "and by at least one average of the log"
     assert joiner.replayed[0] > updates // 2
     assert len(joiner.together) >= MORE_UPDATES
-    assert abs(joiner.schedule - seen[0].schedule) <= 2 * len(joiner.replayed), "its schedule is where the run's is"
+    assert abs(joiner.schedule - seen[0].schedule) <= 2 * len(joiner.replayed), (
+        "its schedule is where the run's is"
+    )
 
 
 @pytest.mark.parametrize("make", [adamw, by_diloco], ids=lambda make: make.__name__)
@@ -91,7 +92,7 @@ def test_a_peer_that_missed_a_few_updates_comes_back_by_the_log_alone(
     def act(story: Story, peer: int, bootstrap: Sequence[str]) -> None:
         left: list[int] = []
 
-        def pause(optimizer: PeerOptimizer) -> None:
+        def pause(optimizer: AnyOptimizer) -> None:
             if not left and optimizer.epoch >= 10:
                 optimizer.leave()
                 left.append(optimizer.epoch)

@@ -1,4 +1,4 @@
-"""The documented program with a RunState, in processes: a peer that starts late, and one that is stopped and started."""
+"""The documented program with a RunState, in processes: a peer starts late, and one is stopped and started again."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from scripts.fault_search.starts import Program, running
 
 TRAINING = Path(__file__).parents[3] / "docs/training.md"
 LATE_SECONDS = 10.0  # a peer that starts this late has missed updates
-MORE_UPDATES = 30  # that all peers take together before they end: each reads the file of the last update in time
+MORE_UPDATES = (
+    30  # that all peers take together before they end: each reads the file of the last update in time
+)
 WATCHDOG_SECONDS = 200.0
 DIGEST = """
     import hashlib
@@ -98,7 +100,9 @@ def test_a_late_and_a_restarted_process_end_with_the_same_parameters(tmp_path: P
         second.process.send_signal(signal.SIGINT)
         assert second.wait(time.monotonic() + WATCHDOG_SECONDS), output(second)
         again = stack.enter_context(running([str(kept), address]))
-        joined = wait_for(again, lambda line: is_update_of(3, line), "update of three peers after the restart")
+        joined = wait_for(
+            again, lambda line: is_update_of(3, line), "update of three peers after the restart"
+        )
         write_last(tmp_path, update_in(joined) + MORE_UPDATES)
         programs = (first, third, again)
         for started in programs:

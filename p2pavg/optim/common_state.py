@@ -183,9 +183,7 @@ def _state_dict(content: Content, name: str) -> dict[str, Any]:
     return unflatten(content.tensors, values, copy=False)
 
 
-def _into(
-    parameter: torch.Tensor, existing: Mapping[Any, Any], saved: Mapping[Any, Any]
-) -> dict[Any, Any]:
+def _into(parameter: torch.Tensor, existing: Mapping[Any, Any], saved: Mapping[Any, Any]) -> dict[Any, Any]:
     """Return a parameter's saved state in the memory that it has already, as far as it fits."""
     found = {}
     for name, value in saved.items():

@@ -424,12 +424,13 @@ async def test_a_donor_that_sends_damage_costs_itself_only(
 
 
 async def test_a_donor_that_trickles_is_given_up(autojump_clock: MockClock) -> None:
-    """A byte every five seconds is a sign of life, but the piece does not come."""
-    blob = Blob(0, 4, 100_000)
+    """A byte every five seconds is a sign of life, but the manifest does not come."""
+    blob = Blob(0, 40, 100_000)
 
     async def serve(stream: Stream) -> None:
         await receive_message(stream)
         await send_message(stream, encode_welcome(""))
+        await stream.send_all(encode_frame(Frame(FrameKind.MANIFEST, 1, 0, len(blob.manifest))))
         while True:
             await trio.sleep(5.0)
             await stream.send_all(b"\0")
@@ -437,7 +438,7 @@ async def test_a_donor_that_trickles_is_given_up(autojump_clock: MockClock) -> N
     async with company(1, blob) as (_network, peers, _held, sessions):
         peers[1].context.transport.serve(PROTOCOL, serve)
         began = trio.current_time()
-        with pytest.raises(StateError, match=r"no donor is left: .*"):
+        with pytest.raises(StateError, match="it completed no piece within 120 s"):
             await fetch_of(sessions, blob, peers[1:]).run()
         assert trio.current_time() - began < 4 * PIECE_SECONDS
 
@@ -479,7 +480,9 @@ async def test_a_fetch_that_is_cancelled_leaves_its_sessions_to_the_next(autojum
         assert seconds < 0.7 * len(blobs[1].data) / FAST_ETHERNET + 0.5
 
 
-async def test_a_full_disk_ends_the_download_and_blames_no_donor(autojump_clock: MockClock) -> None:
+async def test_a_full_disk_ends_the_download_and_blames_no_donor(
+    autojump_clock: MockClock, caplog: pytest.LogCaptureFixture
+) -> None:
     blob = Blob(0, 30, 1 << 20)
 
     class Full(MemorySink):
@@ -506,6 +509,7 @@ async def test_a_full_disk_ends_the_download_and_blames_no_donor(autojump_clock:
             await fetch.run()
         assert made[0].closed
         assert not fetch.excluded
+        assert "bug of p2pavg" not in caplog.text
         await check_fetch(fetch_of(sessions, blob, peers[1:]), blob)
 
 
@@ -629,7 +633,7 @@ async def test_a_joiner_beyond_its_limits_loses_its_session(
         with suppress(StreamBrokenError):
             await attack(stream)
         assert await is_served(peers[2], peers[0], blob)
-        await trio.sleep(SEND_SECONDS + 2.0)
+        await trio.sleep(SEND_SECONDS + 2.0 if attack is reading_nothing else 1.0)
         assert not peers[0].state._served
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
@@ -673,8 +677,8 @@ async def test_an_excluded_peer_is_shown_nothing_and_loses_its_session(autojump_
         stream, refusal = await hello(peers[1], peers[0])
         assert refusal == ""
         accusations.accuse(evidence_against(simulated_signer(1)))
-        await trio.sleep(2 * LOOK_SECONDS)
-        assert await receive_message(stream) is None
+        with trio.fail_after(2 * LOOK_SECONDS):
+            assert await receive_message(stream) is None
         _, refusal = await hello(peers[1], peers[0])
         assert "it is excluded from the run by evidence" in refusal
         assert await is_served(peers[2], peers[0], blob)

@@ -44,7 +44,6 @@ def describe(file: Path) -> list[str]:
     ]
 
 
-
 def _state_of(lineage: object) -> str:
     """Return the state of a lineage as :mod:`p2pavg.optim.state` packs it; empty for anything else."""
     state = lineage.get("state") if isinstance(lineage, dict) else None

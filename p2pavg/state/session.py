@@ -41,7 +41,8 @@ OPEN_SECONDS = 10.0
 END_SECONDS = 2.0
 """For the donor to end its direct lane, so that it can be used again."""
 READ_BYTES = 64 * 1024
-"""Bytes that are read at once, so that a slow link shows signs of life, and a rate limit is kept without bursts."""
+LIMITED_BYTES = 16 * 1024
+"""Bytes that are read at once under a rate limit. Several donors share it, and each must show signs of life."""
 
 
 class Session:
@@ -194,11 +195,12 @@ class Session:
 
     async def _read_stream(self) -> None:
         in_thread, reading = self._context.run_in_thread, self._answers.read()
+        most = READ_BYTES if self._download.unlimited else LIMITED_BYTES
         buffer = await in_thread(next, reading, None)
         while buffer is not None:
             filled = 0
             while filled < len(buffer):
-                wanted = min(len(buffer) - filled, READ_BYTES)
+                wanted = min(len(buffer) - filled, most)
                 await trio.sleep(self._download.delay(wanted))
                 chunk = await self._stream.receive_some(wanted)
                 if not chunk:
@@ -269,8 +271,8 @@ class _LaneReading:
             if self._download.unlimited:
                 self._lane.receive_into(buffer)
                 continue
-            for start in range(0, len(buffer), READ_BYTES):
-                piece = buffer[start : start + READ_BYTES]
+            for start in range(0, len(buffer), LIMITED_BYTES):
+                piece = buffer[start : start + LIMITED_BYTES]
                 seconds = self._download.delay(len(piece))
                 if seconds and self._stopped.wait(seconds):
                     raise StreamBrokenError("the session is over")

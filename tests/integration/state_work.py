@@ -37,8 +37,9 @@ async def _donate(member: Member) -> None:
     async with p2pavg.open_peer(listen=[LOOPBACK], bootstrap=member.bootstrap) as peer:
         peer.state.join(RUN, None, held, upload=RateLimit(member.arguments["mbps"]))
         member.report(address=peer.addresses[0], peer_id=peer.id)
-        while await trio.to_thread.run_sync(member.told, 60.0) is not None:
-            member.report(sent=len(held.sent))
+        while True:
+            if await trio.to_thread.run_sync(member.told, 60.0) is not None:
+                member.report(sent=len(held.sent))
 
 
 def donate_or_join(member: Member) -> None:

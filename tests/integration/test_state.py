@@ -217,10 +217,10 @@ async def test_a_wrong_piece_over_a_lane_excludes_its_donor() -> None:
 
 
 def test_a_joiner_that_is_killed_fetches_little_again(tmp_path: Path) -> None:
-    """Two donors and the joiner are processes of their own."""
-    pieces = 128
-    work = {"pieces": pieces, "mbps": 300.0}
-    with LocalSwarm(donate_or_join, peers=2, arguments=work) as swarm:
+    """The donor and the joiner are processes of their own. With one donor, no piece is asked for twice on purpose."""
+    pieces = 256
+    work = {"pieces": pieces, "mbps": 600.0}
+    with LocalSwarm(donate_or_join, peers=1, arguments=work) as swarm:
         swarm.start()
         joiner = swarm.add(arguments={"folder": str(tmp_path)})
         done = 0
@@ -231,8 +231,6 @@ def test_a_joiner_that_is_killed_fetches_little_again(tmp_path: Path) -> None:
         assert reports[-1]["right"]
         assert reports[-1]["lanes"]
         found = next(event["done"] for event in reports if event.get("total"))
-        assert found >= 0.95 * done
-        for process in swarm.processes[:2]:
-            process.tell(ask=True)
-        sent = sum(process.event(30.0)["sent"] for process in swarm.processes[:2])
-        assert sent < 1.05 * pieces
+        assert found >= done
+        swarm.processes[0].tell(ask=True)
+        assert swarm.processes[0].event(30.0)["sent"] < 1.05 * pieces

@@ -42,10 +42,11 @@ PROGRESS = Progress(
     waiting=True,
     batch_seconds=2.5,
     started=True,
+    follows=True,
 )
 ENCODED = bytes.fromhex(
-    "9802cd012cc420000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f"
-    "cb4058000000000000cb4029000000000000c3cb4004000000000000c3"
+    "9903cd012cc420000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f"
+    "cb4058000000000000cb4029000000000000c3cb4004000000000000c3c3"
 )
 
 amounts = st.floats(0.0, MAX_SAMPLES)
@@ -58,6 +59,7 @@ anything = st.builds(
     waiting=st.booleans(),
     batch_seconds=st.floats(0.0, MAX_BATCH_SECONDS),
     started=st.booleans(),
+    follows=st.booleans(),
 )
 # Few states and few numbers, so that peers meet.
 peers = st.builds(
@@ -103,7 +105,7 @@ class TestWords:
     @pytest.mark.parametrize(
         ("position", "value"),
         [
-            *[(0, version) for version in (0, 1, 3, -1, True, 2.0, None)],
+            *[(0, version) for version in (0, 1, 2, 4, -1, True, 3.0, None)],
             *[(1, epoch) for epoch in (-1, MAX_EPOCH + 1, 2**64 - 1, True, 3.0, "3", None)],
             *[(2, state) for state in (b"", bytes(31), bytes(33), "a" * 32, 32, None)],
             *[
@@ -112,11 +114,11 @@ class TestWords:
                 for amount in (-1.0, -5e-324, 1.1e15, math.nan, math.inf, -math.inf, 1, True, "1", None)
             ],
             (6, MAX_BATCH_SECONDS + 1.0),
-            *[(field, flag) for field in (5, 7) for flag in (0, 1, 1.0, "", None)],
+            *[(field, flag) for field in (5, 7, 8) for flag in (0, 1, 1.0, "", None)],
         ],
     )
     def test_field_of_another_type_is_refused(self, position: int, value: object) -> None:
-        fields: list[Any] = [2, 300, bytes(range(32)), 96.0, 12.5, True, 2.5, True]
+        fields: list[Any] = [3, 300, bytes(range(32)), 96.0, 12.5, True, 2.5, True, True]
         fields[position] = value
         with pytest.raises(RemoteProtocolError):
             read_progress(pack(*fields))
@@ -125,10 +127,10 @@ class TestWords:
         "fields",
         [
             (),
-            (2,),
-            (2, 300, HERE, 96.0, 12.5, True),
-            (2, 300, HERE, 96.0, 12.5, True, 2.5),
-            (2, 300, HERE, 96.0, 12.5, True, 2.5, True, True),
+            (3,),
+            (3, 300, HERE, 96.0, 12.5, True, 2.5),
+            (3, 300, HERE, 96.0, 12.5, True, 2.5, True),
+            (3, 300, HERE, 96.0, 12.5, True, 2.5, True, True, True),
         ],
         ids=len,
     )
@@ -137,8 +139,8 @@ class TestWords:
             read_progress(pack(*fields))
 
     def test_another_version_is_named(self) -> None:
-        with pytest.raises(RemoteProtocolError, match=r"^progress of version 3$"):
-            read_progress(b"\x98\x03" + ENCODED[2:])
+        with pytest.raises(RemoteProtocolError, match=r"^progress of version 4$"):
+            read_progress(b"\x99\x04" + ENCODED[2:])
 
     @given(st.binary(max_size=120))
     @example(b"")
@@ -182,7 +184,7 @@ class TestWords:
             replace(PROGRESS, **wrong)
 
     def test_malformed_words_are_left_out(self) -> None:
-        said = {"a": ENCODED, "b": b"", "c": b"nonsense", "d": ENCODED[:-1], "e": b"\x98\x03" + ENCODED[2:]}
+        said = {"a": ENCODED, "b": b"", "c": b"nonsense", "d": ENCODED[:-1], "e": b"\x99\x04" + ENCODED[2:]}
         assert read_all(said) == {"a": PROGRESS}
         assert read_all({}) == {}
 

@@ -19,6 +19,7 @@ from p2pavg.optim.common_state import CommonState
 from p2pavg.optim.waiting import GrowingPauses
 from p2pavg.result import Success
 from p2pavg.state.average import ProvenAverage
+from p2pavg.state.checking import is_finite
 from p2pavg.state.choice import choose_snapshot, head_of, keeps_up, next_average
 from p2pavg.state.news import StateNews
 from p2pavg.state.progress import StateProgress, amount, cannot_keep_up, span
@@ -35,6 +36,7 @@ RETRY_SECONDS = 2.0  # doubled with each failure in a row
 MAX_RETRY_SECONDS = 60.0
 LOST_SECONDS = 10.0
 """If most peers hold another state than this one's for this long, and none offers a later average, a snapshot is fetched."""
+MAX_REFUSED = 64  # roots of snapshots that could not be used
 PACE_UPDATES = 8  # updates of the run over which their usual time is measured
 
 
@@ -110,7 +112,10 @@ class Follower:
         self._averages: deque[AverageTransfer] = deque()
         self._ahead = MAX_AHEAD if sharing.average_bytes <= SMALL_BYTES else AHEAD
         self._needs_snapshot = False
+        self._is_useless = False
+        """True if this peer's present state is not one of the run's."""
         self._at_least = 0
+        self._refused: deque[bytes] = deque(maxlen=MAX_REFUSED)
         self._began_at: float | None = None
         self._trusted: frozenset[str] = frozenset()
         self._last_found = 0.0
@@ -124,6 +129,16 @@ class Follower:
     def is_active(self) -> bool:
         """True from the first :meth:`advance` until this peer has caught up."""
         return self._began_at is not None
+
+    @property
+    def is_fetching(self) -> bool:
+        """True while a transfer runs."""
+        return self._transfer() is not None
+
+    @property
+    def failures(self) -> int:
+        """Number of transfers that failed since the last one that was of use."""
+        return self._retries
 
     @property
     def is_on_the_log(self) -> bool:
@@ -141,6 +156,7 @@ class Follower:
             self._at_least, self._failure = 0, ""
             self._trusted = frozenset(self._companions())
         self._needs_snapshot = self._needs_snapshot or snapshot
+        self._is_useless = self._is_useless or snapshot
 
     def advance(self, *, behind: bool) -> Following:
         """Do what can be done now, without waiting for the network.
@@ -155,6 +171,9 @@ class Follower:
         failures = self._retries
         head = head_of(news, deciding)
         self.pace.note(head, now)
+        if self._needs_snapshot and self._needs_none(head, behind=behind):
+            self._end()
+            return Following(True, "")
         if self._needs_snapshot:
             reason = self._towards_snapshot(news, deciding, now)
         else:
@@ -165,6 +184,11 @@ class Follower:
             reason = reason or self._without_average(head, now)
         reason = self._report(reason, head, now)
         return Following(False, reason, failed=self._retries > failures)
+
+    def _needs_none(self, head: int, *, behind: bool) -> bool:
+        """Return whether this peer can go on with its own state after all: those that were further are gone."""
+        is_last = not behind and self._common.lineage.epoch >= head
+        return is_last and not self._is_useless and self._snapshot is None
 
     def wait(self, version: int) -> None:
         """Block until there may be something to do.
@@ -188,7 +212,7 @@ class Follower:
             self._snapshot = None
         self._drop_averages()
         self._began_at = None
-        self._needs_snapshot = False
+        self._needs_snapshot = self._is_useless = False
 
     def _end(self) -> None:
         logger.info("this peer has caught up with its run at update %d", self._common.lineage.epoch)
@@ -203,10 +227,17 @@ class Follower:
         if now < self._not_before:
             return f"{self._failure}; the next attempt is in {span(self._not_before - now)}"
         assert self._began_at is not None
-        chosen = choose_snapshot(news, deciding, at_least=self._at_least, waited=now - self._began_at)
+        chosen = choose_snapshot(
+            news,
+            deciding,
+            at_least=self._at_least,
+            waited=now - self._began_at,
+            refused=self._refused,
+        )
         if chosen.offer is None:
             return "; ".join(part for part in (chosen.reason, self._failure) if part)
         if chosen.offer.size > self._common.max_bytes:
+            self._refused.append(chosen.offer.root)
             return self._failed(
                 f"the run's state has {amount(chosen.offer.size)}, and this model's has {amount(self._common.max_bytes)}"
                 " at most: it is of another model",
@@ -243,14 +274,15 @@ class Follower:
                 take()
                 del content, take
         except StateError as error:
-            self._at_least = offer.epoch + 1
+            self._refused.append(offer.root)
             return self._failed(str(error), now)
         self._adopted(offer.epoch)
         return f"the state of update {offer.epoch} is loaded"
 
     def _adopted(self, epoch: int) -> None:
         logger.info("this peer has loaded the state of update %d", epoch)
-        self._needs_snapshot, self._failure, self._retries = False, "", 0
+        self._needs_snapshot = self._is_useless = False
+        self._failure, self._retries = "", 0
         self._last_found = time.monotonic()
         self._sharing.shelf.begin(epoch)
         self._sharing.say(wants=True, epoch=epoch)
@@ -279,7 +311,12 @@ class Follower:
             if first.failure:
                 self._lose_the_log(now)
                 return self._failed(first.failure, now)
-            if not self._replay(first):
+            try:
+                replayed = self._replay(first)
+            except StateError as error:
+                self._lose_the_log(now)
+                return self._failed(str(error), now)
+            if not replayed:
                 self._lose_the_log(now)
                 return "this peer's updates are not those of the run: a snapshot is needed"
 
@@ -305,6 +342,8 @@ class Follower:
             averaged = transfer.decode()
         except RemoteProtocolError as error:
             raise StateError(f"an average that members have signed cannot be used: {error}") from None
+        if not all(is_finite(tensor) for tensor in averaged):
+            raise StateError("an average that members have signed has NaN or infinite values")
         epoch = self._common.lineage.epoch + 1
         self._owner.replay(averaged, replayed_success(proven, averaged))
         self._sharing.shelf.took(transfer.logged(), epoch)

@@ -7,6 +7,7 @@ in trio's thread.
 from __future__ import annotations
 
 import logging
+import math
 import statistics
 import time
 from collections import deque
@@ -26,7 +27,7 @@ from p2pavg.result import Success
 from p2pavg.round.shared_states import ShareSettings
 from p2pavg.state.checkpoint import CheckpointFolder
 from p2pavg.state.checkpoint import read as read_checkpoint
-from p2pavg.state.choice import DonorView, takes_snapshot
+from p2pavg.state.choice import DonorView, head_of, takes_snapshot
 from p2pavg.state.nested import flatten, unflatten
 from p2pavg.state.snapshot import Content, copy_of
 
@@ -41,6 +42,12 @@ OBSERVE_SECONDS = 10.0
 """If the run takes updates faster than this, a peer that has caught up observes a round before it computes a batch."""
 MIN_LOG_BYTES = 2**24
 OWN = "own"
+START_SECONDS = 120.0
+"""At the start of a run, a peer follows others that say they are further for this long, unless a transfer runs."""
+START_FAILURES = 3  # and until so many transfers in a row have failed
+REST = 20.0
+"""A donor takes no snapshot for this many times the time that its last one took: at most a twentieth of its training,
+for joiners that ask for ever, and for joiners that never catch up."""
 PACE_UPDATES = 8  # of this peer, over which the usual time between two updates is measured
 
 
@@ -101,6 +108,10 @@ class States:
         self._took_at: float | None = None
         self._has_log_size = run_state.log_bytes is not None
         self._drift = GrowingPauses()
+        self._rests_until = -math.inf
+        self._start_until: float | None = None
+        self._starts = True
+        """False once this peer has given up following others at the start."""
         self._caught_up = 0
         """Times that this peer has caught up since it was in a round."""
 
@@ -122,9 +133,11 @@ class States:
         used_at = max(self._wanted_at, shelf.read_at)
         if shelf.snapshot is not None and now >= used_at + UNWANTED_SECONDS:
             shelf.put(None)
-        if takes_snapshot(self._situation(now)):
+        if now >= self._rests_until and takes_snapshot(self._situation(now)):
             shelf.put(None)  # at most one is held
-            self._sharing.offer(copy_of(self._common.content()), epoch, self._common.lineage.state)
+            data = copy_of(self._common.content())
+            self._rests_until = time.monotonic() + REST * (time.monotonic() - now)
+            self._sharing.offer(data, epoch, self._common.lineage.state)
 
     def _situation(self, now: float) -> DonorView:
         shelf = self._sharing.shelf
@@ -173,17 +186,37 @@ class States:
         if outnumbered and not self.follower.is_active and self._drift.is_due(time.monotonic()):
             logger.warning("more peers hold other parameters than this one's: this peer fetches theirs")
             self.follower.begin(snapshot=True)
-        if behind is not None or self._is_newer_at_start():
+        if behind is not None:
             self.follower.begin()
+        elif self._is_newer_at_start():
+            self._follow_at_start(time.monotonic())
         return self.follower.is_active
 
     def _is_newer_at_start(self) -> bool:
-        """Return whether a run that begins again has a later state than this peer's checkpoint."""
-        if self._together.run.has_started or not self._together.run.is_start:
+        """Return whether a run that begins again has a later state than this peer's checkpoint.
+
+        At least half of the peers that decide have to say so: one that lies would keep the others from starting.
+        """
+        if not self._starts or self._together.run.has_started or not self._together.run.is_start:
             return False
         news = self._sharing.news()
         deciding = self._sharing.deciding(news, self._together.run.companions)
-        return any(news[peer_id].epoch > self._common.lineage.epoch for peer_id in deciding)
+        return head_of(news, deciding) > self._common.lineage.epoch
+
+    def _follow_at_start(self, now: float) -> None:
+        """Follow peers that say they are further; give up if no state comes from them."""
+        if self._start_until is None or (
+            self.follower.is_fetching and self.follower.failures < START_FAILURES
+        ):
+            self._start_until = now + START_SECONDS
+        if now < self._start_until and self.follower.failures < START_FAILURES:
+            self.follower.begin()
+            return
+        logger.warning(
+            "other peers say that they are further, and none gives its state: this peer starts with its own"
+        )
+        self._starts = False
+        self.follower.stop()
 
     def catch_up(self, until: float) -> Following:
         """Follow the run until this peer has caught up, something failed, or the time is over.

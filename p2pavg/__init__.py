@@ -20,6 +20,7 @@ from p2pavg.errors import (
     IdentityError,
     ListenError,
     P2PAvgError,
+    StateError,
 )
 from p2pavg.group.aggregation import CenteredClip, Median, TrimmedMean
 from p2pavg.group.audits import Audits
@@ -67,6 +68,7 @@ __all__ = [
     "RoundResult",
     "RunAccess",
     "RunFile",
+    "StateError",
     "Success",
     "Tensors",
     "TrimmedMean",

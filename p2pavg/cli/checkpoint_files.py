@@ -34,7 +34,7 @@ def describe(file: Path) -> list[str]:
     extras = checkpoint.own.values.get(_EXTRAS)
     return [
         f"update {checkpoint.epoch}, written {_when(checkpoint.written)}",
-        f"lineage {lineage.hex() if isinstance(lineage, bytes) else 'unknown'}",
+        f"lineage {_state_of(lineage) or 'unknown'}",
         f"root {checkpoint.root.hex()}",
         f"size {checkpoint.size:,} bytes",
         f"common to all peers: {_summary(checkpoint.common)}",
@@ -42,6 +42,12 @@ def describe(file: Path) -> list[str]:
         f"extras: {_listed(extras if isinstance(extras, dict) else ())}",
         *_table(checkpoint),
     ]
+
+
+def _state_of(lineage: object) -> str:
+    """Return the state of a lineage as :mod:`p2pavg.optim.state` packs it; empty for anything else."""
+    state = lineage.get("state") if isinstance(lineage, dict) else None
+    return state if isinstance(state, str) and state.isalnum() else ""
 
 
 def verify(file: Path) -> str:

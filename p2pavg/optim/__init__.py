@@ -10,6 +10,7 @@ from p2pavg.optim.report import StepReport
 from p2pavg.optim.run_state import RunState
 from p2pavg.optim.shards import shard_config
 from p2pavg.optim.sync import SyncError, sync_parameters
+from p2pavg.state.progress import StateProgress
 
 __all__ = [
     "AveragedOptimizer",
@@ -20,6 +21,7 @@ __all__ = [
     "LocalUpdates",
     "RunProgress",
     "RunState",
+    "StateProgress",
     "StepReport",
     "SyncError",
     "TensorBoardLog",

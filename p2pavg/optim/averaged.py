@@ -190,13 +190,6 @@ class AveragedOptimizer(PeerOptimizer):
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._parameters]
         return [local_of(tensor) for tensor in (*gradients, *self._parts.averaged)]
 
-    def _any_running(self) -> bool:
-        """Return whether a round runs on any rank.
-
-        All ranks must take part in the same collectives, or they deadlock.
-        """
-        return not self._ranks.all_agree(not self._running)
-
     def _average(self, peers: int) -> StepReport:
         if self._overlap:
             self._together.begin_round(peers)

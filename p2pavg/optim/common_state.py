@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from p2pavg.errors import StateError
 from p2pavg.optim.lineage import Lineage
 from p2pavg.optim.model import ModelParts
-from p2pavg.optim.shards import local_of
+from p2pavg.optim.shards import local_of, spread_like
 from p2pavg.optim.state import lineage_of
 from p2pavg.optim.state_check import checked_optimizer, checked_schedule
 from p2pavg.optim.training_run import TrainingRun
@@ -24,7 +24,7 @@ from p2pavg.state.snapshot import Content
 OPTIMIZER = "optimizer"
 SCHEDULER = "scheduler"
 STATE_FACTOR = 8
-"""Bytes of an optimizer's state in a received snapshot, in multiples of the parameters' bytes: Adam's has 2, and 8 leaves
+"""Limit of an optimizer's state in a received snapshot, in multiples of the parameters' bytes. Adam's has 2; 8 leave
 room for states of another dtype. 64 MiB are allowed in any case."""
 MIN_STATE_BYTES = 2**26
 MAX_UPDATES = 2**40
@@ -65,6 +65,11 @@ class CommonState:
         """The lineage of the present state."""
         return self._training.lineage
 
+    @property
+    def buffers(self) -> frozenset[str]:
+        """Names of the averaged buffers."""
+        return frozenset(self._parts.common)
+
     def _named(self) -> dict[str, torch.Tensor]:
         """Return the tensors that every snapshot of this run has, by name."""
         labels = self._parts.labels[: len(self._tensors)]
@@ -81,7 +86,8 @@ class CommonState:
         if self._scheduler is not None:
             more, told[SCHEDULER] = flatten(self._scheduler.state_dict(), SCHEDULER)
             tensors = {**tensors, **more}
-        return Content(tensors={**self._named(), **tensors}, values=told)
+        local = {name: local_of(tensor) for name, tensor in tensors.items()}
+        return Content(tensors={**self._named(), **local}, values=told)
 
     @property
     def max_bytes(self) -> int:
@@ -89,8 +95,11 @@ class CommonState:
         nbytes = sum(tensor.nbytes for tensor in self._named().values())
         return (1 + STATE_FACTOR) * nbytes + MIN_STATE_BYTES
 
-    def prepare(self, content: Content) -> Callable[[], None]:
+    def prepare(self, content: Content, expected: Lineage | None = None) -> Callable[[], None]:
         """Check another state in whole; return the function that takes it, which does not fail.
+
+        Args:
+            expected: the lineage that the state must have; ``None`` for any.
 
         Raises:
             StateError: the state does not fit this peer's model, optimizer or settings; the message says why.
@@ -114,6 +123,8 @@ class CommonState:
             refusal = self._training.refusal(values)
         except ValueError as error:
             raise StateError(str(error)) from None
+        if expected is not None and lineage != expected:
+            raise StateError("the state is that of another update than its donors say")
         if refusal is not None:
             raise StateError(f"{refusal}; to join it, use its settings")
         if lineage.epoch > MAX_UPDATES:
@@ -145,7 +156,7 @@ class CommonState:
         self._parts.restore()
         parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
         states = {
-            number: _into(self._optimizer.state.get(parameters[number], {}), state)
+            number: _into(parameters[number], self._optimizer.state.get(parameters[number], {}), state)
             for number, state in optimizer["state"].items()
         }
         self._optimizer.load_state_dict({**optimizer, "state": states})
@@ -161,18 +172,27 @@ def _state_dict(content: Content, name: str, *, copy: bool) -> object:
     return unflatten(content.tensors, values, copy=copy)
 
 
-def _into(existing: Mapping[Any, Any], saved: Mapping[Any, Any]) -> dict[Any, Any]:
+def _into(parameter: torch.Tensor, existing: Mapping[Any, Any], saved: Mapping[Any, Any]) -> dict[Any, Any]:
     """Return a parameter's saved state in the memory that it has already, as far as it fits."""
     found = {}
     for name, value in saved.items():
         held = existing.get(name)
-        if not isinstance(held, torch.Tensor) or not isinstance(value, torch.Tensor):
-            found[name] = _copied(value)
-        elif (held.shape, held.dtype) == (value.shape, value.dtype):
-            found[name] = held.copy_(value)
+        if (
+            isinstance(held, torch.Tensor)
+            and isinstance(value, torch.Tensor)
+            and _is_like(local_of(held), value)
+        ):
+            local_of(held).copy_(value)
+            found[name] = held
+        elif isinstance(value, torch.Tensor) and value.shape == local_of(parameter).shape:
+            found[name] = spread_like(parameter, value.clone())
         else:
             found[name] = _copied(value)
     return found
+
+
+def _is_like(held: torch.Tensor, value: torch.Tensor) -> bool:
+    return held.shape == value.shape and held.dtype == value.dtype
 
 
 def _copied(value: Any) -> Any:

@@ -5,39 +5,40 @@ All of this runs in the training thread, in short calls of :meth:`Follower.advan
 
 from __future__ import annotations
 
+import enum
 import logging
 import time
 from collections import deque
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 
 from p2pavg.errors import RemoteProtocolError, StateError
 from p2pavg.optim.common_state import CommonState
-from p2pavg.optim.waiting import GrowingPauses
+from p2pavg.optim.following_news import Attempts, Pace, Teller
+from p2pavg.optim.lineage import Lineage
+from p2pavg.optim.shards import Ranks
 from p2pavg.result import Success
 from p2pavg.state.average import ProvenAverage
 from p2pavg.state.checking import is_finite
-from p2pavg.state.choice import choose_snapshot, head_of, keeps_up, next_average
+from p2pavg.state.choice import choose_snapshot, head_of, next_average
 from p2pavg.state.news import StateNews
-from p2pavg.state.progress import StateProgress, amount, cannot_keep_up, span
+from p2pavg.state.progress import StateProgress, amount
 from p2pavg.state.sharing import AverageTransfer, SnapshotTransfer, StateSharing
 from p2pavg.state.snapshot import read
 
 logger = logging.getLogger(__name__)
 
 AHEAD, MAX_AHEAD = 2, 4
-"""Averages that are fetched at once: while one is applied, the next one is on its way. More of them if they are small."""
+"""Averages that are fetched at once: while one is applied, the next one is on its way. More if they are small."""
 SMALL_BYTES = 2**24
 LOOK_SECONDS = 1.0  # between two looks at transfers and records
-RETRY_SECONDS = 2.0  # doubled with each failure in a row
-MAX_RETRY_SECONDS = 60.0
-LOST_SECONDS = 10.0
-"""If most peers hold another state than this one's for this long, and none offers a later average, a snapshot is fetched."""
 MAX_REFUSED = 64  # roots of snapshots that could not be used
-PACE_UPDATES = 8  # updates of the run over which their usual time is measured
+LOST_SECONDS = 10.0
+"""If most peers hold another state than this one's for this long, and none offers a later average, this peer fetches a
+snapshot."""
 
 
 class Replays(Protocol):
@@ -54,41 +55,56 @@ class Replays(Protocol):
 class Following:
     """The situation of a peer that follows."""
 
-    caught_up: bool
-    reason: str
+    reason: str = ""
+    """Reason for waiting, as a sentence."""
+    caught_up: bool = False
+    progressed: bool = False
+    """True if a snapshot was loaded or an update taken: more may be possible at once."""
     failed: bool = False
     """True if a transfer has just failed; the next attempt comes after a pause."""
+    over: bool = False
+    """True if the caller's time is over, on the first rank."""
 
 
-class Pace:
-    """The usual time between two updates of the run, from the epochs that its peers report."""
+class Ready(enum.Enum):
+    """The next thing that one rank can do."""
 
-    def __init__(self) -> None:
-        self._seen: deque[tuple[int, float]] = deque(maxlen=PACE_UPDATES)
+    NOTHING = enum.auto()
+    SNAPSHOT = enum.auto()
+    """Load the snapshot, which is here."""
+    AVERAGE = enum.auto()
+    """Take the next average, which is here."""
+    END = enum.auto()
+    """Go on with the run: it has caught up."""
 
-    def note(self, epoch: int, now: float) -> None:
-        """Note the update at which the run is."""
-        if not self._seen or epoch > self._seen[-1][0]:
-            self._seen.append((epoch, now))
-        elif epoch < self._seen[-1][0]:
-            self._seen.clear()
 
-    @property
-    def update_seconds(self) -> float:
-        """Seconds for one update; 0 before two were seen."""
-        if len(self._seen) < 2:
-            return 0.0
-        (first, began), (last, ended) = self._seen[0], self._seen[-1]
-        return (ended - began) / (last - first)
+@dataclass(frozen=True, slots=True)
+class Stand:
+    """The situation of one rank, for the other ranks of its peer."""
+
+    ready: Ready = Ready.NOTHING
+    epoch: int = 0
+    """Update to which ``ready`` leads."""
+    offer: tuple[int, bytes] | None = None
+    """Epoch and state of the snapshot that it fetches."""
+    failed: str = ""
+    """Reason why it could not fetch something; empty if it could."""
+    needs_snapshot: bool = False
+    over: bool = False
+    """True if its caller's time is over."""
 
 
 class Follower:
     """Brings one peer to the update at which its run is.
 
+    A peer of several ranks has a follower on each. Each fetches its own shard's state, and all act together: a snapshot
+    is loaded, or an average taken, when it is there on all ranks.
+
     Args:
         sharing: the states of the run's peers.
         common: this peer's own common state.
         owner: the optimizer.
+        ranks: the ranks of this peer.
         companions: returns the peers that took one of the last updates with this one.
         on_progress: called about once a second while a transfer runs.
     """
@@ -98,6 +114,7 @@ class Follower:
         sharing: StateSharing,
         common: CommonState,
         owner: Replays,
+        ranks: Ranks,
         *,
         companions: Callable[[], Collection[str]],
         on_progress: Callable[[StateProgress], None] | None,
@@ -105,8 +122,8 @@ class Follower:
         self._sharing = sharing
         self._common = common
         self._owner = owner
+        self._ranks = ranks
         self._companions = companions
-        self._on_progress = on_progress
         self.pace = Pace()
         self._snapshot: SnapshotTransfer | None = None
         self._averages: deque[AverageTransfer] = deque()
@@ -116,14 +133,13 @@ class Follower:
         """True if this peer's present state is not one of the run's."""
         self._at_least = 0
         self._refused: deque[bytes] = deque(maxlen=MAX_REFUSED)
+        self._first_offer: tuple[int, bytes] | None = None
+        """Epoch and state of the snapshot that the first rank fetches."""
         self._began_at: float | None = None
         self._trusted: frozenset[str] = frozenset()
         self._last_found = 0.0
-        self._retries = 0
-        self._not_before = 0.0
-        self._failure = ""
-        self._told = GrowingPauses()
-        self._reported_at = 0.0
+        self._attempts = Attempts()
+        self._teller = Teller(sharing, on_progress)
 
     @property
     def is_active(self) -> bool:
@@ -137,8 +153,8 @@ class Follower:
 
     @property
     def failures(self) -> int:
-        """Number of transfers that failed since the last one that was of use."""
-        return self._retries
+        """Number of transfers in a row that failed, or brought nothing of use."""
+        return self._attempts.count
 
     @property
     def is_on_the_log(self) -> bool:
@@ -153,42 +169,53 @@ class Follower:
         """
         if self._began_at is None:
             self._began_at = self._last_found = time.monotonic()
-            self._at_least, self._failure = 0, ""
+            self._at_least = 0
+            self._attempts = Attempts()
             self._trusted = frozenset(self._companions())
         self._needs_snapshot = self._needs_snapshot or snapshot
         self._is_useless = self._is_useless or snapshot
 
-    def advance(self, *, behind: bool) -> Following:
+    def advance(self, *, behind: bool, over: bool = False) -> Following:
         """Do what can be done now, without waiting for the network.
 
         Args:
             behind: true if most peers of the run have another state than this one.
+            over: true if the caller's time is over.
         """
         self.begin()
         now = time.monotonic()
         news = self._sharing.news()
         deciding = self._sharing.deciding(news, self._trusted)
-        failures = self._retries
         head = head_of(news, deciding)
         self.pace.note(head, now)
-        if self._needs_snapshot and self._needs_none(head, behind=behind):
-            self._end()
-            return Following(True, "")
         if self._needs_snapshot:
-            reason = self._towards_snapshot(news, deciding, now)
+            found, reason = self._towards_snapshot(news, deciding, head, now, behind=behind)
         else:
-            reason = self._along_the_log(news, deciding, now)
-            if not reason and not behind and self._common.lineage.epoch >= head:
-                self._end()
-                return Following(True, "")
-            reason = reason or self._without_average(head, now)
-        reason = self._report(reason, head, now)
-        return Following(False, reason, failed=self._retries > failures)
+            found, reason = self._along_the_log(news, deciding, head, now, behind=behind)
+        stands = self._ranks.gather(replace(found, needs_snapshot=self._needs_snapshot, over=over))
+        self._first_offer = stands[0].offer
+        reason = self._teller.tell(reason, self._common.lineage.epoch, head, self._transfer(), self.pace, now)
+        if any(stand.failed for stand in stands):
+            self._fail(found.failed or "another rank of this peer could not fetch its part", now)
+            return Following(reason=reason, failed=True)
+        if any(stand.needs_snapshot for stand in stands) and not self._needs_snapshot:
+            self._lose_the_log(now)
+        elif len({(stand.ready, stand.epoch) for stand in stands}) == 1 and found.ready is not Ready.NOTHING:
+            return self._act(found.ready, now)
+        return Following(reason=reason, over=stands[0].over)
 
-    def _needs_none(self, head: int, *, behind: bool) -> bool:
-        """Return whether this peer can go on with its own state after all: those that were further are gone."""
-        is_last = not behind and self._common.lineage.epoch >= head
-        return is_last and not self._is_useless and self._snapshot is None
+    def _act(self, ready: Ready, now: float) -> Following:
+        """Do what all ranks are ready for."""
+        if ready is Ready.END:
+            logger.info("this peer has caught up with its run at update %d", self._common.lineage.epoch)
+            self.stop()
+            return Following(caught_up=True)
+        if ready is Ready.AVERAGE:
+            reason = self._replay(self._averages.popleft(), now)
+            self._last_found = now
+            return Following(progressed=not reason, failed=bool(reason), reason=reason)
+        reason = self._load(now)
+        return Following(progressed=not reason, failed=bool(reason), reason=reason)
 
     def wait(self, version: int) -> None:
         """Block until there may be something to do.
@@ -207,25 +234,43 @@ class Follower:
 
     def stop(self) -> None:
         """Give up what is on its way. The present state stays."""
-        if self._snapshot is not None:
-            self._snapshot.cancel()
-            self._snapshot = None
+        self._drop_snapshot()
         self._drop_averages()
         self._began_at = None
         self._needs_snapshot = self._is_useless = False
 
-    def _end(self) -> None:
-        logger.info("this peer has caught up with its run at update %d", self._common.lineage.epoch)
-        self.stop()
-        self._retries, self._told = 0, GrowingPauses()
-
     # ------------------------------------------------------------------ the snapshot
 
-    def _towards_snapshot(self, news: dict[str, StateNews], deciding: Collection[str], now: float) -> str:
-        if self._snapshot is not None:
-            return self._receive_snapshot(news, now)
-        if now < self._not_before:
-            return f"{self._failure}; the next attempt is in {span(self._not_before - now)}"
+    def _towards_snapshot(
+        self, news: dict[str, StateNews], deciding: Collection[str], head: int, now: float, *, behind: bool
+    ) -> tuple[Stand, str]:
+        transfer, epoch = self._snapshot, self._common.lineage.epoch
+        if transfer is None and not behind and epoch >= head and not self._is_useless:
+            return Stand(
+                ready=Ready.END, epoch=epoch, needs_snapshot=True
+            ), ""  # those that were further are gone
+        if transfer is None:
+            return self._choose(news, deciding, now)
+        offer = transfer.offer
+        reason = f"fetching the state of update {offer.epoch}"
+        stand = Stand(offer=(offer.epoch, offer.state))
+        if not transfer.ended:
+            donors = [peer_id for peer_id, said in news.items() if said.snapshot == offer]
+            transfer.set_donors(self._sharing.addresses_of(news, donors))
+            return stand, reason
+        if transfer.failure:
+            return replace(stand, failed=transfer.failure), transfer.failure
+        return replace(stand, ready=Ready.SNAPSHOT, epoch=offer.epoch), reason
+
+    def _choose(self, news: dict[str, StateNews], deciding: Collection[str], now: float) -> tuple[Stand, str]:
+        """Begin to fetch a snapshot, if there is one to take now."""
+        if why := self._attempts.pauses(now):
+            return Stand(), why
+        if not self._ranks.is_first:
+            if self._first_offer is None:
+                return Stand(), "waiting for the first rank of this peer to choose a state"
+            news = {peer_id: said for peer_id, said in news.items() if said.offers(*self._first_offer)}
+            deciding = [peer_id for peer_id in deciding if peer_id in news]
         assert self._began_at is not None
         chosen = choose_snapshot(
             news,
@@ -234,91 +279,86 @@ class Follower:
             waited=now - self._began_at,
             refused=self._refused,
         )
-        if chosen.offer is None:
-            return "; ".join(part for part in (chosen.reason, self._failure) if part)
-        if chosen.offer.size > self._common.max_bytes:
-            self._refused.append(chosen.offer.root)
-            return self._failed(
-                f"the run's state has {amount(chosen.offer.size)}, and this model's has {amount(self._common.max_bytes)}"
-                " at most: it is of another model",
-                now,
+        offer = chosen.offer
+        if offer is None:
+            return Stand(), "; ".join(part for part in (chosen.reason, self._attempts.failure) if part)
+        if offer.size > self._common.max_bytes:
+            self._refused.append(offer.root)
+            why = (
+                f"the run's state has {amount(offer.size)}, and this model's has at most"
+                f" {amount(self._common.max_bytes)}: it is of another model"
             )
+            return Stand(failed=why), why
         logger.info(
             "this peer fetches the state of update %d, %s, from %d peers (%s)",
-            chosen.offer.epoch,
-            amount(chosen.offer.size),
+            offer.epoch,
+            amount(offer.size),
             len(chosen.donors),
             chosen.reason,
         )
-        self._snapshot = self._sharing.fetch_snapshot(chosen.offer)
+        self._snapshot = self._sharing.fetch_snapshot(offer)
         self._snapshot.set_donors(self._sharing.addresses_of(news, chosen.donors))
-        return f"fetching the state of update {chosen.offer.epoch}"
+        return Stand(offer=(offer.epoch, offer.state)), f"fetching the state of update {offer.epoch}"
 
-    def _receive_snapshot(self, news: dict[str, StateNews], now: float) -> str:
-        transfer = self._snapshot
+    def _load(self, now: float) -> str:
+        """Load the snapshot that is here; return the reason if it cannot be used. Then nothing has changed."""
+        transfer, self._snapshot = self._snapshot, None
         assert transfer is not None
-        offer = transfer.offer
-        if not transfer.ended:
-            donors = [peer_id for peer_id, said in news.items() if said.snapshot == offer]
-            transfer.set_donors(self._sharing.addresses_of(news, donors))
-            return f"fetching the state of update {offer.epoch}"
-        self._snapshot = None
-        if transfer.failure:
-            return self._failed(transfer.failure, now)
-        try:
-            with transfer.data() as data:
-                content = read(data)
-                take = self._common.prepare(content)
-                if content.values["lineage"] != {"epoch": offer.epoch, "state": offer.state.hex()}:
-                    raise StateError("the state is that of another update than its donors say")
+        offer, why = transfer.offer, ""
+        with transfer.data() as data:
+            try:
+                take = self._common.prepare(read(data), Lineage(offer.epoch, offer.state))
+            except StateError as error:
+                why = str(error)
+            if self._ranks.all_agree(not why):
                 take()
-                del content, take
-        except StateError as error:
+        if why or self._common.lineage != Lineage(offer.epoch, offer.state):
             self._refused.append(offer.root)
-            return self._failed(str(error), now)
-        self._adopted(offer.epoch)
-        return f"the state of update {offer.epoch} is loaded"
-
-    def _adopted(self, epoch: int) -> None:
-        logger.info("this peer has loaded the state of update %d", epoch)
+            self._fail(why or "another rank of this peer cannot use its part of the state", now)
+            return self._attempts.failure
+        logger.info("this peer has loaded the state of update %d", offer.epoch)
         self._needs_snapshot = self._is_useless = False
-        self._failure, self._retries = "", 0
-        self._last_found = time.monotonic()
-        self._sharing.shelf.begin(epoch)
-        self._sharing.say(wants=True, epoch=epoch)
+        self._attempts, self._last_found = Attempts(), now
+        self._sharing.shelf.begin(offer.epoch)
+        self._sharing.say(wants=True, epoch=offer.epoch)
         self._owner.adopted()
+        return ""
 
-    def _failed(self, reason: str, now: float) -> str:
-        self._retries += 1
-        self._failure = reason
-        self._not_before = now + min(RETRY_SECONDS * 2.0 ** min(self._retries - 1, 8), MAX_RETRY_SECONDS)
+    def _fail(self, reason: str, now: float) -> None:
+        self._drop_snapshot()
+        if not self._needs_snapshot:
+            self._lose_the_log(now)
+        self._attempts.failed(reason, now)
         logger.warning("this peer could not fetch the run's state: %s", reason)
-        return reason
+
+    def _drop_snapshot(self) -> None:
+        if self._snapshot is not None:
+            self._snapshot.cancel()
+            self._snapshot = None
+        self._first_offer = None
 
     # ------------------------------------------------------------------ the log
 
-    def _along_the_log(self, news: dict[str, StateNews], deciding: Collection[str], now: float) -> str:
-        """Replay the averages that are here, and fetch the next ones; return the reason for waiting, if any."""
-        while True:
-            self._fetch_averages(news, deciding)
-            if not self._averages:
-                return ""
-            self._last_found = now
-            first = self._averages[0]
-            if not first.ended:
-                return f"fetching the average of update {self._common.lineage.epoch + 1}"
-            self._averages.popleft()
-            if first.failure:
-                self._lose_the_log(now)
-                return self._failed(first.failure, now)
-            try:
-                replayed = self._replay(first)
-            except StateError as error:
-                self._lose_the_log(now)
-                return self._failed(str(error), now)
-            if not replayed:
-                self._lose_the_log(now)
-                return "this peer's updates are not those of the run: a snapshot is needed"
+    def _along_the_log(
+        self, news: dict[str, StateNews], deciding: Collection[str], head: int, now: float, *, behind: bool
+    ) -> tuple[Stand, str]:
+        """Fetch the next averages; see whether the first of them is here, or this peer has caught up."""
+        epoch = self._common.lineage.epoch
+        self._fetch_averages(news, deciding)
+        if not self._averages:
+            if not behind and epoch >= head:
+                return Stand(ready=Ready.END, epoch=epoch), ""
+            return Stand(), self._without_average(head, now)
+        self._last_found = now
+        first, reason = self._averages[0], f"fetching the average of update {epoch + 1}"
+        if not first.ended:
+            return Stand(), reason
+        if first.failure:
+            return Stand(failed=first.failure), first.failure
+        if first.proven().state != self._common.lineage.state:
+            self._lose_the_log(now)
+            return Stand(), "this peer's updates are not those of the run: it needs a snapshot"
+        return Stand(ready=Ready.AVERAGE, epoch=epoch + 1), reason
 
     def _fetch_averages(self, news: dict[str, StateNews], deciding: Collection[str]) -> None:
         epoch = self._common.lineage.epoch
@@ -326,29 +366,32 @@ class Follower:
             found = next_average(news, deciding, epoch + len(self._averages) + 1)
             if found is None:
                 break
-            group_id, donors = found
-            self._averages.append(self._sharing.fetch_average(group_id))
+            self._averages.append(self._sharing.fetch_average(found[0]))
         for transfer in self._averages:
             donors = tuple(peer_id for peer_id, said in news.items() if transfer.group_id in said.log)
             if donors:  # a donor may still hold what its record does not name any more
                 transfer.set_donors(self._sharing.addresses_of(news, donors))
 
-    def _replay(self, transfer: AverageTransfer) -> bool:
-        """Take one update; return whether its average belongs to this peer's state."""
-        proven = transfer.proven()
-        if proven.state != self._common.lineage.state:
-            return False
+    def _replay(self, transfer: AverageTransfer, now: float) -> str:
+        """Take one update, whose average belongs to this peer's state; return the reason if it cannot be used.
+
+        The members of a group in an open run may be strangers, and sign anything.
+        """
+        averaged: list[torch.Tensor] = []
         try:
             averaged = transfer.decode()
+            is_good = all(map(is_finite, averaged))
+            why = "" if is_good else "an average that members have signed has NaN or infinite values"
         except RemoteProtocolError as error:
-            raise StateError(f"an average that members have signed cannot be used: {error}") from None
-        if not all(is_finite(tensor) for tensor in averaged):
-            raise StateError("an average that members have signed has NaN or infinite values")
+            why = f"an average that members have signed cannot be used: {error}"
+        if not self._ranks.all_agree(not why):
+            self._fail(why or "another rank of this peer cannot use its part of an average", now)
+            return self._attempts.failure
         epoch = self._common.lineage.epoch + 1
-        self._owner.replay(averaged, replayed_success(proven, averaged))
+        self._owner.replay(averaged, replayed_success(transfer.proven(), averaged))
         self._sharing.shelf.took(transfer.logged(), epoch)
         self._sharing.say(wants=True, epoch=epoch)
-        return True
+        return ""
 
     def _drop_averages(self) -> None:
         while self._averages:
@@ -369,29 +412,6 @@ class Follower:
             return f"no peer offers a later state than that of update {epoch}"
         self._lose_the_log(now)
         return f"no peer offers the average of update {epoch + 1} any more; most are at update {head}"
-
-    # ------------------------------------------------------------------ progress
-
-    def _report(self, reason: str, head: int, now: float) -> str:
-        """Tell the user how far this peer is; return it as a sentence."""
-        transfer = self._transfer()
-        progress = StateProgress(reason=reason, epoch=self._common.lineage.epoch, target=head)
-        if transfer is not None and not transfer.ended:
-            progress = transfer.progress(progress)
-        if self._on_progress is not None and now >= self._reported_at + 1.0:
-            self._reported_at = now
-            self._on_progress(progress)
-        if self._told.is_due(now):
-            logger.info("%s", progress.reason)
-            self._warn_of_the_link(progress)
-        return progress.reason
-
-    def _warn_of_the_link(self, progress: StateProgress) -> None:
-        size, seconds = self._sharing.average_bytes, self.pace.update_seconds
-        if not size or not seconds or not progress.bytes_per_second or progress.seconds_left is None:
-            return
-        if not keeps_up(size, seconds, progress.bytes_per_second):
-            logger.warning("%s", cannot_keep_up(size, seconds, progress.bytes_per_second))
 
 
 def replayed_success(proven: ProvenAverage, averaged: list[torch.Tensor]) -> Success:

@@ -74,8 +74,9 @@ class LocalUpdates(PeerOptimizer):
             if not given.
         sync_timeout: seconds that a call waits at most for the other peers, and then at most for the round.
         on_update: called after every outer step, with its report.
-        model, buffers, check_every, state: see :class:`AveragedOptimizer`; the running statistics are averaged at the outer
-            steps, and the anchors are compared. ``feedback`` cannot be combined with averaged buffers.
+        model, buffers, check_every, state: see :class:`AveragedOptimizer`; the running statistics are averaged at the
+            outer steps, and the anchors are compared. ``feedback`` cannot be combined with averaged buffers. A peer
+            that fetches the run's state begins at the anchor, with its own inner optimizer.
 
     Raises:
         ValueError: an argument is out of range; the message names it.

@@ -35,8 +35,8 @@ class StepReport:
     """Reason why this peer cannot follow the run any more: most peers have other parameters. Load a newer state
     then."""
     catching_up: str | None = None
-    """Progress of this peer on its way to the run's present state, or the reason why it makes none. ``None`` if it follows
-    the run, or has no :class:`RunState`."""
+    """Progress of this peer on its way to the run's present state, or the reason why it makes none. ``None`` if it is
+    with the run, or has no :class:`RunState`."""
     waiting: str | None = None
     """Reason why this call waited for other peers, if it did."""
     waited_for: tuple[str, ...] = ()

@@ -76,8 +76,8 @@ class RunState:
         self.scaler = scaler
         self.on_progress = on_progress
         self.extras: dict[str, Any] = {}
-        """Values of the training loop that belong into checkpoints, such as ``extras["data_position"]``: numbers, texts,
-        bytes, lists, dicts and tensors. After a start from a checkpoint, those of the checkpoint."""
+        """Values of the training loop that belong into checkpoints, such as ``extras["data_position"]``: numbers,
+        texts, bytes, lists, dicts and tensors. After a start from a checkpoint, those of the checkpoint."""
         self._is_used = False
 
     def claim(self) -> None:

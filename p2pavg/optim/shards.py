@@ -91,6 +91,15 @@ class Ranks:
         return hashlib.sha256(pack(*self.gather(name))).hexdigest()
 
     @property
+    def is_first(self) -> bool:
+        """True on the first rank, and for a peer of one process."""
+        if self._group is None:
+            return True
+        import torch.distributed as dist
+
+        return dist.get_rank(self._group) == 0
+
+    @property
     def are_several(self) -> bool:
         """True if the peer has several processes."""
         return self._group is not None

@@ -1,7 +1,7 @@
 """One optimizer's states: what it offers to other peers, what it fetches from them, and its checkpoints.
 
-All of this runs in the training thread, between two updates, except what :class:`~p2pavg.state.sharing.StateSharing` does
-in trio's thread.
+All of this runs in the training thread, between two updates. What takes time runs in trio's thread, where
+:class:`~p2pavg.state.sharing.StateSharing` does it.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from p2pavg.errors import StateError
 from p2pavg.optim.common_state import CommonState
 from p2pavg.optim.following import Follower, Following, Replays
 from p2pavg.optim.run_state import RunState
+from p2pavg.optim.shards import Ranks, local_of
 from p2pavg.optim.together import Together
 from p2pavg.optim.waiting import GrowingPauses
 from p2pavg.result import Success
@@ -34,6 +35,8 @@ from p2pavg.state.snapshot import Content, copy_of
 logger = logging.getLogger(__name__)
 
 LOOK_SECONDS = 0.2  # between two looks at the other peers' records
+SAY_SECONDS = 2.0
+"""Between two records of a peer while no other one fetches a state: each costs calls to the peers that store it."""
 UNWANTED_SECONDS = 120.0
 """A donor keeps its snapshot for this long after the last peer has asked for one or read from it."""
 IN_USE_SECONDS = 10.0
@@ -70,6 +73,7 @@ class States:
         common: the state that all peers share.
         owner: the optimizer.
         together: its coordination with the other peers.
+        ranks: the ranks of this peer.
     """
 
     def __init__(
@@ -79,8 +83,10 @@ class States:
         common: CommonState,
         owner: Owner,
         together: Together,
+        ranks: Ranks,
     ) -> None:
         run_state.claim()
+        self._ranks = ranks
         self._settings = run_state
         self._common = common
         self._owner = owner
@@ -100,32 +106,41 @@ class States:
             self._sharing,
             common,
             owner,
+            ranks,
             companions=lambda: together.run.companions,
             on_progress=run_state.on_progress,
         )
-        self._looked_at = self._wanted_at = -UNWANTED_SECONDS
+        self._looked_at = self._wanted_at = self._said_at = -UNWANTED_SECONDS
         self._update_times: deque[float] = deque(maxlen=PACE_UPDATES)
         self._took_at: float | None = None
         self._has_log_size = run_state.log_bytes is not None
         self._drift = GrowingPauses()
         self._rests_until = -math.inf
         self._start_until: float | None = None
-        self._starts = True
-        """False once this peer has given up following others at the start."""
+        self._starts_alone = False
+        """True once this peer has given up following others at the start."""
         self._caught_up = 0
         """Times that this peer has caught up since it was in a round."""
 
     # ------------------------------------------------------------------ offering
 
-    def look(self) -> None:
-        """Offer what other peers ask for. Called between two updates, also while this peer waits for others."""
+    def look(self, *, at_step: bool = False) -> None:
+        """Offer what other peers ask for. Called between two updates, also while this peer waits for others.
+
+        Args:
+            at_step: true at the beginning of a step, where all ranks of this peer look together: they take their
+                snapshots of the same update.
+        """
         now = time.monotonic()
-        if now < self._looked_at + LOOK_SECONDS:
+        if self._ranks.are_several:
+            if not at_step:
+                return
+        elif now < self._looked_at + LOOK_SECONDS:
             return
         self._looked_at = now
         epoch = self._common.lineage.epoch
-        self._sharing.say(wants=self.follower.is_active, epoch=epoch)
-        if self.follower.is_active or self._sharing.is_working:
+        self._say(now)
+        if self.follower.is_active:
             return
         if any(said.wants for said in self._sharing.news().values()):
             self._wanted_at = now
@@ -133,11 +148,19 @@ class States:
         used_at = max(self._wanted_at, shelf.read_at)
         if shelf.snapshot is not None and now >= used_at + UNWANTED_SECONDS:
             shelf.put(None)
-        if now >= self._rests_until and takes_snapshot(self._situation(now)):
+        due = now >= self._rests_until and takes_snapshot(self._situation(now)), not self._sharing.is_working
+        ranks = self._ranks.gather(due)
+        if ranks[0][0] and all(idle for _, idle in ranks):
             shelf.put(None)  # at most one is held
             data = copy_of(self._common.content())
             self._rests_until = time.monotonic() + REST * (time.monotonic() - now)
             self._sharing.offer(data, epoch, self._common.lineage.state)
+
+    def _say(self, now: float) -> None:
+        """Publish this peer's record: after each update while a peer fetches a state, and else every few seconds."""
+        if now >= self._said_at + SAY_SECONDS or now < self._wanted_at + IN_USE_SECONDS:
+            self._said_at = now
+            self._sharing.say(wants=self.follower.is_active, epoch=self._common.lineage.epoch)
 
     def _situation(self, now: float) -> DonorView:
         shelf = self._sharing.shelf
@@ -164,7 +187,7 @@ class States:
             size = sum(tensor.nbytes for tensor in self._common.content().tensors.values())
             self._sharing.shelf.set_log_bytes(max(2 * size, MIN_LOG_BYTES))
         self._sharing.took(bytes.fromhex(success.group_id), epoch)
-        self._sharing.say(wants=False, epoch=epoch)
+        self._say(now)
         self._looked_at = now - LOOK_SECONDS
         if self._settings.every is not None and epoch % self._settings.every == 0:
             self.save()
@@ -183,40 +206,44 @@ class States:
             behind: the reason for which it cannot follow the run, if there is one.
             outnumbered: true if more peers hold the same other parameters.
         """
-        if outnumbered and not self.follower.is_active and self._drift.is_due(time.monotonic()):
+        drifted = outnumbered and not self.follower.is_active and self._drift.is_due(time.monotonic())
+        later = behind is None and bool(self.has_later())
+        given_up = later and self._has_waited_in_vain(time.monotonic())
+        reasons = self._ranks.gather((drifted, behind is not None or later, given_up))
+        if any(given_up for *_, given_up in reasons):
+            logger.warning(
+                "other peers say they are further, and give no state: this peer starts with its own"
+            )
+            self._starts_alone = True
+            self.follower.stop()
+            return False
+        if any(drifted for drifted, *_ in reasons):
             logger.warning("more peers hold other parameters than this one's: this peer fetches theirs")
             self.follower.begin(snapshot=True)
-        if behind is not None:
+        if any(late for _, late, _ in reasons):
             self.follower.begin()
-        elif self._is_newer_at_start():
-            self._follow_at_start(time.monotonic())
         return self.follower.is_active
 
-    def _is_newer_at_start(self) -> bool:
-        """Return whether a run that begins again has a later state than this peer's checkpoint.
+    def has_later(self) -> str:
+        """Return the reason why a run that begins, or begins again, has a later state; empty if it has none.
 
-        At least half of the peers that decide have to say so: one that lies would keep the others from starting.
+        At least half of the peers that decide have to be further. Otherwise one that lies would give all others its
+        state, or keep them from starting.
         """
-        if not self._starts or self._together.run.has_started or not self._together.run.is_start:
-            return False
+        if self._starts_alone or self._together.run.has_started or not self._together.run.is_start:
+            return ""
         news = self._sharing.news()
         deciding = self._sharing.deciding(news, self._together.run.companions)
-        return head_of(news, deciding) > self._common.lineage.epoch
+        latest = head_of(news, deciding)
+        if latest <= self._common.lineage.epoch:
+            return ""
+        return f"the run begins again from a checkpoint of update {latest}"
 
-    def _follow_at_start(self, now: float) -> None:
-        """Follow peers that say they are further; give up if no state comes from them."""
-        if self._start_until is None or (
-            self.follower.is_fetching and self.follower.failures < START_FAILURES
-        ):
+    def _has_waited_in_vain(self, now: float) -> bool:
+        """Return whether no state has come from the peers that say they are further."""
+        if self._start_until is None or self.follower.is_fetching:
             self._start_until = now + START_SECONDS
-        if now < self._start_until and self.follower.failures < START_FAILURES:
-            self.follower.begin()
-            return
-        logger.warning(
-            "other peers say that they are further, and none gives its state: this peer starts with its own"
-        )
-        self._starts = False
-        self.follower.stop()
+        return now >= self._start_until or self.follower.failures >= START_FAILURES
 
     def catch_up(self, until: float) -> Following:
         """Follow the run until this peer has caught up, something failed, or the time is over.
@@ -226,16 +253,19 @@ class States:
         """
         while True:
             version, run = self._sharing.version, self._together.run
-            following = self.follower.advance(behind=run.is_behind())
+            now = time.monotonic()
+            over = now >= until or (bool(self.has_later()) and self._has_waited_in_vain(now))
+            following = self.follower.advance(behind=run.is_behind(), over=over)
             run.follow(self.should_observe and self.follower.is_on_the_log)
             self._sharing.say(wants=self.follower.is_active, epoch=self._common.lineage.epoch)
             if following.caught_up:
                 self._caught_up += 1
                 return following
-            if following.failed or time.monotonic() >= until:
+            if following.failed or following.over:
                 run.follow(False)
                 return following
-            self.follower.wait(version)
+            if not following.progressed:
+                self.follower.wait(version)
 
     # ------------------------------------------------------------------ checkpoints
 
@@ -259,13 +289,19 @@ class States:
     def _own_content(self) -> Content:
         saved = {
             "optimizer": self._owner.own_state(),
+            "buffers": self._own_buffers(),
             "extras": self._settings.extras,
             "scaler": None if self._settings.scaler is None else self._settings.scaler.state_dict(),
             "rng": {"cpu": torch.get_rng_state(), "cuda": _cuda_rng()},
             "companions": sorted(self._together.run.companions),
         }
         tensors, values = flatten(saved, OWN)
-        return Content(tensors=tensors, values={OWN: values})
+        return Content(tensors=tensors, values=values)
+
+    def _own_buffers(self) -> dict[str, torch.Tensor]:
+        """Return the model's buffers that peers do not average, such as the numbers of batches."""
+        averaged = self._common.buffers
+        return {name: b for name, b in self._settings.model.named_buffers() if name not in averaged}
 
     def load_newest(self) -> None:
         """Continue from the newest checkpoint, if there is one.
@@ -278,10 +314,11 @@ class States:
             return
         found = read_checkpoint(path, verified=True)
         take = self._common.prepare(found.common)
-        own = unflatten(found.own.tensors, found.own.values[OWN])
+        own = unflatten(found.own.tensors, found.own.values)
         take()
         try:
             self._owner.load_own(own["optimizer"])
+            self._load_buffers(own["buffers"])
             if self._settings.scaler is not None and own["scaler"] is not None:
                 self._settings.scaler.load_state_dict(own["scaler"])
         except ValueError as error:
@@ -294,11 +331,21 @@ class States:
         self._sharing.shelf.begin(found.epoch)
         logger.info("this peer continues from its checkpoint of update %d", found.epoch)
 
+    @torch.no_grad()
+    def _load_buffers(self, saved: Mapping[str, torch.Tensor]) -> None:
+        buffers = self._own_buffers()
+        if {n: b.shape for n, b in saved.items()} != {n: b.shape for n, b in buffers.items()}:
+            raise ValueError("it has other buffers")
+        for name, buffer in buffers.items():
+            buffer.copy_(saved[name])
+
 
 @torch.no_grad()
 def _copy_of(content: Content) -> Content:
     return Content(
-        tensors={name: tensor.detach().to("cpu", copy=True) for name, tensor in content.tensors.items()},
+        tensors={
+            name: local_of(tensor).detach().to("cpu", copy=True) for name, tensor in content.tensors.items()
+        },
         values=content.values,
     )
 

@@ -11,7 +11,7 @@ import torch
 from p2pavg.blocking import Averager
 from p2pavg.group.limits import MAX_GROUP_SIZE
 from p2pavg.optim.lineage import Lineage, first_lineage
-from p2pavg.optim.progress import Average, Behind, Decision, Survey, Wait
+from p2pavg.optim.progress import Average, Behind, Compute, Decision, Survey, Wait
 from p2pavg.optim.state import checked_amount, checked_count
 from p2pavg.optim.view import RunView
 from p2pavg.optim.waiting import GrowingPauses, Waiting
@@ -68,6 +68,9 @@ class Together:
         """Called at least once a second while this peer waits."""
         self.why: Callable[[], str] = lambda: ""
         """Returns further reasons why this peer waits, or an empty text; an optimizer may replace it."""
+        self.has_later: Callable[[], str] = lambda: ""
+        """Returns the reason why this peer must fetch another state before it goes on, or an empty text; an optimizer
+        with a :class:`~p2pavg.optim.RunState` replaces it."""
         self.waiting = Waiting()
         self._behind, self._split = GrowingPauses(), GrowingPauses()
         self._regroups = False
@@ -88,6 +91,8 @@ class Together:
                 self.on_look()
                 seen = self.run.survey()
                 decision, left = self.run.decide(seen), until - time.monotonic()
+                if later := self.has_later():
+                    return Compute(later)
                 if not isinstance(decision, Wait):
                     return decision
                 if left <= 0 and seen.peers < self.run.peers_to_start:
@@ -177,8 +182,8 @@ class Together:
             self.on_look()
             behind = self.left_behind()
             # No other peer will join a group whose parameters the run has left behind.
-            if behind is not None:
-                self._stopped = averager.cancel_matchmaking(behind.reason)
+            if later := self.has_later() or ("" if behind is None else behind.reason):
+                self._stopped = averager.cancel_matchmaking(later)
                 if not self._stopped:
                     return result
             elif result.reason != EXCHANGES:

@@ -172,7 +172,7 @@ class RunView:
 
     @property
     def companions(self) -> frozenset[str]:
-        """Ids of the peers that took one of the last updates with this one; after a start, those that are remembered."""
+        """Ids of the peers that took one of the last updates with this one; after a start, the remembered ones."""
         return self._attendance.known or self._remembered
 
     def remember(self, companions: AbstractSet[str]) -> None:

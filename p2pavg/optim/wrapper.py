@@ -194,9 +194,10 @@ class PeerOptimizer:
             return
         common = CommonState(prefix, tensors, self._parts, optimizer, scheduler, self._training)
         owner = cast(Owner, self)
-        self._states = States(self._run_state, self._averager, common, owner, self._together)
+        self._states = States(self._run_state, self._averager, common, owner, self._together, self._ranks)
         self._states.load_newest()
         self._together.on_look = self._look
+        self._together.has_later = self._states.has_later
 
     def _look(self) -> None:
         """Compare with the other peers, and offer them states; called between updates."""
@@ -208,12 +209,12 @@ class PeerOptimizer:
         """Offer states to other peers; return whether this peer is on its way to the run's present state."""
         if self._states is None:
             return False
-        self._states.look()
-        return self._states.must_follow(None, outnumbered=False) and not self._running
+        self._states.look(at_step=True)
+        return self._states.must_follow(None, outnumbered=False) and not self._any_running()
 
     def _must_follow(self, report: StepReport) -> bool:
         """Return whether this peer has to fetch the run's state, by the report of a step."""
-        if self._states is None or self._running:
+        if self._states is None or self._any_running():
             return False
         outnumbered = report.drifted is not None and self._training.watch.outnumbered
         return self._states.must_follow(report.behind, outnumbered=outnumbered)
@@ -224,15 +225,29 @@ class PeerOptimizer:
         until = time.monotonic() + self._together.patience
         while True:
             following = self._states.catch_up(until)
-            if not following.caught_up or time.monotonic() >= until:
+            if not following.caught_up:
                 report = self._training.report(goes_on=True)
                 return replace(report, catching_up=following.reason or None)
-            if not self._states.should_observe or self._together.run.survey().peers < 2:
+            if not self._should_observe(until):
                 self._together.run.follow(False)
                 return self._training.report(goes_on=True)
             observed = self._observe()
             if observed is None or observed.updated:
                 return observed or self._training.report(goes_on=True)
+
+    def _should_observe(self, until: float) -> bool:
+        assert self._states is not None
+        states, run = self._states, self._together.run
+        return self._ranks.as_the_first(
+            lambda: states.should_observe and run.survey().peers > 1 and time.monotonic() < until
+        )
+
+    def _any_running(self) -> bool:
+        """Return whether a round runs on any rank.
+
+        All ranks must take part in the same collectives, or they deadlock.
+        """
+        return not self._ranks.all_agree(not self._running)
 
     def _observe(self) -> StepReport | None:
         """Be in the run's next round without a contribution; return its report, or ``None`` if that is of no use.

@@ -74,6 +74,8 @@ class Answers:
     """
 
     def __init__(self, report: Callable[..., None]) -> None:
+        self.on_idle: Callable[[], None] = lambda: None
+        """Called on the event loop when nothing is asked any more."""
         self._report = report
         self._requests: dict[int, Request] = {}
         self._lock = threading.Lock()  # the stream and the direct lane are read at once
@@ -163,6 +165,8 @@ class Answers:
                 self._requests.pop(request.number, None)
         on_end, request.on_end = request.on_end, lambda _error: None
         self._report(on_end, error)
+        if not self._requests:
+            self._report(self.on_idle)
 
 
 def _check(frame: Frame, request: Request) -> None:

@@ -1,9 +1,9 @@
-"""One average of a run's log: the bytes that all members of a group hold, and the proof that they do. No I/O, no clock.
+"""One average of a run's log: the bytes that all members of a group hold, with the proof. No I/O, no clock.
 
-The *manifest* of an average is its commit certificate and the digests of its parts. The certificate contains the group's
-roster, in which each member has signed the state of its lineage before the update. It also names the digest of the whole
-result, which follows from the digests of the parts. So any peer can check each part by itself: members of the run averaged
-these bytes, from this state.
+The *manifest* of an average is its commit certificate and the digests of its parts. The certificate contains the
+group's roster, in which each member has signed the state of its lineage before the update. It also names the digest of
+the whole result, which follows from the digests of the parts. So any peer can check each part by itself: members of the
+run averaged these bytes, from this state.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
 """Rules of states: when a donor takes a snapshot, and which snapshot and averages a joiner takes. No I/O, no clock.
 
 A snapshot's root proves that its bytes are those that a peer offers, and not that they are the run's. So a joiner takes
-the snapshot that most of its *voters* offer. These are, in this order, the first of the following sets that offers
-anything:
+the snapshot that most of its *voters* offer. A voter has taken an update, and asks for no state itself. The voters are
+the first of the following sets that is not empty:
 
 * in a run with an authority: all peers, since only members can publish;
 * peers that took one of the joiner's last updates with it;
 * for a newcomer in an open run: the peers through which it joined the network;
 * all peers.
 
-A member's log proves each average by signatures of the group that made it. But any two strangers can make a group. So the
+The log proves each average by signatures of the group that made it. But any two strangers can make a group. So the
 voters also decide which average comes next.
 """
 
@@ -81,8 +81,8 @@ def voters(
     companions: Collection[str],
     bootstrap: Collection[str],
 ) -> frozenset[str]:
-    """Return the peers whose offers decide, among those that offer anything."""
-    offering = frozenset(peer_id for peer_id, said in news.items() if said.log or said.snapshot is not None)
+    """Return the peers whose offers decide, among those that offer anything, or that could."""
+    offering = frozenset(peer_id for peer_id, said in news.items() if said.epoch > 0 and not said.wants)
     if members_only:
         return offering
     return offering & frozenset(companions) or offering & frozenset(bootstrap) or offering

@@ -80,6 +80,10 @@ class StateNews:
         index = epoch - (self.epoch - len(self.log)) - 1
         return self.log[index] if 0 <= index < len(self.log) else None
 
+    def offers(self, epoch: int, state: bytes) -> bool:
+        """Return whether it offers the snapshot of an update and a state."""
+        return self.snapshot is not None and (self.snapshot.epoch, self.snapshot.state) == (epoch, state)
+
     @property
     def follows(self) -> bool:
         """True if the log leads from the snapshot to ``epoch``."""

@@ -3,8 +3,9 @@
 * First, one donor is asked for the manifest; if it has not answered within :data:`HEDGE_SECONDS`, another one as well.
 * A donor is asked for ranges of consecutive pieces, as many as it sends in :data:`RANGE_SECONDS`, and for two ranges at
   once, so that it has always something to send.
-* **End game:** if no piece is free, a donor with nothing to do takes over pieces of another one that would finish them
-  later than after twice the time that it needs itself, or that stalls. It begins with the piece that would come last.
+* **End game:** if no piece is free, a donor with nothing to do takes over pieces of another one that stalls, or that
+  would finish them later than after twice the time that it needs itself, and half a second later. It begins with the
+  piece that would come last.
 * A donor that is silent, too slow or gone gives its pieces back. One that sent a wrong piece is never asked again.
 
 Each piece that is missing is free, or at least one donor is asked for it. Nothing is asked of an excluded donor.
@@ -24,6 +25,8 @@ MAX_RANGES = 2
 """Ranges that one donor is asked for at once."""
 HEDGE_SECONDS = 3.0
 MUCH_SLOWER = 2.0
+LEAST_GAIN_SECONDS = 0.5
+"""By which the piece must come sooner. For less, it is not worth sending it twice."""
 GUESSED_SECONDS = 1.0  # for one piece, of a donor whose rate is not known yet
 MAX_HOLDERS = 2
 """Donors that are asked for the same piece at once, as long as they do not stall."""
@@ -213,7 +216,9 @@ class Pieces:
     def _take(self, donor: Donor) -> Range:
         assert self.sizes is not None
         first, end = self._free[0]
-        count = min(self._most(donor, self.sizes[first]), end - first)
+        active = sum(other.active for other in self.donors.values())
+        fair = -(-sum(end - first for first, end in self._free) // active)  # of the last pieces
+        count = min(self._most(donor, self.sizes[first]), end - first, fair)
         self._free[:1] = [(first + count, end)] if first + count < end else []
         return Range(first, count, [*range(first, first + count)])
 
@@ -228,13 +233,14 @@ class Pieces:
         one = self.sizes[last] / rate if rate else GUESSED_SECONDS
         chosen: list[int] = []
         while (
-            (index := last - len(chosen)) in due
+            (own := one * (len(chosen) + 1))
+            and (index := last - len(chosen)) in due
             and len(chosen) < self._most(donor, self.sizes[last])
-            and due[index] > MUCH_SLOWER * one * (len(chosen) + 1)
+            and due[index] > max(MUCH_SLOWER * own, own + LEAST_GAIN_SECONDS)
         ):
             chosen.append(index)
         if not chosen:
-            return Wait(now + one, "the other donors finish soon enough")
+            return Wait(now + LEAST_GAIN_SECONDS, "the other donors finish soon enough")
         taken = Range(chosen[-1], len(chosen), chosen[::-1])
         return self._ask(donor, taken, now, "the donors that are asked for these pieces are much slower")
 

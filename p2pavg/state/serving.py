@@ -55,7 +55,7 @@ UNSENT_BYTES = 128 * 1024  # that the system may hold: bytes of a round do not w
 LOOK_SECONDS = 1.0
 """Between two looks at a session's limits, and at the joiner's certificate."""
 _BUSY_SECONDS = 0.05
-_LIMITED_BYTES = 64 * 1024  # under a limit, more at once would be a burst
+_LIMITED_BYTES = 16 * 1024  # under a limit: more at once would be a burst, and look like silence to joiners
 _ACKNOWLEDGE_SECONDS = 5.0
 
 
@@ -232,10 +232,12 @@ class Session:
         async with self._sending:
             await self._send_in_time(header)
             view = memoryview(data)
-            for start in range(0, len(view), SEND_BYTES):
-                piece = view[start : start + SEND_BYTES]
+            size = SEND_BYTES if offered is None or offered.upload.unlimited else _LIMITED_BYTES
+            for start in range(0, len(view), size):
+                piece = view[start : start + size]
                 if offered is not None:
-                    await _give_way(offered.is_busy)
+                    if start % SEND_BYTES == 0:
+                        await _give_way(offered.is_busy)
                     await trio.sleep(offered.upload.delay(len(piece)))
                 await self._send_in_time(piece)
 

@@ -41,7 +41,8 @@ OPEN_SECONDS = 10.0
 END_SECONDS = 2.0
 """For the donor to end its direct lane, so that it can be used again."""
 READ_BYTES = 64 * 1024
-"""Bytes that are read at once, so that a slow link shows signs of life, and a rate limit is kept without bursts."""
+LIMITED_BYTES = 16 * 1024
+"""Bytes that are read at once under a rate limit. Several donors share it, and each must show signs of life."""
 
 
 class Session:
@@ -59,14 +60,13 @@ class Session:
         """Set when the donor sends nothing more."""
         self.error: Exception = ClosedError("this peer closed the session")
         """The reason for its end."""
-        self.lane_broke = False
-        """True if a direct lane was made, and broke."""
         self._context = context
         self._lobby = lobby
         self._stream = stream
         self._ticket = ticket
         self._download = download
         self._answers = Answers(ToLoop())
+        self._idle = trio.Event()
         self._ask, self._asked = trio.open_memory_channel[Message | None](math.inf)  # its owner bounds them
         self._streamed = 0
         self._lane: _LaneReading | None = None
@@ -83,6 +83,11 @@ class Session:
     def over_lane(self) -> bool:
         """True if the donor has opened a direct lane."""
         return self._lane is not None
+
+    @property
+    def lane_failed(self) -> bool:
+        """True if the session broke while it had a direct lane: the lane may be the reason."""
+        return self.over_lane and isinstance(self.error, StreamBrokenError)
 
     # ------------------------------------------------------------------ requests
 
@@ -162,31 +167,40 @@ class Session:
             self._lane.stop()
 
     def close(self) -> None:
-        """End the session soon, and leave its direct lane to others if nothing is on its way."""
-        if self._answers.waits:
-            self.drop(self.error)
-        else:
-            self._ask.send_nowait(None)
+        """End the session soon. Its direct lane is left to others, if what was asked comes within two seconds."""
+        self._answers.on_idle = self._idle.set
+        if not self._answers.waits:
+            self._idle.set()
+        self._ask.send_nowait(None)
 
     async def _send(self) -> None:
         async for message in self._asked:
             if message is None:
-                self._over(self.error)
-                await self._stream.aclose()
-                self._left = True
-                self._scope.cancel()
+                await self._leave()
                 return
             await send_message(self._stream, encode_request(message))
+
+    async def _leave(self) -> None:
+        with trio.move_on_after(END_SECONDS):
+            await self._idle.wait()
+        if self._answers.waits:
+            self.drop(self.error)
+        else:
+            self._over(self.error)
+            await self._stream.aclose()
+            self._left = True
+            self._scope.cancel()
 
     # ------------------------------------------------------------------ the stream
 
     async def _read_stream(self) -> None:
         in_thread, reading = self._context.run_in_thread, self._answers.read()
+        most = READ_BYTES if self._download.unlimited else LIMITED_BYTES
         buffer = await in_thread(next, reading, None)
         while buffer is not None:
             filled = 0
             while filled < len(buffer):
-                wanted = min(len(buffer) - filled, READ_BYTES)
+                wanted = min(len(buffer) - filled, most)
                 await trio.sleep(self._download.delay(wanted))
                 chunk = await self._stream.receive_some(wanted)
                 if not chunk:
@@ -208,7 +222,6 @@ class Session:
             with guarded(self.remote, self._fault, what="a state", expected=ENDINGS):
                 await in_own_thread(reading.run, stop=reading.stop, name="p2pavg-state-receive")
         except ENDINGS as error:
-            self.lane_broke = isinstance(error, StreamBrokenError) and not self.ended.is_set()
             self.drop(error)
         else:
             if not self.ended.is_set():
@@ -258,8 +271,8 @@ class _LaneReading:
             if self._download.unlimited:
                 self._lane.receive_into(buffer)
                 continue
-            for start in range(0, len(buffer), READ_BYTES):
-                piece = buffer[start : start + READ_BYTES]
+            for start in range(0, len(buffer), LIMITED_BYTES):
+                piece = buffer[start : start + LIMITED_BYTES]
                 seconds = self._download.delay(len(piece))
                 if seconds and self._stopped.wait(seconds):
                     raise StreamBrokenError("the session is over")

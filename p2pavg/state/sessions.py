@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from types import MappingProxyType
@@ -19,7 +20,7 @@ from p2pavg.threads.exceptions import bare_exceptions
 logger = logging.getLogger(__name__)
 
 NO_LANE_SECONDS = 60.0
-"""After a direct lane has broken, sessions with its donor use streams for so long."""
+"""If two sessions with direct lanes to one donor break within this time, the next ones use streams for as long."""
 MAX_FETCHES = 4
 """Blobs that are fetched at once. A donor answers a bounded number of requests of one session."""
 
@@ -47,7 +48,8 @@ class Sessions:
         self._download = download
         self._open: dict[PeerId, Session] = {}
         self._turns: dict[PeerId, trio.Lock] = {}
-        self._laneless: dict[PeerId, float] = {}
+        # The moment of the last failure, and that until which streams are used.
+        self._lanes_failed: dict[PeerId, tuple[float, float]] = {}
         self._excluded: dict[PeerId, str] = {}
 
     @property
@@ -78,7 +80,7 @@ class Sessions:
                     key=self._key,
                     certificate=self._certificate,
                     download=self._download,
-                    wants_lane=trio.current_time() >= self._laneless.get(donor, 0.0),
+                    wants_lane=self._wants_lane(donor),
                 )
                 self._open[donor] = session
                 self._nursery.start_soon(self._attend, session)
@@ -88,10 +90,20 @@ class Sessions:
         try:
             await session.run()
         finally:
-            if session.lane_broke:
-                self._laneless[session.remote] = trio.current_time() + NO_LANE_SECONDS
+            if session.lane_failed:
+                self._note_failed_lane(session.remote)
             if self._open.get(session.remote) is session:
                 del self._open[session.remote]
+
+    def _note_failed_lane(self, donor: PeerId) -> None:
+        now = trio.current_time()
+        before, _ = self._lanes_failed.get(donor, (-math.inf, -math.inf))
+        until = now + NO_LANE_SECONDS if now < before + NO_LANE_SECONDS else -math.inf
+        self._lanes_failed[donor] = (now, until)
+
+    def _wants_lane(self, donor: PeerId) -> bool:
+        _, until = self._lanes_failed.get(donor, (-math.inf, -math.inf))
+        return trio.current_time() >= until
 
     def close(self) -> None:
         """End every session soon. Direct lanes on which nothing is on its way are left to others."""

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from p2pavg.state.checkpoint import read, write_checkpoint
 from p2pavg.state.checking import is_finite
+from p2pavg.state.checkpoint import read, write_checkpoint
 from p2pavg.state.snapshot import Content, copy_of
 from tests.unit.state.contents import of_every_dtype, same_content
 

@@ -141,6 +141,12 @@ def test_attacked_shares_are_combined_by_the_rule() -> None:
     torch.testing.assert_close(combine_shares(rows, read_aggregation("")), rows.mean(0))
 
 
+def test_state(bench: Bench) -> None:
+    lines = [line for line in bench("state", "--hivemind-python", "none") if "figure" in line]
+    assert {line["figure"] for line in lines} == {"fetch", "rate", "cpu"}
+    assert {(line["donors"], line.get("Mbit/s each")) for line in lines} == {(2, None), (2, 400.0)}
+
+
 def test_reduce(bench: Bench) -> None:
     found = medians(bench("reduce"))
     rules = {"trimmed_mean:0.25", "median", "centered_clip:1.0:1", "centered_clip:1.0:3"}

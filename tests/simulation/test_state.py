@@ -2,17 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
 
+import pytest
 import trio
 from trio.testing import MockClock
 
+from p2pavg.errors import StateError
+from p2pavg.net.framing import receive_message, send_message
+from p2pavg.net.transport import Buffer, Stream
 from p2pavg.peer import Peer
-from p2pavg.state.fetching import Fetch
+from p2pavg.state.donors import PIECE_SECONDS, SILENT_SECONDS, STALLED_SECONDS
+from p2pavg.state.fetching import Fetch, Progress
+from p2pavg.state.manifest import Manifest
+from p2pavg.state.messages import (
+    FRAME_BYTES,
+    MAX_RANGE,
+    PROTOCOL,
+    Frame,
+    FrameKind,
+    encode_frame,
+    encode_welcome,
+)
+from p2pavg.state.pieces import MAX_RANGES, PATIENCE_SECONDS
 from p2pavg.state.service import stored_key
-from p2pavg.state.sessions import Sessions, open_sessions
-from p2pavg.state.sink import MemorySink
+from p2pavg.state.serving import (
+    IDLE_SECONDS,
+    SEND_BYTES,
+    YIELD_SECONDS,
+)
+from p2pavg.state.sessions import MAX_FETCHES, Sessions, open_sessions
+from p2pavg.state.sink import FileSink, MemorySink, Sink
 from p2pavg.testing import MemoryNetwork, simulated_peers
 from p2pavg.testing.simulation import simulated_signer
 from tests.simulation.swarm import LAN
@@ -54,6 +78,24 @@ async def check_fetch(fetch: Fetch, blob: Blob) -> float:
     return trio.current_time() - began
 
 
+def when_sent(held: Held, count: int, then: Callable[[], None]) -> None:
+    """Call a function when a donor reads its ``count``-th piece, before it sends it."""
+
+    def change(_index: int, piece: bytes) -> bytes:
+        if len(held.sent) == count:
+            then()
+        return piece
+
+    held.change = change
+
+
+def sent(held: Sequence[Held]) -> int:
+    return sum(len(each.sent) for each in held)
+
+
+# ---------------------------------------------------------------------- honest donors
+
+
 async def test_a_blob_comes_from_one_donor(autojump_clock: MockClock) -> None:
     blob = Blob(0, 20, 100_000, 17)
     async with company(1, blob) as (_network, peers, held, sessions):
@@ -70,6 +112,413 @@ async def test_three_donors_are_at_least_two_and_a_half_times_as_fast_as_one(
         async with company(count, blob, bandwidth=FAST_ETHERNET) as (_network, peers, held, sessions):
             fetch = fetch_of(sessions, blob, peers[1:])
             seconds[count] = await check_fetch(fetch, blob)
-            assert sum(len(each.sent) for each in held) <= 1.05 * len(blob.pieces)
+            assert sent(held) <= 1.05 * len(blob.pieces)
     assert seconds[1] < 1.1 * len(blob.data) / FAST_ETHERNET
     assert seconds[1] >= 2.5 * seconds[3], seconds
+
+
+async def test_sessions_are_used_again_for_the_next_blob(autojump_clock: MockClock) -> None:
+    blobs = [Blob(seed, 3, 10_000) for seed in range(5)]
+    async with company(2, *blobs) as (_network, peers, _held, sessions):
+        await check_fetch(fetch_of(sessions, blobs[0], peers[1:]), blobs[0])
+        first = dict(sessions._open)
+        assert first.keys() == {name(1), name(2)}
+        for blob in blobs[1:]:
+            await check_fetch(fetch_of(sessions, blob, peers[1:]), blob)
+        assert dict(sessions._open) == first
+
+
+async def test_several_blobs_are_fetched_at_once(
+    autojump_clock: MockClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    blobs = [Blob(seed, 10, 100_000) for seed in range(5 * MAX_FETCHES)]
+    async with company(2, *blobs, bandwidth=FAST_ETHERNET) as (_network, peers, _held, sessions):
+        async with trio.open_nursery() as nursery:
+            for blob in blobs:
+                nursery.start_soon(check_fetch, fetch_of(sessions, blob, peers[1:]), blob)
+        assert "is not asked for a state for now" not in caplog.text, "no session was lost"
+
+
+async def test_an_idle_session_is_ended_and_opened_again(autojump_clock: MockClock) -> None:
+    blob = Blob(0, 5, 10_000)
+    async with company(1, blob) as (_network, peers, _held, sessions):
+        await check_fetch(fetch_of(sessions, blob, peers[1:]), blob)
+        await trio.sleep(IDLE_SECONDS + 5.0)
+        assert not sessions._open
+        assert not peers[1].state._served
+        await check_fetch(fetch_of(sessions, blob, peers[1:]), blob)
+
+
+async def test_progress_says_how_far_it_is(autojump_clock: MockClock) -> None:
+    blob = Blob(0, 40, 1 << 20)
+    seen: list[Progress] = []
+    async with company(2, blob, bandwidth=FAST_ETHERNET) as (_network, peers, _held, sessions):
+        await check_fetch(fetch_of(sessions, blob, peers[1:], on_progress=seen.append), blob)
+    middle = seen[len(seen) // 2]
+    assert middle.total == len(blob.data)
+    assert [each.done for each in seen] == sorted(each.done for each in seen)
+    assert seen[-1].done == middle.total
+    assert middle.rate == pytest.approx(2 * FAST_ETHERNET, rel=0.2)
+    assert middle.seconds_left == pytest.approx((middle.total - middle.done) / middle.rate)
+    assert middle.rates.keys() == {name(1), name(2)}
+    assert all(rate == pytest.approx(FAST_ETHERNET, rel=0.2) for rate in middle.rates.values())
+
+
+async def test_a_donor_that_is_named_later_helps(autojump_clock: MockClock) -> None:
+    blob = Blob(0, 60, 1 << 20)
+    async with company(2, blob, bandwidth=FAST_ETHERNET) as (_network, peers, held, sessions):
+        fetch = fetch_of(sessions, blob, peers[1:2])
+
+        def name_both() -> None:
+            fetch.set_donors({peer.id: peer.addresses for peer in peers[1:]})
+
+        when_sent(held[0], 15, name_both)
+        await check_fetch(fetch, blob)
+        assert len(held[1].sent) > 15
+
+
+async def test_a_donor_that_is_not_named_any_more_is_asked_nothing_more(autojump_clock: MockClock) -> None:
+    blob = Blob(0, 60, 1 << 20)
+    async with company(2, blob, bandwidth=FAST_ETHERNET) as (_network, peers, held, sessions):
+        fetch = fetch_of(sessions, blob, peers[1:])
+        when_sent(held[0], 10, lambda: fetch.set_donors({peers[2].id: peers[2].addresses}))
+        await check_fetch(fetch, blob)
+        assert len(held[0].sent) <= 10 + 1
+
+
+async def test_a_transfer_waits_while_a_round_exchanges_but_does_not_starve(
+    autojump_clock: MockClock,
+) -> None:
+    blob = Blob(0, 8, 1 << 20)
+    seconds = {}
+    for busy in (False, True):
+        async with company(1, bandwidth=FAST_ETHERNET) as (_network, peers, _held, sessions):
+            peers[1].state.join(RUN, None, Held(blob), is_busy=lambda busy=busy: busy)  # type: ignore[misc]
+            seconds[busy] = await check_fetch(fetch_of(sessions, blob, peers[1:]), blob)
+    waits = len(blob.data) / SEND_BYTES
+    assert seconds[True] == pytest.approx(waits * YIELD_SECONDS, rel=0.2)
+    assert seconds[False] < 1.0
+
+
+# ---------------------------------------------------------------------- donors that fail
+
+
+@pytest.mark.parametrize("at", [1, 2, 7, 13])
+async def test_a_donor_that_is_killed_is_replaced(autojump_clock: MockClock, at: int) -> None:
+    blob = Blob(0, 60, 1 << 20)
+    async with company(3, blob, bandwidth=FAST_ETHERNET) as (network, peers, held, sessions):
+        when_sent(held[0], at, lambda: network.crash(name(1)))
+        await check_fetch(fetch_of(sessions, blob, peers[1:]), blob)
+        assert sent(held) <= len(blob.pieces) + 2 * MAX_RANGE
+        assert not sessions.excluded
+
+
+async def test_the_loss_of_all_donors_is_reported_in_time(autojump_clock: MockClock) -> None:
+    blob = Blob(0, 60, 1 << 20)
+    async with company(2, blob, bandwidth=FAST_ETHERNET) as (network, peers, held, sessions):
+        for index, holdings in enumerate(held, 1):
+            when_sent(holdings, 5, lambda index=index: network.crash(name(index)))  # type: ignore[misc]
+        began = trio.current_time()
+        with pytest.raises(StateError, match="no donor is left: ") as caught:
+            await fetch_of(sessions, blob, peers[1:], patience=20.0).run()
+        assert trio.current_time() - began < 40.0
+        assert all(f"{name(index)}: " in str(caught.value) for index in (1, 2))
+        assert not peers[0].lobby.tickets
+
+
+async def test_no_donors_at_all_are_reported(autojump_clock: MockClock) -> None:
+    async with company(0) as (_network, _peers, _held, sessions):
+        with pytest.raises(StateError, match="no donor is left: none was named"):
+            await fetch_of(sessions, Blob(0, 1, 10), []).run()
+
+
+async def test_a_donor_that_comes_back_goes_on(autojump_clock: MockClock) -> None:
+    blob = Blob(0, 30, 1 << 20)
+    async with company(1, blob, bandwidth=FAST_ETHERNET) as (network, peers, held, sessions):
+        when_sent(held[0], 10, lambda: network.disconnect(name(0), name(1)))
+        await check_fetch(fetch_of(sessions, blob, peers[1:]), blob)
+        assert len(held[0].sent) < 30 + 2 * MAX_RANGE
+
+
+async def test_a_slow_donor_is_taken_over(autojump_clock: MockClock) -> None:
+    blob = Blob(0, 60, 1 << 20)
+    async with company(2, blob, bandwidth=FAST_ETHERNET) as (network, peers, held, sessions):
+        network.limit(name(1), 50_000)
+        seen: list[Progress] = []
+        seconds = await check_fetch(fetch_of(sessions, blob, peers[1:], on_progress=seen.append), blob)
+        alone = len(blob.data) / FAST_ETHERNET
+        assert seconds < 1.2 * alone + 1.0, "one piece of the slow donor takes 20 s"
+        assert sent(held) <= len(blob.pieces) + 2 * MAX_RANGES
+        assert seen[-1].twice <= 2 * MAX_RANGES << 20
+
+
+@pytest.mark.parametrize("at", [1, 5])
+async def test_a_silent_donor_costs_seconds(autojump_clock: MockClock, at: int) -> None:
+    """Nothing tells the joiner that the donor has stopped."""
+    blob = Blob(0, 60, 1 << 20)
+    async with company(2, blob, bandwidth=FAST_ETHERNET) as (network, peers, held, sessions):
+        when_sent(held[0], at, lambda: network.stop(name(1)))
+        seconds = await check_fetch(fetch_of(sessions, blob, peers[1:]), blob)
+        assert seconds < len(blob.data) / FAST_ETHERNET + STALLED_SECONDS + 1.0
+
+
+async def test_silence_of_the_only_donor_is_reported(autojump_clock: MockClock) -> None:
+    blob = Blob(0, 60, 1 << 20)
+    async with company(1, blob, bandwidth=FAST_ETHERNET) as (network, peers, held, sessions):
+        when_sent(held[0], 5, lambda: network.stop(name(1)))
+        began = trio.current_time()
+        with pytest.raises(StateError, match=f"{name(1)}: it "):
+            await fetch_of(sessions, blob, peers[1:]).run()
+        assert trio.current_time() - began < SILENT_SECONDS + 4 * PATIENCE_SECONDS
+
+
+async def test_a_donor_without_the_blob_refuses_and_the_others_send_it(autojump_clock: MockClock) -> None:
+    blob = Blob(0, 20, 100_000)
+    async with company(2, blob) as (_network, peers, held, sessions):
+        held[0].blobs.clear()
+        await check_fetch(fetch_of(sessions, blob, peers[1:]), blob)
+        assert not held[0].sent
+        assert not sessions.excluded
+
+
+async def test_refusals_of_all_donors_are_reported(autojump_clock: MockClock) -> None:
+    blob = Blob(0, 20, 100_000)
+    async with company(2) as (_network, peers, _held, sessions):
+        with pytest.raises(StateError, match="it refuses: it does not hold this state"):
+            await fetch_of(sessions, blob, peers[1:]).run()
+        peers[1].state.leave(RUN, None, _held[0])
+        with pytest.raises(StateError, match="this peer holds no states of that run"):
+            await fetch_of(sessions, blob, peers[1:2]).run()
+
+
+async def test_a_blob_that_a_donor_lets_go_is_fetched_from_the_others(autojump_clock: MockClock) -> None:
+    blob = Blob(0, 30, 100_000)
+    async with company(2, blob) as (_network, peers, held, sessions):
+        held[0].change = lambda _index, piece: piece if len(held[0].sent) < 4 else None
+        await check_fetch(fetch_of(sessions, blob, peers[1:]), blob)
+        assert not sessions.excluded
+
+
+# ---------------------------------------------------------------------- hostile donors
+
+
+@pytest.mark.parametrize("at", [1, 6])
+async def test_a_donor_that_sends_a_wrong_piece_is_excluded_by_name(
+    autojump_clock: MockClock, caplog: pytest.LogCaptureFixture, at: int
+) -> None:
+    blobs = Blob(0, 30, 1 << 20), Blob(1, 10, 1 << 20)
+    async with company(3, *blobs, bandwidth=FAST_ETHERNET) as (_network, peers, held, sessions):
+        wrong: list[int] = []
+
+        def change(index: int, piece: bytes) -> bytes:
+            if len(held[0].sent) < at:
+                return piece
+            wrong.append(index)
+            return piece[:-1] + bytes([piece[-1] ^ 1])
+
+        held[0].change = change
+        fetch = fetch_of(sessions, blobs[0], peers[1:])
+        await check_fetch(fetch, blobs[0])
+        assert fetch.excluded.keys() == {name(1)}
+        expected = f"sent piece {wrong[0]} of {blobs[0].id.hex()[:16]}… with digest "
+        assert fetch.excluded[name(1)].startswith(expected)
+        assert f"instead of {blobs[0].digests[wrong[0]].hex()}" in fetch.excluded[name(1)]
+        assert sum(expected in record.getMessage() for record in caplog.records) == 1
+        before = len(held[0].sent)
+        assert before <= at + 2 * MAX_RANGE
+        await check_fetch(fetch_of(sessions, blobs[1], peers[1:]), blobs[1])
+        assert len(held[0].sent) == before, "it is asked for other blobs neither"
+
+
+async def test_a_donor_that_sends_another_manifest_is_excluded(autojump_clock: MockClock) -> None:
+    blob, other = Blob(0, 20, 100_000), Blob(1, 20, 100_000)
+    async with company(2) as (_network, peers, held, sessions):
+        held[0].blobs[blob.id] = other
+        held[1].blobs[blob.id] = blob
+        fetch = fetch_of(sessions, blob, peers[1:2])
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(check_fetch, fetch, blob)
+            await trio.sleep(2.0)
+            fetch.set_donors({peer.id: peer.addresses for peer in peers[1:]})
+        assert "sent a manifest that is not the one of" in fetch.excluded[name(1)]
+
+
+async def test_a_manifest_that_is_too_long_is_not_read(autojump_clock: MockClock) -> None:
+    blob = Blob(0, 20, 100_000)
+    async with company(1, blob) as (_network, peers, _held, sessions):
+        fetch = fetch_of(sessions, blob, peers[1:])
+        fetch._wanted = replace(blob.wanted, max_manifest_bytes=100)
+        with pytest.raises(StateError, match="a manifest of 648 bytes, 100 are allowed"):
+            await fetch.run()
+
+
+async def test_an_exception_over_a_manifest_costs_its_donor_only(
+    autojump_clock: MockClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    blob = Blob(0, 20, 100_000)
+    async with company(2, blob) as (_network, peers, _held, sessions):
+        tries: list[int] = []
+
+        def read(data: bytes) -> Manifest:
+            tries.append(1)
+            if len(tries) == 1:
+                raise KeyError("a bug")
+            return blob.read_manifest(data)
+
+        fetch = fetch_of(sessions, blob, peers[1:])
+        fetch._wanted = replace(blob.wanted, read_manifest=read)
+        await check_fetch(fetch, blob)
+        assert len(fetch.excluded) == 1
+        assert "This is a bug of p2pavg" in caplog.text
+
+
+def raw(*frames: bytes) -> Callable[[Stream], Awaitable[None]]:
+    """Return a donor that welcomes, waits for a request, and sends some bytes whatever it is asked."""
+
+    async def serve(stream: Stream) -> None:
+        await receive_message(stream)
+        await send_message(stream, encode_welcome(""))
+        await receive_message(stream)
+        for frame in frames:
+            await stream.send_all(frame)
+        await trio.sleep_forever()
+
+    return serve
+
+
+HUGE = (1 << 32) - 1
+HOSTILE = {
+    "nonsense": (b"x" * 100,),
+    "an unknown kind": (b"\xff" * FRAME_BYTES,),
+    "a manifest of 4 GiB": (encode_frame(Frame(FrameKind.MANIFEST, 1, 0, HUGE)),),
+    "a refusal of 4 GiB": (encode_frame(Frame(FrameKind.REFUSAL, 1, 0, HUGE)),),
+    "a piece that is not asked for": (encode_frame(Frame(FrameKind.PIECE, 1, 0, 100)), b"x" * 100),
+    "an answer to another request": (encode_frame(Frame(FrameKind.MANIFEST, 7, 0, 10)), b"x" * 10),
+    "an end": (encode_frame(Frame(FrameKind.END, 0, 0, 0)),),
+    "a reason that is no text": (encode_frame(Frame(FrameKind.REFUSAL, 1, 0, 2)), b"\xff\xff"),
+}
+
+
+@pytest.mark.parametrize("attack", HOSTILE)
+async def test_a_donor_that_sends_damage_costs_itself_only(
+    autojump_clock: MockClock, attack: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    blob = Blob(0, 20, 100_000)
+    async with company(2, blob) as (_network, peers, _held, sessions):
+        peers[1].context.transport.serve(PROTOCOL, raw(*HOSTILE[attack]))
+        seconds = await check_fetch(fetch_of(sessions, blob, peers[1:]), blob)
+        assert seconds < 5.0
+        with pytest.raises(StateError, match=f"no donor is left: {name(1)}: "):
+            await fetch_of(sessions, blob, peers[1:2]).run()
+    assert "bug of p2pavg" not in caplog.text
+
+
+async def test_a_donor_that_trickles_is_given_up(autojump_clock: MockClock) -> None:
+    """A byte every five seconds is a sign of life, but the manifest does not come."""
+    blob = Blob(0, 40, 100_000)
+
+    async def serve(stream: Stream) -> None:
+        await receive_message(stream)
+        await send_message(stream, encode_welcome(""))
+        await stream.send_all(encode_frame(Frame(FrameKind.MANIFEST, 1, 0, len(blob.manifest))))
+        while True:
+            await trio.sleep(5.0)
+            await stream.send_all(b"\0")
+
+    async with company(1, blob) as (_network, peers, _held, sessions):
+        peers[1].context.transport.serve(PROTOCOL, serve)
+        began = trio.current_time()
+        with pytest.raises(StateError, match="it completed no piece within 120 s"):
+            await fetch_of(sessions, blob, peers[1:]).run()
+        assert trio.current_time() - began < 4 * PIECE_SECONDS
+
+
+# ---------------------------------------------------------------------- the joiner
+
+
+@pytest.mark.parametrize("after", [0.0005, 0.003, 0.01, 0.5, 1.0])
+async def test_a_joiner_that_is_cancelled_leaves_nothing_behind(
+    autojump_clock: MockClock, after: float
+) -> None:
+    blob = Blob(0, 60, 1 << 20)
+    network = MemoryNetwork(latency=LAN, bandwidth=FAST_ETHERNET)
+    async with simulated_peers(network, 3) as peers:
+        for peer in peers[1:]:
+            peer.state.join(RUN, None, Held(blob))
+        with trio.move_on_after(after):
+            async with open_sessions(peers[0].context, peers[0].lobby, key=stored_key(RUN, None)) as sessions:
+                await fetch_of(sessions, blob, peers[1:]).run()
+        assert not peers[0].lobby.tickets
+        await trio.sleep(2.0)
+        for peer in peers[1:]:
+            assert not peer.state._served
+            assert not peer.state._greeted
+        async with open_sessions(peers[0].context, peers[0].lobby, key=stored_key(RUN, None)) as sessions:
+            await check_fetch(fetch_of(sessions, blob, peers[1:]), blob)
+
+
+async def test_a_fetch_that_is_cancelled_leaves_its_sessions_to_the_next(autojump_clock: MockClock) -> None:
+    blobs = Blob(0, 60, 1 << 20), Blob(1, 10, 1 << 20)
+    async with company(2, *blobs, bandwidth=FAST_ETHERNET) as (_network, peers, held, sessions):
+        with trio.move_on_after(1.0):
+            await fetch_of(sessions, blobs[0], peers[1:]).run()
+        first = dict(sessions._open)
+        asked = sent(held)
+        seconds = await check_fetch(fetch_of(sessions, blobs[1], peers[1:]), blobs[1])
+        assert dict(sessions._open) == first
+        assert sent(held) - asked <= len(blobs[1].pieces) + 2, "what was asked before is sent no more"
+        assert seconds < 0.7 * len(blobs[1].data) / FAST_ETHERNET + 0.5
+
+
+async def test_a_full_disk_ends_the_download_and_blames_no_donor(
+    autojump_clock: MockClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    blob = Blob(0, 30, 1 << 20)
+
+    class Full(MemorySink):
+        closed = False
+
+        def put(self, index: int, piece: Buffer) -> None:
+            if index == 7:
+                raise StateError("the disk of here is full")
+            super().put(index, piece)
+
+        def close(self) -> None:
+            self.closed = True
+
+    async with company(2, blob, bandwidth=FAST_ETHERNET) as (_network, peers, _held, sessions):
+        made: list[Full] = []
+
+        def make(manifest: Manifest) -> Sink:
+            made.append(Full(manifest.sizes))
+            return made[0]
+
+        fetch = Fetch(sessions, blob.wanted, make)
+        fetch.set_donors({peer.id: peer.addresses for peer in peers[1:]})
+        with pytest.raises(StateError, match="the disk of here is full"):
+            await fetch.run()
+        assert made[0].closed
+        assert not fetch.excluded
+        assert "bug of p2pavg" not in caplog.text
+        await check_fetch(fetch_of(sessions, blob, peers[1:]), blob)
+
+
+async def test_a_download_goes_on_where_an_earlier_one_ended(
+    autojump_clock: MockClock, tmp_path: Path
+) -> None:
+    blob = Blob(0, 40, 1 << 20)
+    async with company(2, blob, bandwidth=FAST_ETHERNET) as (_network, peers, held, sessions):
+        for seconds in (1.0, 60.0):
+            fetch = Fetch(
+                sessions,
+                blob.wanted,
+                lambda manifest: FileSink(tmp_path / "blob", manifest.sizes, manifest.digests),
+            )
+            fetch.set_donors({peer.id: peer.addresses for peer in peers[1:]})
+            with trio.move_on_after(seconds) as scope:
+                sink = await fetch.run()
+            assert scope.cancelled_caught == (seconds == 1.0)
+        assert bytes(sink.take()) == blob.data
+        sink.close()
+        assert sent(held) <= len(blob.pieces) + 2 * 2 * MAX_RANGES

@@ -33,7 +33,7 @@ class Wire:
         self._links = links
         self._sender = sender
         self._receiver = receiver
-        self._frames: deque[tuple[float, Callable[[], None]]] = deque()
+        self._frames: deque[tuple[float, int, Callable[[], None]]] = deque()
         self._filled = trio.Event()
         self._last_arrival = 0.0
         self.failure: Callable[[], None] | None = None
@@ -42,10 +42,11 @@ class Wire:
 
     def send(self, size: int, deliver: Callable[[], None]) -> None:
         """Call ``deliver`` when a frame of ``size`` bytes has arrived."""
-        sent = self._sender.time_to_send(size + HEADER_BYTES)
+        size += HEADER_BYTES
+        sent = self._sender.time_to_send(size)
         arrival = sent + self._links.draw_latency(self._sender.peer_id, self._receiver.peer_id)
         self._last_arrival = max(self._last_arrival, arrival)
-        self._frames.append((self._last_arrival, deliver))
+        self._frames.append((self._last_arrival, size, deliver))
         self._filled.set()
 
     async def run(self) -> None:
@@ -55,9 +56,10 @@ class Wire:
                 while not self._frames:
                     self._filled = trio.Event()
                     await self._filled.wait()
-                arrival, deliver = self._frames.popleft()
+                arrival, size, deliver = self._frames.popleft()
                 await trio.sleep_until(arrival)
                 await self._links.until_heard(self._sender.peer_id, self._receiver.peer_id)
+                await self._receiver.receive(size)
                 (self.failure or deliver)()
 
 

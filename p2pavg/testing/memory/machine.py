@@ -1,4 +1,4 @@
-"""The machine of one simulated peer: its tasks, its uplink, and the protocols that it serves."""
+"""The machine of one simulated peer: its tasks, its link to the network, and the protocols that it serves."""
 
 from __future__ import annotations
 
@@ -16,15 +16,24 @@ class Machine:
     Args:
         nursery: runs the peer's tasks.
         bandwidth: bytes/s that the peer sends, over all its connections together; ``None`` is without limit.
+        download: bytes/s that it receives, likewise.
     """
 
-    def __init__(self, peer_id: PeerId, nursery: trio.Nursery, bandwidth: float | None) -> None:
+    def __init__(
+        self,
+        peer_id: PeerId,
+        nursery: trio.Nursery,
+        bandwidth: float | None,
+        download: float | None = None,
+    ) -> None:
         self.peer_id = peer_id
         self.nursery = nursery
         self.bandwidth = bandwidth
+        self.download = download
         self.handlers: dict[str, StreamHandler] = {}
         self.has_left = False
         self._sending_until = 0.0
+        self._receiving_until = 0.0
         self._served: set[trio.CancelScope] = set()
 
     def time_to_send(self, size: int) -> float:
@@ -32,6 +41,16 @@ class Machine:
         start = max(self._sending_until, trio.current_time())
         self._sending_until = start + (size / self.bandwidth if self.bandwidth is not None else 0.0)
         return self._sending_until
+
+    async def receive(self, size: int) -> None:
+        """Wait until ``size`` bytes that are at this peer's link have come through it.
+
+        Frames come through in the order in which they arrive, whichever connection they belong to.
+        """
+        if self.download is not None:
+            start = max(self._receiving_until, trio.current_time())
+            self._receiving_until = start + size / self.download
+            await trio.sleep_until(self._receiving_until)
 
     def start_soon(self, work: Callable[[], object]) -> None:
         """Start a task of this peer, unless the peer has left."""

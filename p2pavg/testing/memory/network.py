@@ -28,6 +28,7 @@ class MemoryNetwork:
         seed: determines the latencies.
         latency: seconds that a frame takes one way, drawn evenly from this range.
         bandwidth: bytes/s that a peer sends, over all its connections together; ``None`` is without limit.
+        download: bytes/s that a peer receives, over all its connections together; ``None`` is without limit.
     """
 
     def __init__(
@@ -36,11 +37,14 @@ class MemoryNetwork:
         seed: int = 0,
         latency: tuple[float, float] = (0.01, 0.05),
         bandwidth: float | None = None,
+        download: float | None = None,
     ) -> None:
         self.links = Links(seed, latency)
-        if bandwidth is not None and not bandwidth > 0.0:
-            raise ValueError(f"bandwidth is bytes per second, not {bandwidth}")
+        for name, limit in (("bandwidth", bandwidth), ("download", download)):
+            if limit is not None and not limit > 0.0:
+                raise ValueError(f"{name} is bytes per second, not {limit}")
         self._bandwidth = bandwidth
+        self._download = download
         self._peers: dict[PeerId, MemoryTransport] = {}
         self._locations = Locations()
         self.watchers: list[Callable[[PeerId, Milestone], None]] = []
@@ -48,13 +52,19 @@ class MemoryNetwork:
 
     @asynccontextmanager
     async def transport(
-        self, peer: PeerId | Signer, *, bandwidth: float | None = None, inbound: Inbound = "accepted"
+        self,
+        peer: PeerId | Signer,
+        *,
+        bandwidth: float | None = None,
+        download: float | None = None,
+        inbound: Inbound = "accepted",
     ) -> AsyncIterator[MemoryTransport]:
         """Add a peer to the network for as long as the block runs. A peer that returns keeps its address.
 
         Args:
             peer: its id, or a signer that holds the id.
             bandwidth: bytes/s that this peer sends; ``None`` takes the network's.
+            download: bytes/s that this peer receives; ``None`` takes the network's.
             inbound: the fate of dials to this peer; it can be set on the transport later.
 
         Raises:
@@ -66,7 +76,7 @@ class MemoryNetwork:
             raise ValueError(f"{peer_id} is in the network already")
         with bare_exceptions():
             async with trio.open_nursery() as nursery:
-                machine = Machine(peer_id, nursery, bandwidth or self._bandwidth)
+                machine = Machine(peer_id, nursery, bandwidth or self._bandwidth, download or self._download)
                 transport = MemoryTransport(machine, self.links, self._locations, self._listener_at)
                 transport.inbound = inbound
                 self._peers[peer_id] = transport

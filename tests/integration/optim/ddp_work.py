@@ -19,9 +19,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from p2pavg import Success
 from p2pavg.blocking import Averager, open_averager
 from p2pavg.errors import P2PAvgError
-from p2pavg.optim import AveragedOptimizer, shard_config
+from p2pavg.files import PUBLIC, replace_file
+from p2pavg.optim import AveragedOptimizer, RunState, shard_config
 from p2pavg.optim.ddp import ddp_comm_hook, peer_gradients
 from tests.integration.optim.company import LISTEN, Batches, config, loss_of, small_model, vector_of
 
@@ -120,6 +122,65 @@ def shards(how: dict[str, Any]) -> None:
     dist.destroy_process_group()
 
 
+def late_shards(how: dict[str, Any]) -> None:
+    """Train with sharded parameters until all peers are at one update that the late peer names.
+
+    ``how`` has ``late``: a peer that begins with other parameters when the others have taken three updates.
+    """
+    folder, peer, rank, ranks = Path(how["folder"]), how["peer"], how["rank"], how["ranks"]
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/rendezvous{peer}", rank=rank, world_size=ranks
+    )
+    network, until = small_model(), folder / "until"
+    if how.get("late"):
+        wait_until((folder / "three").exists)
+        with torch.no_grad():
+            for parameter in network.parameters():
+                parameter.mul_(-2.0)
+    fully_shard(network, mesh=init_device_mesh("cpu", (ranks,)))
+    batches = Batches(peer * ranks + rank, BATCH)
+    with open_peer_of(folder, peer, how, rank=rank) as averager:
+        inner = torch.optim.AdamW(network.parameters(), lr=0.01)
+        optimizer = AveragedOptimizer(
+            inner,
+            averager,
+            target_batch_size=BATCH * how["peers"],
+            max_samples_per_peer=BATCH,
+            process_group=dist.group.WORLD,
+            state=RunState(network),
+        )
+        contributed = 0
+        while not all_ranks_say(until.exists() and optimizer.epoch >= int(until.read_text())):
+            optimizer.zero_grad()
+            torch.autograd.backward(loss_of(network, batches.next()))
+            report = optimizer.step(samples=BATCH)
+            contributed += isinstance(report.result, Success) and averager.peer_id in report.result.peers
+            if optimizer.epoch >= 3:
+                (folder / "three").touch()
+            if how.get("late") and contributed == 2 and rank == 0 and not until.exists():
+                replace_file(until, str(optimizer.epoch + 6).encode(), mode=PUBLIC)
+        state = optimizer.lineage.state.hex()
+        (folder / f"done{peer}.{rank}").touch()
+        wait_until(lambda: len(list(folder.glob("done*"))) == 3 * ranks)
+        kept = [value for each in inner.state.values() for _, value in sorted(each.items())]
+        tensors = [cast(Any, tensor) for tensor in (*network.parameters(), *kept)]
+        whole = [t.full_tensor() if hasattr(t, "full_tensor") else t for t in tensors]
+        found = torch.cat([tensor.detach().reshape(-1) for tensor in whole]).tolist()
+        (folder / f"result{peer}.{rank}.json").write_text(
+            json.dumps({"values": found, "state": state, "contributed": contributed})
+        )
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def all_ranks_say(here: bool) -> bool:
+    """Return whether a condition holds on all ranks."""
+    found = [False] * dist.get_world_size()
+    dist.all_gather_object(found, here)
+    return all(found)
+
+
 def mistakes(how: dict[str, Any]) -> None:
     """Make mistakes on one rank of a peer; write the errors of all ranks as texts."""
     folder, rank, said = Path(how["folder"]), how["rank"], []
@@ -189,9 +250,7 @@ def open_peer_of(folder: Path, peer: int, how: dict[str, Any], rank: int | None 
     if peer:
         wait_until(place.exists)
         bootstrap = json.loads(place.read_text())
-    with open_averager(
-        config(how["peers"], match_timeout=5.0), listen=LISTEN, bootstrap=bootstrap
-    ) as averager:
+    with open_averager(settings, listen=LISTEN, bootstrap=bootstrap) as averager:
         if not peer:
             (folder / f"{name}.new").write_text(json.dumps(averager.addresses))
             (folder / f"{name}.new").rename(place)

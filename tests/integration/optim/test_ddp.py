@@ -107,6 +107,17 @@ def test_sharded_ranks_average_their_own_shards(tmp_path: Path) -> None:
     assert (torch.tensor(found[0]["parameters"]) - vector_of(model)).abs().max() < 1e-5
 
 
+def test_sharded_peer_that_comes_late_fetches_each_ranks_state(tmp_path: Path) -> None:
+    """A peer of two ranks joins two others, and all ranks end with the same parameters and optimizer state."""
+    plans = [how(2), how(2), how(2, late=True)]
+    processes = start(tmp_path / "shards", plans, ranks=2, work=ddp_work.late_shards)
+    found = results(tmp_path / "shards", processes)
+    assert len(found) == 6
+    assert len({rank["state"] for rank in found}) == 1
+    assert all(rank["values"] == found[0]["values"] for rank in found)
+    assert all(rank["contributed"] >= 2 for rank in found)
+
+
 def test_rank_without_its_rounds_result_blocks_no_other(tmp_path: Path) -> None:
     """One of two sharded ranks has the average and the other has not: neither takes it, and both report it."""
     plans = [how(2, steps=1500, impatient=1), how(2, steps=1)]

@@ -46,6 +46,7 @@ NAMES = [
     "RoundResult",
     "RunAccess",
     "RunFile",
+    "StateError",
     "Success",
     "Tensors",
     "TrimmedMean",
@@ -204,6 +205,7 @@ def test_both_averagers_have_the_same_methods() -> None:
         "step": "method",
         "cancel_matchmaking": "method",
         "board": "method",
+        "share_states": "method",
         "sibling": "method",
     }
     assert public_names(p2pavg.DecentralizedAverager) == common | {"aclose": "method"}

@@ -30,7 +30,7 @@ def common_of(module: torch.nn.Module, prefix: str = "parameter") -> Content:
         f"buffer/{name}": tensor for name, tensor in module.named_buffers() if tensor.is_floating_point()
     }
     tensors |= {"optimizer/state/0/exp_avg": torch.zeros(3, 4)}
-    return Content(tensors, {"lineage": bytes(range(32))})
+    return Content(tensors, {"lineage": {"epoch": 7, "state": bytes(range(32)).hex()}})
 
 
 @pytest.fixture

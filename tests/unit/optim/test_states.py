@@ -14,6 +14,7 @@ from p2pavg.blocking import Averager
 from p2pavg.optim import RunState, states
 from p2pavg.optim.common_state import CommonState
 from p2pavg.optim.lineage import Lineage
+from p2pavg.optim.shards import Ranks
 from p2pavg.optim.states import (
     LOOK_SECONDS,
     REST,
@@ -43,6 +44,7 @@ class Clock:
 
 class Common:
     max_bytes = 10**9
+    buffers: frozenset[str] = frozenset()
 
     def __init__(self) -> None:
         self.lineage = Lineage(10, b"s" * 32)
@@ -53,7 +55,7 @@ class Common:
         lineage = {"epoch": self.lineage.epoch, "state": self.lineage.state.hex()}
         return Content({"value": torch.zeros(SIZE // 4)}, {"lineage": lineage})
 
-    def prepare(self, content: Content) -> Callable[[], None]:
+    def prepare(self, content: Content, expected: Lineage | None = None) -> Callable[[], None]:
         def take() -> None:
             told = content.values["lineage"]
             self.lineage = Lineage(told["epoch"], bytes.fromhex(told["state"]))
@@ -79,7 +81,7 @@ class Sharing:
         return self.others
 
     def deciding(self, news: Mapping[str, StateNews], companions: Collection[str]) -> frozenset[str]:
-        return frozenset(name for name, said in news.items() if said.log or said.snapshot)
+        return frozenset(name for name, said in news.items() if said.epoch > 0 and not said.wants)
 
     def addresses_of(self, news: Mapping[str, StateNews], donors: Any) -> dict[str, tuple[str, ...]]:
         return {}
@@ -157,6 +159,7 @@ class World:
             cast(CommonState, self.common),
             cast(Any, self.owner),
             cast(Together, together),
+            Ranks(None),
         )
 
     def look(self, seconds: float = LOOK_SECONDS) -> None:
@@ -295,10 +298,26 @@ class TestStart:
         world.clock.now += 1e6
         assert not self.follows(world)
 
+    def test_a_step_does_not_wait_longer_than_that(
+        self, world: World, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def wait(version: int, timeout: float) -> None:
+            world.clock.now += timeout
+
+        monkeypatch.setattr(world.sharing, "wait", wait)
+        self.others_are_at(world, 2**53)
+        began = world.clock.now
+        assert self.follows(world)
+        following = world.states.catch_up(began + 1e6)
+        assert following.over
+        assert world.clock.now - began <= START_SECONDS + 2.0
+        assert not self.follows(world)
+
     def test_transfers_that_fail_hold_up_a_start_a_few_times(self, world: World) -> None:
         self.others_are_at(world, 2**53)
         assert self.follows(world)
-        world.states.follower._retries = START_FAILURES
+        for _ in range(START_FAILURES):
+            world.states.follower._attempts.failed("gone", 0.0)
         assert not self.follows(world)
 
     def test_a_start_waits_for_a_transfer_that_runs(

@@ -155,6 +155,14 @@ class TestDamage:
             with pytest.raises(StateError, match="other is damaged or no checkpoint"):
                 read(tmp_path / "other", verified=verified)
 
+    def test_a_root_in_another_place_is_refused(self, tmp_path: Path) -> None:
+        path = CheckpointFolder(tmp_path, 1).write(1, numbered(1), OWN)
+        swapped = re.sub(rb'("p2pavg-c[^,]*"),("p2pavg-v[^}]*)', rb"\2,\1", path.read_bytes())
+        assert swapped != path.read_bytes()
+        path.write_bytes(swapped)
+        with pytest.raises(StateError, match="its metadata are not those of a checkpoint"):
+            read(path, verified=True)
+
     def test_files_that_cannot_be_read_are_named(self, tmp_path: Path) -> None:
         with pytest.raises(StateError, match=r"cannot read the checkpoint .*missing: No such file"):
             read(tmp_path / "missing")

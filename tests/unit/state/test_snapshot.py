@@ -184,6 +184,7 @@ class TestStrangers:
             (file_of(TWO, bytes(9)), "has 169 bytes, and its header describes 168"),
             (file_of(TWO | {"b": entry("F32", [1], 0, 4)}, bytes(4)), "'b' is not in its place"),
             (file_of(TWO | {"b": entry("F32", [1], 5, 9)}, bytes(9)), "'b' is not in its place"),
+            (file_of(TWO | {"b": entry("F32", [1], 3, 8)}, bytes(8)), "'b' is not in its place"),
             (file_of(TWO | {"b": entry("F32", [2], 4, 8)}, bytes(8)), "'b' is not in its place"),
             (file_of(TWO | {"b": entry("F64", [1], 4, 12)}, bytes(12)), "'b' is not in its place"),
             (

@@ -284,6 +284,65 @@ async def test_bandwidth_is_shared_by_all_that_a_peer_sends(
         assert arrived[0] > 1.5, "one stream was served after the other"
 
 
+async def test_download_is_shared_by_all_that_a_peer_receives(
+    autojump_clock: MockClock,
+) -> None:
+    network = MemoryNetwork(latency=(0.0, 0.0), bandwidth=1e7, download=1e6)
+    async with peers(network, 3) as (here, there, third):
+        arrived: list[float] = []
+
+        async def take(stream: Stream) -> None:
+            while await stream.receive_some(65536):
+                pass
+            arrived.append(trio.current_time())
+
+        async def send(by: MemoryTransport) -> None:
+            stream = await by.open_stream(here.peer_id, "/take/1", addresses=here.addresses, timeout=10.0)
+            await stream.send_all(bytes(1_000_000))
+            await stream.aclose()
+
+        here.serve("/take/1", take)
+        async with trio.open_nursery() as nursery:
+            for by in (there, third):
+                nursery.start_soon(send, by)
+        await trio.sleep(10.0)
+        assert arrived[1] == pytest.approx(2.0, abs=0.1)
+        assert arrived[0] > 1.5, "one stream was served after the other"
+
+
+async def test_frames_that_wait_for_a_slow_sender_delay_no_others(
+    autojump_clock: MockClock,
+) -> None:
+    network = MemoryNetwork(latency=(0.0, 0.0), bandwidth=1e6, download=1e6)
+    async with peers(network, 3) as (here, there, third):
+        arrived: dict[str, float] = {}
+
+        async def take(stream: Stream) -> None:
+            while await stream.receive_some(65536):
+                pass
+            arrived[stream.remote] = trio.current_time()
+
+        async def send(by: MemoryTransport) -> None:
+            stream = await by.open_stream(here.peer_id, "/take/1", addresses=here.addresses, timeout=10.0)
+            await stream.send_all(bytes(100_000))
+            await stream.aclose()
+
+        here.serve("/take/1", take)
+        network.limit(there.peer_id, 1e4)
+        async with trio.open_nursery() as nursery:
+            for by in (there, third):
+                nursery.start_soon(send, by)
+        await trio.sleep(20.0)
+        assert arrived[third.peer_id] < 0.5
+        assert arrived[there.peer_id] == pytest.approx(10.0, abs=0.5)
+
+
+@pytest.mark.parametrize("limit", ["bandwidth", "download"])
+def test_a_limit_of_a_link_is_above_zero(limit: str) -> None:
+    with pytest.raises(ValueError, match=limit):
+        MemoryNetwork(**{limit: 0.0})  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("seed", [1, 2])
 def test_the_same_seed_gives_the_same_times(seed: int) -> None:
     async def arrivals(seed: int) -> list[float]:

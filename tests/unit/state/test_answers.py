@@ -1,0 +1,193 @@
+"""Frames of donors are checked against what was asked, before anything is allocated or kept."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from p2pavg.errors import RemoteProtocolError, StateError, StreamBrokenError
+from p2pavg.state.answers import Answers, RefusedError, Request, WrongPieceError
+from p2pavg.state.messages import Frame, FrameKind, encode_frame, encode_refusal
+
+PIECES = [b"first", b"second piece", b"3"]
+
+
+class Reading:
+    """A session's answers, and what its requests have heard."""
+
+    def __init__(self) -> None:
+        self.answers = Answers(lambda function, *args: function(*args))
+        self.kept: dict[int, bytes] = {}
+        self.came: list[int] = []
+        self.ended: list[Exception | None] = []
+        self.largest = 0
+
+    def ask_pieces(
+        self, pieces: Sequence[bytes] = PIECES, take: Callable[[int, memoryview], None] | None = None
+    ) -> Request:
+        def keep(index: int, piece: memoryview) -> None:
+            self.kept[index] = bytes(piece)
+
+        request = Request(
+            self.answers.next_number(),
+            take=take or keep,
+            came=self.came.append,
+            ended=self.ended.append,
+            first=10,
+            sizes=[len(piece) for piece in pieces],
+        )
+        self.answers.expect(request)
+        return request
+
+    def ask_manifest(self, most: int = 1000) -> Request:
+        request = Request(self.answers.next_number(), ended=self.ended.append, max_manifest_bytes=most)
+        self.answers.expect(request)
+        return request
+
+    def hear(self, data: bytes) -> None:
+        """Read bytes as from a stream that ends after them."""
+        rest = memoryview(data)
+        for buffer in self.answers.read():
+            self.largest = max(self.largest, len(buffer))
+            if len(rest) < len(buffer):
+                return
+            buffer[:] = rest[: len(buffer)]
+            rest = rest[len(buffer) :]
+
+
+def framed(number: int, index: int, piece: bytes) -> bytes:
+    return encode_frame(Frame(FrameKind.PIECE, number, index, len(piece))) + piece
+
+
+def test_pieces_are_kept_in_their_order() -> None:
+    reading = Reading()
+    number = reading.ask_pieces().number
+    reading.hear(b"".join(framed(number, 10 + place, piece) for place, piece in enumerate(PIECES)))
+    assert reading.kept == dict(enumerate(PIECES, 10))
+    assert reading.came == [10, 11, 12]
+    assert reading.ended == [None]
+    assert not reading.answers.waits
+
+
+def test_a_manifest_is_kept() -> None:
+    reading, data = Reading(), bytes(range(200)) * 1000
+    request = reading.ask_manifest(len(data))
+    reading.hear(encode_frame(Frame(FrameKind.MANIFEST, request.number, 0, len(data))) + data)
+    assert request.manifest == data
+    assert reading.ended == [None]
+
+
+def test_a_refusal_ends_a_request() -> None:
+    reading = Reading()
+    number = reading.ask_pieces().number
+    reading.hear(framed(number, 10, PIECES[0]) + encode_refusal(number, "it is gone"))
+    (error,) = reading.ended
+    assert isinstance(error, RefusedError)
+    assert str(error) == "it is gone"
+    assert reading.came == [10]
+
+
+def test_the_memory_of_a_manifest_grows_with_what_arrives() -> None:
+    reading = Reading()
+    number = reading.ask_manifest(1 << 30).number
+    reading.hear(encode_frame(Frame(FrameKind.MANIFEST, number, 0, 1 << 30)) + bytes(1000))
+    assert reading.largest <= 64 * 1024
+
+
+DAMAGE: dict[str, bytes] = {
+    "a piece of another size": framed(1, 10, b"firs"),
+    "a piece out of order": framed(1, 11, PIECES[1]),
+    "an earlier piece": framed(1, 9, PIECES[0]),
+    "an unknown request": framed(2, 10, PIECES[0]),
+    "a manifest": encode_frame(Frame(FrameKind.MANIFEST, 1, 0, 5)) + b"first",
+    "a piece too much": b"".join(framed(1, 10 + place, piece) for place, piece in enumerate([*PIECES, b"x"])),
+    "a refusal with an index": encode_frame(Frame(FrameKind.REFUSAL, 1, 1, 1)) + b"x",
+    "a refusal that is too long": encode_frame(Frame(FrameKind.REFUSAL, 1, 0, 801)) + b"x" * 801,
+    "an end with a length": encode_frame(Frame(FrameKind.END, 0, 0, 1)) + b"x",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_what_was_not_asked_is_refused(damage: str) -> None:
+    reading = Reading()
+    assert reading.ask_pieces().number == 1
+    with pytest.raises(RemoteProtocolError):
+        reading.hear(DAMAGE[damage])
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        Frame(FrameKind.MANIFEST, 1, 0, 1001),
+        Frame(FrameKind.MANIFEST, 1, 0, 0),
+        Frame(FrameKind.PIECE, 1, 0, 1),
+    ],
+)
+def test_other_answers_to_a_request_for_a_manifest_are_refused(frame: Frame) -> None:
+    reading = Reading()
+    reading.ask_manifest(1000)
+    with pytest.raises(RemoteProtocolError):
+        reading.hear(encode_frame(frame) + bytes(2000))
+
+
+def test_a_wrong_piece_ends_the_session_and_its_request_says_why() -> None:
+    reading = Reading()
+
+    def take(_index: int, _piece: memoryview) -> None:
+        raise WrongPieceError("sent nonsense")
+
+    request = reading.ask_pieces(take=take)
+    with pytest.raises(WrongPieceError):
+        reading.hear(framed(request.number, 10, PIECES[0]))
+    assert [str(error) for error in reading.ended] == ["sent nonsense"]
+    reading.answers.fail(StreamBrokenError("the session ended"))
+    assert len(reading.ended) == 1, "a request ends once"
+
+
+def test_a_full_disk_ends_the_request_and_not_the_session() -> None:
+    reading = Reading()
+
+    def take(_index: int, _piece: memoryview) -> None:
+        raise StateError("the disk is full")
+
+    full, other = reading.ask_pieces(take=take), reading.ask_pieces()
+    reading.hear(
+        b"".join(
+            framed(request.number, 10 + place, piece)
+            for request in (full, other)
+            for place, piece in enumerate(PIECES)
+        )
+    )
+    assert [str(error) for error in reading.ended] == ["the disk is full", "None"]
+    assert reading.kept == dict(enumerate(PIECES, 10))
+
+
+def test_nothing_of_a_cancelled_request_is_kept() -> None:
+    reading = Reading()
+    request = reading.ask_pieces()
+    request.cancelled = True
+    reading.hear(framed(request.number, 10, PIECES[0]) + encode_refusal(request.number, "as you like"))
+    assert reading.kept == {}
+    assert not reading.answers.waits
+
+
+def test_the_end_of_a_session_ends_all_requests() -> None:
+    reading = Reading()
+    for _ in range(3):
+        reading.ask_pieces()
+    reading.answers.fail(StreamBrokenError("gone"))
+    assert [str(error) for error in reading.ended] == ["gone"] * 3
+
+
+@given(st.binary(max_size=300))
+def test_any_bytes_are_refused_or_wait_for_more(data: bytes) -> None:
+    reading = Reading()
+    reading.ask_pieces()
+    reading.ask_manifest()
+    with contextlib.suppress(RemoteProtocolError):
+        reading.hear(data)
+    assert reading.largest <= 64 * 1024

@@ -46,6 +46,7 @@ OBSERVE_SECONDS = 10.0
 MIN_LOG_BYTES = 2**24
 LATER_SECONDS = 60.0
 """In a run that begins again, a peer with an earlier checkpoint waits this long for the latest one's state."""
+LATER_FAILURES = 3  # transfers in a row, after which it waits no longer
 OWN = "own"
 REST = 20.0
 """A donor takes no snapshot for this many times the time that its last one took: at most a twentieth of its training,
@@ -205,6 +206,8 @@ class States:
             behind: the reason for which it cannot follow the run, if there is one.
             outnumbered: true if more peers hold the same other parameters.
         """
+        if self._ranks.as_the_first(self._later_is_gone):
+            self._give_up_later()
         drifted = outnumbered and not self.follower.is_active and self._drift.is_due(time.monotonic())
         reasons = self._ranks.gather((drifted, behind is not None, bool(self.has_later())))
         if any(drifted for drifted, _, _ in reasons):
@@ -239,7 +242,7 @@ class States:
         now = time.monotonic()
         if self._later_at is None or self.follower.is_fetching:
             self._later_at = now
-        if now >= self._later_at + LATER_SECONDS:
+        if now >= self._later_at + LATER_SECONDS or self.follower.failures >= LATER_FAILURES:
             return ""
         return f"the run begins again from a checkpoint of update {latest}"
 
@@ -253,13 +256,8 @@ class States:
             version, run = self._sharing.version, self._together.run
             over = time.monotonic() >= until
             if self._ranks.as_the_first(self._later_is_gone):
-                logger.warning(
-                    "the peer with a later checkpoint offers no state: this peer continues from its own"
-                )
-                self.follower.stop()
-                self._fetches_later = False
-                run.follow(False)
-                return Following(caught_up=True)
+                self._give_up_later()
+                return Following(over=True)
             following = self.follower.advance(behind=run.is_behind(), over=over)
             run.follow(self.should_observe and self.follower.is_on_the_log)
             self._sharing.say(wants=self.follower.is_active, epoch=self._common.lineage.epoch)
@@ -272,6 +270,12 @@ class States:
                 return following
             if not following.progressed:
                 self.follower.wait(version)
+
+    def _give_up_later(self) -> None:
+        logger.warning("the peer with a later checkpoint offers no state: this peer continues from its own")
+        self.follower.stop()
+        self._together.run.follow(False)
+        self._fetches_later, self._later_at = False, -math.inf
 
     def _later_is_gone(self) -> bool:
         """Return whether this peer waits for a later checkpoint's state that no peer has any more."""

@@ -110,7 +110,7 @@ class TestVoters:
 
     def of(
         self, *, members_only: bool = False, companions: set[str] = set(), bootstrap: set[str] = set()
-    ) -> set[str]:  # noqa: B006
+    ) -> set[str]:
         return set(voters(self.NEWS, members_only=members_only, companions=companions, bootstrap=bootstrap))
 
     def test_all_members_decide_in_a_run_with_an_authority(self) -> None:

@@ -22,6 +22,7 @@ from p2pavg.optim.lineage import Lineage
 from p2pavg.optim.shards import Ranks
 from p2pavg.result import Success
 from p2pavg.state.average import ProvenAverage
+from p2pavg.state.checking import is_finite
 from p2pavg.state.choice import choose_snapshot, head_of, next_average
 from p2pavg.state.news import StateNews
 from p2pavg.state.progress import StateProgress, amount
@@ -34,6 +35,7 @@ AHEAD, MAX_AHEAD = 2, 4
 """Averages that are fetched at once: while one is applied, the next one is on its way. More if they are small."""
 SMALL_BYTES = 2**24
 LOOK_SECONDS = 1.0  # between two looks at transfers and records
+MAX_REFUSED = 64  # roots of snapshots that could not be used
 LOST_SECONDS = 10.0
 """If most peers hold another state than this one's for this long, and none offers a later average, this peer fetches a
 snapshot."""
@@ -127,7 +129,10 @@ class Follower:
         self._averages: deque[AverageTransfer] = deque()
         self._ahead = MAX_AHEAD if sharing.average_bytes <= SMALL_BYTES else AHEAD
         self._needs_snapshot = False
+        self._is_useless = False
+        """True if this peer's present state is not one of the run's."""
         self._at_least = 0
+        self._refused: deque[bytes] = deque(maxlen=MAX_REFUSED)
         self._first_offer: tuple[int, bytes] | None = None
         """Epoch and state of the snapshot that the first rank fetches."""
         self._began_at: float | None = None
@@ -142,14 +147,19 @@ class Follower:
         return self._began_at is not None
 
     @property
+    def is_fetching(self) -> bool:
+        """True while a transfer runs."""
+        return self._transfer() is not None
+
+    @property
+    def failures(self) -> int:
+        """Number of transfers in a row that failed, or brought nothing of use."""
+        return self._attempts.count
+
+    @property
     def is_on_the_log(self) -> bool:
         """True while this peer replays averages, or has just replayed the last one."""
         return not self._needs_snapshot
-
-    @property
-    def is_fetching(self) -> bool:
-        """True while a snapshot is on its way."""
-        return self._snapshot is not None
 
     def begin(self, *, snapshot: bool = False, at_least: int = 0) -> None:
         """Begin to follow.
@@ -164,6 +174,7 @@ class Follower:
             self._attempts = Attempts()
             self._trusted = frozenset(self._companions())
         self._needs_snapshot = self._needs_snapshot or snapshot
+        self._is_useless = self._is_useless or snapshot
 
     def advance(self, *, behind: bool, over: bool = False) -> Following:
         """Do what can be done now, without waiting for the network.
@@ -180,7 +191,7 @@ class Follower:
         if deciding:
             self.pace.note(head, now)
         if self._needs_snapshot:
-            found, reason = self._towards_snapshot(news, deciding, now)
+            found, reason = self._towards_snapshot(news, deciding, head, now, behind=behind)
         else:
             found, reason = self._along_the_log(news, deciding, head, now, behind=behind)
         stands = self._ranks.gather(replace(found, needs_snapshot=self._needs_snapshot, over=over))
@@ -202,9 +213,9 @@ class Follower:
             self.stop()
             return Following(caught_up=True)
         if ready is Ready.AVERAGE:
-            self._replay(self._averages.popleft())
+            reason = self._replay(self._averages.popleft(), now)
             self._last_found = now
-            return Following(progressed=True)
+            return Following(progressed=not reason, failed=bool(reason), reason=reason)
         reason = self._load(now)
         return Following(progressed=not reason, failed=bool(reason), reason=reason)
 
@@ -228,14 +239,18 @@ class Follower:
         self._drop_snapshot()
         self._drop_averages()
         self._began_at = None
-        self._needs_snapshot = False
+        self._needs_snapshot = self._is_useless = False
 
     # ------------------------------------------------------------------ the snapshot
 
     def _towards_snapshot(
-        self, news: dict[str, StateNews], deciding: Collection[str], now: float
+        self, news: dict[str, StateNews], deciding: Collection[str], head: int, now: float, *, behind: bool
     ) -> tuple[Stand, str]:
-        transfer = self._snapshot
+        transfer, epoch = self._snapshot, self._common.lineage.epoch
+        if transfer is None and not behind and epoch >= head and not self._is_useless:
+            return Stand(
+                ready=Ready.END, epoch=epoch, needs_snapshot=True
+            ), ""  # those that were further are gone
         if transfer is None:
             return self._choose(news, deciding, now)
         offer = transfer.offer
@@ -259,11 +274,20 @@ class Follower:
             news = {peer_id: said for peer_id, said in news.items() if said.offers(*self._first_offer)}
             deciding = [peer_id for peer_id in deciding if peer_id in news]
         assert self._began_at is not None
-        chosen = choose_snapshot(news, deciding, at_least=self._at_least, waited=now - self._began_at)
+        # When a run begins again, most peers may have earlier checkpoints than the latest one.
+        deciding = [peer_id for peer_id in deciding if news[peer_id].epoch >= self._at_least]
+        chosen = choose_snapshot(
+            news,
+            deciding,
+            at_least=self._at_least,
+            waited=now - self._began_at,
+            refused=self._refused,
+        )
         offer = chosen.offer
         if offer is None:
             return Stand(), "; ".join(part for part in (chosen.reason, self._attempts.failure) if part)
         if offer.size > self._common.max_bytes:
+            self._refused.append(offer.root)
             why = (
                 f"the run's state has {amount(offer.size)}, and this model's has at most"
                 f" {amount(self._common.max_bytes)}: it is of another model"
@@ -293,11 +317,12 @@ class Follower:
             if self._ranks.all_agree(not why):
                 take()
         if why or self._common.lineage != Lineage(offer.epoch, offer.state):
-            self._at_least = offer.epoch + 1
+            self._refused.append(offer.root)
             self._fail(why or "another rank of this peer cannot use its part of the state", now)
             return self._attempts.failure
         logger.info("this peer has loaded the state of update %d", offer.epoch)
-        self._needs_snapshot, self._attempts, self._last_found = False, Attempts(), now
+        self._needs_snapshot = self._is_useless = False
+        self._attempts, self._last_found = Attempts(), now
         self._sharing.shelf.begin(offer.epoch)
         self._sharing.say(wants=True, epoch=offer.epoch)
         self._owner.adopted()
@@ -351,16 +376,26 @@ class Follower:
             if donors:  # a donor may still hold what its record does not name any more
                 transfer.set_donors(self._sharing.addresses_of(news, donors))
 
-    def _replay(self, transfer: AverageTransfer) -> None:
-        """Take one update, whose average belongs to this peer's state."""
+    def _replay(self, transfer: AverageTransfer, now: float) -> str:
+        """Take one update, whose average belongs to this peer's state; return the reason if it cannot be used.
+
+        The members of a group in an open run may be strangers, and sign anything.
+        """
+        averaged: list[torch.Tensor] = []
         try:
             averaged = transfer.decode()
+            is_good = all(map(is_finite, averaged))
+            why = "" if is_good else "an average that members have signed has NaN or infinite values"
         except RemoteProtocolError as error:
-            raise StateError(f"an average that members have signed cannot be used: {error}") from None
+            why = f"an average that members have signed cannot be used: {error}"
+        if not self._ranks.all_agree(not why):
+            self._fail(why or "another rank of this peer cannot use its part of an average", now)
+            return self._attempts.failure
         epoch = self._common.lineage.epoch + 1
         self._owner.replay(averaged, replayed_success(transfer.proven(), averaged))
         self._sharing.shelf.took(transfer.logged(), epoch)
         self._sharing.say(wants=True, epoch=epoch)
+        return ""
 
     def _drop_averages(self) -> None:
         while self._averages:

@@ -47,14 +47,15 @@ class Attempts:
     def __init__(self) -> None:
         self.failure = ""
         """Reason of the last failure; empty before the first one."""
-        self._count = 0
+        self.count = 0
+        """Number of failures."""
         self._not_before = 0.0
 
     def failed(self, reason: str, now: float) -> None:
         """Note a failure."""
         self.failure = reason
-        self._not_before = now + min(RETRY_SECONDS * 2.0 ** min(self._count, 8), MAX_RETRY_SECONDS)
-        self._count += 1
+        self._not_before = now + min(RETRY_SECONDS * 2.0 ** min(self.count, 8), MAX_RETRY_SECONDS)
+        self.count += 1
 
     def pauses(self, now: float) -> str:
         """Return the reason why there is no attempt now; empty if there may be one."""

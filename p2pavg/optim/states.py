@@ -7,6 +7,7 @@ All of this runs in the training thread, between two updates. What takes time ru
 from __future__ import annotations
 
 import logging
+import math
 import statistics
 import time
 from collections import deque
@@ -46,6 +47,9 @@ MIN_LOG_BYTES = 2**24
 LATER_SECONDS = 60.0
 """In a run that begins again, a peer with an earlier checkpoint waits this long for the latest one's state."""
 OWN = "own"
+REST = 20.0
+"""A donor takes no snapshot for this many times the time that its last one took: at most a twentieth of its training,
+for joiners that ask for ever, and for joiners that never catch up."""
 PACE_UPDATES = 8  # of this peer, over which the usual time between two updates is measured
 
 
@@ -110,6 +114,7 @@ class States:
         self._took_at: float | None = None
         self._has_log_size = run_state.log_bytes is not None
         self._drift = GrowingPauses()
+        self._rests_until = -math.inf
         self._caught_up = 0
         """Times that this peer has caught up since it was in a round."""
         self._save_is_due = False
@@ -143,11 +148,13 @@ class States:
         used_at = max(self._wanted_at, shelf.read_at)
         if shelf.snapshot is not None and now >= used_at + UNWANTED_SECONDS:
             shelf.put(None)
-        due = takes_snapshot(self._situation(now)), not self._sharing.is_working
+        due = now >= self._rests_until and takes_snapshot(self._situation(now)), not self._sharing.is_working
         ranks = self._ranks.gather(due)
         if ranks[0][0] and all(idle for _, idle in ranks):
             shelf.put(None)  # at most one is held
-            self._sharing.offer(copy_of(self._common.content()), epoch, self._common.lineage.state)
+            data = copy_of(self._common.content())
+            self._rests_until = time.monotonic() + REST * (time.monotonic() - now)
+            self._sharing.offer(data, epoch, self._common.lineage.state)
 
     def _say(self, now: float) -> None:
         """Publish this peer's record: after each update while a peer fetches a state, and else every few seconds."""
@@ -217,7 +224,11 @@ class States:
         return next_average(news, deciding, self._common.lineage.epoch + 1) is not None
 
     def has_later(self) -> str:
-        """Return the reason why a run that begins, or begins again, has a later state; empty if it has none."""
+        """Return the reason why a run that begins, or begins again, has a later state; empty if it has none.
+
+        The latest checkpoint counts, also if one peer alone has it. So one of the peers that decide can give its state
+        to a run that begins again, or delay it by :data:`LATER_SECONDS`.
+        """
         if self._together.run.has_started or not self._together.run.is_start:
             return ""
         news = self._sharing.news()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 
 import pytest
@@ -109,7 +110,7 @@ class TestVoters:
     }
 
     def of(
-        self, *, members_only: bool = False, companions: set[str] = set(), bootstrap: set[str] = set()
+        self, *, members_only: bool = False, companions: Collection[str] = (), bootstrap: Collection[str] = ()
     ) -> set[str]:
         return set(voters(self.NEWS, members_only=members_only, companions=companions, bootstrap=bootstrap))
 

@@ -45,8 +45,9 @@ def train(member: Member) -> None:
     Arguments: ``folder`` for this peer's directory and identity; ``peers`` to start; ``elements`` of a parameter that
     only makes the state large; ``state``, further arguments of :class:`RunState`; ``file_bytes``, the largest file that
     this process may write; ``die_at``, the number of bytes of a download at which it kills itself; ``die_loading``, to
-    kill itself while the state is replaced; ``batch_seconds`` of computing; ``sync_timeout``; ``checks``, to compare
-    the parameters before and after each step; ``seed`` of the first parameters. The message ``say`` asks for a digest.
+    kill itself while the state is replaced; ``batch_seconds`` of computing; ``sync_timeout``; ``checks``, for digests
+    of the parameters after each update, and before and after each step; ``seed`` of the first parameters. The message
+    ``say`` asks for a digest.
     """
     torch.set_num_threads(1)
     given = member.arguments
@@ -75,7 +76,9 @@ def train(member: Member) -> None:
             averager,
             target_batch_size=given["peers"] * BATCH,
             peers_to_start=given["peers"],
-            on_update=lambda report: member.report(**described(report)),
+            on_update=lambda report: member.report(
+                **described(report), digest=digest_of(model) if given.get("checks") else ""
+            ),
             sync_timeout=given.get("sync_timeout", 600.0),
             state=state,
         )

@@ -23,7 +23,7 @@ from p2pavg.optim.shards import Ranks
 from p2pavg.result import Success
 from p2pavg.state.average import ProvenAverage
 from p2pavg.state.checking import is_finite
-from p2pavg.state.choice import choose_snapshot, head_of, next_average
+from p2pavg.state.choice import choose_snapshot, head_of, named_donors, next_average
 from p2pavg.state.news import StateNews
 from p2pavg.state.progress import StateProgress, amount
 from p2pavg.state.sharing import AverageTransfer, SnapshotTransfer, StateSharing
@@ -257,7 +257,8 @@ class Follower:
         reason = f"fetching the state of update {offer.epoch}"
         stand = Stand(offer=(offer.epoch, offer.state))
         if not transfer.ended:
-            donors = [peer_id for peer_id, said in news.items() if said.snapshot == offer]
+            offering = (peer_id for peer_id, said in news.items() if said.snapshot == offer)
+            donors = named_donors(offering, deciding)
             transfer.set_donors(self._sharing.addresses_of(news, donors))
             return stand, reason
         if transfer.failure:
@@ -372,7 +373,8 @@ class Follower:
                 break
             self._averages.append(self._sharing.fetch_average(found[0]))
         for transfer in self._averages:
-            donors = tuple(peer_id for peer_id, said in news.items() if transfer.group_id in said.log)
+            offering = (peer_id for peer_id, said in news.items() if transfer.group_id in said.log)
+            donors = named_donors(offering, deciding)
             if donors:  # a donor may still hold what its record does not name any more
                 transfer.set_donors(self._sharing.addresses_of(news, donors))
 

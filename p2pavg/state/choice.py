@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from p2pavg.state.news import SnapshotOffer, StateNews
@@ -31,6 +31,8 @@ SETTLE_SECONDS = 8.0
 PATIENCE_SECONDS = 60.0
 """While less than half of its voters offer any snapshot, it waits for this long: a donor takes one after its batch, and
 the first one that offers one would decide alone."""
+MAX_DONORS = 32
+"""Donors of one transfer. A few fill any link."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,8 +136,16 @@ def choose_snapshot(
     if 2 * count <= len(deciding) and waited < patience:
         reason = f"{count} of {len(deciding)} peers offer the snapshot of update {offer.epoch}"
         return Chosen(None, (), f"{reason}; more may follow")
-    donors = tuple(sorted(peer_id for peer_id, said in news.items() if said.snapshot == offer))
+    donors = named_donors((peer_id for peer_id, said in news.items() if said.snapshot == offer), deciding)
     return Chosen(offer, donors, f"{count} of {len(deciding)} peers offer it")
+
+
+def named_donors(offering: Iterable[str], deciding: Collection[str]) -> tuple[str, ...]:
+    """Return the donors to ask: the voters first, :data:`MAX_DONORS` at most.
+
+    Strangers can repeat what others offer, with addresses of victims that every joiner would dial.
+    """
+    return tuple(sorted(offering, key=lambda peer_id: (peer_id not in deciding, peer_id))[:MAX_DONORS])
 
 
 def next_average(
@@ -153,7 +163,8 @@ def next_average(
     if not counts:
         return None
     group_id, _ = max(counts.items(), key=lambda found: (found[1], found[0]))
-    donors = tuple(sorted(peer_id for peer_id, said in news.items() if said.average(epoch) == group_id))
+    offering = (peer_id for peer_id, said in news.items() if said.average(epoch) == group_id)
+    donors = named_donors(offering, deciding)
     return group_id, donors
 
 

@@ -16,7 +16,7 @@ from p2pavg.optim.following import LOST_SECONDS, Follower, Following
 from p2pavg.optim.following_news import MAX_RETRY_SECONDS, RETRY_SECONDS, Pace
 from p2pavg.optim.lineage import Lineage
 from p2pavg.optim.shards import Ranks
-from p2pavg.state.choice import SETTLE_SECONDS
+from p2pavg.state.choice import MAX_DONORS, SETTLE_SECONDS
 from p2pavg.state.news import SnapshotOffer, StateNews
 from p2pavg.state.progress import StateProgress
 from p2pavg.state.sharing import StateSharing
@@ -498,3 +498,17 @@ def test_minority_offers_are_taken_only_after_a_while(world: World) -> None:
     world.advance()
     assert "more may follow" in world.advance(SETTLE_SECONDS).reason
     assert not world.sharing.snapshots
+
+
+def test_strangers_that_repeat_an_offer_are_asked_in_small_numbers(world: World) -> None:
+    world.run_is_at(100, snapshot=offer_of(98))
+    world.advance()
+    world.advance()
+    crowd = {f"sybil{index}": said for index, said in enumerate([world.sharing.others["a"]] * 1000)}
+    world.sharing.others |= crowd
+    world.advance()
+    assert len(world.sharing.snapshots[0].donors) == MAX_DONORS
+    world.snapshot_comes(snapshot_of(98, 4851.0))
+    world.advance()
+    world.advance()
+    assert all(len(transfer.donors) == MAX_DONORS for transfer in world.sharing.averages)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from p2pavg.state.choice import (
     ALIGN_SECONDS,
     MAX_ALIGN,
+    MAX_DONORS,
     PATIENCE_SECONDS,
     SETTLE_SECONDS,
     DonorView,
@@ -182,7 +183,7 @@ class TestSnapshots:
         }
         deciding = voters(news, members_only=False, companions=(), bootstrap={"b"})
         found = choose_snapshot(news, deciding, at_least=0, waited=0.0)
-        assert (found.offer, found.donors) == (offer(8), ("b",))
+        assert (found.offer, found.donors) == (offer(8), ("b",))  # the crowd offers another one
 
     def test_ties_go_to_the_latest_update_and_then_to_the_largest_root(self) -> None:
         news = {"a": says(9, offer(8)), "b": says(9, offer(9))}
@@ -209,6 +210,18 @@ class TestSnapshots:
         )
         news = {"a": says(9), "b": says(9)}
         assert "none offers one yet" in choose_snapshot(news, news, at_least=0, waited=0.0).reason
+
+
+class TestDonorsOfATransfer:
+    def test_voters_are_asked_first_and_few_others(self) -> None:
+        """Strangers that repeat an offer make a joiner dial few addresses, and do not crowd out the voters."""
+        news = {f"0sybil{index}": says(9, offer(9)) for index in range(1000)} | {"b": says(9, offer(9))}
+        snapshot = choose_snapshot(news, {"b"}, at_least=0, waited=0.0)
+        average = next_average(news, {"b"}, 9)
+        assert average is not None
+        for donors in (snapshot.donors, average[1]):
+            assert donors[0] == "b"
+            assert len(donors) == MAX_DONORS
 
 
 class TestAverages:

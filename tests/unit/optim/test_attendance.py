@@ -21,6 +21,7 @@ from p2pavg.optim.attendance import (
     NEWCOMERS,
     PAUSE_BATCHES,
     PAUSE_SECONDS,
+    REPLAY_SECONDS,
     START_SECONDS,
     Attendance,
 )
@@ -358,3 +359,20 @@ class TestFollowing:
         assert (running.seen().peers, running.seen().others) == (3, 0)
         running.now += FOLLOW_SECONDS
         assert (running.seen().peers, running.seen().others) == (1, 2)
+
+    def test_peer_that_replays_is_waited_for_briefly(self, running: World) -> None:
+        running.waiting = True
+        running.says("new", state=state_at(0), epoch=0, follows=True, waiting=True)
+        assert running.seen().peers == 4
+        running.now += REPLAY_SECONDS - 0.1
+        assert running.seen().peers == 4
+        running.now += 0.1
+        assert running.seen().peers == 3
+
+    def test_peer_that_has_replayed_the_last_update_is_not_given_up(self, running: World) -> None:
+        running.waiting = True
+        running.says("new", state=state_at(0), epoch=0, follows=True, waiting=True)
+        running.seen()
+        running.says("new", follows=True, waiting=True)
+        running.now += REPLAY_SECONDS + 0.1
+        assert running.seen().peers == 4

@@ -35,6 +35,8 @@ STATE_VECTORS = 3
 BATCHES = 4
 """Batches that each peer computes between two updates, if all are equally fast."""
 
+UPDATES = 2
+"""Updates that a peer may miss, beside those in the time that a snapshot takes on its link."""
 CHECK_EVERY = 5
 """Updates between two comparisons of the peers' bits; they are compared at the end too."""
 
@@ -142,9 +144,9 @@ class Course:
         """Return the peers that began while others trained."""
         return [life for life in self.lives if life.began > self.measured_from]
 
-    def bound(self) -> float:
-        """Return the time that a peer may be behind: that of a snapshot, and two updates."""
-        return self.setting.fetch_seconds + 2 * self.update_seconds()
+    def bound(self, updates: float = UPDATES) -> float:
+        """Return the time that a peer may be behind: that of a snapshot, and a few updates."""
+        return self.setting.fetch_seconds + updates * self.update_seconds()
 
 
 class Model(torch.nn.Module):
@@ -291,8 +293,12 @@ class Churn:
         self.course.bits.setdefault(lineage.state, set()).add(digest_of(held))
 
 
-def findings(course: Course) -> list[str]:
-    """Return a sentence for each thing that is wrong with a run, its goodput apart."""
+def findings(course: Course, updates: float = UPDATES) -> list[str]:
+    """Return a sentence for each thing that is wrong with a run, its goodput apart.
+
+    Args:
+        updates: number of updates that a peer may miss, beside those in the time that a snapshot takes.
+    """
     found = [
         f"the peers of update {epoch} are of {len(states)} lineages"
         for epoch, states in course.lineages.items()
@@ -303,7 +309,7 @@ def findings(course: Course) -> list[str]:
         for state, bits in course.bits.items()
         if len(bits) > 1
     ]
-    bound = course.bound()
+    bound = course.bound(updates)
     for life in course.lives:
         found += [
             f"peer {life.index} was behind for {each.seconds:.1f} s from {each.since:.1f} s on, and missed"

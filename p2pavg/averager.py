@@ -25,7 +25,8 @@ from p2pavg.group.roster import share_cutter
 from p2pavg.matchmaking.actions import Settings
 from p2pavg.matchmaking.matchmaker import Matchmaker
 from p2pavg.net.limits.rate import RateLimit
-from p2pavg.records.board import LOOK_SECONDS, Board, board_key
+from p2pavg.records.board import LOOK_SECONDS, Board
+from p2pavg.records.boards import Boards
 from p2pavg.records.run_entry import RunEntry
 from p2pavg.result import InProgress, NoPeers, RoundResult, Tensors
 from p2pavg.round.host import Host
@@ -94,7 +95,14 @@ class DecentralizedAverager:
         self._presence: Presence | None = None
         self._sharing: StateSharing | None = None
         self._round: Round[RoundResult] | None = None
-        self._boards: dict[str, Board] = {}
+        self._boards = Boards(
+            host.context.transport,
+            self._run.records,
+            run_id=config.run_id,
+            peer_id=host.id,
+            wall_clock=host.context.wall_clock,
+            nursery=nursery,
+        )
         self._stepping = trio.Lock()
         self._closed = False
         if config.access is None:
@@ -360,17 +368,8 @@ class DecentralizedAverager:
             ClosedError: the averager is closed.
         """
         self._check_open()
-        if topic not in self._boards:
-            self._boards[topic] = Board(
-                self._run.records,
-                key=board_key(self.config.run_id, topic),
-                peer_id=self.peer_id,
-                wall_clock=self._host.context.wall_clock,
-                look_seconds=look_seconds,
-            )
-            self._nursery.start_soon(self._boards[topic].run)
         await trio.lowlevel.checkpoint()
-        return self._boards[topic]
+        return self._boards.open(topic, look_seconds)
 
     async def share_states(self, settings: ShareSettings) -> StateSharing:
         """Offer states to other peers of the run from now on, and be able to fetch theirs.
@@ -420,8 +419,7 @@ class DecentralizedAverager:
             self._round.scope.cancel()
         with trio.CancelScope(shield=True, deadline=trio.current_time() + _CLOSE_SECONDS):
             async with trio.open_nursery() as nursery:
-                for board in self._boards.values():
-                    nursery.start_soon(board.aclose)
+                self._boards.close(nursery)
                 if self._rounds is not None and self._presence is not None:
                     nursery.start_soon(self._rounds.matchmaker.withdraw)
                     if self._host.registry.remove_averager(self._rounds.matchmaker.key, self.config.run_id):

@@ -23,7 +23,7 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from p2pavg.optim.progress import Progress, Seen, following
 
@@ -154,7 +154,9 @@ class Attendance:
     def _note(self, mine: Progress, words: Mapping[str, Progress], now: float) -> None:
         before, self._peers = self._peers, {}
         for peer, word in words.items():
-            if word.follows or (peer in self._companions and now < self._took_at + FOLLOW_SECONDS):
+            if word.follows and word.state == mine.state:  # it has caught up, and waits as this peer does
+                word = replace(word, follows=False)
+            elif word.follows or (peer in self._companions and now < self._took_at + FOLLOW_SECONDS):
                 word = following(word, self._earlier, mine)
             last = before.get(peer)
             if last is None or last.progress.state != word.state:

@@ -23,7 +23,7 @@ from p2pavg.optim.shards import Ranks
 from p2pavg.result import Success
 from p2pavg.state.average import ProvenAverage
 from p2pavg.state.checking import is_finite
-from p2pavg.state.choice import choose_snapshot, head_of, named_donors, next_average
+from p2pavg.state.choice import Chosen, choose_snapshot, head_of, named_donors, next_average
 from p2pavg.state.news import StateNews
 from p2pavg.state.progress import StateProgress, amount
 from p2pavg.state.sharing import AverageTransfer, SnapshotTransfer, StateSharing
@@ -257,6 +257,12 @@ class Follower:
         reason = f"fetching the state of update {offer.epoch}"
         stand = Stand(offer=(offer.epoch, offer.state))
         if not transfer.ended:
+            if transfer.stands_still and self._chosen(news, deciding, now).offer not in (None, offer):
+                logger.info(
+                    "no peer sends the state of update %d any more, and another is offered", offer.epoch
+                )
+                self._drop_snapshot()
+                return self._choose(news, deciding, now)
             offering = (peer_id for peer_id, said in news.items() if said.snapshot == offer)
             donors = named_donors(offering, deciding)
             transfer.set_donors(self._sharing.addresses_of(news, donors))
@@ -264,6 +270,17 @@ class Follower:
         if transfer.failure:
             return replace(stand, failed=transfer.failure), transfer.failure
         return replace(stand, ready=Ready.SNAPSHOT, epoch=offer.epoch), reason
+
+    def _chosen(self, news: dict[str, StateNews], deciding: Collection[str], now: float) -> Chosen:
+        assert self._began_at is not None
+        # When a run begins again, most peers may have earlier checkpoints than the latest one.
+        return choose_snapshot(
+            news,
+            [peer_id for peer_id in deciding if news[peer_id].epoch >= self._at_least],
+            at_least=self._at_least,
+            waited=now - self._began_at,
+            refused=self._refused,
+        )
 
     def _choose(self, news: dict[str, StateNews], deciding: Collection[str], now: float) -> tuple[Stand, str]:
         """Begin to fetch a snapshot, if there is one to take now."""
@@ -274,16 +291,7 @@ class Follower:
                 return Stand(), "waiting for the first rank of this peer to choose a state"
             news = {peer_id: said for peer_id, said in news.items() if said.offers(*self._first_offer)}
             deciding = [peer_id for peer_id in deciding if peer_id in news]
-        assert self._began_at is not None
-        # When a run begins again, most peers may have earlier checkpoints than the latest one.
-        deciding = [peer_id for peer_id in deciding if news[peer_id].epoch >= self._at_least]
-        chosen = choose_snapshot(
-            news,
-            deciding,
-            at_least=self._at_least,
-            waited=now - self._began_at,
-            refused=self._refused,
-        )
+        chosen = self._chosen(news, deciding, now)
         offer = chosen.offer
         if offer is None:
             return Stand(), "; ".join(part for part in (chosen.reason, self._attempts.failure) if part)

@@ -141,6 +141,15 @@ class Board:
 
     # ------------------------------------------------------------------ in trio
 
+    def depart(self, peer_id: str) -> None:
+        """Take a peer's entry for withdrawn, because its process has ended. A later entry of that peer counts."""
+        with self._changed:
+            known = self._entries.get(peer_id)
+            if known is not None and known.value:
+                self._entries[peer_id] = Entry(b"", known.sequence, known.expiration_time)
+                self._version += 1
+                self._changed.notify_all()
+
     async def run(self) -> None:
         """Publish and look until cancelled; :meth:`aclose` withdraws the entry."""
         self._records.watch(self._key, self._take_held)

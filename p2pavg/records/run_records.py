@@ -74,6 +74,8 @@ class RunRecords:
         self._wall_clock = wall_clock
         self._excluded = excluded
         self._mates: tuple[Contact, ...] = ()
+        self.companions: tuple[Contact, ...] = ()
+        """The other members of the last round, with their addresses."""
         self._refused: dict[str, str] = {}
         self._guarded: set[bytes] = set()
         self._ttls: dict[bytes, float] = {}
@@ -90,8 +92,9 @@ class RunRecords:
         return self._membership
 
     def met(self, members: Iterable[Candidate]) -> None:
-        """Note the members of a round that has ended; ``members`` may contain this peer itself."""
+        """Note the other members of a round that has ended."""
         found = [Contact(member.peer_id, member.addresses) for member in members]
+        self.companions = tuple(found)
         if len(found) > MAX_MATES:
             found = secrets.SystemRandom().sample(found, MAX_MATES)
         self._mates = tuple(found)

@@ -94,6 +94,11 @@ class Transfer:
         """True if it has succeeded or failed."""
         return self._ended.is_set()
 
+    @property
+    def stands_still(self) -> bool:
+        """True while no donor is used: each has refused, or cannot be reached."""
+        return self._progress is not None and not self._progress.rates
+
     def wait(self, timeout: float) -> None:
         """Block until it has ended, for at most ``timeout`` seconds."""
         self._ended.wait(timeout)

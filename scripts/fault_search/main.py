@@ -35,6 +35,11 @@ COMMANDS = {
         "real processes that are killed, stopped and restarted while they average",
         "11 minutes",
     ),
+    "churn": Command(
+        "scripts.fault_search.churn",
+        "a run of 40 peers that are killed and replaced, on virtual time",
+        "an hour",
+    ),
     "starts": Command(
         "scripts.fault_search.starts",
         "starts of the documented program with a third peer that is late",

@@ -424,3 +424,11 @@ class TestFollowers:
         self.says(running, "f")
         running.took("a", "b", "f")
         assert running.attendance.known == {"a", "b", "f"}
+
+    def test_peer_that_has_replayed_the_last_update_is_not_given_up(self, running: World) -> None:
+        running.waiting = True
+        running.says("new", state=state_at(0), epoch=0, follows=True, waiting=True)
+        running.seen()
+        running.says("new", follows=True, waiting=True)
+        running.now += REPLAY_SECONDS + 0.1
+        assert running.seen().peers == 4

@@ -94,6 +94,7 @@ class Transfer:
     def __init__(self, what: Any) -> None:
         self.what = what
         self.ended, self.cancelled, self.failure = False, False, ""
+        self.stands_still = False
         self.donors: Mapping[str, Any] = {}
         self.told: StateProgress | None = None
         self.averaged = [torch.zeros(1)]

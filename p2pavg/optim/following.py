@@ -161,15 +161,16 @@ class Follower:
         """True while this peer replays averages, or has just replayed the last one."""
         return not self._needs_snapshot
 
-    def begin(self, *, snapshot: bool = False) -> None:
+    def begin(self, *, snapshot: bool = False, at_least: int = 0) -> None:
         """Begin to follow.
 
         Args:
             snapshot: true if the present state is of no use: the log alone does not help.
+            at_least: a snapshot of an earlier update is of no use.
         """
         if self._began_at is None:
             self._began_at = self._last_found = time.monotonic()
-            self._at_least = 0
+            self._at_least = at_least
             self._attempts = Attempts()
             self._trusted = frozenset(self._companions())
         self._needs_snapshot = self._needs_snapshot or snapshot
@@ -187,7 +188,8 @@ class Follower:
         news = self._sharing.news()
         deciding = self._sharing.deciding(news, self._trusted)
         head = head_of(news, deciding)
-        self.pace.note(head, now)
+        if deciding:
+            self.pace.note(head, now)
         if self._needs_snapshot:
             found, reason = self._towards_snapshot(news, deciding, head, now, behind=behind)
         else:
@@ -273,6 +275,8 @@ class Follower:
             news = {peer_id: said for peer_id, said in news.items() if said.offers(*self._first_offer)}
             deciding = [peer_id for peer_id in deciding if peer_id in news]
         assert self._began_at is not None
+        # When a run begins again, most peers may have earlier checkpoints than the latest one.
+        deciding = [peer_id for peer_id in deciding if news[peer_id].epoch >= self._at_least]
         chosen = choose_snapshot(
             news,
             deciding,
@@ -352,13 +356,13 @@ class Follower:
             return Stand(), self._without_average(head, now)
         self._last_found = now
         first, reason = self._averages[0], f"fetching the average of update {epoch + 1}"
+        if first.ended and first.failure:
+            return Stand(failed=first.failure), first.failure
+        if first.proof is not None and first.proof.state != self._common.lineage.state:
+            self._lose_the_log(now)  # before the average itself was fetched
+            return Stand(), "this peer's updates are not those of the run: it needs a snapshot"
         if not first.ended:
             return Stand(), reason
-        if first.failure:
-            return Stand(failed=first.failure), first.failure
-        if first.proven().state != self._common.lineage.state:
-            self._lose_the_log(now)
-            return Stand(), "this peer's updates are not those of the run: it needs a snapshot"
         return Stand(ready=Ready.AVERAGE, epoch=epoch + 1), reason
 
     def _fetch_averages(self, news: dict[str, StateNews], deciding: Collection[str]) -> None:

@@ -118,6 +118,10 @@ class Transfer:
     def data(self) -> Any:
         return memoryview_of(self.content)
 
+    @property
+    def proof(self) -> Any:
+        return self.proven() if self.ended else None
+
     def proven(self) -> Any:
         return Proven(int.from_bytes(self.group_id, "big") - 1000, self.state)
 

@@ -16,10 +16,10 @@ from p2pavg.optim.common_state import CommonState
 from p2pavg.optim.lineage import Lineage
 from p2pavg.optim.shards import Ranks
 from p2pavg.optim.states import (
+    LATER_FAILURES,
+    LATER_SECONDS,
     LOOK_SECONDS,
     REST,
-    START_FAILURES,
-    START_SECONDS,
     UNWANTED_SECONDS,
     States,
 )
@@ -291,7 +291,7 @@ class TestStart:
     def test_peers_that_give_no_state_hold_up_a_start_for_a_limited_time(self, world: World) -> None:
         self.others_are_at(world, 2**53)
         assert self.follows(world)
-        world.clock.now += START_SECONDS - 1.0
+        world.clock.now += LATER_SECONDS - 1.0
         assert self.follows(world)
         world.clock.now += 1.0
         assert not self.follows(world)
@@ -310,13 +310,13 @@ class TestStart:
         assert self.follows(world)
         following = world.states.catch_up(began + 1e6)
         assert following.over
-        assert world.clock.now - began <= START_SECONDS + 2.0
+        assert world.clock.now - began <= LATER_SECONDS + 2.0
         assert not self.follows(world)
 
     def test_transfers_that_fail_hold_up_a_start_a_few_times(self, world: World) -> None:
         self.others_are_at(world, 2**53)
         assert self.follows(world)
-        for _ in range(START_FAILURES):
+        for _ in range(LATER_FAILURES):
             world.states.follower._attempts.failed("gone", 0.0)
         assert not self.follows(world)
 
@@ -327,7 +327,7 @@ class TestStart:
         monkeypatch.setattr(type(world.states.follower), "is_fetching", True)
         for _ in range(5):
             assert self.follows(world)
-            world.clock.now += START_SECONDS - 1.0
+            world.clock.now += LATER_SECONDS - 1.0
 
     def test_a_run_that_goes_on_has_no_start(self, world: World) -> None:
         self.others_are_at(world, 11)
@@ -339,7 +339,7 @@ class TestStart:
     def test_a_peer_that_is_behind_follows_without_a_limit(self, world: World) -> None:
         for _ in range(5):
             assert world.states.must_follow("it is behind", outnumbered=False)
-            world.clock.now += START_SECONDS
+            world.clock.now += LATER_SECONDS
 
 
 def test_a_peer_that_is_outnumbered_fetches_the_others_state_more_and_more_rarely(world: World) -> None:

@@ -86,7 +86,13 @@ class Peer:
         self.greeter = Greeter(
             transport,
             wall_clock=wall_clock,
-            protocols=(RECORDS_PROTOCOL, MATCH_PROTOCOL, EXCHANGE_PROTOCOL, EVIDENCE_PROTOCOL),
+            protocols=(
+                RECORDS_PROTOCOL,
+                MATCH_PROTOCOL,
+                EXCHANGE_PROTOCOL,
+                EVIDENCE_PROTOCOL,
+                STATE_PROTOCOL,
+            ),
             runs=lambda: self.registry.runs,
             contacts=lambda: self.records.contacts,
         )

@@ -293,9 +293,8 @@ class Attendance:
         for peer in self._companions:
             self._missed.pop(peer, None)
         for peer in self._due - self._companions:
-            word = words.get(peer)
-            if word is not None and word.state == mine.state:  # peers of other states were not due
-                self._note_missed(peer, word, epoch, -math.inf)
+            if self._was_due(peer, mine):
+                self._note_missed(peer, words[peer], epoch, -math.inf)
         self.started, self._took_at = True, now
         self._due.clear()
         self._waits_since = None
@@ -304,14 +303,18 @@ class Attendance:
         """Note a round to which no other peer came within the match timeout."""
         self.hear(mine, words, now)
         for peer in tuple(self._due):
-            word = words.get(peer)
-            if word is not None and word.state == mine.state:
+            if self._was_due(peer, mine):
                 times = self._missed[peer].times if peer in self._missed else 0
                 # A pause in seconds, not in updates: without these peers there may be no update.
                 pause = min(RETRY_SECONDS * 2.0 ** min(times - 1, 8), MAX_RETRY_SECONDS) if times > 1 else 0.0
-                self._note_missed(peer, word, 0, now + pause)
+                self._note_missed(peer, words[peer], 0, now + pause)
         self._due.clear()
         self._waits_since = None
+
+    def _was_due(self, peer: str, mine: Progress) -> bool:
+        """Return whether a peer's word was of this peer's state, or of one that replays the updates up to it."""
+        heard = self._peers.get(peer)
+        return heard is not None and heard.progress.state == mine.state
 
     def _judge_newcomers(self, epoch: int) -> None:
         expected = self._due - self._known.keys()

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from p2pavg.errors import RemoteProtocolError
 from p2pavg.optim.digest import digest_of
 from p2pavg.optim.lineage import Lineage, lineage_from
 from p2pavg.optim.recipe import Recipe
@@ -111,6 +112,10 @@ class Beginning:
             ValueError: ``state`` is malformed.
         """
         saved, recipe = origin_of(state), self._recipe()
+        try:
+            self._word_of(saved)  # this peer would publish it, and shows its texts
+        except RemoteProtocolError as error:
+            raise ValueError(f"state: its origin is {error}") from None
         if saved.rules == recipe.rules_digest:
             return None
         names = {name for name, _ in recipe.rules}
@@ -123,7 +128,10 @@ class Beginning:
 
     def word(self) -> Word:
         """Return the record that describes this peer's origin and parameters to the others."""
-        origin, parameters = self._present_origin(), self._parameters()
+        return self._word_of(self._present_origin())
+
+    def _word_of(self, origin: Origin) -> Word:
+        parameters = self._parameters()
         return Word(
             recipe=origin.recipe,
             origin=origin.parameters,

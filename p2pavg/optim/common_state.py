@@ -14,6 +14,7 @@ from p2pavg.optim.lineage import Lineage
 from p2pavg.optim.model import ModelParts
 from p2pavg.optim.shards import local_of, spread_like
 from p2pavg.optim.state import lineage_of
+from p2pavg.optim.state_check import checked_optimizer, checked_schedule
 from p2pavg.optim.training_run import TrainingRun
 from p2pavg.state.checking import check
 from p2pavg.state.layout import Spec
@@ -26,6 +27,9 @@ STATE_FACTOR = 8
 """Limit of an optimizer's state in a received snapshot, in multiples of the parameters' bytes. Adam's has 2; 8 leave
 room for states of another dtype. 64 MiB are allowed in any case."""
 MIN_STATE_BYTES = 2**26
+MAX_UPDATES = 2**40
+"""The latest update of a state that is taken: centuries at the fastest pace. Numbers of updates stay far below the
+largest that words may name."""
 
 
 class CommonState:
@@ -104,6 +108,10 @@ class CommonState:
         values = content.values
         if values.get("kind") != self._prefix:
             raise StateError("the state is that of another kind of optimizer")
+        if (SCHEDULER in values) != (self._scheduler is not None):
+            raise StateError("only one of the state and this optimizer has a scheduler")
+        if unknown := sorted(values.keys() - {"kind", OPTIMIZER, SCHEDULER, "lineage", "origin"}):
+            raise StateError(f"the state has the entry {unknown[0]!r}, which is unknown here")
         check(
             content,
             {name: Spec(tensor.dtype, tuple(tensor.shape)) for name, tensor in named.items()},
@@ -119,40 +127,21 @@ class CommonState:
             raise StateError("the state is that of another update than its donors say")
         if refusal is not None:
             raise StateError(f"{refusal}; to join it, use its settings")
-        optimizer = _state_dict(content, OPTIMIZER)
-        self._check_optimizer(optimizer)
-        if ("scheduler" in values) != (self._scheduler is not None):
-            raise StateError("only one of the state and this optimizer has a scheduler")
-        schedule = _state_dict(content, SCHEDULER) if SCHEDULER in values else None
+        if lineage.epoch > MAX_UPDATES:
+            raise StateError(f"the state is of update {lineage.epoch}, which no run reaches")
+        optimizer = checked_optimizer(self._optimizer, _state_dict(content, OPTIMIZER, copy=False))
+        schedule = None
+        if self._scheduler is not None:
+            saved = _state_dict(content, SCHEDULER, copy=True)
+            schedule = checked_schedule(self._scheduler, self._optimizer, optimizer["param_groups"], saved)
+        run = {name: values[name] for name in ("lineage", "origin")}
 
         def take() -> None:
             self._take(named, content, optimizer, schedule)
-            self._training.load(values, lineage)
+            self._training.load(run, lineage)
             self._training.begin()
 
         return take
-
-    def _check_optimizer(self, saved: object) -> None:
-        """Raise StateError if a state is not that of an optimizer of these parameters."""
-        groups = saved.get("param_groups") if isinstance(saved, dict) else None
-        states = saved.get("state") if isinstance(saved, dict) else None
-        if not isinstance(groups, list) or not isinstance(states, dict):
-            raise StateError("the optimizer's state is malformed")
-        own = self._optimizer.param_groups
-        counts = [
-            len(group["params"]) if isinstance(group, dict) and isinstance(group.get("params"), list) else -1
-            for group in groups
-        ]
-        if counts != [len(group["params"]) for group in own]:
-            raise StateError(
-                f"the state's optimizer has parameter groups of {counts} parameters,"
-                f" this one of {[len(group['params']) for group in own]}"
-            )
-        numbers = [number for group in groups for number in group["params"]]
-        if numbers != list(range(sum(counts))) or set(states) - set(numbers):
-            raise StateError("the optimizer's state names other parameters than it has")
-        if not all(isinstance(state, dict) for state in states.values()):
-            raise StateError("the optimizer's state is malformed")
 
     @torch.no_grad()
     def _take(
@@ -175,12 +164,12 @@ class CommonState:
             self._scheduler.load_state_dict(schedule)
 
 
-def _state_dict(content: Content, name: str) -> dict[str, Any]:
-    """Return one state dict of a state; its tensors are views of the state's bytes."""
+def _state_dict(content: Content, name: str, *, copy: bool) -> object:
+    """Return one state dict of a state; without ``copy`` its tensors are views of the state's bytes."""
     values = content.values.get(name)
     if not isinstance(values, dict):
         raise StateError(f"the state has no {name}")
-    return unflatten(content.tensors, values, copy=False)
+    return unflatten(content.tensors, values, copy=copy)
 
 
 def _into(parameter: torch.Tensor, existing: Mapping[Any, Any], saved: Mapping[Any, Any]) -> dict[Any, Any]:
@@ -188,17 +177,30 @@ def _into(parameter: torch.Tensor, existing: Mapping[Any, Any], saved: Mapping[A
     found = {}
     for name, value in saved.items():
         held = existing.get(name)
-        if not isinstance(value, torch.Tensor):
-            found[name] = value
-        elif isinstance(held, torch.Tensor) and _is_like(local_of(held), value):
+        if (
+            isinstance(held, torch.Tensor)
+            and isinstance(value, torch.Tensor)
+            and _is_like(local_of(held), value)
+        ):
             local_of(held).copy_(value)
             found[name] = held
-        elif value.shape == local_of(parameter).shape:
+        elif isinstance(value, torch.Tensor) and value.shape == local_of(parameter).shape:
             found[name] = spread_like(parameter, value.clone())
         else:
-            found[name] = value.clone()
+            found[name] = _copied(value)
     return found
 
 
 def _is_like(held: torch.Tensor, value: torch.Tensor) -> bool:
     return held.shape == value.shape and held.dtype == value.dtype
+
+
+def _copied(value: Any) -> Any:
+    """Return a value with tensors of its own: those of a state go with its bytes."""
+    if isinstance(value, torch.Tensor):
+        return value.clone()
+    if isinstance(value, dict):
+        return {name: _copied(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_copied(part) for part in value)
+    return value

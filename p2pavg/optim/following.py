@@ -17,14 +17,15 @@ import torch
 
 from p2pavg.errors import RemoteProtocolError, StateError
 from p2pavg.optim.common_state import CommonState
+from p2pavg.optim.following_news import Attempts, Pace, Teller
 from p2pavg.optim.lineage import Lineage
 from p2pavg.optim.shards import Ranks
-from p2pavg.optim.waiting import GrowingPauses
 from p2pavg.result import Success
 from p2pavg.state.average import ProvenAverage
-from p2pavg.state.choice import Chosen, choose_snapshot, head_of, keeps_up, next_average
+from p2pavg.state.checking import is_finite
+from p2pavg.state.choice import Chosen, choose_snapshot, head_of, next_average
 from p2pavg.state.news import StateNews
-from p2pavg.state.progress import StateProgress, amount, cannot_keep_up, span
+from p2pavg.state.progress import StateProgress, amount
 from p2pavg.state.sharing import AverageTransfer, SnapshotTransfer, StateSharing
 from p2pavg.state.snapshot import read
 
@@ -34,13 +35,10 @@ AHEAD, MAX_AHEAD = 2, 4
 """Averages that are fetched at once: while one is applied, the next one is on its way. More if they are small."""
 SMALL_BYTES = 2**24
 LOOK_SECONDS = 1.0  # between two looks at transfers and records
-RETRY_SECONDS = 2.0  # doubled with each failure in a row
-MAX_RETRY_SECONDS = 60.0
+MAX_REFUSED = 64  # roots of snapshots that could not be used
 LOST_SECONDS = 10.0
 """If most peers hold another state than this one's for this long, and none offers a later average, this peer fetches a
 snapshot."""
-PROGRESS_SECONDS = 1.0  # between two calls of on_progress
-PACE_UPDATES = 8  # updates of the run over which their usual time is measured
 
 
 class Replays(Protocol):
@@ -96,28 +94,6 @@ class Stand:
     """True if its caller's time is over."""
 
 
-class Pace:
-    """The usual time between two updates of the run, from the epochs that its peers report."""
-
-    def __init__(self) -> None:
-        self._seen: deque[tuple[int, float]] = deque(maxlen=PACE_UPDATES)
-
-    def note(self, epoch: int, now: float) -> None:
-        """Note the update at which the run is."""
-        if not self._seen or epoch > self._seen[-1][0]:
-            self._seen.append((epoch, now))
-        elif epoch < self._seen[-1][0]:
-            self._seen.clear()
-
-    @property
-    def update_seconds(self) -> float:
-        """Seconds for one update; 0 before two were seen."""
-        if len(self._seen) < 2:
-            return 0.0
-        (first, began), (last, ended) = self._seen[0], self._seen[-1]
-        return (ended - began) / (last - first)
-
-
 class Follower:
     """Brings one peer to the update at which its run is.
 
@@ -153,7 +129,10 @@ class Follower:
         self._averages: deque[AverageTransfer] = deque()
         self._ahead = MAX_AHEAD if sharing.average_bytes <= SMALL_BYTES else AHEAD
         self._needs_snapshot = False
+        self._is_useless = False
+        """True if this peer's present state is not one of the run's."""
         self._at_least = 0
+        self._refused: deque[bytes] = deque(maxlen=MAX_REFUSED)
         self._first_offer: tuple[int, bytes] | None = None
         """Epoch and state of the snapshot that the first rank fetches."""
         self._began_at: float | None = None
@@ -168,22 +147,34 @@ class Follower:
         return self._began_at is not None
 
     @property
+    def is_fetching(self) -> bool:
+        """True while a transfer runs."""
+        return self._transfer() is not None
+
+    @property
+    def failures(self) -> int:
+        """Number of transfers in a row that failed, or brought nothing of use."""
+        return self._attempts.count
+
+    @property
     def is_on_the_log(self) -> bool:
         """True while this peer replays averages, or has just replayed the last one."""
         return not self._needs_snapshot
 
-    def begin(self, *, snapshot: bool = False) -> None:
+    def begin(self, *, snapshot: bool = False, at_least: int = 0) -> None:
         """Begin to follow.
 
         Args:
             snapshot: true if the present state is of no use: the log alone does not help.
+            at_least: a snapshot of an earlier update is of no use.
         """
         if self._began_at is None:
             self._began_at = self._last_found = time.monotonic()
-            self._at_least = 0
+            self._at_least = at_least
             self._attempts = Attempts()
             self._trusted = frozenset(self._companions())
         self._needs_snapshot = self._needs_snapshot or snapshot
+        self._is_useless = self._is_useless or snapshot
 
     def advance(self, *, behind: bool, over: bool = False) -> Following:
         """Do what can be done now, without waiting for the network.
@@ -197,9 +188,10 @@ class Follower:
         news = self._sharing.news()
         deciding = self._sharing.deciding(news, self._trusted)
         head = head_of(news, deciding)
-        self.pace.note(head, now)
+        if deciding:
+            self.pace.note(head, now)
         if self._needs_snapshot:
-            found, reason = self._towards_snapshot(news, deciding, now)
+            found, reason = self._towards_snapshot(news, deciding, head, now, behind=behind)
         else:
             found, reason = self._along_the_log(news, deciding, head, now, behind=behind)
         stands = self._ranks.gather(replace(found, needs_snapshot=self._needs_snapshot, over=over))
@@ -221,9 +213,9 @@ class Follower:
             self.stop()
             return Following(caught_up=True)
         if ready is Ready.AVERAGE:
-            self._replay(self._averages.popleft())
+            reason = self._replay(self._averages.popleft(), now)
             self._last_found = now
-            return Following(progressed=True)
+            return Following(progressed=not reason, failed=bool(reason), reason=reason)
         reason = self._load(now)
         return Following(progressed=not reason, failed=bool(reason), reason=reason)
 
@@ -247,14 +239,18 @@ class Follower:
         self._drop_snapshot()
         self._drop_averages()
         self._began_at = None
-        self._needs_snapshot = False
+        self._needs_snapshot = self._is_useless = False
 
     # ------------------------------------------------------------------ the snapshot
 
     def _towards_snapshot(
-        self, news: dict[str, StateNews], deciding: Collection[str], now: float
+        self, news: dict[str, StateNews], deciding: Collection[str], head: int, now: float, *, behind: bool
     ) -> tuple[Stand, str]:
-        transfer = self._snapshot
+        transfer, epoch = self._snapshot, self._common.lineage.epoch
+        if transfer is None and not behind and epoch >= head and not self._is_useless:
+            return Stand(
+                ready=Ready.END, epoch=epoch, needs_snapshot=True
+            ), ""  # those that were further are gone
         if transfer is None:
             return self._choose(news, deciding, now)
         offer = transfer.offer
@@ -276,7 +272,15 @@ class Follower:
 
     def _chosen(self, news: dict[str, StateNews], deciding: Collection[str], now: float) -> Chosen:
         assert self._began_at is not None
-        return choose_snapshot(news, deciding, at_least=self._at_least, waited=now - self._began_at)
+        # When a run begins again, most peers may have earlier checkpoints than the latest one.
+        deciding = [peer_id for peer_id in deciding if news[peer_id].epoch >= self._at_least]
+        return choose_snapshot(
+            news,
+            deciding,
+            at_least=self._at_least,
+            waited=now - self._began_at,
+            refused=self._refused,
+        )
 
     def _choose(self, news: dict[str, StateNews], deciding: Collection[str], now: float) -> tuple[Stand, str]:
         """Begin to fetch a snapshot, if there is one to take now."""
@@ -292,6 +296,7 @@ class Follower:
         if offer is None:
             return Stand(), "; ".join(part for part in (chosen.reason, self._attempts.failure) if part)
         if offer.size > self._common.max_bytes:
+            self._refused.append(offer.root)
             why = (
                 f"the run's state has {amount(offer.size)}, and this model's has at most"
                 f" {amount(self._common.max_bytes)}: it is of another model"
@@ -321,11 +326,12 @@ class Follower:
             if self._ranks.all_agree(not why):
                 take()
         if why or self._common.lineage != Lineage(offer.epoch, offer.state):
-            self._at_least = offer.epoch + 1
+            self._refused.append(offer.root)
             self._fail(why or "another rank of this peer cannot use its part of the state", now)
             return self._attempts.failure
         logger.info("this peer has loaded the state of update %d", offer.epoch)
-        self._needs_snapshot, self._attempts, self._last_found = False, Attempts(), now
+        self._needs_snapshot = self._is_useless = False
+        self._attempts, self._last_found = Attempts(), now
         self._sharing.shelf.begin(offer.epoch)
         self._sharing.say(wants=True, epoch=offer.epoch)
         self._owner.adopted()
@@ -358,13 +364,13 @@ class Follower:
             return Stand(), self._without_average(head, now)
         self._last_found = now
         first, reason = self._averages[0], f"fetching the average of update {epoch + 1}"
+        if first.ended and first.failure:
+            return Stand(failed=first.failure), first.failure
+        if first.proof is not None and first.proof.state != self._common.lineage.state:
+            self._lose_the_log(now)  # before the average itself was fetched
+            return Stand(), "this peer's updates are not those of the run: it needs a snapshot"
         if not first.ended:
             return Stand(), reason
-        if first.failure:
-            return Stand(failed=first.failure), first.failure
-        if first.proven().state != self._common.lineage.state:
-            self._lose_the_log(now)
-            return Stand(), "this peer's updates are not those of the run: it needs a snapshot"
         return Stand(ready=Ready.AVERAGE, epoch=epoch + 1), reason
 
     def _fetch_averages(self, news: dict[str, StateNews], deciding: Collection[str]) -> None:
@@ -379,16 +385,26 @@ class Follower:
             if donors:  # a donor may still hold what its record does not name any more
                 transfer.set_donors(self._sharing.addresses_of(news, donors))
 
-    def _replay(self, transfer: AverageTransfer) -> None:
-        """Take one update, whose average belongs to this peer's state."""
+    def _replay(self, transfer: AverageTransfer, now: float) -> str:
+        """Take one update, whose average belongs to this peer's state; return the reason if it cannot be used.
+
+        The members of a group in an open run may be strangers, and sign anything.
+        """
+        averaged: list[torch.Tensor] = []
         try:
             averaged = transfer.decode()
+            is_good = all(map(is_finite, averaged))
+            why = "" if is_good else "an average that members have signed has NaN or infinite values"
         except RemoteProtocolError as error:
-            raise StateError(f"an average that members have signed cannot be used: {error}") from None
+            why = f"an average that members have signed cannot be used: {error}"
+        if not self._ranks.all_agree(not why):
+            self._fail(why or "another rank of this peer cannot use its part of an average", now)
+            return self._attempts.failure
         epoch = self._common.lineage.epoch + 1
         self._owner.replay(averaged, replayed_success(transfer.proven(), averaged))
         self._sharing.shelf.took(transfer.logged(), epoch)
         self._sharing.say(wants=True, epoch=epoch)
+        return ""
 
     def _drop_averages(self) -> None:
         while self._averages:
@@ -409,68 +425,6 @@ class Follower:
             return f"no peer offers a later state than that of update {epoch}"
         self._lose_the_log(now)
         return f"no peer offers the average of update {epoch + 1} any more; most are at update {head}"
-
-
-class Attempts:
-    """Failed attempts in a row to fetch a state, and the pause after each. No clock: calls are given ``now``."""
-
-    def __init__(self) -> None:
-        self.failure = ""
-        """Reason of the last failure; empty before the first one."""
-        self._count = 0
-        self._not_before = 0.0
-
-    def failed(self, reason: str, now: float) -> None:
-        """Note a failure."""
-        self.failure = reason
-        self._not_before = now + min(RETRY_SECONDS * 2.0 ** min(self._count, 8), MAX_RETRY_SECONDS)
-        self._count += 1
-
-    def pauses(self, now: float) -> str:
-        """Return the reason why there is no attempt now; empty if there may be one."""
-        if now >= self._not_before:
-            return ""
-        return f"{self.failure}; the next attempt is in {span(self._not_before - now)}"
-
-
-class Teller:
-    """Tells the user how far a peer is that follows."""
-
-    def __init__(self, sharing: StateSharing, on_progress: Callable[[StateProgress], None] | None) -> None:
-        self._sharing = sharing
-        self._on_progress = on_progress
-        self._pauses = GrowingPauses()
-        self._told_at = 0.0
-
-    def tell(
-        self,
-        reason: str,
-        epoch: int,
-        head: int,
-        transfer: SnapshotTransfer | AverageTransfer | None,
-        pace: Pace,
-        now: float,
-    ) -> str:
-        """Log and report the progress; return it as a sentence."""
-        progress = StateProgress(reason=reason, epoch=epoch, target=head)
-        if transfer is not None and not transfer.ended:
-            progress = transfer.progress(progress)
-        if not progress.reason:
-            return ""
-        if self._on_progress is not None and now >= self._told_at + PROGRESS_SECONDS:
-            self._told_at = now
-            self._on_progress(progress)
-        if self._pauses.is_due(now):
-            logger.info("%s", progress.reason)
-            self._warn_of_the_link(progress, pace)
-        return progress.reason
-
-    def _warn_of_the_link(self, progress: StateProgress, pace: Pace) -> None:
-        size, seconds = self._sharing.average_bytes, pace.update_seconds
-        if not size or not seconds or not progress.bytes_per_second or progress.seconds_left is None:
-            return
-        if not keeps_up(size, seconds, progress.bytes_per_second):
-            logger.warning("%s", cannot_keep_up(size, seconds, progress.bytes_per_second))
 
 
 def replayed_success(proven: ProvenAverage, averaged: list[torch.Tensor]) -> Success:

@@ -7,6 +7,7 @@ All of this runs in the training thread, between two updates. What takes time ru
 from __future__ import annotations
 
 import logging
+import math
 import statistics
 import time
 from collections import deque
@@ -27,7 +28,7 @@ from p2pavg.result import Success
 from p2pavg.round.shared_states import ShareSettings
 from p2pavg.state.checkpoint import CheckpointFolder
 from p2pavg.state.checkpoint import read as read_checkpoint
-from p2pavg.state.choice import DonorView, takes_snapshot
+from p2pavg.state.choice import DonorView, next_average, takes_snapshot
 from p2pavg.state.nested import flatten, unflatten
 from p2pavg.state.snapshot import Content, copy_of
 
@@ -43,7 +44,13 @@ IN_USE_SECONDS = 10.0
 OBSERVE_SECONDS = 10.0
 """If the run takes updates faster than this, a peer that has caught up observes a round before it computes a batch."""
 MIN_LOG_BYTES = 2**24
+LATER_SECONDS = 60.0
+"""In a run that begins again, a peer with an earlier checkpoint waits this long for the latest one's state."""
+LATER_FAILURES = 3  # transfers in a row, after which it waits no longer
 OWN = "own"
+REST = 20.0
+"""A donor takes no snapshot for this many times the time that its last one took: at most a twentieth of its training,
+for joiners that ask for ever, and for joiners that never catch up."""
 PACE_UPDATES = 8  # of this peer, over which the usual time between two updates is measured
 
 
@@ -108,8 +115,13 @@ class States:
         self._took_at: float | None = None
         self._has_log_size = run_state.log_bytes is not None
         self._drift = GrowingPauses()
+        self._rests_until = -math.inf
         self._caught_up = 0
         """Times that this peer has caught up since it was in a round."""
+        self._save_is_due = False
+        self._fetches_later = False
+        self._later_at: float | None = None
+        """When a peer was first seen to have a later checkpoint, or its state was last on its way."""
 
     # ------------------------------------------------------------------ offering
 
@@ -137,11 +149,13 @@ class States:
         used_at = max(self._wanted_at, shelf.read_at)
         if shelf.snapshot is not None and now >= used_at + UNWANTED_SECONDS:
             shelf.put(None)
-        due = takes_snapshot(self._situation(now)), not self._sharing.is_working
+        due = now >= self._rests_until and takes_snapshot(self._situation(now)), not self._sharing.is_working
         ranks = self._ranks.gather(due)
         if ranks[0][0] and all(idle for _, idle in ranks):
             shelf.put(None)  # at most one is held
-            self._sharing.offer(copy_of(self._common.content()), epoch, self._common.lineage.state)
+            data = copy_of(self._common.content())
+            self._rests_until = time.monotonic() + REST * (time.monotonic() - now)
+            self._sharing.offer(data, epoch, self._common.lineage.state)
 
     def _say(self, now: float) -> None:
         """Publish this peer's record: after each update while a peer fetches a state, and else every few seconds."""
@@ -176,8 +190,7 @@ class States:
         self._sharing.took(bytes.fromhex(success.group_id), epoch)
         self._say(now)
         self._looked_at = now - LOOK_SECONDS
-        if self._settings.every is not None and epoch % self._settings.every == 0:
-            self.save()
+        self._save_if_due(epoch)
 
     # ------------------------------------------------------------------ following
 
@@ -193,23 +206,43 @@ class States:
             behind: the reason for which it cannot follow the run, if there is one.
             outnumbered: true if more peers hold the same other parameters.
         """
+        if self._ranks.as_the_first(self._later_is_gone):
+            self._give_up_later()
         drifted = outnumbered and not self.follower.is_active and self._drift.is_due(time.monotonic())
-        reasons = self._ranks.gather((drifted, behind is not None or bool(self.has_later())))
-        if any(drifted for drifted, _ in reasons):
+        reasons = self._ranks.gather((drifted, behind is not None, bool(self.has_later())))
+        if any(drifted for drifted, _, _ in reasons):
             logger.warning("more peers hold other parameters than this one's: this peer fetches theirs")
             self.follower.begin(snapshot=True)
-        if any(late for _, late in reasons):
+        if any(late for _, late, _ in reasons):
             self.follower.begin()
+        if any(later for _, _, later in reasons) and not self.follower.is_active:
+            self._fetches_later = not self._ranks.as_the_first(self._has_next_average)
+            self.follower.begin(snapshot=self._fetches_later, at_least=self._common.lineage.epoch + 1)
         return self.follower.is_active
 
+    def _has_next_average(self) -> bool:
+        """Return whether a peer offers the next average. Peers that begin again have none: only a snapshot helps."""
+        news = self._sharing.news()
+        deciding = self._sharing.deciding(news, self._together.run.companions)
+        return next_average(news, deciding, self._common.lineage.epoch + 1) is not None
+
     def has_later(self) -> str:
-        """Return the reason why a run that begins, or begins again, has a later state; empty if it has none."""
+        """Return the reason why a run that begins, or begins again, has a later state; empty if it has none.
+
+        The latest checkpoint counts, also if one peer alone has it. So one of the peers that decide can give its state
+        to a run that begins again, or delay it by :data:`LATER_SECONDS`.
+        """
         if self._together.run.has_started or not self._together.run.is_start:
             return ""
         news = self._sharing.news()
         deciding = self._sharing.deciding(news, self._together.run.companions)
         latest = max((news[peer_id].epoch for peer_id in deciding), default=0)
         if latest <= self._common.lineage.epoch:
+            return ""
+        now = time.monotonic()
+        if self._later_at is None or self.follower.is_fetching:
+            self._later_at = now
+        if now >= self._later_at + LATER_SECONDS or self.follower.failures >= LATER_FAILURES:
             return ""
         return f"the run begins again from a checkpoint of update {latest}"
 
@@ -222,11 +255,15 @@ class States:
         while True:
             version, run = self._sharing.version, self._together.run
             over = time.monotonic() >= until
+            if self._ranks.as_the_first(self._later_is_gone):
+                self._give_up_later()
+                return Following(over=True)
             following = self.follower.advance(behind=run.is_behind(), over=over)
             run.follow(self.should_observe and self.follower.is_on_the_log)
             self._sharing.say(wants=self.follower.is_active, epoch=self._common.lineage.epoch)
             if following.caught_up:
                 self._caught_up += 1
+                self._fetches_later = False
                 return following
             if following.failed or following.over:
                 run.follow(False)
@@ -234,15 +271,35 @@ class States:
             if not following.progressed:
                 self.follower.wait(version)
 
+    def _give_up_later(self) -> None:
+        logger.warning("the peer with a later checkpoint offers no state: this peer continues from its own")
+        self.follower.stop()
+        self._together.run.follow(False)
+        self._fetches_later, self._later_at = False, -math.inf
+
+    def _later_is_gone(self) -> bool:
+        """Return whether this peer waits for a later checkpoint's state that no peer has any more."""
+        waits = self._fetches_later and not self.follower.is_on_the_log and not self.follower.is_fetching
+        return waits and not self._together.run.is_behind() and not self.has_later()
+
     # ------------------------------------------------------------------ checkpoints
 
-    def save(self) -> None:
+    def _save_if_due(self, epoch: int) -> None:
+        """Write a checkpoint if it is its turn, or if an earlier one had to wait for other work with a state."""
+        if self._settings.every is not None and epoch % self._settings.every == 0:
+            if self._save_is_due:
+                logger.warning(
+                    "no checkpoint of the last %d updates: the disk is slower than that", self._settings.every
+                )
+            self._save_is_due = True
+        if self._save_is_due and not self._sharing.is_working:
+            self._save_is_due = False
+            self._save(epoch)
+
+    def _save(self, epoch: int) -> None:
         """Write a checkpoint in the background."""
         assert self._folder is not None
-        folder, epoch = self._folder, self._common.lineage.epoch
-        if self._sharing.is_working:
-            logger.warning("no checkpoint of update %d: the disk is slower than the updates", epoch)
-            return
+        folder = self._folder
         common, own = _copy_of(self._common.content()), _copy_of(self._own_content())
 
         def write() -> None:
@@ -280,16 +337,15 @@ class States:
         if path is None:
             return
         found = read_checkpoint(path, verified=True)
-        take = self._common.prepare(found.common)
         own = unflatten(found.own.tensors, found.own.values)
-        take()
         try:
+            self._common.prepare(found.common)()
             self._owner.load_own(own["optimizer"])
             self._load_buffers(own["buffers"])
             if self._settings.scaler is not None and own["scaler"] is not None:
                 self._settings.scaler.load_state_dict(own["scaler"])
-        except ValueError as error:
-            raise StateError(f"the checkpoint of update {found.epoch} does not fit: {error}") from None
+        except (StateError, ValueError) as error:
+            raise StateError(f"the checkpoint {path} does not fit: {error}") from None
         torch.set_rng_state(own["rng"]["cpu"].clone())
         if own["rng"]["cuda"] and torch.cuda.is_available():
             torch.cuda.set_rng_state_all([state.clone() for state in own["rng"]["cuda"]])

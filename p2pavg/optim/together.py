@@ -72,6 +72,8 @@ class Together:
         """Returns the reason why this peer must fetch another state before it goes on, or an empty text; an optimizer
         with a :class:`~p2pavg.optim.RunState` replaces it."""
         self.waiting = Waiting()
+        self.comes_back = False
+        """True if this peer fetches the run's state by itself when it is behind."""
         self._behind, self._split = GrowingPauses(), GrowingPauses()
         self._regroups = False
         self._stopped = False
@@ -228,7 +230,11 @@ class Together:
         if not isinstance(decision, Behind):
             self._warn_of_a_split(seen)
             return None
-        if self._behind.is_due(time.monotonic()):
+        if not self._behind.is_due(time.monotonic()):
+            return decision
+        if self.comes_back:
+            logger.info("this peer is behind, and fetches the run's state: %s", decision.reason)
+        else:
             logger.warning(
                 "this peer is left behind, and takes no part until it loads a newer state: %s",
                 decision.reason,

@@ -46,7 +46,12 @@ class TrainingRun:
         self._ranks = ranks
         self._parts = parts
         self._beginning = Beginning(together, ranks, recipe=recipe, parameters=parameters)
-        self.watch = Watch(together.averager, every=check_every, labels=parts.labels)
+        self.watch = Watch(
+            together.averager,
+            every=check_every,
+            labels=parts.labels,
+            companions=lambda: together.run.companions,
+        )
         together.on_look = self.look
 
     @property

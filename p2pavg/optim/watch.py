@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 from p2pavg.blocking import Averager
@@ -30,12 +30,22 @@ class Watch:
         averager: averager of the run.
         every: number of updates between two digests of the parameters; 0 for none.
         labels: names of the tensors that are compared.
+        companions: returns the peers that took one of the last updates with this one. Only their digests may make this
+            peer take their parameters.
     """
 
-    def __init__(self, averager: Averager, *, every: int, labels: Sequence[str]) -> None:
+    def __init__(
+        self,
+        averager: Averager,
+        *,
+        every: int,
+        labels: Sequence[str],
+        companions: Callable[[], Collection[str]] = frozenset,
+    ) -> None:
         self._board = averager.board(TOPIC, LOOK_SECONDS)
         self._every = every
         self._labels = tuple(labels)
+        self._companions = companions
         self._word: Word | None = None
         self._rates: deque[Rate] = deque(maxlen=MAX_RATES)
         self._checks: dict[tuple[int, bytes], bytes] = {}
@@ -45,7 +55,7 @@ class Watch:
         self._logged_at = -ERROR_SECONDS
         self._warned: set[str] = set()
         self.outnumbered = False
-        """True if more peers hold the same other parameters than hold this peer's, after the same updates."""
+        """True if more companions hold the same other parameters than hold this peer's, after the same updates."""
         self.drifted: str | None = None
         """Sentence on the peers with other parameters after the same updates; ``None`` if there are none."""
         self.differs: tuple[str, ...] = ()
@@ -117,7 +127,9 @@ class Watch:
             if not theirs:
                 continue
             self.drifted = drifted(epoch, mine, theirs, self._labels)
-            self.outnumbered = outnumbered(mine, theirs)
+            companions = self._companions()
+            known = {peer_id: digests for peer_id, digests in theirs.items() if peer_id in companions}
+            self.outnumbered = outnumbered(mine, known)
             if self.drifted is not None and time.monotonic() >= self._logged_at + ERROR_SECONDS:
                 self._logged_at = time.monotonic()
                 logger.error("%s", self.drifted)

@@ -197,6 +197,7 @@ class PeerOptimizer:
         self._states = States(self._run_state, self._averager, common, owner, self._together, self._ranks)
         self._states.load_newest()
         self._together.on_look = self._look
+        self._together.comes_back = True
         self._together.has_later = self._states.has_later
 
     def _look(self) -> None:

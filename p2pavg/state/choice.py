@@ -27,7 +27,10 @@ ALIGN_SECONDS = 4.0
 number is a multiple of as many updates as fit into this time, rounded up to a power of two: so most take the same."""
 MAX_ALIGN = 16  # a quarter of the averages that one record names
 SETTLE_SECONDS = 8.0
-"""A joiner takes a snapshot that less than half of its voters offer only after it has waited for this long."""
+"""A joiner takes a snapshot that at most half of its voters offer only after it has waited for this long."""
+PATIENCE_SECONDS = 60.0
+"""While less than half of its voters offer any snapshot, it waits for this long: a donor takes one after its batch, and
+the first one that offers one would decide alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,28 +98,40 @@ class Chosen:
 
 
 def choose_snapshot(
-    news: Mapping[str, StateNews], deciding: Collection[str], *, at_least: int, waited: float
+    news: Mapping[str, StateNews],
+    deciding: Collection[str],
+    *,
+    at_least: int,
+    waited: float,
+    refused: Collection[bytes] = (),
 ) -> Chosen:
     """Choose the snapshot that a joiner fetches.
 
-    Among the offers from which a log leads on: that of most voters, then of the latest update, then the largest root.
+    Among the offers from which a log leads on: the one of most voters, then of the latest update, then the largest
+    root. An update at which less than half of the voters have arrived is not that of the run.
 
     Args:
         deciding: the voters, see :func:`voters`.
         at_least: the joiner gains nothing from a snapshot of an earlier update.
         waited: seconds since the joiner began to look.
+        refused: roots of snapshots that this peer cannot use.
     """
     if not deciding:
         return Chosen(None, (), "no other peer of this run offers a state")
+    head = head_of(news, deciding)
     counts = Counter(
         offer
         for peer_id in deciding
-        if (offer := news[peer_id].snapshot) is not None and news[peer_id].follows and offer.epoch >= at_least
+        if (offer := news[peer_id].snapshot) is not None
+        and news[peer_id].follows
+        and at_least <= offer.epoch <= head
+        and offer.root not in refused
     )
     if not counts:
         return Chosen(None, (), f"{len(deciding)} peers were asked for a snapshot, and none offers one yet")
     offer, count = max(counts.items(), key=lambda found: (found[1], found[0].epoch, found[0].root))
-    if 2 * count <= len(deciding) and waited < SETTLE_SECONDS:
+    patience = SETTLE_SECONDS if 2 * counts.total() >= len(deciding) else PATIENCE_SECONDS
+    if 2 * count <= len(deciding) and waited < patience:
         reason = f"{count} of {len(deciding)} peers offer the snapshot of update {offer.epoch}"
         return Chosen(None, (), f"{reason}; more may follow")
     donors = tuple(sorted(peer_id for peer_id, said in news.items() if said.snapshot == offer))
@@ -128,8 +143,12 @@ def next_average(
 ) -> tuple[bytes, tuple[str, ...]] | None:
     """Return the group id of the average that leads to update ``epoch``, and its donors; ``None`` if none offers it.
 
-    Among different averages: the one of most voters, then the largest id.
+    Among different averages: the one of most voters, then the largest id. An update at which less than half of the
+    voters have arrived is not there yet: otherwise one voter that names invented averages ahead of all others would
+    keep this peer from catching up.
     """
+    if epoch > head_of(news, deciding):
+        return None
     counts = Counter(found for peer_id in deciding if (found := news[peer_id].average(epoch)) is not None)
     if not counts:
         return None

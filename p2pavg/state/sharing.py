@@ -189,6 +189,11 @@ class AverageTransfer(Transfer):
     _run: SharedRun
     _codec_of: Expected
 
+    @property
+    def proof(self) -> ProvenAverage | None:
+        """The certificate's content, as soon as it is here and checked."""
+        return self._proof
+
     def proven(self) -> ProvenAverage:
         """Return the certificate's content, after the transfer has succeeded."""
         assert self._proof is not None
@@ -351,7 +356,10 @@ class StateSharing:
 
     async def _work(self, work: Callable[[], None]) -> None:
         try:
-            await in_own_thread(work, stop=lambda: None, name="p2pavg-state")
+            with trio.CancelScope(
+                shield=True
+            ):  # a checkpoint that was begun is written, also if the averager closes
+                await in_own_thread(work, stop=lambda: None, name="p2pavg-state")
         finally:
             self._working.clear()
 

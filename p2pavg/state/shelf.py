@@ -81,7 +81,8 @@ class Shelf:
     def log_full(self, since: int) -> float:
         """Return the fraction of the log that the averages after an update take: of its memory, or of its length."""
         with self._lock:
-            later = list(self._log.values())[len(self._log) - max(self._epoch - since, 0) :]
+            first = max(len(self._log) - max(self._epoch - since, 0), 0)
+            later = list(self._log.values())[first:]
             taken = sum(average.nbytes for average in later)
             return max(taken / self._log_bytes, len(later) / MAX_LOG) if later else 0.0
 

@@ -28,7 +28,7 @@ OURS = System(name="p2pavg", module="scripts.benchmarks.state_worker")
 def add_arguments(parser: argparse.ArgumentParser, *, small: bool) -> None:
     """The options of this benchmark."""
     parser.add_argument("--size", type=int, default=8 if small else 1024, help="of the state, in MiB")
-    parser.add_argument("--donors", default="1,2" if small else "1,3", help="numbers of donors")
+    parser.add_argument("--donors", default="2" if small else "1,3", help="numbers of donors")
     parser.add_argument("--mbps", type=float, default=400.0, help="each donor's upload in the limited runs")
     parser.add_argument("--repeats", type=int, default=1 if small else 5)
     parser.add_argument("--hivemind-python", help="one that can import hivemind, or none")

@@ -167,7 +167,7 @@ class TestReasons:
 
         def works(player: Player) -> StepReport:
             trainer = Trainer(player, make, weights=float(ord(player.peer_id)))
-            trainer.optimizer._together._patience = 15.0
+            trainer.optimizer._together.patience = 15.0
             while not trainer.batch().waited_seconds:
                 pass
             return trainer.reports[-1]

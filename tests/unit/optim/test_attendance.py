@@ -360,19 +360,75 @@ class TestFollowing:
         running.now += FOLLOW_SECONDS
         assert (running.seen().peers, running.seen().others) == (1, 2)
 
-    def test_peer_that_replays_is_waited_for_briefly(self, running: World) -> None:
+
+class TestFollowers:
+    """Peers that replay the last updates, and say that they will be in the next round."""
+
+    def says(self, world: World, *peers: str, behind: int = 1) -> None:
+        epoch = world.epoch - behind
+        world.says(*peers, epoch=epoch, state=state_at(epoch), samples=0.0, waiting=True, follows=True)
+
+    def test_a_follower_is_expected_in_the_next_round_before_it_has_caught_up(self, running: World) -> None:
+        self.says(running, "f")
+        assert running.seen().peers == 4
+
+    def test_a_follower_from_far_behind_is_not_expected(self, running: World) -> None:
+        for _ in range(KNOWN_UPDATES):
+            running.took("a", "b")
+        running.says("f", epoch=0, state=state_at(0), waiting=True, follows=True)
+        assert running.seen().peers == 3
+
+    def test_a_follower_is_waited_for_briefly(self, running: World) -> None:
+        self.says(running, "f")
+        running.says("a", "b", waiting=True)
         running.waiting = True
-        running.says("new", state=state_at(0), epoch=0, follows=True, waiting=True)
         assert running.seen().peers == 4
         running.now += REPLAY_SECONDS - 0.1
         assert running.seen().peers == 4
         running.now += 0.1
         assert running.seen().peers == 3
 
-    def test_peer_that_has_replayed_the_last_update_is_not_given_up(self, running: World) -> None:
+    def test_a_follower_that_has_caught_up_is_not_given_up(self, running: World) -> None:
         running.waiting = True
-        running.says("new", state=state_at(0), epoch=0, follows=True, waiting=True)
+        self.says(running, "f")
         running.seen()
-        running.says("new", follows=True, waiting=True)
+        self.says(running, "f", behind=0)
         running.now += REPLAY_SECONDS + 0.1
         assert running.seen().peers == 4
+
+    def test_many_followers_are_expected_as_few_newcomers_are(self, running: World) -> None:
+        self.says(running, *(f"f{number}" for number in range(100)))
+        assert running.seen().peers == 3 + NEWCOMERS
+
+    def test_a_follower_that_repeatedly_does_not_come_is_expected_ever_more_rarely(
+        self, running: World
+    ) -> None:
+        """It says a new word before each update, as an attacker would."""
+        expected = []
+        for _ in range(120):
+            self.says(running, "f")
+            expected.append(running.seen().peers == 4)
+            running.took("a", "b")
+        assert expected[:3] == [True] * 3
+        assert sum(expected[20:]) <= 6
+
+    def test_a_follower_that_does_not_change_its_word_is_missed_once(self, running: World) -> None:
+        self.says(running, "f")
+        word = running.words["f"]
+        assert running.seen().peers == 4
+        running.took("a", "b")
+        running.words["f"] = word
+        assert running.seen().peers == 3
+
+    def test_many_followers_that_do_not_come_are_not_expected_for_a_while(self, running: World) -> None:
+        expected = []
+        for number in range(100):
+            self.says(running, *(f"f{number}-{index}" for index in range(9)))
+            expected.append(running.seen().peers > 3)
+            running.took("a", "b")
+        assert sum(expected) <= 10
+
+    def test_a_follower_that_comes_is_a_companion(self, running: World) -> None:
+        self.says(running, "f")
+        running.took("a", "b", "f")
+        assert running.attendance.known == {"a", "b", "f"}

@@ -1,0 +1,61 @@
+"""The settings of a peer's state: what is refused, and one object for one optimizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from torch import nn
+
+from p2pavg.optim import RunState
+from p2pavg.optim.run_state import model_of
+from tests.unit.optim.loops import small
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *[(name, value) for name in ("every", "keep", "log_bytes") for value in (0, -1, 1.5, True, "1")],
+        *[
+            (name, value)
+            for name in ("upload_mbps", "download_mbps")
+            for value in (0.0, -1.0, float("nan"), True, "1")
+        ],
+    ],
+)
+def test_argument_out_of_range_is_named(name: str, value: Any, tmp_path: Path) -> None:
+    with pytest.raises((ValueError, TypeError), match=name):
+        RunState(small(), tmp_path, **{name: value})
+
+
+def test_checkpoints_need_a_directory() -> None:
+    with pytest.raises(ValueError, match="every needs a directory"):
+        RunState(small(), every=10)
+
+
+def test_the_model_must_be_a_module() -> None:
+    with pytest.raises(TypeError, match="model must be a torch"):
+        RunState(cast(nn.Module, [small()]))
+
+
+def test_one_object_serves_one_optimizer() -> None:
+    state = RunState(small())
+    state.claim()
+    with pytest.raises(ValueError, match="belongs to another optimizer"):
+        state.claim()
+
+
+def test_the_model_of_an_optimizer_is_that_of_its_state() -> None:
+    model = small()
+    state = RunState(model)
+    assert model_of(None, state) is model_of(model, state) is model_of(model, None) is model
+    with pytest.raises(ValueError, match="the model of the RunState"):
+        model_of(small(), state)
+    with pytest.raises(TypeError, match="state must be a RunState"):
+        model_of(model, cast(RunState, "run-state"))
+
+
+def test_nothing_is_made_before_it_is_needed(tmp_path: Path) -> None:
+    RunState(small(), tmp_path / "run-state", every=1)
+    assert not (tmp_path / "run-state").exists()

@@ -388,6 +388,14 @@ class TestFollowers:
         running.now += 0.1
         assert running.seen().peers == 3
 
+    def test_a_follower_that_has_caught_up_is_not_given_up(self, running: World) -> None:
+        running.waiting = True
+        self.says(running, "f")
+        running.seen()
+        self.says(running, "f", behind=0)
+        running.now += REPLAY_SECONDS + 0.1
+        assert running.seen().peers == 4
+
     def test_many_followers_are_expected_as_few_newcomers_are(self, running: World) -> None:
         self.says(running, *(f"f{number}" for number in range(100)))
         assert running.seen().peers == 3 + NEWCOMERS
@@ -424,11 +432,3 @@ class TestFollowers:
         self.says(running, "f")
         running.took("a", "b", "f")
         assert running.attendance.known == {"a", "b", "f"}
-
-    def test_peer_that_has_replayed_the_last_update_is_not_given_up(self, running: World) -> None:
-        running.waiting = True
-        running.says("new", state=state_at(0), epoch=0, follows=True, waiting=True)
-        running.seen()
-        running.says("new", follows=True, waiting=True)
-        running.now += REPLAY_SECONDS + 0.1
-        assert running.seen().peers == 4

@@ -284,6 +284,22 @@ def test_a_peer_that_missed_many_updates_takes_a_snapshot_and_replays_the_rest(w
     assert (world.common.lineage.epoch, world.common.value) == (100, 5050.0)
 
 
+def test_a_snapshot_that_no_donor_sends_any_more_is_replaced_by_another(world: World) -> None:
+    world.run_is_at(100, snapshot=offer_of(98))
+    world.advance()
+    world.advance()
+    [first] = world.sharing.snapshots
+    first.stands_still = True
+    world.advance()
+    assert not first.cancelled, "no other one is offered"
+    world.run_is_at(102, snapshot=offer_of(102))
+    assert "fetching the state of update 102" in world.advance().reason
+    assert first.cancelled
+    first = world.sharing.snapshots[-1]
+    world.run_is_at(104, snapshot=offer_of(104))
+    assert "fetching the state of update 102" in world.advance().reason, "a donor still sends it"
+
+
 def test_an_average_of_another_lineage_leads_to_a_snapshot(world: World) -> None:
     world.run_is_at(5, snapshot=offer_of(5))
     world.advance()

@@ -35,6 +35,8 @@ from p2pavg.vector.metrics import MetricMeans, checked_metrics
 
 logger = logging.getLogger(__name__)
 
+MAX_SCHEDULE_STEPS = 10**7
+"""Steps that an inner schedule is advanced at once, in about a minute. A state from a stranger may claim any update."""
 MAX_RESTORED = 3  # consecutive destroyed steps, after which the others stop waiting for this peer
 
 Outer = Callable[[list[torch.Tensor]], Optimizer]
@@ -365,9 +367,13 @@ class LocalUpdates(PeerOptimizer):
         self._metrics, self._given = MetricMeans(), None
         if self.scheduler is None:
             return
+        behind = self.epoch * self._sync_every - self.scheduler.last_epoch
+        if behind > MAX_SCHEDULE_STEPS:
+            logger.warning("the inner schedule stays where it is: the run is %d steps ahead of it", behind)
+            return
         with warnings.catch_warnings():  # torch warns of a schedule that goes on before the first step
             warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
-            while self.scheduler.last_epoch < self.epoch * self._sync_every:
+            for _ in range(behind):
                 self.scheduler.step()
 
     def own_state(self) -> dict[str, Any]:

@@ -79,6 +79,7 @@ def check_joined(joiner: SwarmProcess, donor: SwarmProcess, seen: list[dict[str,
 def leave(joiner: SwarmProcess) -> None:
     """Let a joiner end."""
     joiner.tell(last=0)
+    next_of(joiner, "ended", [])  # before that, the joiner's loop would take the next message
     joiner.tell(end=True)
     list(joiner.events(WATCHDOG_SECONDS))
 

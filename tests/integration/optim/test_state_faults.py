@@ -19,7 +19,7 @@ MIB = 2**20
 ELEMENTS = 3 * MIB
 """Of float32. A snapshot has the parameters and the momentum: 24 MiB."""
 STATE_BYTES = 24 * MIB
-UPLOAD_MBPS = 10.0  # of each donor: two of them need ten seconds
+UPLOAD_MBPS = 20.0  # of each donor: two of them need five seconds
 
 
 @contextmanager
@@ -29,7 +29,7 @@ def donors(folder: Path, count: int, **changes: Any) -> Iterator[LocalSwarm]:
         "folder": str(folder),
         "peers": 2,
         "elements": ELEMENTS,
-        "batch_seconds": 0.3,  # the snapshot stays the same while a joiner starts again
+        "batch_seconds": 1.5,  # slower than the donors send averages; the snapshot stays while a joiner starts again
         "checks": True,
         "state": {"upload_mbps": UPLOAD_MBPS, "log_bytes": 400 * MIB},
         **changes,
@@ -79,6 +79,7 @@ def check_joined(joiner: SwarmProcess, donor: SwarmProcess, seen: list[dict[str,
 def leave(joiner: SwarmProcess) -> None:
     """Let a joiner end."""
     joiner.tell(last=0)
+    next_of(joiner, "ended", [])  # before that, the joiner's loop would take the next message
     joiner.tell(end=True)
     list(joiner.events(WATCHDOG_SECONDS))
 

@@ -303,7 +303,7 @@ class Follower:
             )
             return Stand(failed=why), why
         logger.info(
-            "this peer fetches the state of update %d, %s, from %d peers (%s)",
+            "this peer fetches the state of update %d, %s; %d can send it; of the peers that decide, %s",
             offer.epoch,
             amount(offer.size),
             len(chosen.donors),

@@ -300,7 +300,11 @@ class States:
         """Write a checkpoint in the background."""
         assert self._folder is not None
         folder = self._folder
-        common, own = _copy_of(self._common.content()), _copy_of(self._own_content())
+        try:
+            common, own = _copy_of(self._common.content()), _copy_of(self._own_content())
+        except StateError as error:  # the update was taken: its report must not be lost
+            logger.error("no checkpoint of update %d: %s", epoch, error)  # noqa: TRY400 - one line is enough
+            return
 
         def write() -> None:
             try:

@@ -96,9 +96,11 @@ async def open_sharing(
             ) as sessions,
             trio.open_nursery() as nursery,
         ):
+            sharing = StateSharing(shared, board, shelf, sessions, settings.directory, nursery)
             try:
-                yield StateSharing(shared, board, shelf, sessions, settings.directory, nursery)
+                yield sharing
             finally:
+                sharing.close()
                 nursery.cancel_scope.cancel()
     finally:
         host.state.leave(run_id, run.membership, shelf)

@@ -130,7 +130,7 @@ def choose_snapshot(
         and offer.root not in refused
     )
     if not counts:
-        return Chosen(None, (), f"{len(deciding)} peers were asked for a snapshot, and none offers one yet")
+        return Chosen(None, (), f"{_peers(len(deciding))} asked for a snapshot, and none offers one yet")
     offer, count = max(counts.items(), key=lambda found: (found[1], found[0].epoch, found[0].root))
     patience = SETTLE_SECONDS if 2 * counts.total() >= len(deciding) else PATIENCE_SECONDS
     if 2 * count <= len(deciding) and waited < patience:
@@ -146,6 +146,10 @@ def named_donors(offering: Iterable[str], deciding: Collection[str]) -> tuple[st
     Strangers can repeat what others offer, with addresses of victims that every joiner would dial.
     """
     return tuple(sorted(offering, key=lambda peer_id: (peer_id not in deciding, peer_id))[:MAX_DONORS])
+
+
+def _peers(count: int) -> str:
+    return "1 peer was" if count == 1 else f"{count} peers were"
 
 
 def next_average(

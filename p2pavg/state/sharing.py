@@ -12,7 +12,7 @@ import math
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -147,6 +147,11 @@ class Transfer:
             donors=donors,
         )
 
+    def abandon(self) -> None:
+        """Note that it cannot run any more."""
+        self.failure = "the averager is closed"
+        self._ended.set()
+
     async def run(self) -> None:
         """Fetch the blob."""
         self.failure = "the transfer was stopped"
@@ -259,6 +264,7 @@ class StateSharing:
         self._logged: OrderedDict[bytes, LoggedAverage] = OrderedDict()
         self._said: StateNews | None = None
         self._working = threading.Event()
+        self._closed = False
         self.average_bytes = run.expected(bytes(32)).codec.encoded_nbytes(run.elements)
         """Bytes of one average on the wire."""
 
@@ -349,10 +355,7 @@ class StateSharing:
     def in_background(self, work: Callable[[], None]) -> None:
         """Run a function in a thread of its own, one at a time; the averager's end waits for it."""
         self._working.set()
-        try:
-            self._token.run_sync_soon(self._nursery.start_soon, self._work, work)
-        except trio.RunFinishedError:
-            self._working.clear()
+        self._soon(self._work, work, otherwise=self._working.clear)
 
     async def _work(self, work: Callable[[], None]) -> None:
         try:
@@ -410,8 +413,27 @@ class StateSharing:
         return transfer
 
     def _start(self, transfer: Transfer) -> None:
-        with contextlib.suppress(trio.RunFinishedError):
-            self._token.run_sync_soon(self._nursery.start_soon, transfer.run)
+        self._soon(transfer.run, otherwise=transfer.abandon)
+
+    def close(self) -> None:
+        """Begin no more work; called in trio's thread."""
+        self._closed = True
+
+    def _soon(
+        self, work: Callable[..., Awaitable[None]], *args: object, otherwise: Callable[[], None]
+    ) -> None:
+        """Start a task in trio's thread, from any thread; call ``otherwise`` if the averager has closed."""
+
+        def start() -> None:
+            if self._closed:
+                otherwise()
+            else:
+                self._nursery.start_soon(work, *args)
+
+        try:
+            self._token.run_sync_soon(start)
+        except trio.RunFinishedError:
+            otherwise()
 
     def wait(self, version: int, timeout: float) -> None:
         """Block until :attr:`version` is above ``version``, for at most ``timeout`` seconds.

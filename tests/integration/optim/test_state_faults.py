@@ -125,16 +125,6 @@ def test_a_full_disk_stops_the_download_and_not_the_joiner(swarm: LocalSwarm) ->
     leave(joiner)
 
 
-def test_a_full_disk_costs_a_checkpoint_and_not_the_training(swarm: LocalSwarm) -> None:
-    seen: list[dict[str, Any]] = []
-    joiner = swarm.add(arguments={"seed": 0, "file_bytes": 32 * MIB, "state": {"every": 1}})
-    swarm_limit = until(joiner, "log", lambda line: "no checkpoint of update" in line, seen)
-    assert "cannot write the checkpoint" in swarm_limit["log"]
-    update = until(joiner, "replayed", lambda replayed: not replayed, seen)
-    until_update(joiner, update["update"] + 2, seen)
-    leave(joiner)
-
-
 def test_a_joiner_needs_one_donor_and_keeps_its_state_without_any(tmp_path: Path) -> None:
     with donors(tmp_path, 3) as swarm:
         seen: list[dict[str, Any]] = []

@@ -329,7 +329,7 @@ junk = st.one_of(
 added: st.SearchStrategy[Any] = st.sampled_from(["step", "optimizer", "lr", "foreach", 0, 1])
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
 @pytest.mark.filterwarnings("ignore")
 def test_a_mutated_state_is_refused_or_trained_on(data: st.DataObject) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import time
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
@@ -379,6 +381,32 @@ class TestCheckpoints:
         world.took(11)
         names = sorted(path.name for path in tmp_path.glob("update-*"))
         assert names == ["update-000000000005.safetensors", "update-000000000011.safetensors"]
+
+    def test_a_full_disk_costs_a_checkpoint_and_not_the_training(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        def is_full(*_: object) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        world = self.at(monkeypatch, tmp_path)
+        world.took(5)
+        with monkeypatch.context() as disk:
+            disk.setattr(os, "fsync", is_full)
+            world.took(10)
+        assert "no checkpoint of update 10: cannot write the checkpoint" in caplog.text
+        assert "No space left on device" in caplog.text
+        assert [path.name for path in tmp_path.glob("*")] == ["update-000000000005.safetensors"]
+        world.took(15)
+        assert len(list(tmp_path.glob("update-*"))) == 2
+
+    def test_extras_that_cannot_be_saved_cost_a_checkpoint_and_not_the_update(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        world = self.at(monkeypatch, tmp_path)
+        world.run_state.extras["hook"] = print
+        world.took(5)
+        assert "no checkpoint of update 5" in caplog.text
+        assert "extras/hook" in caplog.text
 
     def test_a_new_process_continues_from_the_newest(
         self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

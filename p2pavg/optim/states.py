@@ -11,26 +11,19 @@ import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Mapping
-from typing import Any, Protocol
-
-import torch
 
 from p2pavg.blocking import Averager
-from p2pavg.errors import StateError
+from p2pavg.optim.checkpoints import Checkpoints, Owner
 from p2pavg.optim.common_state import CommonState
-from p2pavg.optim.following import Follower, Following, Replays
+from p2pavg.optim.following import Follower, Following
 from p2pavg.optim.run_state import RunState
-from p2pavg.optim.shards import Ranks, local_of
+from p2pavg.optim.shards import Ranks
 from p2pavg.optim.together import Together
 from p2pavg.optim.waiting import GrowingPauses
 from p2pavg.result import Success
 from p2pavg.round.shared_states import ShareSettings
-from p2pavg.state.checkpoint import CheckpointFolder
-from p2pavg.state.checkpoint import read as read_checkpoint
 from p2pavg.state.choice import DonorView, next_average, takes_snapshot
-from p2pavg.state.nested import flatten, unflatten
-from p2pavg.state.snapshot import Content, copy_of
+from p2pavg.state.snapshot import copy_of
 
 logger = logging.getLogger(__name__)
 
@@ -47,21 +40,10 @@ MIN_LOG_BYTES = 2**24
 LATER_SECONDS = 60.0
 """In a run that begins again, a peer with an earlier checkpoint waits this long for the latest one's state."""
 LATER_FAILURES = 3  # transfers in a row, after which it waits no longer
-OWN = "own"
 REST = 20.0
 """A donor takes no snapshot for this many times the time that its last one took: at most a twentieth of its training,
 for joiners that ask for ever, and for joiners that never catch up."""
 PACE_UPDATES = 8  # of this peer, over which the usual time between two updates is measured
-
-
-class Owner(Replays, Protocol):
-    """The optimizer, as its states see it."""
-
-    def own_state(self) -> dict[str, Any]:
-        """Return what a checkpoint has beside the common state: plain values and tensors."""
-
-    def load_own(self, saved: Mapping[str, Any]) -> None:
-        """Continue from :meth:`own_state`; raise ValueError if it does not fit."""
 
 
 class States:
@@ -91,9 +73,6 @@ class States:
         self._common = common
         self._owner = owner
         self._together = together
-        self._folder = (
-            None if run_state.directory is None else CheckpointFolder(run_state.directory, run_state.keep)
-        )
         self._sharing = averager.share_states(
             ShareSettings(
                 log_bytes=MIN_LOG_BYTES if run_state.log_bytes is None else run_state.log_bytes,
@@ -102,6 +81,7 @@ class States:
                 directory=run_state.directory,
             )
         )
+        self._checkpoints = Checkpoints(run_state, common, owner, together.run, self._sharing)
         self.follower = Follower(
             self._sharing,
             common,
@@ -118,7 +98,6 @@ class States:
         self._rests_until = -math.inf
         self._caught_up = 0
         """Times that this peer has caught up since it was in a round."""
-        self._save_is_due = False
         self._fetches_later = False
         self._later_at: float | None = None
         """When a peer was first seen to have a later checkpoint, or its state was last on its way."""
@@ -190,7 +169,7 @@ class States:
         self._sharing.took(bytes.fromhex(success.group_id), epoch)
         self._say(now)
         self._looked_at = now - LOOK_SECONDS
-        self._save_if_due(epoch)
+        self._checkpoints.took(epoch)
 
     # ------------------------------------------------------------------ following
 
@@ -282,100 +261,6 @@ class States:
         waits = self._fetches_later and not self.follower.is_on_the_log and not self.follower.is_fetching
         return waits and not self._together.run.is_behind() and not self.has_later()
 
-    # ------------------------------------------------------------------ checkpoints
-
-    def _save_if_due(self, epoch: int) -> None:
-        """Write a checkpoint if it is its turn, or if an earlier one had to wait for other work with a state."""
-        if self._settings.every is not None and epoch % self._settings.every == 0:
-            if self._save_is_due:
-                logger.warning(
-                    "no checkpoint of the last %d updates: the disk is slower than that", self._settings.every
-                )
-            self._save_is_due = True
-        if self._save_is_due and not self._sharing.is_working:
-            self._save_is_due = False
-            self._save(epoch)
-
-    def _save(self, epoch: int) -> None:
-        """Write a checkpoint in the background."""
-        assert self._folder is not None
-        folder = self._folder
-        try:
-            common, own = _copy_of(self._common.content()), _copy_of(self._own_content())
-        except StateError as error:  # the update was taken: its report must not be lost
-            logger.error("no checkpoint of update %d: %s", epoch, error)  # noqa: TRY400 - one line is enough
-            return
-
-        def write() -> None:
-            try:
-                folder.write(epoch, common, own)
-            except StateError as error:
-                logger.error("no checkpoint of update %d: %s", epoch, error)  # noqa: TRY400 - one line is enough
-
-        self._sharing.in_background(write)
-
-    def _own_content(self) -> Content:
-        saved = {
-            "optimizer": self._owner.own_state(),
-            "buffers": self._own_buffers(),
-            "extras": self._settings.extras,
-            "scaler": None if self._settings.scaler is None else self._settings.scaler.state_dict(),
-            "rng": {"cpu": torch.get_rng_state(), "cuda": _cuda_rng()},
-            "companions": sorted(self._together.run.companions),
-        }
-        tensors, values = flatten(saved, OWN)
-        return Content(tensors=tensors, values=values)
-
-    def _own_buffers(self) -> dict[str, torch.Tensor]:
-        """Return the model's buffers that peers do not average, such as the numbers of batches."""
-        averaged = self._common.buffers
-        return {name: b for name, b in self._settings.model.named_buffers() if name not in averaged}
-
     def load_newest(self) -> None:
-        """Continue from the newest checkpoint, if there is one.
-
-        Raises:
-            StateError: it does not fit this peer's model, optimizer or settings; the message says why.
-        """
-        path = None if self._folder is None else self._folder.newest()
-        if path is None:
-            return
-        found = read_checkpoint(path, verified=True)
-        own = unflatten(found.own.tensors, found.own.values)
-        try:
-            self._common.prepare(found.common)()
-            self._owner.load_own(own["optimizer"])
-            self._load_buffers(own["buffers"])
-            if self._settings.scaler is not None and own["scaler"] is not None:
-                self._settings.scaler.load_state_dict(own["scaler"])
-        except (StateError, ValueError) as error:
-            raise StateError(f"the checkpoint {path} does not fit: {error}") from None
-        torch.set_rng_state(own["rng"]["cpu"].clone())
-        if own["rng"]["cuda"] and torch.cuda.is_available():
-            torch.cuda.set_rng_state_all([state.clone() for state in own["rng"]["cuda"]])
-        self._settings.extras = dict(own["extras"])
-        self._together.run.remember(frozenset(own["companions"]))
-        self._sharing.shelf.begin(found.epoch)
-        logger.info("this peer continues from its checkpoint of update %d", found.epoch)
-
-    @torch.no_grad()
-    def _load_buffers(self, saved: Mapping[str, torch.Tensor]) -> None:
-        buffers = self._own_buffers()
-        if {n: b.shape for n, b in saved.items()} != {n: b.shape for n, b in buffers.items()}:
-            raise ValueError("it has other buffers")
-        for name, buffer in buffers.items():
-            buffer.copy_(saved[name])
-
-
-@torch.no_grad()
-def _copy_of(content: Content) -> Content:
-    return Content(
-        tensors={
-            name: local_of(tensor).detach().to("cpu", copy=True) for name, tensor in content.tensors.items()
-        },
-        values=content.values,
-    )
-
-
-def _cuda_rng() -> list[torch.Tensor]:
-    return torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+        """Continue from the newest checkpoint, if there is one; see :meth:`Checkpoints.load_newest`."""
+        self._checkpoints.load_newest()

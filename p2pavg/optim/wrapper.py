@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from p2pavg.blocking import Averager
+from p2pavg.optim.checkpoints import Owner
 from p2pavg.optim.common_state import CommonState
 from p2pavg.optim.lineage import Lineage
 from p2pavg.optim.model import ModelParts
@@ -20,7 +21,7 @@ from p2pavg.optim.report import StepReport
 from p2pavg.optim.run_state import RunState, model_of
 from p2pavg.optim.shards import Ranks, local_of
 from p2pavg.optim.state import checked_period
-from p2pavg.optim.states import Owner, States
+from p2pavg.optim.states import States
 from p2pavg.optim.together import Together
 from p2pavg.optim.training_run import TrainingRun
 from p2pavg.optim.zeroing import ZeroingCheck

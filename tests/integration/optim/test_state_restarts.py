@@ -40,7 +40,12 @@ def checkpoints(folder: Path) -> list[Path]:
 def test_a_run_that_was_killed_goes_on_from_the_newest_checkpoint(tmp_path: Path) -> None:
     """All peers but one have lost their newest checkpoint, and download the state from the one that has it."""
     behind = PEERS - 1
-    arguments = {"folder": str(tmp_path), "peers": PEERS, "state": {"every": EVERY, "keep": 2}}
+    arguments = {
+        "folder": str(tmp_path),
+        "peers": PEERS,
+        "state": {"every": EVERY, "keep": 2},
+        "batch_seconds": 0.1,  # a checkpoint is written before the next one is due
+    }
     with LocalSwarm(state_work.train, peers=PEERS, arguments=arguments) as swarm:
         swarm.start()
         seen: list[list[dict[str, Any]]] = [[] for _ in range(PEERS)]

@@ -16,7 +16,7 @@ import trio
 
 from p2pavg.allreduce.context import run_context
 from p2pavg.config import AveragingConfig
-from p2pavg.errors import BusyError, ClosedError
+from p2pavg.errors import ClosedError
 from p2pavg.group.bandwidth import BandwidthMeter
 from p2pavg.group.candidate import ready_key
 from p2pavg.group.limits import MAX_GROUP_SIZE, MAX_STATE_BYTES
@@ -374,16 +374,19 @@ class DecentralizedAverager:
     async def share_states(self, settings: ShareSettings) -> StateSharing:
         """Offer states to other peers of the run from now on, and be able to fetch theirs.
 
-        The optimizers of :mod:`p2pavg.optim` use it. An averager shares states once; :meth:`declare` comes first.
+        The optimizers of :mod:`p2pavg.optim` use it. Call :meth:`declare` before. A later call, of another optimizer,
+        ends what the earlier one shares.
 
         Raises:
             ClosedError: the averager is closed.
-            BusyError: the averager shares states already.
+            ValueError: the averager has not been told of any tensors.
         """
         self._check_open()
         schema = self._accumulation.schema
-        if self._sharing is not None or schema is None:
-            raise BusyError("the averager shares states already, or has not been told of any tensors")
+        if schema is None:
+            raise ValueError("call declare() before, so that it is known what a state is of")
+        if self._sharing is not None:
+            self._sharing.end()
         board = await self.board(TOPIC)
         self._sharing = await self._nursery.start(self._share, schema, settings, board)
         return self._sharing
@@ -401,7 +404,7 @@ class DecentralizedAverager:
             self._host, self._run, shared, self.config.run_id, settings, board, self._is_exchanging
         ) as sharing:
             task_status.started(sharing)
-            await trio.sleep_forever()
+            await sharing.ended.wait()
 
     def _is_exchanging(self) -> bool:
         return self._round is not None and self._round.is_exchanging

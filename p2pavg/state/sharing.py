@@ -265,6 +265,8 @@ class StateSharing:
         self._said: StateNews | None = None
         self._working = threading.Event()
         self._closed = False
+        self.ended = trio.Event()
+        """Set when another user of the averager takes its place."""
         self.average_bytes = run.expected(bytes(32)).codec.encoded_nbytes(run.elements)
         """Bytes of one average on the wire."""
 
@@ -414,6 +416,11 @@ class StateSharing:
 
     def _start(self, transfer: Transfer) -> None:
         self._soon(transfer.run, otherwise=transfer.abandon)
+
+    def end(self) -> None:
+        """End for another one, which takes its place; called in trio's thread."""
+        self.close()
+        self.ended.set()
 
     def close(self) -> None:
         """Begin no more work; called in trio's thread."""

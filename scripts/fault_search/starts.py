@@ -32,13 +32,13 @@ ENDED = "ended with lineage"
 
 
 def program(epochs: int = EPOCHS) -> str:
-    """Return the documented program with DiLoCo; it prints its lineage at the end."""
+    """Return the documented program with DiLoCo and without a state; it prints its lineage at the end."""
     found = re.search(r"```python\n(.*?)```", TRAINING.read_text(encoding="utf-8"), flags=re.DOTALL)
     assert found is not None
     text = found.group(1)
     for was, becomes in (
         (
-            "AveragedOptimizer(inner, averager, target_batch_size=256)",
+            "AveragedOptimizer(inner, averager, target_batch_size=256, state=state)",
             f"p2pavg.optim.diloco(inner, averager, sync_every={SYNC_EVERY})",
         ),
         (

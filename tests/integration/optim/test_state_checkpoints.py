@@ -219,10 +219,10 @@ def test_a_checkpoint_waits_for_other_work_and_is_not_left_out(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The work is a snapshot for another peer, say. The checkpoint comes after the first update that follows it."""
-    caplog.set_level(logging.WARNING, "p2pavg.optim.states")
-    release = threading.Event()
+    caplog.set_level(logging.WARNING, "p2pavg.optim")
 
     def work(index: int, averager: Averager) -> None:
+        release = threading.Event()
         model, batches = model_of(5), Batches(index, 4)
         state = RunState(model, tmp_path / str(index), every=2)
         inner = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -55,9 +55,9 @@ class Checkpoint:
     written: float
     """Seconds since 1970, by the clock of the peer that wrote it."""
     common: Content
-    """What all peers of the run share."""
+    """The part that all peers of the run share."""
     own: Content
-    """What belongs to this peer alone."""
+    """The part that belongs to this peer alone."""
     root: bytes
     """32 bytes that the file names as its root."""
     size: int

@@ -49,7 +49,7 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a download is."""
+    """Progress of a download."""
 
     done: int
     """Bytes that are here, also those of an earlier download."""

@@ -1,4 +1,4 @@
-"""Where the pieces of a blob land: in memory, or in a file that survives a crash of this process.
+"""Places where the pieces of a blob land: memory, or a file that survives a crash of this process.
 
 The pieces that a sink gets are verified. Its methods may be called from any thread, except :meth:`Sink.close`.
 """

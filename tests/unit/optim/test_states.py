@@ -66,7 +66,7 @@ class Common:
 
 
 class Sharing:
-    """What a donor offers, with work that is done at once or when the test wants."""
+    """Offers of a donor, with work that is done at once or when the test wants."""
 
     average_bytes = 100
     version = 0

@@ -29,7 +29,7 @@ class Blob:
 
     @property
     def wanted(self) -> Wanted:
-        """What a joiner gives to a fetch."""
+        """The arguments that a joiner gives to a fetch."""
         return Wanted(KIND, self.id, MAX_MANIFEST_BYTES, self.read_manifest)
 
     def read_manifest(self, data: bytes) -> Manifest:

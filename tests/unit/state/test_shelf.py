@@ -1,4 +1,4 @@
-"""What a donor holds: one snapshot, and a log within its bounds."""
+"""The holdings of a donor: one snapshot, and a log within its bounds."""
 
 from __future__ import annotations
 

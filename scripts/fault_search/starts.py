@@ -46,6 +46,13 @@ def program(epochs: int = EPOCHS) -> str:
             f"while optimizer.epoch < {epochs}:\n        time.sleep({BATCH_SECONDS})",
         ),
         ("import sys\n", "import sys\nimport time\n"),
+        # Without a state, a peer that is behind has to end by itself.
+        (
+            "        if report.updated:\n",
+            "        if report.behind:\n"
+            '            raise SystemExit(f"this peer cannot follow the run: {report.behind}")\n'
+            "        if report.updated:\n",
+        ),
     ):
         assert text.count(was) == 1, f"docs/training.md has no longer: {was}"
         text = text.replace(was, becomes)

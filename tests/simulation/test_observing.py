@@ -515,7 +515,7 @@ def test_contributor_lost_at_any_part(monkeypatch: pytest.MonkeyPatch, contribut
             return await step_once(peer, index, how, observes=index >= contributors, after=0.05 * index)
 
         network = MemoryNetwork(seed=seed, latency=(0.0005, 0.002), bandwidth=2e5)
-        plan = FaultPlan([Fault(Crash(0), After(Milestone.FORMED, of=3, seconds=0.006 * seed))])
+        plan = FaultPlan([Fault(Crash(0), After(Milestone.FORMED, of=3, seconds=0.012 * seed))])
         found = list((await run_peers(network, 4, average, plan=plan)).values())
         ends.update(type(result) for result in found)
         if contributors > 1 or isinstance(found[0], p2pavg.Success):

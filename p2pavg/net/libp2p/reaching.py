@@ -15,16 +15,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 import trio
 
 from p2pavg.net.libp2p.carriers import RelayedStream
 from p2pavg.net.libp2p.connections import Connections
 from p2pavg.net.libp2p.guarded_yamux import GuardedYamux
+from p2pavg.net.reach.options import ReachOptions
 from p2pavg.net.relay.choice import Candidate
 from p2pavg.net.relay.circuits import InboundCircuits
-from p2pavg.net.relay.limits import RelayLimits
 from p2pavg.net.relay.reservations import Reservations
 from p2pavg.net.relay.service import RelayService
 from p2pavg.net.transport import PeerId, Stream, Transport
@@ -33,22 +32,6 @@ logger = logging.getLogger(__name__)
 
 LINGER_SECONDS = 5.0
 _RETIRE_SECONDS = 600.0  # a stream that lasts longer than any round does not keep a relay busy for ever
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReachOptions:
-    """What a peer's user says about how it is reached.
-
-    - ``announce``: addresses at which others can dial this peer, such as a forwarded port; they are not checked.
-    - ``port_mapping``: ask the router to forward the port, by UPnP or NAT-PMP.
-    - ``relay``: relay for other peers, if this one can be dialled.
-    - ``relay_limits``: what this peer gives as a relay.
-    """
-
-    announce: tuple[str, ...] = ()
-    port_mapping: bool = True
-    relay: bool = True
-    relay_limits: RelayLimits = field(default_factory=RelayLimits)
 
 
 class Reaching:
@@ -88,7 +71,7 @@ class Reaching:
     def start(self) -> None:
         """Start the tasks; the listeners are open."""
         self._nursery.start_soon(self.reservations.run)
-        self.reservations.want(not self._listened())
+        self.reservations.want(self._options.reachable and not self._listened())
 
     @property
     def addresses(self) -> tuple[str, ...]:
@@ -120,7 +103,7 @@ class Reaching:
         return tuple(self._listened())
 
     def _relays_nothing(self) -> str:
-        if not self._options.relay:
+        if self._options.relay_limits is None:
             return "this peer relays for no one, as its user wants it"
         if not self._direct_addresses():
             return "this peer cannot be dialled itself"

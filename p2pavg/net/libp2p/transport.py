@@ -77,11 +77,12 @@ from p2pavg.net.libp2p.host import Places, new_host
 from p2pavg.net.libp2p.lifetime import Lifetime
 from p2pavg.net.libp2p.listening import check_free, host_of, listeners_of, reachable_addresses
 from p2pavg.net.libp2p.opening import StreamOpener
-from p2pavg.net.libp2p.reaching import Reaching, ReachOptions
+from p2pavg.net.libp2p.reaching import Reaching
 from p2pavg.net.libp2p.sniffing import SniffingTCP, accept_more_at_once
 from p2pavg.net.libp2p.speed import install as install_speed
 from p2pavg.net.libp2p.stream import Libp2pStream
 from p2pavg.net.limits.admission import ConnectionLimits
+from p2pavg.net.reach.options import ReachOptions
 from p2pavg.net.relay.circuits import open_circuit
 from p2pavg.net.transport import DirectLane, DirectLaneHandler, PeerId, Stream, StreamHandler, Transport
 from p2pavg.threads.exceptions import bare_exceptions

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import socket
+
+import trio
 from libp2p.io.abc import ReadWriteCloser
 from libp2p.io.exceptions import ConnectionClosedError
+from libp2p.io.trio import TrioTCPStream
 
 from p2pavg.errors import ClosedError, StreamBrokenError
 from p2pavg.net.libp2p.speed import ReadAheadStream
@@ -25,6 +29,7 @@ class RelayedStream(ReadWriteCloser):
         self.remote_endpoint = (stream.remote_host, 0)
         """The relay's IP address: a circuit counts against the relay's host, since the peer's is not known."""
         self.arrival: Arrival | None = None
+        self.punched = False
 
     async def read(self, n: int | None = None) -> bytes:
         if n == 0:
@@ -47,6 +52,13 @@ class RelayedStream(ReadWriteCloser):
 
     def get_remote_address(self) -> tuple[str, int] | None:
         return None
+
+
+def punched_stream(plain: socket.socket) -> ReadAheadStream:
+    """Return a carrier over a connected socket of a punched hole, which it takes over."""
+    stream = ReadAheadStream.of(TrioTCPStream(trio.SocketStream(trio.socket.from_stdlib_socket(plain))))
+    stream.punched = True
+    return stream
 
 
 Carrier = ReadAheadStream | RelayedStream

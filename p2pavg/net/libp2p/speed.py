@@ -105,6 +105,8 @@ class ReadAheadStream(TrioTCPStream):
     """The place of an inbound connection among the others; ``None`` for an outbound connection."""
     relay: str = ""
     """The relay through which the bytes travel: none."""
+    punched: bool = False
+    """True if the connection was made by hole punching."""
 
     @property
     def remote_host(self) -> str:

@@ -166,6 +166,9 @@ class Transport(abc.ABC):
     def addresses(self) -> tuple[str, ...]:
         """The addresses at which other peers can dial this one; each ends in ``/p2p/<peer id>``."""
 
+    async def settle(self) -> None:  # noqa: B027 - a network without routers is complete
+        """Wait until this peer knows how others reach it, for a few seconds at most."""
+
     @abc.abstractmethod
     def serve(self, protocol: str, handler: StreamHandler) -> None:
         """Answer inbound streams of ``protocol`` with ``handler`` from now on."""

@@ -10,6 +10,7 @@ import abc
 from collections.abc import Awaitable, Callable, Sequence
 
 from p2pavg.errors import UnreachableError
+from p2pavg.net.reach.reachability import NOT_ASKED, Reachability
 
 Buffer = bytes | bytearray | memoryview
 
@@ -157,6 +158,11 @@ class Transport(abc.ABC):
     @abc.abstractmethod
     def addresses(self) -> tuple[str, ...]:
         """The addresses at which other peers can dial this one; each ends in ``/p2p/<peer id>``."""
+
+    @property
+    def reachability(self) -> Reachability:
+        """The reachability of this peer, as far as it is known. It may change at any time."""
+        return NOT_ASKED
 
     @abc.abstractmethod
     def serve(self, protocol: str, handler: StreamHandler) -> None:

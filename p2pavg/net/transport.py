@@ -28,7 +28,11 @@ class Stream(abc.ABC):
     remote: PeerId
     """The authenticated id of the peer at the other end."""
     remote_host: str = ""
-    """The IP address of the other end; empty if it is not known."""
+    """The IP address of the other end; that of the relay if :attr:`relayed`; empty if it is not known."""
+    remote_port: int = 0
+    """The port of the other end of the connection; 0 if it is not known."""
+    relayed: bool = False
+    """True if the bytes travel through a relay."""
 
     def hold(self, count: int) -> None:  # noqa: B027 - a network that counts no memory is complete
         """Note how many bytes of an unfinished message were read from this stream and are held in memory."""
@@ -60,6 +64,10 @@ class Stream(abc.ABC):
     @abc.abstractmethod
     async def reset(self) -> None:
         """Drop the stream in both directions at once. Never raises; bounded in time; works under cancellation."""
+
+    async def reset_connection(self) -> None:
+        """Drop the connection below the stream, with everything on it. Never raises; bounded in time."""
+        await self.reset()
 
 
 StreamHandler = Callable[[Stream], Awaitable[None]]

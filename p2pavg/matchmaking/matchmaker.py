@@ -12,6 +12,7 @@ import trio
 from p2pavg.context import PeerContext
 from p2pavg.errors import RemoteProtocolError
 from p2pavg.group.candidate import Candidate, sign_candidate
+from p2pavg.group.reach import Reach
 from p2pavg.group.roster import Roster
 from p2pavg.matchmaking.actions import (
     GaveUp,
@@ -24,6 +25,7 @@ from p2pavg.matchmaking.memory import Memory
 from p2pavg.matchmaking.messages import Ask, Declined, Nudge, encode
 from p2pavg.matchmaking.rules import Matchmaking
 from p2pavg.net.framing import send_message
+from p2pavg.net.reach.reachability import Reachability
 from p2pavg.net.transport import Stream
 from p2pavg.records.run_records import RunRecords
 
@@ -170,6 +172,7 @@ class Matchmaker:
             metrics=metrics,
             certificate=self._records.certificate,
             norm=norm,
+            reach=_reach_of(self._context.transport.reachability),
         )
 
     def _begin(
@@ -215,3 +218,10 @@ class Matchmaker:
             await trio.sleep(LINGER_SECONDS)
         if not self._linger.cancelled_caught and self._attempt is None:
             await self.withdraw()
+
+
+def _reach_of(reachability: Reachability) -> Reach:
+    """Return what a candidate signs about its own reachability."""
+    if reachability.dialable:
+        return Reach.DIALABLE
+    return Reach.PUNCHABLE if reachability.punchable else Reach.RELAYED

@@ -13,8 +13,9 @@ agree on one roster without a coordinator. Peers crash, lose connections, and ma
 rosters from that leader only. A leader commits a roster only if every member has accepted it. Peers never wait for
 each other in a circle. A peer that wants a result reports or gives up after each match timeout without a group.
 
-**The order.** Candidates are ordered by (auxiliary, without an address, deadline, peer id), as each of them signed it.
-A peer asks only candidates before it, and an asked peer declines a candidate that does not come after it. So waiting
+**The order.** Candidates are ordered by (auxiliary, reach, without an address, deadline, peer id), as each of them
+signed it. The reach is dialable, punchable or relayed, in this order. A peer asks only candidates before it, and an
+asked peer declines a candidate that does not come after it. All parts of the order are fixed for an attempt, so waiting
 has no cycles. A peer that follows no leader leads, so the first peer to announce leads and later peers join it. A
 leader nudges later candidates, which may not have seen its record. A leader that joins an earlier one disbands its own
 group, and names the new leader to its followers.

@@ -53,6 +53,7 @@ logger = logging.getLogger(__name__)
 LINGER_SECONDS = 5.0
 SETTLE_SECONDS = 4.0
 PROBE_SECONDS = 3.0
+INTERFACES_SECONDS = 2.0  # listing them takes about a millisecond
 _RETIRE_SECONDS = 600.0  # a stream that lasts longer than any round does not keep a relay busy for ever
 
 
@@ -80,6 +81,8 @@ class Reaching:
         self._retiring: set[GuardedYamux] = set()
         self._arrivals = Counter[PeerId]()
         self._network = 0
+        self._machine_now: tuple[frozenset[str], list[Endpoint]] = (frozenset(), [])
+        self._machine_until = float("-inf")
         self._said = NOT_ASKED
         self._changed = trio.Event()
         self.knowledge = Knowledge(transport.peer_id, options.announce)
@@ -185,6 +188,12 @@ class Reaching:
         ]
 
     def _machine(self) -> tuple[frozenset[str], list[Endpoint]]:
+        if trio.current_time() >= self._machine_until:
+            self._machine_until = trio.current_time() + INTERFACES_SECONDS
+            self._machine_now = self._list_machine()
+        return self._machine_now
+
+    def _list_machine(self) -> tuple[frozenset[str], list[Endpoint]]:
         interfaces = frozenset(
             entry.address.partition("%")[0]
             for entries in psutil.net_if_addrs().values()
@@ -220,7 +229,7 @@ class Reaching:
 
     async def _drop_dead_connections(self) -> None:
         """Drop the connections from addresses that this machine does not have any more."""
-        interfaces, _ = self._machine()
+        interfaces, _ = self._list_machine()
         for muxed in self._connections.all():
             try:
                 local = muxed.socket.getsockname()[0] if muxed.socket is not None else ""

@@ -20,6 +20,7 @@ from p2pavg.net.transport import PeerId, Transport
 logger = logging.getLogger(__name__)
 
 LOOK_SECONDS = 1.0
+PAUSE_SECONDS = 0.1  # between two looks, however many connections come and go
 PROBE_SECONDS = 5.0
 
 
@@ -60,6 +61,7 @@ class Watcher:
                     nursery.start_soon(self._ask, question)
                 with trio.move_on_after(LOOK_SECONDS):
                     await self._changed.wait()
+                    await trio.sleep(PAUSE_SECONDS)
 
     async def _ask(self, question: Question) -> None:
         answer: str | bool | Probe | None = None

@@ -156,6 +156,8 @@ class Peer:
         await self.context.nursery.start(self.records.run)  # type: ignore[arg-type]  # trio-typing's stubs
         if bootstrap:
             await self.join(bootstrap)
+            # What is announced first should work: others would dial a useless address, or none, until the next renewal.
+            await self._transport.settle()
         self.context.nursery.start_soon(self.greeter.run)
 
     async def join(self, bootstrap: Sequence[str]) -> None:

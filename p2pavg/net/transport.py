@@ -169,8 +169,11 @@ class Transport(abc.ABC):
 
     @property
     def reachability(self) -> Reachability:
-        """The reachability of this peer, as far as it is known. It may change at any time."""
+        """What this peer knows of the ways in which others can reach it."""
         return NOT_ASKED
+
+    async def settle(self) -> None:  # noqa: B027 - a network without routers is complete
+        """Wait until this peer knows how others reach it, for a few seconds at most."""
 
     @abc.abstractmethod
     def serve(self, protocol: str, handler: StreamHandler) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import socket
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import cast
@@ -14,7 +16,7 @@ from multiaddr import Multiaddr
 
 from p2pavg.errors import AddressError, RefusedError, UnreachableError
 from p2pavg.net.addresses import CircuitAddress, is_circuit, parse_circuit_address
-from p2pavg.net.libp2p.carriers import Carrier, RelayedStream
+from p2pavg.net.libp2p.carriers import Carrier, RelayedStream, punched_stream
 from p2pavg.net.libp2p.errors import error_text, is_refusal
 from p2pavg.net.libp2p.guarded_swarm import GuardedSwarm
 from p2pavg.net.libp2p.guarded_yamux import GuardedYamux
@@ -23,6 +25,8 @@ from p2pavg.net.limits.admission import Arrival, Standing
 from p2pavg.net.limits.dial_gate import DialGate
 from p2pavg.net.limits.memory_budget import MemoryBudget
 from p2pavg.net.transport import PeerId, Stream
+
+logger = logging.getLogger(__name__)
 
 CLOSE_SECONDS = 1.0
 ADOPT_SECONDS = 8.0  # handshakes over a circuit: four round trips of at most a second each, twice
@@ -157,6 +161,38 @@ class Connections:
         except (SwarmException, trio.TooSlowError) as error:
             raise UnreachableError(f"no connection was made: {error_text(error)}") from None
 
+    async def adopt_socket(self, plain: socket.socket, peer_id: PeerId, *, initiator: bool) -> None:
+        """Make a connection over a connected socket, which this call takes over. It returns when the connection works.
+
+        Raises:
+            UnreachableError: as :meth:`adopt`.
+        """
+        carrier = punched_stream(plain)
+        if initiator:
+            await self.adopt(carrier, peer_id, initiator=True)
+            return
+        outcome = _Outcome()
+        self._nursery.start_soon(self._host_punched, carrier, peer_id, outcome)
+        try:
+            await outcome.known.wait()
+        except trio.Cancelled:
+            with trio.CancelScope(shield=True, deadline=trio.current_time() + CLOSE_SECONDS):
+                await carrier.close()
+            raise
+        if outcome.reason:
+            raise UnreachableError(outcome.reason)
+
+    async def _host_punched(self, carrier: Carrier, peer_id: PeerId, outcome: _Outcome) -> None:
+        try:
+            await self.adopt(carrier, peer_id, initiator=False, started=outcome.known.set)
+        except UnreachableError as error:
+            outcome.reason = str(error)
+        except Exception as error:  # a bug, or an error of libp2p that has no common type
+            logger.exception("a punched connection of %s is dropped", peer_id)
+            outcome.reason = error_text(error)
+        finally:
+            outcome.known.set()
+
     def _has_met(self, peer_id: PeerId, address: Multiaddr) -> bool:
         """Return whether the peer was met at that host.
 
@@ -220,6 +256,14 @@ class Connections:
                 nursery.start_soon(connection.close)
         for connection in self._swarm.get_connections():
             await cast(GuardedYamux, connection.muxed_conn).abort()
+
+
+class _Outcome:
+    """The outcome of a handshake that another task does."""
+
+    def __init__(self) -> None:
+        self.known = trio.Event()
+        self.reason = ""
 
 
 def _address_of(opened: trio.socket.SocketType, peer_id: PeerId) -> list[str]:

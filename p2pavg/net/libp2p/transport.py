@@ -63,7 +63,6 @@ from p2pavg.net.addresses import (
     parse_circuit_address,
     parse_listen_address,
     parse_peer_address,
-    with_peer_id,
 )
 from p2pavg.net.dialling import Dialler, timed_out
 from p2pavg.net.lanes.acceptor import Doorway
@@ -83,6 +82,7 @@ from p2pavg.net.libp2p.speed import install as install_speed
 from p2pavg.net.libp2p.stream import Libp2pStream
 from p2pavg.net.limits.admission import ConnectionLimits
 from p2pavg.net.reach.options import ReachOptions
+from p2pavg.net.reach.reachability import Reachability
 from p2pavg.net.relay.circuits import open_circuit
 from p2pavg.net.transport import DirectLane, DirectLaneHandler, PeerId, Stream, StreamHandler, Transport
 from p2pavg.threads.exceptions import bare_exceptions
@@ -107,19 +107,31 @@ class Libp2pTransport(Transport):
         self._tcp = tcp
         self._lifetime = Lifetime(nursery)
         self.peer_id = str(host.get_id())
-        self._listened: tuple[str, ...] = ()
+        self._listens = False
         self._connections = Connections(swarm, nursery, places, self._connected, self._open_circuit)
         self._dialler = Dialler(nursery, self.is_connected, self._connections.dial)
         self._opener = StreamOpener(host, self._connections, self._lifetime)
         doorway = Doorway(self.peer_id, self._connections.gate)
         tcp.on_tls = doorway.accept
-        self._reaching = Reaching(self, self._connections, nursery, options, listened=lambda: self._listened)
+        self._reaching = Reaching(self, self._connections, nursery, options, listened=self._listened)
+        tcp.on_whoami = self._reaching.whoami.answer
         self._lanes = LaneKeeper(self, nursery, doorway, self._connections.dialled_addresses, places.lanes)
         _transports.add(self)
 
     @property
     def addresses(self) -> tuple[str, ...]:
         return self._reaching.addresses
+
+    @property
+    def reachability(self) -> Reachability:
+        return self._reaching.reachability
+
+    async def settle(self) -> None:
+        await self._reaching.settle()
+
+    def _listened(self) -> list[str]:
+        """Return the addresses of the listeners as other machines dial them, without a peer id."""
+        return reachable_addresses(self._swarm) if self._listens else []
 
     def path_to(self, peer_id: PeerId) -> str:
         """Return how streams to a peer travel now: ``direct``, ``punched``, ``relayed``, or empty if not at all."""
@@ -217,7 +229,7 @@ class Libp2pTransport(Transport):
             self._connections.gate.listens_at(host_of(address))
         for listener in listeners_of(self._swarm):
             accept_more_at_once(listener)
-        self._listened = with_peer_id(reachable_addresses(self._swarm), self.peer_id)
+        self._listens = True
         self._reaching.start()
 
     async def _close(self) -> None:

@@ -66,11 +66,15 @@ class Barrier(StrEnum):
     """The outer port differs from the local one. No second peer was there to compare with."""
     SYMMETRIC = "symmetric router"
     """Each destination sees another outer port."""
+    NO_LISTENER = "no listener"
+    """This process was told not to listen."""
     UNTESTED = "router"
     """No peer was there that could be asked for outer ports."""
 
 
-PUNCHABLE_BARRIERS = frozenset((Barrier.FIREWALL, Barrier.KEEPS_PORTS, Barrier.SAME_FOR_ALL))
+PUNCHABLE_BARRIERS = frozenset(
+    (Barrier.FIREWALL, Barrier.KEEPS_PORTS, Barrier.SAME_FOR_ALL, Barrier.NO_LISTENER)
+)
 """The obstacles through which hole punching works: outer ports can be told before a connection is made."""
 
 
@@ -80,11 +84,12 @@ def behind(barrier: Barrier, relays: int) -> str:
     Args:
         relays: the number of peers that relay for it.
     """
+    where = "without a listener" if barrier is Barrier.NO_LISTENER else f"behind a {barrier}"
     if barrier in PUNCHABLE_BARRIERS:
-        return f"behind a {barrier}; direct connections by hole punching"
+        return f"{where}; direct connections by hole punching"
     if not relays:
-        return f"behind a {barrier}; no relay is known yet"
-    return f"behind a {barrier}; traffic is relayed by {relays} peer{'s' if relays > 1 else ''}"
+        return f"{where}; no relay is known yet"
+    return f"{where}; traffic is relayed by {relays} peer{'s' if relays > 1 else ''}"
 
 
 def mapped(port: int, protocol: str) -> str:

@@ -146,7 +146,7 @@ async def test_a_receiver_with_another_certificate_is_refused() -> None:
         door = keeper(there)._doorway
         real = door.own.server_context
         door.own.server_context = mallory.server_context  # type: ignore[method-assign]
-        here._listened = ()
+        here._listens = False
         with pytest.raises(UnreachableError, match="CERTIFICATE_VERIFY_FAILED"):
             await lane_to(here, there)
         assert not keeper(here).lanes

@@ -38,8 +38,8 @@ async def test_a_receiver_that_cannot_be_dialled_dials_back() -> None:
 async def test_a_lane_needs_no_address_where_a_connection_is_open() -> None:
     async with pair() as (here, there):
         await here.dial(there.addresses[0], timeout=TIMEOUT)
-        there._listened = ()  # the other side names no address either
-        here._listened = ()
+        there._listens = False  # the other side names no address either
+        here._listens = False
         await here.open_lane(there.peer_id, timeout=TIMEOUT)
 
 
@@ -71,7 +71,7 @@ async def test_a_failed_search_is_reported_and_remembered(monkeypatch: pytest.Mo
 async def test_no_lane_if_neither_peer_listens() -> None:
     async with open_host(LOOPBACK) as here, open_host() as there:
         await there.dial(here.addresses[0], timeout=TIMEOUT)
-        here._listened = ()
+        here._listens = False
         with pytest.raises(UnreachableError, match="no address is known; and this peer does not listen"):
             await lane_to(here, there)
 

@@ -64,7 +64,7 @@ from p2pavg.net.addresses import (
     parse_listen_address,
     parse_peer_address,
 )
-from p2pavg.net.dialling import Dialler
+from p2pavg.net.dialling import Dialler, timed_out
 from p2pavg.net.lanes.acceptor import Doorway
 from p2pavg.net.lanes.pool import LaneKeeper
 from p2pavg.net.libp2p.connections import CLOSE_SECONDS, Connections
@@ -186,10 +186,11 @@ class Libp2pTransport(Transport):
         wait_inbound: bool = False,
     ) -> Stream:
         self._lifetime.check()
+        failed: list[str] = []
         with trio.move_on_after(timeout):
-            await self._dialler.connect(peer_id, addresses, wait_inbound=wait_inbound)
+            await self._dialler.connect(peer_id, addresses, wait_inbound=wait_inbound, failed=failed)
             return await self._opener.open(peer_id, protocol)
-        raise UnreachableError(f"no stream to {peer_id} within {timeout:.1f} s")
+        raise timed_out(f"stream to {peer_id}", timeout, failed)
 
     def is_connected(self, peer_id: PeerId) -> bool:
         return self._connections.is_connected(peer_id)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from p2pavg.net.limits.dial_policy import is_private
 from p2pavg.net.limits.sources import parse_host
 from p2pavg.net.reach.dial_backs import Endpoint
-from p2pavg.net.reach.facts import VERSIONS, Facts, version_of
+from p2pavg.net.reach.facts import VERSIONS, Facts, Mapped, version_of
 from p2pavg.net.reach.reachability import (
     NOT_ASKED,
     PUBLIC_SENTENCE,
@@ -51,6 +51,8 @@ def reachability(facts: Facts, announce: Sequence[str], relays: Sequence[str]) -
 def _kind(facts: Facts, relays: int) -> tuple[Kind, str]:
     version = facts.deciding_version
     if not version:
+        if (found := untried_mapping(facts)) is not None:
+            return Kind.MAPPED, mapped(found.port, found.protocol)
         return NOT_ASKED.kind, NOT_ASKED.sentence
     if works := facts.working(version):
         return _kind_of_working(facts, works)
@@ -61,6 +63,17 @@ def _kind(facts: Facts, relays: int) -> tuple[Kind, str]:
     if version == 4 and facts.working(6):
         sentence += "; public over IPv6"
     return (Kind.PUNCHABLE if barrier in PUNCHABLE_BARRIERS else Kind.RELAYED), sentence
+
+
+def untried_mapping(facts: Facts) -> Mapped | None:
+    """Return the router's mapping if its outer address is public, and no peer outside is there that could try it.
+
+    The first peer of a run at home needs an address for others to join by.
+    """
+    mapping = facts.mapping
+    if mapping is None or facts.outer_hosts or is_private(mapping.host):
+        return None
+    return mapping
 
 
 def _kind_of_working(facts: Facts, works: Sequence[Endpoint]) -> tuple[Kind, str]:
@@ -82,6 +95,8 @@ def addresses(
         circuits: complete addresses that lead through relays.
     """
     works = [found for version in VERSIONS for found in facts.working(version)]
+    if (mapping := untried_mapping(facts)) is not None:
+        works.append((mapping.host, mapping.port))
     own = [found for found in facts.listening if found not in works and _may_be_announced(facts, found)]
     direct = [*announce, *(f"/ip{version_of(host)}/{host}/tcp/{port}" for host, port in (*works, *own))]
     texts = [f"{text}/p2p/{peer_id}" for text in dict.fromkeys(direct)]

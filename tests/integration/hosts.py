@@ -40,9 +40,7 @@ async def open_host(*listen: str) -> AsyncIterator[Libp2pTransport]:
 def hide(host: Libp2pTransport) -> None:
     """Let a host announce no address of its listeners, as if it had none."""
     host._listens = False
-    interfaces, _ = host._reaching._list_machine()
-    host._reaching._machine_now = (interfaces, [])
-    host._reaching.knowledge.machine(interfaces, [])
+    host._reaching._watcher.begin()
 
 
 async def eventually(condition: Callable[[], bool]) -> None:

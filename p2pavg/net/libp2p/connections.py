@@ -56,6 +56,8 @@ class Connections:
         self._swarm = swarm
         self._nursery = nursery
         self._on_new = on_new
+        self.on_lost: Callable[[], None] = lambda: None
+        """A function that is called when a connection has ended."""
         self._open_circuit = open_circuit
         self._acquaintances = places.acquaintances
         self.entrance = places.entrance
@@ -96,6 +98,7 @@ class Connections:
     def _ended(self, muxed: GuardedYamux) -> None:
         if (arrival := self._arrivals.pop(muxed, None)) is not None:
             self.entrance.left(arrival)
+        self.on_lost()
 
     # -- dialling
 

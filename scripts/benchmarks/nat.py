@@ -61,6 +61,13 @@ def add_arguments(parser: argparse.ArgumentParser, *, small: bool) -> None:
     parser.add_argument(
         "--lanes", action="store_true", help="exchanges over punched lanes beside dialled ones"
     )
+    parser.add_argument(
+        "--delay",
+        type=float,
+        default=0.0,
+        metavar="MS",
+        help="one way between two sites, for pairs and --punch",
+    )
     parser.add_argument("--rounds", type=int, default=2 if small else 20, help="of --forty and --move")
     parser.add_argument("--peers", type=int, default=8 if small else 40, help="of --forty")
     parser.add_argument("--group-size", type=int, default=4 if small else 8, help="of --forty")
@@ -110,7 +117,7 @@ def _matrix(arguments: argparse.Namespace, report: Report) -> None:
         if Kind.UPNP in (first, second) and (reason := may_map_ports()):
             report.skipped(NAME, f"{first} and {second}", reason)
             continue
-        found = pair(first, second, same_router=same)
+        found = pair(first, second, same_router=same, delay_ms=arguments.delay)
         _report_pair(found, table, report)
         _keep(arguments.logs, found.name, found.log if found.problems else "")
     Console(stderr=arguments.json is None, width=170).print(table)
@@ -140,7 +147,7 @@ def _report_pair(found: PairOutcome, table: Table, report: Report) -> None:
 
 
 def _punch(arguments: argparse.Namespace, report: Report) -> None:
-    found = punch(arguments.punch)
+    found = punch(arguments.punch, delay_ms=arguments.delay)
     share = 100.0 * len(found.seconds) / found.tries
     report.figure(NAME, "punched", "%", [share], tries=found.tries)
     if found.seconds:
@@ -152,7 +159,7 @@ def _punch(arguments: argparse.Namespace, report: Report) -> None:
 
 def _lanes(arguments: argparse.Namespace, report: Report) -> None:
     for kinds in ((Kind.PUBLIC, Kind.PUBLIC), (Kind.CONE, Kind.CONE)):
-        found = pair(*kinds, elements=LARGE_ELEMENTS, rounds=5)
+        found = pair(*kinds, elements=LARGE_ELEMENTS, rounds=5, delay_ms=arguments.delay)
         if found.problems:
             report.error(NAME, "p2pavg", f"{found.name}: {'; '.join(found.problems)}")
             _keep(arguments.logs, f"lanes {found.name}", found.log)

@@ -54,9 +54,9 @@ class Stage:
 
 
 @contextmanager
-def stage(daemons: int = 1) -> Iterator[Stage]:
+def stage(daemons: int = 1, delay_ms: float = 0.0) -> Iterator[Stage]:
     """Provide a lab with public daemons, all of one network."""
-    with lab() as made, Crew(made) as crew:
+    with lab(delay_ms) as made, Crew(made) as crew:
         found: list[tuple[Process, str]] = []
         for _ in range(daemons):
             known = [word for _, address in found for word in ("--bootstrap", address)]
@@ -119,9 +119,10 @@ def pair(
     rounds: int = 3,
     elements: int = 250_000,
     seconds: float = PAIR_SECONDS,
+    delay_ms: float = 0.0,
 ) -> PairOutcome:
     """Let two peers meet in a lab of their own."""
-    with stage() as set_up:
+    with stage(delay_ms=delay_ms) as set_up:
         site = set_up.lab.site(first, 2 if same_router else 1)
         other = site if same_router else set_up.lab.site(second)
         name = f"{first}, {SAME}" if same_router else f"{first} and {second}"
@@ -194,11 +195,15 @@ class PunchOutcome:
 
 
 def punch(
-    tries: int, *, seconds: float = 40.0, kinds: tuple[Kind, Kind] = (Kind.CONE, Kind.CONE)
+    tries: int,
+    *,
+    seconds: float = 40.0,
+    kinds: tuple[Kind, Kind] = (Kind.CONE, Kind.CONE),
+    delay_ms: float = 0.0,
 ) -> PunchOutcome:
     """Let two new peers behind two routers meet, again and again."""
     found = PunchOutcome(tries=tries, seconds=[], failures=[])
-    with stage() as set_up:
+    with stage(delay_ms=delay_ms) as set_up:
         first, second = (set_up.lab.site(kind).hosts[0] for kind in kinds)
         for _ in range(tries):
             team = Team(set_up.crew, set_up.bootstrap)
@@ -233,17 +238,19 @@ class FaultOutcome:
     log: str
 
 
-def move(*, rounds: int = 20, seconds: float = 240.0, elements: int = 10_000) -> FaultOutcome:
-    """Let a peer change its network in the middle of its rounds with three others."""
+def move(
+    kinds: Sequence[Kind] = (Kind.PUBLIC, Kind.CONE, Kind.CONE, Kind.CONE),
+    *,
+    rounds: int = 20,
+    seconds: float = 240.0,
+    elements: int = 10_000,
+) -> FaultOutcome:
+    """Let the last of some peers change its network in the middle of their rounds."""
     with stage() as set_up:
         made = set_up.lab
-        hosts = [made.site(kind).hosts[0] for kind in (Kind.PUBLIC, Kind.CONE, Kind.CONE, Kind.CONE)]
-        other = made.site(Kind.CONE, 0, lan=OTHER_HOME)
-        team = Team(
-            set_up.crew, set_up.bootstrap, elements=elements, pause=0.5, group_size=4, match_timeout=10.0
-        )
-        for host in hosts:
-            team.add(host)
+        hosts = [made.site(kind).hosts[0] for kind in kinds]
+        other = made.site(kinds[-1], 0, lan=OTHER_HOME)
+        team = _group(set_up, hosts, elements=elements)
         return _disturb(team, team.members[-1], lambda: made.move(hosts[-1], other), rounds, seconds)
 
 
@@ -251,9 +258,7 @@ def forget(*, rounds: int = 10, seconds: float = 150.0) -> FaultOutcome:
     """Let a router forget all connections in the middle of rounds."""
     with stage() as set_up:
         hosts = [set_up.lab.site(kind).hosts[0] for kind in (Kind.PUBLIC, Kind.CONE, Kind.CONE)]
-        team = Team(set_up.crew, set_up.bootstrap, pause=0.5, group_size=3, match_timeout=10.0)
-        for host in hosts:
-            team.add(host)
+        team = _group(set_up, hosts)
         site = hosts[-1].site
         return _disturb(team, team.members[-1], lambda: set_up.lab.forget(site), rounds, seconds)
 
@@ -262,9 +267,7 @@ def relay_killed(*, rounds: int = 10, seconds: float = 150.0, elements: int = 50
     """Kill the daemon that relays most, in the middle of rounds of two peers behind symmetric routers."""
     with stage(daemons=2) as set_up:
         hosts = [set_up.lab.site(Kind.SYMMETRIC).hosts[0] for _ in range(2)]
-        team = Team(set_up.crew, set_up.bootstrap, elements=elements, match_timeout=10.0)
-        for host in hosts:
-            team.add(host)
+        team = _group(set_up, hosts, elements=elements)
 
         def kill() -> None:
             before = [process.host.bytes()[0] for process, _ in set_up.daemons]
@@ -276,6 +279,21 @@ def relay_killed(*, rounds: int = 10, seconds: float = 150.0, elements: int = 50
             set_up.daemons[grown.index(max(grown))][0].kill()
 
         return _disturb(team, team.members[-1], kill, rounds, seconds)
+
+
+def _group(set_up: Stage, hosts: Sequence[Host], elements: int = 10_000) -> Team:
+    """Start one group that rests little between its rounds, so that a fault is in the middle of one."""
+    team = Team(
+        set_up.crew,
+        set_up.bootstrap,
+        elements=elements,
+        pause=0.3,
+        group_size=len(hosts),
+        match_timeout=10.0,
+    )
+    for host in hosts:
+        team.add(host)
+    return team
 
 
 def _disturb(

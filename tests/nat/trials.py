@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import combinations_with_replacement
 
-from tests.nat.crew import Crew, Process
+from tests.nat.crew import DAEMON, LYING_DAEMON, Crew, Process
 from tests.nat.lab import Host, Kind, Lab, lab
 from tests.nat.namespaces import LabError
 from tests.nat.team import DIRECT, MAPPED, PUNCHED, RELAYED, Member, Team, way
@@ -21,6 +21,7 @@ from tests.nat.team import DIRECT, MAPPED, PUNCHED, RELAYED, Member, Team, way
 SAME = "same router"
 PAIRS: tuple[tuple[Kind, Kind], ...] = tuple(combinations_with_replacement(Kind, 2))
 PAIR_SECONDS = 90.0
+SETTLE_SECONDS = 20.0
 SETTLED_ROUNDS = 3
 """Rounds at the end of a trial, in which two peers that can meet directly do so."""
 OTHER_HOME = "192.168.178"
@@ -54,13 +55,14 @@ class Stage:
 
 
 @contextmanager
-def stage(daemons: int = 1, delay_ms: float = 0.0) -> Iterator[Stage]:
+def stage(daemons: int = 1, delay_ms: float = 0.0, entry: str = DAEMON) -> Iterator[Stage]:
     """Provide a lab with public daemons, all of one network."""
     with lab(delay_ms) as made, Crew(made) as crew:
         found: list[tuple[Process, str]] = []
         for _ in range(daemons):
             known = [word for _, address in found for word in ("--bootstrap", address)]
-            found.append(crew.daemon(made.site(Kind.PUBLIC).hosts[0], "--verbose", *known))
+            host = made.site(Kind.PUBLIC).hosts[0]
+            found.append(crew.daemon(host, "--verbose", *known, entry=entry))
         yield Stage(made, crew, found)
 
 
@@ -93,6 +95,8 @@ class PairOutcome:
     """Median seconds of the exchanges of the last rounds."""
     paths: tuple[str, ...] = ()
     """What carried the tensors in the last rounds: lanes or streams."""
+    links: tuple[str, ...] = ()
+    """How the peers themselves say that they are connected, in the last rounds."""
     sentences: tuple[str, ...] = ()
     wrong: list[str] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
@@ -152,7 +156,8 @@ def _meet(
 
     if team.run(left(), team.all_succeeded(rounds)):
         # Relays come first and give way to a direct connection, if there can be one.
-        team.run(left(), lambda: way(first, second) == allowed[0])
+        patience = SETTLE_SECONDS if RELAYED not in allowed else SETTLE_SECONDS / 4
+        team.run(min(left(), patience), lambda: way(first, second) == allowed[0])
         settled, at = set_up.relayed_bytes(), _sent(team)
         team.run(left(), team.all_succeeded(SETTLED_ROUNDS))
         outcome.relayed_later = _share(set_up.relayed_bytes() - settled, _sent(team) - at)
@@ -170,6 +175,7 @@ def _describe(outcome: PairOutcome, team: Team) -> None:
         last = [result for member in team.members for result in member.successes[-SETTLED_ROUNDS:]]
         outcome.exchange = statistics.median(result["exchange"] for result in last)
         outcome.paths = tuple(sorted({path for result in last for path in result["paths"].values()}))
+        outcome.links = tuple(sorted({link for result in last for link in result["links"].values()}))
     outcome.sentences = tuple(member.sentence for member in team.members)
     outcome.wrong = team.wrong()
     outcome.reasons = [reason for member in team.members for reason in member.reasons]
@@ -265,20 +271,31 @@ def forget(*, rounds: int = 10, seconds: float = 150.0) -> FaultOutcome:
 
 def relay_killed(*, rounds: int = 10, seconds: float = 150.0, elements: int = 500_000) -> FaultOutcome:
     """Kill the daemon that relays most, in the middle of rounds of two peers behind symmetric routers."""
-    with stage(daemons=2) as set_up:
+    return _with_relays(Process.kill, rounds, seconds, elements, DAEMON)
+
+
+def relay_lies(*, rounds: int = 10, seconds: float = 150.0, elements: int = 500_000) -> FaultOutcome:
+    """Let the daemon that relays most change bytes, in the middle of rounds of two such peers."""
+    return _with_relays(lambda relay: relay.tell("lie"), rounds, seconds, elements, LYING_DAEMON)
+
+
+def _with_relays(
+    fault: Callable[[Process], None], rounds: int, seconds: float, elements: int, entry: str
+) -> FaultOutcome:
+    with stage(daemons=2, entry=entry) as set_up:
         hosts = [set_up.lab.site(Kind.SYMMETRIC).hosts[0] for _ in range(2)]
         team = _group(set_up, hosts, elements=elements)
+        return _disturb(team, team.members[-1], lambda: fault(_busiest(set_up, team)), rounds, seconds)
 
-        def kill() -> None:
-            before = [process.host.bytes()[0] for process, _ in set_up.daemons]
-            team.run(3.0)
-            grown = [
-                process.host.bytes()[0] - count
-                for (process, _), count in zip(set_up.daemons, before, strict=True)
-            ]
-            set_up.daemons[grown.index(max(grown))][0].kill()
 
-        return _disturb(team, team.members[-1], kill, rounds, seconds)
+def _busiest(set_up: Stage, team: Team) -> Process:
+    """Return the daemon that sends most while the peers average."""
+    before = [process.host.bytes()[0] for process, _ in set_up.daemons]
+    team.run(3.0)
+    grown = [
+        process.host.bytes()[0] - count for (process, _), count in zip(set_up.daemons, before, strict=True)
+    ]
+    return set_up.daemons[grown.index(max(grown))][0]
 
 
 def _group(set_up: Stage, hosts: Sequence[Host], elements: int = 10_000) -> Team:

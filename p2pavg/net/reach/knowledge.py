@@ -36,7 +36,7 @@ from p2pavg.net.reach.dial_backs import ENOUGH, Endpoint
 from p2pavg.net.reach.facts import VERSIONS, Facts, Mapped, version_of
 from p2pavg.net.reach.probes import Probe
 from p2pavg.net.reach.questions import Agenda, AskDialBack, AskLook, AskWhoami, Neighbour, Question
-from p2pavg.net.reach.reachability import Reachability
+from p2pavg.net.reach.reachability import Barrier, Reachability
 
 MAX_OBSERVERS = 6
 """Peers that are asked for their observation again and again. Three networks outvote one that lies."""
@@ -210,6 +210,10 @@ class Knowledge:
     def behind_router(self) -> bool:
         """True if a router is between this peer and others, so that mapping a port may help."""
         return any(self._facts.view(version).routed for version in VERSIONS)
+
+    def keeps_ports(self, version: int) -> bool:
+        """Return whether a new connection's outer port is its local port, for one version of IP."""
+        return self._facts.barrier(version) in (Barrier.KEEPS_PORTS, Barrier.FIREWALL)
 
     @property
     def relays_wanted(self) -> bool:

@@ -119,6 +119,20 @@ class ReachWatcher:
         """True if a router or a firewall keeps other peers from dialling this one, as far as is known."""
         return self._told[2]
 
+    @property
+    def network(self) -> int:
+        """A number that changes when this machine has come into another network."""
+        return self._knowledge.network
+
+    def keeps_ports(self, version: int) -> bool:
+        """Return whether a new connection's outer port is its local port, for one version of IP."""
+        return self._knowledge.keeps_ports(version)
+
+    def begin(self) -> None:
+        """Tell this machine's own addresses now, before :meth:`run` asks other peers."""
+        self._look_at_the_machine()
+        self._tell()
+
     def wake(self) -> None:
         """Look at the connections and relays now."""
         self._woken.set()

@@ -1,6 +1,6 @@
 """Program of a test: map a port of this machine, greet each connection, and print what the mapper tells and logs.
 
-It ends when its standard input does. ``python -m tests.integration.mapping_work CHECK_SECONDS``.
+It ends when its standard input does. ``python -m tests.integration.mapping_work CHECK_SECONDS [PROTOCOL]``.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import trio
 from p2pavg.net.reach import mapping
 from p2pavg.net.reach.facts import Mapped
 from p2pavg.net.reach.mapping import PortMapper
+from p2pavg.net.reach.pcp import Pcp
 
 GREETING = b"hello"
 
@@ -36,7 +37,8 @@ async def main() -> None:
     mapping.AGAIN_SECONDS = float(sys.argv[1])
     async with trio.open_nursery() as nursery:
         listeners = await nursery.start(partial(trio.serve_tcp, greet, 0, host="0.0.0.0"))
-        nursery.start_soon(PortMapper(tell).run, listeners[0].socket.getsockname()[1])
+        clients = [Pcp(lambda: True)] if sys.argv[2:] == ["PCP"] else None
+        nursery.start_soon(PortMapper(tell, clients).run, listeners[0].socket.getsockname()[1])
         async with trio.lowlevel.FdStream(0) as given:
             await given.receive_some(1)
         nursery.cancel_scope.cancel()

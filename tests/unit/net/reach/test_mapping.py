@@ -17,7 +17,7 @@ from p2pavg.net.reach.mapping import (
     REMOVE_SECONDS,
     PortMapper,
 )
-from p2pavg.net.reach.natpmp import Granted
+from p2pavg.net.reach.router_udp import Granted
 
 PORT = 4001
 

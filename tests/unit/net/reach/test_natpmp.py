@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from p2pavg.errors import RemoteProtocolError, UnreachableError
-from p2pavg.net.reach import natpmp
-from p2pavg.net.reach.natpmp import Granted, NatPmp, encode_map, read_address, read_map
+from p2pavg.net.reach import router_udp
+from p2pavg.net.reach.natpmp import NatPmp, encode_map, read_address, read_map
+from p2pavg.net.reach.router_udp import Granted
 
 LOOPBACK = "127.0.0.1"
 ADDRESS = b"\0\x80\0\0" + (100).to_bytes(4, "big") + bytes([5, 0, 0, 1])
@@ -72,7 +73,7 @@ async def router() -> AsyncIterator[tuple[Router, NatPmp]]:
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a test of silence take a few milliseconds."""
-    monkeypatch.setattr(natpmp, "PAUSES", (0.05, 0.1))
+    monkeypatch.setattr(router_udp, "PAUSES", (0.05, 0.1))
 
 
 class TestMapping:
@@ -141,7 +142,7 @@ class TestHostileRouters:
             found.answers = lambda _: []
             with pytest.raises(UnreachableError, match="does not answer"):
                 await client.add(PORT, PORT, LEASE)
-            assert len(found.requests) == len(natpmp.PAUSES)
+            assert len(found.requests) == len(router_udp.PAUSES)
 
     @pytest.mark.parametrize(
         ("result", "reason"), [(1, "version"), (2, "forbid"), (3, "no connection"), (4, "room"), (77, "77")]
@@ -154,9 +155,11 @@ class TestHostileRouters:
 
     async def test_router_of_a_later_version_is_a_refusal(self) -> None:
         async with router() as (found, client):
+            assert not client.other_version
             found.answers = lambda _: [b"\2\x80\0\1" + bytes(20)]
             with pytest.raises(UnreachableError, match="version"):
                 await client.add(PORT, PORT, LEASE)
+            assert client.other_version
 
     async def test_router_without_an_address_maps_nothing(self) -> None:
         async with router() as (found, client):

@@ -65,8 +65,9 @@ def _rows(finding: Finding, width: int) -> list[str]:
 
 def _wrapped(head: str, text: str, width: int) -> list[str]:
     indent = " " * (_NAME_WIDTH + _LEVEL_WIDTH)
+    printable = "".join(each if each.isprintable() else "?" for each in text)  # strangers wrote parts of it
     return textwrap.wrap(
-        text,
+        printable,
         width,
         initial_indent=head,
         subsequent_indent=indent,

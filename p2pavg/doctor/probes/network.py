@@ -41,6 +41,7 @@ MEASURED_PEERS = 3
 MEASURE_SECONDS = 4.0  # of one peer
 STREAM_SECONDS = 2.0
 POLL_SECONDS = 0.2
+MAX_ERROR_CHARS = 200
 MAX_RECORDS = 512
 """Records of one key that are read; hostile keepers can send thousands."""
 
@@ -189,7 +190,7 @@ async def _measure(transport: Transport, contact: Contact) -> Measured:
                 peer_id=peer_id, up_mbps=found.up_mbps, down_mbps=found.down_mbps, seconds=found.seconds
             )
     except (UnreachableError, StreamBrokenError, RemoteProtocolError, ClosedError) as error:
-        return Measured(peer_id=peer_id, error=str(error))
+        return Measured(peer_id=peer_id, error=str(error)[:MAX_ERROR_CHARS])
     finally:
         if stream is not None:
             await stream.reset()

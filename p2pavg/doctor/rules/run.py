@@ -181,7 +181,8 @@ def _recipe_differences(word: Word, reference: Word, whose: str) -> list[str]:
         if its.get(name) != own.get(name)
     ]
     if (word.tensors, word.elements) != (reference.tensors, reference.elements):
-        found.insert(0, f"{word.tensors} tensors of {word.elements} elements, {whose} {reference.elements}")
+        counts = f"{word.tensors} tensors of {word.elements} elements"
+        found.insert(0, f"{counts}, {whose} {reference.tensors} of {reference.elements}")
     if not found and word.recipe != reference.recipe:
         found.append("settings that are not published")
     if word.origin != reference.origin:

@@ -11,12 +11,14 @@ from collections import OrderedDict
 from p2pavg.net.limits.rate import TokenBucket
 
 BLOCK_BYTES = 16 * 1024
-MAX_BLOCKS = 32
+ROUNDS = (1, 2, 4, 8, 16)
+"""Blocks of each round. The last one has the bytes of a window of libp2p's streams."""
+MAX_BLOCKS = sum(ROUNDS)
 """Blocks of a measurement in each direction: half a MiB, 0.4 s at 10 Mbit/s."""
 COST_BYTES = 2 * MAX_BLOCKS * BLOCK_BYTES
 """The cost of a measurement, which is charged when it begins."""
 
-# Two measurements of one peer at once, and one every 32 s. A user who looks for a fault repeats the doctor.
+# Two measurements of one peer at once, and one every 31 s. A user who looks for a fault repeats the doctor.
 PEER_BURST_BYTES = 2 * COST_BYTES
 PEER_BYTES = 32 * 1024
 # Eight peers of a prefix at once: identities cost nothing, networks do.

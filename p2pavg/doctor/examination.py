@@ -18,7 +18,7 @@ from pathlib import Path
 import trio
 
 from p2pavg import __version__
-from p2pavg.doctor.findings import Finding, in_order, not_known
+from p2pavg.doctor.findings import OPTIONAL, ORDER, Finding, in_order, not_known
 from p2pavg.doctor.probes import addresses, files, machine, network, ports
 from p2pavg.doctor.rules import files as file_rules
 from p2pavg.doctor.rules import machine as machine_rules
@@ -130,7 +130,6 @@ class _Examination:
         self._facts = _Facts(options=options)
         self._clock = _Clock(wall_clock)
         self._findings: list[Finding] = []
-        self._open: set[str] = set()  # checks that have begun and not ended
 
     async def run(self) -> None:
         """Make all checks."""
@@ -144,8 +143,7 @@ class _Examination:
         """Return the findings, and those that follow from the facts of several checks."""
         facts = self._facts
         elements, _ = facts.vector
-        found = [
-            *self._findings,
+        from_facts = [
             *machine_rules.judge_memory(machine.available_memory(), elements),
             *network_rules.judge_ports(facts.ports),
             *network_rules.judge_bootstrap(facts.dialled),
@@ -161,7 +159,10 @@ class _Examination:
                 facts.revoked,
             ),
         ]
-        found += [not_known(name, "the doctor's time was over before") for name in sorted(self._open)]
+        judged = {each.name for each in self._findings}  # a check that failed has left no facts
+        found = self._findings + [each for each in from_facts if each.name not in judged]
+        missing = set(ORDER) - OPTIONAL - {each.name for each in found}
+        found += [not_known(name, "the doctor's time was over before") for name in missing]
         return in_order(found)
 
     # ------------------------------------------------------------------ this machine
@@ -263,7 +264,6 @@ class _Examination:
 
     async def _check(self, name: str, seconds: float, check: Callable[[], Awaitable[list[Finding]]]) -> None:
         """Make one check. If it takes too long or fails, the others go on."""
-        self._open.add(name)
         with trio.move_on_after(seconds) as scope:
             try:
                 self._findings += await check()
@@ -272,7 +272,6 @@ class _Examination:
                 self._findings.append(not_known(name, f"the check itself failed: {error!r}"))
         if scope.cancelled_caught:
             self._findings.append(not_known(name, f"no answer within {seconds:.0f} s"))
-        self._open.discard(name)
 
 
 async def _listening(stack: AsyncExitStack, seed: bytes, listen: Sequence[str]) -> Transport:

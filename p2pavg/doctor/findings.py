@@ -29,6 +29,9 @@ ORDER = (
 )
 """Names of the findings, in the order in which a report lists them."""
 
+OPTIONAL = frozenset({"run file", "certificate", "peers"})
+"""Names without a finding where the user named no such file, or where no run was found."""
+
 
 class Level(StrEnum):
     """The severity of a finding, from nothing wrong to something that keeps this peer from others."""

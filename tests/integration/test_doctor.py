@@ -132,7 +132,6 @@ class Report:
         read = json.loads(out)
         found = cls(read["findings"])
         assert read["faults"] == len(found.faults())
-        assert read["seconds"] < 30
         assert code == (1 if read["faults"] else 0)
         return found
 

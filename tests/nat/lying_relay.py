@@ -38,10 +38,10 @@ class Crooked:
 
 
 async def lie(
-    service: RelayService, circuit: Circuit, one: Stream, other: Stream, both: trio.CancelScope
+    service: RelayService, circuit: Circuit, one: Stream, other: Stream, both: trio.CancelScope, back: bool
 ) -> None:
     """Carry bytes like a relay, but change some."""
-    await _carry(service, circuit, cast(Stream, Crooked(one)), other, both)
+    await _carry(service, circuit, cast(Stream, Crooked(one)), other, both, back)
 
 
 def _listen() -> None:

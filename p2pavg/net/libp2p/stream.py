@@ -43,7 +43,8 @@ class Libp2pStream(Stream):
     def __init__(self, net_stream: NetStream, lifetime: Lifetime) -> None:
         self._muxed = cast(GuardedYamux, net_stream.muxed_conn)
         self.remote = str(self._muxed.peer_id)
-        self.remote_host = self._muxed.remote_host
+        self.remote_host, self.remote_port = self._muxed.remote_endpoint
+        self.relayed = bool(self._muxed.relay)
         self._stream_id: int = net_stream.muxed_stream.stream_id  # type: ignore[attr-defined]
         self._net_stream = net_stream
         self._lifetime = lifetime
@@ -114,6 +115,10 @@ class Libp2pStream(Stream):
         if not self._closed:
             self._closed = True
             await self._finish(reset=True)
+
+    async def reset_connection(self) -> None:
+        self._closed = True
+        await self._muxed.abort()
 
     async def _finish(self, *, reset: bool) -> None:
         """Close or reset the stream in the transport's nursery, so that a stuck socket blocks no caller."""

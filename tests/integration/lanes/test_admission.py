@@ -19,7 +19,7 @@ from p2pavg.net.libp2p.transport import Libp2pTransport, open_libp2p_transport
 from p2pavg.net.limits.admission import ConnectionLimits
 from p2pavg.net.transport import Stream, Transport
 from p2pavg.testing.transport_conformance import ECHO, echo
-from tests.integration.hosts import LOOPBACK, TIMEOUT, eventually, open_host, port_of, seeds, watched
+from tests.integration.hosts import LOOPBACK, TIMEOUT, eventually, hide, open_host, port_of, seeds, watched
 from tests.integration.lanes.company import (
     Inbox,
     assert_goes_on,
@@ -146,7 +146,7 @@ async def test_a_receiver_with_another_certificate_is_refused() -> None:
         door = keeper(there)._doorway
         real = door.own.server_context
         door.own.server_context = mallory.server_context  # type: ignore[method-assign]
-        here._addresses = ()
+        hide(here)
         with pytest.raises(UnreachableError, match="CERTIFICATE_VERIFY_FAILED"):
             await lane_to(here, there)
         assert not keeper(here).lanes

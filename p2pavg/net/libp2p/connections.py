@@ -214,11 +214,14 @@ class Connections:
         )
 
     def dialled_addresses(self, peer_id: PeerId) -> list[str]:
-        """Return the remote addresses of the open direct connections that this process has dialled."""
+        """Return the remote addresses of the open direct connections that this process has dialled.
+
+        A punched connection has none: the port at its other end accepts no other connection.
+        """
         return [
             text
             for muxed in self.of(peer_id)
-            if muxed.is_initiator and muxed.socket is not None
+            if muxed.is_initiator and muxed.socket is not None and not muxed.punched
             for text in _address_of(muxed.socket, peer_id)
         ]
 

@@ -64,7 +64,10 @@ class Reaching:
             limits=options.relay_limits,
         )
         self.reservations = Reservations(
-            transport, candidates=self._relay_candidates, on_change=self._addresses_changed
+            transport,
+            candidates=self._relay_candidates,
+            reached=connections.dialled_addresses,
+            on_change=self._addresses_changed,
         )
         InboundCircuits(transport, lambda peer_id: peer_id in self.reservations.relays, self._adopt_inbound)
 

@@ -102,6 +102,12 @@ class DialPolicy:
         return ""
 
 
+def is_local(host: str) -> bool:
+    """Return whether a host is in this machine or in a private network, so that it means another one elsewhere."""
+    address = parse_host(host)
+    return address is not None and (address.is_loopback or _is_in(address, _LOCAL))
+
+
 def _is_in(address: Address, networks: Iterable[Network]) -> bool:
     return any(address.version == network.version and address in network for network in networks)
 

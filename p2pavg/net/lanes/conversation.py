@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from p2pavg.errors import RemoteProtocolError, StreamBrokenError, UnreachableError
+from p2pavg.net.addresses import is_circuit
 from p2pavg.net.framing import receive_message
 from p2pavg.net.lanes.messages import MAX_MESSAGE_BYTES, Verdict
 from p2pavg.net.transport import PeerId, Stream
@@ -22,7 +23,7 @@ class Search:
 
 def direct(addresses: Iterable[str]) -> tuple[str, ...]:
     """Return the addresses without a relay. A lane through a relay would be slower than the stream beside it."""
-    return tuple(address for address in addresses if "/p2p-circuit" not in address)
+    return tuple(address for address in addresses if not is_circuit(address))
 
 
 async def next_message(stream: Stream) -> bytes:

@@ -181,6 +181,7 @@ class Reaching:
                 peer_id=str(muxed.peer_id),
                 host=muxed.remote_endpoint[0],
                 port=muxed.remote_endpoint[1] if muxed.is_initiator and not muxed.punched else 0,
+                arrived=not muxed.is_initiator and not muxed.punched,
             )
             for muxed in self._connections.all()
             if not muxed.relay and muxed.remote_endpoint[0]

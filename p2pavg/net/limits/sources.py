@@ -7,6 +7,7 @@ address alone would be no limit.
 from __future__ import annotations
 
 import ipaddress
+from functools import lru_cache
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
@@ -14,6 +15,10 @@ Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 _PREFIX_BITS = {4: 24, 6: 48}
 
 
+_CACHED = 4096  # hosts; parsing one takes some microseconds, and limits ask for the same ones again and again
+
+
+@lru_cache(_CACHED)
 def parse_host(host: str) -> Address | None:
     """Parse an IP address, and unpack IPv4 inside IPv6. Return ``None`` for a name or an empty text."""
     try:
@@ -25,6 +30,7 @@ def parse_host(host: str) -> Address | None:
     return address
 
 
+@lru_cache(_CACHED)
 def prefix_of(host: str) -> str:
     """Return the /24 (IPv4) or /48 (IPv6) network of an address; other texts stand for themselves."""
     address = parse_host(host)

@@ -57,17 +57,20 @@ class DialBacks:
         """Return whether a peer has voted on an endpoint."""
         return peer_id in self._votes.get(endpoint, {})
 
-    def verdict(self, endpoint: Endpoint, *, others: bool, routed: bool) -> bool | None:
+    def verdict(
+        self, endpoint: Endpoint, *, others: bool, routed: bool, arrived: Collection[str] = ()
+    ) -> bool | None:
         """Return whether an endpoint works; ``None`` if that is not known yet.
 
         Args:
             others: true if there are peers that could be asked and have not voted. Without them, a single failure is
                 believed.
             routed: true if the host belongs to a router. Then the endpoint counts as closed if no peer wants to try.
+            arrived: networks whose peers have connected to the endpoint by themselves.
         """
         votes = self._votes.get(endpoint, {}).values()
-        networks = {vote.network for vote in votes}
-        working = {vote.network for vote in votes if vote.reached}
+        networks = {vote.network for vote in votes}.union(arrived)
+        working = {vote.network for vote in votes if vote.reached}.union(arrived)
         if working and 2 * len(working) >= len(networks):
             return True
         if len(votes) >= ENOUGH or (votes and not others):

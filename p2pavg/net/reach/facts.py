@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
+from p2pavg.net.limits.dial_policy import is_private
 from p2pavg.net.limits.sources import parse_host, prefix_of
 from p2pavg.net.reach.dial_backs import DialBacks, Endpoint
 from p2pavg.net.reach.observations import Observations, View
@@ -43,8 +44,12 @@ class Facts:
     """The hosts and ports of the listeners, without wildcards, in the order in which they are announced."""
     interfaces: frozenset[str] = frozenset()
     """The IP addresses of this machine."""
-    neighbours: tuple[Neighbour, ...] = ()
-    """The peers with direct connections."""
+    askable: tuple[Neighbour, ...] = ()
+    """The peers with direct connections that are not on this machine, those of different networks first."""
+    connected: frozenset[str] = frozenset()
+    """The ids of all peers with direct connections."""
+    arrivals: frozenset[tuple[int, str]] = frozenset()
+    """The versions of IP and networks from which peers of other networks have connected to this one, and still are."""
     mapping: Mapped | None = None
     observations: Observations = field(default_factory=Observations)
     dial_backs: DialBacks = field(default_factory=DialBacks)
@@ -52,8 +57,7 @@ class Facts:
 
     def view(self, version: int) -> View:
         """Return the hosts at which other peers see this one."""
-        connected = {found.peer_id for found in self.neighbours}
-        return self.observations.view(version, interfaces=self.interfaces, connected=connected)
+        return self.observations.view(version, interfaces=self.interfaces, connected=self.connected)
 
     @property
     def outer_hosts(self) -> tuple[str, ...]:
@@ -68,21 +72,29 @@ class Facts:
         """
         return next((version for version in VERSIONS if self.view(version).hosts), 0)
 
-    def askable(self) -> list[Neighbour]:
-        """Return the neighbours that are not on this machine, those of different networks first."""
+    def meet(self, neighbours: Sequence[Neighbour]) -> None:
+        """Note the peers with direct connections, each host of a peer once."""
+        here = {*self.interfaces}
+        found = [peer for peer in neighbours if peer.host not in here and not _is_loopback(peer.host)]
         by_network: dict[str, list[Neighbour]] = {}
-        for neighbour in self.neighbours:
-            address = parse_host(neighbour.host)
-            if address is not None and not address.is_loopback:
-                by_network.setdefault(prefix_of(neighbour.host), []).append(neighbour)
-        return [found for row in zip_longest(*by_network.values()) for found in row if found is not None]
+        for peer in found:
+            by_network.setdefault(prefix_of(peer.host), []).append(peer)
+        self.askable = tuple(
+            peer for row in zip_longest(*by_network.values()) for peer in row if peer is not None
+        )
+        self.connected = frozenset(peer.peer_id for peer in neighbours)
+        self.arrivals = frozenset(
+            (version_of(peer.host), prefix_of(peer.host))
+            for peer in found
+            if peer.arrived and not is_private(peer.host)
+        )
 
     def dialers(self, host: str) -> list[Neighbour]:
         """Return the neighbours that see this peer at a host, and are not at that host themselves."""
         version = version_of(host)
         return [
             found
-            for found in self.askable()
+            for found in self.askable
             if found.host != host and self.observations.of(found.peer_id, version) == host
         ]
 
@@ -101,8 +113,11 @@ class Facts:
 
     def works(self, endpoint: Endpoint) -> bool | None:
         """Return whether other peers can dial an endpoint; ``None`` if that is not known yet."""
+        routed = endpoint[0] not in self.interfaces
+        version = version_of(endpoint[0])
+        arrived = () if routed else [network for found, network in self.arrivals if found == version]
         others = bool(self.missing(endpoint))
-        return self.dial_backs.verdict(endpoint, others=others, routed=endpoint[0] not in self.interfaces)
+        return self.dial_backs.verdict(endpoint, others=others, routed=routed, arrived=arrived)
 
     def working(self, version: int) -> list[Endpoint]:
         """Return the endpoints that other peers can dial."""

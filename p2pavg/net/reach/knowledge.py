@@ -10,7 +10,9 @@ Rules
    of this machine, no router is between; a firewall still may be.
 3. **Dial back.** Each believed host with each listening port, and with the port that a router maps, is an *endpoint*.
    Two peers that see this one at that host, from other hosts, dial it. The endpoint works if at least half of the
-   networks that tried say so, and this process has seen their connections (:mod:`p2pavg.net.reach.dial_backs`).
+   networks that tried say so, and this process has seen their connections (:mod:`p2pavg.net.reach.dial_backs`). Where
+   no router is between, peers of other networks that have connected to this one count as well: a firewall that lets
+   them in is open, whatever liars say.
 4. **Probe.** While no endpoint behind a router works, whoami probes from one fresh port to two or three servers tell
    the kind of the router (:mod:`p2pavg.net.reach.probes`). The listening port is not used for that: a probe would open
    it in the router for that server, whose dial-back would then prove nothing.
@@ -30,6 +32,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 from p2pavg.net.reach import conclusions
 from p2pavg.net.reach.dial_backs import ENOUGH, Endpoint
@@ -55,6 +58,8 @@ class Knowledge:
         self._announce = tuple(announce)
         self._relays: tuple[str, ...] = ()
         self._circuits: tuple[str, ...] = ()
+        self._given: list[tuple[str, str, int, bool]] = []
+        self._neighbours: tuple[Neighbour, ...] = ()
         self._facts = Facts()
         self._agenda = Agenda()
         self.network = 0
@@ -72,6 +77,7 @@ class Knowledge:
         facts = self._facts
         before, facts.interfaces = facts.interfaces, frozenset(interfaces)
         facts.listening = tuple(listening)
+        facts.meet(self._neighbours)
         if before != facts.interfaces:
             self._agenda.hurry(lambda _: True)
         for version in sorted({version_of(host) for host in before - facts.interfaces} & set(VERSIONS)):
@@ -80,11 +86,18 @@ class Knowledge:
 
     def connected(self, neighbours: Sequence[Neighbour]) -> None:
         """Note the peers with direct connections. A peer with several ones counts once for each of its hosts."""
+        given = [(found.peer_id, found.host, found.port, found.arrived) for found in neighbours]
+        if given == self._given:
+            return
+        self._given = given
         unique: dict[Neighbour, Neighbour] = {}
-        for found in neighbours:
-            if version_of(found.host) and (found.port or found not in unique):
-                unique[found] = found
-        self._facts.neighbours = tuple(unique.values())
+        for found in filter(lambda neighbour: version_of(neighbour.host), neighbours):
+            other = unique.get(found, found)
+            unique[found] = replace(
+                found, port=other.port or found.port, arrived=other.arrived or found.arrived
+            )
+        self._neighbours = tuple(unique.values())
+        self._facts.meet(self._neighbours)
         self._agenda.keep_peers(found.peer_id for found in neighbours)
 
     def mapped(self, mapping: Mapped | None) -> None:
@@ -164,7 +177,7 @@ class Knowledge:
         return found
 
     def _looks(self, now: float) -> Iterator[AskLook]:
-        for peer in self._facts.askable()[:MAX_OBSERVERS]:
+        for peer in self._facts.askable[:MAX_OBSERVERS]:
             question = AskLook(
                 peer=peer, reason="the host at which other peers see this one may have changed"
             )
@@ -194,7 +207,7 @@ class Knowledge:
             return []
         if self._agenda.count(lambda open_one: _is_probe(open_one, version)):
             return []
-        for peer in self._facts.askable():
+        for peer in self._facts.askable:
             if not peer.port or version_of(peer.host) != version or peer.host in view.hosts:
                 continue
             if probes.has(peer.host) and not again:

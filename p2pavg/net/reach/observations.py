@@ -13,6 +13,8 @@ from p2pavg.net.limits.sources import parse_host, prefix_of
 MAX_REMEMBERED = 32
 """Observations that are kept; those of peers that answered longest ago are forgotten first."""
 
+_MAX_VIEWS = 4
+
 
 @dataclass(frozen=True, slots=True)
 class Observation:
@@ -40,6 +42,8 @@ class Observations:
 
     def __init__(self) -> None:
         self._found: dict[tuple[str, int], Observation] = {}
+        self._views: dict[tuple[int, frozenset[str], frozenset[str]], View] = {}
+        """Views of these observations that were computed before: each is asked for many times."""
 
     def add(self, peer_id: str, peer_host: str, host: str, interfaces: Collection[str]) -> bool:
         """Note an observation, and return whether this peer said something else before.
@@ -55,6 +59,7 @@ class Observations:
             return False
         if is_private(host) and host not in interfaces and not is_private(peer_host):
             return False
+        self._views.clear()
         key = (peer_id, address.version)
         before = self._found.pop(key, None)
         self._found[key] = Observation(peer_host, host)
@@ -64,6 +69,7 @@ class Observations:
 
     def unanswered(self, peer_id: str) -> None:
         """Note that a peer did not answer: its connection may be one of a network that this machine has left."""
+        self._views.clear()
         for key, found in self._found.items():
             if key[0] == peer_id:
                 self._found[key] = replace(found, fresh=False)
@@ -75,9 +81,10 @@ class Observations:
 
     def forget(self, version: int) -> None:
         """Forget the observations of one version of IP."""
+        self._views.clear()
         self._found = {key: found for key, found in self._found.items() if key[1] != version}
 
-    def view(self, version: int, *, interfaces: Collection[str], connected: Collection[str]) -> View:
+    def view(self, version: int, *, interfaces: frozenset[str], connected: frozenset[str]) -> View:
         """Return the hosts that the peers agree on.
 
         Each network of observers (/24 or /48) has one vote, which its peers share. A host with at least half of the
@@ -92,6 +99,14 @@ class Observations:
             connected: the peers that are connected now. If any of them has answered lately, older answers do not
                 count: they may be of the network that this machine was in before.
         """
+        key = (version, interfaces, connected)
+        if key not in self._views:
+            while len(self._views) >= _MAX_VIEWS:
+                del self._views[next(iter(self._views))]
+            self._views[key] = self._view(version, interfaces, connected)
+        return self._views[key]
+
+    def _view(self, version: int, interfaces: frozenset[str], connected: frozenset[str]) -> View:
         mine = {key[0]: found for key, found in self._found.items() if key[1] == version}
         lately = [found for peer_id, found in mine.items() if peer_id in connected and found.fresh]
         voters = lately or list(mine.values())

@@ -21,6 +21,8 @@ class Neighbour:
     """The IP address at which this process sees it."""
     port: int = field(default=0, compare=False)
     """The listening port at which this process has dialled it; 0 if the peer has dialled this one."""
+    arrived: bool = field(default=False, compare=False)
+    """True if the peer has dialled this one, at a listening port."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

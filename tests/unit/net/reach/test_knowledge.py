@@ -38,8 +38,8 @@ class TestLocalNetworks:
         assert world.knowledge.reachability.dialable
         assert not world.knowledge.relays_wanted
 
-    def test_peers_at_loopback_are_not_asked(self) -> None:
-        world = World(peers=[HERE])
+    def test_peers_on_the_same_machine_are_not_asked(self) -> None:
+        world = World(peers=[HERE, Neighbour(peer_id="here too", host=HOME)])
         world.wait(700.0)
         assert not world.asked
 
@@ -281,6 +281,31 @@ class TestLies:
         )
         world.wait(1000.0)
         assert world.kind() is Kind.PUBLIC
+
+    def test_liars_do_not_close_a_public_port_at_which_others_arrive(self) -> None:
+        world = World(interfaces=[LOOPBACK, OUTER], peers=[A, B])
+        world.lies = dict.fromkeys("ab", lambda q: OUTER if isinstance(q, AskLook) else False)
+        world.settle()
+        assert not world.knowledge.reachability.dialable
+        arrived = [
+            Neighbour(peer_id=f"new {number}", host=f"7.{number}.0.1", arrived=True) for number in (1, 2)
+        ]
+        world.peers = [A, B, *arrived]
+        world.tell()
+        assert world.kind() is Kind.PUBLIC
+        assert world.knowledge.addresses == (world.text(OUTER),)
+
+    def test_arrivals_say_nothing_about_the_ports_of_a_router(self) -> None:
+        world = World(peers=[A, Neighbour(peer_id="new", host="7.1.0.1", arrived=True)])
+        world.settle()
+        assert not world.knowledge.reachability.dialable
+
+    def test_arrivals_from_the_local_network_say_nothing_about_a_firewall(self) -> None:
+        near = Neighbour(peer_id="near", host="10.0.0.7", arrived=True)
+        world = World(interfaces=[LOOPBACK, OUTER, "10.0.0.2"], peers=[A, B, near])
+        world.lies["near"] = lambda _: "10.0.0.2"
+        world.settle()
+        assert not world.knowledge.reachability.dialable
 
     def test_one_lying_server_does_not_make_a_router_symmetric(self) -> None:
         world = World(peers=[D, A, B], router=shifts)

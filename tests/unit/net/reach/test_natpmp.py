@@ -119,7 +119,7 @@ class TestHostileRouters:
             b"\0",
             ADDRESS[:-1],
             ADDRESS + b"\0",
-            mapped(4002),
+            mapped(4002, 9999),
             mapped(outer=0),
             mapped(lease=0),
             bytes(1500),

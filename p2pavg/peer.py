@@ -31,6 +31,8 @@ from p2pavg.net.framing import receive_message, send_message
 from p2pavg.net.reach.options import checked_options
 from p2pavg.net.relay.limits import DEFAULT_RELAY_MBPS
 from p2pavg.net.transport import Stream, Transport
+from p2pavg.records.bandwidth import PROTOCOL as BANDWIDTH_PROTOCOL
+from p2pavg.records.bandwidth import BandwidthService
 from p2pavg.records.calls import RecordCalls
 from p2pavg.records.greeting import Greeter
 from p2pavg.records.hello import PROTOCOL as HELLO_PROTOCOL
@@ -148,6 +150,7 @@ class Peer:
         self._transport.serve(RECORDS_PROTOCOL, RecordService(self.records).serve)
         self._transport.serve(MATCH_PROTOCOL, self._serve_match)
         self._transport.serve(HELLO_PROTOCOL, self.greeter.serve)
+        self._transport.serve(BANDWIDTH_PROTOCOL, BandwidthService().serve)
         self._transport.serve(EXCHANGE_PROTOCOL, self.lobby.serve)
         self._transport.serve(EVIDENCE_PROTOCOL, self.evidence.serve)
         self._transport.serve(STATE_PROTOCOL, self.state.serve)

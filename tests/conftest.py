@@ -26,7 +26,16 @@ settings.load_profile("repeatable")
 
 PROCESSES = (
     ("test_bench", "test_examples", "test_local_swarm", "test_state", "test_swarm"),
-    ("test_blocking_ends", "test_chaos", "test_cli", "test_demo", "test_readme", "test_starts"),
+    (
+        "test_blocking_ends",
+        "test_chaos",
+        "test_cli",
+        "test_demo",
+        "test_doctor",
+        "test_port_mapping",
+        "test_readme",
+        "test_starts",
+    ),
 )
 """The files in ``integration/`` whose tests start processes, in two groups that take about as long. Those in ``nat/``
 belong to the second one."""

@@ -7,6 +7,7 @@ starts peers and public daemons in it. Without any of the options that name a tr
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from scripts.benchmarks.figures import Report
+from tests.nat.crew import KEEP_LOGS
 from tests.nat.lab import Kind
 from tests.nat.namespaces import LabError, clean, may_map_ports, may_run
 from tests.nat.trials import (
@@ -30,6 +32,7 @@ from tests.nat.trials import (
     pair,
     punch,
     relay_killed,
+    relay_lies,
 )
 
 NAME = "nat"
@@ -39,7 +42,7 @@ PUNCHED_OF_100 = 95
 SUCCEEDED_OF_100 = 95
 REPAIR_SECONDS = 30.0
 LARGE_ELEMENTS = 4_000_000
-_TRIALS = ("matrix", "punch", "forty", "move", "relay_killed", "forget", "lanes", "pair")
+_TRIALS = ("matrix", "punch", "forty", "move", "relay_killed", "relay_lies", "forget", "lanes", "pair")
 _MOST_REASONS = 5
 
 
@@ -55,18 +58,24 @@ def add_arguments(parser: argparse.ArgumentParser, *, small: bool) -> None:
     parser.add_argument("--forty", action="store_true", help="forty peers of mixed kinds (15 minutes)")
     parser.add_argument("--move", action="store_true", help="a peer changes its network during rounds")
     parser.add_argument("--relay-killed", action="store_true", help="a relay is killed during rounds")
+    parser.add_argument("--relay-lies", action="store_true", help="a relay changes bytes during rounds")
     parser.add_argument(
         "--forget", action="store_true", help="a router forgets its connections during rounds"
     )
     parser.add_argument(
         "--lanes", action="store_true", help="exchanges over punched lanes beside dialled ones"
     )
+    parser.add_argument(
+        "--delay",
+        type=float,
+        default=0.0,
+        metavar="MS",
+        help="one way between two sites, for pairs and --punch",
+    )
     parser.add_argument("--rounds", type=int, default=2 if small else 20, help="of --forty and --move")
     parser.add_argument("--peers", type=int, default=8 if small else 40, help="of --forty")
     parser.add_argument("--group-size", type=int, default=4 if small else 8, help="of --forty")
-    parser.add_argument(
-        "--logs", type=Path, metavar="FOLDER", help="keep the last lines of failed trials there"
-    )
+    parser.add_argument("--logs", type=Path, metavar="FOLDER", help="keep the logs of all peers there")
 
 
 def run(arguments: argparse.Namespace, report: Report) -> int:
@@ -76,6 +85,8 @@ def run(arguments: argparse.Namespace, report: Report) -> int:
         print(f"scripts/bench nat: {reason}", file=sys.stderr)
         return UNABLE
     clean()
+    if arguments.logs is not None:
+        os.environ[KEEP_LOGS] = str(arguments.logs.absolute())
     if not any(getattr(arguments, name) for name in _TRIALS):
         arguments.pair = [
             f"{first},{second}" for first, second in FEW_PAIRS[: 1 if arguments.small else None]
@@ -85,8 +96,9 @@ def run(arguments: argparse.Namespace, report: Report) -> int:
         (arguments.punch, _punch),
         (arguments.lanes, _lanes),
         (arguments.move, _move),
-        (arguments.forget, _forget),
-        (arguments.relay_killed, _relay_killed),
+        (arguments.forget, _fault("a router forgets its connections", forget)),
+        (arguments.relay_killed, _fault("a relay is killed", relay_killed)),
+        (arguments.relay_lies, _fault("a relay changes bytes", relay_lies)),
         (arguments.forty, _forty),
     ]
     for wanted, trial in trials:
@@ -104,15 +116,22 @@ def _matrix(arguments: argparse.Namespace, report: Report) -> None:
         pairs += [(first, second, False) for first, second in PAIRS]
         pairs += [(kind, kind, True) for kind in (Kind.CONE, Kind.SYMMETRIC, Kind.CGNAT)]
     table = Table(
-        "pair", "connected", "first success", "relayed", "relayed later", "tensors", "each says", "problem"
+        "pair",
+        "connected",
+        "first success",
+        "relayed",
+        "relayed later",
+        "tensors",
+        "peers call it",
+        "each says",
+        "problem",
     )
     for first, second, same in pairs:
         if Kind.UPNP in (first, second) and (reason := may_map_ports()):
             report.skipped(NAME, f"{first} and {second}", reason)
             continue
-        found = pair(first, second, same_router=same)
+        found = pair(first, second, same_router=same, delay_ms=arguments.delay)
         _report_pair(found, table, report)
-        _keep(arguments.logs, found.name, found.log if found.problems else "")
     Console(stderr=arguments.json is None, width=170).print(table)
 
 
@@ -126,7 +145,7 @@ def _report_pair(found: PairOutcome, table: Table, report: Report) -> None:
     first = "-" if found.first_success is None else f"{found.first_success:.1f} s"
     says = " | ".join(sorted(set(found.sentences)))
     row = (found.name, found.way, first, f"{found.relayed:.0%}", f"{found.relayed_later:.0%}")
-    table.add_row(*row, " ".join(found.paths), says, problem)
+    table.add_row(*row, " ".join(found.paths), " ".join(found.links), says, problem)
     report.note(f"{NAME}: {found.name}: {found.way}, first success {first}{problem and ', ' + problem}")
     if problem:
         report.error(NAME, "p2pavg", f"{found.name}: {problem}")
@@ -140,22 +159,20 @@ def _report_pair(found: PairOutcome, table: Table, report: Report) -> None:
 
 
 def _punch(arguments: argparse.Namespace, report: Report) -> None:
-    found = punch(arguments.punch)
+    found = punch(arguments.punch, delay_ms=arguments.delay)
     share = 100.0 * len(found.seconds) / found.tries
     report.figure(NAME, "punched", "%", [share], tries=found.tries)
     if found.seconds:
         report.figure(NAME, "start to punched connection", "s", found.seconds)
     if share < PUNCHED_OF_100:
         report.error(NAME, "p2pavg", f"only {share:.0f} % of the tries were punched")
-    _keep(arguments.logs, "punch", "\n\n".join(found.failures))
 
 
 def _lanes(arguments: argparse.Namespace, report: Report) -> None:
     for kinds in ((Kind.PUBLIC, Kind.PUBLIC), (Kind.CONE, Kind.CONE)):
-        found = pair(*kinds, elements=LARGE_ELEMENTS, rounds=5)
+        found = pair(*kinds, elements=LARGE_ELEMENTS, rounds=5, delay_ms=arguments.delay)
         if found.problems:
             report.error(NAME, "p2pavg", f"{found.name}: {'; '.join(found.problems)}")
-            _keep(arguments.logs, f"lanes {found.name}", found.log)
         else:
             conditions: dict[str, Any] = {
                 "connected": found.way,
@@ -167,21 +184,20 @@ def _lanes(arguments: argparse.Namespace, report: Report) -> None:
 
 def _move(arguments: argparse.Namespace, report: Report) -> None:
     found = move(rounds=arguments.rounds)
-    _report_fault("a peer changes its network", found, arguments, report)
+    _report_fault("a peer changes its network", found, report)
     if found.lost_by_victim > 1 or found.lost_by_others > 0:
         lost = f"it lost {found.lost_by_victim} rounds, another member {found.lost_by_others}"
         report.error(NAME, "p2pavg", f"a peer changes its network: {lost}")
 
 
-def _forget(arguments: argparse.Namespace, report: Report) -> None:
-    _report_fault("a router forgets its connections", forget(), arguments, report)
+def _fault(name: str, trial: Callable[[], FaultOutcome]) -> Callable[[argparse.Namespace, Report], None]:
+    def run_trial(_: argparse.Namespace, report: Report) -> None:
+        _report_fault(name, trial(), report)
+
+    return run_trial
 
 
-def _relay_killed(arguments: argparse.Namespace, report: Report) -> None:
-    _report_fault("a relay is killed", relay_killed(), arguments, report)
-
-
-def _report_fault(name: str, found: FaultOutcome, arguments: argparse.Namespace, report: Report) -> None:
+def _report_fault(name: str, found: FaultOutcome, report: Report) -> None:
     conditions: dict[str, Any] = {"fault": name, "ways": found.ways, "rounds": found.rounds}
     report.figure(NAME, "rounds lost by the peer concerned", "", [found.lost_by_victim], **conditions)
     report.figure(NAME, "rounds lost by another peer", "", [found.lost_by_others], **conditions)
@@ -196,7 +212,6 @@ def _report_fault(name: str, found: FaultOutcome, arguments: argparse.Namespace,
         report.error(NAME, "p2pavg", f"{name}: {problem}")
     for reason in found.reasons[:_MOST_REASONS]:
         report.note(f"{NAME}: {name}: {reason}")
-    _keep(arguments.logs, name, found.log)
 
 
 def _forty(arguments: argparse.Namespace, report: Report) -> None:
@@ -204,7 +219,6 @@ def _forty(arguments: argparse.Namespace, report: Report) -> None:
     kinds = {kind: max(1, round(count * arguments.peers / whole)) for kind, count in FORTY.items()}
     found = crowd(kinds, rounds=arguments.rounds, group_size=arguments.group_size)
     _report_crowd(found, report)
-    _keep(arguments.logs, "forty", found.log)
 
 
 def _report_crowd(found: CrowdOutcome, report: Report) -> None:
@@ -226,9 +240,3 @@ def _report_crowd(found: CrowdOutcome, report: Report) -> None:
         problems.append(f"only {share:.1f} % of the rounds succeeded")
     for problem in problems:
         report.error(NAME, "p2pavg", f"forty peers: {problem}")
-
-
-def _keep(folder: Path | None, name: str, log: str) -> None:
-    if folder is not None and log:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"{name}.log").write_text(log)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import queue
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,10 @@ from tests.nat.lab import Host, Lab
 from tests.nat.namespaces import LabError
 
 ROOT = Path(__file__).parents[2]
+DAEMON = "p2pavg.cli.main:main"
+LYING_DAEMON = "tests.nat.lying_relay:main"
+KEEP_LOGS = "P2PAVG_LAB_LOGS"
+"""The variable of the environment that names a folder, in which the logs of all processes are kept."""
 IMPORT_SECONDS = 120.0  # of torch and libp2p on a busy machine
 CONNECT_SECONDS = 20.0
 DAEMON_SECONDS = 60.0
@@ -142,6 +148,13 @@ class Crew:
             self._forker.wait()
         self._forker.stdout.close()
         self._listener.close()
+        if folder := os.environ.get(KEEP_LOGS):
+            self._keep_logs(Path(folder) / f"{time.strftime('%H%M%S')}-{self._forker.pid}")
+
+    def _keep_logs(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        for log in self._lab.folder.glob("*.log"):
+            shutil.copy(log, folder)
 
     def start(self, host: Host, entry: str, *arguments: str) -> Process:
         """Start a function of a module, ``module:function``, in a process at a host.
@@ -170,11 +183,9 @@ class Crew:
         self._processes.append(process)
         return process
 
-    def daemon(self, host: Host, *options: str) -> tuple[Process, str]:
+    def daemon(self, host: Host, *options: str, entry: str = DAEMON) -> tuple[Process, str]:
         """Start ``p2pavg peer`` with these options; return it with the address that it prints."""
-        process = self.start(
-            host, "p2pavg.cli.main:main", "peer", "--listen", f"/ip4/{host.address}/tcp/4001", *options
-        )
+        process = self.start(host, entry, "peer", "--listen", f"/ip4/{host.address}/tcp/4001", *options)
         return process, process.line(DAEMON_SECONDS).strip()
 
     def worker(self, host: Host, **settings: Any) -> Process:

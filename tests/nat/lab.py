@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
+from tests.nat.delay import DelayLine
 from tests.nat.namespaces import (
     LabError,
     Namespaces,
@@ -141,7 +142,7 @@ def _plain(address: str) -> str:
 class Lab:
     """A small internet. Made by :func:`lab`."""
 
-    def __init__(self, namespaces: Namespaces, folder: Path, stack: ExitStack) -> None:
+    def __init__(self, namespaces: Namespaces, folder: Path, stack: ExitStack, delay_ms: float) -> None:
         self._namespaces = namespaces
         self._stack = stack
         self.folder = folder
@@ -152,6 +153,10 @@ class Lab:
         ip(self._internet, *(f"route add blackhole {network}" for network in private))
         self._sites: list[Site] = []
         self._hosts = 0
+        self._delay = None
+        if delay_ms > 0:
+            self._delay = DelayLine(self._internet, delay_ms / 1000)
+            stack.callback(self._delay.stop)
 
     def site(
         self,
@@ -247,6 +252,8 @@ class Lab:
     def _attach_to_internet(self, namespace: str, interface: str, index: int) -> None:
         link(namespace, interface, self._internet, f"site{index}")
         ip(self._internet, f"address add 5.{index}.0.1/24 dev site{index}")
+        if self._delay is not None:
+            self._delay.delay(f"site{index}")
         ip(
             namespace,
             f"address add 5.{index}.0.2/24 dev {interface}",
@@ -282,8 +289,11 @@ class Lab:
 
 
 @contextmanager
-def lab() -> Iterator[Lab]:
+def lab(delay_ms: float = 0.0) -> Iterator[Lab]:
     """Provide a lab without sites, and remove it on every kind of exit.
+
+    Args:
+        delay_ms: of each packet between two sites, one way.
 
     Raises:
         LabError: :func:`tests.nat.namespaces.may_run` says why.
@@ -291,7 +301,7 @@ def lab() -> Iterator[Lab]:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="p2pavg-lab-")))
         namespaces = stack.enter_context(Namespaces())
-        yield Lab(namespaces, folder, stack)
+        yield Lab(namespaces, folder, stack, delay_ms)
 
 
 def _limit(namespace: str, interface: str, rate_mbps: float) -> None:

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -142,6 +143,15 @@ def test_a_limited_link_is_slow(internet: Lab) -> None:
     shown = run("tc", "-n", site.edge, "qdisc", "show", "dev", "wan")
     assert "tbf" in shown
     assert "8Mbit" in shown
+
+
+def test_packets_between_sites_are_delayed() -> None:
+    with lab(delay_ms=50.0) as made:
+        server, home = made.site(Kind.PUBLIC).hosts[0], made.site(Kind.CONE)
+        with listening(server, 4001):
+            began = time.monotonic()
+            assert dial(home.hosts[0], server.address, 4001)[0] == home.public
+        assert time.monotonic() - began > 0.2  # there and back twice: to connect, and to hear the address
 
 
 def test_nothing_is_left_of_a_lab() -> None:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import combinations_with_replacement
 
-from tests.nat.crew import Crew, Process
+from tests.nat.crew import DAEMON, LYING_DAEMON, Crew, Process
 from tests.nat.lab import Host, Kind, Lab, lab
 from tests.nat.namespaces import LabError
 from tests.nat.team import DIRECT, MAPPED, PUNCHED, RELAYED, Member, Team, way
@@ -21,6 +21,7 @@ from tests.nat.team import DIRECT, MAPPED, PUNCHED, RELAYED, Member, Team, way
 SAME = "same router"
 PAIRS: tuple[tuple[Kind, Kind], ...] = tuple(combinations_with_replacement(Kind, 2))
 PAIR_SECONDS = 90.0
+SETTLE_SECONDS = 20.0
 SETTLED_ROUNDS = 3
 """Rounds at the end of a trial, in which two peers that can meet directly do so."""
 OTHER_HOME = "192.168.178"
@@ -54,13 +55,14 @@ class Stage:
 
 
 @contextmanager
-def stage(daemons: int = 1) -> Iterator[Stage]:
+def stage(daemons: int = 1, delay_ms: float = 0.0, entry: str = DAEMON) -> Iterator[Stage]:
     """Provide a lab with public daemons, all of one network."""
-    with lab() as made, Crew(made) as crew:
+    with lab(delay_ms) as made, Crew(made) as crew:
         found: list[tuple[Process, str]] = []
         for _ in range(daemons):
             known = [word for _, address in found for word in ("--bootstrap", address)]
-            found.append(crew.daemon(made.site(Kind.PUBLIC).hosts[0], "--verbose", *known))
+            host = made.site(Kind.PUBLIC).hosts[0]
+            found.append(crew.daemon(host, "--verbose", *known, entry=entry))
         yield Stage(made, crew, found)
 
 
@@ -93,6 +95,8 @@ class PairOutcome:
     """Median seconds of the exchanges of the last rounds."""
     paths: tuple[str, ...] = ()
     """What carried the tensors in the last rounds: lanes or streams."""
+    links: tuple[str, ...] = ()
+    """How the peers themselves say that they are connected, in the last rounds."""
     sentences: tuple[str, ...] = ()
     wrong: list[str] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
@@ -119,9 +123,10 @@ def pair(
     rounds: int = 3,
     elements: int = 250_000,
     seconds: float = PAIR_SECONDS,
+    delay_ms: float = 0.0,
 ) -> PairOutcome:
     """Let two peers meet in a lab of their own."""
-    with stage() as set_up:
+    with stage(delay_ms=delay_ms) as set_up:
         site = set_up.lab.site(first, 2 if same_router else 1)
         other = site if same_router else set_up.lab.site(second)
         name = f"{first}, {SAME}" if same_router else f"{first} and {second}"
@@ -151,7 +156,8 @@ def _meet(
 
     if team.run(left(), team.all_succeeded(rounds)):
         # Relays come first and give way to a direct connection, if there can be one.
-        team.run(left(), lambda: way(first, second) == allowed[0])
+        patience = SETTLE_SECONDS if RELAYED not in allowed else SETTLE_SECONDS / 4
+        team.run(min(left(), patience), lambda: way(first, second) == allowed[0])
         settled, at = set_up.relayed_bytes(), _sent(team)
         team.run(left(), team.all_succeeded(SETTLED_ROUNDS))
         outcome.relayed_later = _share(set_up.relayed_bytes() - settled, _sent(team) - at)
@@ -169,6 +175,7 @@ def _describe(outcome: PairOutcome, team: Team) -> None:
         last = [result for member in team.members for result in member.successes[-SETTLED_ROUNDS:]]
         outcome.exchange = statistics.median(result["exchange"] for result in last)
         outcome.paths = tuple(sorted({path for result in last for path in result["paths"].values()}))
+        outcome.links = tuple(sorted({link for result in last for link in result["links"].values()}))
     outcome.sentences = tuple(member.sentence for member in team.members)
     outcome.wrong = team.wrong()
     outcome.reasons = [reason for member in team.members for reason in member.reasons]
@@ -194,11 +201,15 @@ class PunchOutcome:
 
 
 def punch(
-    tries: int, *, seconds: float = 40.0, kinds: tuple[Kind, Kind] = (Kind.CONE, Kind.CONE)
+    tries: int,
+    *,
+    seconds: float = 40.0,
+    kinds: tuple[Kind, Kind] = (Kind.CONE, Kind.CONE),
+    delay_ms: float = 0.0,
 ) -> PunchOutcome:
     """Let two new peers behind two routers meet, again and again."""
     found = PunchOutcome(tries=tries, seconds=[], failures=[])
-    with stage() as set_up:
+    with stage(delay_ms=delay_ms) as set_up:
         first, second = (set_up.lab.site(kind).hosts[0] for kind in kinds)
         for _ in range(tries):
             team = Team(set_up.crew, set_up.bootstrap)
@@ -233,17 +244,19 @@ class FaultOutcome:
     log: str
 
 
-def move(*, rounds: int = 20, seconds: float = 240.0, elements: int = 10_000) -> FaultOutcome:
-    """Let a peer change its network in the middle of its rounds with three others."""
+def move(
+    kinds: Sequence[Kind] = (Kind.PUBLIC, Kind.CONE, Kind.CONE, Kind.CONE),
+    *,
+    rounds: int = 20,
+    seconds: float = 240.0,
+    elements: int = 10_000,
+) -> FaultOutcome:
+    """Let the last of some peers change its network in the middle of their rounds."""
     with stage() as set_up:
         made = set_up.lab
-        hosts = [made.site(kind).hosts[0] for kind in (Kind.PUBLIC, Kind.CONE, Kind.CONE, Kind.CONE)]
-        other = made.site(Kind.CONE, 0, lan=OTHER_HOME)
-        team = Team(
-            set_up.crew, set_up.bootstrap, elements=elements, pause=0.5, group_size=4, match_timeout=10.0
-        )
-        for host in hosts:
-            team.add(host)
+        hosts = [made.site(kind).hosts[0] for kind in kinds]
+        other = made.site(kinds[-1], 0, lan=OTHER_HOME)
+        team = _group(set_up, hosts, elements=elements)
         return _disturb(team, team.members[-1], lambda: made.move(hosts[-1], other), rounds, seconds)
 
 
@@ -251,31 +264,53 @@ def forget(*, rounds: int = 10, seconds: float = 150.0) -> FaultOutcome:
     """Let a router forget all connections in the middle of rounds."""
     with stage() as set_up:
         hosts = [set_up.lab.site(kind).hosts[0] for kind in (Kind.PUBLIC, Kind.CONE, Kind.CONE)]
-        team = Team(set_up.crew, set_up.bootstrap, pause=0.5, group_size=3, match_timeout=10.0)
-        for host in hosts:
-            team.add(host)
+        team = _group(set_up, hosts)
         site = hosts[-1].site
         return _disturb(team, team.members[-1], lambda: set_up.lab.forget(site), rounds, seconds)
 
 
 def relay_killed(*, rounds: int = 10, seconds: float = 150.0, elements: int = 500_000) -> FaultOutcome:
     """Kill the daemon that relays most, in the middle of rounds of two peers behind symmetric routers."""
-    with stage(daemons=2) as set_up:
+    return _with_relays(Process.kill, rounds, seconds, elements, DAEMON)
+
+
+def relay_lies(*, rounds: int = 10, seconds: float = 150.0, elements: int = 500_000) -> FaultOutcome:
+    """Let the daemon that relays most change bytes, in the middle of rounds of two such peers."""
+    return _with_relays(lambda relay: relay.tell("lie"), rounds, seconds, elements, LYING_DAEMON)
+
+
+def _with_relays(
+    fault: Callable[[Process], None], rounds: int, seconds: float, elements: int, entry: str
+) -> FaultOutcome:
+    with stage(daemons=2, entry=entry) as set_up:
         hosts = [set_up.lab.site(Kind.SYMMETRIC).hosts[0] for _ in range(2)]
-        team = Team(set_up.crew, set_up.bootstrap, elements=elements, match_timeout=10.0)
-        for host in hosts:
-            team.add(host)
+        team = _group(set_up, hosts, elements=elements)
+        return _disturb(team, team.members[-1], lambda: fault(_busiest(set_up, team)), rounds, seconds)
 
-        def kill() -> None:
-            before = [process.host.bytes()[0] for process, _ in set_up.daemons]
-            team.run(3.0)
-            grown = [
-                process.host.bytes()[0] - count
-                for (process, _), count in zip(set_up.daemons, before, strict=True)
-            ]
-            set_up.daemons[grown.index(max(grown))][0].kill()
 
-        return _disturb(team, team.members[-1], kill, rounds, seconds)
+def _busiest(set_up: Stage, team: Team) -> Process:
+    """Return the daemon that sends most while the peers average."""
+    before = [process.host.bytes()[0] for process, _ in set_up.daemons]
+    team.run(3.0)
+    grown = [
+        process.host.bytes()[0] - count for (process, _), count in zip(set_up.daemons, before, strict=True)
+    ]
+    return set_up.daemons[grown.index(max(grown))][0]
+
+
+def _group(set_up: Stage, hosts: Sequence[Host], elements: int = 10_000) -> Team:
+    """Start one group that rests little between its rounds, so that a fault is in the middle of one."""
+    team = Team(
+        set_up.crew,
+        set_up.bootstrap,
+        elements=elements,
+        pause=0.3,
+        group_size=len(hosts),
+        match_timeout=10.0,
+    )
+    for host in hosts:
+        team.add(host)
+    return team
 
 
 def _disturb(

@@ -19,7 +19,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -41,7 +41,6 @@ class Worker:
         self._began = time.monotonic()
         self._on_hold = False
         self._reachability: dict[str, Any] | None = None
-        self._paths: dict[str, str] = {}
 
     async def run(self) -> None:
         """Average until told to stop."""
@@ -59,10 +58,10 @@ class Worker:
             self._report("open", peer_id=peer.id, addresses=peer.addresses, unknown=unknown)
             nursery.start_soon(self._listen, nursery.cancel_scope)
             nursery.start_soon(self._watch, averager, peer.context.transport)
-            await self._average(averager)
+            await self._average(averager, getattr(peer.context.transport, "path_to", lambda _: ""))
             await trio.sleep_forever()
 
-    async def _average(self, averager: DecentralizedAverager) -> None:
+    async def _average(self, averager: DecentralizedAverager, path_to: Callable[[str], str]) -> None:
         value = torch.full((self._settings["elements"],), float(self._settings["value"]))
         number = 0
         while not self._on_hold:
@@ -72,7 +71,9 @@ class Worker:
             result = await averager.step(wait=None)
             if isinstance(result, p2pavg.InProgress):
                 continue
-            self._report("round", number=number, took=time.monotonic() - began, **_described(result))
+            links = {peer: path_to(peer) for peer in getattr(result, "paths", {})}
+            took = time.monotonic() - began
+            self._report("round", number=number, took=took, links=links, **_described(result))
             number += 1
             pause = self._settings.get("pause", 0.0)
             await trio.sleep(
@@ -80,14 +81,13 @@ class Worker:
             )
 
     async def _watch(self, averager: DecentralizedAverager, transport: Transport) -> None:
-        """Report how this peer can be reached, and its paths to others, when these change."""
+        """Report how this peer can be reached, when it changes."""
         while True:
-            found = getattr(transport, "reachability", None)
-            if found is not None:
-                now = {"kind": str(found.kind), "sentence": found.sentence, "relays": list(found.relays)}
-                if now != self._reachability:
-                    self._reachability = now
-                    self._report("reachability", **now, addresses=averager.addresses)
+            found = transport.reachability
+            now = {"kind": str(found.kind), "sentence": found.sentence, "relays": list(found.relays)}
+            if now != self._reachability:
+                self._reachability = now
+                self._report("reachability", **now, addresses=averager.addresses)
             await trio.sleep(_LOOK_SECONDS)
 
     async def _listen(self, scope: trio.CancelScope) -> None:

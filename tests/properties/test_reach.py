@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from p2pavg.errors import RemoteProtocolError
-from p2pavg.net.reach.facts import Mapping
+from p2pavg.net.reach.facts import Mapped
 from p2pavg.net.reach.knowledge import Knowledge
 from p2pavg.net.reach.messages import (
     MAX_REASON_CHARS,
@@ -133,7 +133,7 @@ CIRCUIT = "/ip4/198.51.100.1/tcp/4001/p2p/0/p2p-circuit/p2p/me"
 events = st.one_of(
     st.tuples(st.just("machine"), st.sampled_from(MACHINES), st.booleans()),
     st.tuples(st.just("connected"), st.lists(st.sampled_from(PEERS), unique=True)),
-    st.tuples(st.just("mapped"), st.none() | st.builds(Mapping, port=ports, protocol=st.just("UPnP"))),
+    st.tuples(st.just("mapped"), st.none() | st.builds(Mapped, port=ports, protocol=st.just("UPnP"))),
     st.tuples(st.just("relays"), st.booleans()),
     st.tuples(st.just("wait"), st.floats(0.0, 700.0)),
     st.tuples(st.just("ask")),

@@ -17,10 +17,8 @@ at once, and relays are asked again.
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Callable, Sequence
 
-import psutil
 import trio
 
 from p2pavg.errors import UnreachableError
@@ -36,12 +34,12 @@ from p2pavg.net.punch.sockets import FreshPort
 from p2pavg.net.reach import whoami
 from p2pavg.net.reach.dial_backs import Endpoint
 from p2pavg.net.reach.facts import version_of
-from p2pavg.net.reach.knowledge import Knowledge
+from p2pavg.net.reach.mapping import PortMapper
 from p2pavg.net.reach.options import ReachOptions
 from p2pavg.net.reach.questions import Neighbour
 from p2pavg.net.reach.reachability import NOT_ASKED, Reachability
 from p2pavg.net.reach.service import ReachService
-from p2pavg.net.reach.watcher import Watcher
+from p2pavg.net.reach.watcher import ReachWatcher, machine_hosts
 from p2pavg.net.relay.choice import Candidate
 from p2pavg.net.relay.circuits import InboundCircuits
 from p2pavg.net.relay.reservations import Reservations
@@ -60,7 +58,7 @@ class Reaching:
     """The ways to and from one transport.
 
     Args:
-        listened: returns the addresses of the listeners as other machines dial them, without a peer id.
+        listened: returns the hosts and ports at which the listeners are bound; hosts may be wildcards.
     """
 
     def __init__(
@@ -70,7 +68,7 @@ class Reaching:
         nursery: trio.Nursery,
         options: ReachOptions,
         *,
-        listened: Callable[[], Sequence[str]],
+        listened: Callable[[], Sequence[Endpoint]],
     ) -> None:
         self._transport = transport
         self._connections = connections
@@ -78,11 +76,10 @@ class Reaching:
         self._options = options
         self._listened = listened
         self._retiring: set[GuardedYamux] = set()
-        self._arrivals = Counter[PeerId]()
         self._network = 0
-        self._said = NOT_ASKED
+        self._addresses: tuple[str, ...] = ()
+        self._reachability = NOT_ASKED
         self._changed = trio.Event()
-        self.knowledge = Knowledge(transport.peer_id, options.announce)
         self.relay = RelayService(
             transport,
             refusal=self._relays_nothing,
@@ -90,7 +87,10 @@ class Reaching:
             limits=options.relay_limits,
         )
         self.reservations = Reservations(
-            transport, candidates=self._relay_candidates, on_change=self._look_now
+            transport,
+            candidates=self._relay_candidates,
+            reached=connections.dialled_addresses,
+            on_change=self._relays_changed,
         )
         InboundCircuits(transport, lambda peer_id: peer_id in self.reservations.relays, self._adopt_inbound)
         ReachService(transport, self._dial_back)
@@ -109,19 +109,21 @@ class Reaching:
             reachability=lambda: self.reachability,
             direct_addresses=self._direct_addresses,
         )
-        self._watcher = Watcher(
+        self._watcher = ReachWatcher(
             transport,
-            self.knowledge,
             neighbours=self._neighbours,
-            machine=self._machine,
-            arrivals=self._arrivals.__getitem__,
-            on_look=self._conclude,
+            listening=listened,
+            relays=lambda: (self.reservations.relays, self.reservations.addresses),
+            on_change=self._conclude,
+            announce=options.announce,
+            make_mapper=PortMapper if options.port_mapping else None,
         )
         self.whoami = whoami.WhoamiAnswerer()
 
     def start(self) -> None:
         """Start the tasks; the listeners are open."""
-        self.knowledge.machine(*self._machine())
+        self._watcher.begin()
+        self.reservations.want(self._wants_relays())
         self._nursery.start_soon(self.reservations.run)
         self._nursery.start_soon(self._watcher.run)
 
@@ -140,19 +142,19 @@ class Reaching:
     @property
     def addresses(self) -> tuple[str, ...]:
         """The addresses to announce, the direct ones first."""
-        return self.knowledge.addresses
+        return self._addresses
 
     @property
     def reachability(self) -> Reachability:
         """What this peer knows of the ways to itself."""
-        return self.knowledge.reachability
+        return self._reachability
 
     def connected(self, muxed: GuardedYamux) -> None:
         """Note a new connection."""
         if not muxed.is_initiator and not muxed.relay and not muxed.punched:
-            self._arrivals[str(muxed.peer_id)] += 1
+            self._watcher.inbound(str(muxed.peer_id), muxed.remote_host)
         self.reservations.look()
-        self._watcher.look()
+        self._watcher.wake()
         others = self._connections.of(str(muxed.peer_id))
         if not muxed.relay:
             for relayed in others:
@@ -184,28 +186,15 @@ class Reaching:
             if not muxed.relay and muxed.remote_endpoint[0]
         ]
 
-    def _machine(self) -> tuple[frozenset[str], list[Endpoint]]:
-        interfaces = frozenset(
-            entry.address.partition("%")[0]
-            for entries in psutil.net_if_addrs().values()
-            for entry in entries
-            if parse_host(entry.address) is not None
-        )
-        endpoints = [(text.split("/")[2], int(text.split("/")[4])) for text in self._listened()]
-        return interfaces, endpoints
-
-    def _conclude(self) -> None:
+    def _conclude(self, reachability: Reachability, addresses: tuple[str, ...]) -> None:
         """Act on what is known now."""
-        self.knowledge.relayed_by(self.reservations.relays, self.reservations.addresses)
+        before, self._reachability, self._addresses = self._reachability, reachability, addresses
         self.reservations.want(self._wants_relays())
-        if self.knowledge.network != self._network:
-            self._network = self.knowledge.network
+        if self._watcher.network != self._network:
+            self._network = self._watcher.network
             self.reservations.forget_failures()
             self._nursery.start_soon(self._drop_dead_connections)
-        before, self._said = self._said, self.reachability
-        if self._said.sentence != before.sentence:
-            logger.info("reachability of this peer: %s", self._said.sentence)
-        if self._said.kind is not before.kind:
+        if reachability.kind is not before.kind:
             self._improver.look_again()
         self._changed.set()
         self._changed = trio.Event()
@@ -213,21 +202,25 @@ class Reaching:
     def _wants_relays(self) -> bool:
         if not self._options.reachable or self._options.announce:
             return False
-        return self.knowledge.relays_wanted or not self._listened()
+        return self._watcher.relays_wanted or not self._listened()
 
-    def _look_now(self) -> None:
-        self._watcher.look()
+    def _relays_changed(self) -> None:
+        self._watcher.wake()
+
+    def lost(self) -> None:
+        """Note that a connection has ended."""
+        self._watcher.wake()
 
     async def _drop_dead_connections(self) -> None:
         """Drop the connections from addresses that this machine does not have any more."""
-        interfaces, _ = self._machine()
+        own = set(machine_hosts())
         for muxed in self._connections.all():
             try:
                 local = muxed.socket.getsockname()[0] if muxed.socket is not None else ""
             except OSError:  # the connection has ended
                 continue
             address = parse_host(local)
-            if address is not None and str(address) not in interfaces:
+            if address is not None and str(address) not in own:
                 logger.info("the connection to %s is dropped: its address %s is gone", muxed.peer_id, local)
                 await muxed.abort()
 
@@ -258,7 +251,7 @@ class Reaching:
 
     async def _predict(self, port: FreshPort) -> int:
         """Return the outer port of a fresh port: the same, or what a peer sees that is asked from this very port."""
-        if self.knowledge.keeps_ports(port.version):
+        if self._watcher.keeps_ports(port.version):
             return port.port
         for peer in self._neighbours():
             if peer.port and version_of(peer.host) == port.version and _is_outside(peer.host):

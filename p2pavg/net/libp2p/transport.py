@@ -74,7 +74,7 @@ from p2pavg.net.libp2p.guarded_yamux import GuardedYamux
 from p2pavg.net.libp2p.guards import GuardedHost, install
 from p2pavg.net.libp2p.host import Places, new_host
 from p2pavg.net.libp2p.lifetime import Lifetime
-from p2pavg.net.libp2p.listening import check_free, host_of, listeners_of, reachable_addresses
+from p2pavg.net.libp2p.listening import check_free, endpoints_of, host_of, listeners_of
 from p2pavg.net.libp2p.opening import StreamOpener
 from p2pavg.net.libp2p.reaching import Reaching
 from p2pavg.net.libp2p.sniffing import SniffingTCP, accept_more_at_once
@@ -114,8 +114,16 @@ class Libp2pTransport(Transport):
         doorway = Doorway(self.peer_id, self._connections.gate)
         tcp.on_tls = doorway.accept
         self._reaching = Reaching(self, self._connections, nursery, options, listened=self._listened)
+        self._connections.on_lost = self._reaching.lost
         tcp.on_whoami = self._reaching.whoami.answer
-        self._lanes = LaneKeeper(self, nursery, doorway, self._connections.dialled_addresses, places.lanes)
+        self._lanes = LaneKeeper(
+            self,
+            nursery,
+            doorway,
+            self._connections.dialled_addresses,
+            places.lanes,
+            self._reaching.puncher,
+        )
         _transports.add(self)
 
     @property
@@ -129,9 +137,8 @@ class Libp2pTransport(Transport):
     async def settle(self) -> None:
         await self._reaching.settle()
 
-    def _listened(self) -> list[str]:
-        """Return the addresses of the listeners as other machines dial them, without a peer id."""
-        return reachable_addresses(self._swarm) if self._listens else []
+    def _listened(self) -> list[tuple[str, int]]:
+        return endpoints_of(self._swarm) if self._listens else []
 
     def path_to(self, peer_id: PeerId) -> str:
         """Return how streams to a peer travel now: ``direct``, ``punched``, ``relayed``, or empty if not at all."""

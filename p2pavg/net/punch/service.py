@@ -19,6 +19,7 @@ from typing import Protocol
 import trio
 
 from p2pavg.errors import AddressError, RemoteProtocolError, StreamBrokenError, UnreachableError
+from p2pavg.net.addresses import is_circuit
 from p2pavg.net.framing import send_message
 from p2pavg.net.punch.meeting import Puncher, RefusedPunchError, receive_bounded
 from p2pavg.net.punch.messages import (
@@ -183,6 +184,8 @@ class PunchService:
         with trio.move_on_after(DIAL_SECONDS) as scope:
             for address in addresses:
                 try:
+                    if is_circuit(address):
+                        raise UnreachableError("it leads through a relay")  # noqa: TRY301 - as any other reason
                     await self._dial(peer_id, address)
                 except (AddressError, UnreachableError) as error:
                     reasons.append(f"{address}: {error}")

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from p2pavg.net.limits.dial_policy import is_private
 from p2pavg.net.limits.sources import parse_host
 from p2pavg.net.reach.dial_backs import Endpoint
-from p2pavg.net.reach.facts import VERSIONS, Facts, version_of
+from p2pavg.net.reach.facts import VERSIONS, Facts, Mapped, version_of
 from p2pavg.net.reach.reachability import (
+    BEING_TRIED_SENTENCE,
     NOT_ASKED,
     PUBLIC_SENTENCE,
     PUNCHABLE_BARRIERS,
@@ -49,18 +50,36 @@ def reachability(facts: Facts, announce: Sequence[str], relays: Sequence[str]) -
 
 
 def _kind(facts: Facts, relays: int) -> tuple[Kind, str]:
+    """Return the kind and the sentence.
+
+    Behind a router, this peer counts as closed until a dial-back succeeds. A success takes a round trip, a failure
+    seconds: dials to a closed port are dropped without an answer.
+    """
     version = facts.deciding_version
     if not version:
+        if (found := untried_mapping(facts)) is not None:
+            return Kind.MAPPED, mapped(found.port, found.protocol)
         return NOT_ASKED.kind, NOT_ASKED.sentence
     if works := facts.working(version):
         return _kind_of_working(facts, works)
-    if not facts.is_closed(version):
-        return Kind.UNKNOWN, "not known yet: other peers are asked to dial this one"
-    barrier = facts.barrier(version)
-    sentence = behind(barrier, relays)
+    barrier, is_closed = facts.barrier(version), facts.is_closed(version)
+    sentence = behind(barrier, relays) if is_closed else BEING_TRIED_SENTENCE
     if version == 4 and facts.working(6):
         sentence += "; public over IPv6"
+    if not is_closed and not facts.view(version).routed:
+        return Kind.UNKNOWN, sentence
     return (Kind.PUNCHABLE if barrier in PUNCHABLE_BARRIERS else Kind.RELAYED), sentence
+
+
+def untried_mapping(facts: Facts) -> Mapped | None:
+    """Return the router's mapping if its outer address is public, and no peer outside is there that could try it.
+
+    The first peer of a run at home needs an address for others to join by.
+    """
+    mapping = facts.mapping
+    if mapping is None or facts.outer_hosts or is_private(mapping.host):
+        return None
+    return mapping
 
 
 def _kind_of_working(facts: Facts, works: Sequence[Endpoint]) -> tuple[Kind, str]:
@@ -82,6 +101,8 @@ def addresses(
         circuits: complete addresses that lead through relays.
     """
     works = [found for version in VERSIONS for found in facts.working(version)]
+    if (mapping := untried_mapping(facts)) is not None:
+        works.append((mapping.host, mapping.port))
     own = [found for found in facts.listening if found not in works and _may_be_announced(facts, found)]
     direct = [*announce, *(f"/ip{version_of(host)}/{host}/tcp/{port}" for host, port in (*works, *own))]
     texts = [f"{text}/p2p/{peer_id}" for text in dict.fromkeys(direct)]

@@ -18,7 +18,7 @@ VERSIONS = (4, 6)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mapping:
+class Mapped:
     """A port that a router passes on to this machine."""
 
     port: int
@@ -45,7 +45,7 @@ class Facts:
     """The IP addresses of this machine."""
     neighbours: tuple[Neighbour, ...] = ()
     """The peers with direct connections."""
-    mapping: Mapping | None = None
+    mapping: Mapped | None = None
     observations: Observations = field(default_factory=Observations)
     dial_backs: DialBacks = field(default_factory=DialBacks)
     probes: dict[int, Probes] = field(default_factory=lambda: {version: Probes() for version in VERSIONS})

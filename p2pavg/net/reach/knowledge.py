@@ -17,7 +17,8 @@ Rules
 5. **IPv4 decides** the kind, if a peer of another network has seen this one over IPv4: most peers have IPv4 only.
    Working endpoints of both versions are announced.
 6. **Announce** what works: first the user's list, then endpoints that others have dialled, then addresses of this
-   machine for peers of the same network (public ones until dial-backs fail), then circuits through relays.
+   machine for peers of the same network (public ones until dial-backs fail), then circuits through relays. While no
+   peer is there that could try it, a mapping counts as working if the router says that its outer address is public.
 7. **Relays are wanted** as soon as a router or a closed firewall is seen, until an endpoint works.
 8. **Changes.** When an address of this machine disappears, or no peer sees it at a host where it was seen before, all
    that was learned over that version of IP is forgotten. When one peer changes its observation, all are asked again.
@@ -32,7 +33,7 @@ from contextlib import contextmanager
 
 from p2pavg.net.reach import conclusions
 from p2pavg.net.reach.dial_backs import ENOUGH, Endpoint
-from p2pavg.net.reach.facts import VERSIONS, Facts, Mapping, version_of
+from p2pavg.net.reach.facts import VERSIONS, Facts, Mapped, version_of
 from p2pavg.net.reach.probes import Probe
 from p2pavg.net.reach.questions import Agenda, AskDialBack, AskLook, AskWhoami, Neighbour, Question
 from p2pavg.net.reach.reachability import Barrier, Reachability
@@ -78,11 +79,15 @@ class Knowledge:
             self._moved(version)
 
     def connected(self, neighbours: Sequence[Neighbour]) -> None:
-        """Note the peers with direct connections."""
-        self._facts.neighbours = tuple(found for found in neighbours if version_of(found.host))
+        """Note the peers with direct connections. A peer with several ones counts once for each of its hosts."""
+        unique: dict[Neighbour, Neighbour] = {}
+        for found in neighbours:
+            if version_of(found.host) and (found.port or found not in unique):
+                unique[found] = found
+        self._facts.neighbours = tuple(unique.values())
         self._agenda.keep_peers(found.peer_id for found in neighbours)
 
-    def mapped(self, mapping: Mapping | None) -> None:
+    def mapped(self, mapping: Mapped | None) -> None:
         """Note the port that a router passes on; ``None`` if there is none any more."""
         for changed in (self._facts.mapping, mapping) if mapping != self._facts.mapping else ():
             if changed is not None:

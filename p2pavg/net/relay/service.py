@@ -12,12 +12,15 @@ What it guarantees:
 * A relay connects to peers with a reservation only, over the connection that they have opened to it. So no stranger can
   make a relay dial a third party.
 * What the relay gives is bounded by :class:`~p2pavg.net.relay.limits.RelayLimits`: for each peer, each address and in
-  all. All circuits together stay below one rate.
+  all. All circuits together stay below one rate, of which each sending address gets an equal part: of the circuits in
+  which it sends, one has its turn at a time.
 * A circuit holds at most one piece of PIECE_BYTES in each direction here, besides the windows of its two streams.
 
 What can happen, and the answer:
 
-* **One end reads nothing.** The transport gives up a stream that takes no data for 30 s, with its connection.
+* **One end reads nothing.** The transport gives up a stream that takes no data for 30 s. The connections to the relay
+  go on, because the end at fault may be the other one.
+* **One end closes.** The other end gets what was sent before, as over TCP.
 * **A peer has changed its network.** Its old connection may look alive for a while. Its new reservation replaces the
   old one, whose connection is dropped, since circuits would be opened over it.
 * **A circuit is asked for over a circuit.** It is refused: chains of relays would multiply traffic.
@@ -26,12 +29,14 @@ What can happen, and the answer:
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Sequence
 
 import trio
 
 from p2pavg.errors import ClosedError, RemoteProtocolError, StreamBrokenError, UnreachableError
 from p2pavg.net.framing import receive_message, send_message
+from p2pavg.net.limits.rate import TokenBucket
 from p2pavg.net.relay.limits import Circuit, RelayBudget, RelayLimits
 from p2pavg.net.relay.messages import (
     CIRCUIT_PROTOCOL,
@@ -55,6 +60,7 @@ logger = logging.getLogger(__name__)
 
 PING_SECONDS = 10.0
 """Home routers forget an idle connection after some minutes; and a peer behind one shall notice a dead relay soon."""
+MAX_PINGS = 8  # at once, since answers cost time; two in PING_SECONDS after that
 SILENCE_SECONDS = 25.0
 ANSWER_SECONDS = 5.0
 PIECE_BYTES = 16 * 1024
@@ -82,6 +88,8 @@ class RelayService:
         self.budget = RelayBudget(limits or RelayLimits())
         """What this relay gives at the moment."""
         self._holders: dict[PeerId, trio.CancelScope] = {}
+        self._open: dict[Circuit, trio.CancelScope] = {}
+        self._turns: weakref.WeakValueDictionary[str, trio.Lock] = weakref.WeakValueDictionary()
         transport.serve(PROTOCOL, self.serve)
 
     async def serve(self, stream: Stream) -> None:
@@ -107,26 +115,28 @@ class RelayService:
         if isinstance(found, str):
             await _refuse(stream, found)
             return
-        if (older := self._holders.pop(stream.remote, None)) is not None:
-            older.cancel()
-        replaced = trio.CancelScope()
-        self._holders[stream.remote] = replaced
+        taken, ended = found
+        for peer_id in (stream.remote, *(each.peer_id for each in ended)):
+            if (older := self._holders.pop(peer_id, None)) is not None:
+                older.cancel()
+        self._holders[stream.remote] = holding = trio.CancelScope()
         self._transport.remember_peer(stream.remote)
         logger.info("%s at %s is reachable through this peer", stream.remote, stream.remote_host)
         try:
-            with replaced:
+            with holding:
                 await send_message(stream, encode(Reserved(tuple(self._addresses()))))
                 await self._answer_pings(stream)
-            if replaced.cancelled_caught:
+            if holding.cancelled_caught and stream.remote in self.budget.reserved:  # by a newer reservation
                 await stream.reset_connection()
         except (StreamBrokenError, ClosedError) as error:
             logger.debug("a reservation ends: %s", error)
         finally:
-            self.budget.give_up(found)
-            if self._holders.get(stream.remote) is replaced:
+            self.budget.give_up(taken)
+            if self._holders.get(stream.remote) is holding:
                 del self._holders[stream.remote]
 
     async def _answer_pings(self, stream: Stream) -> None:
+        pings = TokenBucket(2.0 / PING_SECONDS, MAX_PINGS)
         while True:
             with trio.move_on_after(SILENCE_SECONDS) as silence:
                 data = await receive_message(stream, max_bytes=MAX_MESSAGE_BYTES)
@@ -134,6 +144,8 @@ class RelayService:
                     return
                 if not isinstance(decode(data), Ping):
                     raise RemoteProtocolError("a peer with a reservation sent something else than a ping")
+                if pings.take(trio.current_time(), 1.0) > 0.0:
+                    raise RemoteProtocolError(f"a peer sent more than {MAX_PINGS} pings at once")
                 await send_message(stream, encode(Ping()))
             if silence.cancelled_caught:
                 logger.info("%s was silent for %.0f s: its reservation ends", stream.remote, SILENCE_SECONDS)
@@ -143,23 +155,35 @@ class RelayService:
     # -- circuits
 
     async def _connect(self, stream: Stream, target: PeerId) -> None:
-        circuit = self.budget.connect(stream.remote, stream.remote_host, target, trio.current_time())
-        if isinstance(circuit, str):
-            await _refuse(stream, circuit)
+        found = self.budget.connect(stream.remote, stream.remote_host, target, trio.current_time())
+        if isinstance(found, str):
+            await _refuse(stream, found)
             return
-        other: Stream | None = None
+        circuit, ended = found
+        for each in ended:
+            self._open.pop(each).cancel()
+        self._open[circuit] = scope = trio.CancelScope()
         try:
-            try:
-                other = await self._reach_in_time(target, stream.remote)
-            except (UnreachableError, StreamBrokenError, RemoteProtocolError, ClosedError) as error:
-                await _refuse(stream, f"the peer was not reached: {error}")
-                return
-            await send_message(stream, encode(Connected()))
-            await self._join(circuit, stream, other)
+            with scope:
+                await self._reach_and_join(circuit, stream)
         finally:
+            self._open.pop(circuit, None)
             self.budget.close(circuit)
-            if other is not None:
-                await other.reset()
+
+    async def _reach_and_join(self, circuit: Circuit, stream: Stream) -> None:
+        try:
+            other = await self._reach_in_time(circuit.target, circuit.source)
+        except (UnreachableError, StreamBrokenError, RemoteProtocolError, ClosedError) as error:
+            await _refuse(stream, f"the peer was not reached: {error}")
+            return
+        for each in (stream, other):
+            each.end_alone()
+        try:
+            await send_message(stream, encode(Connected()))
+            for ended in await self._join(circuit, stream, other):
+                await ended.aclose()
+        finally:
+            await other.reset()
 
     async def _reach_in_time(self, target: PeerId, source: PeerId) -> Stream:
         with trio.move_on_after(ANSWER_SECONDS):
@@ -182,31 +206,47 @@ class RelayService:
             raise
         return stream
 
-    async def _join(self, circuit: Circuit, one: Stream, other: Stream) -> None:
-        """Carry bytes both ways until one end closes, breaks, is idle for too long, or has used up its bytes."""
+    async def _join(self, circuit: Circuit, one: Stream, other: Stream) -> list[Stream]:
+        """Carry bytes both ways until one end closes, breaks, is idle for too long, or has used up its bytes.
+
+        Return the streams that have got everything that was sent to them: those of which the other end has closed.
+        """
+        complete: list[Stream] = []
         with bare_exceptions():
             async with trio.open_nursery() as nursery:
                 nursery.cancel_scope.deadline = trio.current_time() + self.budget.limits.seconds
                 nursery.start_soon(self._end_if_idle, circuit, nursery.cancel_scope)
-                nursery.start_soon(self._carry, circuit, one, other, nursery.cancel_scope)
-                nursery.start_soon(self._carry, circuit, other, one, nursery.cancel_scope)
+                for back, pair in ((False, (one, other)), (True, (other, one))):
+                    nursery.start_soon(self._carry, circuit, *pair, back, complete, nursery.cancel_scope)
         logger.debug(
             "a circuit from %s to %s ends after %d bytes", circuit.source, circuit.target, circuit.carried
         )
+        return complete
 
-    async def _carry(self, circuit: Circuit, one: Stream, other: Stream, both: trio.CancelScope) -> None:
+    async def _carry(
+        self,
+        circuit: Circuit,
+        one: Stream,
+        other: Stream,
+        back: bool,
+        complete: list[Stream],
+        both: trio.CancelScope,
+    ) -> None:
+        """Carry the bytes of one direction, and end both directions with it."""
+        turn = self._turns.setdefault(circuit.target_host if back else circuit.host, trio.Lock())
         try:
             while piece := await one.receive_some(PIECE_BYTES):
-                wait = self.budget.carry(circuit, len(piece), trio.current_time())
-                if wait is None:
-                    logger.info(
-                        "a circuit of %s ends: the peer or its address %s has used up its bytes for now",
-                        circuit.source,
-                        circuit.host,
-                    )
-                    break
-                await trio.sleep(wait)
+                async with turn:
+                    wait = self.budget.carry(circuit, len(piece), trio.current_time(), back=back)
+                    if wait is None:
+                        logger.info(
+                            "a circuit ends: %s, or its address, has used up its bytes for now", one.remote
+                        )
+                        both.cancel()
+                        return
+                    await trio.sleep(wait)
                 await other.send_all(piece)
+            complete.append(other)
         except (StreamBrokenError, ClosedError) as error:
             logger.debug("a circuit of %s broke: %s", circuit.source, error)
         both.cancel()

@@ -39,6 +39,18 @@ def new_gate(loopback: bool = True) -> DialGate:
     return gate
 
 
+async def shake_hands(plain: socket.socket, *, me: PeerId, peer_id: PeerId, initiator: bool) -> None:
+    """Stand in for the handshake of Noise: each end sends its id and its role, and checks the other's."""
+    with plain:
+        plain.send(f"{me} {int(initiator)}".encode())
+        await trio.lowlevel.wait_readable(plain.fileno())
+        remote, role = b"", b"0"
+        with suppress(OSError, ValueError):
+            remote, role = plain.recv(1000).split()
+        if remote.decode() != peer_id or int(role) == initiator:
+            raise UnreachableError(f"the other end is not {peer_id}, but said {remote!r}")
+
+
 @dataclass
 class Side:
     """A peer with everything that its punches depend on."""
@@ -66,16 +78,8 @@ class Side:
         return self.transport.peer_id
 
     async def adopt(self, plain: socket.socket, peer_id: PeerId, *, initiator: bool) -> None:
-        """Stand in for the handshake of Noise: each end sends its id and its role, and checks the other's."""
-        with plain:
-            plain.send(f"{self.peer_id} {int(initiator)}".encode())
-            await trio.lowlevel.wait_readable(plain.fileno())
-            remote, role = b"", b""
-            with suppress(OSError, ValueError):
-                remote, role = plain.recv(1000).split()
-            if remote.decode() != peer_id or int(role) == initiator:
-                raise UnreachableError(f"the other end is not {peer_id}, but said {remote!r}")
-            self.adopted.append((peer_id, initiator))
+        await shake_hands(plain, me=self.peer_id, peer_id=peer_id, initiator=initiator)
+        self.adopted.append((peer_id, initiator))
 
     async def dial(self, peer_id: PeerId, address: str) -> None:
         self.dialled.append((peer_id, address))

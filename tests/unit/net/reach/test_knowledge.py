@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from p2pavg.net.reach.facts import Mapping
+from p2pavg.net.reach.facts import Mapped
 from p2pavg.net.reach.knowledge import MAX_OBSERVERS
 from p2pavg.net.reach.probes import Probe
 from p2pavg.net.reach.questions import AskDialBack, AskLook, AskWhoami, Neighbour, Question
-from p2pavg.net.reach.reachability import Kind
+from p2pavg.net.reach.reachability import NOT_KNOWN_YET, Kind
 from tests.unit.net.reach.routers import (
     HOME,
     LOOPBACK,
@@ -88,7 +88,7 @@ class TestKinds:
         world = World(dialable={(OUTER, 4777)})
         world.settle()
         assert world.kind() is Kind.PUNCHABLE
-        world.knowledge.mapped(Mapping(port=4777, protocol="UPnP", host=OUTER))
+        world.knowledge.mapped(Mapped(port=4777, protocol="UPnP", host=OUTER))
         world.settle()
         assert world.kind() is Kind.MAPPED
         assert world.knowledge.reachability.sentence == "port 4777 is mapped by UPnP"
@@ -97,17 +97,35 @@ class TestKinds:
         assert world.text(OUTER, 4777) not in world.knowledge.addresses
         assert world.kind() is Kind.PUNCHABLE
 
+    def test_mapping_is_announced_while_no_peer_can_try_it(self) -> None:
+        world = World(peers=[])
+        world.knowledge.mapped(Mapped(port=4777, protocol="UPnP", host=OUTER))
+        assert world.kind() is Kind.MAPPED
+        assert world.knowledge.addresses[0] == world.text(OUTER, 4777)
+        world.peers = [A]
+        world.tell()
+        world.settle()
+        assert world.kind() is Kind.PUNCHABLE
+        assert world.text(OUTER, 4777) not in world.knowledge.addresses
+
+    def test_mapping_to_a_private_address_is_not_announced(self) -> None:
+        world = World(peers=[])
+        for host in ("100.64.1.1", ""):
+            world.knowledge.mapped(Mapped(port=4777, protocol="UPnP", host=host))
+            assert world.kind() is Kind.UNKNOWN
+            assert len(world.knowledge.addresses) == 2
+
     def test_mapping_of_the_listening_port_is_tried_although_that_port_failed_before(self) -> None:
         world = World()
         world.settle()
         world.dialable = {(OUTER, PORT)}
-        world.knowledge.mapped(Mapping(port=PORT, protocol="NAT-PMP"))
+        world.knowledge.mapped(Mapped(port=PORT, protocol="NAT-PMP"))
         world.settle()
         assert world.knowledge.reachability.sentence == "port 4001 is mapped by NAT-PMP"
 
     def test_mapping_that_leads_nowhere_is_not_announced(self) -> None:
         world = World()  # behind a second router, of the provider
-        world.knowledge.mapped(Mapping(port=4777, protocol="UPnP", host="100.64.1.1"))
+        world.knowledge.mapped(Mapped(port=4777, protocol="UPnP", host="100.64.1.1"))
         world.settle()
         assert world.kind() is Kind.PUNCHABLE
         assert world.knowledge.addresses == (world.text(HOME),)
@@ -210,7 +228,15 @@ class TestAddressesAndRelays:
         world.knowledge.heard(0.0, look, OUTER)
         assert world.knowledge.relays_wanted
         assert world.knowledge.behind_router
-        assert world.kind() is Kind.UNKNOWN
+        assert not world.knowledge.reachability.dialable
+        assert world.knowledge.reachability.sentence.startswith(NOT_KNOWN_YET)
+
+    def test_public_address_counts_as_dialable_while_it_is_tried(self) -> None:
+        world = World(interfaces=[LOOPBACK, OUTER])
+        look = next(q for q in world.knowledge.questions(0.0) if isinstance(q, AskLook))
+        world.knowledge.heard(0.0, look, OUTER)
+        assert world.knowledge.reachability.dialable
+        assert not world.knowledge.relays_wanted
 
     def test_circuits_come_last_and_keep_their_places(self) -> None:
         world = World(interfaces=[LOOPBACK, *(f"10.0.{number}.1" for number in range(9))])
@@ -295,6 +321,15 @@ class TestQuestions:
         looks = [q.peer for q in world.knowledge.questions(0.0) if isinstance(q, AskLook)]
         assert len(looks) == MAX_OBSERVERS
         assert {A, B, C} <= set(looks)
+
+    def test_peer_with_several_connections_is_asked_once(self) -> None:
+        again = Neighbour(peer_id=A.peer_id, host=A.host)  # this connection is one that the peer has made
+        for peers in ([A, again], [again, A]):
+            world = World(peers=peers, router=symmetric)
+            looks = [question for question in world.knowledge.questions(0.0) if isinstance(question, AskLook)]
+            assert len(looks) == 1
+            world.knowledge.heard(0.0, looks[0], OUTER)
+            assert any(isinstance(question, AskWhoami) for question in world.knowledge.questions(0.0))
 
     def test_open_questions_are_not_asked_again(self) -> None:
         world = World()

@@ -216,12 +216,13 @@ class Matchmaker:
     def _has_moved(self, me: Candidate) -> bool:
         """Return whether others reach this peer in another way than it has signed.
 
-        A part of its addresses may change: others dial those that are left.
+        A part of its addresses may change: others dial those that are left. A peer without any has nothing new to sign.
         """
         transport = self._context.transport
         addresses = _to_announce(transport.addresses)
-        reach = _reach_of(transport.reachability) if addresses else Reach.RELAYED
-        return reach is not me.reach or (bool(addresses) and not set(addresses) & set(me.addresses))
+        if not addresses:
+            return False
+        return _reach_of(transport.reachability) is not me.reach or not set(addresses) & set(me.addresses)
 
     async def serve(self, stream: Stream, message: Ask | Nudge) -> None:
         """Serve an inbound stream that begins with ``message``, until its conversation ends."""

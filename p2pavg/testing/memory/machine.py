@@ -17,6 +17,7 @@ class Machine:
         nursery: runs the peer's tasks.
         bandwidth: bytes/s that the peer sends, over all its connections together; ``None`` is without limit.
         download: bytes/s that it receives, likewise.
+        relaying: bytes/s that it relays for others, in both directions together.
     """
 
     def __init__(
@@ -25,15 +26,19 @@ class Machine:
         nursery: trio.Nursery,
         bandwidth: float | None,
         download: float | None = None,
+        relaying: float | None = None,
     ) -> None:
         self.peer_id = peer_id
         self.nursery = nursery
         self.bandwidth = bandwidth
         self.download = download
+        self.relaying = relaying
+        self.bytes_relayed = 0
         self.handlers: dict[str, StreamHandler] = {}
         self.has_left = False
         self._sending_until = 0.0
         self._receiving_until = 0.0
+        self._relaying_until = 0.0
         self._served: set[trio.CancelScope] = set()
 
     def time_to_send(self, size: int) -> float:
@@ -41,6 +46,13 @@ class Machine:
         start = max(self._sending_until, trio.current_time())
         self._sending_until = start + (size / self.bandwidth if self.bandwidth is not None else 0.0)
         return self._sending_until
+
+    def time_to_relay(self, size: int, arrival: float) -> float:
+        """Return the moment at which ``size`` bytes of others that arrive at a time have left this peer again."""
+        self.bytes_relayed += size
+        start = max(self._relaying_until, arrival)
+        self._relaying_until = start + (size / self.relaying if self.relaying is not None else 0.0)
+        return self._relaying_until
 
     async def receive(self, size: int) -> None:
         """Wait until ``size`` bytes that are at this peer's link have come through it.

@@ -26,7 +26,11 @@ class Carrier(Protocol):
 
     @property
     def remote_host(self) -> str:
-        """The IP address of the other peer."""
+        """The IP address of the other peer, or of the relay."""
+
+    @property
+    def relayed(self) -> bool:
+        """True if the connection leads through a relay."""
 
     def tell(self, stream_id: int, size: int, what: Callable[[MemoryStream], None]) -> None:
         """Call ``what`` with the stream at the other end, when a frame of ``size`` bytes has arrived there."""
@@ -41,6 +45,7 @@ class MemoryStream(Stream):
     def __init__(self, end: Carrier, stream_id: int) -> None:
         self.remote = end.remote
         self.remote_host = end.remote_host
+        self.relayed = end.relayed
         self._end = end
         self._id = stream_id
         self._unread = bytearray()

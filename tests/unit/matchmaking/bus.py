@@ -34,9 +34,12 @@ MATCH_TIMEOUT = 10.0
 SIGNERS = [Ed25519Signer(bytes([index + 1]) * 32) for index in range(40)]
 
 
-def settings(target: int = 4, minimum: int = 2, rule: Participation | None = None) -> Settings:
+def settings(
+    target: int = 4, minimum: int = 2, rule: Participation | None = None, contributors: int = 0
+) -> Settings:
     return Settings(
         target=target,
+        contributors=contributors,
         minimum=minimum,
         match_timeout=MATCH_TIMEOUT,
         cut_shares=share_cutter(1000, 64),
@@ -119,6 +122,7 @@ class Bus:
         auxiliary: bool = False,
         target: int = 4,
         minimum: int = 2,
+        contributors: int = 0,
         weight: float = 1.0,
         state: bytes = b"",
         tags: tuple[str, ...] = (),
@@ -135,7 +139,7 @@ class Bus:
             tags=tags,
             addresses=addresses,
         )
-        how = settings(target, minimum, rule)
+        how = settings(target, minimum, rule, contributors)
         if auxiliary:
             how = replace(how, choose_observers=None)
         memory = self.memories.setdefault(me.peer_id, Memory())
@@ -146,6 +150,7 @@ class Bus:
             auxiliary=auxiliary,
             target=target,
             minimum=minimum,
+            contributors=contributors,
             weight=weight,
             state=state,
             tags=tags,

@@ -322,7 +322,7 @@ class DecentralizedAverager:
                 refuses=self._run.refuses,
             ),
             codec=codec.name,
-            bandwidth=lambda: self._meter.mbps if config.bandwidth is None else config.bandwidth,
+            bandwidth=lambda: self._meter.announced_mbps if config.bandwidth is None else config.bandwidth,
             records=self._run.records,
         )
         self._host.registry.add_averager(key, matchmaker, config.run_id)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import abc
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import ClassVar, Generic, NamedTuple, TypeVar
 
@@ -266,14 +266,14 @@ def too_slow_for(roster: Roster, codec: Codec, timeout: float) -> str:
     Args:
         timeout: seconds that the exchange may take.
     """
-    links = [link_of(member) for member in roster.members]
+    links = [replace(link_of(member), bandwidth=member.assumed_bandwidth) for member in roster.members]
     needed = bound_seconds(codec.encoded_nbytes(sum(roster.shares)), links)
     if needed <= timeout:
         return ""
-    slowest = min(roster.members, key=lambda member: member.bandwidth)
+    slowest = min(roster.members, key=lambda member: member.assumed_bandwidth)
     return (
         f"the round needs at least {needed:.0f} s at the bandwidths that its members announced (the least is"
-        f" {slowest.bandwidth:g} Mbit/s, of {slowest.peer_id}), and exchange_timeout is {timeout:g} s:"
+        f" {slowest.assumed_bandwidth:g} Mbit/s, of {slowest.peer_id}), and exchange_timeout is {timeout:g} s:"
         " give it more time, or use a codec that takes fewer bytes"
     )
 

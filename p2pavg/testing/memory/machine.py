@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 
 import trio
 
 from p2pavg.net.transport import PeerId, StreamHandler
+
+UNSENT_BYTES = 64 * 1024
+"""Bytes that a machine with a limited link buffers before senders of more have to wait. Direct lanes ask real systems
+to buffer as little, and drop what they have not sent when a round begins anew."""
+SMALL_BYTES = 4 * 1024
+"""A smaller frame does not wait for room. Real links carry many connections side by side, and a message does not wait
+until another connection has sent all that it has."""
 
 
 class Machine:
@@ -37,6 +44,7 @@ class Machine:
         self.handlers: dict[str, StreamHandler] = {}
         self.has_left = False
         self._sending_until = 0.0
+        self._sending = trio.Lock()  # waiting senders take turns, frame by frame
         self._receiving_until = 0.0
         self._relaying_until = 0.0
         self._served: set[trio.CancelScope] = set()
@@ -53,6 +61,16 @@ class Machine:
         start = max(self._relaying_until, arrival)
         self._relaying_until = start + (size / self.relaying if self.relaying is not None else 0.0)
         return self._relaying_until
+
+    @asynccontextmanager
+    async def room_to_send(self, size: int) -> AsyncIterator[None]:
+        """Wait until a frame of ``size`` bytes may be sent, in the block."""
+        if self.bandwidth is None or size < SMALL_BYTES:
+            yield
+            return
+        async with self._sending:
+            await trio.sleep_until(self._sending_until - UNSENT_BYTES / self.bandwidth)
+            yield
 
     async def receive(self, size: int) -> None:
         """Wait until ``size`` bytes that are at this peer's link have come through it.

@@ -104,11 +104,13 @@ class MemoryStream(Stream):
         while self._window == 0:
             await self._changed.wait()
             self._check(None)
-        count = min(len(view), self._window, FRAME_BYTES)
-        self._window -= count
-        frame = bytes(view[:count])
-        self._end.tell(self._id, count, lambda stream: stream.hear_data(frame))
-        return count
+        async with self._end.machine.room_to_send(min(len(view), self._window, FRAME_BYTES)):
+            self._check(None)
+            count = min(len(view), self._window, FRAME_BYTES)
+            self._window -= count
+            frame = bytes(view[:count])
+            self._end.tell(self._id, count, lambda stream: stream.hear_data(frame))
+            return count
 
     async def receive_some(self, max_bytes: int) -> bytes:
         self._check(self._unreadable)

@@ -1,9 +1,9 @@
 """One session at the donor: it reads the joiner's requests, and sends what they ask for.
 
 The limits are the donor's own: a joiner has a bounded number of open requests, each request a bounded number of pieces,
-and each piece of :data:`SEND_BYTES` must have left within :data:`SEND_SECONDS`. Pieces are sent as they are held:
-no memory is taken for them here. Rounds have priority: while one needs the link, each piece waits for up to
-:data:`YIELD_SECONDS`.
+and each piece of :data:`SEND_BYTES` must have left within :data:`SEND_SECONDS`. A session has a copy of the one piece
+that it sends: otherwise a slow joiner would keep a whole snapshot in memory that its donor has dropped. Rounds have
+priority: while one needs the link, each piece waits for up to :data:`YIELD_SECONDS`.
 """
 
 from __future__ import annotations
@@ -222,7 +222,7 @@ class Session:
         for offered in self._source():
             piece = offered.holdings.piece(request.kind, request.blob_id, index)
             if piece is not None:
-                return memoryview(piece).cast("B"), offered
+                return memoryview(bytes(memoryview(piece).cast("B"))), offered
         return None
 
     async def _send_on_stream(

@@ -25,6 +25,7 @@ from p2pavg.group.roster import share_cutter
 from p2pavg.matchmaking.actions import Settings
 from p2pavg.matchmaking.matchmaker import Matchmaker
 from p2pavg.net.limits.rate import RateLimit
+from p2pavg.net.reach.reachability import Reachability
 from p2pavg.records.board import LOOK_SECONDS, Board
 from p2pavg.records.boards import Boards
 from p2pavg.records.run_entry import RunEntry
@@ -113,6 +114,11 @@ class DecentralizedAverager:
     def peer_id(self) -> str:
         """This peer's id."""
         return self._host.id
+
+    @property
+    def reachability(self) -> Reachability:
+        """What this peer knows of the ways in which others can reach it; ``reachability.sentence`` says it in words."""
+        return self._host.context.transport.reachability
 
     @property
     def addresses(self) -> list[str]:

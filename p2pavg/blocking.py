@@ -16,6 +16,8 @@ import trio
 
 from p2pavg.averager import DecentralizedAverager
 from p2pavg.config import AveragingConfig
+from p2pavg.net.reach.reachability import Reachability
+from p2pavg.net.relay.limits import DEFAULT_RELAY_MBPS
 from p2pavg.peer import DEFAULT_LISTEN, open_peer
 from p2pavg.records.board import LOOK_SECONDS, Board
 from p2pavg.result import RoundResult, Tensors
@@ -51,6 +53,11 @@ class Averager:
     def excluded(self) -> Mapping[str, str]:
         """See :attr:`p2pavg.DecentralizedAverager.excluded`."""
         return self._averager.excluded
+
+    @property
+    def reachability(self) -> Reachability:
+        """See :attr:`p2pavg.DecentralizedAverager.reachability`."""
+        return self._averager.reachability
 
     def declare(self, tensors: Given) -> None:
         """See :meth:`p2pavg.DecentralizedAverager.declare`."""
@@ -138,12 +145,15 @@ def open_averager(
     bootstrap: Sequence[str] = (),
     listen: Sequence[str] = DEFAULT_LISTEN,
     identity: str | os.PathLike[str] | None = None,
+    announce: Sequence[str] = (),
+    port_mapping: bool = True,
+    relay_mbps: float = DEFAULT_RELAY_MBPS,
 ) -> Iterator[Averager]:
     """Run a peer with one averager for as long as the block runs.
 
     Args:
         config: the run, and how to average in it.
-        bootstrap, listen, identity: see :func:`p2pavg.open_peer`.
+        bootstrap, listen, identity, announce, port_mapping, relay_mbps: see :func:`p2pavg.open_peer`.
 
     Raises:
         AddressError, ListenError, IdentityError, BootstrapError: as :func:`p2pavg.open_peer`.
@@ -151,7 +161,14 @@ def open_averager(
 
     async def live(give: Callable[[DecentralizedAverager], None], stop: trio.Event) -> None:
         async with (
-            open_peer(listen=listen, bootstrap=bootstrap, identity=identity) as peer,
+            open_peer(
+                listen=listen,
+                bootstrap=bootstrap,
+                identity=identity,
+                announce=announce,
+                port_mapping=port_mapping,
+                relay_mbps=relay_mbps,
+            ) as peer,
             peer.averager(config) as averager,
         ):
             give(averager)

@@ -28,6 +28,8 @@ from p2pavg.matchmaking.messages import PROTOCOL as MATCH_PROTOCOL
 from p2pavg.matchmaking.messages import Ask, Declined, Nudge, decode, encode
 from p2pavg.net.addresses import check_is_list, parse_peer_address
 from p2pavg.net.framing import receive_message, send_message
+from p2pavg.net.reach.options import checked_options
+from p2pavg.net.relay.limits import DEFAULT_RELAY_MBPS
 from p2pavg.net.transport import Stream, Transport
 from p2pavg.records.bandwidth import PROTOCOL as BANDWIDTH_PROTOCOL
 from p2pavg.records.bandwidth import BandwidthService
@@ -157,6 +159,8 @@ class Peer:
         await self.context.nursery.start(self.records.run)  # type: ignore[arg-type]  # trio-typing's stubs
         if bootstrap:
             await self.join(bootstrap)
+            # What is announced first should work: others would dial a useless address, or none, until the next renewal.
+            await self._transport.settle()
         self.context.nursery.start_soon(self.greeter.run)
 
     async def join(self, bootstrap: Sequence[str]) -> None:
@@ -280,6 +284,9 @@ async def open_peer(
     listen: Sequence[str] = DEFAULT_LISTEN,
     bootstrap: Sequence[str] = (),
     identity: str | os.PathLike[str] | None = None,
+    announce: Sequence[str] = (),
+    port_mapping: bool = True,
+    relay_mbps: float = DEFAULT_RELAY_MBPS,
 ) -> AsyncIterator[Peer]:
     """Open a peer that lives as long as the block.
 
@@ -288,9 +295,15 @@ async def open_peer(
         bootstrap: addresses of peers that are in the network, each ending in ``/p2p/<peer id>``; without any, this
             peer begins a new network.
         identity: the key file, made when missing; ``None`` takes a new identity that is not kept.
+        announce: addresses at which others can dial this peer, such as ``/ip4/203.0.113.7/tcp/4001`` for a forwarded
+            port or a cloud's outer address. They are announced without a check.
+        port_mapping: ask the router to forward the port, by UPnP or NAT-PMP.
+        relay_mbps: Mbit/s that this peer carries for peers which cannot be dialled, if it can be dialled itself; 0
+            relays nothing.
 
     Raises:
         AddressError, ListenError, IdentityError: the caller's addresses or key file; the message says what is wrong.
+        ConfigError: ``relay_mbps`` or ``port_mapping`` is out of range.
         BootstrapError: no bootstrap peer answered within 15 s.
     """
     # Here and not above: libp2p takes 0.4 s to import, and the simulation does without it.
@@ -298,12 +311,13 @@ async def open_peer(
 
     check_is_list("listen", listen)
     check_is_list("bootstrap", bootstrap)
+    options = checked_options(announce, port_mapping=port_mapping, relay_mbps=relay_mbps)
     seed = load_or_make_seed(identity)
     for text in bootstrap:
         parse_peer_address(text)
     with bare_exceptions():
         async with (
-            open_libp2p_transport(seed=seed, listen=listen) as transport,
+            open_libp2p_transport(seed=seed, listen=listen, options=options) as transport,
             peer_over(transport, Ed25519Signer(seed), bootstrap=bootstrap) as peer,
         ):
             yield peer

@@ -19,6 +19,7 @@ from p2pavg.membership.certificate import Role
 from p2pavg.membership.files import read_access, read_run_file
 from p2pavg.membership.membership import Membership
 from p2pavg.membership.run_file import RunFile
+from p2pavg.net.relay.limits import DEFAULT_RELAY_MBPS
 from p2pavg.peer import open_peer
 from p2pavg.records.identity import load_seed
 from p2pavg.records.invitations import PROTOCOL as INVITE_PROTOCOL
@@ -93,6 +94,9 @@ def run_peer(
     bootstrap: Sequence[str],
     identity: str | os.PathLike[str] | None,
     run_id: str | None,
+    announce: Sequence[str] = (),
+    port_mapping: bool = True,
+    relay_mbps: float = DEFAULT_RELAY_MBPS,
     member: RunMember | None = None,
     bandwidth: float | None = None,
     max_upload_mbps: float | None = None,
@@ -102,6 +106,7 @@ def run_peer(
 
     Args:
         run_id: id of the run that this peer helps, if any.
+        announce, port_mapping, relay_mbps: see :func:`p2pavg.open_peer`.
         member: this peer in a run that has an authority. It joins the network through the run file's addresses too.
         bandwidth: like the two limits, in Mbit/s; see :func:`p2pavg.round.auxiliary.assist`.
 
@@ -130,7 +135,14 @@ def run_peer(
     async def live() -> None:
         named = [*bootstrap, *(() if member is None else member.other_addresses)]
         async with (
-            open_peer(listen=listen, bootstrap=named, identity=identity) as peer,
+            open_peer(
+                listen=listen,
+                bootstrap=named,
+                identity=identity,
+                announce=announce,
+                port_mapping=port_mapping,
+                relay_mbps=relay_mbps,
+            ) as peer,
             trio.open_nursery() as nursery,
         ):
             if member is not None and member.delegate is not None:

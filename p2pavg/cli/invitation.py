@@ -27,6 +27,7 @@ from p2pavg.membership.membership import Membership
 from p2pavg.membership.run_file import MAX_EDITED_BYTES, RunFile
 from p2pavg.membership.tokens import Link, Token, certify, make_token, parse_link, token_key
 from p2pavg.net.addresses import parse_peer_address
+from p2pavg.net.reach.options import ONLY_ASKS
 from p2pavg.records.identity import load_or_make_seed, load_seed
 from p2pavg.records.invitations import Delegate, redeem
 from p2pavg.threads.exceptions import bare_exceptions
@@ -122,7 +123,7 @@ async def _redeem(link: Link, seed: bytes) -> tuple[RunFile, Certificate]:
     from p2pavg.net.libp2p.transport import open_libp2p_transport
 
     with bare_exceptions():
-        async with open_libp2p_transport(seed=seed, listen=[]) as transport:
+        async with open_libp2p_transport(seed=seed, listen=[], options=ONLY_ASKS) as transport:
             return await redeem(transport, link, now=time.time())
 
 

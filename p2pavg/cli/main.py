@@ -14,6 +14,7 @@ from p2pavg import __version__
 from p2pavg.cli.checkpoint import app as checkpoint_app
 from p2pavg.cli.run import app as run_app
 from p2pavg.errors import AddressError, ConfigError, P2PAvgError
+from p2pavg.net.relay.limits import DEFAULT_RELAY_MBPS
 
 app = typer.Typer(
     name="p2pavg",
@@ -98,6 +99,23 @@ def peer(
         float | None,
         typer.Option(metavar="MBIT/S", help="Receive no more than this in rounds. Without it, no limit."),
     ] = None,
+    announce: Annotated[
+        list[str],
+        typer.Option(
+            metavar="ADDR",
+            help="Address at which others can dial this peer, such as /ip4/203.0.113.7/tcp/4001 for a forwarded port. "
+            "Repeatable.",
+        ),
+    ] = [],  # noqa: B006
+    port_mapping: Annotated[
+        bool, typer.Option(help="Ask the router to forward the port, by UPnP or NAT-PMP.")
+    ] = True,
+    relay_mbps: Annotated[
+        float,
+        typer.Option(
+            metavar="MBIT/S", help="Carry this much for peers that cannot be dialled; 0 for nothing."
+        ),
+    ] = DEFAULT_RELAY_MBPS,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log every decision.")] = False,
 ) -> None:
     """Run a peer until Ctrl-C or SIGTERM: keep the network's records and, with --run-id, help a run's rounds.
@@ -112,6 +130,9 @@ def peer(
         listen=listen,
         bootstrap=bootstrap,
         identity=identity,
+        announce=announce,
+        port_mapping=port_mapping,
+        relay_mbps=relay_mbps,
         run_id=run_id,
         member=member,
         bandwidth=bandwidth,

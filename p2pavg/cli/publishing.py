@@ -15,6 +15,7 @@ from p2pavg.membership.certificate import SERIAL_BYTES, Role, issue
 from p2pavg.membership.files import read_revocations_file
 from p2pavg.membership.membership import Membership
 from p2pavg.membership.revocation import RevocationList
+from p2pavg.net.reach.options import ONLY_ASKS
 from p2pavg.peer import peer_over
 from p2pavg.records.identity import SEED_BYTES
 from p2pavg.records.revocations import spread
@@ -75,7 +76,7 @@ async def _publish(authority: Authority, newest: RevocationList, addresses: Sequ
         authority=authority.run.authority, secret=authority.run.secret, certificate=certificate.data
     )
     async with (
-        open_libp2p_transport(seed=seed, listen=["/ip4/0.0.0.0/tcp/0"]) as transport,
+        open_libp2p_transport(seed=seed, listen=["/ip4/0.0.0.0/tcp/0"], options=ONLY_ASKS) as transport,
         peer_over(transport, signer, bootstrap=addresses) as peer,
     ):
         membership = Membership(access, peer.id)

@@ -60,9 +60,11 @@ class GaveUp:
 
 @dataclass(frozen=True, slots=True)
 class Renew:
-    """Begin a new attempt with a new deadline: the deadline of this one is long over."""
+    """Begin a new attempt: the deadline of this one is long over, or this peer is reached in another way now."""
 
     reason: str
+    deadline: float | None = None
+    """Deadline of the new attempt (wall clock, seconds); ``None``: a whole match timeout from now."""
 
 
 @dataclass(frozen=True, slots=True)

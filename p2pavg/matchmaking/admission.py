@@ -8,6 +8,7 @@ from p2pavg.matchmaking.attempt_state import AttemptState, Phase
 from p2pavg.matchmaking.known_peers import plausible
 from p2pavg.matchmaking.messages import Declined
 from p2pavg.matchmaking.own_group import OwnGroup
+from p2pavg.matchmaking.places import why_put_off
 from p2pavg.matchmaking.roster_check import not_admitted
 
 
@@ -37,6 +38,8 @@ def refusal(state: AttemptState, group: OwnGroup, candidate: Candidate, now: flo
         return Declined("a roster is being agreed", taken=taken)
     if not _has_room(state, group, candidate):
         return Declined("the group is full", taken=taken)
+    if (why := why_put_off(state, group, candidate, now)) is not None:
+        return Declined(why, taken=taken)
     return None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import socket
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import psutil
 from multiaddr import Multiaddr
@@ -14,6 +15,7 @@ from p2pavg_dht import PeerIdError, public_key_of
 
 MAX_ADDRESS_CHARS = 256
 EXAMPLE = "/ip4/203.0.113.7/tcp/4001"
+CIRCUIT = "/p2p-circuit"
 
 
 def parse_listen_address(text: str) -> Multiaddr:
@@ -31,12 +33,56 @@ def parse_listen_address(text: str) -> Multiaddr:
     return address
 
 
-def parse_peer_address(text: str) -> tuple[Multiaddr, str]:
-    """Parse an address to dial. Return it with the peer id at its end.
+@dataclass(frozen=True, slots=True)
+class CircuitAddress:
+    """The address of a peer behind a relay: ``<address of the relay>/p2p-circuit/p2p/<peer id>``."""
+
+    relay_address: str
+    """The address at which the relay is dialled; it ends in the relay's id."""
+    relay: str
+    """The relay's peer id."""
+    target: str
+    """The id of the peer behind the relay."""
+
+    def __str__(self) -> str:
+        return f"{self.relay_address}{CIRCUIT}/p2p/{self.target}"
+
+
+def is_circuit(text: str) -> bool:
+    """Return whether an address leads through a relay. The text may be no valid address."""
+    return CIRCUIT in text
+
+
+def parse_circuit_address(text: str) -> CircuitAddress:
+    """Parse an address that leads through one relay.
 
     Raises:
         AddressError: the text is not such an address; the message says what is wrong with it.
     """
+    _parse(text, f"{EXAMPLE}/p2p/RELAY_ID{CIRCUIT}/p2p/PEER_ID")
+    before, found, after = text.partition(f"{CIRCUIT}/p2p/")
+    if not found or "/" in after:
+        raise AddressError(f"address {text!r} is not of the form {EXAMPLE}/p2p/RELAY_ID{CIRCUIT}/p2p/PEER_ID")
+    _, relay = _parse_direct(before)
+    _check_peer_id(text, after)
+    if relay == after:
+        raise AddressError(f"address {text!r} names one peer as relay and as the peer behind it")
+    return CircuitAddress(before, relay, after)
+
+
+def parse_peer_address(text: str) -> tuple[Multiaddr, str]:
+    """Parse an address to dial, direct or through a relay. Return it with the peer id at its end.
+
+    Raises:
+        AddressError: the text is not such an address; the message says what is wrong with it.
+    """
+    if isinstance(text, str) and is_circuit(text):
+        circuit = parse_circuit_address(text)
+        return _parse(text), circuit.target
+    return _parse_direct(text)
+
+
+def _parse_direct(text: str) -> tuple[Multiaddr, str]:
     address = _parse(text, f"{EXAMPLE}/p2p/PEER_ID")
     names = [protocol.name for protocol in address.protocols()]
     if (
@@ -46,11 +92,15 @@ def parse_peer_address(text: str) -> tuple[Multiaddr, str]:
     ):
         raise AddressError(f"peer address {text!r} is not of the form {EXAMPLE}/p2p/PEER_ID")
     peer_id = str(address.value_for_protocol("p2p"))
+    _check_peer_id(text, peer_id)
+    return address, peer_id
+
+
+def _check_peer_id(text: str, peer_id: str) -> None:
     try:
         public_key_of(peer_id)
     except PeerIdError as error:
         raise AddressError(f"peer address {text!r}: {error}") from None
-    return address, peer_id
 
 
 def parse_address_of(peer_id: str, text: str) -> Multiaddr:

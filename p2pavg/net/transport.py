@@ -10,6 +10,7 @@ import abc
 from collections.abc import Awaitable, Callable, Sequence
 
 from p2pavg.errors import UnreachableError
+from p2pavg.net.reach.reachability import NOT_ASKED, Reachability
 
 Buffer = bytes | bytearray | memoryview
 
@@ -27,7 +28,11 @@ class Stream(abc.ABC):
     remote: PeerId
     """The authenticated id of the peer at the other end."""
     remote_host: str = ""
-    """The IP address of the other end; empty if it is not known."""
+    """The IP address of the other end; that of the relay if :attr:`relayed`; empty if it is not known."""
+    remote_port: int = 0
+    """The port of the other end of the connection; 0 if it is not known."""
+    relayed: bool = False
+    """True if the bytes travel through a relay."""
 
     def hold(self, count: int) -> None:  # noqa: B027 - a network that counts no memory is complete
         """Note how many bytes of an unfinished message were read from this stream and are held in memory."""
@@ -59,6 +64,19 @@ class Stream(abc.ABC):
     @abc.abstractmethod
     async def reset(self) -> None:
         """Drop the stream in both directions at once. Never raises; bounded in time; works under cancellation."""
+
+    def end_alone(self) -> None:  # noqa: B027 - a network whose streams have no connections is complete
+        """Let a write that stalls end this stream only, and not its connection.
+
+        It is for circuits: there, the peer that reads nothing may be another one than :attr:`remote`.
+        """
+
+    async def wait_closed(self) -> None:  # noqa: B027 - a network that loses nothing on its way is complete
+        """Wait, after :meth:`aclose`, until the other side has closed its half too. Never raises; bounded in time."""
+
+    async def reset_connection(self) -> None:
+        """Drop the connection below the stream, with everything on it. Never raises; bounded in time."""
+        await self.reset()
 
 
 StreamHandler = Callable[[Stream], Awaitable[None]]
@@ -157,6 +175,14 @@ class Transport(abc.ABC):
     @abc.abstractmethod
     def addresses(self) -> tuple[str, ...]:
         """The addresses at which other peers can dial this one; each ends in ``/p2p/<peer id>``."""
+
+    @property
+    def reachability(self) -> Reachability:
+        """What this peer knows of the ways in which others can reach it."""
+        return NOT_ASKED
+
+    async def settle(self) -> None:  # noqa: B027 - a network without routers is complete
+        """Wait until this peer knows how others reach it, for a few seconds at most."""
 
     @abc.abstractmethod
     def serve(self, protocol: str, handler: StreamHandler) -> None:

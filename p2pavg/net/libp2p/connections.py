@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+import socket
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import cast
 
 import trio
+from libp2p.abc import INetConn
 from libp2p.network.connection.swarm_connection import SwarmConn
 from libp2p.network.exceptions import SwarmException
 from libp2p.peer.id import ID
 from multiaddr import Multiaddr
 
-from p2pavg.errors import RefusedError, UnreachableError
+from p2pavg.errors import AddressError, RefusedError, UnreachableError
+from p2pavg.net.addresses import CircuitAddress, is_circuit, parse_circuit_address
+from p2pavg.net.libp2p.carriers import Carrier, RelayedStream, punched_stream
 from p2pavg.net.libp2p.errors import error_text, is_refusal
 from p2pavg.net.libp2p.guarded_swarm import GuardedSwarm
 from p2pavg.net.libp2p.guarded_yamux import GuardedYamux
@@ -20,9 +25,15 @@ from p2pavg.net.libp2p.host import Places
 from p2pavg.net.limits.admission import Arrival, Standing
 from p2pavg.net.limits.dial_gate import DialGate
 from p2pavg.net.limits.memory_budget import MemoryBudget
-from p2pavg.net.transport import PeerId
+from p2pavg.net.transport import PeerId, Stream
+
+logger = logging.getLogger(__name__)
 
 CLOSE_SECONDS = 1.0
+ADOPT_SECONDS = 8.0  # handshakes over a circuit: four round trips of at most a second each, twice
+
+OpenCircuit = Callable[[CircuitAddress], Awaitable[Stream]]
+"""Opens a circuit. Raises UnreachableError."""
 
 
 class Connections:
@@ -31,15 +42,24 @@ class Connections:
     Args:
         nursery: the nursery of the transport.
         places: the limits of connections, and the known peers.
-        on_new: called when there is one more connection.
+        on_new: called with each new connection.
+        open_circuit: opens a stream that a relay joins with one to the peer behind it.
     """
 
     def __init__(
-        self, swarm: GuardedSwarm, nursery: trio.Nursery, places: Places, on_new: Callable[[], None]
+        self,
+        swarm: GuardedSwarm,
+        nursery: trio.Nursery,
+        places: Places,
+        on_new: Callable[[GuardedYamux], None],
+        open_circuit: OpenCircuit,
     ) -> None:
         self._swarm = swarm
         self._nursery = nursery
         self._on_new = on_new
+        self.on_lost: Callable[[], None] = lambda: None
+        """A function that is called when a connection has ended."""
+        self._open_circuit = open_circuit
         self._acquaintances = places.acquaintances
         self.entrance = places.entrance
         self.gate = DialGate(places.acquaintances)
@@ -60,7 +80,7 @@ class Connections:
 
     def _admit(self, muxed: GuardedYamux) -> None:
         """Find a place for a new connection. Raises NoPlaceError."""
-        arrival, peer_id = muxed.tcp_stream.arrival, str(muxed.peer_id)
+        arrival, peer_id = muxed.carrier.arrival, str(muxed.peer_id)
         if arrival is not None:
             self.entrance.admit(arrival, peer_id)
         else:
@@ -72,12 +92,14 @@ class Connections:
     def _connected(self, connection: SwarmConn) -> None:
         """Remember at which host the peer of a new connection is."""
         muxed = cast(GuardedYamux, connection.muxed_conn)
-        self._acquaintances.met(str(muxed.peer_id), muxed.remote_host)
-        self._on_new()
+        if not muxed.relay:
+            self._acquaintances.met(str(muxed.peer_id), muxed.remote_host)
+        self._on_new(muxed)
 
     def _ended(self, muxed: GuardedYamux) -> None:
         if (arrival := self._arrivals.pop(muxed, None)) is not None:
             self.entrance.left(arrival)
+        self.on_lost()
 
     # -- dialling
 
@@ -92,6 +114,9 @@ class Connections:
             RefusedError: the operating system at the other end refused, at a host where we have met the peer.
             UnreachableError: any other failure; the message holds the reason of each IP address.
         """
+        if is_circuit(text):
+            await self._dial_through_relay(peer_id, text)
+            return
         candidates = await self.gate.candidates(peer_id, text)
         reasons = [] if candidates else [f"{text} resolves to no IP address"]
         refused = bool(candidates)  # a refusal is taken as proof that the peer's process has ended
@@ -104,6 +129,73 @@ class Connections:
                 reasons.append(error_text(error))
                 refused &= is_refusal(error) and self._has_met(peer_id, address)
         raise (RefusedError if refused else UnreachableError)("; ".join(reasons))
+
+    async def _dial_through_relay(self, peer_id: PeerId, text: str) -> None:
+        circuit = parse_circuit_address(text)
+        if circuit.target != peer_id:
+            raise AddressError(f"{text!r} is not an address of {peer_id}")
+        if circuit.relay == str(self._swarm.get_peer_id()):
+            raise UnreachableError("this peer is the relay itself, and is not connected to the peer")
+        stream = await self._open_circuit(circuit)
+        await self.adopt(RelayedStream(stream), peer_id, initiator=True)
+
+    async def adopt(
+        self,
+        carrier: Carrier,
+        peer_id: PeerId,
+        *,
+        initiator: bool,
+        started: Callable[[], None] | None = None,
+    ) -> None:
+        """Make a connection over a circuit or a punched socket; see :meth:`GuardedSwarm.adopt`.
+
+        Raises:
+            UnreachableError: the handshake failed, another peer is there, or there is no place for the connection.
+        """
+        identity = ID.from_string(peer_id)
+        try:
+            if initiator:
+                with trio.fail_after(ADOPT_SECONDS):
+                    await self._swarm.adopt(carrier, identity, initiator=True, started=started)
+                return
+            with self.entrance.arriving(carrier.remote_endpoint[0]) as arrival:
+                self.entrance.admission.speaks(arrival)
+                carrier.arrival = arrival
+                await self._swarm.adopt(carrier, identity, initiator=False, started=started)
+        except (SwarmException, trio.TooSlowError) as error:
+            raise UnreachableError(f"no connection was made: {error_text(error)}") from None
+
+    async def adopt_socket(self, plain: socket.socket, peer_id: PeerId, *, initiator: bool) -> None:
+        """Make a connection over a connected socket, which this call takes over. It returns when the connection works.
+
+        Raises:
+            UnreachableError: as :meth:`adopt`.
+        """
+        carrier = punched_stream(plain)
+        if initiator:
+            await self.adopt(carrier, peer_id, initiator=True)
+            return
+        outcome = _Outcome()
+        self._nursery.start_soon(self._host_punched, carrier, peer_id, outcome)
+        try:
+            await outcome.known.wait()
+        except trio.Cancelled:
+            with trio.CancelScope(shield=True, deadline=trio.current_time() + CLOSE_SECONDS):
+                await carrier.close()
+            raise
+        if outcome.reason:
+            raise UnreachableError(outcome.reason)
+
+    async def _host_punched(self, carrier: Carrier, peer_id: PeerId, outcome: _Outcome) -> None:
+        try:
+            await self.adopt(carrier, peer_id, initiator=False, started=outcome.known.set)
+        except UnreachableError as error:
+            outcome.reason = str(error)
+        except Exception as error:  # a bug, or an error of libp2p that has no common type
+            logger.exception("a punched connection of %s is dropped", peer_id)
+            outcome.reason = error_text(error)
+        finally:
+            outcome.known.set()
 
     def _has_met(self, peer_id: PeerId, address: Multiaddr) -> bool:
         """Return whether the peer was met at that host.
@@ -123,14 +215,39 @@ class Connections:
         )
 
     def dialled_addresses(self, peer_id: PeerId) -> list[str]:
-        """Return the remote addresses of the open connections that this process has dialled."""
+        """Return the remote addresses of the open direct connections that this process has dialled.
+
+        A punched connection has none: the port at its other end accepts no other connection.
+        """
+        return [
+            text
+            for muxed in self.of(peer_id)
+            if muxed.is_initiator and muxed.socket is not None and not muxed.punched
+            for text in _address_of(muxed.socket, peer_id)
+        ]
+
+    def of(self, peer_id: PeerId) -> list[GuardedYamux]:
+        """Return the open connections to a peer."""
         found = self._swarm.get_connections(ID.from_string(peer_id))
-        muxed = [cast(GuardedYamux, connection.muxed_conn) for connection in found]
-        return [text for each in muxed if each.is_initiator for text in _address_of(each.socket, peer_id)]
+        return [cast(GuardedYamux, each.muxed_conn) for each in found if not each.is_closed]
+
+    def best_of(self, peer_id: PeerId) -> list[GuardedYamux]:
+        """Return the open connections of which one carries the next stream to a peer: the direct ones, if any."""
+        found = self.of(peer_id)
+        return [muxed for muxed in found if not muxed.relay] or found
+
+    def all(self) -> list[GuardedYamux]:
+        """Return every open connection."""
+        return [
+            cast(GuardedYamux, found.muxed_conn)
+            for found in self._swarm.get_connections()
+            if not found.is_closed
+        ]
 
     def sockets(self) -> list[trio.socket.SocketType]:
-        """Return the socket of every connection."""
-        return [cast(GuardedYamux, found.muxed_conn).socket for found in self._swarm.get_connections()]
+        """Return the socket of every direct connection."""
+        found = [cast(GuardedYamux, found.muxed_conn).socket for found in self._swarm.get_connections()]
+        return [opened for opened in found if opened is not None]
 
     async def disconnect(self, peer_id: PeerId) -> None:
         """Close every connection to a peer, politely at first."""
@@ -144,13 +261,35 @@ class Connections:
             await cast(GuardedYamux, connection.muxed_conn).abort()
 
     async def close_all(self) -> None:
-        """Close every connection, all at once: libp2p closes one after another and sleeps 0.2 s for each."""
-        async with trio.open_nursery() as nursery:
-            nursery.cancel_scope.deadline = trio.current_time() + CLOSE_SECONDS
-            for connection in self._swarm.get_connections():
-                nursery.start_soon(connection.close)
+        """Close every connection, those through relays first, because they need the connections to the relays.
+
+        Those of one kind are closed at once: libp2p closes one after another and sleeps 0.2 s for each.
+        """
+        found = self._swarm.get_connections()
+        relayed = [each for each in found if cast(GuardedYamux, each.muxed_conn).relay]
+        for some in (relayed, found):
+            async with trio.open_nursery() as nursery:
+                nursery.cancel_scope.deadline = trio.current_time() + CLOSE_SECONDS
+                for connection in some:
+                    nursery.start_soon(_close_delivered, connection)
         for connection in self._swarm.get_connections():
             await cast(GuardedYamux, connection.muxed_conn).abort()
+
+
+class _Outcome:
+    """The outcome of a handshake that another task does."""
+
+    def __init__(self) -> None:
+        self.known = trio.Event()
+        self.reason = ""
+
+
+async def _close_delivered(connection: INetConn) -> None:
+    """Close a connection. What was written through a relay is lost if the connection to the relay closes too soon."""
+    carrier = cast(GuardedYamux, connection.muxed_conn).carrier
+    await connection.close()
+    if isinstance(carrier, RelayedStream):
+        await carrier.wait_delivered()
 
 
 def _address_of(opened: trio.socket.SocketType, peer_id: PeerId) -> list[str]:

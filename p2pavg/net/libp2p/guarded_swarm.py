@@ -6,7 +6,9 @@ import logging
 from collections.abc import Callable
 from typing import Any, cast
 
-from libp2p.abc import IMuxedConn, ISecureConn
+import trio
+from libp2p.abc import IMuxedConn, INetConn, ISecureConn
+from libp2p.connection_types import ConnectionType
 from libp2p.io.abc import ReadWriteCloser
 from libp2p.network.auto_connector import AutoConnector
 from libp2p.network.connection.raw_connection import RawConnection
@@ -15,11 +17,16 @@ from libp2p.network.exceptions import SwarmException
 from libp2p.network.swarm import Swarm
 from libp2p.peer.id import ID
 from libp2p.stream_muxer.muxer_multistream import MuxerMultistream
+from multiaddr import Multiaddr
 
+from p2pavg.net.libp2p.carriers import Carrier
 from p2pavg.net.libp2p.guarded_yamux import GuardedYamux
 from p2pavg.net.limits.entrance import NoPlaceError
 
 logger = logging.getLogger(__name__)
+
+# libp2p only logs the address of a connection that it did not accept itself.
+_NO_ADDRESS = Multiaddr("/ip4/0.0.0.0/tcp/0")
 
 
 class GuardedMuxerMultistream(MuxerMultistream):
@@ -63,6 +70,9 @@ class GuardedSwarm(Swarm):
 
     async def add_conn(self, muxed_conn: IMuxedConn, direction: str = "unknown") -> SwarmConn:
         assert isinstance(muxed_conn, GuardedYamux)
+        expected = muxed_conn.carrier.expected
+        if expected and expected != str(muxed_conn.peer_id):
+            raise SwarmException(f"{muxed_conn.peer_id} is there instead of {expected}")
         try:
             self.admit(muxed_conn)
         except NoPlaceError as error:
@@ -74,6 +84,55 @@ class GuardedSwarm(Swarm):
             raise
         self.on_connection(connection)
         return connection
+
+    async def adopt(
+        self, carrier: Carrier, peer_id: ID, *, initiator: bool, started: Callable[[], None] | None = None
+    ) -> None:
+        """Make a connection over a carrier that exists: a circuit, or a socket of a punched hole.
+
+        The initiator's call returns when the connection is in the swarm. The other side's call lives as long as the
+        connection, as the task of a listener does.
+
+        Args:
+            peer_id: the peer that must be at the other end.
+            started: called when the connection is in the swarm.
+
+        Raises:
+            SwarmException: the handshake failed, another peer is there, or there is no place.
+        """
+        carrier.expected = str(peer_id)
+        raw = RawConnection(carrier, initiator, _type_of(carrier))
+        muxed: IMuxedConn | None = None
+        try:
+            if initiator:
+                await self.upgrade_outbound_raw_conn(raw, peer_id)
+            else:
+                muxed = await self.upgrade_inbound_raw_conn(raw, _NO_ADDRESS)
+        except BaseException as error:
+            with trio.CancelScope(shield=True, deadline=trio.current_time() + 1.0):
+                await carrier.close()
+            if isinstance(error, SwarmException) or not isinstance(error, Exception):
+                raise
+            # The bytes of a handshake are the relay's or a stranger's, and so it may fail in any way.
+            raise SwarmException(f"the handshake with {peer_id} failed") from error
+        if started is not None:
+            started()
+        if isinstance(muxed, GuardedYamux):
+            try:
+                await muxed.event_closed.wait()
+            finally:
+                await muxed.abort()
+
+    def _best_connection(self, connections: list[INetConn]) -> INetConn:
+        """Return the oldest direct connection, or else the oldest relayed one.
+
+        A peer that has changed its network leaves connections behind that look alive. So the host of the newest
+        connection counts, and older connections to other hosts come last.
+        """
+        muxed = {found: cast(GuardedYamux, found.muxed_conn) for found in connections}
+        preferred = [found for found in connections if not muxed[found].relay] or connections
+        host = muxed[preferred[-1]].remote_host
+        return next(found for found in preferred if muxed[found].remote_host == host)
 
     def remove_conn(self, swarm_conn: SwarmConn) -> None:
         super().remove_conn(swarm_conn)
@@ -97,3 +156,7 @@ class GuardedSwarm(Swarm):
             await muxed.event_closed.wait()
         finally:
             await muxed.abort()
+
+
+def _type_of(carrier: Carrier) -> ConnectionType:
+    return ConnectionType.RELAYED if carrier.relay else ConnectionType.DIRECT

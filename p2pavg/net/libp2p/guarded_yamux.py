@@ -13,6 +13,7 @@ from libp2p.network.connection.exceptions import RawConnError
 from libp2p.stream_muxer.exceptions import MuxedStreamError
 from libp2p.stream_muxer.yamux.yamux import Yamux, YamuxStream
 
+from p2pavg.net.libp2p.carriers import Carrier
 from p2pavg.net.libp2p.patient_stream import PatientStream
 from p2pavg.net.libp2p.speed import ReadAheadStream
 
@@ -172,25 +173,44 @@ class GuardedYamux(Yamux):
             logger.exception("a stream of %s was not reset", self.peer_id)
 
     @property
-    def tcp_stream(self) -> ReadAheadStream:
-        """The TCP stream below Noise and its buffers."""
+    def carrier(self) -> Carrier:
+        """The stream below Noise and its buffers."""
         found: Any = self.secured_conn
-        return cast(ReadAheadStream, found.conn.read_writer.read_write_closer.stream)
+        return cast(Carrier, found.conn.read_writer.read_write_closer.stream)
 
     @property
-    def socket(self) -> trio.socket.SocketType:
-        """The TCP socket of the connection."""
-        return self.tcp_stream.stream.socket
+    def relay(self) -> str:
+        """The id of the relay through which the connection leads; empty if it is direct."""
+        return self.carrier.relay
+
+    @property
+    def punched(self) -> bool:
+        """True if the connection was made by hole punching."""
+        return self.carrier.punched
+
+    @property
+    def socket(self) -> trio.socket.SocketType | None:
+        """The TCP socket of the connection; ``None`` if it leads through a relay."""
+        carrier = self.carrier
+        return carrier.stream.socket if isinstance(carrier, ReadAheadStream) else None
 
     @cached_property
+    def remote_endpoint(self) -> tuple[str, int]:
+        """The IP address and port of the other end, cached; empty and 0 if the connection had ended before.
+
+        Through a relay, the relay's address and port 0.
+        """
+        return self.carrier.remote_endpoint
+
+    @property
     def remote_host(self) -> str:
-        """The IP address of the other end, cached; empty if the connection had ended before the first use."""
-        try:
-            return str(self.socket.getpeername()[0])
-        except OSError:
-            return ""
+        """The IP address of the other end, or of the relay; empty if the connection had ended before."""
+        return self.remote_endpoint[0]
 
     async def abort(self) -> None:
-        """Close the TCP socket at once. ``close()`` would send a frame first, and wait for a stuck writer."""
+        """Close the TCP socket or the circuit at once.
+
+        ``close()`` would send a frame first, and wait for a stuck writer.
+        """
         with trio.CancelScope(shield=True, deadline=trio.current_time() + 1.0):
             await self.secured_conn.close()

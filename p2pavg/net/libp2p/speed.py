@@ -103,6 +103,26 @@ class ReadAheadStream(TrioTCPStream):
     _ahead_lock: EagerLock
     arrival: Arrival | None = None
     """The place of an inbound connection among the others; ``None`` for an outbound connection."""
+    expected: str = ""
+    """The only peer that may be at the other end; empty if any peer may."""
+    relay: str = ""
+    """The relay through which the bytes travel: none."""
+    punched: bool = False
+    """True if the connection was made by hole punching."""
+
+    @property
+    def remote_host(self) -> str:
+        """The IP address of the other end; empty if the connection has ended."""
+        return self.remote_endpoint[0]
+
+    @property
+    def remote_endpoint(self) -> tuple[str, int]:
+        """The IP address and port of the other end; empty and 0 if the connection has ended."""
+        try:
+            host, port, *_ = self.stream.socket.getpeername()
+        except OSError:
+            return "", 0
+        return str(host), int(port)
 
     async def look_ahead(self, count: int) -> bytes:
         """Return the first ``count`` bytes without consuming them; fewer if the stream ends before."""

@@ -57,22 +57,33 @@ from libp2p.tools.anyio_service import background_trio_service
 from multiaddr import Multiaddr
 
 from p2pavg.errors import AddressError, ListenError, UnreachableError
-from p2pavg.net.addresses import parse_listen_address, parse_peer_address, with_peer_id
-from p2pavg.net.dialling import Dialler
+from p2pavg.net.addresses import (
+    CircuitAddress,
+    is_circuit,
+    parse_circuit_address,
+    parse_listen_address,
+    parse_peer_address,
+)
+from p2pavg.net.dialling import Dialler, timed_out
 from p2pavg.net.lanes.acceptor import Doorway
 from p2pavg.net.lanes.pool import LaneKeeper
 from p2pavg.net.libp2p.connections import CLOSE_SECONDS, Connections
 from p2pavg.net.libp2p.errors import is_of_the_network
 from p2pavg.net.libp2p.guarded_swarm import GuardedSwarm
+from p2pavg.net.libp2p.guarded_yamux import GuardedYamux
 from p2pavg.net.libp2p.guards import GuardedHost, install
 from p2pavg.net.libp2p.host import Places, new_host
 from p2pavg.net.libp2p.lifetime import Lifetime
-from p2pavg.net.libp2p.listening import check_free, host_of, listeners_of, reachable_addresses
+from p2pavg.net.libp2p.listening import check_free, endpoints_of, host_of, listeners_of
 from p2pavg.net.libp2p.opening import StreamOpener
+from p2pavg.net.libp2p.reaching import Reaching
 from p2pavg.net.libp2p.sniffing import SniffingTCP, accept_more_at_once
 from p2pavg.net.libp2p.speed import install as install_speed
 from p2pavg.net.libp2p.stream import Libp2pStream
 from p2pavg.net.limits.admission import ConnectionLimits
+from p2pavg.net.reach.options import ReachOptions
+from p2pavg.net.reach.reachability import Reachability
+from p2pavg.net.relay.circuits import open_circuit
 from p2pavg.net.transport import DirectLane, DirectLaneHandler, PeerId, Stream, StreamHandler, Transport
 from p2pavg.threads.exceptions import bare_exceptions
 
@@ -89,24 +100,56 @@ class Libp2pTransport(Transport):
         tcp: SniffingTCP,
         nursery: trio.Nursery,
         places: Places,
+        options: ReachOptions,
     ) -> None:
         self._host = host
         self._swarm = swarm
         self._tcp = tcp
         self._lifetime = Lifetime(nursery)
         self.peer_id = str(host.get_id())
-        self._addresses: tuple[str, ...] = ()
-        self._connections = Connections(swarm, nursery, places, lambda: self._dialler.something_changed())
+        self._listens = False
+        self._connections = Connections(swarm, nursery, places, self._connected, self._open_circuit)
         self._dialler = Dialler(nursery, self.is_connected, self._connections.dial)
         self._opener = StreamOpener(host, self._connections, self._lifetime)
         doorway = Doorway(self.peer_id, self._connections.gate)
         tcp.on_tls = doorway.accept
-        self._lanes = LaneKeeper(self, nursery, doorway, self._connections.dialled_addresses, places.lanes)
+        self._reaching = Reaching(self, self._connections, nursery, options, listened=self._listened)
+        self._connections.on_lost = self._reaching.lost
+        tcp.on_whoami = self._reaching.whoami.answer
+        self._lanes = LaneKeeper(
+            self,
+            nursery,
+            doorway,
+            self._connections.dialled_addresses,
+            places.lanes,
+            self._reaching.puncher,
+        )
         _transports.add(self)
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        return self._addresses
+        return self._reaching.addresses
+
+    @property
+    def reachability(self) -> Reachability:
+        return self._reaching.reachability
+
+    async def settle(self) -> None:
+        await self._reaching.settle()
+
+    def _listened(self) -> list[tuple[str, int]]:
+        return endpoints_of(self._swarm) if self._listens else []
+
+    def path_to(self, peer_id: PeerId) -> str:
+        """Return how streams to a peer travel now: ``direct``, ``punched``, ``relayed``, or empty if not at all."""
+        return self._reaching.path_to(peer_id)
+
+    def _connected(self, muxed: GuardedYamux) -> None:
+        self._dialler.something_changed()
+        self._reaching.connected(muxed)
+
+    async def _open_circuit(self, address: CircuitAddress) -> Stream:
+        return await open_circuit(self, address)
 
     def remember_peer(self, peer_id: PeerId, *, companion: bool = False) -> None:
         self._connections.remember(peer_id, companion=companion)
@@ -132,7 +175,8 @@ class Libp2pTransport(Transport):
         if peer_id == self.peer_id:
             raise AddressError(f"{address} is this peer itself")
         self._lifetime.check()
-        self._connections.gate.told_by_user(address)
+        dialled = parse_circuit_address(address).relay_address if is_circuit(address) else address
+        self._connections.gate.told_by_user(dialled)
         self.remember_peer(peer_id, companion=True)
         with trio.move_on_after(timeout):
             await self._dialler.connect(peer_id, [address])
@@ -149,10 +193,11 @@ class Libp2pTransport(Transport):
         wait_inbound: bool = False,
     ) -> Stream:
         self._lifetime.check()
+        failed: list[str] = []
         with trio.move_on_after(timeout):
-            await self._dialler.connect(peer_id, addresses, wait_inbound=wait_inbound)
+            await self._dialler.connect(peer_id, addresses, wait_inbound=wait_inbound, failed=failed)
             return await self._opener.open(peer_id, protocol)
-        raise UnreachableError(f"no stream to {peer_id} within {timeout:.1f} s")
+        raise timed_out(f"stream to {peer_id}", timeout, failed)
 
     def is_connected(self, peer_id: PeerId) -> bool:
         return self._connections.is_connected(peer_id)
@@ -191,7 +236,8 @@ class Libp2pTransport(Transport):
             self._connections.gate.listens_at(host_of(address))
         for listener in listeners_of(self._swarm):
             accept_more_at_once(listener)
-        self._addresses = with_peer_id(reachable_addresses(self._swarm), self.peer_id)
+        self._listens = True
+        self._reaching.start()
 
     async def _close(self) -> None:
         self._lanes.close()
@@ -202,7 +248,11 @@ class Libp2pTransport(Transport):
 
 @asynccontextmanager
 async def open_libp2p_transport(
-    *, seed: bytes, listen: Sequence[str], limits: ConnectionLimits | None = None
+    *,
+    seed: bytes,
+    listen: Sequence[str],
+    limits: ConnectionLimits | None = None,
+    options: ReachOptions | None = None,
 ) -> AsyncIterator[Libp2pTransport]:
     """Listen on ``listen`` and connect to other peers for as long as the block runs.
 
@@ -210,6 +260,7 @@ async def open_libp2p_transport(
         seed: the 32 bytes of an Ed25519 private key.
         listen: addresses such as ``/ip4/0.0.0.0/tcp/0``; an empty list makes a peer that only dials.
         limits: the limits of connections, which are reduced if the operating system lets this process open few files.
+        options: how the peer is reached, and what it does for others.
 
     Raises:
         AddressError: a text in ``listen`` is not an address to listen on.
@@ -225,7 +276,7 @@ async def open_libp2p_transport(
     host, swarm = new_host(seed, tcp)
     with bare_exceptions():
         async with background_trio_service(swarm), trio.open_nursery() as nursery:
-            transport = Libp2pTransport(host, swarm, tcp, nursery, places)
+            transport = Libp2pTransport(host, swarm, tcp, nursery, places, options or ReachOptions())
             try:
                 await transport._listen(wanted)
                 yield transport

@@ -102,6 +102,15 @@ class DialPolicy:
         return ""
 
 
+def is_private(host: str) -> bool:
+    """Return whether an address stands for different machines in different networks; true for texts that are none.
+
+    Loopback and link-local addresses count as private. Addresses for documentation do not: test laboratories use them.
+    """
+    address = parse_host(host)
+    return address is None or address.is_loopback or address.is_link_local or _is_in(address, _LOCAL)
+
+
 def _is_in(address: Address, networks: Iterable[Network]) -> bool:
     return any(address.version == network.version and address in network for network in networks)
 

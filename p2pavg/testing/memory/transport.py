@@ -10,7 +10,7 @@ import trio
 
 from p2pavg.errors import AddressError, ClosedError, RefusedError, UnreachableError
 from p2pavg.net.addresses import parse_address_of, parse_peer_address, with_peer_id
-from p2pavg.net.dialling import Dialler
+from p2pavg.net.dialling import Dialler, timed_out
 from p2pavg.net.transport import PeerId, Stream, StreamHandler, Transport
 from p2pavg.testing.memory.connection import End, Wire
 from p2pavg.testing.memory.links import Links
@@ -79,8 +79,9 @@ class MemoryTransport(Transport):
         wait_inbound: bool = False,
     ) -> Stream:
         self._check_open()
+        failed: list[str] = []
         with trio.move_on_after(timeout):
-            await self._dialler.connect(peer_id, addresses, wait_inbound=wait_inbound)
+            await self._dialler.connect(peer_id, addresses, wait_inbound=wait_inbound, failed=failed)
             stream = self._ends[peer_id][0].open_stream(protocol)
             try:
                 await stream.until_opened()
@@ -88,7 +89,7 @@ class MemoryTransport(Transport):
                 await stream.reset()
                 raise
             return stream
-        raise UnreachableError(f"no stream to {peer_id} within {timeout:.1f} s")
+        raise timed_out(f"stream to {peer_id}", timeout, failed)
 
     def is_connected(self, peer_id: PeerId) -> bool:
         return peer_id in self._ends

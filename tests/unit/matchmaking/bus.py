@@ -9,6 +9,7 @@ from functools import partial
 
 from p2pavg.group.candidate import Candidate, ready_key, sign_candidate
 from p2pavg.group.participation import Participation, observers
+from p2pavg.group.reach import Reach
 from p2pavg.group.roster import Roster, share_cutter
 from p2pavg.matchmaking.actions import (
     Actions,
@@ -54,6 +55,7 @@ def candidate(
     state: bytes = b"",
     tags: tuple[str, ...] = (),
     addresses: tuple[str, ...] | None = None,
+    reach: Reach = Reach.DIALABLE,
 ) -> Candidate:
     return sign_candidate(
         SIGNERS[index],
@@ -67,6 +69,7 @@ def candidate(
         addresses=(f"/ip4/10.0.0.{index}/tcp/1",) if addresses is None else addresses,
         state=state,
         tags=tags,
+        reach=reach,
     )
 
 
@@ -124,6 +127,7 @@ class Bus:
         tags: tuple[str, ...] = (),
         rule: Participation | None = None,
         addresses: tuple[str, ...] | None = None,
+        reach: Reach = Reach.DIALABLE,
     ) -> Attempt:
         deadline = self.now + (3000.0 if auxiliary else MATCH_TIMEOUT)
         me = candidate(
@@ -134,6 +138,7 @@ class Bus:
             state=state,
             tags=tags,
             addresses=addresses,
+            reach=reach,
         )
         how = settings(target, minimum, rule)
         if auxiliary:
@@ -151,6 +156,7 @@ class Bus:
             tags=tags,
             rule=rule,
             addresses=addresses,
+            reach=reach,
         )
         self.attempts[me.peer_id] = attempt
         self.history.append(attempt)

@@ -1,0 +1,72 @@
+"""What can carry a connection of libp2p: a TCP socket, or a stream through a relay."""
+
+from __future__ import annotations
+
+import socket
+
+import trio
+from libp2p.io.abc import ReadWriteCloser
+from libp2p.io.exceptions import ConnectionClosedError
+from libp2p.io.trio import TrioTCPStream
+
+from p2pavg.errors import ClosedError, StreamBrokenError
+from p2pavg.net.libp2p.speed import ReadAheadStream
+from p2pavg.net.limits.admission import Arrival
+from p2pavg.net.transport import PeerId, Stream
+
+_READ_BYTES = 64 * 1024
+
+
+class RelayedStream(ReadWriteCloser):
+    """A stream through a relay, in the shape in which libp2p carries a connection over it.
+
+    Closing it delivers what was written before, as TCP does, and then the relay ends the circuit. An end that reads
+    nothing costs the circuit, and not this peer's connection to the relay.
+    """
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
+        stream.end_alone()
+        self.relay: PeerId = stream.remote
+        self.remote_endpoint = (stream.remote_host, 0)
+        """The relay's IP address: a circuit counts against the relay's host, since the peer's is not known."""
+        self.arrival: Arrival | None = None
+        self.punched = False
+        self.expected = ""
+
+    async def read(self, n: int | None = None) -> bytes:
+        if n == 0:
+            return b""
+        try:
+            return await self._stream.receive_some(_READ_BYTES if n is None else n)
+        except StreamBrokenError as error:
+            raise ConnectionClosedError(f"the circuit broke: {error}", transport="circuit") from error
+        except ClosedError:  # by this process, as libp2p expects it of a closed socket
+            return b""
+
+    async def write(self, data: bytes) -> None:
+        try:
+            await self._stream.send_all(data)
+        except (StreamBrokenError, ClosedError) as error:
+            raise ConnectionClosedError(f"the circuit broke: {error}", transport="circuit") from error
+
+    async def close(self) -> None:
+        await self._stream.aclose()
+
+    async def wait_delivered(self) -> None:
+        """Wait, after :meth:`close`, until the relay has passed on what was written. Bounded in time."""
+        await self._stream.wait_closed()
+
+    def get_remote_address(self) -> tuple[str, int] | None:
+        return None
+
+
+def punched_stream(plain: socket.socket) -> ReadAheadStream:
+    """Return a carrier over a connected socket of a punched hole, which it takes over."""
+    stream = ReadAheadStream.of(TrioTCPStream(trio.SocketStream(trio.socket.from_stdlib_socket(plain))))
+    stream.punched = True
+    return stream
+
+
+Carrier = ReadAheadStream | RelayedStream
+"""What carries a connection: a socket or a circuit."""

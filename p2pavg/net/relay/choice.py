@@ -1,0 +1,94 @@
+"""The choice of relays, by a peer that cannot be dialled. No I/O, no clock, no random source."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+from p2pavg.net.limits.dial_policy import is_private
+from p2pavg.net.limits.sources import parse_host, prefix_of
+
+RELAYS_WANTED = 2
+"""A peer stays reachable when one of its relays leaves."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A peer that was dialled, and so may be a relay."""
+
+    peer_id: str
+    host: str
+
+
+def choose_relays(
+    me: str,
+    candidates: Sequence[Candidate],
+    held: Collection[str],
+    avoided_until: Mapping[str, float],
+    now: float,
+    wanted: int = RELAYS_WANTED,
+) -> tuple[str, ...]:
+    """Return the peers to ask for a reservation now.
+
+    Relays in different networks come first, because one attacker or one fault rarely has both. Among equals, the order
+    depends on both peers' ids, so that the peers of a run spread over its relays without talking about it.
+
+    Args:
+        me: this peer's id.
+        candidates: peers that this one has dialled, at the hosts where it reached them.
+        held: relays at which this peer has a reservation, or is asking for one.
+        avoided_until: when a peer that has refused or failed may be asked again.
+        now: seconds of the same clock.
+        wanted: how many relays this peer shall have.
+    """
+    missing = wanted - len(held)
+    hosts = {candidate.peer_id: candidate.host for candidate in candidates}
+    used = {prefix_of(hosts[peer_id]) for peer_id in held if peer_id in hosts}
+    free = sorted(
+        (
+            candidate
+            for candidate in candidates
+            if candidate.peer_id not in held and avoided_until.get(candidate.peer_id, now) <= now
+        ),
+        key=lambda candidate: _distance(me, candidate.peer_id),
+    )
+    chosen: list[str] = []
+    while free and len(chosen) < missing:
+        best = next((other for other in free if prefix_of(other.host) not in used), free[0])
+        free.remove(best)
+        used.add(prefix_of(best.host))
+        chosen.append(best.peer_id)
+    return tuple(chosen)
+
+
+def addresses_of_relay(relay: str, reached: Sequence[str], named: Sequence[str]) -> tuple[str, ...]:
+    """Return the addresses of a relay that a peer behind it announces, or nothing if it has not dialled the relay.
+
+    The address at which the peer has dialled the relay has proved to work, and it is the relay's. What the relay names
+    may be the address of a third party, to which all peers that look for this one would connect. So it counts only for
+    a relay in the same private network, whose address there means nothing to peers elsewhere; and then only the first.
+
+    Args:
+        relay: the relay's id.
+        reached: the addresses at which the peer has dialled the relay.
+        named: valid addresses that the relay names as its own.
+    """
+    proved = tuple(reached[:1])
+    if not proved or not is_private(_host_of(proved[0])):
+        return proved
+    elsewhere = (
+        text
+        for text in named
+        if text.endswith(f"/p2p/{relay}") and parse_host(_host_of(text)) and not is_private(_host_of(text))
+    )
+    return (*proved, *islice(elsewhere, 1))
+
+
+def _host_of(address: str) -> str:
+    return address.split("/")[2]
+
+
+def _distance(one: str, other: str) -> bytes:
+    return hashlib.sha256(f"{one} {other}".encode()).digest()

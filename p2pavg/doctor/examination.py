@@ -11,7 +11,7 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -20,6 +20,7 @@ import trio
 from p2pavg import __version__
 from p2pavg.doctor.findings import OPTIONAL, ORDER, Finding, in_order, not_known
 from p2pavg.doctor.probes import addresses, files, machine, network, ports
+from p2pavg.doctor.probes import run as run_probes
 from p2pavg.doctor.rules import files as file_rules
 from p2pavg.doctor.rules import machine as machine_rules
 from p2pavg.doctor.rules import network as network_rules
@@ -41,11 +42,12 @@ TOTAL_SECONDS = 24.0
 """Timeout of everything; the program's start and end take some more."""
 GPU_SECONDS = 15.0
 JOIN_SECONDS = 4.0
-CLOCK_SECONDS = 3.5
-RUN_SECONDS = 5.0
+CLOCK_SECONDS = 3.25
+RUN_SECONDS = 4.0
+PEERS_SECONDS = 3.0
 REACH_SECONDS = 10.0
 """Time to learn the reachability, from joining the network on: a dial that a router drops takes half of it."""
-BANDWIDTH_SECONDS = 6.0
+BANDWIDTH_SECONDS = 4.5
 _EXCHANGE_SECONDS = 60.0  # AveragingConfig's exchange_timeout
 
 
@@ -228,24 +230,32 @@ class _Examination:
             await peer.join(reached)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._check, "firewall", REACH_SECONDS + 1.0, reach)
-            await self._check("clock", CLOCK_SECONDS, partial(self._compare_clocks, peer))
+            with trio.move_on_after(CLOCK_SECONDS):
+                await network.ask_clocks(peer, self._clock.wall_clock, self._note_clocks)
             if facts.run_id is not None:
                 await self._check("run", RUN_SECONDS, partial(self._read_run, peer, facts.run_id))
+                await self._reach_members(peer)
             await self._check("bandwidth", BANDWIDTH_SECONDS, partial(self._judge_bandwidth, peer))
 
-    async def _compare_clocks(self, peer: Peer) -> list[Finding]:
-        self._facts.heard = await network.ask_clocks(peer, self._clock.wall_clock)
-        self._clock.error = clock_error(self._facts.heard)
-        return []
+    def _note_clocks(self, heard: tuple[Heard, ...]) -> None:
+        self._facts.heard = heard
+        self._clock.error = clock_error(heard)
 
     async def _read_run(self, peer: Peer, run_id: str) -> list[Finding]:
-        reader = network.RunReader(peer, run_id, self._facts.file, self._clock.now)
+        reader = run_probes.RunReader(peer, run_id, self._facts.file, self._clock.now)
         try:
             self._facts.run = await reader.read()
         finally:  # the list of revoked certificates is read first
             if reader.revocations is not None:
                 self._facts.revoked = reader.revocations.serials
         return []
+
+    async def _reach_members(self, peer: Peer) -> None:
+        facts = self._facts
+        if facts.run is not None:
+            with trio.move_on_after(PEERS_SECONDS):
+                found = await run_probes.unreached(peer.context.transport, facts.run.ready, facts.key)
+                facts.run = replace(facts.run, unreached=found)
 
     async def _judge_reach(self, peer: Peer, *, listens: bool) -> list[Finding]:
         facts, own_hosts = self._facts, machine.own_hosts()

@@ -410,6 +410,15 @@ class TestChanges:
         assert world.text("8.7.6.5") in world.knowledge.addresses
         assert world.text(OUTER) not in world.knowledge.addresses
 
+    def test_all_peers_are_asked_again_when_one_sees_another_address(self) -> None:
+        world = World(peers=[A, B])
+        world.settle()
+        first, second = [q for q in world.knowledge.questions(20.0) if isinstance(q, AskLook)]
+        world.knowledge.heard(20.0, first, OUTER)
+        assert not world.knowledge.questions(20.0)
+        world.knowledge.heard(20.0, second, "8.7.6.5")
+        assert first in world.knowledge.questions(20.0)
+
     def test_one_new_observation_outweighs_connections_that_died(self) -> None:
         world = World(peers=[A, B, C])
         world.settle()

@@ -29,6 +29,7 @@ from p2pavg.doctor.rules import versions
 from p2pavg.doctor.rules.network import Answer, Dialled, Port, PortState
 from p2pavg.errors import ListenError
 from p2pavg.membership.run_file import RunFile
+from p2pavg.net.reach.options import ReachOptions
 from p2pavg.net.transport import Transport
 from p2pavg.peer import Peer, peer_over
 from p2pavg.records.hello import Heard, clock_error
@@ -61,6 +62,7 @@ class Options:
     run_id: str | None = None
     run: Path | None = None
     certificate: Path | None = None
+    port_mapping: bool = True
 
 
 @dataclass(slots=True)
@@ -195,7 +197,8 @@ class _Examination:
         free = [port.address for port in facts.ports if port.state is PortState.FREE]
         seed = secrets.token_bytes(SEED_BYTES)
         async with AsyncExitStack() as stack:
-            transport = await _listening(stack, seed, free)
+            reach = ReachOptions(port_mapping=facts.options.port_mapping, relay_limits=None)
+            transport = await _listening(stack, seed, free, reach)
             await self._dial(transport)
             # Its clock is corrected as soon as others have told theirs: otherwise all records look expired.
             opened = peer_over(transport, Ed25519Signer(seed), wall_clock=self._clock.now)
@@ -284,12 +287,16 @@ class _Examination:
             self._findings.append(not_known(name, f"no answer within {seconds:.0f} s"))
 
 
-async def _listening(stack: AsyncExitStack, seed: bytes, listen: Sequence[str]) -> Transport:
+async def _listening(
+    stack: AsyncExitStack, seed: bytes, listen: Sequence[str], reach: ReachOptions
+) -> Transport:
     """Open a transport that listens, or one that does not listen if a port was taken just now."""
     from p2pavg.net.libp2p.transport import open_libp2p_transport  # libp2p takes 0.4 s to import
 
     try:
-        return await stack.enter_async_context(open_libp2p_transport(seed=seed, listen=listen))
+        opened = open_libp2p_transport(seed=seed, listen=listen, options=reach)
+        return await stack.enter_async_context(opened)
     except ListenError as error:
         logger.info("the doctor does not listen: %s", error)
-        return await stack.enter_async_context(open_libp2p_transport(seed=seed, listen=()))
+        opened = open_libp2p_transport(seed=seed, listen=(), options=reach)
+        return await stack.enter_async_context(opened)

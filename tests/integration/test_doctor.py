@@ -217,6 +217,13 @@ class TestAddresses:
         told = doctor("--bootstrap", f"{address}/{SOME_PEER}").only("bootstrap")
         assert f"another peer is there: {found}, not {SOME_PEER}" in told
 
+    def test_a_relay_without_the_peer(self, scene: Scene, doctor: Doctor) -> None:
+        told = doctor("--bootstrap", f"{scene.addresses['one']}/p2p-circuit/p2p/{SOME_PEER}").only(
+            "bootstrap"
+        )
+        assert "the relay at 127.0.0.1 port" in told
+        assert f"leads to no peer {SOME_PEER}" in told
+
     @pytest.mark.parametrize(
         ("words", "cause"),
         [

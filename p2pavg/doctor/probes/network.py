@@ -12,6 +12,7 @@ from p2pavg.doctor.rules.run import Measured
 from p2pavg.errors import ClosedError, RemoteProtocolError, StreamBrokenError, UnreachableError
 from p2pavg.evidence.messages import PROTOCOL as EVIDENCE_PROTOCOL
 from p2pavg.matchmaking.messages import PROTOCOL as MATCH_PROTOCOL
+from p2pavg.net.reach.reachability import NOT_KNOWN_YET, Kind, Reachability
 from p2pavg.net.transport import Stream, Transport
 from p2pavg.peer import Peer
 from p2pavg.records.bandwidth import PROTOCOL as BANDWIDTH_PROTOCOL
@@ -62,23 +63,17 @@ async def ask_clocks(
 # ------------------------------------------------------------------ reachability and bandwidth
 
 
-async def wait_for_reach(transport: Transport, seconds: float) -> Reach | None:
-    """Return the reachability as soon as it is known, or what is known of it after ``seconds``."""
+async def wait_for_reach(transport: Transport, seconds: float) -> Reach:
+    """Return the reachability as soon as dials of other peers have shown it, or what is known after ``seconds``."""
     with trio.move_on_after(seconds):
-        while not _is_known(_reach_of(transport)):  # noqa: ASYNC110 - a transport does not tell of changes
+        while not _is_shown(transport.reachability):  # noqa: ASYNC110 - a transport does not tell of changes
             await trio.sleep(POLL_SECONDS)
-    return _reach_of(transport)
+    found = transport.reachability
+    return Reach(kind=str(found.kind), sentence=found.sentence, outer_hosts=found.outer_hosts)
 
 
-def _is_known(reach: Reach | None) -> bool:
-    return reach is not None and reach.kind != "unknown"
-
-
-def _reach_of(transport: Transport) -> Reach | None:
-    found = getattr(transport, "reachability", None)
-    if found is None:
-        return None
-    return Reach(kind=str(found.kind), sentence=found.sentence, outer_hosts=tuple(found.outer_hosts))
+def _is_shown(found: Reachability) -> bool:
+    return found.kind is not Kind.UNKNOWN and not found.sentence.startswith(NOT_KNOWN_YET)
 
 
 async def measure_some(peer: Peer, members: Collection[str]) -> list[Measured]:

@@ -30,7 +30,7 @@ A question is open from :meth:`Knowledge.questions` until :meth:`Knowledge.heard
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -105,7 +105,7 @@ class Knowledge:
         for changed in (self._facts.mapping, mapping) if mapping != self._facts.mapping else ():
             if changed is not None:
                 self._facts.dial_backs.forget_port(changed.port)
-                self._agenda.withdraw(_is_dial_back_of(changed.port))
+                self._agenda.ignore_answers(_is_dial_back_of(changed.port))
         self._facts.mapping = mapping
 
     def relayed_by(self, relays: Sequence[str], circuits: Sequence[str]) -> None:
@@ -155,7 +155,7 @@ class Knowledge:
     def _moved(self, version: int) -> None:
         """Forget what was learned of the network before, except for the newest observations."""
         self._facts.probes[version].forget()
-        self._agenda.withdraw(lambda _: True)
+        self._agenda.withdraw()
         self._forget_other_hosts()
         self.network += 1
 
@@ -166,12 +166,16 @@ class Knowledge:
 
     def questions(self, now: float) -> list[Question]:
         """Return the questions to ask now. Each stays open until its end is told with :meth:`heard`."""
-        found: list[Question] = [*self._looks(now)]
+        found = self._begun(self._looks(now))
         if not self._announce:
             for version in VERSIONS:
                 for endpoint in self._facts.endpoints(version):
-                    found += self._dial_backs(now, endpoint)
-                found += self._probes(now, version)
+                    found += self._begun(self._dial_backs(now, endpoint))
+                found += self._begun(self._probes(now, version))
+        return found
+
+    def _begun(self, questions: Iterable[Question]) -> list[Question]:
+        found = list(questions)
         for question in found:
             self._agenda.begin(question)
         return found
@@ -193,11 +197,19 @@ class Knowledge:
         else:
             return []
         under_way = self._agenda.count(
-            lambda open_one: isinstance(open_one, AskDialBack) and (open_one.host, open_one.port) == endpoint
+            lambda one: isinstance(one, AskDialBack) and (one.host, one.port) == endpoint
         )
         questions = [AskDialBack(peer=peer, host=host, port=port, reason=reason) for peer in peers]
-        may_ask = [question for question in questions if self._agenda.may_ask(now, question)]
+        may_ask = [
+            question
+            for question in questions
+            if self._agenda.may_ask(now, question) and not self._is_dialling(question.peer)
+        ]
         return may_ask[: max(0, ENOUGH - under_way)]
+
+    def _is_dialling(self, peer: Neighbour) -> bool:
+        """Return whether a peer is dialling this one back: it dials one port at a time."""
+        return self._agenda.is_busy(lambda one: isinstance(one, AskDialBack) and one.peer == peer)
 
     def _probes(self, now: float, version: int) -> list[AskWhoami]:
         """Return the next probe, one at a time: the first one's local port is used for the others."""
@@ -205,7 +217,7 @@ class Knowledge:
         again = now >= probes.again_at
         if not view.routed or self._facts.working(version) or (probes.settled and not again):
             return []
-        if self._agenda.count(lambda open_one: _is_probe(open_one, version)):
+        if self._agenda.is_busy(lambda one: _is_probe(one, version)):
             return []
         for peer in self._facts.askable:
             if not peer.port or version_of(peer.host) != version or peer.host in view.hosts:

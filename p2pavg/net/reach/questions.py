@@ -60,18 +60,27 @@ class Agenda:
     """The questions that are open, and the moments before which others are not asked again."""
 
     def __init__(self) -> None:
-        self._open: set[Question] = set()
+        self._open: dict[Question, Question] = {}
+        self._void: set[Question] = set()
+        """Open questions whose answers do not count any more."""
         self._not_before: dict[Question, float] = {}
 
     def begin(self, question: Question) -> None:
         """Note that a question is being asked."""
-        self._open.add(question)
+        self._open[question] = question
 
     def end(self, now: float, question: Question, *, answered: bool) -> bool:
-        """Note the end of a question. Return false if it was withdrawn meanwhile, so that its answer does not count."""
-        if question not in self._open:
+        """Note the end of a question. Return false if its answer does not count any more.
+
+        Args:
+            question: the object with which it began. An equal one may have begun after it was withdrawn.
+        """
+        if self._open.get(question) is not question:
             return False
-        self._open.discard(question)
+        del self._open[question]
+        if question in self._void:
+            self._void.discard(question)
+            return False
         self._not_before[question] = now + (LOOK_SECONDS if answered else RETRY_SECONDS)
         return True
 
@@ -80,13 +89,23 @@ class Agenda:
         return question not in self._open and now >= self._not_before.get(question, now)
 
     def count(self, is_one: Callable[[Question], bool]) -> int:
-        """Return how many open questions are of a kind."""
-        return sum(map(is_one, self._open))
+        """Return how many open questions of a kind have answers that count."""
+        return sum(is_one(question) for question in self._open if question not in self._void)
 
-    def withdraw(self, is_one: Callable[[Question], bool]) -> None:
-        """Forget questions of a kind: an open one's answer does not count, and all may be asked at once."""
-        self._open = {question for question in self._open if not is_one(question)}
+    def is_busy(self, is_one: Callable[[Question], bool]) -> bool:
+        """Return whether a question of a kind is open, even if its answer does not count."""
+        return any(map(is_one, self._open))
+
+    def ignore_answers(self, is_one: Callable[[Question], bool]) -> None:
+        """Let the answers to open questions of a kind not count. They are asked again when they have ended."""
+        self._void.update(filter(is_one, self._open))
         self.hurry(is_one)
+
+    def withdraw(self) -> None:
+        """Forget all questions. They may be asked again at once: the old ones were asked in another network."""
+        self._open.clear()
+        self._void.clear()
+        self._not_before.clear()
 
     def hurry(self, is_one: Callable[[Question], bool]) -> None:
         """Let questions of a kind be asked again at once."""

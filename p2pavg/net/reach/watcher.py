@@ -105,7 +105,7 @@ class ReachWatcher:
         self._mapping: trio.CancelScope | None = None
         self._knowledge = Knowledge(transport.peer_id, announce)
         self._told: tuple[Reachability, tuple[str, ...], bool] = (NOT_ASKED, (), False)
-        self._awaited: dict[PeerId, tuple[Neighbour, trio.Event]] = {}
+        self._awaited: dict[PeerId, _DialBack] = {}
         self._woken = trio.Event()
         self._alone_since: float | None = None
 
@@ -139,9 +139,9 @@ class ReachWatcher:
 
     def inbound(self, peer_id: PeerId, host: str) -> None:
         """Note a new inbound connection of a peer, from a host, at a listening port."""
-        neighbour, seen = self._awaited.get(peer_id, (None, None))
-        if neighbour is not None and seen is not None and prefix_of(neighbour.host) == prefix_of(host):
-            seen.set()
+        awaited = self._awaited.get(peer_id)
+        if awaited is not None and awaited.network == prefix_of(host):
+            awaited.seen.set()
 
     async def run(self) -> None:
         """Find out and tell changes until cancelled."""
@@ -213,19 +213,21 @@ class ReachWatcher:
             UnreachableError: it gave no valid answer.
         """
         peer = question.peer
-        if peer.peer_id in self._awaited:
-            return None
-        seen = trio.Event()
-        self._awaited[peer.peer_id] = (peer, seen)
+        while (
+            peer.peer_id in self._awaited
+        ):  # a dial-back that was asked for in the network before; it ends soon
+            await self._awaited[peer.peer_id].ended.wait()
+        awaited = self._awaited[peer.peer_id] = _DialBack(prefix_of(peer.host))
         try:
             answer = await ask_dial_back(self._transport, peer.peer_id, question.port)
             if answer.outcome is Outcome.REACHED:
                 with trio.move_on_after(INBOUND_SECONDS):
-                    await seen.wait()
+                    await awaited.seen.wait()
         finally:
             del self._awaited[peer.peer_id]
+            awaited.ended.set()
         logger.debug("%s dialled port %d: %s %s", peer.peer_id, question.port, answer.outcome, answer.reason)
-        if seen.is_set():
+        if awaited.seen.is_set():
             return True
         return False if answer.outcome is Outcome.FAILED else None
 
@@ -258,6 +260,19 @@ class ReachWatcher:
 
     def _has_public_host(self) -> bool:
         return any(not is_private(host) and ":" not in host for host in self._hosts())
+
+
+class _DialBack:
+    """A dial-back that a peer was asked for.
+
+    Args:
+        network: the peer's, from which its connection has to come.
+    """
+
+    def __init__(self, network: str) -> None:
+        self.network = network
+        self.seen = trio.Event()
+        self.ended = trio.Event()
 
 
 async def _probe(question: AskWhoami) -> Probe:

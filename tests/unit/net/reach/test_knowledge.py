@@ -123,6 +123,31 @@ class TestKinds:
         world.settle()
         assert world.knowledge.reachability.sentence == "port 4001 is mapped by NAT-PMP"
 
+    def test_mapping_is_tried_by_peers_that_are_not_dialling_already(self) -> None:
+        world = World(peers=[A, B, C, D])
+        for look in world.knowledge.questions(0.0):
+            world.knowledge.heard(0.0, look, OUTER)
+        dialled = [q for q in world.knowledge.questions(0.0) if isinstance(q, AskDialBack)]
+        for port, mapped in ((PORT, PORT), (PORT, 4777)):
+            world.knowledge.mapped(Mapped(port=mapped, protocol="UPnP"))
+            again = [q for q in world.knowledge.questions(0.0) if isinstance(q, AskDialBack)]
+            assert {q.peer for q in dialled}.isdisjoint(q.peer for q in again)
+            assert all(q.port in (port, mapped) for q in again)
+
+    def test_failure_from_before_a_mapping_does_not_count(self) -> None:
+        world = World(peers=[A, B])
+        for look in world.knowledge.questions(0.0):
+            world.knowledge.heard(0.0, look, OUTER)
+        before = [q for q in world.knowledge.questions(0.0) if isinstance(q, AskDialBack)]
+        world.knowledge.mapped(Mapped(port=PORT, protocol="UPnP"))
+        world.dialable = {(OUTER, PORT)}
+        assert not [q for q in world.knowledge.questions(1.0) if isinstance(q, AskDialBack)]
+        for question in before:
+            world.knowledge.heard(5.0, question, False)
+        world.now = 5.0
+        world.settle()
+        assert world.kind() is Kind.MAPPED
+
     def test_mapping_that_leads_nowhere_is_not_announced(self) -> None:
         world = World()  # behind a second router, of the provider
         world.knowledge.mapped(Mapped(port=4777, protocol="UPnP", host="100.64.1.1"))
@@ -356,6 +381,15 @@ class TestQuestions:
             world.knowledge.heard(0.0, looks[0], OUTER)
             assert any(isinstance(question, AskWhoami) for question in world.knowledge.questions(0.0))
 
+    def test_a_peer_is_asked_for_one_dial_back_at_a_time(self) -> None:
+        world = World(peers=[A], ports=(PORT, 4002))
+        for look in world.knowledge.questions(0.0):
+            world.knowledge.heard(0.0, look, OUTER)
+        (first,) = [q for q in world.knowledge.questions(0.0) if isinstance(q, AskDialBack)]
+        world.knowledge.heard(0.0, first, False)
+        (second,) = [q for q in world.knowledge.questions(0.0) if isinstance(q, AskDialBack)]
+        assert (first.port, second.port) == (PORT, 4002)
+
     def test_open_questions_are_not_asked_again(self) -> None:
         world = World()
         assert world.knowledge.questions(0.0)
@@ -420,11 +454,14 @@ class TestChanges:
 
     def test_answer_from_before_the_move_is_ignored(self) -> None:
         world = World(peers=[A])
-        questions = world.knowledge.questions(0.0)
+        (old,) = world.knowledge.questions(0.0)
         world.interfaces = [LOOPBACK, "10.7.0.9"]
         world.tell()
-        world.knowledge.heard(0.0, questions[0], OUTER)
-        assert world.knowledge.reachability.outer_hosts == ()
+        (new,) = world.knowledge.questions(0.0)
+        world.knowledge.heard(0.0, old, OUTER)
+        assert not world.knowledge.behind_router
+        world.knowledge.heard(0.0, new, OUTER)
+        assert world.knowledge.reachability.outer_hosts == (OUTER,)
 
     def test_new_outer_address_is_noticed_within_thirty_seconds(self) -> None:
         world = World(dialable={(OUTER, PORT)})

@@ -55,6 +55,8 @@ class Stage:
         self.relays: tuple[list[str], list[str]] = ([], [])
         self.liars: set[str] = set()
         """Peers that say that they have dialled, and have not."""
+        self.dropped = False
+        """True if dials are dropped without an answer."""
         self.mapper: FakeMapper | None = None
         self.watcher: ReachWatcher
 
@@ -77,6 +79,8 @@ class Stage:
             assert (peer_id, host) == (ME.peer_id, self.outer)
             if dialler in self.liars:
                 return
+            if self.dropped:
+                await trio.sleep_forever()
             if (host, port) not in self.dialable:
                 raise UnreachableError("refused")
             self.watcher.inbound(dialler, HOSTS[dialler])
@@ -203,6 +207,17 @@ class TestFindingOut:
             await trio.sleep(2 * LOOK_AGAIN_SECONDS)
             assert found.reachability.outer_hosts == ("8.7.6.5",)
             assert not found.reachability.dialable
+
+    async def test_dial_backs_after_a_move_wait_for_those_before(self, autojump_clock: MockClock) -> None:
+        def drops(found: Stage) -> None:
+            found.dropped = True
+
+        async with stage(drops) as found:
+            await trio.sleep(4.0)  # the peers are dialling the old address
+            found.hosts, found.outer, found.dropped = ["10.0.0.9"], "8.7.6.5", False
+            found.dialable.add(("8.7.6.5", PORT))
+            await trio.sleep(20.0)
+            assert found.reachability.kind is Kind.PUBLIC
 
     async def test_nothing_is_told_while_nothing_changes(self, autojump_clock: MockClock) -> None:
         async with stage(lambda found: found.dialable.add((OUTER, PORT))) as found:

@@ -106,11 +106,11 @@ class Averager:
         state: bytes = b"",
         observe: bool = False,
         group_size: int | None = None,
+        contributors: int = 0,
     ) -> RoundResult:
         """See :meth:`p2pavg.DecentralizedAverager.step`. Ctrl-C ends the waiting, not the round."""
-        return self._thread.call(
-            partial(self._averager.step, wait=wait, state=state, observe=observe, group_size=group_size)
-        )
+        step = partial(self._averager.step, wait=wait, state=state, observe=observe)
+        return self._thread.call(partial(step, group_size=group_size, contributors=contributors))
 
     def cancel_matchmaking(self, reason: str) -> bool:
         """See :meth:`p2pavg.DecentralizedAverager.cancel_matchmaking`."""

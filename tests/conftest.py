@@ -32,6 +32,7 @@ PROCESSES = (
         "test_cli",
         "test_demo",
         "test_doctor",
+        "test_port_mapping",
         "test_readme",
         "test_starts",
     ),

@@ -173,12 +173,18 @@ def doctor(
     certificate: Annotated[
         Path | None, typer.Option(metavar="FILE", help="The peer's certificate in the run of --run.")
     ] = None,
+    port_mapping: Annotated[
+        bool,
+        typer.Option(
+            "--port-mapping/--no-port-mapping", help="Ask the router to forward the port for a moment."
+        ),
+    ] = True,
     json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log every decision.")] = False,
 ) -> None:
     """Find out why a peer does not meet others: check machine, files, network and run, and name cause and remedy.
 
-    It takes less than 30 s, and changes nothing. The exit code is 1 if a fault was found.
+    It takes less than 30 s, and changes nothing that lasts. The exit code is 1 if a fault was found.
     """
     from p2pavg.cli import doctor as work
     from p2pavg.doctor.examination import Options
@@ -190,6 +196,7 @@ def doctor(
         run_id=run_id,
         run=run,
         certificate=certificate,
+        port_mapping=port_mapping,
     )
     try:
         work.check(options)

@@ -11,7 +11,7 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -20,6 +20,7 @@ import trio
 from p2pavg import __version__
 from p2pavg.doctor.findings import OPTIONAL, ORDER, Finding, in_order, not_known
 from p2pavg.doctor.probes import addresses, files, machine, network, ports
+from p2pavg.doctor.probes import run as run_probes
 from p2pavg.doctor.rules import files as file_rules
 from p2pavg.doctor.rules import machine as machine_rules
 from p2pavg.doctor.rules import network as network_rules
@@ -28,6 +29,7 @@ from p2pavg.doctor.rules import versions
 from p2pavg.doctor.rules.network import Answer, Dialled, Port, PortState
 from p2pavg.errors import ListenError
 from p2pavg.membership.run_file import RunFile
+from p2pavg.net.reach.options import ReachOptions
 from p2pavg.net.transport import Transport
 from p2pavg.peer import Peer, peer_over
 from p2pavg.records.hello import Heard, clock_error
@@ -41,11 +43,12 @@ TOTAL_SECONDS = 24.0
 """Timeout of everything; the program's start and end take some more."""
 GPU_SECONDS = 15.0
 JOIN_SECONDS = 4.0
-CLOCK_SECONDS = 3.5
-RUN_SECONDS = 5.0
+CLOCK_SECONDS = 3.25
+RUN_SECONDS = 4.0
+PEERS_SECONDS = 3.0
 REACH_SECONDS = 10.0
 """Time to learn the reachability, from joining the network on: a dial that a router drops takes half of it."""
-BANDWIDTH_SECONDS = 6.0
+BANDWIDTH_SECONDS = 4.5
 _EXCHANGE_SECONDS = 60.0  # AveragingConfig's exchange_timeout
 
 
@@ -59,6 +62,7 @@ class Options:
     run_id: str | None = None
     run: Path | None = None
     certificate: Path | None = None
+    port_mapping: bool = True
 
 
 @dataclass(slots=True)
@@ -193,7 +197,8 @@ class _Examination:
         free = [port.address for port in facts.ports if port.state is PortState.FREE]
         seed = secrets.token_bytes(SEED_BYTES)
         async with AsyncExitStack() as stack:
-            transport = await _listening(stack, seed, free)
+            reach = ReachOptions(port_mapping=facts.options.port_mapping, relay_limits=None)
+            transport = await _listening(stack, seed, free, reach)
             await self._dial(transport)
             # Its clock is corrected as soon as others have told theirs: otherwise all records look expired.
             opened = peer_over(transport, Ed25519Signer(seed), wall_clock=self._clock.now)
@@ -228,24 +233,32 @@ class _Examination:
             await peer.join(reached)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._check, "firewall", REACH_SECONDS + 1.0, reach)
-            await self._check("clock", CLOCK_SECONDS, partial(self._compare_clocks, peer))
+            with trio.move_on_after(CLOCK_SECONDS):
+                await network.ask_clocks(peer, self._clock.wall_clock, self._note_clocks)
             if facts.run_id is not None:
                 await self._check("run", RUN_SECONDS, partial(self._read_run, peer, facts.run_id))
+                await self._reach_members(peer)
             await self._check("bandwidth", BANDWIDTH_SECONDS, partial(self._judge_bandwidth, peer))
 
-    async def _compare_clocks(self, peer: Peer) -> list[Finding]:
-        self._facts.heard = await network.ask_clocks(peer, self._clock.wall_clock)
-        self._clock.error = clock_error(self._facts.heard)
-        return []
+    def _note_clocks(self, heard: tuple[Heard, ...]) -> None:
+        self._facts.heard = heard
+        self._clock.error = clock_error(heard)
 
     async def _read_run(self, peer: Peer, run_id: str) -> list[Finding]:
-        reader = network.RunReader(peer, run_id, self._facts.file, self._clock.now)
+        reader = run_probes.RunReader(peer, run_id, self._facts.file, self._clock.now)
         try:
             self._facts.run = await reader.read()
         finally:  # the list of revoked certificates is read first
             if reader.revocations is not None:
                 self._facts.revoked = reader.revocations.serials
         return []
+
+    async def _reach_members(self, peer: Peer) -> None:
+        facts = self._facts
+        if facts.run is not None:
+            with trio.move_on_after(PEERS_SECONDS):
+                found = await run_probes.unreached(peer.context.transport, facts.run.ready, facts.key)
+                facts.run = replace(facts.run, unreached=found)
 
     async def _judge_reach(self, peer: Peer, *, listens: bool) -> list[Finding]:
         facts, own_hosts = self._facts, machine.own_hosts()
@@ -274,12 +287,16 @@ class _Examination:
             self._findings.append(not_known(name, f"no answer within {seconds:.0f} s"))
 
 
-async def _listening(stack: AsyncExitStack, seed: bytes, listen: Sequence[str]) -> Transport:
+async def _listening(
+    stack: AsyncExitStack, seed: bytes, listen: Sequence[str], reach: ReachOptions
+) -> Transport:
     """Open a transport that listens, or one that does not listen if a port was taken just now."""
     from p2pavg.net.libp2p.transport import open_libp2p_transport  # libp2p takes 0.4 s to import
 
     try:
-        return await stack.enter_async_context(open_libp2p_transport(seed=seed, listen=listen))
+        opened = open_libp2p_transport(seed=seed, listen=listen, options=reach)
+        return await stack.enter_async_context(opened)
     except ListenError as error:
         logger.info("the doctor does not listen: %s", error)
-        return await stack.enter_async_context(open_libp2p_transport(seed=seed, listen=()))
+        opened = open_libp2p_transport(seed=seed, listen=(), options=reach)
+        return await stack.enter_async_context(opened)

@@ -10,6 +10,7 @@ from typing import Any
 
 from p2pavg.encoding import checked, pack, unpack
 from p2pavg.errors import RemoteProtocolError
+from p2pavg.group.bandwidth import DEFAULT_MBPS
 from p2pavg.group.limits import (
     MAX_BANDWIDTH,
     MAX_CERTIFICATE_BYTES,
@@ -59,6 +60,7 @@ class Candidate:
     deadline: float
     weight: float
     bandwidth: float
+    """Mbit/s in the slower direction; 0 if the peer does not know it yet."""
     codec: str
     auxiliary: bool
     """True for a peer without a vector: it reduces a share and takes no result."""
@@ -86,6 +88,11 @@ class Candidate:
         Peers without an address, which no relay can reach either, come after the others of their kind.
         """
         return (self.auxiliary, self.reach, not self.addresses, self.deadline, self.peer_id)
+
+    @property
+    def assumed_bandwidth(self) -> float:
+        """Mbit/s in the slower direction, or an assumption of it; above 0."""
+        return self.bandwidth or DEFAULT_MBPS
 
     def fits(self, other: Candidate) -> bool:
         """Return whether the two may be in one group. An auxiliary helps with any state."""
@@ -167,7 +174,7 @@ def read_candidate(record: Record) -> Candidate:
         )
     if len(state) > MAX_STATE_BYTES:
         raise RemoteProtocolError(f"a state of {len(state)} bytes")
-    if not MIN_BANDWIDTH <= bandwidth <= MAX_BANDWIDTH:
+    if bandwidth and not MIN_BANDWIDTH <= bandwidth <= MAX_BANDWIDTH:
         raise RemoteProtocolError(
             f"a bandwidth of {bandwidth:g} Mbit/s; {MIN_BANDWIDTH:g} to {MAX_BANDWIDTH:g} can be announced"
         )

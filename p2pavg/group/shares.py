@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
+from p2pavg.group.bandwidth import DEFAULT_MBPS
 from p2pavg.group.reach import Reach, is_direct
 
 # 2 MiB of fp32. At this size the fixed cost of a part, in calls and wake-ups, is small. For a large vector, parts of
@@ -44,7 +45,7 @@ class MemberLink:
     """A member's properties that decide its share.
 
     Args:
-        bandwidth: Mbit/s in its slower direction, above 0.
+        bandwidth: Mbit/s in its slower direction; 0 if it is unknown, which :func:`levelled` replaces.
         contributes: True for a contributor or an observer, False for an auxiliary. An observer sends no contributions,
             so its traffic is a little overestimated.
         reach: way in which other members connect to it.
@@ -204,11 +205,15 @@ def levelled(members: Sequence[MemberLink]) -> list[MemberLink]:
     Bandwidths are measured, and two measurements of equal links differ. Shares that are optimal for such numbers are
     worse than equal shares. For example, if one of four members seems a fifth slower than the others, its share is less
     than half of each of theirs.
+
+    A member whose bandwidth is unknown counts as the median. A newcomer with more than an equal share would make the
+    rounds of all members longer.
     """
     if not members:
         return []
-    median = Fraction(sorted(member.bandwidth for member in members)[len(members) // 2])
-    return [replace(member, bandwidth=_level_of(member.bandwidth, median)) for member in members]
+    assumed = sorted(member.bandwidth or DEFAULT_MBPS for member in members)
+    median = Fraction(assumed[len(members) // 2])
+    return [replace(member, bandwidth=_level_of(member.bandwidth or median, median)) for member in members]
 
 
 _STEP = Fraction(3, 2)
@@ -216,7 +221,7 @@ _NEAR = Fraction(60, 49)  # about the square root of the step
 _MOST_STEPS = 16
 
 
-def _level_of(bandwidth: float, median: Fraction) -> float:
+def _level_of(bandwidth: float | Fraction, median: Fraction) -> float:
     found, level = Fraction(bandwidth), median
     for _ in range(_MOST_STEPS):
         if found >= level * _NEAR:
@@ -225,7 +230,7 @@ def _level_of(bandwidth: float, median: Fraction) -> float:
             level /= _STEP
         else:
             return float(level)
-    return bandwidth  # hundreds of times more or less than the median: the exact value matters little
+    return float(bandwidth)  # hundreds of times more or less than the median: the exact value matters little
 
 
 def fastest_shares(

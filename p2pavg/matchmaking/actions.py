@@ -92,6 +92,10 @@ class Settings:
     """Requirements of a peer for its group."""
 
     target: int
+    """Members that want the result, with which a group is complete."""
+    contributors: int = 0
+    """Members with a weight above 0 without which a group is not complete. So an observer that came unexpected takes no
+    contributor's place."""
     minimum: int
     match_timeout: float  # seconds
     cut_shares: Callable[[Sequence[Candidate]], tuple[int, ...]]

@@ -124,6 +124,7 @@ class Matchmaker:
         metrics: Mapping[str, float] = MappingProxyType({}),
         norm: float = 0.0,
         target: int | None = None,
+        contributors: int = 0,
         on_report: Callable[[Report], None],
         on_expect: Callable[[bytes | None], None],
     ) -> Roster | GaveUp:
@@ -134,13 +135,14 @@ class Matchmaker:
             auxiliary: only reduce a share.
             state, tags, metrics, norm: see :class:`~p2pavg.group.candidate.Candidate`.
             target: number of members that this group aims at; ``None`` takes that of the settings.
+            contributors: number of contributors without which the group is not complete.
             on_report: called at the end of each match timeout that passes without a group.
             on_expect: called with the group whose streams may arrive from now on.
         """
         if self._attempt is not None:
             raise RuntimeError("an attempt runs already")
         self._linger.cancel()
-        settings = self._settings if target is None else replace(self._settings, target=target)
+        settings = replace(self._settings, target=target or self._settings.target, contributors=contributors)
         outcome: Roster | GaveUp | Renew = Renew("the first attempt")
         moves = 0
         try:
@@ -216,12 +218,13 @@ class Matchmaker:
     def _has_moved(self, me: Candidate) -> bool:
         """Return whether others reach this peer in another way than it has signed.
 
-        A part of its addresses may change: others dial those that are left.
+        A part of its addresses may change: others dial those that are left. A peer without any has nothing new to sign.
         """
         transport = self._context.transport
         addresses = _to_announce(transport.addresses)
-        reach = _reach_of(transport.reachability) if addresses else Reach.RELAYED
-        return reach is not me.reach or (bool(addresses) and not set(addresses) & set(me.addresses))
+        if not addresses:
+            return False
+        return _reach_of(transport.reachability) is not me.reach or not set(addresses) & set(me.addresses)
 
     async def serve(self, stream: Stream, message: Ask | Nudge) -> None:
         """Serve an inbound stream that begins with ``message``, until its conversation ends."""

@@ -43,9 +43,8 @@ class Memory:
     def __init__(self) -> None:
         self._late: OrderedDict[str, _Late] = OrderedDict()
         self._proven: OrderedDict[str, None] = OrderedDict()
-        self._put_off: OrderedDict[str, tuple[float, float]] = (
-            OrderedDict()
-        )  # attempt and time of the first time
+        # The attempt in which a candidate was first put off, and the time.
+        self._put_off: OrderedDict[str, tuple[float, float]] = OrderedDict()
 
     def wasted(self, peer_id: str, now: float, *, most: float = math.inf) -> float:
         """Note that a followed leader formed no group; return the end of its backoff, ``most`` at the latest."""

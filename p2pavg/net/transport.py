@@ -65,6 +65,15 @@ class Stream(abc.ABC):
     async def reset(self) -> None:
         """Drop the stream in both directions at once. Never raises; bounded in time; works under cancellation."""
 
+    def end_alone(self) -> None:  # noqa: B027 - a network whose streams have no connections is complete
+        """Let a write that stalls end this stream only, and not its connection.
+
+        It is for circuits: there, the peer that reads nothing may be another one than :attr:`remote`.
+        """
+
+    async def wait_closed(self) -> None:  # noqa: B027 - a network that loses nothing on its way is complete
+        """Wait, after :meth:`aclose`, until the other side has closed its half too. Never raises; bounded in time."""
+
     async def reset_connection(self) -> None:
         """Drop the connection below the stream, with everything on it. Never raises; bounded in time."""
         await self.reset()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import abc
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import ClassVar, Generic, NamedTuple, TypeVar
 
@@ -266,12 +266,12 @@ def too_slow_for(roster: Roster, codec: Codec, timeout: float) -> str:
     Args:
         timeout: seconds that the exchange may take.
     """
-    links = [link_of(member) for member in roster.members]
+    links = [replace(link_of(member), bandwidth=member.assumed_bandwidth) for member in roster.members]
     needed = bound_seconds(codec.encoded_nbytes(sum(roster.shares)), links)
     if needed <= timeout:
         return ""
-    slowest = min(roster.members, key=lambda member: member.bandwidth)
-    why = f"the least is {slowest.bandwidth:g} Mbit/s, of {slowest.peer_id}"
+    slowest = min(roster.members, key=lambda member: member.assumed_bandwidth)
+    why = f"the least is {slowest.assumed_bandwidth:g} Mbit/s, of {slowest.peer_id}"
     if relays_are_slowest(links):
         why = f"members that cannot connect directly share {RELAY_MBPS:g} Mbit/s through relays"
     return (

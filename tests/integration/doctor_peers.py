@@ -11,6 +11,7 @@ of a run with an authority). It prints one line of JSON when all peers have publ
 from __future__ import annotations
 
 import json
+import secrets
 import sys
 import time
 from collections.abc import Sequence
@@ -21,15 +22,17 @@ import torch
 import trio
 
 from p2pavg import AveragingConfig, Peer
+from p2pavg.group.candidate import ready_key, sign_candidate
 from p2pavg.membership.files import read_run_file
 from p2pavg.membership.sealing import sealed_key
 from p2pavg.net.libp2p.transport import open_libp2p_transport
 from p2pavg.optim.word import TOPIC, Word, encode_word
 from p2pavg.peer import peer_over
 from p2pavg.records.board import board_key
+from p2pavg.records.calls import RecordCalls
 from p2pavg.records.identity import load_seed
 from p2pavg.records.run_entry import RunEntry, encode_entry, run_key
-from p2pavg_dht import Ed25519Signer
+from p2pavg_dht import Contact, Ed25519Signer, RecordNode
 
 LATE_SECONDS = 600.0
 RUNS = {
@@ -40,6 +43,7 @@ RUNS = {
 """Elements and codec of each peer in each run."""
 RECIPES = "recipes"
 LATE_RUN = "late"
+ABSENT_RUN = "absent"
 
 
 async def peer(
@@ -86,6 +90,30 @@ async def publish_recipes(peers: Sequence[Peer]) -> None:
         await each.records.publish(board_key(RECIPES, TOPIC), encode_word(word), ttl=60.0)
 
 
+async def publish_absent(one: Peer, two: Peer, seed: bytes) -> None:
+    """Publish the readiness of a peer that is not there, as it stays behind when a process is killed."""
+    gone = Ed25519Signer(seed)
+    entry = RunEntry(
+        schema_hash=bytes(32), tensors=1, elements=9, codec="fp32", group_size=2, rule="", aggregation=""
+    )
+    node = RecordNode(signer=gone, rpc=RecordCalls(one.context.transport), addresses=lambda: ())
+    await node.join([Contact(two.id, tuple(two.addresses))])
+    now = time.time()
+    ready = sign_candidate(
+        gone,
+        key=ready_key(ABSENT_RUN, entry.schema_hash),
+        deadline=now + 60.0,
+        expiration_time=now + 120.0,
+        weight=1.0,
+        bandwidth=10.0,
+        codec=entry.codec,
+        auxiliary=False,
+        addresses=[f"/ip4/127.0.0.1/tcp/1/p2p/{gone.peer_id}"],
+    )
+    await node.publish(run_key(ABSENT_RUN), encode_entry(entry), ttl=600.0)
+    await node.publish(ready.record.key, ready.record.value, ttl=120.0)
+
+
 async def published(peer: Peer, key: bytes, count: int) -> None:
     while len(await peer.records.find(key)) < count:
         await trio.sleep(0.05)
@@ -108,6 +136,7 @@ async def main(arguments: dict[str, dict[str, str]], run_path: str) -> None:
             sealed = AveragingConfig.from_run(run_path, certificate=certificates[name])
             nursery.start_soon(average, each, sealed, 100)
         await publish_recipes([one, two])
+        await publish_absent(one, two, secrets.token_bytes(32))
         await published(one, sealed_key(run.secret, run_key(run.run_id)), 2)
         for run_id in RUNS:
             await published(one, run_key(run_id), 2)

@@ -9,6 +9,7 @@ import trio
 
 from p2pavg.net.framing import receive_message, send_message
 from p2pavg.net.libp2p.transport import Libp2pTransport, open_libp2p_transport
+from p2pavg.net.reach.options import ReachOptions
 from p2pavg.net.transport import Transport
 from p2pavg.testing.transport_conformance import ECHO, echo
 
@@ -30,9 +31,9 @@ def watched(test: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[Non
 
 
 @asynccontextmanager
-async def open_host(*listen: str) -> AsyncIterator[Libp2pTransport]:
-    """Open a host that echoes. Without an address, it only dials."""
-    async with open_libp2p_transport(seed=next(seeds), listen=listen) as host:
+async def open_host(*listen: str, options: ReachOptions | None = None) -> AsyncIterator[Libp2pTransport]:
+    """Open a host that echoes. Without an address, it only dials, and is reached through relays."""
+    async with open_libp2p_transport(seed=next(seeds), listen=listen, options=options) as host:
         host.serve(ECHO, echo)
         yield host
 

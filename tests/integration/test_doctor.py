@@ -26,7 +26,7 @@ from p2pavg.membership.armour import certificate_text
 from p2pavg.membership.certificate import Role, issue
 from p2pavg.records.identity import make_seed
 from p2pavg_dht import Ed25519Signer
-from tests.integration.doctor_peers import LATE_RUN, LATE_SECONDS, RECIPES
+from tests.integration.doctor_peers import ABSENT_RUN, LATE_RUN, LATE_SECONDS, RECIPES
 from tests.unit.cli.commands import Commands
 
 SOME_PEER = Ed25519Signer(b"s" * 32).peer_id
@@ -146,7 +146,7 @@ class Report:
     def told(self, name: str, level: str = "fault") -> str:
         """Return the findings of a name and level as text."""
         found = [each for each in self.findings if (each["name"], each["level"]) == (name, level)]
-        assert found, self.findings
+        assert found, [each for each in self.findings if each["name"] == name]
         return "; ".join(f"{each['what']}: {each['cause']}: {each['remedy']}" for each in found)
 
 
@@ -216,6 +216,13 @@ class TestAddresses:
         address, _, found = scene.addresses["one"].rpartition("/")
         told = doctor("--bootstrap", f"{address}/{SOME_PEER}").only("bootstrap")
         assert f"another peer is there: {found}, not {SOME_PEER}" in told
+
+    def test_a_relay_without_the_peer(self, scene: Scene, doctor: Doctor) -> None:
+        told = doctor("--bootstrap", f"{scene.addresses['one']}/p2p-circuit/p2p/{SOME_PEER}").only(
+            "bootstrap"
+        )
+        assert "the relay at 127.0.0.1 port" in told
+        assert f"leads to no peer {SOME_PEER}" in told
 
     @pytest.mark.parametrize(
         ("words", "cause"),
@@ -299,6 +306,14 @@ class TestPeers:
         told = doctor("--bootstrap", scene.addresses["one"], "--run-id", run_id).only("peers")
         for cause in causes:
             assert cause in told
+
+    def test_a_ready_peer_that_is_not_there(self, scene: Scene, doctor: Doctor) -> None:
+        report = doctor("--bootstrap", scene.addresses["one"], "--run-id", ABSENT_RUN)
+        assert report.faults() == []
+        told = report.told("peers", "warning")
+        assert "1 of 1 peer that are ready for a round cannot be reached" in told
+        assert "at /ip4/127.0.0.1/tcp/1 (" in told
+        assert "Connection refused" in told
 
     def test_others_are_compared_with_this_peer_if_it_runs(self, scene: Scene, doctor: Doctor) -> None:
         common = ["--bootstrap", scene.addresses["one"], "--identity", scene.folder / "two.key"]

@@ -1,4 +1,4 @@
-"""The doctor in a network namespace of its own: no route, and a firewall. It needs root, ip and iptables."""
+"""The doctor in a network namespace of its own: no route, and firewalls. It needs root, ip and iptables."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
@@ -15,47 +17,87 @@ from p2pavg_dht import Ed25519Signer
 
 SOME_PEER = Ed25519Signer(b"s" * 32).peer_id
 WATCHDOG_SECONDS = 60.0
-NO_ROUTE = f"/ip4/203.0.113.7/tcp/4001/p2p/{SOME_PEER}"
-DROPPED = f"/ip4/127.0.0.1/tcp/4002/p2p/{SOME_PEER}"
+NO_ROUTE = f"/ip4/198.51.100.7/tcp/4001/p2p/{SOME_PEER}"
+DROPPED = f"/ip4/203.0.113.10/tcp/4002/p2p/{SOME_PEER}"
+PEER_HOST, DOCTOR_HOST = "203.0.113.10", "203.0.113.20"
+COMMAND = [sys.executable, "-m", "p2pavg"]
 
 
 def run(*command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=WATCHDOG_SECONDS, check=False)
 
 
+def within(name: str, *command: str) -> list[str]:
+    return ["ip", "netns", "exec", name, *command]
+
+
 @pytest.fixture
-def namespace() -> Iterator[str]:
-    """A network with loopback alone, in which connections to port 4002 are dropped."""
+def namespaces() -> Iterator[tuple[str, str]]:
+    """Two machines on one cable: that of a peer, which drops connections to port 4002, and one that drops all."""
     if os.geteuid() != 0:
-        pytest.skip("a network namespace needs root")
+        pytest.skip("network namespaces need root")
     for program in ("ip", "iptables"):
         if shutil.which(program) is None:
             pytest.skip(f"{program} is not installed")
-    name = f"p2pavg-doctor-{os.getpid()}"
-    if (made := run("ip", "netns", "add", name)).returncode:
-        pytest.skip(f"the system makes no network namespace: {made.stderr.strip()}")
+    peer, doctor = (f"p2pavg-doctor-{os.getpid()}-{number}" for number in range(2))
     try:
         for command in (
-            "ip link set lo up",
-            "iptables -A INPUT -p tcp --dport 4002 -j DROP",
+            f"ip netns add {peer}",
+            f"ip netns add {doctor}",
+            f"ip link add cable netns {peer} type veth peer name cable netns {doctor}",
+            f"ip -n {peer} addr add {PEER_HOST}/24 dev cable",
+            f"ip -n {doctor} addr add {DOCTOR_HOST}/24 dev cable",
+            *(f"ip -n {name} link set {device} up" for name in (peer, doctor) for device in ("lo", "cable")),
+            f"ip netns exec {peer} iptables -A INPUT -p tcp --dport 4002 -j DROP",
+            f"ip netns exec {doctor} iptables -A INPUT -i cable -p tcp --syn -j DROP",
         ):
-            done = run("ip", "netns", "exec", name, *command.split())
-            if done.returncode:
+            if (done := run(*command.split())).returncode:
                 pytest.skip(f"{command}: {done.stderr.strip()}")
-        yield name
+        yield peer, doctor
     finally:
-        run("ip", "netns", "delete", name)
+        for name in (peer, doctor):
+            run("ip", "netns", "delete", name)
 
 
-def test_no_route_and_a_firewall_that_drops(namespace: str) -> None:
-    done = run(
-        *("ip", "netns", "exec", namespace, sys.executable, "-m", "p2pavg", "doctor", "--json"),
-        *("--bootstrap", NO_ROUTE, "--bootstrap", DROPPED),
+@contextmanager
+def daemon(name: str) -> Iterator[str]:
+    """Run a peer in a namespace. Yield its address."""
+    listen = f"/ip4/{PEER_HOST}/tcp/4001"
+    process = subprocess.Popen(
+        within(name, *COMMAND, "peer", "--listen", listen, "--no-port-mapping"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
     )
-    assert (done.returncode, done.stderr) == (1, "")
-    faults = [each for each in json.loads(done.stdout)["findings"] if each["level"] == "fault"]
-    assert [each["name"] for each in faults] == ["bootstrap", "bootstrap"]
-    assert [each["cause"] for each in faults] == [
-        "no route leads from this machine to 203.0.113.7",
-        "127.0.0.1 port 4002 does not answer: a firewall or router drops the connection, or the machine is off",
+    watchdog = threading.Timer(WATCHDOG_SECONDS, process.kill)
+    watchdog.start()
+    try:
+        assert process.stdout is not None
+        yield process.stdout.readline().strip()
+    finally:
+        watchdog.cancel()
+        process.kill()
+        process.communicate()
+
+
+def test_no_route_and_firewalls(namespaces: tuple[str, str]) -> None:
+    peer, doctor = namespaces
+    with daemon(peer) as address:
+        done = run(
+            *within(doctor, *COMMAND, "doctor", "--json", "--no-port-mapping"),
+            *("--listen", "/ip4/0.0.0.0/tcp/4005"),
+            *("--bootstrap", NO_ROUTE, "--bootstrap", DROPPED, "--bootstrap", address),
+        )
+    assert (done.returncode, done.stderr) == (0, "")
+    found = json.loads(done.stdout)["findings"]
+    causes = {
+        name: [each["cause"] for each in found if each["name"] == name] for name in ("bootstrap", "firewall")
+    }
+    assert causes["bootstrap"][:2] == [
+        "no route leads from this machine to 198.51.100.7",
+        "203.0.113.10 port 4002 does not answer: a firewall or router drops the connection, or the machine is off",
     ]
+    assert causes["firewall"] == [
+        "no router translates addresses, so a firewall drops inbound connections to port 4005"
+    ]
+    assert {each["level"] for each in found if each["name"] in ("bootstrap", "firewall")} == {"warning", "ok"}

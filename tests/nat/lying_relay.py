@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from typing import cast
-
-import trio
+from typing import Any, cast
 
 from p2pavg.net.relay.limits import Circuit
 from p2pavg.net.relay.service import RelayService
@@ -37,11 +35,9 @@ class Crooked:
         return found[:middle] + bytes([found[middle] ^ 1]) + found[middle + 1 :]
 
 
-async def lie(
-    service: RelayService, circuit: Circuit, one: Stream, other: Stream, both: trio.CancelScope, back: bool
-) -> None:
+async def lie(service: RelayService, circuit: Circuit, one: Stream, *rest: Any) -> None:
     """Carry bytes like a relay, but change some."""
-    await _carry(service, circuit, cast(Stream, Crooked(one)), other, both, back)
+    await _carry(service, circuit, cast(Stream, Crooked(one)), *rest)
 
 
 def _listen() -> None:

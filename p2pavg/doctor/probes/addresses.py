@@ -12,7 +12,7 @@ from multiaddr import Multiaddr
 
 from p2pavg.doctor.rules.network import Answer, Dialled
 from p2pavg.errors import AddressError, UnreachableError
-from p2pavg.net.addresses import parse_peer_address
+from p2pavg.net.addresses import is_circuit, parse_circuit_address, parse_peer_address
 from p2pavg.net.transport import Transport
 
 NAME_SECONDS = 2.0
@@ -48,7 +48,9 @@ async def meet(transport: Transport, text: str, own_id: str | None = None) -> Di
     Args:
         own_id: the id of the examined peer, which is not dialled.
     """
-    address, peer_id = parse_peer_address(text)
+    _, peer_id = parse_peer_address(text)
+    relay = parse_circuit_address(text) if is_circuit(text) else None
+    address, _ = parse_peer_address(text if relay is None else relay.relay_address)
     host = _host_of(address)
     port = int(str(address.value_for_protocol("tcp")))
     made = partial(Dialled, address=text, host=host, port=port, peer_id=peer_id)
@@ -63,6 +65,8 @@ async def meet(transport: Transport, text: str, own_id: str | None = None) -> Di
         if found[0] is Answer.REACHED:
             began = trio.current_time()
             found = await _dial(transport, text)
+            if relay is not None and found[0] is Answer.FAILED:
+                found = Answer.NOT_BEHIND, found[1]
     answer, detail = found
     return made(answer=answer, detail=detail, seconds=trio.current_time() - began)
 

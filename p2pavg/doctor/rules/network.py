@@ -86,6 +86,7 @@ class Answer(StrEnum):
     SILENT = "silent"
     CLOSED = "closed"
     OTHER_PEER = "other peer"
+    NOT_BEHIND = "not behind the relay"
     FAILED = "failed"
 
 
@@ -168,6 +169,10 @@ def _why(each: Dialled) -> tuple[str, str]:
         Answer.OTHER_PEER: (
             f"another peer is there: {detail}, not {each.peer_id}",
             "its key file is new or another one: use the address that it prints now",
+        ),
+        Answer.NOT_BEHIND: (
+            f"the relay at {host} port {port} answers, and leads to no peer {each.peer_id}: {detail}",
+            "the peer has left, or has taken other relays: use an address that it announces now",
         ),
     }
     return causes.get(each.answer, (detail or "dialling failed without a reason", compare))

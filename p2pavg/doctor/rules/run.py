@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from p2pavg.doctor.findings import Finding, fault, not_known, note, ok, warning
+from p2pavg.group.candidate import Candidate
+from p2pavg.matchmaking.reasons import unreached_peers
 from p2pavg.optim.word import Word
 from p2pavg.records.run_entry import MEAN, RunEntry
 
@@ -31,6 +33,10 @@ class Run:
     """The entry of each peer, by peer id."""
     refused: Mapping[str, str] = field(default_factory=dict)
     """The reason for which a publisher's record does not count, by peer id."""
+    ready: tuple[Candidate, ...] = ()
+    """The peers that are ready for a round at this moment."""
+    unreached: tuple[tuple[Candidate, str], ...] = ()
+    """Ready peers that could not be reached, each with the reason."""
     words: Mapping[str, Word] = field(default_factory=dict)
     """The recipe of each peer that trains with an optimizer of p2pavg, by peer id."""
     codec: str | None = None
@@ -72,10 +78,15 @@ def judge_peers(run: Run | None, own_id: str | None) -> list[Finding]:
     """
     if run is None:
         return []
-    found = [*_judge_entries(run, own_id), *_judge_recipes(run, own_id), *_judge_refused(run)]
-    if found or not run.entries:
-        return found
-    return [ok("peers", f"{_peers(len(run.entries))} can meet")]
+    found = [
+        *_judge_entries(run, own_id),
+        *_judge_recipes(run, own_id),
+        *_judge_refused(run),
+        *_judge_unreached(run),
+    ]
+    if not found and run.entries:
+        found.append(ok("peers", f"{_peers(len(run.entries))} can meet"))
+    return [*found, *_judge_ready(run)]
 
 
 def _peers(count: int) -> str:
@@ -198,6 +209,39 @@ def _judge_refused(run: Run) -> list[Finding]:
     what = f"members do not meet {_peers(len(run.refused))} that publish{'' if len(run.refused) > 1 else 'es'} here"
     remedy = "these peers need valid certificates of this run: `p2pavg run invite`"
     return [warning("peers", what, f"certificate: {'; '.join(told)}", remedy)]
+
+
+def _judge_unreached(run: Run) -> list[Finding]:
+    if not run.unreached:
+        return []
+    return [
+        warning(
+            "peers",
+            f"{len(run.unreached)} of {_peers(len(run.ready))} that are ready for a round cannot be reached from here",
+            unreached_peers(run.unreached),
+            "start the doctor on their machines: firewall, router and port mapping show why",
+        )
+    ]
+
+
+def _judge_ready(run: Run) -> list[Finding]:
+    """Say how many peers are ready, and whether they are at different updates, as it happens between two rounds."""
+    if not run.entries:
+        return []
+    contributing = [each for each in run.ready if not each.auxiliary]
+    what = (
+        f"{_peers(len(contributing))} of the run look{'s' if len(contributing) == 1 else ''} for a group now"
+    )
+    states = Counter(each.state for each in contributing)
+    if len(states) < 2:
+        return [note("peers", what)]
+    _, most = states.most_common(1)[0]
+    cause = f"state: {len(contributing) - most} of them average with other parameters than the others"
+    return [
+        note(
+            "peers", what, cause, "if it stays so, give all peers the same seed, first parameters and updates"
+        )
+    ]
 
 
 # ------------------------------------------------------------------ bandwidth

@@ -20,16 +20,19 @@ _READ_BYTES = 64 * 1024
 class RelayedStream(ReadWriteCloser):
     """A stream through a relay, in the shape in which libp2p carries a connection over it.
 
-    Closing it resets the stream, so the relay ends the circuit.
+    Closing it delivers what was written before, as TCP does, and then the relay ends the circuit. An end that reads
+    nothing costs the circuit, and not this peer's connection to the relay.
     """
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
+        stream.end_alone()
         self.relay: PeerId = stream.remote
         self.remote_endpoint = (stream.remote_host, 0)
         """The relay's IP address: a circuit counts against the relay's host, since the peer's is not known."""
         self.arrival: Arrival | None = None
         self.punched = False
+        self.expected = ""
 
     async def read(self, n: int | None = None) -> bytes:
         if n == 0:
@@ -48,7 +51,11 @@ class RelayedStream(ReadWriteCloser):
             raise ConnectionClosedError(f"the circuit broke: {error}", transport="circuit") from error
 
     async def close(self) -> None:
-        await self._stream.reset()
+        await self._stream.aclose()
+
+    async def wait_delivered(self) -> None:
+        """Wait, after :meth:`close`, until the relay has passed on what was written. Bounded in time."""
+        await self._stream.wait_closed()
 
     def get_remote_address(self) -> tuple[str, int] | None:
         return None

@@ -9,6 +9,7 @@ from functools import partial
 from typing import cast
 
 import trio
+from libp2p.abc import INetConn
 from libp2p.network.connection.swarm_connection import SwarmConn
 from libp2p.network.exceptions import SwarmException
 from libp2p.peer.id import ID
@@ -230,6 +231,11 @@ class Connections:
         found = self._swarm.get_connections(ID.from_string(peer_id))
         return [cast(GuardedYamux, each.muxed_conn) for each in found if not each.is_closed]
 
+    def best_of(self, peer_id: PeerId) -> list[GuardedYamux]:
+        """Return the open connections of which one carries the next stream to a peer: the direct ones, if any."""
+        found = self.of(peer_id)
+        return [muxed for muxed in found if not muxed.relay] or found
+
     def all(self) -> list[GuardedYamux]:
         """Return every open connection."""
         return [
@@ -255,11 +261,17 @@ class Connections:
             await cast(GuardedYamux, connection.muxed_conn).abort()
 
     async def close_all(self) -> None:
-        """Close every connection, all at once: libp2p closes one after another and sleeps 0.2 s for each."""
-        async with trio.open_nursery() as nursery:
-            nursery.cancel_scope.deadline = trio.current_time() + CLOSE_SECONDS
-            for connection in self._swarm.get_connections():
-                nursery.start_soon(connection.close)
+        """Close every connection, those through relays first, because they need the connections to the relays.
+
+        Those of one kind are closed at once: libp2p closes one after another and sleeps 0.2 s for each.
+        """
+        found = self._swarm.get_connections()
+        relayed = [each for each in found if cast(GuardedYamux, each.muxed_conn).relay]
+        for some in (relayed, found):
+            async with trio.open_nursery() as nursery:
+                nursery.cancel_scope.deadline = trio.current_time() + CLOSE_SECONDS
+                for connection in some:
+                    nursery.start_soon(_close_delivered, connection)
         for connection in self._swarm.get_connections():
             await cast(GuardedYamux, connection.muxed_conn).abort()
 
@@ -270,6 +282,14 @@ class _Outcome:
     def __init__(self) -> None:
         self.known = trio.Event()
         self.reason = ""
+
+
+async def _close_delivered(connection: INetConn) -> None:
+    """Close a connection. What was written through a relay is lost if the connection to the relay closes too soon."""
+    carrier = cast(GuardedYamux, connection.muxed_conn).carrier
+    await connection.close()
+    if isinstance(carrier, RelayedStream):
+        await carrier.wait_delivered()
 
 
 def _address_of(opened: trio.socket.SocketType, peer_id: PeerId) -> list[str]:

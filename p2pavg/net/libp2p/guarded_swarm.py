@@ -70,6 +70,9 @@ class GuardedSwarm(Swarm):
 
     async def add_conn(self, muxed_conn: IMuxedConn, direction: str = "unknown") -> SwarmConn:
         assert isinstance(muxed_conn, GuardedYamux)
+        expected = muxed_conn.carrier.expected
+        if expected and expected != str(muxed_conn.peer_id):
+            raise SwarmException(f"{muxed_conn.peer_id} is there instead of {expected}")
         try:
             self.admit(muxed_conn)
         except NoPlaceError as error:
@@ -97,33 +100,28 @@ class GuardedSwarm(Swarm):
         Raises:
             SwarmException: the handshake failed, another peer is there, or there is no place.
         """
-        if initiator:
-            raw = RawConnection(carrier, True, _type_of(carrier))
-            try:
-                await self.upgrade_outbound_raw_conn(raw, peer_id)
-            except BaseException:
-                with trio.CancelScope(shield=True, deadline=trio.current_time() + 1.0):
-                    await carrier.close()
-                raise
-            if started is not None:
-                started()
-            return
-        raw = RawConnection(carrier, False, _type_of(carrier))
+        carrier.expected = str(peer_id)
+        raw = RawConnection(carrier, initiator, _type_of(carrier))
+        muxed: IMuxedConn | None = None
         try:
-            muxed = await self.upgrade_inbound_raw_conn(raw, _NO_ADDRESS)
-        except BaseException:
+            if initiator:
+                await self.upgrade_outbound_raw_conn(raw, peer_id)
+            else:
+                muxed = await self.upgrade_inbound_raw_conn(raw, _NO_ADDRESS)
+        except BaseException as error:
             with trio.CancelScope(shield=True, deadline=trio.current_time() + 1.0):
                 await carrier.close()
-            raise
-        assert isinstance(muxed, GuardedYamux)
-        try:
-            if muxed.peer_id != peer_id:
-                raise SwarmException(f"{muxed.peer_id} is there instead of {peer_id}")
-            if started is not None:
-                started()
-            await muxed.event_closed.wait()
-        finally:
-            await muxed.abort()
+            if isinstance(error, SwarmException) or not isinstance(error, Exception):
+                raise
+            # The bytes of a handshake are the relay's or a stranger's, and so it may fail in any way.
+            raise SwarmException(f"the handshake with {peer_id} failed") from error
+        if started is not None:
+            started()
+        if isinstance(muxed, GuardedYamux):
+            try:
+                await muxed.event_closed.wait()
+            finally:
+                await muxed.abort()
 
     def _best_connection(self, connections: list[INetConn]) -> INetConn:
         """Return the oldest direct connection, or else the oldest relayed one.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import cast
 
 import trio
@@ -17,6 +18,7 @@ from libp2p.stream_muxer.exceptions import MuxedStreamError
 from p2pavg.errors import UnreachableError
 from p2pavg.net.libp2p.connections import Connections
 from p2pavg.net.libp2p.errors import error_text
+from p2pavg.net.libp2p.guarded_yamux import GuardedYamux
 from p2pavg.net.libp2p.guards import GuardedHost
 from p2pavg.net.libp2p.lifetime import Lifetime
 from p2pavg.net.libp2p.stream import Libp2pStream
@@ -68,7 +70,8 @@ class StreamOpener:
 
     async def _run(self, attempt: _Negotiation, peer_id: PeerId, protocol: str) -> None:
         watchdog = trio.CancelScope()
-        self._lifetime.nursery.start_soon(self._abort_if_silent, watchdog, peer_id)
+        used = self._connections.best_of(peer_id)
+        self._lifetime.nursery.start_soon(self._abort_if_silent, watchdog, peer_id, used)
         try:
             found = await self._host.new_stream(ID.from_string(peer_id), [TProtocol(protocol)])
             attempt.stream = Libp2pStream(cast(NetStream, found), self._lifetime)
@@ -83,12 +86,16 @@ class StreamOpener:
         if attempt.abandoned and attempt.stream is not None:
             await attempt.stream.reset()
 
-    async def _abort_if_silent(self, watchdog: trio.CancelScope, peer_id: PeerId) -> None:
-        """Close the connection's socket if the peer does not answer in time.
+    async def _abort_if_silent(
+        self, watchdog: trio.CancelScope, peer_id: PeerId, used: Sequence[GuardedYamux]
+    ) -> None:
+        """Close the connections that may be in use if the peer does not answer in time.
 
-        Cancelling the negotiation would not end it for sure: libp2p then resets the stream inside a shield.
+        Cancelling the negotiation would not end it for sure: libp2p then resets the stream inside a shield. A direct
+        connection that was made meanwhile goes on when a relay is what keeps silent.
         """
         with watchdog:
             await trio.sleep(NEGOTIATE_SECONDS)
             logger.info("%s did not answer within %.0f s", peer_id, NEGOTIATE_SECONDS)
-            await self._connections.abort(peer_id)
+            for muxed in used:
+                await muxed.abort()

@@ -23,6 +23,9 @@ class PatientStream(YamuxStream):
     also reports a reset or a lost connection to a waiting reader as the orderly end of the stream.
     """
 
+    starved = False
+    """True while a write waits for the window, and if it was cancelled there: then no half frame was written."""
+
     @property
     def send_window(self) -> int:
         return self._send_window
@@ -101,7 +104,9 @@ class PatientStream(YamuxStream):
 
     async def _window(self) -> None:
         """Wait until the window opens or the stream ends."""
+        self.starved = True  # stays true if the wait is cancelled
         while self.send_window == 0 and not (self.send_closed or self.closed):
             self._window_opened = trio.Event()
             with trio.move_on_after(_CLOSED_POLL_SECONDS):  # a reset sets no event of ours
                 await self._window_opened.wait()
+        self.starved = False

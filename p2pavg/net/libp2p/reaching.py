@@ -87,7 +87,10 @@ class Reaching:
             limits=options.relay_limits,
         )
         self.reservations = Reservations(
-            transport, candidates=self._relay_candidates, on_change=self._relays_changed
+            transport,
+            candidates=self._relay_candidates,
+            reached=connections.dialled_addresses,
+            on_change=self._relays_changed,
         )
         InboundCircuits(transport, lambda peer_id: peer_id in self.reservations.relays, self._adopt_inbound)
         ReachService(transport, self._dial_back)

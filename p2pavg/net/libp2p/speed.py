@@ -103,6 +103,8 @@ class ReadAheadStream(TrioTCPStream):
     _ahead_lock: EagerLock
     arrival: Arrival | None = None
     """The place of an inbound connection among the others; ``None`` for an outbound connection."""
+    expected: str = ""
+    """The only peer that may be at the other end; empty if any peer may."""
     relay: str = ""
     """The relay through which the bytes travel: none."""
     punched: bool = False

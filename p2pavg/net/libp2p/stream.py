@@ -15,6 +15,7 @@ from p2pavg.errors import ClosedError, StreamBrokenError
 from p2pavg.net.libp2p.errors import error_text
 from p2pavg.net.libp2p.guarded_yamux import GuardedYamux
 from p2pavg.net.libp2p.lifetime import Lifetime
+from p2pavg.net.libp2p.patient_stream import PatientStream
 from p2pavg.net.transport import Buffer, Stream
 
 logger = logging.getLogger(__name__)
@@ -52,6 +53,8 @@ class Libp2pStream(Stream):
         self._unreadable: str | None = None
         self._unwritable: str | None = None
         self._ahead = memoryview(b"")
+        self._ends_alone = False
+        self._gone = trio.Event()
 
     def _check(self, broken: str | None) -> None:
         if self._closed or self._lifetime.has_ended:
@@ -80,7 +83,7 @@ class Libp2pStream(Stream):
                 await self._net_stream.write(piece)
             if scope.cancelled_caught:
                 self._unwritable = f"{self.remote} took no data for {STALL_SECONDS:.0f} s"
-                await cast(GuardedYamux, self._net_stream.muxed_conn).abort()
+                await self._give_up()
         except (IOException, MuxedStreamError, ValueError) as error:
             self._unwritable = f"the stream to {self.remote} broke: {error_text(error)}"
         except Exception as error:
@@ -88,6 +91,17 @@ class Libp2pStream(Stream):
             self._unwritable = f"the stream to {self.remote} broke: {error_text(error)}"
         finally:
             done.set()
+
+    async def _give_up(self) -> None:
+        """End the stream of a write that has stalled, and the connection unless the stream's window was closed.
+
+        Outside of the window, half a frame may have been written.
+        """
+        starved = cast(PatientStream, self._net_stream.muxed_stream).starved
+        if self._ends_alone and starved:
+            self._lifetime.nursery.start_soon(self._send_last_frame, True, trio.Event())
+        else:
+            await self._muxed.abort()
 
     async def receive_some(self, max_bytes: int) -> bytes:
         self._check(self._unreadable)
@@ -116,8 +130,17 @@ class Libp2pStream(Stream):
             self._closed = True
             await self._finish(reset=True)
 
+    def end_alone(self) -> None:
+        self._ends_alone = True
+
+    async def wait_closed(self) -> None:
+        if not self._lifetime.has_ended:
+            with trio.move_on_after(_LINGER_SECONDS):
+                await self._gone.wait()
+
     async def reset_connection(self) -> None:
         self._closed = True
+        self._gone.set()
         await self._muxed.abort()
 
     async def _finish(self, *, reset: bool) -> None:
@@ -144,6 +167,7 @@ class Libp2pStream(Stream):
             logger.exception("closing a stream to %s failed", self.remote)
         finally:
             done.set()
+            self._gone.set()
 
     async def _drain(self) -> bool:
         """Discard incoming data until the other side closes its half. Return whether it did so in time.

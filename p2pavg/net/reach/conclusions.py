@@ -9,6 +9,7 @@ from p2pavg.net.limits.sources import parse_host
 from p2pavg.net.reach.dial_backs import Endpoint
 from p2pavg.net.reach.facts import VERSIONS, Facts, Mapped, version_of
 from p2pavg.net.reach.reachability import (
+    BEING_TRIED_SENTENCE,
     NOT_ASKED,
     PUBLIC_SENTENCE,
     PUNCHABLE_BARRIERS,
@@ -49,6 +50,11 @@ def reachability(facts: Facts, announce: Sequence[str], relays: Sequence[str]) -
 
 
 def _kind(facts: Facts, relays: int) -> tuple[Kind, str]:
+    """Return the kind and the sentence.
+
+    Behind a router, this peer counts as closed until a dial-back succeeds. A success takes a round trip, a failure
+    seconds: dials to a closed port are dropped without an answer.
+    """
     version = facts.deciding_version
     if not version:
         if (found := untried_mapping(facts)) is not None:
@@ -56,12 +62,12 @@ def _kind(facts: Facts, relays: int) -> tuple[Kind, str]:
         return NOT_ASKED.kind, NOT_ASKED.sentence
     if works := facts.working(version):
         return _kind_of_working(facts, works)
-    if not facts.is_closed(version):
-        return Kind.UNKNOWN, "not known yet: other peers are asked to dial this one"
-    barrier = facts.barrier(version)
-    sentence = behind(barrier, relays)
+    barrier, is_closed = facts.barrier(version), facts.is_closed(version)
+    sentence = behind(barrier, relays) if is_closed else BEING_TRIED_SENTENCE
     if version == 4 and facts.working(6):
         sentence += "; public over IPv6"
+    if not is_closed and not facts.view(version).routed:
+        return Kind.UNKNOWN, sentence
     return (Kind.PUNCHABLE if barrier in PUNCHABLE_BARRIERS else Kind.RELAYED), sentence
 
 

@@ -79,8 +79,12 @@ class Knowledge:
             self._moved(version)
 
     def connected(self, neighbours: Sequence[Neighbour]) -> None:
-        """Note the peers with direct connections."""
-        self._facts.neighbours = tuple(found for found in neighbours if version_of(found.host))
+        """Note the peers with direct connections. A peer with several ones counts once for each of its hosts."""
+        unique: dict[Neighbour, Neighbour] = {}
+        for found in neighbours:
+            if version_of(found.host) and (found.port or found not in unique):
+                unique[found] = found
+        self._facts.neighbours = tuple(unique.values())
         self._agenda.keep_peers(found.peer_id for found in neighbours)
 
     def mapped(self, mapping: Mapped | None) -> None:

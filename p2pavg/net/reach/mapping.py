@@ -10,7 +10,9 @@ import trio
 
 from p2pavg.errors import UnreachableError
 from p2pavg.net.reach.facts import Mapped
-from p2pavg.net.reach.natpmp import Granted, NatPmp
+from p2pavg.net.reach.natpmp import NatPmp
+from p2pavg.net.reach.pcp import Pcp
+from p2pavg.net.reach.router_udp import Granted
 from p2pavg.net.reach.upnp import Upnp
 
 logger = logging.getLogger(__name__)
@@ -31,7 +33,7 @@ REMOVE_SECONDS = 1.0
 
 
 class MappingClient(Protocol):
-    """One protocol of routers: :class:`~p2pavg.net.reach.natpmp.NatPmp` or :class:`~p2pavg.net.reach.upnp.Upnp`.
+    """One protocol of routers.
 
     Every call is bounded in time, and raises UnreachableError with the reason if the router did not do it.
     """
@@ -50,19 +52,25 @@ class MappingClient(Protocol):
         """Remove the mapping."""
 
 
+def protocols() -> Sequence[MappingClient]:
+    """Return the protocols that routers speak, in the order in which they are tried."""
+    natpmp = NatPmp()
+    return natpmp, Pcp(lambda: natpmp.other_version), Upnp()
+
+
 class PortMapper:
     """Keeps one port mapped, by the first protocol that the router speaks.
 
     Args:
         on_mapped: called with each new mapping, and with ``None`` when it is gone.
-        clients: the protocols in the order in which they are tried; ``None`` tries NAT-PMP and then UPnP.
+        clients: the protocols in the order in which they are tried; ``None`` tries NAT-PMP, PCP and UPnP.
     """
 
     def __init__(
         self, on_mapped: Callable[[Mapped | None], None], clients: Sequence[MappingClient] | None = None
     ) -> None:
         self._on_mapped = on_mapped
-        self._clients: Sequence[MappingClient] = (NatPmp(), Upnp()) if clients is None else clients
+        self._clients = protocols() if clients is None else clients
         self._said = ""
 
     async def run(self, port: int) -> None:

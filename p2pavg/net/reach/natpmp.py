@@ -8,42 +8,25 @@ local network that forges the router's address can still lie: other peers dial b
 from __future__ import annotations
 
 import ipaddress
-import socket
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TypeVar
 
 import trio
 
 from p2pavg.errors import RemoteProtocolError, UnreachableError
 from p2pavg.net.reach.gateway import default_gateway
+from p2pavg.net.reach.router_udp import PORT, Granted, OtherVersionError, ask_router
 
 Answer = TypeVar("Answer")
 
-PORT = 5351
-
-# RFC 6886 sends nine times, beginning with a pause of 250 ms which doubles each time. A router of the local network
-# answers within milliseconds, or it does not speak the protocol.
-PAUSES = (0.25, 0.5, 1.0)
-
 _ADDRESS, _MAP_TCP, _IS_ANSWER = 0, 2, 128
-_MAX_BYTES = 1100  # of any packet of the protocol, PCP's included; longer ones are cut by the system
+_OTHER_VERSION = 1
 _RESULTS = {
-    1: "the router speaks another version",
     2: "the router's settings forbid it",
     3: "the router has no connection",
     4: "the router has no room for more",
     5: "the router does not know the request",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Granted:
-    """A mapping that the router has made."""
-
-    outer_port: int
-    lease: int
-    """Seconds."""
 
 
 def encode_map(port: int, outer_port: int, lease: int) -> bytes:
@@ -88,8 +71,10 @@ def _read_head(answer: bytes, request: int, length: int) -> int:
     if len(answer) < 4 or answer[1] != _IS_ANSWER + request:
         raise RemoteProtocolError(f"{len(answer)} bytes that are no answer to request {request}")
     result = int.from_bytes(answer[2:4], "big")
-    if answer[0] != 0 or result:
-        raise UnreachableError(_RESULTS.get(result or 1, f"the router refused with the number {result}"))
+    if answer[0] != 0 or result == _OTHER_VERSION:
+        raise OtherVersionError("the router speaks another version")
+    if result:
+        raise UnreachableError(_RESULTS.get(result, f"the router refused with the number {result}"))
     if len(answer) != length:
         raise RemoteProtocolError(f"an answer of {len(answer)} bytes instead of {length}")
     return int.from_bytes(answer[4:8], "big")
@@ -103,6 +88,8 @@ class NatPmp:
     def __init__(self, gateway: Callable[[], str | None] = default_gateway, port: int = PORT) -> None:
         self._gateway = gateway
         self._port = port
+        self.other_version = False
+        """True if the router has answered that it speaks another version, which is PCP's."""
         self._clock: tuple[float, int] | None = None
         """The moment of the last answer, and the router's clock in it."""
 
@@ -141,29 +128,9 @@ class NatPmp:
         await self._ask(encode_map(port, 0, 0), lambda answer: read_map(answer, port, lease=0))
 
     async def _ask(self, request: bytes, read: Callable[[bytes], Answer]) -> Answer:
-        """Send a request until a valid answer comes; packets that are none are dropped.
-
-        Raises:
-            UnreachableError: no valid answer came, or the router refused.
-        """
-        gateway = self._gateway()
-        if gateway is None:
-            raise UnreachableError("no router is known")
-        with trio.socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as opened:
-            try:
-                await opened.connect((gateway, self._port))
-                for pause in PAUSES:
-                    await opened.send(request)
-                    with trio.move_on_after(pause):
-                        return await _receive(opened, read)
-            except OSError as error:
-                raise UnreachableError(f"{gateway}: {error.strerror}") from None
-        raise UnreachableError(f"the router {gateway} does not answer")
-
-
-async def _receive(opened: trio.socket.SocketType, read: Callable[[bytes], Answer]) -> Answer:
-    while True:
+        """Send a request until a valid answer comes. Raises UnreachableError."""
         try:
-            return read(await opened.recv(_MAX_BYTES))
-        except RemoteProtocolError:
-            continue
+            return await ask_router(self._gateway(), self._port, lambda _: request, read)
+        except OtherVersionError:
+            self.other_version = True
+            raise

@@ -19,7 +19,7 @@ class Neighbour:
     peer_id: str
     host: str
     """The IP address at which this process sees it."""
-    port: int = 0
+    port: int = field(default=0, compare=False)
     """The listening port at which this process has dialled it; 0 if the peer has dialled this one."""
 
 

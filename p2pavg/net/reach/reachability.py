@@ -49,7 +49,12 @@ class Reachability:
         return self.kind is Kind.PUNCHABLE
 
 
-NOT_ASKED = Reachability(kind=Kind.UNKNOWN, sentence="not known yet: no peer of another network has answered")
+NOT_KNOWN_YET = "not known yet"
+"""The beginning of the sentences that are about to change."""
+
+NOT_ASKED = Reachability(
+    kind=Kind.UNKNOWN, sentence=f"{NOT_KNOWN_YET}: no peer of another network has answered"
+)
 """The reachability of a peer that has not asked any other peer yet."""
 
 
@@ -103,3 +108,4 @@ def announced(count: int) -> str:
 
 
 PUBLIC_SENTENCE = "public"
+BEING_TRIED_SENTENCE = f"{NOT_KNOWN_YET}: other peers are asked to dial this one"

@@ -17,7 +17,7 @@ import miniupnpc
 import trio
 
 from p2pavg.errors import UnreachableError
-from p2pavg.net.reach.natpmp import Granted
+from p2pavg.net.reach.router_udp import Granted
 
 Result = TypeVar("Result")
 

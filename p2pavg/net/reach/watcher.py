@@ -39,7 +39,7 @@ from p2pavg.net.reach.mapping import PortMapper
 from p2pavg.net.reach.messages import Outcome
 from p2pavg.net.reach.probes import Probe
 from p2pavg.net.reach.questions import AskDialBack, AskLook, AskWhoami, Neighbour, Question
-from p2pavg.net.reach.reachability import NOT_ASKED, Kind, Reachability
+from p2pavg.net.reach.reachability import NOT_ASKED, NOT_KNOWN_YET, Reachability
 from p2pavg.net.reach.service import ask_dial_back, look
 from p2pavg.net.reach.whoami import ask
 from p2pavg.net.transport import PeerId, Transport
@@ -183,8 +183,9 @@ class ReachWatcher:
         if found == self._told:
             return
         before, self._told = self._told[0], found
-        if found[0].sentence != before.sentence and found[0].kind is not Kind.UNKNOWN:
-            logger.info("reachability: %s", found[0].sentence)
+        sentence = found[0].sentence
+        if sentence != before.sentence and not sentence.startswith(NOT_KNOWN_YET):
+            logger.info("reachability: %s", sentence)
         self._on_change(found[0], found[1])
 
     # -- questions

@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
-from p2pavg.net.limits.sources import prefix_of
+from p2pavg.net.limits.dial_policy import is_private
+from p2pavg.net.limits.sources import parse_host, prefix_of
 
 RELAYS_WANTED = 2
 """A peer stays reachable when one of its relays leaves."""
@@ -59,6 +61,33 @@ def choose_relays(
         used.add(prefix_of(best.host))
         chosen.append(best.peer_id)
     return tuple(chosen)
+
+
+def addresses_of_relay(relay: str, reached: Sequence[str], named: Sequence[str]) -> tuple[str, ...]:
+    """Return the addresses of a relay that a peer behind it announces, or nothing if it has not dialled the relay.
+
+    The address at which the peer has dialled the relay has proved to work, and it is the relay's. What the relay names
+    may be the address of a third party, to which all peers that look for this one would connect. So it counts only for
+    a relay in the same private network, whose address there means nothing to peers elsewhere; and then only the first.
+
+    Args:
+        relay: the relay's id.
+        reached: the addresses at which the peer has dialled the relay.
+        named: valid addresses that the relay names as its own.
+    """
+    proved = tuple(reached[:1])
+    if not proved or not is_private(_host_of(proved[0])):
+        return proved
+    elsewhere = (
+        text
+        for text in named
+        if text.endswith(f"/p2p/{relay}") and parse_host(_host_of(text)) and not is_private(_host_of(text))
+    )
+    return (*proved, *islice(elsewhere, 1))
+
+
+def _host_of(address: str) -> str:
+    return address.split("/")[2]
 
 
 def _distance(one: str, other: str) -> bytes:

@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 import trio
 
 from p2pavg.errors import ClosedError, RemoteProtocolError, StreamBrokenError, UnreachableError
-from p2pavg.net.addresses import CircuitAddress, parse_peer_address
+from p2pavg.net.addresses import CircuitAddress
 from p2pavg.net.framing import receive_message, send_message
-from p2pavg.net.relay.choice import Candidate, choose_relays
+from p2pavg.net.relay.choice import Candidate, addresses_of_relay, choose_relays
 from p2pavg.net.relay.messages import (
     MAX_MESSAGE_BYTES,
     PROTOCOL,
@@ -24,7 +24,6 @@ from p2pavg.net.relay.messages import (
 )
 from p2pavg.net.relay.service import PING_SECONDS
 from p2pavg.net.transport import PeerId, Stream, Transport
-from p2pavg.threads.exceptions import bare_exceptions
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +35,6 @@ _LOST_SECONDS = (
     2.0  # a relay that was lost may have been restarted, or this peer may have changed its network
 )
 MAX_AVOIDED = 256
-_ADDRESSES_OF_ONE = 2
 
 _FAILURES = (UnreachableError, StreamBrokenError, RemoteProtocolError, ClosedError)
 
@@ -46,6 +44,7 @@ class Reservations:
 
     Args:
         candidates: returns the peers to which this one has a direct connection that it has dialled.
+        reached: returns the addresses at which this peer has dialled another one.
         on_change: called when :attr:`addresses` has changed.
     """
 
@@ -54,10 +53,12 @@ class Reservations:
         transport: Transport,
         *,
         candidates: Callable[[], Sequence[Candidate]],
+        reached: Callable[[PeerId], Sequence[str]],
         on_change: Callable[[], None],
     ) -> None:
         self._transport = transport
         self._candidates = candidates
+        self._reached = reached
         self._on_change = on_change
         self._wanted = False
         self._asked: dict[PeerId, trio.CancelScope] = {}
@@ -151,33 +152,42 @@ class Reservations:
             raise UnreachableError(answer.reason)
         if not isinstance(answer, Reserved):
             raise RemoteProtocolError(f"it answered with {type(answer).__name__}")
-        dialled = [other.host for other in self._candidates() if other.peer_id == stream.remote]
-        named = [text for text in answer.addresses if parse_peer_address(text)[1] == stream.remote]
-        # The address at which this peer reached the relay has proved to work, if the relay names it as well.
-        named.sort(key=lambda text: not any(f"/{host}/" in text for host in dialled))
-        if not named:
-            raise UnreachableError("the relay names no address of its own")
-        return tuple(named[:_ADDRESSES_OF_ONE])
+        addresses = addresses_of_relay(stream.remote, self._reached(stream.remote), answer.addresses)
+        if not addresses:
+            raise UnreachableError("this peer has no connection to the relay that it has dialled")
+        return addresses
 
     async def _ping(self, stream: Stream) -> None:
         """Exchange pings with a relay until it is lost. Raises the reason."""
         heard = _Heard(trio.current_time())
-        with bare_exceptions():
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(self._hear, stream, heard)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._hear, stream, heard, nursery.cancel_scope)
+            # Both tasks may fail at once when the connection ends, so neither raises: a nursery would raise a group.
+            try:
                 while trio.current_time() <= heard.at + PING_SECONDS + ANSWER_SECONDS:
                     await send_message(stream, encode(Ping()))
                     await trio.sleep(PING_SECONDS)
                 # The connection is dead, or a router has forgotten it: nothing else would notice that for minutes.
                 await stream.reset_connection()
-                raise UnreachableError(f"no answer to a ping within {ANSWER_SECONDS:.0f} s")
+                heard.end = heard.end or UnreachableError(
+                    f"no answer to a ping within {ANSWER_SECONDS:.0f} s"
+                )
+            except _FAILURES as error:
+                heard.end = heard.end or error
+            nursery.cancel_scope.cancel()
+        assert heard.end is not None  # a cancelled caller does not come here
+        raise heard.end
 
-    async def _hear(self, stream: Stream, heard: _Heard) -> None:
-        while data := await receive_message(stream, max_bytes=MAX_MESSAGE_BYTES):
-            if not isinstance(decode(data), Ping):
-                raise RemoteProtocolError("it sent something else than a ping")
-            heard.at = trio.current_time()
-        raise UnreachableError("the relay has ended the reservation")
+    async def _hear(self, stream: Stream, heard: _Heard, both: trio.CancelScope) -> None:
+        try:
+            while data := await receive_message(stream, max_bytes=MAX_MESSAGE_BYTES):
+                if not isinstance(decode(data), Ping):
+                    raise RemoteProtocolError("it sent something else than a ping")
+                heard.at = trio.current_time()
+            raise UnreachableError("the relay has ended the reservation")
+        except _FAILURES as error:
+            heard.end = heard.end or error
+        both.cancel()
 
     def _avoid(self, relay: PeerId, seconds: float) -> None:
         self._avoided[relay] = trio.current_time() + seconds
@@ -187,10 +197,11 @@ class Reservations:
 
 
 class _Heard:
-    """The time of a relay's last sign of life."""
+    """The time of a relay's last sign of life, and the reason for which the reservation has ended."""
 
     def __init__(self, at: float) -> None:
         self.at = at
+        self.end: Exception | None = None
 
 
 async def _next(stream: Stream) -> object:

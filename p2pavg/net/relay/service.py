@@ -18,7 +18,9 @@ What it guarantees:
 
 What can happen, and the answer:
 
-* **One end reads nothing.** The transport gives up a stream that takes no data for 30 s, with its connection.
+* **One end reads nothing.** The transport gives up a stream that takes no data for 30 s. The connections to the relay
+  go on, because the end at fault may be the other one.
+* **One end closes.** The other end gets what was sent before, as over TCP.
 * **A peer has changed its network.** Its old connection may look alive for a while. Its new reservation replaces the
   old one, whose connection is dropped, since circuits would be opened over it.
 * **A circuit is asked for over a circuit.** It is refused: chains of relays would multiply traffic.
@@ -174,9 +176,12 @@ class RelayService:
         except (UnreachableError, StreamBrokenError, RemoteProtocolError, ClosedError) as error:
             await _refuse(stream, f"the peer was not reached: {error}")
             return
+        for each in (stream, other):
+            each.end_alone()
         try:
             await send_message(stream, encode(Connected()))
-            await self._join(circuit, stream, other)
+            for ended in await self._join(circuit, stream, other):
+                await ended.aclose()
         finally:
             await other.reset()
 
@@ -201,22 +206,33 @@ class RelayService:
             raise
         return stream
 
-    async def _join(self, circuit: Circuit, one: Stream, other: Stream) -> None:
-        """Carry bytes both ways until both ends have closed, or one breaks, is idle, or has used up its bytes."""
+    async def _join(self, circuit: Circuit, one: Stream, other: Stream) -> list[Stream]:
+        """Carry bytes both ways until one end closes, breaks, is idle for too long, or has used up its bytes.
+
+        Return the streams that have got everything that was sent to them: those of which the other end has closed.
+        """
+        complete: list[Stream] = []
         with bare_exceptions():
             async with trio.open_nursery() as nursery:
                 nursery.cancel_scope.deadline = trio.current_time() + self.budget.limits.seconds
                 nursery.start_soon(self._end_if_idle, circuit, nursery.cancel_scope)
-                nursery.start_soon(self._carry, circuit, one, other, nursery.cancel_scope, False)
-                nursery.start_soon(self._carry, circuit, other, one, nursery.cancel_scope, True)
+                for back, pair in ((False, (one, other)), (True, (other, one))):
+                    nursery.start_soon(self._carry, circuit, *pair, back, complete, nursery.cancel_scope)
         logger.debug(
             "a circuit from %s to %s ends after %d bytes", circuit.source, circuit.target, circuit.carried
         )
+        return complete
 
     async def _carry(
-        self, circuit: Circuit, one: Stream, other: Stream, both: trio.CancelScope, back: bool
+        self,
+        circuit: Circuit,
+        one: Stream,
+        other: Stream,
+        back: bool,
+        complete: list[Stream],
+        both: trio.CancelScope,
     ) -> None:
-        """Carry the bytes of one direction."""
+        """Carry the bytes of one direction, and end both directions with it."""
         turn = self._turns.setdefault(circuit.target_host if back else circuit.host, trio.Lock())
         try:
             while piece := await one.receive_some(PIECE_BYTES):
@@ -230,6 +246,7 @@ class RelayService:
                         return
                     await trio.sleep(wait)
                 await other.send_all(piece)
+            complete.append(other)
         except (StreamBrokenError, ClosedError) as error:
             logger.debug("a circuit of %s broke: %s", circuit.source, error)
         both.cancel()

@@ -56,6 +56,7 @@ OPTIONS: dict[str, dict[str, tuple[list[str], bool, object]]] = {
         "run_id": (["--run-id"], False, None),
         "run": (["--run"], False, None),
         "certificate": (["--certificate"], False, None),
+        "port_mapping": (["--port-mapping"], False, True),
         "json": (["--json"], False, False),
         "verbose": (["--verbose", "-v"], False, False),
     },

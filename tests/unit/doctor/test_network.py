@@ -86,6 +86,7 @@ class TestBootstrap:
             (Answer.SILENT, "", "accepts connections to peer.example port 4001 and says nothing"),
             (Answer.CLOSED, "", "closes it at once"),
             (Answer.OTHER_PEER, OTHER, f"another peer is there: {OTHER}, not {PEER}"),
+            (Answer.NOT_BEHIND, "no reservation", f"leads to no peer {PEER}: no reservation"),
             (Answer.FAILED, "a strange error", "a strange error"),
             (Answer.FAILED, "", "dialling failed without a reason"),
         ],

@@ -8,8 +8,10 @@ import pytest
 
 from p2pavg.doctor.findings import Finding, Level
 from p2pavg.doctor.rules.run import Measured, Run, judge_bandwidth, judge_peers, judge_run
+from p2pavg.group.candidate import Candidate, sign_candidate
 from p2pavg.optim.word import Word
 from p2pavg.records.run_entry import RunEntry
+from p2pavg_dht import Ed25519Signer
 
 
 def entry(**changes: Any) -> RunEntry:
@@ -60,9 +62,31 @@ class TestRun:
         assert judge_peers(run(), None) == []
 
 
+def apart(found: Run, own_id: str | None) -> list[Finding]:
+    """Return the findings on why peers do not meet, without the number of peers that are ready."""
+    *others, ready = judge_peers(found, own_id)
+    assert ready.level is Level.NOTE
+    return others
+
+
+def candidate(number: int, state: bytes = b"", *, auxiliary: bool = False) -> Candidate:
+    return sign_candidate(
+        Ed25519Signer(bytes([number]) * 32),
+        key=bytes(32),
+        deadline=1e9,
+        expiration_time=1e9 + 60.0,
+        weight=0.0 if auxiliary else 1.0,
+        bandwidth=10.0,
+        codec="fp32",
+        auxiliary=auxiliary,
+        addresses=[f"/ip4/203.0.113.{number}/tcp/4001"],
+        state=state,
+    )
+
+
 class TestPeers:
     def test_alike(self) -> None:
-        (found,) = judge_peers(run(entry(), entry(group_size=8)), None)
+        (found,) = apart(run(entry(), entry(group_size=8)), None)
         assert (found.level, found.what) == (Level.OK, "2 peers can meet")
 
     @pytest.mark.parametrize(
@@ -83,22 +107,22 @@ class TestPeers:
         ],
     )
     def test_one_peer_of_three_differs(self, odd: dict[str, Any], cause: str) -> None:
-        (found,) = judge_peers(run(entry(), entry(**odd), entry()), None)
+        (found,) = apart(run(entry(), entry(**odd), entry()), None)
         assert (found.level, found.cause) == (Level.FAULT, cause)
         assert found.what == "1 of 3 peers of the run cannot meet the others"
 
     def test_several_differences_are_told_apart(self) -> None:
-        found = judge_peers(run(entry(), entry(), entry(codec="fp16"), entry(elements=9, codec="bf16")), None)
+        found = apart(run(entry(), entry(), entry(codec="fp16"), entry(elements=9, codec="bf16")), None)
         assert [each.cause.partition(":")[0] for each in found] == ["schema", "codec"]
         assert found[1].what == "2 of 4 peers of the run cannot meet the others"
 
     def test_this_peer_decides_if_it_runs(self) -> None:
-        (found,) = judge_peers(run(entry(), entry(codec="fp16"), entry()), "peer1")
+        (found,) = apart(run(entry(), entry(codec="fp16"), entry()), "peer1")
         assert found.what == "2 of 3 peers of the run cannot meet this one"
         assert found.cause == "codec: fp32, this peer fp16"
 
     def test_the_run_file_decides_on_codec_and_aggregation(self) -> None:
-        found = judge_peers(run(entry(), entry(), codec="blockwise8", aggregation="median"), None)
+        found = apart(run(entry(), entry(), codec="blockwise8", aggregation="median"), None)
         assert told(found) == [
             (Level.FAULT, "codec: fp32, the run file blockwise8"),
             (Level.FAULT, "aggregation: the weighted mean, the run file median"),
@@ -119,7 +143,7 @@ class TestPeers:
     )
     def test_recipes(self, odd: Word, cause: str) -> None:
         words = {"peer0": word(), "peer1": odd, "peer2": word()}
-        (found,) = judge_peers(run(entry(), words=words), None)
+        (found,) = apart(run(entry(), words=words), None)
         assert (found.level, found.cause) == (Level.FAULT, cause)
 
     def test_refused_publishers(self) -> None:
@@ -128,9 +152,34 @@ class TestPeers:
             "b": "its certificate was revoked",
             "c": "it is forged",
         }
-        (found,) = judge_peers(run(entry(), refused=refused), None)
+        (found,) = apart(run(entry(), refused=refused), None)
         assert found.level is Level.WARNING
         assert found.cause == "certificate: 2 peers: its certificate was revoked; 1 peer: it is forged"
+
+    def test_peers_that_cannot_be_reached(self) -> None:
+        ready = (candidate(0), candidate(1), candidate(2))
+        found = apart(run(entry(), ready=ready, unreached=((ready[1], "Connection refused"),)), None)
+        assert [each.level for each in found] == [Level.WARNING]
+        assert found[0].what.startswith("1 of 3 peers that are ready for a round cannot be reached")
+        assert "at /ip4/203.0.113.1/tcp/4001 (Connection refused)" in found[0].cause
+
+    @pytest.mark.parametrize(
+        ("states", "what", "cause"),
+        [
+            ([], "0 peers of the run look for a group now", ""),
+            ([b"a"], "1 peer of the run looks for a group now", ""),
+            (
+                [b"a", b"a", b"b"],
+                "3 peers of the run look for a group now",
+                "state: 1 of them average with other",
+            ),
+        ],
+    )
+    def test_ready_peers(self, states: list[bytes], what: str, cause: str) -> None:
+        ready = tuple(candidate(number, state) for number, state in enumerate(states))
+        found = judge_peers(run(entry(), ready=(*ready, candidate(9, b"x", auxiliary=True))), None)[-1]
+        assert (found.level, found.what) == (Level.NOTE, what)
+        assert found.cause.startswith(cause)
 
 
 class TestBandwidth:

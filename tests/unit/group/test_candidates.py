@@ -109,7 +109,6 @@ def test_candidates_are_ordered_by_auxiliary_then_deadline_then_id() -> None:
         ((4, 1.0, MAX_WEIGHT * 1.01, 1.0, "fp32", False, ADDRESSES), "weight"),
         ((4, 1.0, math.nan, 1.0, "fp32", False, ADDRESSES), "not finite"),
         ((4, 1.0, 1, 1.0, "fp32", False, ADDRESSES), "field 2 is int"),
-        ((4, 1.0, 1.0, 0.0, "fp32", False, ADDRESSES), "bandwidth"),
         ((4, 1.0, 1.0, -5.0, "fp32", False, ADDRESSES), "bandwidth"),
         ((4, 1.0, 1.0, MIN_BANDWIDTH * 0.99, "fp32", False, ADDRESSES), "a bandwidth of 0.099 Mbit/s"),
         ((4, 1.0, 1.0, MAX_BANDWIDTH * 1.01, "fp32", False, ADDRESSES), "bandwidth"),
@@ -206,6 +205,20 @@ def test_peers_that_can_be_dialled_come_before_punchable_ones_and_these_before_r
     assert found == [dialled, punched, relayed, unknown, auxiliary]
     assert unknown.reach is Reach.RELAYED
     assert read_signed_candidate(pack_record(punched.record)).reach is Reach.PUNCHABLE
+
+
+def test_a_peer_may_sign_that_it_does_not_know_its_bandwidth() -> None:
+    unknown = candidate(0, bandwidth=0.0)
+    assert (unknown.bandwidth, unknown.assumed_bandwidth) == (0.0, 100.0)
+    assert candidate(1, bandwidth=7.5).assumed_bandwidth == 7.5
+
+
+def test_a_newcomer_to_a_run_of_slow_links_gets_an_equal_share() -> None:
+    """If it claimed 100 Mbit/s, it would get two equal shares, and every round would take longer."""
+    members = [candidate(index, bandwidth=5.0) for index in range(3)]
+    cut = share_cutter(64_000, 64)
+    assert cut([*members, candidate(3, bandwidth=0.0)]) == (16_000,) * 4
+    assert cut([*members, candidate(3, bandwidth=100.0)])[3] == 32_000
 
 
 def test_shares_follow_the_signed_bandwidths() -> None:

@@ -181,6 +181,10 @@ def test_bytes_without_a_codec() -> None:
         ([50.0], [50.0]),
         ([], []),
         ([1e6, 1e-300, 1.0], [1e6, 1e-300, 1.0]),
+        # Those that are unknown count as the median, in which they count as the default.
+        ([5.0, 5.0, 5.0, 0.0], [5.0] * 4),
+        ([0.0] * 3, [100.0] * 3),
+        ([0.0, 0.0, 5.0], [100.0, 100.0, 100.0 / 1.5**7]),
     ],
 )
 def test_bandwidths_that_are_nearly_equal_count_as_equal(bandwidths: list[float], found: list[float]) -> None:

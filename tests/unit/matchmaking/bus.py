@@ -35,9 +35,12 @@ MATCH_TIMEOUT = 10.0
 SIGNERS = [Ed25519Signer(bytes([index + 1]) * 32) for index in range(40)]
 
 
-def settings(target: int = 4, minimum: int = 2, rule: Participation | None = None) -> Settings:
+def settings(
+    target: int = 4, minimum: int = 2, rule: Participation | None = None, contributors: int = 0
+) -> Settings:
     return Settings(
         target=target,
+        contributors=contributors,
         minimum=minimum,
         match_timeout=MATCH_TIMEOUT,
         cut_shares=share_cutter(1000, 64),
@@ -122,6 +125,7 @@ class Bus:
         auxiliary: bool = False,
         target: int = 4,
         minimum: int = 2,
+        contributors: int = 0,
         weight: float = 1.0,
         state: bytes = b"",
         tags: tuple[str, ...] = (),
@@ -140,7 +144,7 @@ class Bus:
             addresses=addresses,
             reach=reach,
         )
-        how = settings(target, minimum, rule)
+        how = settings(target, minimum, rule, contributors)
         if auxiliary:
             how = replace(how, choose_observers=None)
         memory = self.memories.setdefault(me.peer_id, Memory())
@@ -151,6 +155,7 @@ class Bus:
             auxiliary=auxiliary,
             target=target,
             minimum=minimum,
+            contributors=contributors,
             weight=weight,
             state=state,
             tags=tags,

@@ -6,7 +6,7 @@ from p2pavg.net.reach.facts import Mapped
 from p2pavg.net.reach.knowledge import MAX_OBSERVERS
 from p2pavg.net.reach.probes import Probe
 from p2pavg.net.reach.questions import AskDialBack, AskLook, AskWhoami, Neighbour, Question
-from p2pavg.net.reach.reachability import Kind
+from p2pavg.net.reach.reachability import NOT_KNOWN_YET, Kind
 from tests.unit.net.reach.routers import (
     HOME,
     LOOPBACK,
@@ -228,7 +228,15 @@ class TestAddressesAndRelays:
         world.knowledge.heard(0.0, look, OUTER)
         assert world.knowledge.relays_wanted
         assert world.knowledge.behind_router
-        assert world.kind() is Kind.UNKNOWN
+        assert not world.knowledge.reachability.dialable
+        assert world.knowledge.reachability.sentence.startswith(NOT_KNOWN_YET)
+
+    def test_public_address_counts_as_dialable_while_it_is_tried(self) -> None:
+        world = World(interfaces=[LOOPBACK, OUTER])
+        look = next(q for q in world.knowledge.questions(0.0) if isinstance(q, AskLook))
+        world.knowledge.heard(0.0, look, OUTER)
+        assert world.knowledge.reachability.dialable
+        assert not world.knowledge.relays_wanted
 
     def test_circuits_come_last_and_keep_their_places(self) -> None:
         world = World(interfaces=[LOOPBACK, *(f"10.0.{number}.1" for number in range(9))])
@@ -314,6 +322,15 @@ class TestQuestions:
         assert len(looks) == MAX_OBSERVERS
         assert {A, B, C} <= set(looks)
 
+    def test_peer_with_several_connections_is_asked_once(self) -> None:
+        again = Neighbour(peer_id=A.peer_id, host=A.host)  # this connection is one that the peer has made
+        for peers in ([A, again], [again, A]):
+            world = World(peers=peers, router=symmetric)
+            looks = [question for question in world.knowledge.questions(0.0) if isinstance(question, AskLook)]
+            assert len(looks) == 1
+            world.knowledge.heard(0.0, looks[0], OUTER)
+            assert any(isinstance(question, AskWhoami) for question in world.knowledge.questions(0.0))
+
     def test_open_questions_are_not_asked_again(self) -> None:
         world = World()
         assert world.knowledge.questions(0.0)
@@ -392,6 +409,15 @@ class TestChanges:
         assert world.knowledge.reachability.outer_hosts == ("8.7.6.5",)
         assert world.text("8.7.6.5") in world.knowledge.addresses
         assert world.text(OUTER) not in world.knowledge.addresses
+
+    def test_all_peers_are_asked_again_when_one_sees_another_address(self) -> None:
+        world = World(peers=[A, B])
+        world.settle()
+        first, second = [q for q in world.knowledge.questions(20.0) if isinstance(q, AskLook)]
+        world.knowledge.heard(20.0, first, OUTER)
+        assert not world.knowledge.questions(20.0)
+        world.knowledge.heard(20.0, second, "8.7.6.5")
+        assert first in world.knowledge.questions(20.0)
 
     def test_one_new_observation_outweighs_connections_that_died(self) -> None:
         world = World(peers=[A, B, C])

@@ -2,11 +2,12 @@
 
 from collections import Counter
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from p2pavg.net.limits.sources import prefix_of
-from p2pavg.net.relay.choice import RELAYS_WANTED, Candidate, choose_relays
+from p2pavg.net.relay.choice import RELAYS_WANTED, Candidate, addresses_of_relay, choose_relays
 
 names = st.sampled_from([f"peer {number}" for number in range(8)])
 hosts = st.sampled_from(["198.51.100.1", "198.51.100.2", "203.0.113.1", "192.0.2.1", "2001:db8::1"])
@@ -54,3 +55,33 @@ def test_the_peers_of_a_run_spread_over_its_relays() -> None:
 def test_the_order_of_the_candidates_does_not_matter() -> None:
     relays = [Candidate(f"relay {number}", f"198.51.{number}.1") for number in range(10)]
     assert choose_relays("me", relays, (), {}, 0.0) == choose_relays("me", relays[::-1], (), {}, 0.0)
+
+
+class TestAddressesOfARelay:
+    """A hostile relay cannot make the peers behind it announce the address of a third party."""
+
+    PUBLIC = "/ip4/198.51.100.7/tcp/4001/p2p/relay"
+    VICTIM = "/ip4/203.0.113.7/tcp/22/p2p/relay"
+
+    def test_a_public_relay_is_announced_where_it_was_dialled(self) -> None:
+        assert addresses_of_relay("relay", [self.PUBLIC], [self.VICTIM, self.PUBLIC]) == (self.PUBLIC,)
+        assert addresses_of_relay("relay", [self.PUBLIC], []) == (self.PUBLIC,)
+
+    def test_a_relay_that_was_not_dialled_is_not_announced(self) -> None:
+        assert addresses_of_relay("relay", [], [self.VICTIM]) == ()
+
+    @pytest.mark.parametrize(
+        "host", ["/ip4/192.168.1.5", "/ip4/127.0.0.1", "/ip4/100.64.0.9", "/ip6/fd00::1"]
+    )
+    def test_a_relay_in_the_same_private_network_names_one_public_address(self, host: str) -> None:
+        near = f"{host}/tcp/4001/p2p/relay"
+        named = [
+            near,
+            "/ip4/10.1.1.1/tcp/4001/p2p/relay",
+            "/dns4/example.org/tcp/4001/p2p/relay",
+            "/ip4/203.0.113.7/tcp/22/p2p/another",
+            self.PUBLIC,
+            self.VICTIM,
+        ]
+        assert addresses_of_relay("relay", [near], named) == (near, self.PUBLIC)
+        assert addresses_of_relay("relay", [near], named[:4]) == (near,)

@@ -11,6 +11,10 @@ from p2pavg.net.lanes.messages import MAX_MESSAGE_BYTES, Verdict
 from p2pavg.net.transport import PeerId, Stream
 
 
+class SkippedWayError(UnreachableError):
+    """A way to make a lane makes no sense between the two peers now. No time was lost with it."""
+
+
 class Search:
     """One attempt to make a lane: the reasons of its failures, and a note if another attempt would be futile."""
 
@@ -19,6 +23,13 @@ class Search:
         self.addresses = addresses
         self.reasons: list[str] = []
         self.futile = False
+        self.costly = False
+        """True if a way was tried and has failed. It may have taken seconds, and another search would too."""
+
+    def failed(self, error: UnreachableError) -> None:
+        """Note that one of the ways has failed, or was skipped."""
+        self.reasons.append(str(error))
+        self.costly |= not isinstance(error, SkippedWayError)
 
 
 def direct(addresses: Iterable[str]) -> tuple[str, ...]:

@@ -10,10 +10,9 @@ import socket
 from collections.abc import Callable
 from functools import partial
 
-from p2pavg.errors import UnreachableError
 from p2pavg.net.framing import send_message
 from p2pavg.net.lanes.acceptor import Doorway
-from p2pavg.net.lanes.conversation import expect_verdict, next_message
+from p2pavg.net.lanes.conversation import SkippedWayError, expect_verdict, next_message
 from p2pavg.net.lanes.messages import Meet, Offer, Verdict
 from p2pavg.net.lanes.tls_connection import TlsConnection
 from p2pavg.net.punch.meeting import Puncher
@@ -41,12 +40,13 @@ class Halfway:
         """Meet the receiver, as the sender.
 
         Raises:
-            UnreachableError: a punch makes no sense between the two peers, or has failed; the message says why.
+            SkippedWayError: one of the two peers takes part in no punch.
+            UnreachableError: the punch has failed; the message has the reason of each try.
         """
         if self._puncher is None or self.refusal:
-            raise UnreachableError(f"this peer takes part in no punch: {self.refusal}")
+            raise SkippedWayError(f"this peer takes part in no punch: {self.refusal}")
         if not offer.punchable:
-            raise UnreachableError("the other peer takes part in no punch")
+            raise SkippedWayError("the other peer takes part in no punch")
         await send_message(stream, Meet().encode())
         await expect_verdict(stream, 3)
         greet = partial(self._doorway.greet, offer.certificate, offer.ticket)

@@ -22,6 +22,7 @@ MAX_UNEXPECTED = 16
 IDLE_SECONDS = 600.0
 MAX_NOWHERE = 1024
 NOWHERE_SECONDS = 60.0
+SKIPPED_SECONDS = 5.0  # a search that skips every way takes one round trip
 
 
 class IdleLanes:
@@ -112,15 +113,15 @@ class Nowhere:
     def __init__(self) -> None:
         self._found: OrderedDict[PeerId, tuple[float, str]] = OrderedDict()
 
-    def add(self, peer_id: PeerId, reason: str) -> None:
-        """Let :meth:`check` refuse this peer for a minute."""
-        self._found[peer_id] = (trio.current_time() + NOWHERE_SECONDS, reason)
+    def add(self, peer_id: PeerId, reason: str, seconds: float) -> None:
+        """Let :meth:`check` refuse this peer for a while."""
+        self._found[peer_id] = (trio.current_time() + seconds, reason)
         self._found.move_to_end(peer_id)
         while len(self._found) > MAX_NOWHERE:
             self._found.popitem(last=False)
 
     def check(self, peer_id: PeerId) -> None:
-        """Raise UnreachableError if an attempt has failed within the last minute."""
+        """Raise UnreachableError if an attempt has failed a short while ago."""
         until, reason = self._found.get(peer_id, (0.0, ""))
         if trio.current_time() < until:
             raise UnreachableError(f"no direct way to {peer_id} was found a moment ago: {reason}")

@@ -29,7 +29,8 @@ none. An address through a relay is never dialled for a lane.
 
 What can happen, and the answer:
 
-* **No way works.** The peer is not tried again for a minute, because the search would take time in every round.
+* **No way works.** The peer is not tried again for a minute, because the search would take time in every round. If all
+  ways were skipped, it is tried again after 5 s: the two peers may know more about their routers by then.
 * **The caller is cancelled or times out.** The libp2p stream is reset. The receiver sees its end, and frees the place
   that it held for the lane.
 * **A kept lane is not acknowledged yet.** It stays with the idle lanes, but only an acknowledged lane is given out.
@@ -56,10 +57,10 @@ import trio
 from p2pavg.errors import ClosedError, RemoteProtocolError, StreamBrokenError, UnreachableError
 from p2pavg.net.framing import receive_message, send_message
 from p2pavg.net.lanes.acceptor import Doorway, Visitor
-from p2pavg.net.lanes.conversation import Search, direct, expect_verdict, next_message
+from p2pavg.net.lanes.conversation import Search, SkippedWayError, direct, expect_verdict, next_message
 from p2pavg.net.lanes.halfway import Halfway
 from p2pavg.net.lanes.inbound import InboundLanes, Slot
-from p2pavg.net.lanes.limits import IDLE_SECONDS, IdleLanes, Nowhere
+from p2pavg.net.lanes.limits import IDLE_SECONDS, NOWHERE_SECONDS, SKIPPED_SECONDS, IdleLanes, Nowhere
 from p2pavg.net.lanes.messages import (
     MAX_ADDRESSES,
     MAX_MESSAGE_BYTES,
@@ -184,7 +185,7 @@ class LaneKeeper:
 
     def _remember(self, search: Search, reason: str) -> None:
         if search.futile:
-            self._nowhere.add(search.peer_id, reason)
+            self._nowhere.add(search.peer_id, reason, NOWHERE_SECONDS if search.costly else SKIPPED_SECONDS)
 
     async def _find(self, search: Search, timeout: float) -> TlsLane:
         try:
@@ -214,11 +215,13 @@ class LaneKeeper:
             try:
                 return await way(stream, search, offer)
             except UnreachableError as error:
-                search.reasons.append(str(error))
+                search.failed(error)
         raise UnreachableError(f"no direct lane to {search.peer_id}: {'; '.join(search.reasons)}")
 
     async def _go_there(self, stream: Stream, search: Search, offer: Offer) -> TlsConnection:
         addresses = self._candidates(search.peer_id, search.addresses, offer.addresses)
+        if not addresses:
+            raise SkippedWayError("no address is known")
         connection = await self._dial(search.peer_id, offer.certificate, offer.ticket, addresses)
         try:
             await expect_verdict(stream, 1)
@@ -230,7 +233,7 @@ class LaneKeeper:
     async def _let_come(self, stream: Stream, search: Search, offer: Offer) -> TlsConnection:
         addresses = direct(self._transport.addresses)
         if not addresses:
-            raise UnreachableError("and this peer does not listen, so the other peer cannot dial back")
+            raise SkippedWayError("and this peer does not listen, so the other peer cannot dial back")
         with self._doorway.expecting(search.peer_id, offer.certificate) as visitor:
             await send_message(stream, Back(visitor.ticket, addresses).encode())
             await expect_verdict(stream, 2)

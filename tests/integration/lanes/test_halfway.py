@@ -124,6 +124,19 @@ class TestNoPunch:
                 await lane_to(here, there)
 
     @watched
+    async def test_a_search_that_skips_every_way_is_repeated_soon(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A peer learns what its router allows when it has met others."""
+        monkeypatch.setattr(pool, "SKIPPED_SECONDS", 0.0)
+        async with two_behind_routers() as (here, there):
+            behind_a_router(there, OwnSide(punchable=False))
+            with pytest.raises(UnreachableError, match="the other peer takes part in no punch"):
+                await lane_to(here, there)
+            behind_a_router(there)
+            await lane_to(here, there)
+
+    @watched
     async def test_a_failed_punch_is_reported_and_remembered(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(plan, "PUNCH_SECONDS", 0.1)
         async with two_behind_routers() as (here, there):

@@ -94,7 +94,7 @@ def test_the_list_of_unreachable_peers_is_bounded(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(limits, "MAX_NOWHERE", 2)
     nowhere = limits.Nowhere()
     for peer in ("a", "b", "c"):
-        nowhere.add(peer, "why")
+        nowhere.add(peer, "why", 60.0)
     nowhere.check("a")
     for peer in ("b", "c"):
         with pytest.raises(UnreachableError, match="why"):

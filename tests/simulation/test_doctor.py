@@ -70,7 +70,9 @@ async def test_checks_that_hang_or_fail(
 
     monkeypatch.setattr(examination._Examination, "_judge_network", network)
     with caplog.at_level(logging.ERROR):
+        began = trio.current_time()
         found = await examine(Options())
+        assert trio.current_time() - began == 5.0
     causes = {each.name: each.cause for each in found if each.level is Level.NOTE}
     assert causes["run"] == "no answer within 5 s"
     assert len([each for each in found if each.name == "run"]) == 1

@@ -107,6 +107,7 @@ async def test_ready_peers_are_dialled(autojump_clock: MockClock) -> None:
         assert {each.peer_id for each in found.ready} == {peer.id for peer in others}
         gone, own, _ = others
         network.crash(gone.id)
+        network.crash(own.id)
         transport = doctor.context.transport
         assert [each.peer_id for each, _ in await unreached(transport, found.ready, own.id)] == [gone.id]
     assert not found.sealed

@@ -411,15 +411,13 @@ class DecentralizedAverager:
     ) -> None:
         shared = shared_run(self._host, self._run, self.config, schema)
         async with open_sharing(
-            self._host, self._run, shared, self.config.run_id, settings, board, self._gives_way
+            self._host, self._run, shared, self.config.run_id, settings, board, self._is_exchanging
         ) as sharing:
             task_status.started(sharing)
             await sharing.ended.wait()
 
-    def _gives_way(self) -> bool:
-        """Return whether a round needs the link more than a joiner that fetches a state; in any thread."""
-        running = self._round
-        return running is not None and running.is_urgent
+    def _is_exchanging(self) -> bool:
+        return self._round is not None and self._round.is_exchanging
 
     def sibling(self, config: AveragingConfig) -> AbstractAsyncContextManager[DecentralizedAverager]:
         """Open another averager of the same peer. See :meth:`p2pavg.Peer.averager`."""

@@ -49,8 +49,9 @@ NEWCOMER_SECONDS = 30.0
 that does not come costs anyway."""
 NEWCOMERS = 4
 """Newcomers in a round with this many known peers or fewer; with more, as many newcomers as known peers."""
-REPLAY_SECONDS = 3.0
-"""Time for which a peer that replays the last updates is waited for: it hears of the last one, and fetches it."""
+REPLAY_SECONDS = 1.0
+"""Time for which a peer that replays the last updates is waited for: it hears of the last one, and fetches it. All
+other peers wait for it, and one peer gains an update. So it is short."""
 KNOWN_UPDATES = 8
 """A peer that took none of this peer's last updates is a newcomer again."""
 CLAIM_MARGIN = 10.0

@@ -35,6 +35,9 @@ AHEAD, MAX_AHEAD = 2, 4
 """Averages that are fetched at once: while one is applied, the next one is on its way. More if they are small."""
 SMALL_BYTES = 2**24
 LOOK_SECONDS = 1.0  # between two looks at transfers and records
+NEWS_SECONDS = (
+    0.25  # between two looks at records, while all that this peer lacks is the news of the next average
+)
 MAX_REFUSED = 64  # roots of snapshots that could not be used
 LOST_SECONDS = 10.0
 """If most peers hold another state than this one's for this long, and none offers a later average, this peer fetches a
@@ -226,7 +229,11 @@ class Follower:
             version: the sharing's, before the last :meth:`advance`.
         """
         transfer = self._transfer()
-        if transfer is None or transfer.ended:
+        if self.is_on_the_log and transfer is None:
+            # The others are about to begin a round. This peer is in it if it hears of their last one at once.
+            self._sharing.look()
+            self._sharing.wait(version, NEWS_SECONDS)
+        elif transfer is None or transfer.ended:
             self._sharing.wait(version, LOOK_SECONDS)
         else:
             transfer.wait(LOOK_SECONDS)

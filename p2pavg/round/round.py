@@ -22,7 +22,6 @@ from p2pavg.round.rounds import Rounds
 logger = logging.getLogger(__name__)
 
 WARN_SECONDS = 10.0  # longer than peers that are there need to find each other
-FORMING_SECONDS = 2.0  # time in which peers that are there usually form a group
 MAX_WARN_SECONDS = 600.0  # between two warnings, each pause twice as long as the one before
 
 ResultT = TypeVar("ResultT")
@@ -54,7 +53,6 @@ class Round(Generic[ResultT]):
         self._changed = trio.Event()
         self._looking = trio.CancelScope()
         self._why_cancelled = ""
-        self._is_new = True
 
     async def changed(self) -> None:
         """Wait until there is a result, or a match timeout has passed."""
@@ -68,12 +66,9 @@ class Round(Generic[ResultT]):
         return self.progress(reason)
 
     @property
-    def is_urgent(self) -> bool:
-        """True while the group exchanges, and at first while it is formed: the other members wait for this one.
-
-        Any thread may ask.
-        """
-        return (self._is_new or self._roster is not None) and self.result is None
+    def is_exchanging(self) -> bool:
+        """True while the group exchanges."""
+        return self._roster is not None and self.result is None
 
     def progress(self, reason: str = "") -> InProgress:
         """Return the progress of the round."""
@@ -115,7 +110,6 @@ class Round(Generic[ResultT]):
         offer = await self.role.offer()
         with self._looking:
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(self._grow_old)
                 nursery.start_soon(self._warn_while_alone)
                 found = await self._rounds.matchmaker.find_group(
                     weight=offer.weight,
@@ -135,10 +129,6 @@ class Round(Generic[ResultT]):
         if isinstance(found, GaveUp):
             return GaveUp("; ".join(filter(None, [found.reason, await self._rounds.why_alone()])))
         return found
-
-    async def _grow_old(self) -> None:
-        await trio.sleep(FORMING_SECONDS)
-        self._is_new = False
 
     async def _warn_while_alone(self) -> None:
         """Warn of what is waited for, after 10 s and then ever more rarely. A warning is seen without any setup."""

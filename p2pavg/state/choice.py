@@ -133,7 +133,8 @@ def choose_snapshot(
         return Chosen(None, (), f"{_peers(len(deciding))} asked for a snapshot, and none offers one yet")
     offer, count = max(counts.items(), key=lambda found: (found[1], found[0].epoch, found[0].root))
     patience = SETTLE_SECONDS if 2 * counts.total() >= len(deciding) else PATIENCE_SECONDS
-    if 2 * count <= len(deciding) and waited < patience:
+    all_offer = counts.total() == len(deciding)  # no other voter is to come
+    if 2 * count <= len(deciding) and waited < patience and not all_offer:
         reason = f"{count} of {len(deciding)} peers offer the snapshot of update {offer.epoch}"
         return Chosen(None, (), f"{reason}; more may follow")
     donors = named_donors((peer_id for peer_id, said in news.items() if said.snapshot == offer), deciding)

@@ -3,7 +3,8 @@
 The limits are the donor's own: a joiner has a bounded number of open requests, each request a bounded number of pieces,
 and each piece of :data:`SEND_BYTES` must have left within :data:`SEND_SECONDS`. A session has a copy of the one piece
 that it sends: otherwise a slow joiner would keep a whole snapshot in memory that its donor has dropped. Rounds have
-priority: while one needs the link, each piece waits for up to :data:`YIELD_SECONDS`.
+priority: while one needs the link, :data:`SEND_BYTES` wait for up to :data:`YIELD_SECONDS`, and fewer bytes for as much
+less.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ class Offered:
     holdings: Holdings
     upload: RateLimit
     is_busy: Callable[[], bool]
-    """Returns true while a round needs the link more, from any thread."""
+    """Returns true while a round exchanges, from any thread."""
 
 
 class Source(Protocol):
@@ -237,7 +238,7 @@ class Session:
                 piece = view[start : start + size]
                 if offered is not None:
                     if start % SEND_BYTES == 0:
-                        await _give_way(offered.is_busy)
+                        await _give_way(offered.is_busy, yield_seconds(len(view) - start))
                     await trio.sleep(offered.upload.delay(len(piece)))
                 await self._send_in_time(piece)
 
@@ -337,14 +338,14 @@ class LaneUse:
         view = memoryview(data)
         for start in range(0, len(view), size):
             if start % SEND_BYTES == 0:
-                self._give_way(offered.is_busy)
+                self._give_way(offered.is_busy, yield_seconds(len(view) - start))
             piece = view[start : start + size]
             self._pause(offered.upload.delay(len(piece)))
             self._send(piece)
 
-    def _give_way(self, is_busy: Callable[[], bool]) -> None:
+    def _give_way(self, is_busy: Callable[[], bool], seconds: float) -> None:
         waited = 0.0
-        while waited < YIELD_SECONDS and is_busy():
+        while waited < seconds and is_busy():
             self._pause(_BUSY_SECONDS)
             waited += _BUSY_SECONDS
 
@@ -358,8 +359,13 @@ class LaneUse:
         self._sends_since = math.inf
 
 
-async def _give_way(is_busy: Callable[[], bool]) -> None:
-    """Wait while a round needs the link, for a second at most."""
-    until = trio.current_time() + YIELD_SECONDS
+def yield_seconds(count: int) -> float:
+    """Return the seconds for which the next ``count`` bytes wait at most while a round exchanges."""
+    return YIELD_SECONDS * min(count, SEND_BYTES) / SEND_BYTES
+
+
+async def _give_way(is_busy: Callable[[], bool], seconds: float) -> None:
+    """Wait while a round exchanges, for some seconds at most."""
+    until = trio.current_time() + seconds
     while trio.current_time() < until and is_busy():  # noqa: ASYNC110 - only a function tells
         await trio.sleep(_BUSY_SECONDS)

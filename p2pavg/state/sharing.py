@@ -442,6 +442,10 @@ class StateSharing:
         except trio.RunFinishedError:
             otherwise()
 
+    def look(self) -> None:
+        """Look for new records now, without waiting for the next regular look."""
+        self._board.look()
+
     def wait(self, version: int, timeout: float) -> None:
         """Block until :attr:`version` is above ``version``, for at most ``timeout`` seconds.
 

@@ -215,6 +215,14 @@ async def test_a_transfer_waits_while_a_round_exchanges_but_does_not_starve(
     assert seconds[False] < 1.0
 
 
+async def test_small_pieces_wait_as_long_as_large_ones_of_as_many_bytes(autojump_clock: MockClock) -> None:
+    blob = Blob(0, 64, 1 << 16)
+    async with company(1, bandwidth=FAST_ETHERNET) as (_network, peers, _held, sessions):
+        peers[1].state.join(RUN, None, Held(blob), is_busy=lambda: True)
+        seconds = await check_fetch(fetch_of(sessions, blob, peers[1:]), blob)
+    assert seconds == pytest.approx(len(blob.data) / SEND_BYTES * YIELD_SECONDS, rel=0.3)
+
+
 # ---------------------------------------------------------------------- donors that fail
 
 

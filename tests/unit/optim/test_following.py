@@ -168,6 +168,7 @@ class Sharing:
         self.snapshots: list[Transfer] = []
         self.averages: list[Transfer] = []
         self.said: list[tuple[bool, int]] = []
+        self.looks = 0
 
     def news(self) -> dict[str, StateNews]:
         return self.others
@@ -188,6 +189,9 @@ class Sharing:
     def fetch_average(self, group_id: bytes) -> Transfer:
         self.averages.append(Transfer(group_id))
         return self.averages[-1]
+
+    def look(self) -> None:
+        self.looks += 1
 
     def wait(self, version: int, timeout: float) -> None:
         pass
@@ -269,6 +273,19 @@ def test_a_peer_that_missed_few_updates_replays_them(world: World) -> None:
     assert not world.sharing.snapshots
     assert not world.follower.is_active
     assert world.owner.adoptions == 0
+
+
+def test_a_peer_that_lacks_only_the_news_of_the_next_average_looks_for_it_at_once(world: World) -> None:
+    """The others are about to begin the next round."""
+    world.run_is_at(4)
+    world.advance()
+    world.follower.wait(0)
+    assert world.sharing.looks == 0, "an average is on its way"
+    world.averages_come()
+    world.advance()
+    world.advance()
+    world.follower.wait(0)
+    assert world.sharing.looks == 1
 
 
 def test_a_peer_that_missed_many_updates_takes_a_snapshot_and_replays_the_rest(world: World) -> None:

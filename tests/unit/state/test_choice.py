@@ -154,6 +154,12 @@ class TestSnapshots:
         assert chosen(news, waited=SETTLE_SECONDS - 0.1) is None
         assert chosen(news, waited=SETTLE_SECONDS) == offer(8)
 
+    def test_there_is_no_wait_when_all_voters_offer_one(self) -> None:
+        """Donors that have joined at different times hold the snapshots of different updates."""
+        news = {"a": says(9, offer(8)), "b": says(9, offer(9))}
+        assert chosen(news) == offer(9)
+        assert chosen(news | {"c": says(9)}) is None
+
     def test_the_first_voter_with_a_snapshot_does_not_decide_alone(self) -> None:
         """Donors take a snapshot after their batch. A liar has one at once."""
         news = {name: says(9) for name in "abcd"} | {"liar": says(9, offer(9, root=666))}

@@ -27,7 +27,8 @@ SUMMARIES = {
     "overlap": "what a training loop loses to rounds in the background (4 minutes)",
     "codecs": "encoding and decoding on one core (a minute)",
     "attack": "training while some workers attack, by robust rule: the loss beside a clean run (15 minutes)",
-    "state": "a state fetched by a peer that joins, from one donor and from three, beside hivemind (5 minutes)",
+    "state": "a state fetched by a peer that joins, from one donor and from three, beside hivemind (5 minutes);"
+    " what that costs the donors",
     "reduce": "combining one part, by robust rule, beside the weighted mean (a minute)",
     "lookups": "record lookups of simulated peers: calls, time, and attackers that name invented peers (10 minutes)",
     "nat": "peers behind home routers in network namespaces: how they connect, and what is relayed (a minute)",

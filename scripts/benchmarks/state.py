@@ -5,6 +5,11 @@ once. hivemind's ``load_state_from_peers`` takes the same bytes, as one tensor o
 Seconds count from the call to the bytes in memory, with open connections. CPU seconds are those of all processes. The
 machine's cores are shared by all processes, so several donors cannot be much faster here: the figure that counts for
 them is that of a slow link (``--mbps``), where p2pavg's donors each keep an upload limit.
+
+With ``--training``, donors train in a loop that keeps a processor busy, by turns without a joiner and with one that
+fetches their state again and again. The donors share one core, and the joiner has another one. With ``--memory``, the
+peak memory of donors while a joiner fetches several snapshots is compared with that of training alone, and that of a
+joiner until it trains with the others with that of training with them.
 """
 
 from __future__ import annotations
@@ -14,6 +19,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from scripts.benchmarks import state_donors
 from scripts.benchmarks.crew import START_SECONDS, CrewError, Place, Process, System
 from scripts.benchmarks.figures import Report
 from scripts.benchmarks.hivemind_env import NoHivemindError, hivemind_python
@@ -31,11 +37,24 @@ def add_arguments(parser: argparse.ArgumentParser, *, small: bool) -> None:
     parser.add_argument("--donors", default="2" if small else "1,3", help="numbers of donors")
     parser.add_argument("--mbps", type=float, default=400.0, help="each donor's upload in the limited runs")
     parser.add_argument("--repeats", type=int, default=1 if small else 5)
+    parser.add_argument(
+        "--training", action="store_true", help="the training speed of donors while a joiner fetches, instead"
+    )
+    parser.add_argument("--memory", action="store_true", help="the memory of donors and joiners, instead")
+    parser.add_argument(
+        "--seconds", type=float, default=2.0 if small else 20.0, help="of each turn of --training"
+    )
     parser.add_argument("--hivemind-python", help="one that can import hivemind, or none")
 
 
 def run(arguments: argparse.Namespace, report: Report) -> None:
     """Measure, and report."""
+    if arguments.training or arguments.memory:
+        if arguments.training:
+            state_donors.training(arguments, report)
+        if arguments.memory:
+            state_donors.memory(arguments, report)
+        return
     systems = [OURS]
     try:
         python = hivemind_python(arguments.hivemind_python)

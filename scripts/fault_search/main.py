@@ -40,6 +40,11 @@ COMMANDS = {
         "a run of 40 peers that are killed and replaced, on virtual time",
         "an hour",
     ),
+    "state": Command(
+        "scripts.fault_search.state",
+        "donors and joiners that fail while a state is fetched, in real processes",
+        "a quarter of an hour",
+    ),
     "starts": Command(
         "scripts.fault_search.starts",
         "starts of the documented program with a third peer that is late",

@@ -147,6 +147,14 @@ def test_state(bench: Bench) -> None:
     assert {(line["donors"], line.get("Mbit/s each")) for line in lines} == {(2, None), (2, 400.0)}
 
 
+def test_training_of_donors(bench: Bench) -> None:
+    found = medians(bench("state", "--training"))
+    assert found["p2pavg", "batches of a donor, no joiner"] > 0
+    assert found["p2pavg", "batches of a donor, a joiner fetches"] > 0
+    assert found["p2pavg", "fetched meanwhile"] > 0
+    assert ("p2pavg", "training lost to a joiner") in found
+
+
 def test_reduce(bench: Bench) -> None:
     found = medians(bench("reduce"))
     rules = {"trimmed_mean:0.25", "median", "centered_clip:1.0:1", "centered_clip:1.0:3"}

@@ -16,7 +16,10 @@ import torch
 import p2pavg
 from p2pavg.optim import AveragedOptimizer, RunState, StepReport
 from p2pavg.result import Success
+from p2pavg.state.blobs import BlobKind
+from p2pavg.state.fetching import Fetch
 from p2pavg.state.progress import StateProgress
+from p2pavg.state.shelf import Shelf
 from p2pavg.testing.swarm import Member
 
 INPUTS = 8
@@ -42,22 +45,32 @@ def digest_of(model: torch.nn.Module) -> str:
 def train(member: Member) -> None:
     """Train with checkpoints, and report each update, until the test tells the number of the ``last`` update.
 
-    Arguments: ``folder`` for this peer's directory and identity; ``peers`` to start; ``elements`` of a parameter that
-    only makes the state large; ``state``, further arguments of :class:`RunState`; ``file_bytes``, the largest file that
-    this process may write; ``die_at``, the number of bytes of a download at which it kills itself; ``die_loading``, to
-    kill itself while the state is replaced; ``batch_seconds`` of computing; ``sync_timeout``; ``checks``, for digests
-    of the parameters after each update, and before and after each step; ``seed`` of the first parameters. The message
-    ``say`` asks for a digest.
+    Arguments: ``folder`` for this peer's directory and identity, which are named ``name``, or by the process's index;
+    ``waits``, to begin with the message ``go``, which may have more arguments; ``peers`` to start; ``elements`` of a
+    parameter that only makes the state large; ``state``, further arguments of :class:`RunState`; ``file_bytes``, the
+    largest file that this process may write; ``die_at``, the number of bytes of a download at which it kills itself;
+    ``die_loading``, the number of replaced tensors at which it kills itself; ``patience`` for donors that are gone;
+    ``batch_seconds`` of computing; ``sync_timeout``; ``checks``, for digests of the parameters after each update, and
+    before and after each step; ``seed`` of the first parameters. The message ``say`` asks for a digest, ``sabotage``
+    for the fault of this donor (:class:`Sabotage`).
     """
     torch.set_num_threads(1)
     given = member.arguments
+    if given.get("waits"):
+        torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)  # the first one imports much
+        while (told := member.told(60.0)) is None:
+            pass
+        given.update(told["go"])
     for name in ("p2pavg.optim", "p2pavg.state"):
         logging.getLogger(name).setLevel(logging.INFO)
         logging.getLogger(name).addHandler(Told(member))
     if given.get("die_loading"):
-        die_while_loading()
+        die_while_loading(given["die_loading"])
+    if "patience" in given:
+        assert Fetch.__init__.__kwdefaults__ is not None
+        Fetch.__init__.__kwdefaults__["patience"] = given["patience"]
     folder = Path(given["folder"])
-    name = str(member.index)
+    name = given.get("name", str(member.index))
     config = p2pavg.AveragingConfig(run_id="states", match_timeout=20.0, exchange_timeout=30.0)
     torch.manual_seed(given.get("seed", 0))
     model = torch.nn.Sequential(torch.nn.Linear(INPUTS, 1))
@@ -92,13 +105,16 @@ def train(member: Member) -> None:
 
 
 def _loop(member: Member, model: torch.nn.Module, optimizer: AveragedOptimizer, state: RunState) -> None:
-    last, said = sys.maxsize, None
+    last, said, sabotage = sys.maxsize, None, Sabotage()
     while optimizer.epoch < last:
-        while (told := member.told(0.0)) is not None:
+        batch_ends = time.monotonic() + member.arguments.get("batch_seconds", 0.0)
+        while (told := member.told(max(batch_ends - time.monotonic(), 0.0))) is not None:
             last = told.get("last", last)
             if "say" in told:
                 member.report(now=digest_of(model))
-        time.sleep(member.arguments.get("batch_seconds", 0.0))
+            if "sabotage" in told:
+                sabotage.begin(**told["sabotage"])
+                member.report(armed=True)
         inputs = torch.randn(BATCH, INPUTS)
         state.extras["data_position"] = state.extras.get("data_position", 0) + BATCH
         loss = (model[0](inputs) - inputs.sum(1, keepdim=True)).square().mean()  # type: ignore[index]
@@ -125,8 +141,37 @@ def described(report: StepReport) -> dict[str, Any]:
     }
 
 
-def die_while_loading() -> None:
-    """Kill this process as soon as the second tensor of a received state was replaced."""
+class Sabotage:
+    """Faults of a donor. They concern the chunks of snapshots that it sends, counted from :meth:`begin`."""
+
+    def __init__(self) -> None:
+        self._left = 0
+        self._spoils = False
+        sabotage, as_it_was = self, Shelf.piece
+
+        def piece(shelf: Shelf, kind: int, blob_id: bytes, index: int) -> Any:
+            found = as_it_was(shelf, kind, blob_id, index)
+            return sabotage._sent(found) if found is not None and kind == BlobKind.SNAPSHOT else found
+
+        Shelf.piece = piece  # type: ignore[method-assign, assignment]
+
+    def begin(self, chunk: int, *, spoils: bool) -> None:
+        """Send a wrong byte in the chunk of this number, which begins at 1, or kill this process."""
+        self._left, self._spoils = chunk, spoils
+
+    def _sent(self, found: Any) -> Any:
+        self._left -= 1
+        if self._left != 0:
+            return found
+        if not self._spoils:
+            os.kill(os.getpid(), 9)
+        wrong = bytearray(found)
+        wrong[len(wrong) // 2] ^= 1
+        return memoryview(wrong)
+
+
+def die_while_loading(tensors: int) -> None:
+    """Kill this process as soon as so many tensors of a received state were replaced."""
     copied, copy = 0, torch.Tensor.copy_
 
     def copy_and_die(self: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
@@ -134,7 +179,7 @@ def die_while_loading() -> None:
         caller = sys._getframe(1).f_code
         if caller.co_name == "_take" and "common_state" in caller.co_filename:
             copied += 1
-            if copied == 2:
+            if copied == tensors:
                 os.kill(os.getpid(), 9)
         return copy(self, *arguments, **options)
 

@@ -28,6 +28,7 @@ from p2pavg.group.participation import ByCapability, Participation, RandomFracti
 from p2pavg.membership.access import RunAccess
 from p2pavg.membership.files import read_run_file
 from p2pavg.membership.run_file import RunFile
+from p2pavg.net.reach.reachability import Reachability
 from p2pavg.peer import Peer, open_peer
 from p2pavg.result import Failed, InProgress, NoPeers, RoundResult, Success, Tensors
 from p2pavg_compression import Bf16, Blockwise8, Codec, CodecError, Fp16, Fp32, Int8
@@ -65,6 +66,7 @@ __all__ = [
     "Participation",
     "Peer",
     "RandomFraction",
+    "Reachability",
     "RoundResult",
     "RunAccess",
     "RunFile",

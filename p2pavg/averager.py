@@ -25,6 +25,7 @@ from p2pavg.group.roster import share_cutter
 from p2pavg.matchmaking.actions import Settings
 from p2pavg.matchmaking.matchmaker import Matchmaker
 from p2pavg.net.limits.rate import RateLimit
+from p2pavg.net.reach.reachability import Reachability
 from p2pavg.records.board import LOOK_SECONDS, Board
 from p2pavg.records.boards import Boards
 from p2pavg.records.run_entry import RunEntry
@@ -59,6 +60,7 @@ class _Plan:
     state: bytes
     observes: bool
     target: int | None
+    contributors: int
 
 
 class DecentralizedAverager:
@@ -113,6 +115,11 @@ class DecentralizedAverager:
     def peer_id(self) -> str:
         """This peer's id."""
         return self._host.id
+
+    @property
+    def reachability(self) -> Reachability:
+        """What this peer knows of the ways in which others can reach it; ``reachability.sentence`` says it in words."""
+        return self._host.context.transport.reachability
 
     @property
     def addresses(self) -> list[str]:
@@ -202,6 +209,7 @@ class DecentralizedAverager:
         state: bytes = b"",
         observe: bool = False,
         group_size: int | None = None,
+        contributors: int = 0,
     ) -> RoundResult:
         """Average, or report the progress of a round that runs.
 
@@ -218,6 +226,8 @@ class DecentralizedAverager:
                 if nothing was accumulated yet.
             group_size: members that the round aims at instead of ``config.group_size``, when it is known how many
                 will come; ``config.min_group_size`` to 64.
+            contributors: contributors without which such a group is not complete, when it is known that the others only
+                observe; 0 to 64.
 
         Returns:
             * :class:`~p2pavg.Success`: ``averaged`` is the average of ``peers``; the contribution is used up. Not so
@@ -234,7 +244,7 @@ class DecentralizedAverager:
             ValueError: ``wait`` is negative or not a number, or another argument is out of range.
         """
         self._check_open()
-        plan = _checked_plan(state, observe, group_size, self.config.min_group_size)
+        plan = _checked_plan(state, observe, group_size, contributors, self.config.min_group_size)
         deadline = trio.current_time() + _checked_wait(wait)
         await trio.lowlevel.checkpoint()
         with trio.move_on_at(deadline if self._stepping.locked() else math.inf) as scope:
@@ -294,7 +304,7 @@ class DecentralizedAverager:
             plan.state,
             on_average=None if self._sharing is None else self._sharing.committed,
         )
-        self._round = Round(self._rounds, role, plan.target)
+        self._round = Round(self._rounds, role, plan.target, plan.contributors)
         self._nursery.start_soon(self._round.run)
         return True
 
@@ -318,7 +328,7 @@ class DecentralizedAverager:
                 refuses=self._run.refuses,
             ),
             codec=codec.name,
-            bandwidth=lambda: self._meter.mbps if config.bandwidth is None else config.bandwidth,
+            bandwidth=lambda: self._meter.announced_mbps if config.bandwidth is None else config.bandwidth,
             records=self._run.records,
         )
         self._host.registry.add_averager(key, matchmaker, config.run_id)
@@ -401,13 +411,15 @@ class DecentralizedAverager:
     ) -> None:
         shared = shared_run(self._host, self._run, self.config, schema)
         async with open_sharing(
-            self._host, self._run, shared, self.config.run_id, settings, board, self._is_exchanging
+            self._host, self._run, shared, self.config.run_id, settings, board, self._gives_way
         ) as sharing:
             task_status.started(sharing)
             await sharing.ended.wait()
 
-    def _is_exchanging(self) -> bool:
-        return self._round is not None and self._round.is_exchanging
+    def _gives_way(self) -> bool:
+        """Return whether a round needs the link more than a joiner that fetches a state; in any thread."""
+        running = self._round
+        return running is not None and running.is_urgent
 
     def sibling(self, config: AveragingConfig) -> AbstractAsyncContextManager[DecentralizedAverager]:
         """Open another averager of the same peer. See :meth:`p2pavg.Peer.averager`."""
@@ -438,7 +450,9 @@ def _another_averages(group_size: int) -> InProgress:
     return InProgress(ready_peers=1, target_size=group_size, reason="another thread is averaging")
 
 
-def _checked_plan(state: bytes, observe: bool, group_size: int | None, least: int) -> _Plan:
+def _checked_plan(
+    state: bytes, observe: bool, group_size: int | None, contributors: int, least: int
+) -> _Plan:
     if not isinstance(state, bytes) or len(state) > MAX_STATE_BYTES:
         raise ValueError(f"state must be at most {MAX_STATE_BYTES} bytes, got {state!r}")
     whole = isinstance(group_size, int) and not isinstance(group_size, bool)
@@ -446,7 +460,9 @@ def _checked_plan(state: bytes, observe: bool, group_size: int | None, least: in
         raise ValueError(
             f"group_size must be None or a whole number from {least} to {MAX_GROUP_SIZE}, got {group_size!r}"
         )
-    return _Plan(state=state, observes=observe, target=group_size)
+    if not (isinstance(contributors, int) and 0 <= contributors <= MAX_GROUP_SIZE):
+        raise ValueError(f"contributors must be from 0 to {MAX_GROUP_SIZE}, got {contributors!r}")
+    return _Plan(state=state, observes=observe, target=group_size, contributors=contributors)
 
 
 def _checked_wait(wait: float | None) -> float:

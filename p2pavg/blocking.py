@@ -16,6 +16,7 @@ import trio
 
 from p2pavg.averager import DecentralizedAverager
 from p2pavg.config import AveragingConfig
+from p2pavg.net.reach.reachability import Reachability
 from p2pavg.net.relay.limits import DEFAULT_RELAY_MBPS
 from p2pavg.peer import DEFAULT_LISTEN, open_peer
 from p2pavg.records.board import LOOK_SECONDS, Board
@@ -52,6 +53,11 @@ class Averager:
     def excluded(self) -> Mapping[str, str]:
         """See :attr:`p2pavg.DecentralizedAverager.excluded`."""
         return self._averager.excluded
+
+    @property
+    def reachability(self) -> Reachability:
+        """See :attr:`p2pavg.DecentralizedAverager.reachability`."""
+        return self._averager.reachability
 
     def declare(self, tensors: Given) -> None:
         """See :meth:`p2pavg.DecentralizedAverager.declare`."""
@@ -100,11 +106,11 @@ class Averager:
         state: bytes = b"",
         observe: bool = False,
         group_size: int | None = None,
+        contributors: int = 0,
     ) -> RoundResult:
         """See :meth:`p2pavg.DecentralizedAverager.step`. Ctrl-C ends the waiting, not the round."""
-        return self._thread.call(
-            partial(self._averager.step, wait=wait, state=state, observe=observe, group_size=group_size)
-        )
+        step = partial(self._averager.step, wait=wait, state=state, observe=observe)
+        return self._thread.call(partial(step, group_size=group_size, contributors=contributors))
 
     def cancel_matchmaking(self, reason: str) -> bool:
         """See :meth:`p2pavg.DecentralizedAverager.cancel_matchmaking`."""

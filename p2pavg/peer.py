@@ -31,6 +31,8 @@ from p2pavg.net.framing import receive_message, send_message
 from p2pavg.net.reach.options import checked_options
 from p2pavg.net.relay.limits import DEFAULT_RELAY_MBPS
 from p2pavg.net.transport import Stream, Transport
+from p2pavg.records.bandwidth import PROTOCOL as BANDWIDTH_PROTOCOL
+from p2pavg.records.bandwidth import BandwidthService
 from p2pavg.records.calls import RecordCalls
 from p2pavg.records.greeting import Greeter
 from p2pavg.records.hello import PROTOCOL as HELLO_PROTOCOL
@@ -148,6 +150,7 @@ class Peer:
         self._transport.serve(RECORDS_PROTOCOL, RecordService(self.records).serve)
         self._transport.serve(MATCH_PROTOCOL, self._serve_match)
         self._transport.serve(HELLO_PROTOCOL, self.greeter.serve)
+        self._transport.serve(BANDWIDTH_PROTOCOL, BandwidthService().serve)
         self._transport.serve(EXCHANGE_PROTOCOL, self.lobby.serve)
         self._transport.serve(EVIDENCE_PROTOCOL, self.evidence.serve)
         self._transport.serve(STATE_PROTOCOL, self.state.serve)
@@ -156,6 +159,8 @@ class Peer:
         await self.context.nursery.start(self.records.run)  # type: ignore[arg-type]  # trio-typing's stubs
         if bootstrap:
             await self.join(bootstrap)
+            # What is announced first should work: others would dial a useless address, or none, until the next renewal.
+            await self._transport.settle()
         self.context.nursery.start_soon(self.greeter.run)
 
     async def join(self, bootstrap: Sequence[str]) -> None:

@@ -26,14 +26,24 @@ settings.load_profile("repeatable")
 
 PROCESSES = (
     ("test_bench", "test_examples", "test_local_swarm", "test_state", "test_swarm"),
-    ("test_blocking_ends", "test_chaos", "test_cli", "test_demo", "test_readme", "test_starts"),
+    (
+        "test_blocking_ends",
+        "test_chaos",
+        "test_cli",
+        "test_demo",
+        "test_doctor",
+        "test_port_mapping",
+        "test_readme",
+        "test_starts",
+    ),
 )
-"""The files in ``integration/`` whose tests start processes, in two groups that take about as long."""
+"""The files in ``integration/`` whose tests start processes, in two groups that take about as long. Those in ``nat/``
+belong to the second one."""
 GROUPS = {
     f"tests/integration/{name}.py": f"processes {number}"
     for number, names in enumerate(PROCESSES, start=1)
     for name in names
-}
+} | {f"tests/nat/{name}.py": "processes 2" for name in ("test_faults", "test_lab", "test_peers")}
 
 
 def group_of(test: str) -> str | None:

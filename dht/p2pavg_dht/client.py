@@ -116,9 +116,9 @@ class Client:
 async def _check(request: Request, answer: Answer) -> None:
     """Raise MessageError or RecordError unless `answer` belongs to `request` and its records are genuine."""
     match request, answer:
-        case Store(_, records), Stored(_, held, outcomes, _) if len(outcomes) == len(records):
+        case Store(records=records), Stored(_, held, outcomes, _) if len(outcomes) == len(records):
             await _check_records(held, {record.key for record in records})
-        case Find(_, key), Found(_, held):
+        case Find(key=key), Found(_, held):
             await _check_records(held, {key})
         case Locate(), Located():
             pass

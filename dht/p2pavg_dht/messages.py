@@ -1,12 +1,12 @@
-"""The requests and answers of `/p2pavg/records/1.0.0`, and their encoding.
+"""The requests and answers of `/p2pavg/records/2.0.0`, and their encoding.
 
 Every message object is valid: the dataclasses check their fields, and messages from the network pass the
 decoders. On the wire, each message is a msgpack array that begins with its number.
 
 | message | number | fields |
 |---|---|---|
-| Store   | 1 | addresses, records                       |
-| Find    | 2 | addresses, key                           |
+| Store   | 1 | addresses, records [, known, brief]      |
+| Find    | 2 | addresses, key [, known, brief]          |
 | Locate  | 3 | addresses, point                         |
 | Stored  | 4 | closer, records, outcomes, omitted       |
 | Found   | 5 | closer, records                          |
@@ -14,10 +14,15 @@ decoders. On the wire, each message is a msgpack array that begins with its numb
 
 `addresses` are the sender's own; the transport knows the sender's peer id. `closer` are the K contacts of the
 responder that are nearest to the key or point of the request.
+
+`known` are the marks of records that the sender has already. The answer leaves these out: a board of 40 peers takes
+14 KB, and each of them asks many others every second. A `brief` request gets no contacts, and a brief Store no records.
+Without marks, a request that is not brief leaves out both fields.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import islice
 from typing import Final, TypeAlias, TypeVar
 
 from p2pavg_dht.contact import MAX_ADDRESSES, Contact, ContactError, check_addresses
@@ -25,12 +30,15 @@ from p2pavg_dht.distance import BITS, K
 from p2pavg_dht.record import FIELDS, KEY_BYTES, Record, RecordError, pack, unpack
 from p2pavg_dht.wire import MAX_MESSAGE_BYTES, Reader, WireError, packed
 
-PROTOCOL: Final = "/p2pavg/records/1.0.0"
+PROTOCOL: Final = "/p2pavg/records/2.0.0"
 # The limit of a Store, for the responder's sake: checking 64 signatures takes about 6 ms.
 MAX_STORED_RECORDS: Final = 64
 # The number of tombstones that fit into an answer. They are the smallest records, so no answer has more.
 MAX_ANSWER_RECORDS: Final = 4096
 MAX_OUTCOME_LENGTH: Final = 200
+MARK_BYTES: Final = 8
+# As many as a key has publishers.
+MAX_MARKS: Final = 256
 
 T = TypeVar("T")
 
@@ -43,15 +51,29 @@ class MessageError(ValueError):
         self.reason = reason
 
 
+def marks_of(records: Iterable[Record]) -> bytes:
+    """Return the marks of records, MAX_MARKS at most: each is the beginning of a signature, which is like a digest."""
+    return b"".join(record.signature[:MARK_BYTES] for record in islice(records, MAX_MARKS))
+
+
+def unmarked(records: Iterable[Record], known: bytes) -> tuple[Record, ...]:
+    """Return the records whose marks are not in `known`."""
+    marks = {known[start : start + MARK_BYTES] for start in range(0, len(known), MARK_BYTES)}
+    return tuple(record for record in records if record.signature[:MARK_BYTES] not in marks)
+
+
 @dataclass(frozen=True, slots=True)
 class Store:
     """The request to store 1 to 64 records."""
 
     addresses: tuple[str, ...]
     records: tuple[Record, ...]
+    known: bytes = b""
+    brief: bool = False
 
     def __post_init__(self) -> None:
         _check_sender(self.addresses)
+        _check_known(self.known)
         _require(
             0 < len(self.records) <= MAX_STORED_RECORDS, f"a store has 1 to {MAX_STORED_RECORDS} records"
         )
@@ -63,9 +85,12 @@ class Find:
 
     addresses: tuple[str, ...]
     key: bytes
+    known: bytes = b""
+    brief: bool = False
 
     def __post_init__(self) -> None:
         _check_sender(self.addresses)
+        _check_known(self.known)
         _require(len(self.key) == KEY_BYTES, f"a key has {KEY_BYTES} bytes")
 
 
@@ -86,7 +111,7 @@ class Stored:
     """The answer to a Store: the outcome of each record, in order, and the records now held under its keys.
 
     An empty outcome means that the record was stored. `omitted` counts the records that did not fit into the
-    answer; it is 0 if the Store concerned a single key.
+    answer; it is 0 if the Store concerned a single key. Records that the Store has marked do not count.
     """
 
     closer: tuple[Contact, ...]
@@ -105,7 +130,7 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The answer to a Find: the unexpired records under the key, including withdrawals."""
+    """The answer to a Find: the unexpired records under the key, including withdrawals, without the marked ones."""
 
     closer: tuple[Contact, ...]
     records: tuple[Record, ...]
@@ -137,10 +162,10 @@ def encode(message: Request | Answer) -> bytes:
 
 def _parts(message: Request | Answer) -> tuple[object, ...]:
     match message:
-        case Store(addresses, records):
-            return 1, addresses, tuple(map(pack, records))
-        case Find(addresses, key):
-            return 2, addresses, key
+        case Store(addresses, records, known, brief):
+            return 1, addresses, tuple(map(pack, records)), *_options(known, brief)
+        case Find(addresses, key, known, brief):
+            return 2, addresses, key, *_options(known, brief)
         case Locate(addresses, point):
             return 3, addresses, point
         case Stored(closer, records, outcomes, omitted):
@@ -149,6 +174,10 @@ def _parts(message: Request | Answer) -> tuple[object, ...]:
             return 5, _contact_parts(closer), tuple(map(pack, records))
         case Located(closer):
             return 6, _contact_parts(closer)
+
+
+def _options(known: bytes, brief: bool) -> tuple[object, ...]:
+    return (known, int(brief)) if known or brief else ()
 
 
 def decode_request(message: bytes) -> Request:
@@ -180,10 +209,12 @@ def _decode(message: bytes) -> Request | Answer:
 def _read_message(reader: Reader) -> Request | Answer:
     length = reader.array(5)
     match reader.integer(6), length:
-        case 1, 3:
-            return Store(_read_addresses(reader), _read_many(reader, MAX_STORED_RECORDS, _read_record))
-        case 2, 3:
-            return Find(_read_addresses(reader), reader.binary(KEY_BYTES))
+        case 1, 3 | 5:
+            addresses = _read_addresses(reader)
+            records = _read_many(reader, MAX_STORED_RECORDS, _read_record)
+            return Store(addresses, records, *_read_options(reader, length))
+        case 2, 3 | 5:
+            return Find(_read_addresses(reader), reader.binary(KEY_BYTES), *_read_options(reader, length))
         case 3, 3:
             return Locate(_read_addresses(reader), reader.binary(BITS // 8))
         case 4, 5:
@@ -195,6 +226,15 @@ def _read_message(reader: Reader) -> Request | Answer:
         case 6, 2:
             return Located(_read_closer(reader))
     raise WireError("no message has this number and length")
+
+
+def _read_options(reader: Reader, length: int) -> tuple[bytes, bool]:
+    if length == 3:
+        return b"", False
+    known, brief = reader.multiple(MARK_BYTES, MAX_MARKS * MARK_BYTES), bool(reader.integer(1))
+    if not (known or brief):
+        raise WireError("a request has no options that say nothing")
+    return known, brief
 
 
 def _read_many(reader: Reader, most: int, read: Callable[[Reader], T]) -> tuple[T, ...]:
@@ -232,6 +272,13 @@ def _check_sender(addresses: tuple[str, ...]) -> None:
         check_addresses(addresses)
     except ContactError as error:
         raise MessageError(error.reason) from error
+
+
+def _check_known(known: bytes) -> None:
+    _require(
+        len(known) % MARK_BYTES == 0 and len(known) <= MAX_MARKS * MARK_BYTES,
+        f"at most {MAX_MARKS} marks of {MARK_BYTES} bytes",
+    )
 
 
 def _check_closer(closer: tuple[Contact, ...]) -> None:

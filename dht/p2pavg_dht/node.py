@@ -16,6 +16,7 @@ import trio
 from p2pavg_dht.client import Client
 from p2pavg_dht.contact import Contact, ContactError
 from p2pavg_dht.distance import peer_point
+from p2pavg_dht.heard import Heard
 from p2pavg_dht.identity import Signer
 from p2pavg_dht.limits import Limits
 from p2pavg_dht.messages import MessageError, Store, decode_request, encode
@@ -76,6 +77,7 @@ class RecordNode:
         self._watchers: dict[bytes, Callable[[], None]] = {}
         self._also: dict[bytes, tuple[Contact, ...]] = {}
         self._store = RecordStore(self._limits)
+        self._heard = Heard()
         self._table = RoutingTable(self._peer_id)
         self._publications = Publications(signer, self._limits)
         self._client = Client(
@@ -176,8 +178,8 @@ class RecordNode:
         publisher whose newest record is withdrawn or expired is left out.
         """
         _check_key(key)
-        found = await self._operations.find(key, also)
-        return self._merged(key, found)
+        found = await self._operations.find(key, also, self._known(key))
+        return self._heard.keep(key, self._merged(key, found))
 
     @contextmanager
     def guarded(self, key: bytes, guard: Guard) -> Iterator[None]:
@@ -257,13 +259,18 @@ class RecordNode:
         # Store the record here first. If two peers announce to each other at once, one of them then finds the
         # other's record.
         refusal = self._store.put(record, sender=self._peer_id, now=self._now())
-        outcome = await self._operations.store(record, also)
+        known = self._known(record.key)
+        outcome = await self._operations.store(record, also, known)
         for holder in outcome.holders:
             self._publications.confirmed(record, holder)
         refused = [f"{self._peer_id}: {refusal}"] if refusal else []
-        others = [r for r in self._merged(record.key, outcome.records) if r.publisher != self._peer_id]
+        merged = self._heard.keep(record.key, self._merged(record.key, [*known, *outcome.records]))
+        others = [r for r in merged if r.publisher != self._peer_id]
         stored = len(outcome.holders) + (refusal is None)
         return Published(stored, (*refused, *outcome.refused), tuple(others)), outcome.records
+
+    def _known(self, key: bytes) -> tuple[Record, ...]:
+        return self._merged(key, self._heard.records(key))
 
     def _merged(self, key: bytes, found: Sequence[Record]) -> tuple[Record, ...]:
         now = self._now()

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import trio
 
@@ -11,8 +11,8 @@ from p2pavg_dht.client import Client, OnAnswer
 from p2pavg_dht.contact import Contact
 from p2pavg_dht.distance import K, key_point, point_bytes
 from p2pavg_dht.lookup import PATHS, Ends, Lookup
-from p2pavg_dht.messages import Answer, Find, Found, Locate, Request, Store, Stored
-from p2pavg_dht.record import Record
+from p2pavg_dht.messages import Answer, Find, Found, Locate, Request, Store, Stored, marks_of
+from p2pavg_dht.record import Record, merge
 from p2pavg_dht.routing import RoutingTable
 from p2pavg_dht.rpc import RpcError
 
@@ -66,16 +66,19 @@ class Operations:
         """Learn the peers near `point`, starting from `seeds` and the known contacts."""
         await self._locate(self._lookup(point, seeds), point)
 
-    async def store(self, record: Record, also: Sequence[Contact] = ()) -> StoreRound:
+    async def store(
+        self, record: Record, also: Sequence[Contact] = (), known: Sequence[Record] = ()
+    ) -> StoreRound:
         """Send `record` to the K nearest peers, and to nearer ones that their answers name.
 
         If the nearest peers are known, this is one wave of calls. If not, they are looked up first, so that
-        no copies are left at peers on the way. The contacts in `also` are called at once in any case.
+        no copies are left at peers on the way. The contacts in `also` are called at once in any case; their answers
+        name no records. Answers leave out the records in `known`.
         """
         point = key_point(record.key)
         outcome = StoreRound()
-        request = Store(self._client.addresses(), (record,))
-        async with self._beside(point, also, request, outcome.note):
+        request = Store(self._client.addresses(), (record,), marks_of(known))
+        async with self._beside(point, also, replace(request, known=b"", brief=True), outcome.note):
             if not self._known(point):
                 lookup = self._lookup(point)
                 await self._locate(lookup, point)
@@ -83,20 +86,28 @@ class Operations:
             await self._client.walk(self._lookup(point), request, outcome.note)
         return outcome
 
-    async def find(self, key: bytes, also: Sequence[Contact] = ()) -> list[Record]:
-        """Return all records under `key` that the K nearest peers and those in `also` hold, not merged yet."""
-        found: list[Record] = []
+    async def find(
+        self, key: bytes, also: Sequence[Contact] = (), known: Sequence[Record] = ()
+    ) -> list[Record]:
+        """Return all records under `key` that the K nearest peers and those in `also` hold, not merged yet.
+
+        The records in `known` are among them, whether a peer holds them or not. The contacts in `also` are asked at the
+        end, for what the others have not named: usually for nothing.
+        """
+        found = list(known)
 
         def collect(_: Contact, answer: Answer) -> None:
             assert isinstance(answer, Found)
             found.extend(answer.records)
 
         point = key_point(key)
-        request = Find(self._client.addresses(), key)
-        async with self._beside(point, also, request, collect):
-            lookup = self._lookup(point)
-            await self._client.walk(lookup, request, collect)
+        request = Find(self._client.addresses(), key, marks_of(found))
+        lookup = self._lookup(point)
+        await self._client.walk(lookup, request, collect)
         self._note_resolved(point, lookup.ends)
+        newest = merge(found).values()
+        async with self._beside(point, also, replace(request, known=marks_of(newest), brief=True), collect):
+            pass
         return found
 
     @asynccontextmanager

@@ -14,6 +14,7 @@ from p2pavg_dht.messages import (
     Request,
     Store,
     Stored,
+    unmarked,
 )
 from p2pavg_dht.record import Record
 from p2pavg_dht.routing import RoutingTable
@@ -26,13 +27,17 @@ UNCHECKED = "not looked at: an earlier record of this message was forged"
 def serve(request: Request, sender: str, store: RecordStore, table: RoutingTable, now: float) -> Answer:
     """Carry out a request of the authenticated peer `sender` at wall-clock time `now`, and return the answer."""
     match request:
-        case Store(_, records):
+        case Store(_, records, _, True):
+            return Stored((), (), tuple(_put_all(records, sender, store, now)), 0)
+        case Store(_, records, known):
             outcomes = tuple(_put_all(records, sender, store, now))
             keys = dict.fromkeys(record.key for record in records)
             held, omitted = store.records_within(keys, MAX_RECORD_BYTES_PER_ANSWER, now)
-            return Stored(_closer(table, key_point(records[0].key), sender), tuple(held), outcomes, omitted)
-        case Find(_, key):
-            return Found(_closer(table, key_point(key), sender), store.records(key, now))
+            closer = _closer(table, key_point(records[0].key), sender)
+            return Stored(closer, unmarked(held, known), outcomes, omitted)
+        case Find(_, key, known, brief):
+            closer = () if brief else _closer(table, key_point(key), sender)
+            return Found(closer, unmarked(store.records(key, now), known))
         case Locate(_, point):
             return Located(_closer(table, int.from_bytes(point, "big"), sender))
 

@@ -171,7 +171,9 @@ class Upkeep:
             if not records:
                 continue
             try:
-                answer = await self._client.ask(contact, Store(self._client.addresses(), tuple(records)))
+                answer = await self._client.ask(
+                    contact, Store(self._client.addresses(), tuple(records), brief=True)
+                )
             except RpcError as error:
                 logger.debug("telling: %s", error)
                 continue

@@ -83,6 +83,13 @@ class Reader:
             raise WireError(f"{length} bytes were expected")
         return value
 
+    def multiple(self, of: int, most: int) -> bytes:
+        """Return the next value, bytes whose number is a multiple of `of` and at most `most`."""
+        value = self.scalar()
+        if type(value) is not bytes or len(value) > most or len(value) % of:
+            raise WireError(f"at most {most} bytes were expected, a multiple of {of}")
+        return value
+
     def integer(self, most: int) -> int:
         """Return the next value, an integer from 0 to `most`."""
         value = self.scalar()

@@ -44,7 +44,7 @@ class Sender:
         """Members to which parts have gone over streams instead of direct lanes."""
         self._plan = plan
         self._signals = signals
-        bandwidth = plan.roster.members[plan.roster.position(plan.me)].bandwidth
+        bandwidth = plan.roster.members[plan.roster.position(plan.me)].assumed_bandwidth
         self._turns = Turns() if bandwidth < FAST_MBPS else None
         self._uses: list[DirectUse] = []
         self._sent = 0

@@ -10,6 +10,12 @@ from p2pavg.errors import RemoteProtocolError
 from p2pavg.group.audits import Audits
 
 REQUEST_BYTES = RESULT_BYTES + SIGNATURE_BYTES
+ANSWER_BYTES = 2**15
+"""Bytes of an answer that are sent at once. The messages of the next round wait behind them on the link."""
+ANSWER_PART = 1 / 8
+"""Part of this peer's bandwidth that an answer takes, if it does not take too long."""
+ANSWER_SECONDS = 10.0
+"""Time that an answer takes at most, if the link carries it."""
 
 _TICKET_DOMAIN = b"p2pavg-ticket/1\0"
 
@@ -36,6 +42,18 @@ def ticket_bytes(audits: Audits, statement: Statement) -> bytes:
     be a vote that the member has not cast yet.
     """
     return _TICKET_DOMAIN + statement.signed_bytes() if audits.before else statement.signed_bytes()
+
+
+def seconds_a_byte(total: int, mbps: float) -> float:
+    """Return the least time from one byte of an answer to the next, for an audit after the end of a round.
+
+    Such an answer is large and not urgent. On the next round, all members wait for the messages of the slowest one.
+
+    Args:
+        total: bytes of the answer.
+        mbps: this peer's bandwidth in Mbit/s, as far as it is known.
+    """
+    return min(8 / (ANSWER_PART * mbps * 1e6), ANSWER_SECONDS / max(total, 1))
 
 
 def read_request(data: bytes) -> AuditRequest:

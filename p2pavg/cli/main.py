@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
 
@@ -12,7 +13,7 @@ import typer
 from p2pavg import __version__
 from p2pavg.cli.checkpoint import app as checkpoint_app
 from p2pavg.cli.run import app as run_app
-from p2pavg.errors import P2PAvgError
+from p2pavg.errors import AddressError, ConfigError, P2PAvgError
 from p2pavg.net.relay.limits import DEFAULT_RELAY_MBPS
 
 app = typer.Typer(
@@ -149,6 +150,64 @@ def identity(
     from p2pavg_dht import Ed25519Signer
 
     typer.echo(Ed25519Signer(load_or_make_seed(file)).peer_id)
+
+
+@app.command()
+def doctor(
+    listen: Annotated[
+        list[str],
+        typer.Option(metavar="ADDR", help="Address on which the peer shall listen. Repeatable."),
+    ] = ["/ip4/0.0.0.0/tcp/0"],  # noqa: B006
+    bootstrap: Annotated[
+        list[str],
+        typer.Option(
+            metavar="ADDR", help="Address of a peer of the network, ending in /p2p/PEER_ID. Repeatable."
+        ),
+    ] = [],  # noqa: B006
+    identity: Annotated[Path | None, typer.Option(metavar="FILE", help="The peer's key file.")] = None,
+    run_id: Annotated[str | None, typer.Option(metavar="ID", help="Look for the peers of this run.")] = None,
+    run: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.run", help="Look for the peers of this run, which has an authority."),
+    ] = None,
+    certificate: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The peer's certificate in the run of --run.")
+    ] = None,
+    port_mapping: Annotated[
+        bool,
+        typer.Option(
+            "--port-mapping/--no-port-mapping", help="Ask the router to forward the port for a moment."
+        ),
+    ] = True,
+    json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log every decision.")] = False,
+) -> None:
+    """Find out why a peer does not meet others: check machine, files, network and run, and name cause and remedy.
+
+    It takes less than 30 s, and changes nothing that lasts. The exit code is 1 if a fault was found.
+    """
+    from p2pavg.cli import doctor as work
+    from p2pavg.doctor.examination import Options
+
+    options = Options(
+        listen=listen,
+        bootstrap=bootstrap,
+        identity=identity,
+        run_id=run_id,
+        run=run,
+        certificate=certificate,
+        port_mapping=port_mapping,
+    )
+    try:
+        work.check(options)
+    except (AddressError, ConfigError) as error:
+        raise typer.BadParameter(str(error)) from None
+    if verbose:
+        _log_to_stderr(verbose=True)
+    with nullcontext() if verbose else work.quiet():
+        text, code = work.report(options, json=json)
+    typer.echo(text)
+    raise typer.Exit(code)
 
 
 def _log_to_stderr(*, verbose: bool) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 
 DEFAULT_MBPS = 100.0
-"""Mbit/s to announce before the first measurement."""
+"""Mbit/s to assume before the first measurement."""
 MIN_MBPS = 0.1
 MAX_MEASURED_MBPS = 1000.0
 """Largest rate that is announced, in Mbit/s. Above it the processor is the bottleneck, not the link, and measurement
@@ -45,6 +45,15 @@ class BandwidthMeter:
     def mbps(self) -> float:
         """Mbit/s to announce, for the slower direction. It changes only at the end of a round, by more than 10 %."""
         return self._announced
+
+    @property
+    def announced_mbps(self) -> float:
+        """Mbit/s for the signed candidate: :attr:`mbps`, or 0 as long as rounds have not shown what the link carries.
+
+        A peer that joins a run whose links are slow would otherwise claim the most, and be given the largest share.
+        """
+        known = self._upload.is_known and self._download.is_known
+        return self._announced if known or self._limit < DEFAULT_MBPS else 0.0
 
     @property
     def upload_mbps(self) -> float:
@@ -133,6 +142,11 @@ class _Estimate:
     def __init__(self) -> None:
         self.mbps = DEFAULT_MBPS
         self._measured = False
+
+    @property
+    def is_known(self) -> bool:
+        """True if a round has measured it, or has shown that it is above the default."""
+        return self._measured or self.mbps > DEFAULT_MBPS
 
     def learn(self, busiest: _Busiest, now: float) -> None:
         measured = busiest.measured

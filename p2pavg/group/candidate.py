@@ -10,6 +10,7 @@ from typing import Any
 
 from p2pavg.encoding import checked, pack, unpack
 from p2pavg.errors import RemoteProtocolError
+from p2pavg.group.bandwidth import DEFAULT_MBPS
 from p2pavg.group.limits import (
     MAX_BANDWIDTH,
     MAX_CERTIFICATE_BYTES,
@@ -23,13 +24,14 @@ from p2pavg.group.limits import (
     MIN_BANDWIDTH,
 )
 from p2pavg.group.names import is_name
+from p2pavg.group.reach import Reach
 from p2pavg.group.shares import MemberLink
 from p2pavg_dht import ContactError, Record, RecordError, Signer, sign_record, verify
 from p2pavg_dht.contact import check_addresses
 from p2pavg_dht.record import unpack as unpack_record
 
-_KEY_DOMAIN = "p2pavg/ready/4"  # new with each protocol of an exchange: peers of two protocols form no group
-_VERSION = 3
+_KEY_DOMAIN = "p2pavg/ready/5"  # new with each protocol of an exchange: peers of two protocols form no group
+_VERSION = 4
 
 
 def ready_key(run_id: str, schema_hash: bytes, rule: str = "", aggregation: str = "") -> bytes:
@@ -58,6 +60,7 @@ class Candidate:
     deadline: float
     weight: float
     bandwidth: float
+    """Mbit/s in the slower direction; 0 if the peer does not know it yet."""
     codec: str
     auxiliary: bool
     """True for a peer without a vector: it reduces a share and takes no result."""
@@ -72,16 +75,24 @@ class Candidate:
     """The peer's certificate of membership; empty in a run without an authority. It is not checked here."""
     norm: float
     """Euclidean norm of the peer's contribution; 0 if the run bounds no norms (:mod:`p2pavg.group.norms`)."""
+    reach: Reach
+    """Way to connect to the peer. A peer without an address can only be relayed."""
     record: Record = field(repr=False)
 
     @property
-    def order(self) -> tuple[bool, bool, float, str]:
+    def order(self) -> tuple[bool, Reach, bool, float, str]:
         """Position in the total order of candidates. A peer asks only candidates that come before it.
 
-        Auxiliaries come last, so they never lead. Peers without an address come after peers with one, because other
-        peers cannot dial them.
+        Auxiliaries come last, so they never lead. Peers that can be dialled come before those that can only be reached
+        by hole punching, and these before those that a relay has to reach, because all members connect to the leader.
+        Peers without an address, which no relay can reach either, come after the others of their kind.
         """
-        return (self.auxiliary, not self.addresses, self.deadline, self.peer_id)
+        return (self.auxiliary, self.reach, not self.addresses, self.deadline, self.peer_id)
+
+    @property
+    def assumed_bandwidth(self) -> float:
+        """Mbit/s in the slower direction, or an assumption of it; above 0."""
+        return self.bandwidth or DEFAULT_MBPS
 
     def fits(self, other: Candidate) -> bool:
         """Return whether the two may be in one group. An auxiliary helps with any state."""
@@ -104,8 +115,9 @@ def sign_candidate(
     metrics: Mapping[str, float] = MappingProxyType({}),
     certificate: bytes = b"",
     norm: float = 0.0,
+    reach: Reach = Reach.DIALABLE,
 ) -> Candidate:
-    """Sign this peer's own candidate."""
+    """Sign this peer's own candidate. Without an address, the peer counts as relayed whatever ``reach`` is."""
     value = pack(
         _VERSION,
         float(deadline),
@@ -119,6 +131,7 @@ def sign_candidate(
         tuple((name, float(metrics[name])) for name in sorted(metrics)),
         certificate,
         float(norm),
+        int(reach if addresses else Reach.RELAYED),
     )
     record = sign_record(
         signer, key=key, sequence=int(deadline * 1e6), expiration_time=expiration_time, value=value
@@ -145,7 +158,10 @@ def read_candidate(record: Record) -> Candidate:
         metrics,
         certificate,
         norm,
-    ) = unpack(record.value, int, float, float, float, str, bool, tuple, bytes, tuple, tuple, bytes, float)
+        reach,
+    ) = unpack(
+        record.value, int, float, float, float, str, bool, tuple, bytes, tuple, tuple, bytes, float, int
+    )
     if version != _VERSION:
         raise RemoteProtocolError(f"readiness of version {version}")
     if not 0 <= weight <= MAX_WEIGHT or (auxiliary and weight):
@@ -158,7 +174,7 @@ def read_candidate(record: Record) -> Candidate:
         )
     if len(state) > MAX_STATE_BYTES:
         raise RemoteProtocolError(f"a state of {len(state)} bytes")
-    if not MIN_BANDWIDTH <= bandwidth <= MAX_BANDWIDTH:
+    if bandwidth and not MIN_BANDWIDTH <= bandwidth <= MAX_BANDWIDTH:
         raise RemoteProtocolError(
             f"a bandwidth of {bandwidth:g} Mbit/s; {MIN_BANDWIDTH:g} to {MAX_BANDWIDTH:g} can be announced"
         )
@@ -168,6 +184,8 @@ def read_candidate(record: Record) -> Candidate:
         check_addresses(addresses)
     except ContactError as error:
         raise RemoteProtocolError(error.reason) from None
+    if reach not in tuple(Reach) or (reach != Reach.RELAYED and not addresses):
+        raise RemoteProtocolError(f"a reach of {reach} with {len(addresses)} addresses")
     return Candidate(
         peer_id=record.publisher,
         deadline=deadline,
@@ -181,6 +199,7 @@ def read_candidate(record: Record) -> Candidate:
         metrics=_read_metrics(metrics),
         certificate=certificate,
         norm=norm,
+        reach=Reach(reach),
         record=record,
     )
 
@@ -217,5 +236,5 @@ def read_signed_candidate(fields: Any) -> Candidate:
 
 
 def link_of(member: Candidate) -> MemberLink:
-    """Return the link that a member signed. A member without an address cannot be dialled."""
-    return MemberLink(member.bandwidth, contributes=not member.auxiliary, reachable=bool(member.addresses))
+    """Return the link that a member signed."""
+    return MemberLink(member.bandwidth, contributes=not member.auxiliary, reach=member.reach)

@@ -116,7 +116,7 @@ class ByCapability(Participation):
         return frozenset(
             member.peer_id
             for member in members
-            if set(self.tags) <= set(member.tags) and member.bandwidth >= self.min_bandwidth
+            if set(self.tags) <= set(member.tags) and member.assumed_bandwidth >= self.min_bandwidth
         )
 
 

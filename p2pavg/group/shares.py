@@ -13,6 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
+from p2pavg.group.bandwidth import DEFAULT_MBPS
+from p2pavg.group.reach import Reach, is_direct
+
 # 2 MiB of fp32. At this size the fixed cost of a part, in calls and wake-ups, is small. For a large vector, parts of
 # half or a quarter of the size cost a tenth to a fourth more processor time, and parts of twice the size save nothing.
 MAX_PART_ELEMENTS = 524_288
@@ -42,15 +45,20 @@ class MemberLink:
     """A member's properties that decide its share.
 
     Args:
-        bandwidth: Mbit/s in its slower direction, above 0.
+        bandwidth: Mbit/s in its slower direction; 0 if it is unknown, which :func:`levelled` replaces.
         contributes: True for a contributor or an observer, False for an auxiliary. An observer sends no contributions,
             so its traffic is a little overestimated.
-        reachable: True if other members can dial it.
+        reach: way in which other members connect to it.
     """
 
     bandwidth: float
     contributes: bool = True
-    reachable: bool = True
+    reach: Reach = Reach.DIALABLE
+
+
+RELAY_MBPS = 10.0
+"""Rate that relays are assumed to have for one group, in Mbit/s: all relayed bytes of the group together, in both
+directions. It is what one relay gives by default. Members compute with the same number, whatever their relays allow."""
 
 
 # A reducer reads the other members' contributions to its share and computes their average. With this limit, a reducer
@@ -65,9 +73,13 @@ MOST_OF_VECTOR = Fraction(2, 3)
 def largest_fraction(members: Sequence[MemberLink]) -> Fraction:
     """Return the largest fraction of the vector that one member reduces, for any signed bandwidth.
 
-    There is no limit for two members, which see each other's contributions in any case, or for a single reducer.
+    There is no limit for two members, which see each other's contributions in any case, or for a single reducer. In a
+    group with contributors that can only be relayed, equal shares are those of the members that can be dialled, if
+    there are any. Otherwise the limit would send through relays what these members can reduce.
     """
-    reducers = sum(member.reachable for member in members) or len(members)
+    able = list(itertools.compress(members, _reduces(members)))
+    dialled = sum(member.reach is Reach.DIALABLE for member in able) if _relayed_contributors(members) else 0
+    reducers = dialled or len(able)
     if len(members) <= 2 or reducers == 1:
         return Fraction(1)
     return min(Fraction(MOST_EQUAL_SHARES, reducers), MOST_OF_VECTOR)
@@ -90,19 +102,43 @@ def best_fractions(members: Sequence[MemberLink], most: Fraction = Fraction(1)) 
 
     With two contributors each of them sends V, for any x. They share in proportion to bandwidth. An auxiliary's
     bandwidth counts half, because it receives two contributions where a contributor receives one. So no auxiliary is
-    the slowest. A member that cannot be dialled reduces nothing, unless no member can be dialled.
+    the slowest.
+
+    **Relays.** Two members exchange directly if one of them can be dialled or both can punch. All other pairs exchange
+    through relays, which carry R (:data:`RELAY_MBPS`) for the whole group. A member that can only be relayed reduces
+    nothing, unless no member is better. So bytes go through relays between punchable reducers and relayed contributors
+    only. If there are r of the latter and the punchable reducers together reduce y, each of the r sends V y and
+    receives V y: 2 r V y in all. In a time of T V, this allows y up to T R / (2 r). The limit grows with T like the
+    fractions, so the shortest time is the least T at which the others' fractions and the lesser of y and its limit sum
+    to 1. If the limit binds, the punchable reducers are filled to a level below T, at which they sum to it. So relayed
+    pairs get what relays carry in the time that the round takes anyway, and with enough reducers that can be dialled
+    this is little. If all members can only be relayed, all pairs use relays, and shares follow bandwidths as above.
 
     Args:
         members: links of the members.
         most: the largest fraction of one member. The reducers' fractions must be able to sum to 1.
     """
     contributors = sum(member.contributes for member in members)
-    any_reachable = any(member.reachable for member in members)
-    reduces = [member.reachable or not any_reachable for member in members]
-    pipes = [_pipe(member, contributors) for member in itertools.compress(members, reduces)]
-    level = _level(pipes, most) if pipes else Fraction(0)
-    found = iter([pipe.filled(level, most) for pipe in pipes])
+    reduces = _reduces(members)
+    pipes = [_pipe(member, contributors, most) for member in itertools.compress(members, reduces)]
+    punched = [member.reach is Reach.PUNCHABLE for member in itertools.compress(members, reduces)]
+    if relayed := _relayed_contributors(members):
+        found = iter(_fill_beside_relays(pipes, punched, Fraction(RELAY_MBPS) / (2 * relayed)))
+    else:
+        level = _level(pipes) if pipes else Fraction(0)
+        found = iter([pipe.filled(level) for pipe in pipes])
     return tuple(next(found) if one_of_them else Fraction(0) for one_of_them in reduces)
+
+
+def _reduces(members: Sequence[MemberLink]) -> list[bool]:
+    """Return for each member whether it may reduce: it can be dialled or punched, or no member can."""
+    any_better = any(member.reach is not Reach.RELAYED for member in members)
+    return [member.reach is not Reach.RELAYED or not any_better for member in members]
+
+
+def _relayed_contributors(members: Sequence[MemberLink]) -> int:
+    """Return the number of contributors that punchable members reach through relays only."""
+    return sum(member.contributes and member.reach is Reach.RELAYED for member in members)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,37 +147,56 @@ class _Pipe:
 
     start: Fraction
     slope: Fraction
+    most: Fraction
 
-    def filled(self, level: Fraction, most: Fraction) -> Fraction:
-        return min(most, max(Fraction(0), (level - self.start) * self.slope))
+    def filled(self, level: Fraction) -> Fraction:
+        return min(self.most, max(Fraction(0), (level - self.start) * self.slope))
 
-    def full_at(self, most: Fraction) -> Fraction:
-        return self.start + most / self.slope
+    @property
+    def full_at(self) -> Fraction:
+        return self.start + self.most / self.slope
 
 
-def _pipe(link: MemberLink, contributors: int) -> _Pipe:
+def _pipe(link: MemberLink, contributors: int, most: Fraction) -> _Pipe:
     bandwidth = Fraction(link.bandwidth)
     if not link.contributes:
-        return _Pipe(Fraction(0), bandwidth / max(contributors, 1))
+        return _Pipe(Fraction(0), bandwidth / max(contributors, 1), most)
     return (
-        _Pipe(Fraction(0), bandwidth)
+        _Pipe(Fraction(0), bandwidth, most)
         if contributors <= 2
-        else _Pipe(1 / bandwidth, bandwidth / (contributors - 2))
+        else _Pipe(1 / bandwidth, bandwidth / (contributors - 2), most)
     )
 
 
-def _level(pipes: Sequence[_Pipe], most: Fraction) -> Fraction:
-    """Return the least T, in units of V, at which the whole vector is reduced."""
+def _level(pipes: Sequence[_Pipe], goal: Fraction = Fraction(1)) -> Fraction:
+    """Return the least T, in units of V, at which ``goal`` of the vector is reduced."""
     changes = sorted(
-        [(pipe.start, pipe.slope) for pipe in pipes] + [(p.full_at(most), -p.slope) for p in pipes]
+        [(pipe.start, pipe.slope) for pipe in pipes] + [(pipe.full_at, -pipe.slope) for pipe in pipes]
     )
     level, carried, slope = Fraction(0), Fraction(0), Fraction(0)
     for moment, change in changes:
-        if carried + slope * (moment - level) >= 1:
+        if carried + slope * (moment - level) >= goal:
             break
         carried += slope * (moment - level)
         level, slope = moment, slope + change
-    return level + (1 - carried) / slope if slope else level
+    return level + (goal - carried) / slope if slope else level
+
+
+def _fill_beside_relays(pipes: Sequence[_Pipe], punched: Sequence[bool], relays: Fraction) -> list[Fraction]:
+    """Return the fractions if the punchable members reduce at most ``relays`` times T together."""
+    if not any(punched):
+        return [pipe.filled(_level(pipes)) for pipe in pipes]
+    direct = [pipe for pipe, by_punching in zip(pipes, punched, strict=True) if not by_punching]
+    others = list(itertools.compress(pipes, punched))
+    # The fractions and the limit grow with T. So the least T that suffices with and without the limit is the answer.
+    unlimited = _level(pipes)
+    level = max(unlimited, _level([*direct, _Pipe(Fraction(0), relays, Fraction(1))]))
+    lower = level
+    if level > unlimited:
+        lower = _level(others, 1 - sum((pipe.filled(level) for pipe in direct), start=Fraction(0)))
+    return [
+        pipe.filled(lower if by_punching else level) for pipe, by_punching in zip(pipes, punched, strict=True)
+    ]
 
 
 def levelled(members: Sequence[MemberLink]) -> list[MemberLink]:
@@ -150,11 +205,15 @@ def levelled(members: Sequence[MemberLink]) -> list[MemberLink]:
     Bandwidths are measured, and two measurements of equal links differ. Shares that are optimal for such numbers are
     worse than equal shares. For example, if one of four members seems a fifth slower than the others, its share is less
     than half of each of theirs.
+
+    A member whose bandwidth is unknown counts as the median. A newcomer with more than an equal share would make the
+    rounds of all members longer.
     """
     if not members:
         return []
-    median = Fraction(sorted(member.bandwidth for member in members)[len(members) // 2])
-    return [replace(member, bandwidth=_level_of(member.bandwidth, median)) for member in members]
+    assumed = sorted(member.bandwidth or DEFAULT_MBPS for member in members)
+    median = Fraction(assumed[len(members) // 2])
+    return [replace(member, bandwidth=_level_of(member.bandwidth or median, median)) for member in members]
 
 
 _STEP = Fraction(3, 2)
@@ -162,7 +221,7 @@ _NEAR = Fraction(60, 49)  # about the square root of the step
 _MOST_STEPS = 16
 
 
-def _level_of(bandwidth: float, median: Fraction) -> float:
+def _level_of(bandwidth: float | Fraction, median: Fraction) -> float:
     found, level = Fraction(bandwidth), median
     for _ in range(_MOST_STEPS):
         if found >= level * _NEAR:
@@ -171,7 +230,7 @@ def _level_of(bandwidth: float, median: Fraction) -> float:
             level /= _STEP
         else:
             return float(level)
-    return bandwidth  # hundreds of times more or less than the median: the exact value matters little
+    return float(bandwidth)  # hundreds of times more or less than the median: the exact value matters little
 
 
 def fastest_shares(
@@ -205,12 +264,41 @@ def bound_seconds(payload_bytes: int, members: Sequence[MemberLink]) -> float:
         payload_bytes: bytes of one whole vector, as encoded for the wire.
         members: links of the members. The shares are the best ones, as exact fractions.
     """
+    return float(max(_seconds_a_megabit(members)) * Fraction(payload_bytes * 8, 10**6))
+
+
+def relays_are_slowest(members: Sequence[MemberLink]) -> bool:
+    """Return whether relays need longer for their part of a round than any member for its traffic."""
+    by_members, by_relays = _seconds_a_megabit(members)
+    return by_relays > by_members
+
+
+def _seconds_a_megabit(members: Sequence[MemberLink]) -> tuple[Fraction, Fraction]:
+    """Return the times of the slowest member and of the relays, for a vector of 1 Mbit."""
     contributors = sum(member.contributes for member in members)
-    seconds_a_megabit = max(
+    fractions = best_fractions(members)
+    by_members = max(
         _traffic(fraction, contributors, member) / Fraction(member.bandwidth)
-        for fraction, member in zip(best_fractions(members), members, strict=True)
+        for fraction, member in zip(fractions, members, strict=True)
     )
-    return float(seconds_a_megabit * Fraction(payload_bytes * 8, 10**6))
+    return by_members, relayed_traffic(members, fractions) / Fraction(RELAY_MBPS)
+
+
+def relayed_traffic(members: Sequence[MemberLink], fractions: Sequence[Fraction]) -> Fraction:
+    """Return the traffic of all relayed pairs together, in units of the vector's size.
+
+    Args:
+        fractions: the fraction of the vector that each member reduces.
+    """
+    return sum(
+        (
+            2 * fraction  # a contribution there, and an average back
+            for here, (reducer, fraction) in enumerate(zip(members, fractions, strict=True))
+            for there, member in enumerate(members)
+            if here != there and member.contributes and not is_direct(reducer.reach, member.reach)
+        ),
+        start=Fraction(0),
+    )
 
 
 def _traffic(fraction: Fraction, contributors: int, member: MemberLink) -> Fraction:

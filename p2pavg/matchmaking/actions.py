@@ -60,9 +60,11 @@ class GaveUp:
 
 @dataclass(frozen=True, slots=True)
 class Renew:
-    """Begin a new attempt with a new deadline: the deadline of this one is long over."""
+    """Begin a new attempt: the deadline of this one is long over, or this peer is reached in another way now."""
 
     reason: str
+    deadline: float | None = None
+    """Deadline of the new attempt (wall clock, seconds); ``None``: a whole match timeout from now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +92,10 @@ class Settings:
     """Requirements of a peer for its group."""
 
     target: int
+    """Members that want the result, with which a group is complete."""
+    contributors: int = 0
+    """Members with a weight above 0 without which a group is not complete. So an observer that came unexpected takes no
+    contributor's place."""
     minimum: int
     match_timeout: float  # seconds
     cut_shares: Callable[[Sequence[Candidate]], tuple[int, ...]]

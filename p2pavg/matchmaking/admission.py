@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from p2pavg.group.candidate import Candidate
-from p2pavg.group.limits import MAX_MEMBERS
+from p2pavg.group.limits import MAX_GROUP_SIZE, MAX_MEMBERS
 from p2pavg.matchmaking.attempt_state import AttemptState, Phase
 from p2pavg.matchmaking.known_peers import plausible
 from p2pavg.matchmaking.messages import Declined
 from p2pavg.matchmaking.own_group import OwnGroup
+from p2pavg.matchmaking.places import why_put_off
 from p2pavg.matchmaking.roster_check import not_admitted
+
+UNEXPECTED_OBSERVERS = 4  # as many newcomers as an optimizer takes into a small round
 
 
 def refusal(state: AttemptState, group: OwnGroup, candidate: Candidate, now: float) -> Declined | None:
@@ -37,6 +40,8 @@ def refusal(state: AttemptState, group: OwnGroup, candidate: Candidate, now: flo
         return Declined("a roster is being agreed", taken=taken)
     if not _has_room(state, group, candidate):
         return Declined("the group is full", taken=taken)
+    if (why := why_put_off(state, group, candidate, now)) is not None:
+        return Declined(why, taken=taken)
     return None
 
 
@@ -60,7 +65,21 @@ def _has_room(state: AttemptState, group: OwnGroup, candidate: Candidate) -> boo
         auxiliaries = len(group.followers) + 1 - group.holders
         # A group of observers takes one contributor more than its target, and the roster must have room for it.
         return auxiliaries < min(target, MAX_MEMBERS - target - 1)
+    if candidate.weight == 0 and state.settings.contributors:
+        return _has_room_to_observe(state, group)
     return not group.is_full or _is_missing(state, group, candidate)
+
+
+def _has_room_to_observe(state: AttemptState, group: OwnGroup) -> bool:
+    """Return whether an observer may join a group that needs a number of contributors.
+
+    A few may come unexpected. They take no contributor's place, and each costs the group the bytes of one average.
+    """
+    settings = state.settings
+    observers = group.holders - group.contributors
+    places = max(settings.target - settings.contributors, 0) + UNEXPECTED_OBSERVERS
+    missing = max(settings.contributors - group.contributors, 0)
+    return not group.is_full and observers < places and group.holders + missing < MAX_GROUP_SIZE
 
 
 def _is_missing(state: AttemptState, group: OwnGroup, candidate: Candidate) -> bool:

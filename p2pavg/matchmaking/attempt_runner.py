@@ -54,12 +54,14 @@ class AttemptRunner:
         on_report: Callable[[Report], None],
         on_expect: Callable[[bytes | None], None],
         on_fault: Callable[[str, Exception], None],
+        has_moved: Callable[[], bool],
     ) -> None:
         self._context = context
         self._records = records
         self._me = me
         self.rules = rules
         self._on_fault = on_fault
+        self._has_moved = has_moved
         self._on_report = on_report
         self._on_expect = on_expect
         self._started = (now, trio.current_time())
@@ -171,6 +173,8 @@ class AttemptRunner:
             while True:
                 await trio.sleep(pause)
                 self._read(await records.find(key))
+                if self._has_moved():
+                    self._do(self.rules.moved(self._now()))
                 pause = min(2 * pause, _POLL_MOST_SECONDS)
         finally:
             records.unwatch(key)

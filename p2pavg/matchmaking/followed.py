@@ -255,4 +255,6 @@ def _is_due(state: AttemptState, leader: Candidate, due_since: float | None, now
     begins = now if due_since is None else due_since
     soon = leader.deadline < begins + DUE_SECONDS + 2 * BACK_SECONDS
     excused = soon or state.peers[leader.peer_id].doubted or state.memory.is_proven(leader.peer_id)
-    return len(there) >= state.settings.target and not excused
+    contributors = sum(each.weight > 0 for each in there)
+    complete = len(there) >= state.settings.target and contributors >= state.settings.contributors
+    return complete and not excused

@@ -12,6 +12,7 @@ import trio
 from p2pavg.context import PeerContext
 from p2pavg.errors import RemoteProtocolError
 from p2pavg.group.candidate import Candidate, sign_candidate
+from p2pavg.group.reach import Reach
 from p2pavg.group.roster import Roster
 from p2pavg.matchmaking.actions import (
     GaveUp,
@@ -23,7 +24,10 @@ from p2pavg.matchmaking.attempt_runner import ATTEMPT_SECONDS, AttemptRunner
 from p2pavg.matchmaking.memory import Memory
 from p2pavg.matchmaking.messages import Ask, Declined, Nudge, encode
 from p2pavg.matchmaking.rules import Matchmaking
+from p2pavg.net.addresses import is_circuit
+from p2pavg.net.dialling import MAX_ADDRESSES_DIALLED
 from p2pavg.net.framing import send_message
+from p2pavg.net.reach.reachability import Reachability
 from p2pavg.net.transport import Stream
 from p2pavg.records.run_records import RunRecords
 
@@ -33,6 +37,9 @@ logger = logging.getLogger(__name__)
 LINGER_SECONDS = 2.0
 # A peer whose message raised an exception here is banned for so long, because it would send the message again.
 FAULT_BAN_SECONDS = 600.0
+MAX_RELAY_ADDRESSES = 3
+MAX_MOVES = 4
+"""A group is looked for with so many changes of this peer's reach at most; each may delay its deadline by seconds."""
 MAX_BANNED = 1024  # peers; a banned peer can take a new identity at no cost, so more bans would not help
 
 
@@ -117,6 +124,7 @@ class Matchmaker:
         metrics: Mapping[str, float] = MappingProxyType({}),
         norm: float = 0.0,
         target: int | None = None,
+        contributors: int = 0,
         on_report: Callable[[Report], None],
         on_expect: Callable[[bytes | None], None],
     ) -> Roster | GaveUp:
@@ -127,18 +135,21 @@ class Matchmaker:
             auxiliary: only reduce a share.
             state, tags, metrics, norm: see :class:`~p2pavg.group.candidate.Candidate`.
             target: number of members that this group aims at; ``None`` takes that of the settings.
+            contributors: number of contributors without which the group is not complete.
             on_report: called at the end of each match timeout that passes without a group.
             on_expect: called with the group whose streams may arrive from now on.
         """
         if self._attempt is not None:
             raise RuntimeError("an attempt runs already")
         self._linger.cancel()
-        settings = self._settings if target is None else replace(self._settings, target=target)
+        settings = replace(self._settings, target=target or self._settings.target, contributors=contributors)
         outcome: Roster | GaveUp | Renew = Renew("the first attempt")
+        moves = 0
         try:
             while isinstance(outcome, Renew):
-                me = self._sign(weight, auxiliary, state, tags, metrics, norm)
-                self._attempt = self._begin(me, settings, on_report, on_expect)
+                me = self._sign(weight, auxiliary, state, tags, metrics, norm, outcome.deadline)
+                moves += outcome.deadline is not None
+                self._attempt = self._begin(me, settings, on_report, on_expect, may_move=moves < MAX_MOVES)
                 outcome = await self._attempt.run()
             return outcome
         finally:
@@ -153,23 +164,26 @@ class Matchmaker:
         tags: Sequence[str],
         metrics: Mapping[str, float],
         norm: float,
+        deadline: float | None,
     ) -> Candidate:
         now = self._context.wall_clock()
+        usual = now + (ATTEMPT_SECONDS if auxiliary else self._settings.match_timeout)
         return sign_candidate(
             self._context.signer,
             key=self._key,
-            deadline=now + (ATTEMPT_SECONDS if auxiliary else self._settings.match_timeout),
+            deadline=usual if deadline is None else deadline,
             expiration_time=now + ATTEMPT_SECONDS + 60.0,
             weight=weight,
             bandwidth=self._bandwidth(),
             codec=self._codec,
             auxiliary=auxiliary,
-            addresses=self._context.transport.addresses[:8],
+            addresses=_to_announce(self._context.transport.addresses),
             state=state,
             tags=tags,
             metrics=metrics,
             certificate=self._records.certificate,
             norm=norm,
+            reach=_reach_of(self._context.transport.reachability),
         )
 
     def _begin(
@@ -178,6 +192,8 @@ class Matchmaker:
         settings: Settings,
         on_report: Callable[[Report], None],
         on_expect: Callable[[bytes | None], None],
+        *,
+        may_move: bool,
     ) -> AttemptRunner:
         now = self._context.wall_clock()
         rules = Matchmaking(me, settings, now, self._memory)
@@ -187,7 +203,28 @@ class Matchmaker:
             else:
                 del self._banned[peer_id]
         self._published = True
-        return AttemptRunner(self._context, self._records, me, rules, now, on_report, on_expect, self._blame)
+        return AttemptRunner(
+            self._context,
+            self._records,
+            me,
+            rules,
+            now,
+            on_report,
+            on_expect,
+            self._blame,
+            lambda: may_move and self._has_moved(me),
+        )
+
+    def _has_moved(self, me: Candidate) -> bool:
+        """Return whether others reach this peer in another way than it has signed.
+
+        A part of its addresses may change: others dial those that are left. A peer without any has nothing new to sign.
+        """
+        transport = self._context.transport
+        addresses = _to_announce(transport.addresses)
+        if not addresses:
+            return False
+        return _reach_of(transport.reachability) is not me.reach or not set(addresses) & set(me.addresses)
 
     async def serve(self, stream: Stream, message: Ask | Nudge) -> None:
         """Serve an inbound stream that begins with ``message``, until its conversation ends."""
@@ -215,3 +252,17 @@ class Matchmaker:
             await trio.sleep(LINGER_SECONDS)
         if not self._linger.cancelled_caught and self._attempt is None:
             await self.withdraw()
+
+
+def _to_announce(addresses: Sequence[str]) -> tuple[str, ...]:
+    """Return as many of a peer's addresses as others dial: those of relays, and before them the direct ones."""
+    relayed = [address for address in addresses if is_circuit(address)][:MAX_RELAY_ADDRESSES]
+    direct = [address for address in addresses if not is_circuit(address)]
+    return (*direct[: MAX_ADDRESSES_DIALLED - len(relayed)], *relayed)
+
+
+def _reach_of(reachability: Reachability) -> Reach:
+    """Return what a candidate signs about its own reachability."""
+    if reachability.dialable:
+        return Reach.DIALABLE
+    return Reach.PUNCHABLE if reachability.punchable else Reach.RELAYED

@@ -10,6 +10,8 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from p2pavg.matchmaking.timing import PUT_OFF_SECONDS
+
 HOLD_SECONDS = 10.0
 """Backoff for a leader that wasted this peer's time; doubles each time.
 
@@ -20,6 +22,7 @@ FORGIVE_SECONDS = 600.0  # each time this long passes without a wasted wait, hal
 MAX_LATE = (
     512  # leaders that are remembered; each of them cost seconds of waiting, so none is pushed out quickly
 )
+MAX_PUT_OFF = 512  # candidates that are remembered as put off; a forgotten one may be put off again
 MAX_PROVEN = 256  # peers that are remembered from finished rounds: four groups of the largest size
 
 
@@ -32,11 +35,16 @@ class _Late:
 
 
 class Memory:
-    """Leaders that formed no group, and peers with which a round was finished. Both lists are bounded."""
+    """Leaders that formed no group, candidates that were put off, and peers with which a round was finished.
+
+    All lists are bounded.
+    """
 
     def __init__(self) -> None:
         self._late: OrderedDict[str, _Late] = OrderedDict()
         self._proven: OrderedDict[str, None] = OrderedDict()
+        # The attempt in which a candidate was first put off, and the time.
+        self._put_off: OrderedDict[str, tuple[float, float]] = OrderedDict()
 
     def wasted(self, peer_id: str, now: float, *, most: float = math.inf) -> float:
         """Note that a followed leader formed no group; return the end of its backoff, ``most`` at the latest."""
@@ -64,10 +72,25 @@ class Memory:
         """Note that a round with these peers was finished."""
         for peer_id in peer_ids:
             self._late.pop(peer_id, None)
+            self._put_off.pop(peer_id, None)
             self._proven.pop(peer_id, None)
             self._proven[peer_id] = None
             if len(self._proven) > MAX_PROVEN:
                 self._proven.popitem(last=False)
+
+    def may_put_off(self, peer_id: str, attempt: float, now: float) -> bool:
+        """Return whether a candidate may be put off for better ones, and remember that it was.
+
+        It may for :data:`PUT_OFF_SECONDS` in one attempt, and in another one only after a round that was finished with
+        it. So a candidate that is always ready together with better ones is in every second round at least.
+
+        Args:
+            attempt: deadline of this peer's attempt.
+        """
+        before = self._put_off.setdefault(peer_id, (attempt, now))
+        if len(self._put_off) > MAX_PUT_OFF:
+            self._put_off.popitem(last=False)
+        return before[0] == attempt and before[1] <= now < before[1] + PUT_OFF_SECONDS
 
     def is_proven(self, peer_id: str) -> bool:
         """Return whether a round with this peer was finished and it has wasted no time since."""

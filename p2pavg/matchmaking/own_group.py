@@ -34,8 +34,14 @@ class OwnGroup:
 
     @property
     def is_full(self) -> bool:
-        """True if the group has as many members that want the result as it aims at."""
-        return self.holders >= self._state.settings.target
+        """True if the group has as many members that want the result as it aims at, and enough contributors."""
+        settings = self._state.settings
+        return self.holders >= settings.target and self.contributors >= settings.contributors
+
+    @property
+    def contributors(self) -> int:
+        """Number of members that announce a contribution, this peer included."""
+        return sum(member.weight > 0 for member in (self._state.me, *self.followers.values()))
 
     @property
     def has_contributor(self) -> bool:

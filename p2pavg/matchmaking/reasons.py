@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from p2pavg.group.candidate import Candidate
 from p2pavg.matchmaking.attempt_state import AttemptState, Phase
+from p2pavg.net.addresses import CIRCUIT
 
 MAX_NAMED = 3  # peers that a sentence names; the others are only counted
 _MAX_ADDRESSES = 2
@@ -35,6 +36,7 @@ def why_apart(state: AttemptState, followers: Collection[str]) -> list[str]:
     }
     refused = {known.peer_id: known.refused for known in peers if known.refused is not None}
     refused |= {known.peer_id: known.banned for known in peers if known.banned is not None}
+    silent = [known.peer_id for known in others if known.is_silent and known.unreached is None]
     of_other_states = sum(
         candidate.codec == me.codec and not candidate.fits(me) for candidate in peers.candidates.values()
     )
@@ -42,6 +44,7 @@ def why_apart(state: AttemptState, followers: Collection[str]) -> list[str]:
     found = [
         "" if own is None else f"this peer is not admitted to the run: {own}",
         unreached_peers(unreached),
+        silent_peers(silent),
         refusing_peers(declined),
         refused_peers(refused),
         peers_of_other_states(of_other_states),
@@ -54,8 +57,15 @@ def unreached_peers(unreached: Sequence[tuple[Candidate, str]]) -> str:
     if not unreached:
         return ""
     them = "them" if len(unreached) > 1 else "it"
-    found = [f"{_where(candidate)} ({_why(candidate, why)})" for candidate, why in unreached]
+    found = [_unreached(candidate, why) for candidate, why in unreached]
     return f"saw {_peers(len(unreached))} and could not reach {them}: {_named(found)}"
+
+
+def silent_peers(silent: Sequence[str]) -> str:
+    """Return a sentence about peers that were reached and did not answer."""
+    if not silent:
+        return ""
+    return f"{_peers(len(silent))} did not answer: {_named([short(peer_id) for peer_id in silent])}"
 
 
 def refusing_peers(declined: Mapping[str, str]) -> str:
@@ -99,6 +109,34 @@ def _named(found: Sequence[str]) -> str:
     return ", ".join(found[:MAX_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
+def _unreached(candidate: Candidate, why: str) -> str:
+    if not any(CIRCUIT in address for address in candidate.addresses):
+        return f"{_where(candidate)} ({_why(candidate, why)})"
+    ways = [
+        f"{_way(address)}: {_clean(_why_at(address, candidate, why))}"
+        for address in (*candidate.addresses[:_MAX_ADDRESSES], *candidate.addresses[-_MAX_ADDRESSES:])
+    ]
+    ways = list(dict.fromkeys(ways))  # a peer's relays come last
+    return f"{short(candidate.peer_id)} ({'; '.join(ways)})"
+
+
+def _way(address: str) -> str:
+    """Return a description of the way that an address leads."""
+    host, _, rest = address.partition("/p2p/")
+    relay = rest.partition(CIRCUIT)[0]
+    return f"through relay {short(relay)}" if CIRCUIT in rest else f"directly at {host}"
+
+
+def _why_at(address: str, candidate: Candidate, why: str) -> str:
+    """Return the reason that the transport's error gives for one of a peer's addresses."""
+    _, found, rest = why.partition(f"{address}: ")
+    if not found:
+        return _why(candidate, why)
+    for other in candidate.addresses:
+        rest = rest.partition(f"; {other}: ")[0]
+    return rest
+
+
 def _where(candidate: Candidate) -> str:
     hosts = [address.partition("/p2p/")[0] for address in candidate.addresses[:_MAX_ADDRESSES]]
     return f"{short(candidate.peer_id)} at {', '.join(hosts)}" if hosts else short(candidate.peer_id)
@@ -106,7 +144,7 @@ def _where(candidate: Candidate) -> str:
 
 def _why(candidate: Candidate, why: str) -> str:
     if not candidate.addresses:
-        return "it announces no address"
+        return "it announces no address, neither its own nor one of a relay"
     # The transport's error repeats the peer and its addresses.
     text = why.replace(f"no connection to {candidate.peer_id}: ", "").replace(f" to {candidate.peer_id}", "")
     for address in candidate.addresses:

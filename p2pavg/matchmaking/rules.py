@@ -13,11 +13,17 @@ agree on one roster without a coordinator. Peers crash, lose connections, and ma
 rosters from that leader only. A leader commits a roster only if every member has accepted it. Peers never wait for
 each other in a circle. A peer that wants a result reports or gives up after each match timeout without a group.
 
-**The order.** Candidates are ordered by (auxiliary, without an address, deadline, peer id), as each of them signed it.
-A peer asks only candidates before it, and an asked peer declines a candidate that does not come after it. So waiting
+**The order.** Candidates are ordered by (auxiliary, reach, without an address, deadline, peer id), as each of them
+signed it. The reach is dialable, punchable or relayed, in this order. A peer asks only candidates before it, and an
+asked peer declines a candidate that does not come after it. All parts of the order are fixed for an attempt, so waiting
 has no cycles. A peer that follows no leader leads, so the first peer to announce leads and later peers join it. A
 leader nudges later candidates, which may not have seen its record. A leader that joins an earlier one disbands its own
 group, and names the new leader to its followers.
+
+**Places.** Among many candidates, those that exchange directly come first. A leader puts a relayed candidate off while
+enough others are ready to fill the group, and one that can be dialled while relayed ones need it more. It does so for
+1.5 s at most, and in no second attempt before the two have finished a round together, so no candidate starves
+(:mod:`p2pavg.matchmaking.places`). A peer whose reach changes while it is in no group begins a new attempt.
 
 **The commit** has two phases. A group is complete at ``target`` members that want the result; auxiliaries do not count.
 After the leader's deadline ``minimum`` of them are enough. At least one must have something to contribute.
@@ -39,7 +45,8 @@ in later attempts, so a lie about another peer has no lasting effect. The rules 
 order of arrivals, losses and crashes (``tests/properties/test_matchmaking.py``).
 
 **The parts.** :class:`Matchmaking` takes the events. ``own_group.py`` has the group that the peer leads,
-``admission.py`` who may join it, ``followed.py`` the leader that the peer asks or follows, ``selection.py`` the choice
+``admission.py`` who may join it, ``places.py`` for whom it
+keeps its places, ``followed.py`` the leader that the peer asks or follows, ``selection.py`` the choice
 of candidates, and ``attempt_state.py`` what they share.
 """
 
@@ -70,6 +77,8 @@ from p2pavg.matchmaking.reasons import leader_wait, why_apart
 from p2pavg.matchmaking.selection import first_earlier, nudges, times_to_ask
 from p2pavg.matchmaking.timing import (
     ANSWER_SECONDS,
+    LATER_SECONDS,
+    MOVED_SECONDS,
     RENEW_SECONDS,
     RETRY_SECONDS,
     SILENCE_SECONDS,
@@ -179,6 +188,19 @@ class Matchmaking:
             self.state.learn(candidate, now)
         self._followed.look(now)
         return self._advance(now)
+
+    def moved(self, now: float) -> Actions:
+        """Begin a new attempt, because other peers reach this one in another way than it has signed.
+
+        A peer that is in a group already keeps its attempt. The new deadline is nearly the old one, so the caller waits
+        no longer. If it is near, it is put off a little, because others need some time to read the new record.
+        """
+        state = self.state
+        if not state.leads or self.group.followers:
+            return []
+        reason = "this peer is reached in another way than it has signed"
+        soon = now + min(state.settings.match_timeout, MOVED_SECONDS)
+        return [*self._end(reason), Renew(reason, max(state.me.deadline + LATER_SECONDS, soon))]
 
     def nudged(self, candidate: Candidate, now: float) -> Actions:
         """Handle the nudge of an earlier candidate.

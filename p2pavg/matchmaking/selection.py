@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from p2pavg.group.candidate import Candidate
+from p2pavg.group.reach import Reach
 from p2pavg.matchmaking.actions import Actions, Open
 from p2pavg.matchmaking.attempt_state import AttemptState
 from p2pavg.matchmaking.known_peers import may_lead
@@ -30,7 +31,7 @@ def first_earlier(state: AttemptState, followers: Collection[str], now: float) -
 
     # Candidates that were asked in vain come last, so silent peers and liars cannot block the others. Among the
     # rest, peers with which a round was finished come first.
-    def preference(candidate: Candidate) -> tuple[int, bool, tuple[bool, bool, float, str]]:
+    def preference(candidate: Candidate) -> tuple[int, bool, tuple[bool, Reach, bool, float, str]]:
         peer_id = candidate.peer_id
         return (state.peers[peer_id].fruitless, not memory.is_proven(peer_id), candidate.order)
 

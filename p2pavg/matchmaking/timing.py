@@ -9,6 +9,10 @@ GRACE_SECONDS = 1.0  # a follower waits this much longer than its own deadline f
 ORPHAN_SECONDS = 1.0
 """A member that accepted a roster and then lost its leader waits so long for another member to begin the exchange."""
 RETRY_SECONDS = 1.0  # delay before a candidate that declined is asked again
+PUT_OFF_SECONDS = 1.5
+"""A leader keeps a place for better candidates so long, from the first time that another candidate asks for it. They
+are told of the leader at once, and ask within a few round trips. With the delay before the other one asks again, this
+is well below the time after which followers leave a leader that is due."""
 UNREACHABLE_SECONDS = 10.0  # delay before a candidate that could not be reached is asked again
 DUE_SECONDS = 5.0
 """A follower leaves a leader that has been due for so long. Other peers may need a poll of the records, 4 s, to find
@@ -21,6 +25,9 @@ SETTLE_SECONDS = 2.0
 """If ``minimum`` members come together after the leader's deadline, it waits so long for more before it proposes. Peers
 that leave another leader arrive within seconds of each other."""
 RENEW_SECONDS = 60.0  # a leader begins a new attempt this long after its deadline
+MOVED_SECONDS = 10.0
+"""A peer whose reach or addresses have changed has at least so long for its new attempt. Others poll every 4 s."""
+LATER_SECONDS = 0.001  # a deadline is moved by this to name another attempt
 PROVEN_SECONDS = 1.0
 """If enough peers for a group have finished a round with each other, they have so long to form it before they ask
 other peers. A group takes a few round trips."""

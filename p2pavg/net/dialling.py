@@ -51,14 +51,25 @@ class Dialler:
         self._changed.set()
         self._changed = trio.Event()
 
-    async def connect(self, peer_id: PeerId, addresses: Sequence[str], *, wait_inbound: bool = False) -> None:
+    async def connect(
+        self,
+        peer_id: PeerId,
+        addresses: Sequence[str],
+        *,
+        wait_inbound: bool = False,
+        failed: list[str] | None = None,
+    ) -> None:
         """Wait until there is a connection to the peer, and dial it if no other call does.
+
+        Args:
+            failed: if the call is cancelled, gets the reasons of the dials that had failed by then.
 
         Raises:
             RefusedError: every address refused the connection, and ``wait_inbound`` is false.
             UnreachableError: no address answered, and ``wait_inbound`` is false; the message says why.
         """
         mine: _Attempt | None = None
+        last: _Attempt | None = None
         try:
             while not self._is_connected(peer_id):
                 if peer_id not in self._attempts:
@@ -68,8 +79,11 @@ class Dialler:
                         refused = bool(mine.reasons) and not mine.others
                         kind = RefusedError if refused else UnreachableError
                         raise kind(f"no connection to {peer_id}: {_why(mine.reasons)}")
+                last = self._attempts.get(peer_id, last)
                 await self._changed.wait()
         except trio.Cancelled:
+            if failed is not None and last is not None:
+                failed += last.reasons
             if mine is not None:
                 mine.scope.cancel()
             raise
@@ -107,6 +121,13 @@ class Dialler:
             failed.set()
         else:
             attempt.scope.cancel()
+
+
+def timed_out(what: str, timeout: float, failed: Sequence[str]) -> UnreachableError:
+    """Return the error of a call that took too long, with the reasons of the dials that had failed by then."""
+    return UnreachableError(
+        f"no {what} within {timeout:.1f} s" + (f": {'; '.join(failed)}" if failed else "")
+    )
 
 
 def _why(reasons: Sequence[str]) -> str:

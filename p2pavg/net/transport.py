@@ -10,6 +10,7 @@ import abc
 from collections.abc import Awaitable, Callable, Sequence
 
 from p2pavg.errors import UnreachableError
+from p2pavg.net.reach.reachability import NOT_ASKED, Reachability
 
 Buffer = bytes | bytearray | memoryview
 
@@ -174,6 +175,14 @@ class Transport(abc.ABC):
     @abc.abstractmethod
     def addresses(self) -> tuple[str, ...]:
         """The addresses at which other peers can dial this one; each ends in ``/p2p/<peer id>``."""
+
+    @property
+    def reachability(self) -> Reachability:
+        """What this peer knows of the ways in which others can reach it."""
+        return NOT_ASKED
+
+    async def settle(self) -> None:  # noqa: B027 - a network without routers is complete
+        """Wait until this peer knows how others reach it, for a few seconds at most."""
 
     @abc.abstractmethod
     def serve(self, protocol: str, handler: StreamHandler) -> None:

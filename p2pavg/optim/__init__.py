@@ -6,6 +6,7 @@ from p2pavg.optim.feedback import ErrorFeedback
 from p2pavg.optim.local import LocalUpdates
 from p2pavg.optim.outer import FedAdagrad, FedAdam, FedYogi
 from p2pavg.optim.recipes import diloco, fedadagrad, fedadam, fedavg, fedprox, fedyogi
+from p2pavg.optim.replicas import ReplicatedOptimizer
 from p2pavg.optim.report import StepReport
 from p2pavg.optim.run_state import RunState
 from p2pavg.optim.shards import shard_config
@@ -19,6 +20,7 @@ __all__ = [
     "FedAdam",
     "FedYogi",
     "LocalUpdates",
+    "ReplicatedOptimizer",
     "RunProgress",
     "RunState",
     "StateProgress",

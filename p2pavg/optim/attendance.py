@@ -74,6 +74,8 @@ class _Peer:
     since: float
     computed_at: float
     """Time at which its words last showed progress."""
+    observes: bool
+    """True if it will only observe the next round."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +149,7 @@ class Attendance:
                 samples=samples,
                 votes=self._votes(peer, mine, known, now),
                 expected=peer in expected,
+                observes=self._peers[peer].observes,
             )
             for peer, samples in seen.items()
         )
@@ -154,6 +157,9 @@ class Attendance:
     def _note(self, mine: Progress, words: Mapping[str, Progress], now: float) -> None:
         before, self._peers = self._peers, {}
         for peer, word in words.items():
+            observes = (
+                word.follows and peer not in self._companions
+            )  # a companion has observed, and its word is late
             if word.follows and word.state == mine.state:  # it has caught up, and waits as this peer does
                 word = replace(word, follows=False)
             elif word.follows or (peer in self._companions and now < self._took_at + FOLLOW_SECONDS):
@@ -162,10 +168,11 @@ class Attendance:
             if last is None or last.progress.state != word.state:
                 if word.state == mine.state and not self.started:
                     self._news_at = now
-                self._peers[peer] = _Peer(word, now, now)
+                self._peers[peer] = _Peer(word, now, now, observes)
                 continue
             went_on = word.samples != last.progress.samples or word.waiting
-            self._peers[peer] = _Peer(word, last.since, now if went_on else last.computed_at)
+            computed_at = now if went_on else last.computed_at
+            self._peers[peer] = _Peer(word, last.since, computed_at, observes)
 
     def _is_absent(self, peer: str, word: Progress, epoch: int, now: float) -> bool:
         """Return whether a peer is ignored because it claimed to be present and did not come to a round."""

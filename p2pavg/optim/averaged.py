@@ -131,6 +131,8 @@ class AveragedOptimizer(PeerOptimizer):
             peers_to_start=peers_to_start,
             sync_timeout=sync_timeout,
         )
+        self.states_loaded = 0
+        """Number of states of other peers that have replaced this peer's."""
         averager.declare(self._contribution())
         self._share_states("parameter/", self._parameters, self.inner, self.scheduler)
 
@@ -229,6 +231,7 @@ class AveragedOptimizer(PeerOptimizer):
 
     def adopted(self) -> None:
         """See :class:`~p2pavg.optim.following.Replays`."""
+        self.states_loaded += 1
         self._averager.clear()
         self.zero_grad()
 

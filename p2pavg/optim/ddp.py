@@ -1,7 +1,9 @@
 """Averaging of DDP's gradient buckets across peers: each peer is several processes under ``torch.distributed``.
 
 Within a peer, the ranks reduce each bucket of gradients as usual. This library then averages the bucket across peers,
-while the backward pass goes on with the next one. Rank 0 of each peer talks to the other peers. :mod:`p2pavg.optim`
+while the backward pass goes on with the next one. Rank 0 of each peer talks to the other peers. A hook sees one bucket
+of gradients at a time, and the step that the program takes with them is not known here. So a peer that missed an update
+cannot replay it: see :class:`p2pavg.optim.ReplicatedOptimizer` for peers that come back. :mod:`p2pavg.optim`
 does not import this module, since it needs a torch that was built with ``torch.distributed``.
 """
 

@@ -100,6 +100,8 @@ class Seen:
     """True if it counts for the decision which state the run continues with."""
     expected: bool = True
     """True if it is expected in the next round, provided that it has this peer's state."""
+    observes: bool = False
+    """True if it will only observe that round."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,6 +130,8 @@ class Survey:
     """True if there are other peers among them, and all of those have stopped computing."""
     computing: tuple[str, ...] = ()
     """Ids of the other peers among them that still compute."""
+    observers: int = 0
+    """Number of peers that are expected in the next round, and will only observe it; this peer not included."""
     apart: str = ""
     """Known reason why no more peers share this peer's state; empty if there is none."""
 
@@ -152,6 +156,7 @@ def survey(mine: Progress, others: Iterable[Seen]) -> Survey:
         claimed=math.fsum([mine.samples, *(other.progress.samples for other in expected)]),
         others_wait=bool(expected) and all(other.progress.waiting for other in expected),
         computing=tuple(sorted(other.peer_id for other in expected if not other.progress.waiting)),
+        observers=sum(other.observes for other in expected),
         apart=_apart(mine, elsewhere) if seen else "no other peer of this run is seen",
     )
 

@@ -78,6 +78,7 @@ class Together:
         self._regroups = False
         self._stopped = False
         self._observes = False
+        self._observers = 0  # among the peers that the last decision or round counted
 
     def computed(self, batch: float) -> None:
         """Note that a batch of this many samples was computed."""
@@ -92,6 +93,7 @@ class Together:
                 version = self.run.version
                 self.on_look()
                 seen = self.run.survey()
+                self._observers = self._observers_in(seen)
                 decision, left = self.run.decide(seen), until - time.monotonic()
                 if later := self.has_later():
                     return Compute(later)
@@ -138,7 +140,10 @@ class Together:
         """
         self._observes = True
         try:
-            return self.average(self.run.survey().peers)
+            self.run.follow(True)  # the others must not count on a contribution
+            seen = self.run.survey()
+            self._observers = self._observers_in(seen)
+            return self.average(seen.peers)
         finally:
             self._observes = False
 
@@ -197,15 +202,21 @@ class Together:
         self._waits(f"the round is to be among {peers} peers: {reason}", seen.computing)
         # A peer that arrives late, but before the first round, must not be left out of the group.
         came = seen.peers > peers and not self.run.has_started
-        went = self._group_size(seen.peers) < self._group_size(peers)
+        size, before = self._group_size(seen.peers), self._group_size(peers)
+        went = size < before or size - self._observers_in(seen) < before - self._observers
         if is_mine and (came or went):
             self._regroups = self._stopped = averager.cancel_matchmaking(
                 "more peers have come to start" if came else "a peer is no longer waited for"
             )
 
     def _step(self, wait: float, peers: int, averager: Averager, state: bytes) -> RoundResult:
+        size = self._group_size(peers)
         result = averager.step(
-            wait=wait, state=state, group_size=self._group_size(peers), observe=self._observes
+            wait=wait,
+            state=state,
+            group_size=size,
+            contributors=max(size - self._observers, 0),
+            observe=self._observes,
         )
         if isinstance(result, NoPeers) and not self._stopped and not self._observes:
             self.run.came_to_nothing()
@@ -219,6 +230,9 @@ class Together:
                 reason="the round averaged parameters that were replaced meanwhile", contribution_used=True
             )
         return result
+
+    def _observers_in(self, seen: Survey) -> int:
+        return seen.observers + self._observes
 
     def _group_size(self, peers: int) -> int:
         return min(max(peers, self.averager.config.min_group_size), MAX_GROUP_SIZE)

@@ -126,6 +126,11 @@ class PeerOptimizer:
         """Number of updates that the parameters have taken."""
         return self._together.run.lineage.epoch
 
+    @property
+    def are_several(self) -> bool:
+        """True if this peer's ranks each have an optimizer, for their own shards."""
+        return self._ranks.are_several
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Zero the gradients, as in every torch optimizer; call it before each backward pass."""
         self.inner.zero_grad(set_to_none=set_to_none)

@@ -88,14 +88,20 @@ def compare(hello: Hello, asked: float, answered: float) -> Heard:
     return Heard(hello, min(0.0, hello.clock - asked))
 
 
-def wrong_clock(heard: Sequence[Heard]) -> str:
-    """Return a sentence that this peer's clock is off; empty when the median of the answers shows no error."""
+def clock_error(heard: Sequence[Heard]) -> float:
+    """Return the seconds by which the median of other peers' clocks is ahead of this one; 0.0 if it shows no error."""
     if not heard:
-        return ""
+        return 0.0
     sorted_ahead = sorted(answer.ahead for answer in heard)
     middle = (sorted_ahead[(len(heard) - 1) // 2], sorted_ahead[len(heard) // 2])
     ahead = min(middle, key=abs)
-    if abs(ahead) <= SKEW_SECONDS:
+    return 0.0 if abs(ahead) <= SKEW_SECONDS else ahead
+
+
+def wrong_clock(heard: Sequence[Heard]) -> str:
+    """Return a sentence that this peer's clock is off; empty when the median of the answers shows no error."""
+    ahead = clock_error(heard)
+    if not ahead:
         return ""
     like = sum(answer.ahead * ahead > 0 and abs(answer.ahead) > SKEW_SECONDS for answer in heard)
     of = "" if like == len(heard) else f" of {len(heard)}"

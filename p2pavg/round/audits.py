@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol, TypeAlias
 
 import trio
@@ -16,7 +16,14 @@ from p2pavg.allreduce.context import RunContext
 from p2pavg.allreduce.messages import PROTOCOL, Lane, LaneHeader, encode_header
 from p2pavg.audit.keeping import KeptShare
 from p2pavg.audit.layout import Share
-from p2pavg.audit.requests import REQUEST_BYTES, AuditRequest, read_request, ticket_bytes
+from p2pavg.audit.requests import (
+    ANSWER_BYTES,
+    REQUEST_BYTES,
+    AuditRequest,
+    read_request,
+    seconds_a_byte,
+    ticket_bytes,
+)
 from p2pavg.audit.task import AuditTask, Lie, shares_of, tasks_of
 from p2pavg.consensus.statements import Statement, result_digest
 from p2pavg.consensus.votes import Commit
@@ -24,7 +31,7 @@ from p2pavg.errors import ClosedError, RemoteProtocolError, StreamBrokenError, U
 from p2pavg.group.audits import Audits
 from p2pavg.group.roster import Roster
 from p2pavg.net.framing import receive_exactly_into, receive_message, send_message
-from p2pavg.net.transport import Stream
+from p2pavg.net.transport import Buffer, Stream
 
 logger = logging.getLogger(__name__)
 
@@ -230,7 +237,22 @@ class RoundAudits:
             return
         with trio.move_on_after(KEEP_SECONDS):
             manifest, inputs = await self._context.run_in_thread(kept.answer, request)
-            for piece in (manifest, *(each for buffers in inputs for each in buffers)):
-                await trio.sleep(self._context.upload.delay(len(piece)))
+            pieces = [manifest, *(each for buffers in inputs for each in buffers)]
+            a_byte = self._seconds_a_byte(sum(map(len, pieces)))
+            for piece in (part for each in pieces for part in _cut(each)):
+                await trio.sleep(max(self._context.upload.delay(len(piece)), a_byte * len(piece)))
                 await stream.send_all(piece)
             await stream.aclose()
+
+    def _seconds_a_byte(self, total: int) -> float:
+        """Return the least time from one byte of an answer to the next."""
+        assert self._audits is not None
+        if self._audits.before:  # the round waits for it
+            return 0.0
+        return seconds_a_byte(total, self._context.meter.mbps)
+
+
+def _cut(data: Buffer) -> Iterator[memoryview]:
+    view = memoryview(data).cast("B")
+    for start in range(0, len(view), ANSWER_BYTES):
+        yield view[start : start + ANSWER_BYTES]

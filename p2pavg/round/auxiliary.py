@@ -152,7 +152,7 @@ async def _assist_schema(
             refuses=run.refuses,
         ),
         codec=codec.name,
-        bandwidth=lambda: meter.mbps if config.bandwidth is None else config.bandwidth,
+        bandwidth=lambda: meter.announced_mbps if config.bandwidth is None else config.bandwidth,
         records=run.records,
     )
     upload, download = limits  # for the rounds of all schemas together: they share one link

@@ -105,7 +105,7 @@ class Control:
         self._lines: dict[int, _Line] = {}
         for position, member in enumerate(roster.members):
             # A link carries the parts of all other members too.
-            prior = part_bytes * 8 * len(roster.members) / (member.bandwidth * 1e6)
+            prior = part_bytes * 8 * len(roster.members) / (member.assumed_bandwidth * 1e6)
             if position != self._me:
                 self._lines[position] = _Line(Pace(now, part_bytes, max_silence, prior))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import abc
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import ClassVar, Generic, NamedTuple, TypeVar
 
@@ -23,7 +23,7 @@ from p2pavg.config import AveragingConfig
 from p2pavg.group.candidate import link_of
 from p2pavg.group.norms import norm_factors
 from p2pavg.group.roster import Roster
-from p2pavg.group.shares import bound_seconds, fp32_bytes, share_bounds
+from p2pavg.group.shares import RELAY_MBPS, bound_seconds, fp32_bytes, relays_are_slowest, share_bounds
 from p2pavg.result import Failed, NoPeers, RoundResult, Success, Tensors
 from p2pavg.round.exchange import Outcome
 from p2pavg.state.average import LoggedAverage
@@ -266,15 +266,17 @@ def too_slow_for(roster: Roster, codec: Codec, timeout: float) -> str:
     Args:
         timeout: seconds that the exchange may take.
     """
-    links = [link_of(member) for member in roster.members]
+    links = [replace(link_of(member), bandwidth=member.assumed_bandwidth) for member in roster.members]
     needed = bound_seconds(codec.encoded_nbytes(sum(roster.shares)), links)
     if needed <= timeout:
         return ""
-    slowest = min(roster.members, key=lambda member: member.bandwidth)
+    slowest = min(roster.members, key=lambda member: member.assumed_bandwidth)
+    why = f"the least is {slowest.assumed_bandwidth:g} Mbit/s, of {slowest.peer_id}"
+    if relays_are_slowest(links):
+        why = f"members that cannot connect directly share {RELAY_MBPS:g} Mbit/s through relays"
     return (
-        f"the round needs at least {needed:.0f} s at the bandwidths that its members announced (the least is"
-        f" {slowest.bandwidth:g} Mbit/s, of {slowest.peer_id}), and exchange_timeout is {timeout:g} s:"
-        " give it more time, or use a codec that takes fewer bytes"
+        f"the round needs at least {needed:.0f} s at the bandwidths that its members announced ({why}), and"
+        f" exchange_timeout is {timeout:g} s: give it more time, or use a codec that takes fewer bytes"
     )
 
 

@@ -22,6 +22,7 @@ from p2pavg.round.rounds import Rounds
 logger = logging.getLogger(__name__)
 
 WARN_SECONDS = 10.0  # longer than peers that are there need to find each other
+FORMING_SECONDS = 2.0  # time in which peers that are there usually form a group
 MAX_WARN_SECONDS = 600.0  # between two warnings, each pause twice as long as the one before
 
 ResultT = TypeVar("ResultT")
@@ -33,15 +34,19 @@ class Round(Generic[ResultT]):
     Args:
         role: this peer's part in the round.
         target: members to aim at; ``None`` takes the run's setting.
+        contributors: contributors without which the group is not complete.
     """
 
-    def __init__(self, rounds: Rounds, role: Role[ResultT], target: int | None = None) -> None:
+    def __init__(
+        self, rounds: Rounds, role: Role[ResultT], target: int | None = None, contributors: int = 0
+    ) -> None:
         self.role = role
         self.result: ResultT | None = None
         self.scope = trio.CancelScope()
         """Cancel it to end the round, which may not have begun yet."""
         self._rounds = rounds
         self._target = target
+        self._contributors = contributors
         self._started = trio.current_time()
         self._roster: Roster | None = None
         self._group: ExpectedGroup | None = None
@@ -49,6 +54,7 @@ class Round(Generic[ResultT]):
         self._changed = trio.Event()
         self._looking = trio.CancelScope()
         self._why_cancelled = ""
+        self._is_new = True
 
     async def changed(self) -> None:
         """Wait until there is a result, or a match timeout has passed."""
@@ -62,9 +68,12 @@ class Round(Generic[ResultT]):
         return self.progress(reason)
 
     @property
-    def is_exchanging(self) -> bool:
-        """True while the group exchanges."""
-        return self._roster is not None and self.result is None
+    def is_urgent(self) -> bool:
+        """True while the group exchanges, and at first while it is formed: the other members wait for this one.
+
+        Any thread may ask.
+        """
+        return (self._is_new or self._roster is not None) and self.result is None
 
     def progress(self, reason: str = "") -> InProgress:
         """Return the progress of the round."""
@@ -106,6 +115,7 @@ class Round(Generic[ResultT]):
         offer = await self.role.offer()
         with self._looking:
             async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._grow_old)
                 nursery.start_soon(self._warn_while_alone)
                 found = await self._rounds.matchmaker.find_group(
                     weight=offer.weight,
@@ -115,6 +125,7 @@ class Round(Generic[ResultT]):
                     metrics=offer.metrics,
                     norm=offer.norm,
                     target=self._target,
+                    contributors=self._contributors,
                     on_report=self._on_report,
                     on_expect=self._on_expect,
                 )
@@ -124,6 +135,10 @@ class Round(Generic[ResultT]):
         if isinstance(found, GaveUp):
             return GaveUp("; ".join(filter(None, [found.reason, await self._rounds.why_alone()])))
         return found
+
+    async def _grow_old(self) -> None:
+        await trio.sleep(FORMING_SECONDS)
+        self._is_new = False
 
     async def _warn_while_alone(self) -> None:
         """Warn of what is waited for, after 10 s and then ever more rarely. A warning is seen without any setup."""

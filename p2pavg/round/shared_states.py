@@ -81,7 +81,7 @@ async def open_sharing(
     """Offer states to other peers, and be able to fetch them, for as long as the block runs.
 
     Args:
-        is_busy: returns true while a round exchanges.
+        is_busy: returns true while a round needs the link more, from any thread.
     """
     shelf = Shelf(settings.log_bytes)
     host.state.join(run_id, run.membership, shelf, upload=RateLimit(settings.upload_mbps), is_busy=is_busy)

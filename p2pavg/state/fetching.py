@@ -123,6 +123,7 @@ class Fetch:
             StateError: no donor was usable for too long; or the sink cannot keep the blob.
         """
         complete = False
+        sink: Sink | None = None
         try:
             async with self._sessions.places:
                 await self._run()
@@ -130,13 +131,13 @@ class Fetch:
         finally:
             if self._keeping is not None:
                 with trio.CancelScope(shield=True):
-                    await self._keeping.end()
+                    sink = await self._keeping.end()
                 if not complete:
-                    self._keeping.sink.close()
+                    sink.close()
         if self._failure is not None:
             raise self._failure
-        assert self._keeping is not None
-        return self._keeping.sink
+        assert sink is not None
+        return sink
 
     async def _run(self) -> None:
         self._plan.start(trio.current_time())

@@ -20,7 +20,7 @@ class Keeping:
     """
 
     def __init__(self, sink: Sink, manifest: Manifest, name: str) -> None:
-        self.sink = sink
+        self._sink: Sink | None = sink
         self._digests = manifest.digests
         self._name = name
         self._lock = threading.Lock()
@@ -43,21 +43,27 @@ class Keeping:
                 f"instead of {self._digests[index].hex()}"
             )
         with self._lock:
-            if self._over:
+            sink = self._sink
+            if self._over or sink is None:
                 return
             self._users += 1
         try:
-            self.sink.put(index, piece)
+            sink.put(index, piece)
         finally:
             with self._lock:
                 self._users -= 1
                 if self._over and not self._users:
                     self._report(self._unused.set)
 
-    async def end(self) -> None:
-        """Wait until no thread uses the sink any more."""
+    async def end(self) -> Sink:
+        """Wait until no thread uses the sink any more; return it, and let go of it. Call this once.
+
+        Sessions refer to this object until their next request. The blob must not stay in memory for so long.
+        """
         with self._lock:
-            self._over = True
-            if not self._users:
-                return
-        await self._unused.wait()
+            self._over, used = True, self._users > 0
+        if used:
+            await self._unused.wait()
+        assert self._sink is not None
+        sink, self._sink = self._sink, None
+        return sink

@@ -1,9 +1,9 @@
 """One session at the donor: it reads the joiner's requests, and sends what they ask for.
 
 The limits are the donor's own: a joiner has a bounded number of open requests, each request a bounded number of pieces,
-and each piece of :data:`SEND_BYTES` must have left within :data:`SEND_SECONDS`. Pieces are sent as they are held:
-no memory is taken for them here. Rounds have priority: while one exchanges, each piece waits for up to
-:data:`YIELD_SECONDS`.
+and each piece of :data:`SEND_BYTES` must have left within :data:`SEND_SECONDS`. A session has a copy of the one piece
+that it sends: otherwise a slow joiner would keep a whole snapshot in memory that its donor has dropped. Rounds have
+priority: while one needs the link, each piece waits for up to :data:`YIELD_SECONDS`.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Offered:
     holdings: Holdings
     upload: RateLimit
     is_busy: Callable[[], bool]
-    """Returns true while a round exchanges, from any thread."""
+    """Returns true while a round needs the link more, from any thread."""
 
 
 class Source(Protocol):
@@ -222,7 +222,7 @@ class Session:
         for offered in self._source():
             piece = offered.holdings.piece(request.kind, request.blob_id, index)
             if piece is not None:
-                return memoryview(piece).cast("B"), offered
+                return memoryview(bytes(memoryview(piece).cast("B"))), offered
         return None
 
     async def _send_on_stream(
@@ -359,7 +359,7 @@ class LaneUse:
 
 
 async def _give_way(is_busy: Callable[[], bool]) -> None:
-    """Wait while a round exchanges, for a second at most."""
+    """Wait while a round needs the link, for a second at most."""
     until = trio.current_time() + YIELD_SECONDS
     while trio.current_time() < until and is_busy():  # noqa: ASYNC110 - only a function tells
         await trio.sleep(_BUSY_SECONDS)

@@ -13,9 +13,10 @@ import trio
 from trio.testing import MockClock
 
 from p2pavg.net.addresses import with_peer_id
+from p2pavg.net.reach.reachability import Kind
 from p2pavg.peer import Peer, peer_over
 from p2pavg.testing.faults import FaultPlan
-from p2pavg.testing.memory import MemoryNetwork, MemoryTransport
+from p2pavg.testing.memory import DIRECT_KINDS, MemoryNetwork, MemoryTransport
 from p2pavg_dht import Ed25519Signer
 
 T = TypeVar("T")
@@ -41,12 +42,18 @@ async def run_on_loop(function: Callable[..., T], *args: object) -> T:
 
 @asynccontextmanager
 async def simulated_peer(
-    network: MemoryNetwork, index: int, *, bootstrap: Sequence[str] = ()
+    network: MemoryNetwork, index: int, *, bootstrap: Sequence[str] = (), kinds: Sequence[Kind] = ()
 ) -> AsyncIterator[Peer]:
-    """Open the ``index``-th peer of a network, as :func:`p2pavg.open_peer` opens one on the real network."""
+    """Open the ``index``-th peer of a network, as :func:`p2pavg.open_peer` opens one on the real network.
+
+    Args:
+        kinds: the reachability of each peer of the network; empty if all can be dialled. Those that cannot have two of
+            the others as relays.
+    """
     signer = simulated_signer(index)
+    kind = kinds[index] if kinds else Kind.UNKNOWN
     async with (
-        network.transport(signer) as transport,
+        network.transport(signer, kind=kind, relays=_relays_of(index, kinds)) as transport,
         peer_over(
             transport,
             signer,
@@ -57,6 +64,13 @@ async def simulated_peer(
         ) as peer,
     ):
         yield peer
+
+
+def _relays_of(index: int, kinds: Sequence[Kind]) -> list[str]:
+    """Return the two relays of a peer. Peers take turns at those that can be dialled."""
+    able = [other for other, kind in enumerate(kinds) if kind in DIRECT_KINDS]
+    chosen = [able[(index + turn) % len(able)] for turn in range(2)] if able else []
+    return [simulated_signer(other).peer_id for other in dict.fromkeys(chosen)]
 
 
 def simulate(main: Callable[[], Awaitable[T]], *, seed: int = 0) -> T:
@@ -83,10 +97,12 @@ async def run_peers(
     work: Callable[[Peer, int], Awaitable[T]],
     *,
     plan: FaultPlan | None = None,
+    kinds: Sequence[Kind] = (),
 ) -> dict[int, T]:
     """Run ``work(peer, index)`` on ``count`` peers at once, while a plan causes faults.
 
-    The plan begins when all peers have joined. The work of a peer that crashes is cancelled.
+    The plan begins when all peers have joined. The work of a peer that crashes is cancelled. ``kinds`` has the
+    reachability of each peer; the first one must be dialable.
 
     Returns:
         The result of each peer's work by index, without the peers that crashed.
@@ -98,7 +114,7 @@ async def run_peers(
     async def live(index: int, bootstrap: Sequence[str], done: trio.Event) -> None:
         with trio.CancelScope() as scope:
             async with (
-                simulated_peer(network, index, bootstrap=bootstrap) as peer,
+                simulated_peer(network, index, bootstrap=bootstrap, kinds=kinds) as peer,
                 trio.open_nursery() as nursery,
             ):
                 nursery.start_soon(cancel_when_crashed, peer, scope)
@@ -145,8 +161,14 @@ async def cancel_when_crashed(peer: Peer, scope: trio.CancelScope) -> None:
 
 
 @asynccontextmanager
-async def simulated_peers(network: MemoryNetwork, count: int, *, first: int = 0) -> AsyncIterator[list[Peer]]:
-    """Open ``count`` peers. The first one is the bootstrap peer of all others. They leave all at once."""
+async def simulated_peers(
+    network: MemoryNetwork, count: int, *, first: int = 0, kinds: Sequence[Kind] = ()
+) -> AsyncIterator[list[Peer]]:
+    """Open ``count`` peers. The first one is the bootstrap peer of all others. They leave all at once.
+
+    Args:
+        kinds: the reachability of each peer by index; the first one must be dialable. Empty if all can be dialled.
+    """
     peers: dict[int, Peer] = {}
 
     async def live(
@@ -155,7 +177,7 @@ async def simulated_peers(network: MemoryNetwork, count: int, *, first: int = 0)
         *,
         task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,  # type: ignore[name-defined]
     ) -> None:
-        async with simulated_peer(network, index, bootstrap=bootstrap) as peer:
+        async with simulated_peer(network, index, bootstrap=bootstrap, kinds=kinds) as peer:
             peers[index] = peer
             task_status.started()
             await trio.sleep_forever()

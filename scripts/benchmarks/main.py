@@ -30,6 +30,7 @@ SUMMARIES = {
     "state": "a state fetched by a peer that joins, from one donor and from three, beside hivemind (5 minutes)",
     "reduce": "combining one part, by robust rule, beside the weighted mean (a minute)",
     "lookups": "record lookups of simulated peers: calls, time, and attackers that name invented peers (10 minutes)",
+    "nat": "peers behind home routers in network namespaces: how they connect, and what is relayed (a minute)",
     "scale": "simulated peers on a virtual clock: time to group, records (a minute)",
 }
 ALL = "all"

@@ -38,6 +38,12 @@ async def open_host(*listen: str, options: ReachOptions | None = None) -> AsyncI
         yield host
 
 
+def hide(host: Libp2pTransport) -> None:
+    """Let a host announce no address of its listeners, as if it had none."""
+    host._listens = False
+    host._reaching._watcher.begin()
+
+
 async def eventually(condition: Callable[[], bool]) -> None:
     """Poll for a condition that no event announces; the watchdog bounds the wait."""
     while not condition():

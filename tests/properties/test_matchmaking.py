@@ -6,6 +6,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from p2pavg.group.reach import Reach
 from p2pavg.matchmaking.timing import ANSWER_SECONDS, GRACE_SECONDS, SILENCE_SECONDS
 from tests.unit.matchmaking.bus import MATCH_TIMEOUT, SIGNERS, Attempt, Bus
 
@@ -23,13 +24,14 @@ class Matchmaker(RuleBasedStateMachine):
     def _active(self) -> list[Attempt]:
         return [attempt for attempt in self.bus.attempts.values() if attempt.active]
 
-    @rule(index=st.integers(0, PEERS - 1), auxiliary=st.booleans())
-    def announce(self, index: int, auxiliary: bool) -> None:
+    @rule(index=st.integers(0, PEERS - 1), auxiliary=st.booleans(), reach=st.sampled_from(Reach))
+    def announce(self, index: int, auxiliary: bool, reach: Reach) -> None:
         """Announce a peer, again if it is in a group or gave up."""
         self.bus.advance(0.001)  # no peer uses a deadline twice
         known = self.bus.attempts.get(SIGNERS[index].peer_id)
         if known is None or not known.active:
-            self.bus.announce(index, auxiliary=auxiliary and index == 0, target=TARGET, minimum=MINIMUM)
+            helps = auxiliary and index == 0
+            self.bus.announce(index, auxiliary=helps, target=TARGET, minimum=MINIMUM, reach=reach)
 
     @precondition(lambda self: self.bus.attempts)
     @rule(data=st.data())

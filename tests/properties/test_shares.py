@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from fractions import Fraction
 from random import Random
 
@@ -11,7 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import linprog
 
+from p2pavg.group.reach import Reach, is_direct
 from p2pavg.group.shares import (
+    RELAY_MBPS,
     MemberLink,
     best_fractions,
     bound_seconds,
@@ -19,6 +22,7 @@ from p2pavg.group.shares import (
     fastest_shares,
     fp32_bytes,
     largest_fraction,
+    relayed_traffic,
     share_bounds,
 )
 
@@ -35,9 +39,9 @@ def groups(
     """Draw the links of any group that a roster may have, or of a smaller attempt."""
     contributors = draw(st.integers(least, 12))
     auxiliaries = draw(st.sampled_from([0, 0, 1, 3]))
-    reached = draw(st.sampled_from([st.just(True), st.booleans()]))
+    reached = draw(st.sampled_from([st.just(Reach.DIALABLE), st.sampled_from(Reach)]))
     members = [
-        MemberLink(draw(bandwidths), contributes=index < contributors, reachable=draw(reached))
+        MemberLink(draw(bandwidths), contributes=index < contributors, reach=draw(reached))
         for index in range(contributors + auxiliaries)
     ]
     return draw(st.permutations(members))
@@ -57,20 +61,52 @@ def times(members: list[MemberLink], shares: list[Fraction]) -> list[Fraction]:
     return took
 
 
+def relays_time(members: list[MemberLink], shares: list[Fraction]) -> Fraction:
+    """Return the time of the relays for a vector of 1 Mbit, counted pair by pair."""
+    carried = Fraction(0)
+    for here, reducer in enumerate(members):
+        for there, contributor in enumerate(members):
+            dialled = Reach.DIALABLE in (reducer.reach, contributor.reach)
+            punched = reducer.reach == contributor.reach == Reach.PUNCHABLE
+            if here != there and contributor.contributes and not dialled and not punched:
+                carried += 2 * shares[here]
+    return carried / Fraction(RELAY_MBPS)
+
+
+def duration(members: list[MemberLink], shares: list[Fraction]) -> Fraction:
+    """Return the time of a round for a vector of 1 Mbit."""
+    return max(*times(members, shares), relays_time(members, shares))
+
+
+def may_reduce(members: list[MemberLink]) -> list[bool]:
+    return [
+        member.reach != Reach.RELAYED or all(other.reach == Reach.RELAYED for other in members)
+        for member in members
+    ]
+
+
 def least_time(members: list[MemberLink], most: float = 1.0) -> float:
     """Solve the linear program: least T with no time above T, and fractions of at most ``most`` that sum to 1."""
     contributors = sum(member.contributes for member in members)
-    any_reachable = any(member.reachable for member in members)
     size = len(members)
     by_share = [contributors - 2 if member.contributes else contributors for member in members]
+    through_relays = [
+        2.0
+        * sum(
+            other.contributes and not is_direct(member.reach, other.reach)
+            for there, other in enumerate(members)
+            if there != here
+        )
+        for here, member in enumerate(members)
+    ]
+    rates = [*(member.bandwidth for member in members), RELAY_MBPS]
     result = linprog(
         c=[0.0] * size + [1.0],
-        A_ub=np.column_stack([np.diag(by_share), [-member.bandwidth for member in members]]),
-        b_ub=[-1.0 if member.contributes else 0.0 for member in members],
+        A_ub=np.column_stack([np.vstack([np.diag(by_share), through_relays]), [-rate for rate in rates]]),
+        b_ub=[-1.0 if member.contributes else 0.0 for member in members] + [0.0],
         A_eq=[[1.0] * size + [0.0]],
         b_eq=[1.0],
-        bounds=[(0.0, most if member.reachable or not any_reachable else 0.0) for member in members]
-        + [(0.0, None)],
+        bounds=[(0.0, most if able else 0.0) for able in may_reduce(members)] + [(0.0, None)],
     )
     assert result.status == 0
     return float(result.fun)
@@ -116,10 +152,10 @@ def test_no_shares_are_faster(members: list[MemberLink], rounded: bool) -> None:
     fractions = list(best_fractions(members))
     shares = fastest_shares(elements, members, granularity)
     best = least_time(members)
-    assert float(max(times(members, fractions))) == pytest.approx(best, rel=1e-6)
+    assert float(duration(members, fractions)) == pytest.approx(best, rel=1e-6)
     assert bound_seconds(125_000, members) == pytest.approx(best, rel=1e-6)
     integers = [Fraction(share, elements) for share in shares]
-    assert float(max(times(members, integers))) == pytest.approx(best, rel=1e-5)
+    assert float(duration(members, integers)) == pytest.approx(best, rel=1e-5)
 
 
 @given(groups(usual))
@@ -130,22 +166,51 @@ def test_no_shares_within_the_limit_are_faster(members: list[MemberLink]) -> Non
     assert min(fractions) >= 0
     assert max(fractions) <= most
     best = least_time(members, float(most))
-    assert float(max(times(members, list(fractions)))) == pytest.approx(best, rel=1e-6)
+    assert float(duration(members, list(fractions))) == pytest.approx(best, rel=1e-6)
 
 
 @given(groups(least=3))
 def test_all_reducers_need_equally_long(members: list[MemberLink]) -> None:
-    """All members with a share need equally long. A reachable member without a share needs at least as long."""
+    """All members with a share need equally long, and those that may reduce and do not, at least as long.
+
+    Punchable reducers need less if relays limit them: then the relays need as long as those that can be dialled.
+    """
     fractions = best_fractions(members)
     took = times(members, list(fractions))
-    [level] = {seconds for seconds, fraction in zip(took, fractions, strict=True) if fraction}
-    any_reachable = any(member.reachable for member in members)
-    for member, seconds, fraction in zip(members, took, fractions, strict=True):
-        if member.reachable or not any_reachable:
-            assert fraction or seconds >= level
+    levels = {
+        reach: {
+            seconds
+            for seconds, fraction, member in zip(took, fractions, members, strict=True)
+            if fraction and member.reach is reach
+        }
+        for reach in Reach
+    }
+    assert all(len(level) <= 1 for level in levels.values())
+    dialled, punched = levels[Reach.DIALABLE], levels[Reach.PUNCHABLE]
+    if dialled and punched and dialled != punched:
+        assert max(punched) < max(dialled) == relays_time(members, list(fractions))
+    able = may_reduce(members)
+    for member, seconds, fraction, reduces in zip(members, took, fractions, able, strict=True):
+        if reduces:
+            assert fraction or all(seconds >= level for level in levels[member.reach])
         else:
             assert fraction == 0
             assert seconds == 1 / Fraction(member.bandwidth) * member.contributes
+
+
+@given(groups(usual))
+def test_relayed_pairs_make_no_round_longer(members: list[MemberLink]) -> None:
+    """They carry what relays carry in the time that the other members need anyway, unless no member can be dialled."""
+    fractions = list(best_fractions(members))
+    assert relayed_traffic(members, fractions) / Fraction(RELAY_MBPS) == relays_time(members, fractions)
+    if any(member.reach is Reach.DIALABLE for member in members):
+        no_punching = [
+            member if member.reach is Reach.DIALABLE else replace(member, reach=Reach.RELAYED)
+            for member in members
+        ]
+        without_relays = list(best_fractions(no_punching))
+        assert relays_time(members, without_relays) == 0
+        assert duration(members, fractions) <= duration(members, without_relays)
 
 
 @given(st.lists(usual, min_size=2, max_size=2), st.lists(usual, max_size=4))
@@ -170,11 +235,11 @@ def test_the_order_of_members_changes_no_share(
     assert all(abs(moved[here] - shares[there]) <= granularity for here, there in enumerate(order))
 
 
-@given(st.integers(1, 64), signed, st.booleans(), lengths, granularities)
+@given(st.integers(1, 64), signed, st.sampled_from(Reach), lengths, granularities)
 def test_equals_share_equally(
-    members: int, bandwidth: float, reachable: bool, elements: int, granularity: int
+    members: int, bandwidth: float, reach: Reach, elements: int, granularity: int
 ) -> None:
-    links = [MemberLink(bandwidth, reachable=reachable)] * members
+    links = [MemberLink(bandwidth, reach=reach)] * members
     assert set(best_fractions(links)) == {Fraction(1, members)}
     shares = fastest_shares(elements, links, granularity)
     assert max(shares) - min(shares) <= 2 * granularity
@@ -195,8 +260,8 @@ def test_a_faster_member_slows_no_member_down(
     position %= len(members)
     faster = list(members)
     link = members[position]
-    faster[position] = MemberLink(link.bandwidth * factor, link.contributes, link.reachable)
-    before, after = (max(times(each, list(best_fractions(each)))) for each in (members, faster))
+    faster[position] = MemberLink(link.bandwidth * factor, link.contributes, link.reach)
+    before, after = (duration(each, list(best_fractions(each))) for each in (members, faster))
     assert after <= before
 
 

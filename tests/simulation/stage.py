@@ -212,7 +212,9 @@ class Player:
         self.sum = [a + b for a, b in zip(self.sum, weighted, strict=True)] if self.sum else weighted
         self.weight += weight
 
-    def step(self, *, wait: float, state: bytes, group_size: int, observe: bool = False) -> RoundResult:
+    def step(
+        self, *, wait: float, state: bytes, group_size: int, contributors: int = 0, observe: bool = False
+    ) -> RoundResult:
         until = self.stage.now + wait
         if self.round_state is None:
             self.given, self.given_weight = [t / self.weight for t in self.sum], self.weight

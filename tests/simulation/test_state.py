@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -101,6 +103,18 @@ async def test_a_blob_comes_from_one_donor(autojump_clock: MockClock) -> None:
     async with company(1, blob) as (_network, peers, held, sessions):
         await check_fetch(fetch_of(sessions, blob, peers[1:]), blob)
         assert sorted(held[0].sent) == list(range(20))
+
+
+async def test_a_blob_that_was_taken_stays_in_no_memory(autojump_clock: MockClock) -> None:
+    """The sessions with its donors go on: more is asked of them."""
+    blob = Blob(0, 20, 100_000, 17)
+    async with company(2, blob) as (_network, peers, _held, sessions):
+        sink = await fetch_of(sessions, blob, peers[1:]).run()
+        gone = weakref.ref(sink)
+        sink.close()
+        del sink
+        gc.collect()
+        assert gone() is None
 
 
 async def test_three_donors_are_at_least_two_and_a_half_times_as_fast_as_one(

@@ -6,7 +6,7 @@ import logging
 import secrets
 import socket
 import ssl
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 
@@ -131,6 +131,24 @@ class Doorway:
         call = _Call(peer_id, certificate, ticket, self.own.client_context(certificate), self._gate)
         return await call.first_of(addresses)
 
+    async def greet(self, certificate: bytes, ticket: bytes, plain: socket.socket) -> TlsConnection:
+        """Do the client's handshake on a connection that is made already. The socket is taken over.
+
+        Raises:
+            OSError: the other side is gone, or has shown another certificate.
+        """
+        return await _secured(self.own.client_context, certificate, plain, ticket.hex())
+
+    async def welcome(self, certificate: bytes, plain: socket.socket) -> TlsConnection:
+        """Do the server's handshake on a connection whose other end must have this certificate.
+
+        No ticket is needed, since the peer at the other end is known. The socket is taken over.
+
+        Raises:
+            OSError: the other side is gone, or has shown another certificate.
+        """
+        return await _secured(self.own.server_context, certificate, plain, None)
+
 
 class _Call:
     """One dial of a peer at several addresses."""
@@ -187,6 +205,18 @@ class _Call:
             except OSError as error:
                 reasons.append(error.strerror or str(error))
         raise UnreachableError("; ".join(reasons))
+
+
+async def _secured(
+    context: Callable[[bytes], ssl.SSLContext], certificate: bytes, plain: socket.socket, name: str | None
+) -> TlsConnection:
+    try:
+        connection = TlsConnection(context(certificate), plain, server_name=name)
+    except BaseException:
+        plain.close()
+        raise
+    await connection.shake_hands(lambda: certificate)
+    return connection
 
 
 async def _connect(address: Multiaddr) -> socket.socket:

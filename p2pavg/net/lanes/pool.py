@@ -22,10 +22,14 @@ How a lane is made (the messages are in ``messages``):
 2. The sender dials those addresses and shows the ticket as the TLS server name. The receiver sends a verdict.
 3. If that fails, the sender sends a ticket and addresses of its own, and the receiver dials back. So one of the two
    peers may be behind a home router. Data flows from the sender to the receiver in either case.
+4. If that fails too, both connect at once, see ``halfway``. So both may be behind home routers that keep ports.
+
+A way that makes no sense is skipped at once: a dial without a direct address, or a punch through a router that allows
+none. An address through a relay is never dialled for a lane.
 
 What can happen, and the answer:
 
-* **Neither way works.** The peer is not tried again for a minute, because the search would take time in every round.
+* **No way works.** The peer is not tried again for a minute, because the search would take time in every round.
 * **The caller is cancelled or times out.** The libp2p stream is reset. The receiver sees its end, and frees the place
   that it held for the lane.
 * **A kept lane is not acknowledged yet.** It stays with the idle lanes, but only an acknowledged lane is given out.
@@ -45,24 +49,38 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import trio
 
 from p2pavg.errors import ClosedError, RemoteProtocolError, StreamBrokenError, UnreachableError
 from p2pavg.net.framing import receive_message, send_message
 from p2pavg.net.lanes.acceptor import Doorway, Visitor
+from p2pavg.net.lanes.conversation import Search, direct, expect_verdict, next_message
+from p2pavg.net.lanes.halfway import Halfway
 from p2pavg.net.lanes.inbound import InboundLanes, Slot
 from p2pavg.net.lanes.limits import IDLE_SECONDS, IdleLanes, Nowhere
-from p2pavg.net.lanes.messages import MAX_ADDRESSES, MAX_MESSAGE_BYTES, PROTOCOL, Ask, Back, Offer, Verdict
+from p2pavg.net.lanes.messages import (
+    MAX_ADDRESSES,
+    MAX_MESSAGE_BYTES,
+    PROTOCOL,
+    Ask,
+    Back,
+    Meet,
+    Offer,
+    Verdict,
+    decode_next_way,
+)
 from p2pavg.net.lanes.tls_connection import TlsConnection
 from p2pavg.net.lanes.tls_lane import TlsLane
+from p2pavg.net.punch.meeting import Puncher
 from p2pavg.net.transport import DirectLane, DirectLaneHandler, PeerId, Stream, Transport
 from p2pavg.threads.exceptions import bare_exceptions
 
 logger = logging.getLogger(__name__)
 
 ANSWER_SECONDS = 10.0
-DIAL_SECONDS = 2.0  # for each of the two ways, which are tried one after the other
+DIAL_SECONDS = 2.0  # for each of the two dials, which are tried one after the other
 
 # AES-GCM stays safe for 2^24.5 records of 16 KiB under one key (RFC 8446, section 5.5), and Python cannot renew it.
 _MAX_LANE_BYTES = 1 << 37
@@ -77,6 +95,7 @@ class LaneKeeper:
     Args:
         dialled_addresses: finds the addresses at which the peer was dialled successfully.
         share: the share of the usual number of inbound lanes, where this process may open few files.
+        puncher: makes connections where neither peer can dial the other; ``None`` makes none.
     """
 
     def __init__(
@@ -86,11 +105,13 @@ class LaneKeeper:
         doorway: Doorway,
         dialled_addresses: DialledAddresses,
         share: float = 1.0,
+        puncher: Puncher | None = None,
     ) -> None:
         self._transport = transport
         self._nursery = nursery
         self._doorway = doorway
         self._dialled_addresses = dialled_addresses
+        self._halfway = Halfway(doorway, puncher)
         self._closed = False
         self._outbound: dict[TlsLane, trio.CancelScope] = {}
         self._inbound = InboundLanes(nursery, share)
@@ -122,7 +143,7 @@ class LaneKeeper:
         if (kept := self._take(peer_id)) is not None:
             return kept
         self._nowhere.check(peer_id)
-        search = _Search(peer_id, addresses)
+        search = Search(peer_id, addresses)
         with trio.move_on_after(timeout) as scope:
             self._searches.add(scope)
             try:
@@ -161,11 +182,11 @@ class LaneKeeper:
         self._outbound[lane].deadline = trio.current_time() + IDLE_SECONDS
         self._idle.put(lane)
 
-    def _remember(self, search: _Search, reason: str) -> None:
+    def _remember(self, search: Search, reason: str) -> None:
         if search.futile:
             self._nowhere.add(search.peer_id, reason)
 
-    async def _find(self, search: _Search, timeout: float) -> TlsLane:
+    async def _find(self, search: Search, timeout: float) -> TlsLane:
         try:
             stream = await self._transport.open_stream(
                 search.peer_id, PROTOCOL, addresses=search.addresses, timeout=timeout, wait_inbound=True
@@ -183,39 +204,43 @@ class LaneKeeper:
             await stream.reset()
         return lane
 
-    async def _ask(self, stream: Stream, search: _Search) -> TlsConnection:
+    async def _ask(self, stream: Stream, search: Search) -> TlsConnection:
         await send_message(stream, Ask(self._doorway.own.der).encode())
-        offer = Offer.decode(await _next(stream))
+        offer = Offer.decode(await next_message(stream))
         if offer.refusal:
             raise UnreachableError(f"{search.peer_id} gives no direct lane: {offer.refusal}")
-        search.futile = True  # holds only if both ways fail
-        for way in (self._go_there, self._let_come):
+        search.futile = True  # holds only if all ways fail
+        for way in (self._go_there, self._let_come, self._meet):
             try:
                 return await way(stream, search, offer)
             except UnreachableError as error:
                 search.reasons.append(str(error))
         raise UnreachableError(f"no direct lane to {search.peer_id}: {'; '.join(search.reasons)}")
 
-    async def _go_there(self, stream: Stream, search: _Search, offer: Offer) -> TlsConnection:
+    async def _go_there(self, stream: Stream, search: Search, offer: Offer) -> TlsConnection:
         addresses = self._candidates(search.peer_id, search.addresses, offer.addresses)
         connection = await self._dial(search.peer_id, offer.certificate, offer.ticket, addresses)
         try:
-            await _expect_verdict(stream, 1)
+            await expect_verdict(stream, 1)
         except BaseException:
             connection.close()
             raise
         return connection
 
-    async def _let_come(self, stream: Stream, search: _Search, offer: Offer) -> TlsConnection:
-        if not self._transport.addresses:
+    async def _let_come(self, stream: Stream, search: Search, offer: Offer) -> TlsConnection:
+        addresses = direct(self._transport.addresses)
+        if not addresses:
             raise UnreachableError("and this peer does not listen, so the other peer cannot dial back")
         with self._doorway.expecting(search.peer_id, offer.certificate) as visitor:
-            await send_message(stream, Back(visitor.ticket, self._transport.addresses).encode())
-            await _expect_verdict(stream, 2)
+            await send_message(stream, Back(visitor.ticket, addresses).encode())
+            await expect_verdict(stream, 2)
             await visitor.decided.wait()
             if (connection := visitor.take()) is None:
                 raise UnreachableError(f"the peer dialled back, but {visitor.reason}")
             return connection
+
+    async def _meet(self, stream: Stream, _: Search, offer: Offer) -> TlsConnection:
+        return await self._halfway.ask(stream, offer)
 
     def _adopt_outbound(self, connection: TlsConnection, peer_id: PeerId) -> TlsLane:
         lane = TlsLane(connection, peer_id)
@@ -242,7 +267,7 @@ class LaneKeeper:
     def _candidates(self, peer_id: PeerId, known: Sequence[str], named: Sequence[str]) -> list[str]:
         """Return the addresses to dial: those that have worked before, then those that the peer has named."""
         known = self._dialled_addresses(peer_id) or known
-        return list(dict.fromkeys([*known, *named]))[:MAX_ADDRESSES]
+        return list(dict.fromkeys(direct([*known, *named])))[:MAX_ADDRESSES]
 
     async def _dial(
         self, peer_id: PeerId, certificate: bytes, ticket: bytes, addresses: Sequence[str]
@@ -262,7 +287,7 @@ class LaneKeeper:
 
     async def _answer(self, stream: Stream) -> None:
         with trio.move_on_after(ANSWER_SECONDS), bare_exceptions():
-            ask = Ask.decode(await _next(stream))
+            ask = Ask.decode(await next_message(stream))
             refusal = self._inbound.refusal(stream.remote)
             if refusal:
                 await send_message(stream, Offer(refusal).encode())
@@ -276,20 +301,37 @@ class LaneKeeper:
 
     async def _answer_with_offer(self, stream: Stream, ask: Ask, slot: Slot) -> None:
         """Offer a lane, and help the sender to make it, until the sender closes the stream."""
-        own = self._doorway.own.der
         with self._doorway.expecting(stream.remote, ask.certificate) as visitor:
-            await send_message(stream, Offer("", own, visitor.ticket, self._transport.addresses).encode())
+            await send_message(stream, self._offer(visitor).encode())
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._admit, stream, visitor, slot)
-                back = await receive_message(stream, max_bytes=MAX_MESSAGE_BYTES)
-                if back is None:
+                wish = await receive_message(stream, max_bytes=MAX_MESSAGE_BYTES)
+                if wish is None:
                     nursery.cancel_scope.cancel()
                 # _admit still sends its verdict. Cancelling it in the middle of the write would break the stream.
-                visitor.stay_out("the sender wants to be dialled")
-        if back is not None:
-            await self._dial_back(stream, ask, Back.decode(back), slot)
-            await receive_message(stream, max_bytes=MAX_MESSAGE_BYTES)
+                visitor.stay_out("the sender tries another way")
+        await self._try_other_ways(stream, ask, slot, wish)
         await stream.aclose()
+
+    def _offer(self, visitor: Visitor) -> Offer:
+        addresses = direct(self._transport.addresses)
+        return Offer("", self._doorway.own.der, visitor.ticket, addresses, not self._halfway.refusal)
+
+    async def _try_other_ways(self, stream: Stream, ask: Ask, slot: Slot, message: bytes | None) -> None:
+        """Dial back, or meet the sender half-way, as it wishes: each once, in this order."""
+        back_is_over = False
+        while message is not None:
+            match decode_next_way(message):
+                case Back() as back if not back_is_over:
+                    await self._dial_back(stream, ask, back, slot)
+                    back_is_over = True
+                case Meet():
+                    admit = partial(self._inbound.adopt, slot=slot)
+                    await self._halfway.answer(stream, ask.certificate, admit, made=slot.used)
+                    return
+                case _:
+                    raise RemoteProtocolError("the sender wants to be dialled back once more")
+            message = await receive_message(stream, max_bytes=MAX_MESSAGE_BYTES)
 
     async def _admit(self, stream: Stream, visitor: Visitor, slot: Slot) -> None:
         await visitor.decided.wait()
@@ -312,33 +354,3 @@ class LaneKeeper:
         else:
             self._inbound.adopt(connection, slot)
         await send_message(stream, Verdict(2, reason).encode())
-
-
-class _Search:
-    """One attempt to make a lane: the reasons of its failures, and a note if another attempt would be futile."""
-
-    def __init__(self, peer_id: PeerId, addresses: Sequence[str]) -> None:
-        self.peer_id = peer_id
-        self.addresses = addresses
-        self.reasons: list[str] = []
-        self.futile = False
-
-
-async def _next(stream: Stream) -> bytes:
-    message = await receive_message(stream, max_bytes=MAX_MESSAGE_BYTES)
-    if message is None:
-        raise StreamBrokenError(f"{stream.remote} closed the stream early")
-    return message
-
-
-async def _expect_verdict(stream: Stream, attempt: int) -> None:
-    """Wait for the verdict of an attempt, and skip the verdicts of earlier ones.
-
-    Raises:
-        UnreachableError: the attempt has failed; the message is the receiver's reason.
-    """
-    while (verdict := Verdict.decode(await _next(stream))).attempt != attempt:
-        if verdict.attempt > attempt:
-            raise RemoteProtocolError(f"a verdict of attempt {verdict.attempt} instead of {attempt}")
-    if verdict.reason:
-        raise UnreachableError(f"the peer reported: {verdict.reason}")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import socket
 
 import trio
 from libp2p.io.abc import ReadWriteCloser
 from libp2p.io.exceptions import ConnectionClosedError
+from libp2p.io.trio import TrioTCPStream
 
 from p2pavg.errors import ClosedError, StreamBrokenError
 from p2pavg.net.libp2p.speed import ReadAheadStream
@@ -33,6 +35,7 @@ class RelayedStream(ReadWriteCloser):
         """The relay's IP address: a circuit counts against the relay's host, since the peer's is not known."""
         self._reading: trio.CancelScope | None = None
         self.arrival: Arrival | None = None
+        self.punched = False
         self.expected = ""
 
     async def read(self, n: int | None = None) -> bytes:
@@ -64,6 +67,13 @@ class RelayedStream(ReadWriteCloser):
 
     def get_remote_address(self) -> tuple[str, int] | None:
         return None
+
+
+def punched_stream(plain: socket.socket) -> ReadAheadStream:
+    """Return a carrier over a connected socket of a punched hole, which it takes over."""
+    stream = ReadAheadStream.of(TrioTCPStream(trio.SocketStream(trio.socket.from_stdlib_socket(plain))))
+    stream.punched = True
+    return stream
 
 
 Carrier = ReadAheadStream | RelayedStream

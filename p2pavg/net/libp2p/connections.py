@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import socket
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import cast
@@ -15,7 +17,7 @@ from multiaddr import Multiaddr
 
 from p2pavg.errors import AddressError, RefusedError, UnreachableError
 from p2pavg.net.addresses import CircuitAddress, is_circuit, parse_circuit_address
-from p2pavg.net.libp2p.carriers import Carrier, RelayedStream
+from p2pavg.net.libp2p.carriers import Carrier, RelayedStream, punched_stream
 from p2pavg.net.libp2p.errors import error_text, is_refusal
 from p2pavg.net.libp2p.guarded_swarm import GuardedSwarm
 from p2pavg.net.libp2p.guarded_yamux import GuardedYamux
@@ -24,6 +26,8 @@ from p2pavg.net.limits.admission import Arrival, Standing
 from p2pavg.net.limits.dial_gate import DialGate
 from p2pavg.net.limits.memory_budget import MemoryBudget
 from p2pavg.net.transport import PeerId, Stream
+
+logger = logging.getLogger(__name__)
 
 CLOSE_SECONDS = 1.0
 ADOPT_SECONDS = 8.0  # handshakes over a circuit: four round trips of at most a second each, twice
@@ -53,6 +57,8 @@ class Connections:
         self._swarm = swarm
         self._nursery = nursery
         self._on_new = on_new
+        self.on_lost: Callable[[], None] = lambda: None
+        """A function that is called when a connection has ended."""
         self._open_circuit = open_circuit
         self._acquaintances = places.acquaintances
         self.entrance = places.entrance
@@ -93,6 +99,7 @@ class Connections:
     def _ended(self, muxed: GuardedYamux) -> None:
         if (arrival := self._arrivals.pop(muxed, None)) is not None:
             self.entrance.left(arrival)
+        self.on_lost()
 
     # -- dialling
 
@@ -158,6 +165,38 @@ class Connections:
         except (SwarmException, trio.TooSlowError) as error:
             raise UnreachableError(f"no connection was made: {error_text(error)}") from None
 
+    async def adopt_socket(self, plain: socket.socket, peer_id: PeerId, *, initiator: bool) -> None:
+        """Make a connection over a connected socket, which this call takes over. It returns when the connection works.
+
+        Raises:
+            UnreachableError: as :meth:`adopt`.
+        """
+        carrier = punched_stream(plain)
+        if initiator:
+            await self.adopt(carrier, peer_id, initiator=True)
+            return
+        outcome = _Outcome()
+        self._nursery.start_soon(self._host_punched, carrier, peer_id, outcome)
+        try:
+            await outcome.known.wait()
+        except trio.Cancelled:
+            with trio.CancelScope(shield=True, deadline=trio.current_time() + CLOSE_SECONDS):
+                await carrier.close()
+            raise
+        if outcome.reason:
+            raise UnreachableError(outcome.reason)
+
+    async def _host_punched(self, carrier: Carrier, peer_id: PeerId, outcome: _Outcome) -> None:
+        try:
+            await self.adopt(carrier, peer_id, initiator=False, started=outcome.known.set)
+        except UnreachableError as error:
+            outcome.reason = str(error)
+        except Exception as error:  # a bug, or an error of libp2p that has no common type
+            logger.exception("a punched connection of %s is dropped", peer_id)
+            outcome.reason = error_text(error)
+        finally:
+            outcome.known.set()
+
     def _has_met(self, peer_id: PeerId, address: Multiaddr) -> bool:
         """Return whether the peer was met at that host.
 
@@ -176,11 +215,14 @@ class Connections:
         )
 
     def dialled_addresses(self, peer_id: PeerId) -> list[str]:
-        """Return the remote addresses of the open direct connections that this process has dialled."""
+        """Return the remote addresses of the open direct connections that this process has dialled.
+
+        A punched connection has none: the port at its other end accepts no other connection.
+        """
         return [
             text
             for muxed in self.of(peer_id)
-            if muxed.is_initiator and not muxed.punched and muxed.socket is not None
+            if muxed.is_initiator and muxed.socket is not None and not muxed.punched
             for text in _address_of(muxed.socket, peer_id)
         ]
 
@@ -232,6 +274,14 @@ class Connections:
                     nursery.start_soon(_close_delivered, connection)
         for connection in self._swarm.get_connections():
             await cast(GuardedYamux, connection.muxed_conn).abort()
+
+
+class _Outcome:
+    """The outcome of a handshake that another task does."""
+
+    def __init__(self) -> None:
+        self.known = trio.Event()
+        self.reason = ""
 
 
 async def _close_delivered(connection: INetConn) -> None:

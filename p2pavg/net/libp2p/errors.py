@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import trio
 from libp2p.exceptions import BaseLibp2pError
+from libp2p.security.noise.exceptions import PeerIDMismatchesPubkey
 
 from p2pavg.errors import ClosedError, RemoteProtocolError, StreamBrokenError, UnreachableError
 
@@ -19,6 +20,9 @@ _OF_THE_NETWORK = (
     trio.ClosedResourceError,
     ConnectionError,
 )
+
+ANOTHER_PEER = "another peer is there: "
+"""The beginning of the error of a dial that met a peer with another id, which follows."""
 
 
 def is_of_the_network(error: BaseException) -> bool:
@@ -43,4 +47,6 @@ def error_text(error: BaseException) -> str:
         error = error.__cause__
     if isinstance(error, ExceptionGroup):  # trio's, with one error for each address of a host
         return "; ".join(error_text(inner) for inner in error.exceptions)
+    if isinstance(error, PeerIDMismatchesPubkey):
+        return f"{ANOTHER_PEER}{str(error).rpartition('=')[2]}"
     return str(error) or type(error).__name__

@@ -124,9 +124,15 @@ class GuardedSwarm(Swarm):
                 await muxed.abort()
 
     def _best_connection(self, connections: list[INetConn]) -> INetConn:
-        """Return a direct connection if there is one. Among equals, the one that libp2p takes."""
-        direct = [found for found in connections if not cast(GuardedYamux, found.muxed_conn).relay]
-        return super()._best_connection(direct or connections)
+        """Return the oldest direct connection, or else the oldest relayed one.
+
+        A peer that has changed its network leaves connections behind that look alive. So the host of the newest
+        connection counts, and older connections to other hosts come last.
+        """
+        muxed = {found: cast(GuardedYamux, found.muxed_conn) for found in connections}
+        preferred = [found for found in connections if not muxed[found].relay] or connections
+        host = muxed[preferred[-1]].remote_host
+        return next(found for found in preferred if muxed[found].remote_host == host)
 
     def remove_conn(self, swarm_conn: SwarmConn) -> None:
         super().remove_conn(swarm_conn)

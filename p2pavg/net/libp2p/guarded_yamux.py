@@ -96,8 +96,6 @@ class GuardedYamux(Yamux):
         """Bytes of unfinished messages that were read already, by stream id."""
         self.arrived: Callable[[int], None] = lambda _: None
         """A function that is called with the number of bytes that are about to be held for a stream."""
-        self.punched = False
-        """True if the connection was made by hole punching."""
         self._reader: trio.lowlevel.Task | None = None
         self._replies = 0
 
@@ -184,6 +182,11 @@ class GuardedYamux(Yamux):
     def relay(self) -> str:
         """The id of the relay through which the connection leads; empty if it is direct."""
         return self.carrier.relay
+
+    @property
+    def punched(self) -> bool:
+        """True if the connection was made by hole punching."""
+        return self.carrier.punched
 
     @property
     def socket(self) -> trio.socket.SocketType | None:

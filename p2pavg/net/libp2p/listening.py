@@ -9,7 +9,6 @@ from libp2p.transport.tcp.tcp import TCPListener
 from multiaddr import Multiaddr
 
 from p2pavg.errors import ListenError
-from p2pavg.net.addresses import reachable_hosts
 from p2pavg.net.libp2p.guarded_swarm import GuardedSwarm
 
 
@@ -40,13 +39,10 @@ def listeners_of(swarm: GuardedSwarm) -> list[TCPListener]:
     return [cast(TCPListener, listener) for listener in swarm.listeners.values()]
 
 
-def reachable_addresses(swarm: GuardedSwarm) -> list[str]:
-    """Return the addresses at which other peers can dial a swarm, without its peer id."""
-    found: list[str] = []
-    for address in [bound for listener in listeners_of(swarm) for bound in listener.get_addrs()]:
-        port = address.value_for_protocol("tcp")
-        found += [f"/{_version_of(address)}/{host}/tcp/{port}" for host in reachable_hosts(host_of(address))]
-    return found
+def endpoints_of(swarm: GuardedSwarm) -> list[tuple[str, int]]:
+    """Return the hosts and ports at which the listeners of a swarm are bound; a host may be a wildcard."""
+    bound = [address for listener in listeners_of(swarm) for address in listener.get_addrs()]
+    return [(host_of(address), int(str(address.value_for_protocol("tcp")))) for address in bound]
 
 
 def _version_of(address: Multiaddr) -> str:

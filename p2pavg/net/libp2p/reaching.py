@@ -1,4 +1,4 @@
-"""How one peer is reached: its addresses, its relays, and the way from a relayed connection to a direct one.
+"""How one peer is reached: what it knows of itself, its relays, and the way from a relayed connection to a direct one.
 
 Theory of operation
 ===================
@@ -8,7 +8,10 @@ router takes part from the first second. What follows improves the way without d
 
 * A direct connection to the same peer is preferred by every stream that is opened after it.
 * The relayed connection ends when its last stream has ended, and not before LINGER_SECONDS: the other side may be
-  opening a stream on it at this moment.
+  opening a stream on it at this moment. The connection of a dial-back ends in the same way.
+
+When an address of this machine disappears, the connections from it are dead, although nothing says so. They are dropped
+at once, and relays are asked again.
 """
 
 from __future__ import annotations
@@ -18,10 +21,25 @@ from collections.abc import Callable, Sequence
 
 import trio
 
+from p2pavg.errors import UnreachableError
 from p2pavg.net.libp2p.carriers import RelayedStream
 from p2pavg.net.libp2p.connections import Connections
 from p2pavg.net.libp2p.guarded_yamux import GuardedYamux
+from p2pavg.net.libp2p.improving import Improver
+from p2pavg.net.limits.sources import parse_host
+from p2pavg.net.punch.meeting import Puncher
+from p2pavg.net.punch.plan import OwnSide
+from p2pavg.net.punch.service import PunchService
+from p2pavg.net.punch.sockets import FreshPort
+from p2pavg.net.reach import whoami
+from p2pavg.net.reach.dial_backs import Endpoint
+from p2pavg.net.reach.facts import version_of
+from p2pavg.net.reach.mapping import PortMapper
 from p2pavg.net.reach.options import ReachOptions
+from p2pavg.net.reach.questions import Neighbour
+from p2pavg.net.reach.reachability import NOT_ASKED, Reachability
+from p2pavg.net.reach.service import ReachService
+from p2pavg.net.reach.watcher import ReachWatcher, machine_hosts
 from p2pavg.net.relay.choice import Candidate
 from p2pavg.net.relay.circuits import InboundCircuits
 from p2pavg.net.relay.reservations import Reservations
@@ -31,6 +49,8 @@ from p2pavg.net.transport import PeerId, Stream, Transport
 logger = logging.getLogger(__name__)
 
 LINGER_SECONDS = 5.0
+SETTLE_SECONDS = 4.0
+PROBE_SECONDS = 3.0
 _RETIRE_SECONDS = 600.0  # a stream that lasts longer than any round does not keep a relay busy for ever
 
 
@@ -38,8 +58,7 @@ class Reaching:
     """The ways to and from one transport.
 
     Args:
-        listened: returns the addresses of the listeners.
-        on_new: called when there is one more connection.
+        listened: returns the hosts and ports at which the listeners are bound; hosts may be wildcards.
     """
 
     def __init__(
@@ -49,7 +68,7 @@ class Reaching:
         nursery: trio.Nursery,
         options: ReachOptions,
         *,
-        listened: Callable[[], Sequence[str]],
+        listened: Callable[[], Sequence[Endpoint]],
     ) -> None:
         self._transport = transport
         self._connections = connections
@@ -57,6 +76,10 @@ class Reaching:
         self._options = options
         self._listened = listened
         self._retiring: set[GuardedYamux] = set()
+        self._network = 0
+        self._addresses: tuple[str, ...] = ()
+        self._reachability = NOT_ASKED
+        self._changed = trio.Event()
         self.relay = RelayService(
             transport,
             refusal=self._relays_nothing,
@@ -67,23 +90,71 @@ class Reaching:
             transport,
             candidates=self._relay_candidates,
             reached=connections.dialled_addresses,
-            on_change=self._addresses_changed,
+            on_change=self._relays_changed,
         )
         InboundCircuits(transport, lambda peer_id: peer_id in self.reservations.relays, self._adopt_inbound)
+        ReachService(transport, self._dial_back)
+        self.puncher = Puncher(connections.gate, self._own_side, self._predict)
+        punches = PunchService(
+            transport,
+            self.puncher,
+            adopt=connections.adopt_socket,
+            dial=connections.dial,
+            talks_to=connections.is_connected,
+        )
+        self._improver = Improver(
+            nursery,
+            punches,
+            path_to=self.path_to,
+            reachability=lambda: self.reachability,
+            direct_addresses=self._direct_addresses,
+        )
+        self._watcher = ReachWatcher(
+            transport,
+            neighbours=self._neighbours,
+            listening=listened,
+            relays=lambda: (self.reservations.relays, self.reservations.addresses),
+            on_change=self._conclude,
+            announce=options.announce,
+            make_mapper=PortMapper if options.port_mapping else None,
+        )
+        self.whoami = whoami.WhoamiAnswerer()
 
     def start(self) -> None:
         """Start the tasks; the listeners are open."""
+        self._watcher.begin()
+        self.reservations.want(self._wants_relays())
         self._nursery.start_soon(self.reservations.run)
-        self.reservations.want(self._options.reachable and not self._listened())
+        self._nursery.start_soon(self._watcher.run)
+
+    async def settle(self) -> None:
+        """See :meth:`Transport.settle`."""
+        with trio.move_on_after(SETTLE_SECONDS):
+            while not self._is_settled():
+                await self._changed.wait()
+
+    def _is_settled(self) -> bool:
+        if self._wants_relays():
+            return bool(self.reservations.relays)
+        asked = any(_is_outside(found.host) for found in self._neighbours())
+        return bool(self._options.announce) or not asked or self.reachability.outer_hosts != ()
 
     @property
     def addresses(self) -> tuple[str, ...]:
         """The addresses to announce, the direct ones first."""
-        return (*self._direct_addresses(), *self.reservations.addresses)
+        return self._addresses
+
+    @property
+    def reachability(self) -> Reachability:
+        """What this peer knows of the ways to itself."""
+        return self._reachability
 
     def connected(self, muxed: GuardedYamux) -> None:
         """Note a new connection."""
+        if not muxed.is_initiator and not muxed.relay and not muxed.punched:
+            self._watcher.inbound(str(muxed.peer_id), muxed.remote_host)
         self.reservations.look()
+        self._watcher.wake()
         others = self._connections.of(str(muxed.peer_id))
         if not muxed.relay:
             for relayed in others:
@@ -91,6 +162,8 @@ class Reaching:
                     self._retire(relayed)
         elif any(not other.relay for other in others):
             self._retire(muxed)
+        elif muxed.is_initiator:
+            self._improver.relayed(str(muxed.peer_id))
 
     def path_to(self, peer_id: PeerId) -> str:
         """Return how streams to a peer travel now: ``direct``, ``punched``, ``relayed``, or empty if not at all."""
@@ -100,15 +173,66 @@ class Reaching:
             return "punched" if all(each.punched for each in direct) else "direct"
         return "relayed" if found else ""
 
-    # -- callbacks
+    # -- what the watcher sees, and what follows
+
+    def _neighbours(self) -> list[Neighbour]:
+        return [
+            Neighbour(
+                peer_id=str(muxed.peer_id),
+                host=muxed.remote_endpoint[0],
+                port=muxed.remote_endpoint[1] if muxed.is_initiator and not muxed.punched else 0,
+            )
+            for muxed in self._connections.all()
+            if not muxed.relay and muxed.remote_endpoint[0]
+        ]
+
+    def _conclude(self, reachability: Reachability, addresses: tuple[str, ...]) -> None:
+        """Act on what is known now."""
+        before, self._reachability, self._addresses = self._reachability, reachability, addresses
+        self.reservations.want(self._wants_relays())
+        if self._watcher.network != self._network:
+            self._network = self._watcher.network
+            self.reservations.forget_failures()
+            self._nursery.start_soon(self._drop_dead_connections)
+        if reachability.kind is not before.kind:
+            self._improver.look_again()
+        self._changed.set()
+        self._changed = trio.Event()
+
+    def _wants_relays(self) -> bool:
+        if not self._options.reachable or self._options.announce:
+            return False
+        return self._watcher.relays_wanted or not self._listened()
+
+    def _relays_changed(self) -> None:
+        self._watcher.wake()
+
+    def lost(self) -> None:
+        """Note that a connection has ended."""
+        self._watcher.wake()
+
+    async def _drop_dead_connections(self) -> None:
+        """Drop the connections from addresses that this machine does not have any more."""
+        own = set(machine_hosts())
+        for muxed in self._connections.all():
+            try:
+                local = muxed.socket.getsockname()[0] if muxed.socket is not None else ""
+            except OSError:  # the connection has ended
+                continue
+            address = parse_host(local)
+            if address is not None and str(address) not in own:
+                logger.info("the connection to %s is dropped: its address %s is gone", muxed.peer_id, local)
+                await muxed.abort()
+
+    # -- what other parts ask
 
     def _direct_addresses(self) -> tuple[str, ...]:
-        return tuple(self._listened())
+        return tuple(text for text in self.addresses if "/p2p-circuit" not in text)
 
     def _relays_nothing(self) -> str:
         if self._options.relay_limits is None:
             return "this peer relays for no one, as its user wants it"
-        if not self._direct_addresses():
+        if not self.reachability.dialable or not self._direct_addresses():
             return "this peer cannot be dialled itself"
         return ""
 
@@ -121,27 +245,51 @@ class Reaching:
         }
         return list(found.values())
 
-    def _addresses_changed(self) -> None:
-        logger.debug("this peer is now at %s", ", ".join(self.addresses))
+    def _own_side(self) -> OwnSide:
+        known = self.reachability
+        return OwnSide(punchable=known.punchable, outer_hosts=known.outer_hosts, sentence=known.sentence)
+
+    async def _predict(self, port: FreshPort) -> int:
+        """Return the outer port of a fresh port: the same, or what a peer sees that is asked from this very port."""
+        if self._watcher.keeps_ports(port.version):
+            return port.port
+        for peer in self._neighbours():
+            if peer.port and version_of(peer.host) == port.version and _is_outside(peer.host):
+                seen = await whoami.ask(peer.host, peer.port, local_port=port.port, timeout=PROBE_SECONDS)
+                return seen.port
+        raise UnreachableError("no peer can be asked for the outer port")
 
     async def _adopt_inbound(self, stream: Stream, peer_id: PeerId) -> None:
         await self._connections.adopt(RelayedStream(stream), peer_id, initiator=False)
 
-    # -- from relayed to direct
+    async def _dial_back(self, peer_id: PeerId, host: str, port: int) -> None:
+        before = set(self._connections.of(peer_id))
+        await self._connections.dial(peer_id, f"/ip{version_of(host)}/{host}/tcp/{port}/p2p/{peer_id}")
+        for muxed in self._connections.of(peer_id):
+            if muxed not in before and muxed.is_initiator:
+                self._retire(muxed)
 
-    def _retire(self, relayed: GuardedYamux) -> None:
-        if relayed not in self._retiring:
-            self._retiring.add(relayed)
-            self._nursery.start_soon(self._close_when_idle, relayed)
+    # -- connections that are not needed any more
 
-    async def _close_when_idle(self, relayed: GuardedYamux) -> None:
+    def _retire(self, muxed: GuardedYamux) -> None:
+        if muxed not in self._retiring:
+            self._retiring.add(muxed)
+            self._nursery.start_soon(self._close_when_idle, muxed)
+
+    async def _close_when_idle(self, muxed: GuardedYamux) -> None:
         try:
             with trio.move_on_after(_RETIRE_SECONDS):
                 while True:
                     await trio.sleep(LINGER_SECONDS)
-                    if not relayed.streams or relayed.event_closed.is_set():
+                    if not muxed.streams or muxed.event_closed.is_set():
                         break
-            if any(not other.relay for other in self._connections.of(str(relayed.peer_id))):
-                await relayed.abort()
+            others = [other for other in self._connections.of(str(muxed.peer_id)) if other is not muxed]
+            if any(not other.relay for other in others):
+                await muxed.abort()
         finally:
-            self._retiring.discard(relayed)
+            self._retiring.discard(muxed)
+
+
+def _is_outside(host: str) -> bool:
+    address = parse_host(host)
+    return address is not None and not address.is_loopback

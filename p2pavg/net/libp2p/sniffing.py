@@ -1,6 +1,7 @@
-"""One listening port for two protocols, which the first byte of a connection tells apart.
+"""One listening port for three protocols, which the first byte of a connection tells apart.
 
 A TLS handshake begins with 0x16. libp2p's negotiation begins with the length of a line, 0x13 in every implementation.
+A whoami probe begins with ``P`` (:mod:`p2pavg.net.reach.whoami`).
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import logging
 import socket
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 
 import trio
 from libp2p.abc import IRawConnection
@@ -32,11 +34,16 @@ UNDECIDED_SECONDS = 10.0
 # when many peers connect at once, and a peer that finds it full retries a second later.
 BACKLOG = 1024
 
+# An idle connection is checked after 15 s, and ends 15 s later if the other end is gone. The packets also keep
+# the entries of the connection in routers.
+_KEEP_ALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
+
 _TLS_HANDSHAKE = b"\x16"
+_WHOAMI = b"P"
 _LIBP2P_GREETING = b"\x13/multistream/1.0.0\n"
 
-OnTls = Callable[[socket.socket], Awaitable[None]]
-"""Takes over an inbound connection that begins a TLS handshake, with all bytes unread, and finishes the handshake."""
+TakeOver = Callable[[socket.socket], Awaitable[None]]
+"""Takes over an inbound connection with all bytes unread, and does what its protocol wants."""
 
 
 async def _refuse(plain: socket.socket) -> None:
@@ -48,7 +55,10 @@ class SniffingTCP(TCP):
 
     def __init__(self, entrance: Entrance) -> None:
         super().__init__()
-        self.on_tls: OnTls = _refuse
+        self.on_tls: TakeOver = _refuse
+        """Finishes the handshake of a TLS connection."""
+        self.on_whoami: TakeOver = _refuse
+        """Answers a whoami probe."""
         self._entrance = entrance
         self._undecided: dict[trio.socket.SocketType, trio.CancelScope] = {}
 
@@ -62,6 +72,7 @@ class SniffingTCP(TCP):
 
         async def sort(found: ReadWriteCloser) -> None:
             assert isinstance(found, TrioTCPStream)
+            keep_alive(found.stream.socket)
             with self._entrance.arriving(_host_of(found.stream.socket)) as arrival:
                 stream = await self._libp2p_stream(found)
                 if stream is not None:
@@ -76,13 +87,14 @@ class SniffingTCP(TCP):
         connection = await super().dial(maddr)
         assert isinstance(connection, RawConnection)
         assert isinstance(connection.stream, TrioTCPStream)
+        keep_alive(connection.stream.stream.socket)
         ReadAheadStream.of(connection.stream)
         return connection
 
     async def _libp2p_stream(self, found: TrioTCPStream) -> ReadAheadStream | None:
         """Return the stream if libp2p's greeting came on it.
 
-        Otherwise return ``None``: the connection was passed on as TLS, or the listener must close it.
+        Otherwise return ``None``: the connection was passed on, or the listener must close it.
         """
         opened = found.stream.socket
         with trio.move_on_after(UNDECIDED_SECONDS) as scope:
@@ -91,6 +103,8 @@ class SniffingTCP(TCP):
                 first = await opened.recv(1, socket.MSG_PEEK)
                 if first == _TLS_HANDSHAKE:
                     await self.on_tls(socket.socket(fileno=opened.detach()))
+                elif first == _WHOAMI:
+                    await self.on_whoami(socket.socket(fileno=opened.detach()))
                 elif first:
                     stream = ReadAheadStream.of(found)
                     greeting = await stream.look_ahead(len(_LIBP2P_GREETING))
@@ -102,6 +116,15 @@ class SniffingTCP(TCP):
             finally:
                 self._undecided.pop(opened, None)
         return None
+
+
+def keep_alive(opened: trio.socket.SocketType) -> None:
+    """Let the system notice a dead connection within half a minute. Systems without these settings keep their own."""
+    with suppress(OSError):  # the connection is gone already, or the system has no such setting
+        opened.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in _KEEP_ALIVE.items():
+            if (option := getattr(socket, name, None)) is not None:
+                opened.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def accept_more_at_once(listener: TCPListener) -> None:

@@ -107,6 +107,8 @@ class ReadAheadStream(TrioTCPStream):
     """The only peer that may be at the other end; empty if any peer may."""
     relay: str = ""
     """The relay through which the bytes travel: none."""
+    punched: bool = False
+    """True if the connection was made by hole punching."""
 
     @property
     def remote_host(self) -> str:

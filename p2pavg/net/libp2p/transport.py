@@ -63,9 +63,8 @@ from p2pavg.net.addresses import (
     parse_circuit_address,
     parse_listen_address,
     parse_peer_address,
-    with_peer_id,
 )
-from p2pavg.net.dialling import Dialler
+from p2pavg.net.dialling import Dialler, timed_out
 from p2pavg.net.lanes.acceptor import Doorway
 from p2pavg.net.lanes.pool import LaneKeeper
 from p2pavg.net.libp2p.connections import CLOSE_SECONDS, Connections
@@ -75,7 +74,7 @@ from p2pavg.net.libp2p.guarded_yamux import GuardedYamux
 from p2pavg.net.libp2p.guards import GuardedHost, install
 from p2pavg.net.libp2p.host import Places, new_host
 from p2pavg.net.libp2p.lifetime import Lifetime
-from p2pavg.net.libp2p.listening import check_free, host_of, listeners_of, reachable_addresses
+from p2pavg.net.libp2p.listening import check_free, endpoints_of, host_of, listeners_of
 from p2pavg.net.libp2p.opening import StreamOpener
 from p2pavg.net.libp2p.reaching import Reaching
 from p2pavg.net.libp2p.sniffing import SniffingTCP, accept_more_at_once
@@ -83,6 +82,7 @@ from p2pavg.net.libp2p.speed import install as install_speed
 from p2pavg.net.libp2p.stream import Libp2pStream
 from p2pavg.net.limits.admission import ConnectionLimits
 from p2pavg.net.reach.options import ReachOptions
+from p2pavg.net.reach.reachability import Reachability
 from p2pavg.net.relay.circuits import open_circuit
 from p2pavg.net.transport import DirectLane, DirectLaneHandler, PeerId, Stream, StreamHandler, Transport
 from p2pavg.threads.exceptions import bare_exceptions
@@ -107,19 +107,38 @@ class Libp2pTransport(Transport):
         self._tcp = tcp
         self._lifetime = Lifetime(nursery)
         self.peer_id = str(host.get_id())
-        self._listened: tuple[str, ...] = ()
+        self._listens = False
         self._connections = Connections(swarm, nursery, places, self._connected, self._open_circuit)
         self._dialler = Dialler(nursery, self.is_connected, self._connections.dial)
         self._opener = StreamOpener(host, self._connections, self._lifetime)
         doorway = Doorway(self.peer_id, self._connections.gate)
         tcp.on_tls = doorway.accept
-        self._reaching = Reaching(self, self._connections, nursery, options, listened=lambda: self._listened)
-        self._lanes = LaneKeeper(self, nursery, doorway, self._connections.dialled_addresses, places.lanes)
+        self._reaching = Reaching(self, self._connections, nursery, options, listened=self._listened)
+        self._connections.on_lost = self._reaching.lost
+        tcp.on_whoami = self._reaching.whoami.answer
+        self._lanes = LaneKeeper(
+            self,
+            nursery,
+            doorway,
+            self._connections.dialled_addresses,
+            places.lanes,
+            self._reaching.puncher,
+        )
         _transports.add(self)
 
     @property
     def addresses(self) -> tuple[str, ...]:
         return self._reaching.addresses
+
+    @property
+    def reachability(self) -> Reachability:
+        return self._reaching.reachability
+
+    async def settle(self) -> None:
+        await self._reaching.settle()
+
+    def _listened(self) -> list[tuple[str, int]]:
+        return endpoints_of(self._swarm) if self._listens else []
 
     def path_to(self, peer_id: PeerId) -> str:
         """Return how streams to a peer travel now: ``direct``, ``punched``, ``relayed``, or empty if not at all."""
@@ -174,10 +193,11 @@ class Libp2pTransport(Transport):
         wait_inbound: bool = False,
     ) -> Stream:
         self._lifetime.check()
+        failed: list[str] = []
         with trio.move_on_after(timeout):
-            await self._dialler.connect(peer_id, addresses, wait_inbound=wait_inbound)
+            await self._dialler.connect(peer_id, addresses, wait_inbound=wait_inbound, failed=failed)
             return await self._opener.open(peer_id, protocol)
-        raise UnreachableError(f"no stream to {peer_id} within {timeout:.1f} s")
+        raise timed_out(f"stream to {peer_id}", timeout, failed)
 
     def is_connected(self, peer_id: PeerId) -> bool:
         return self._connections.is_connected(peer_id)
@@ -216,7 +236,7 @@ class Libp2pTransport(Transport):
             self._connections.gate.listens_at(host_of(address))
         for listener in listeners_of(self._swarm):
             accept_more_at_once(listener)
-        self._listened = with_peer_id(reachable_addresses(self._swarm), self.peer_id)
+        self._listens = True
         self._reaching.start()
 
     async def _close(self) -> None:

@@ -102,10 +102,13 @@ class DialPolicy:
         return ""
 
 
-def is_local(host: str) -> bool:
-    """Return whether a host is in this machine or in a private network, so that it means another one elsewhere."""
+def is_private(host: str) -> bool:
+    """Return whether an address stands for different machines in different networks; true for texts that are none.
+
+    Loopback and link-local addresses count as private. Addresses for documentation do not: test laboratories use them.
+    """
     address = parse_host(host)
-    return address is not None and (address.is_loopback or _is_in(address, _LOCAL))
+    return address is None or address.is_loopback or address.is_link_local or _is_in(address, _LOCAL)
 
 
 def _is_in(address: Address, networks: Iterable[Network]) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from p2pavg.net.limits.dial_policy import is_local
+from p2pavg.net.limits.dial_policy import is_private
 from p2pavg.net.limits.sources import parse_host, prefix_of
 
 RELAYS_WANTED = 2
@@ -76,12 +76,12 @@ def addresses_of_relay(relay: str, reached: Sequence[str], named: Sequence[str])
         named: valid addresses that the relay names as its own.
     """
     proved = tuple(reached[:1])
-    if not proved or not is_local(_host_of(proved[0])):
+    if not proved or not is_private(_host_of(proved[0])):
         return proved
     elsewhere = (
         text
         for text in named
-        if text.endswith(f"/p2p/{relay}") and parse_host(_host_of(text)) and not is_local(_host_of(text))
+        if text.endswith(f"/p2p/{relay}") and parse_host(_host_of(text)) and not is_private(_host_of(text))
     )
     return (*proved, *islice(elsewhere, 1))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections import deque
 from collections.abc import Callable
@@ -27,12 +28,18 @@ class Wire:
     """One direction of a connection: frames arrive in order, each after its latency.
 
     The wire runs among the receiver's tasks, so that frames of a peer that has left still arrive.
+
+    Args:
+        relay: the peer through which the frames travel; ``None`` if they travel directly.
     """
 
-    def __init__(self, links: Links, sender: Machine, receiver: Machine) -> None:
+    def __init__(self, links: Links, sender: Machine, receiver: Machine, relay: Machine | None) -> None:
         self._links = links
         self._sender = sender
         self._receiver = receiver
+        self._relay = relay
+        hops = [sender.peer_id, *([] if relay is None else [relay.peer_id]), receiver.peer_id]
+        self._hops = list(itertools.pairwise(hops))
         self._frames: deque[tuple[float, int, Callable[[], None]]] = deque()
         self._filled = trio.Event()
         self._last_arrival = 0.0
@@ -44,10 +51,20 @@ class Wire:
         """Call ``deliver`` when a frame of ``size`` bytes has arrived."""
         size += HEADER_BYTES
         sent = self._sender.time_to_send(size)
-        arrival = sent + self._links.draw_latency(self._sender.peer_id, self._receiver.peer_id)
+        arrival = self._arrival(size, sent)
         self._last_arrival = max(self._last_arrival, arrival)
         self._frames.append((self._last_arrival, size, deliver))
         self._filled.set()
+
+    def _arrival(self, size: int, sent: float) -> float:
+        arrival = sent + self._links.draw_latency(*self._hops[0])
+        if self._relay is None:
+            return arrival
+        return self._relay.time_to_relay(size, arrival) + self._links.draw_latency(*self._hops[1])
+
+    def is_silent(self) -> bool:
+        """Return whether frames are held back now."""
+        return any(self._links.is_silent(*hop) for hop in self._hops)
 
     async def run(self) -> None:
         """Deliver frames until the connection ends."""
@@ -58,7 +75,8 @@ class Wire:
                     await self._filled.wait()
                 arrival, size, deliver = self._frames.popleft()
                 await trio.sleep_until(arrival)
-                await self._links.until_heard(self._sender.peer_id, self._receiver.peer_id)
+                for hop in self._hops:
+                    await self._links.until_heard(*hop)
                 await self._receiver.receive(size)
                 (self.failure or deliver)()
 
@@ -72,6 +90,7 @@ class End:
         first_stream_id: id of the first stream that this end opens; each further one has an id higher by 2.
         locations: the addresses of the network.
         on_close: called once, when this end closes.
+        relay: the peer through which the connection leads; ``None`` if it is direct.
     """
 
     outgoing: Wire
@@ -85,11 +104,13 @@ class End:
         first_stream_id: int,
         locations: Locations,
         on_close: Callable[[End], None],
+        relay: Machine | None = None,
     ) -> None:
         self.machine = machine
         self.remote = remote
         self._locations = locations
         self._on_close = on_close
+        self._relay = relay
         self.streams: dict[int, MemoryStream] = {}
         self.inbound_streams = 0
         self.closed = False
@@ -97,8 +118,13 @@ class End:
 
     @property
     def remote_host(self) -> str:
-        """The IP address of the other peer."""
-        return self._locations.host_of(self.remote)
+        """The IP address of the other peer, or of the relay."""
+        return self._locations.host_of(self.remote if self._relay is None else self._relay.peer_id)
+
+    @property
+    def relayed(self) -> bool:
+        """True if the connection leads through a relay."""
+        return self._relay is not None
 
     def close(self, why: str) -> None:
         """Break every stream of this end. Only a frame can tell the other end."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
 import trio
 
 from p2pavg.group.milestones import Milestone
+from p2pavg.net.reach.reachability import Kind
 from p2pavg.net.transport import PeerId
 from p2pavg.testing.memory.links import Links
 from p2pavg.testing.memory.locations import Locations
@@ -15,6 +16,9 @@ from p2pavg.testing.memory.machine import Machine
 from p2pavg.testing.memory.transport import Inbound, MemoryTransport
 from p2pavg.threads.exceptions import bare_exceptions
 from p2pavg_dht import Signer, public_key_of
+
+RELAYING = 10e6 / 8
+"""Bytes/s that a peer relays for others: 10 Mbit/s, as in the real network."""
 
 
 class MemoryNetwork:
@@ -29,6 +33,7 @@ class MemoryNetwork:
         latency: seconds that a frame takes one way, drawn evenly from this range.
         bandwidth: bytes/s that a peer sends, over all its connections together; ``None`` is without limit.
         download: bytes/s that a peer receives, over all its connections together; ``None`` is without limit.
+        relaying: bytes/s that a peer relays for others, in both directions together; ``None`` is without limit.
     """
 
     def __init__(
@@ -38,13 +43,15 @@ class MemoryNetwork:
         latency: tuple[float, float] = (0.01, 0.05),
         bandwidth: float | None = None,
         download: float | None = None,
+        relaying: float | None = RELAYING,
     ) -> None:
         self.links = Links(seed, latency)
-        for name, limit in (("bandwidth", bandwidth), ("download", download)):
+        for name, limit in (("bandwidth", bandwidth), ("download", download), ("relaying", relaying)):
             if limit is not None and not limit > 0.0:
                 raise ValueError(f"{name} is bytes per second, not {limit}")
         self._bandwidth = bandwidth
         self._download = download
+        self._relaying = relaying
         self._peers: dict[PeerId, MemoryTransport] = {}
         self._locations = Locations()
         self.watchers: list[Callable[[PeerId, Milestone], None]] = []
@@ -58,6 +65,8 @@ class MemoryNetwork:
         bandwidth: float | None = None,
         download: float | None = None,
         inbound: Inbound = "accepted",
+        kind: Kind = Kind.UNKNOWN,
+        relays: Sequence[PeerId] = (),
     ) -> AsyncIterator[MemoryTransport]:
         """Add a peer to the network for as long as the block runs. A peer that returns keeps its address.
 
@@ -66,6 +75,10 @@ class MemoryNetwork:
             bandwidth: bytes/s that this peer sends; ``None`` takes the network's.
             download: bytes/s that this peer receives; ``None`` takes the network's.
             inbound: the fate of dials to this peer; it can be set on the transport later.
+            kind: its reachability. Peers that are punchable or relayed announce the addresses of their relays, and
+                dials to their own address are never answered. Two of them connect through a relay, unless both are
+                punchable.
+            relays: the peers that relay for it, while they are in the network.
 
         Raises:
             ValueError: the peer is in the network already, or the text is not a peer id.
@@ -76,8 +89,16 @@ class MemoryNetwork:
             raise ValueError(f"{peer_id} is in the network already")
         with bare_exceptions():
             async with trio.open_nursery() as nursery:
-                machine = Machine(peer_id, nursery, bandwidth or self._bandwidth, download or self._download)
-                transport = MemoryTransport(machine, self.links, self._locations, self._listener_at)
+                machine = Machine(
+                    peer_id,
+                    nursery,
+                    bandwidth or self._bandwidth,
+                    download or self._download,
+                    self._relaying,
+                )
+                transport = MemoryTransport(
+                    machine, self.links, self._locations, self._listener_at, kind=kind, relays=relays
+                )
                 transport.inbound = inbound
                 self._peers[peer_id] = transport
                 try:
@@ -112,6 +133,14 @@ class MemoryNetwork:
     def has(self, peer_id: PeerId) -> bool:
         """Return whether a peer is in the network and has not crashed."""
         return peer_id in self._peers
+
+    def refuse_circuits(self, peer_id: PeerId) -> None:
+        """Let a peer relay no further connections, like a relay that is full. Those that it relays stay."""
+        self._peers[peer_id].circuits.full = True
+
+    def bytes_relayed(self, peer_id: PeerId) -> int:
+        """Return the bytes that a peer has relayed for others."""
+        return self._peers[peer_id].machine.bytes_relayed
 
     def disconnect(self, a: PeerId, b: PeerId) -> None:
         """Break every connection between two peers at once. They may make a new one."""

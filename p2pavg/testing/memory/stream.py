@@ -26,7 +26,11 @@ class Carrier(Protocol):
 
     @property
     def remote_host(self) -> str:
-        """The IP address of the other peer."""
+        """The IP address of the other peer, or of the relay."""
+
+    @property
+    def relayed(self) -> bool:
+        """True if the connection leads through a relay."""
 
     def tell(self, stream_id: int, size: int, what: Callable[[MemoryStream], None]) -> None:
         """Call ``what`` with the stream at the other end, when a frame of ``size`` bytes has arrived there."""
@@ -41,6 +45,7 @@ class MemoryStream(Stream):
     def __init__(self, end: Carrier, stream_id: int) -> None:
         self.remote = end.remote
         self.remote_host = end.remote_host
+        self.relayed = end.relayed
         self._end = end
         self._id = stream_id
         self._unread = bytearray()
@@ -99,11 +104,13 @@ class MemoryStream(Stream):
         while self._window == 0:
             await self._changed.wait()
             self._check(None)
-        count = min(len(view), self._window, FRAME_BYTES)
-        self._window -= count
-        frame = bytes(view[:count])
-        self._end.tell(self._id, count, lambda stream: stream.hear_data(frame))
-        return count
+        async with self._end.machine.room_to_send(min(len(view), self._window, FRAME_BYTES)):
+            self._check(None)
+            count = min(len(view), self._window, FRAME_BYTES)
+            self._window -= count
+            frame = bytes(view[:count])
+            self._end.tell(self._id, count, lambda stream: stream.hear_data(frame))
+            return count
 
     async def receive_some(self, max_bytes: int) -> bytes:
         self._check(self._unreadable)

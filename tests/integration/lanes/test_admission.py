@@ -19,7 +19,7 @@ from p2pavg.net.libp2p.transport import Libp2pTransport, open_libp2p_transport
 from p2pavg.net.limits.admission import ConnectionLimits
 from p2pavg.net.transport import Stream, Transport
 from p2pavg.testing.transport_conformance import ECHO, echo
-from tests.integration.hosts import LOOPBACK, TIMEOUT, eventually, open_host, port_of, seeds, watched
+from tests.integration.hosts import LOOPBACK, TIMEOUT, eventually, hide, open_host, port_of, seeds, watched
 from tests.integration.lanes.company import (
     Inbox,
     assert_goes_on,
@@ -146,7 +146,7 @@ async def test_a_receiver_with_another_certificate_is_refused() -> None:
         door = keeper(there)._doorway
         real = door.own.server_context
         door.own.server_context = mallory.server_context  # type: ignore[method-assign]
-        here._listened = ()
+        hide(here)
         with pytest.raises(UnreachableError, match="CERTIFICATE_VERIFY_FAILED"):
             await lane_to(here, there)
         assert not keeper(here).lanes
@@ -174,13 +174,14 @@ DER = OwnCertificate("me").der
 
 
 BAD_OFFERS = [
-    pack("", b"no certificate", bytes(16), ()),
-    pack("", DER, bytes(15), ()),
-    pack("", DER, bytes(16), (1,)),
-    pack("", DER, bytes(16), ("/ip4/127.0.0.1/tcp/1",) * 7),
-    pack("", DER, bytes(16), ("x" * 1000,)),
-    pack("x" * 1000, b"", b"", ()),
-    pack(0, DER, bytes(16), ()),
+    pack("", b"no certificate", bytes(16), (), False),
+    pack("", DER, bytes(15), (), False),
+    pack("", DER, bytes(16), (1,), False),
+    pack("", DER, bytes(16), ("/ip4/127.0.0.1/tcp/1",) * 7, False),
+    pack("", DER, bytes(16), ("x" * 1000,), False),
+    pack("x" * 1000, b"", b"", (), False),
+    pack(0, DER, bytes(16), (), False),
+    pack("", DER, bytes(16), (), 0),
     b"x" * 8000,
 ]
 
@@ -200,7 +201,15 @@ async def test_a_bad_offer_makes_no_lane(message: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    "message", [b"x", pack(bytes(3), ()), pack(bytes(16), ("x",) * 7), pack(bytes(16), (b"",))]
+    "message",
+    [
+        b"x",
+        pack("back", bytes(3), ()),
+        pack("back", bytes(16), ("x",) * 7),
+        pack("back", bytes(16), (b"",)),
+        pack("ahead", bytes(16), ()),
+        pack("meet", 1),
+    ],
 )
 @watched
 async def test_a_bad_back_costs_its_stream(message: bytes) -> None:

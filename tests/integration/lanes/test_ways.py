@@ -14,7 +14,7 @@ from p2pavg.net.lanes.certificates import OwnCertificate
 from p2pavg.net.lanes.messages import PROTOCOL, Ask, Offer
 from p2pavg.net.libp2p.transport import Libp2pTransport
 from p2pavg.net.transport import Stream
-from tests.integration.hosts import LOOPBACK, TIMEOUT, open_host, watched
+from tests.integration.hosts import LOOPBACK, TIMEOUT, hide, open_host, watched
 from tests.integration.lanes.company import Inbox, keeper, lane_to, pair, post
 
 
@@ -38,8 +38,8 @@ async def test_a_receiver_that_cannot_be_dialled_dials_back() -> None:
 async def test_a_lane_needs_no_address_where_a_connection_is_open() -> None:
     async with pair() as (here, there):
         await here.dial(there.addresses[0], timeout=TIMEOUT)
-        there._listened = ()  # the other side names no address either
-        here._listened = ()
+        hide(there)  # the other side names no address either
+        hide(here)
         await here.open_lane(there.peer_id, timeout=TIMEOUT)
 
 
@@ -71,7 +71,7 @@ async def test_a_failed_search_is_reported_and_remembered(monkeypatch: pytest.Mo
 async def test_no_lane_if_neither_peer_listens() -> None:
     async with open_host(LOOPBACK) as here, open_host() as there:
         await there.dial(here.addresses[0], timeout=TIMEOUT)
-        here._listened = ()
+        hide(here)
         with pytest.raises(UnreachableError, match="no address is known; and this peer does not listen"):
             await lane_to(here, there)
 

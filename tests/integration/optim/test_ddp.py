@@ -26,20 +26,25 @@ STEPS = 6
 def start(
     folder: Path,
     peers: list[dict[str, Any]],
-    ranks: int,
+    ranks: int | Sequence[int],
     work: Callable[[dict[str, Any]], None] = ddp_work.main,
 ) -> Sequence[multiprocessing.process.BaseProcess]:
-    """Start a process for each rank of each peer, forked from one that has done the imports."""
+    """Start a process for each rank of each peer, forked from one that has done the imports.
+
+    Args:
+        ranks: number of ranks of each peer.
+    """
+    counts = [ranks] * len(peers) if isinstance(ranks, int) else ranks
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([ddp_work.__name__])
     folder.mkdir()
     processes = [
         context.Process(
             target=work,
-            args=({"folder": str(folder), "peer": peer, "rank": rank, "ranks": ranks, **how},),
+            args=({"folder": str(folder), "peer": peer, "rank": rank, "ranks": counts[peer], **how},),
         )
         for peer, how in enumerate(peers)
-        for rank in range(ranks)
+        for rank in range(counts[peer])
     ]
     for process in processes:
         process.start()

@@ -49,6 +49,17 @@ OPTIONS: dict[str, dict[str, tuple[list[str], bool, object]]] = {
         "verbose": (["--verbose", "-v"], False, False),
     },
     "identity": {"file": (["file"], False, None)},
+    "doctor": {
+        "listen": (["--listen"], True, ["/ip4/0.0.0.0/tcp/0"]),
+        "bootstrap": (["--bootstrap"], True, []),
+        "identity": (["--identity"], False, None),
+        "run_id": (["--run-id"], False, None),
+        "run": (["--run"], False, None),
+        "certificate": (["--certificate"], False, None),
+        "port_mapping": (["--port-mapping"], False, True),
+        "json": (["--json"], False, False),
+        "verbose": (["--verbose", "-v"], False, False),
+    },
     "run create": {
         "name": (["name"], False, None),
         "group_size": (["--group-size"], False, 4),
@@ -147,6 +158,7 @@ def test_required_arguments() -> None:
     assert required == {
         "peer": set(),
         "identity": {"file"},
+        "doctor": set(),
         "run create": {"name"},
         "run invite": {"run_file", "peer_id", "max_weight", "days"},
         "run delegate": {"run_file", "peer_id", "max_weight", "days"},

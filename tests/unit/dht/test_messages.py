@@ -5,6 +5,8 @@ import pytest
 
 from p2pavg_dht import MAX_MESSAGE_BYTES, Contact, ContactError, Ed25519Signer, MessageError, sign_record
 from p2pavg_dht.messages import (
+    MARK_BYTES,
+    MAX_MARKS,
     Answer,
     Find,
     Found,
@@ -16,6 +18,8 @@ from p2pavg_dht.messages import (
     decode_answer,
     decode_request,
     encode,
+    marks_of,
+    unmarked,
 )
 from p2pavg_dht.record import MAX_VALUE_BYTES, pack
 from p2pavg_dht.wire import packed
@@ -28,7 +32,16 @@ RECORD = sign_record(
     SIGNER, key=KEY, sequence=1_700_000_000_000_000, expiration_time=1_700_000_060.5, value=b"ready"
 )
 CONTACT = Contact(ME, (ADDRESS,))
-REQUESTS: list[Request] = [Store((ADDRESS,), (RECORD,)), Find((), KEY), Locate((ADDRESS,) * 16, bytes(32))]
+MARKS = bytes(range(16))
+REQUESTS: list[Request] = [
+    Store((ADDRESS,), (RECORD,)),
+    Find((), KEY),
+    Locate((ADDRESS,) * 16, bytes(32)),
+    Store((ADDRESS,), (RECORD,), MARKS),
+    Store((ADDRESS,), (RECORD,), b"", True),
+    Find((), KEY, MARKS, True),
+    Find((), KEY, bytes(MAX_MARKS * MARK_BYTES)),
+]
 ANSWERS: list[Answer] = [
     Stored((CONTACT,), (RECORD,), ("", "no room"), 3),
     Found((CONTACT,), (RECORD, RECORD)),
@@ -59,6 +72,31 @@ def test_the_bytes_of_a_store_never_change() -> None:
 
 def test_the_bytes_of_a_find_never_change() -> None:
     assert encode(Find((), KEY)).hex() == "930290c420" + "6b" * 32
+
+
+def test_the_bytes_of_marks_never_change() -> None:
+    assert encode(Find((), KEY, MARKS, True)).hex() == "950290c420" + "6b" * 32 + "c410" + MARKS.hex() + "01"
+
+
+@pytest.mark.parametrize(
+    "options", [(bytes(7), 0), (bytes(MAX_MARKS * MARK_BYTES + 8), 0), ("a", 1), (b"", 2), (b"", 0), (b"",)]
+)
+def test_malformed_marks_are_refused(options: tuple[Any, ...]) -> None:
+    for parts in ((1, (), (FIELDS,)), (2, (), KEY)):
+        with pytest.raises(MessageError):
+            decode_request(message(*parts, *options))
+    with pytest.raises(MessageError):
+        Find((), KEY, bytes(7))
+
+
+def test_marked_records_are_left_out() -> None:
+    records = [
+        sign_record(SIGNER, key=KEY, sequence=n, expiration_time=1_700_000_060.5, value=b"v")
+        for n in range(300)
+    ]
+    assert unmarked(records, marks_of(records[:3])) == tuple(records[3:])
+    assert unmarked(records, b"") == tuple(records)
+    assert len(marks_of(records)) == MAX_MARKS * MARK_BYTES
 
 
 def message(*parts: Any) -> bytes:

@@ -20,6 +20,7 @@ from p2pavg_dht import (
     RpcError,
     sign_record,
 )
+from p2pavg_dht.distance import K, key_point, peer_point
 from p2pavg_dht.messages import (
     Find,
     Found,
@@ -30,6 +31,8 @@ from p2pavg_dht.messages import (
     decode_answer,
     decode_request,
     encode,
+    marks_of,
+    unmarked,
 )
 from p2pavg_dht.node import WITHDRAW_TIMEOUT
 from p2pavg_dht.record import MAX_VALUE_BYTES
@@ -39,6 +42,10 @@ from p2pavg_dht.upkeep import FIRST_REFRESH
 NOW = 1_700_000_000.0
 KEY = b"k" * 32
 ME, ALICE, BOB, CAROL = (Ed25519Signer(bytes([number]) * 32) for number in range(4))
+*NEAREST, FAR = sorted(
+    (Ed25519Signer(bytes([number]) * 32) for number in range(10, 11 + K)),
+    key=lambda signer: key_point(KEY) ^ peer_point(signer.peer_id),
+)
 Answering = Callable[[Contact, bytes], Awaitable[bytes]]
 
 
@@ -289,6 +296,95 @@ async def test_expired_and_future_records_are_left_out() -> None:
     assert await told.find(KEY) == (record(ALICE),)
     # A peer whose clock differs is not treated as malicious.
     assert told.contacts == (contact(ALICE),)
+
+
+def keeping(*kept: Record) -> Answering:
+    """Answer as a peer that keeps these records."""
+    store = list(kept)
+
+    async def answer(_: Contact, request: bytes) -> bytes:
+        match decode_request(request):
+            case Store(_, records, known, brief):
+                return encode(Stored((), () if brief else unmarked(store, known), ("",) * len(records), 0))
+            case Find(_, _, known):
+                return encode(Found((), unmarked(store, known)))
+        return encode(Located(()))
+
+    return answer
+
+
+async def test_records_that_are_known_are_not_sent_again() -> None:
+    alice, bob = record(ALICE), record(BOB)
+    asking, script = node(keeping(alice, bob))
+    await asking.join([contact(ALICE)])
+    script.asked.clear()
+    assert set(await asking.find(KEY)) == {alice, bob}
+    assert set(await asking.find(KEY)) == {alice, bob}
+    [first, second] = [request for _, request in script.asked]
+    assert first.known == b""
+    assert unmarked([alice, bob], second.known) == ()
+    published = await asking.publish(KEY, b"mine", ttl=60.0)
+    assert set(published.records) == {alice, bob}
+    assert unmarked([alice, bob], script.asked[-1][1].known) == ()
+
+
+async def test_a_newer_record_replaces_a_known_one() -> None:
+    old = record(ALICE)
+    newer = sign_record(ALICE, key=KEY, sequence=2, expiration_time=NOW + 60.0, value=b"new")
+    withdrawn = sign_record(ALICE, key=KEY, sequence=3, expiration_time=NOW + 60.0, value=b"")
+    asking, script = node(keeping(old))
+    await asking.join([contact(BOB)])
+    assert await asking.find(KEY) == (old,)
+    script.answering = keeping(newer)
+    assert await asking.find(KEY) == (newer,)
+    script.answering = keeping(withdrawn)
+    assert await asking.find(KEY) == ()
+    script.answering = keeping()
+    assert await asking.find(KEY) == ()
+
+
+async def test_a_known_record_expires() -> None:
+    clock = [NOW]
+    script = Script(keeping(record(ALICE)))
+    asking = RecordNode(signer=ME, rpc=script, addresses=list, wall_clock=lambda: clock[0])
+    await asking.join([contact(BOB)])
+    assert await asking.find(KEY) == (record(ALICE),)
+    clock[0] += 60.0
+    script.answering = keeping()
+    assert await asking.find(KEY) == ()
+
+
+async def test_contacts_beside_a_lookup_are_asked_for_what_it_has_not_found() -> None:
+    alice, bob = record(ALICE), record(BOB)
+    there = {contact(FAR): keeping(alice), **dict.fromkeys(map(contact, NEAREST), keeping(bob))}
+    asking, script = node(lambda to, request: there[to](to, request))
+    await asking.join([contact(signer) for signer in NEAREST])
+    assert set(await asking.find(KEY, [contact(FAR)])) == {alice, bob}
+    (to, beside) = script.asked[-1]
+    assert to == contact(FAR)
+    assert beside.brief
+    assert unmarked([bob], beside.known) == ()
+
+
+async def test_contacts_beside_a_lookup_are_told_briefly() -> None:
+    telling, script = node()
+    await telling.join([contact(signer) for signer in NEAREST])
+    await telling.publish(KEY, b"mine", ttl=60.0, also=[contact(FAR)])
+    [told] = [request for to, request in script.asked if to == contact(FAR)]
+    assert told.brief
+    assert not any(
+        request.brief for to, request in script.asked if to != contact(FAR) and isinstance(request, Store)
+    )
+
+
+async def test_a_brief_request_is_answered_without_contacts() -> None:
+    asked, _ = node()
+    await asked.join([contact(BOB)])
+    assert await ask(asked, Store((), (record(BOB),), b"", True), BOB) == Stored((), (), ("",), 0)
+    assert await ask(asked, Find((), KEY, b"", True)) == Found((), (record(BOB),))
+    assert await ask(asked, Find((), KEY, marks_of([record(BOB)]))) == Found((contact(BOB),), ())
+    stored = await ask(asked, Store((), (record(CAROL),), marks_of([record(BOB)])), CAROL)
+    assert stored.records == (record(CAROL),)
 
 
 async def test_refusals_name_the_peer_and_the_reason() -> None:

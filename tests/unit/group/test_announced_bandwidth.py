@@ -8,7 +8,6 @@ import trio
 from trio.testing import MockClock
 
 import p2pavg
-from p2pavg.group.bandwidth import DEFAULT_MBPS
 from p2pavg.group.candidate import read_candidate
 from p2pavg.peer import Peer
 from p2pavg.round.auxiliary import assist
@@ -27,7 +26,7 @@ async def announced(peer: Peer) -> float:
 @pytest.mark.parametrize(
     ("how", "first", "later"),
     [
-        ({}, DEFAULT_MBPS, 40.0),
+        ({}, 0.0, 40.0),
         ({"bandwidth": 7.5}, 7.5, 7.5),
         ({"max_upload_mbps": 30}, 30.0, 30.0),
         ({"max_download_mbps": 60}, 60.0, 40.0),
@@ -53,7 +52,7 @@ async def test_bandwidth_of_an_averager(
         assert await announced(peer) == later
 
 
-@pytest.mark.parametrize(("bandwidth", "signed"), [(None, DEFAULT_MBPS), (12.5, 12.5)])
+@pytest.mark.parametrize(("bandwidth", "signed"), [(None, 0.0), (12.5, 12.5)])
 async def test_bandwidth_of_an_auxiliary(
     autojump_clock: MockClock, bandwidth: float | None, signed: float
 ) -> None:

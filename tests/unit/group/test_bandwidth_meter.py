@@ -47,6 +47,27 @@ def test_a_default_is_announced_before_any_round() -> None:
     assert BandwidthMeter().mbps == DEFAULT_MBPS == 100.0
 
 
+def test_nothing_is_announced_before_a_round_has_shown_both_directions() -> None:
+    meter = BandwidthMeter()
+    assert meter.announced_mbps == 0.0
+    play(meter, [(0.25, 40.0, 40.0)])
+    assert meter.announced_mbps == 0.0, "too short to show anything"
+    play(meter, [(2.0, 0.0, 20.0)])
+    assert meter.announced_mbps == 0.0, "an observer without a share sends nothing"
+    play(meter, [(2.0, 5.0, 20.0)])
+    assert meter.announced_mbps == meter.mbps == pytest.approx(5.0)
+
+
+def test_a_short_round_that_was_faster_than_the_default_is_announced() -> None:
+    meter = after([(0.25, 400.0, 300.0)])
+    assert meter.announced_mbps == meter.mbps == pytest.approx(300.0)
+
+
+def test_a_limit_is_announced_before_any_round() -> None:
+    assert BandwidthMeter(max_upload_mbps=30.0).announced_mbps == 30.0
+    assert BandwidthMeter(max_upload_mbps=500.0).announced_mbps == 0.0
+
+
 def test_the_first_round_counts_fully_and_the_slower_direction_is_announced() -> None:
     assert after([(2.0, 40.0, 60.0)]).mbps == pytest.approx(40.0)
     assert after([(2.0, 60.0, 40.0)]).mbps == pytest.approx(40.0)

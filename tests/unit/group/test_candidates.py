@@ -16,6 +16,7 @@ from p2pavg.group.limits import (
     MAX_WEIGHT,
     MIN_BANDWIDTH,
 )
+from p2pavg.group.reach import Reach
 from p2pavg.group.roster import share_cutter
 from p2pavg_dht.record import pack as pack_record
 from tests.unit.group.samples import DEADLINE, KEY, SIGNERS, candidate, record_of, signed
@@ -26,7 +27,7 @@ ADDRESSES = ("/ip4/192.0.2.0/tcp/4001",)
 def test_the_key_never_changes() -> None:
     assert (
         ready_key("albert-base", bytes(32)).hex()
-        == "d6f4966e87c16f6b45e0b864ab5c1edce437ae76f4f5d57e1a946569a625bbf5"
+        == "bc33e1ed206e780ca7571523a39737cc33fc6ae28fc2adb5e33602681cfd21a5"
     )
 
 
@@ -99,65 +100,70 @@ def test_candidates_are_ordered_by_auxiliary_then_deadline_then_id() -> None:
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ((2, 1.0, 1.0, 1.0, "fp32", False, ADDRESSES), "readiness of version 2"),
-        ((3, -1.0, 1.0, 1.0, "fp32", False, ADDRESSES), "deadline out of range"),
-        ((3, math.nan, 1.0, 1.0, "fp32", False, ADDRESSES), "not finite"),
-        ((3, math.inf, 1.0, 1.0, "fp32", False, ADDRESSES), "not finite"),
-        ((3, 1.0, -1.0, 1.0, "fp32", False, ADDRESSES), "weight -1.0 of a peer"),
-        ((3, 1.0, 1.0, 1.0, "fp32", True, ADDRESSES), "weight 1.0 of an auxiliary"),
-        ((3, 1.0, MAX_WEIGHT * 1.01, 1.0, "fp32", False, ADDRESSES), "weight"),
-        ((3, 1.0, math.nan, 1.0, "fp32", False, ADDRESSES), "not finite"),
-        ((3, 1.0, 1, 1.0, "fp32", False, ADDRESSES), "field 2 is int"),
-        ((3, 1.0, 1.0, 0.0, "fp32", False, ADDRESSES), "bandwidth"),
-        ((3, 1.0, 1.0, -5.0, "fp32", False, ADDRESSES), "bandwidth"),
-        ((3, 1.0, 1.0, MIN_BANDWIDTH * 0.99, "fp32", False, ADDRESSES), "a bandwidth of 0.099 Mbit/s"),
-        ((3, 1.0, 1.0, MAX_BANDWIDTH * 1.01, "fp32", False, ADDRESSES), "bandwidth"),
-        ((3, 1.0, 1.0, 1.0, "", False, ADDRESSES), "codec"),
-        ((3, 1.0, 1.0, 1.0, "x" * (MAX_CODEC_CHARS + 1), False, ADDRESSES), "codec"),
-        ((3, 1.0, 1.0, 1.0, "fp32\x1b[2J", False, ADDRESSES), "codec"),
-        ((3, 1.0, 1.0, 1.0, "fp32", 0, ADDRESSES), "field 5 is int"),
-        ((3, 1.0, 1.0, 1.0, "fp32", False, ("no address",)), "an address is printable ASCII"),
-        ((3, 1.0, 1.0, 1.0, "fp32", False, ("/a b",)), "an address is printable ASCII"),
-        ((3, 1.0, 1.0, 1.0, "fp32", False, (5,)), "an address is a text"),
-        ((3, 1.0, 1.0, 1.0, "fp32", False, ("/a",) * 17), "at most 16 addresses"),
-        ((3, 1.0, 1.0, 1.0, "fp32", False), "12 fields"),
-        ((3, 1.0, 1.0, 1.0, "fp32", False, (), b"x" * 33, (), ()), "a state of 33 bytes"),
-        ((3, 1.0, 1.0, 1.0, "fp32", False, (), "x", (), ()), "field 7 is str"),
-        ((3, 1.0, 1.0, 1.0, "fp32", False, (), b"", ("x",) * 17, ()), "tags"),
-        ((3, 1.0, 1.0, 1.0, "fp32", False, (), b"", ("x" * 33,), ()), "tags"),
-        ((3, 1.0, 1.0, 1.0, "fp32", False, (), b"", ("",), ()), "tags"),
-        ((3, 1.0, 1.0, 1.0, "fp32", False, (), b"", ("\x1b",), ()), "tags"),
-        ((3, 1.0, 1.0, 1.0, "fp32", False, (), b"", (5,), ()), "field 0 is int"),
-        ((3, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (("x", 1.0),) * 17), "17 metrics"),
-        ((3, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (("x", 1.0),) * 2), "metrics whose names"),
-        ((3, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (("y", 1.0), ("x", 1.0))), "metrics whose names"),
-        ((3, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (("\x1b", 1.0),)), "metrics whose names"),
-        ((3, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (("x", math.nan),)), "not finite"),
-        ((3, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (("x", 1.1e100),)), "a metric out of range"),
-        ((3, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (("x", 1),)), "field 1 is int"),
-        ((3, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (("x",),)), "2 fields"),
-        ((3, 1.0, 1.0, 1.0, "fp32", False, (), b"", "gpu", ()), "field 8 is str"),
-        ((3, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (("x" * 33, 1.0),)), "metrics whose names"),
-        ((3, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (("", 1.0),)), "metrics whose names"),
-        ((3, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (("x", 1.0), ("x", 2.0))), "metrics whose names"),
-        ((3, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), ((5, 1.0),)), "field 0 is int"),
-        ((3, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), ("x",)), "field 0 is str"),
-        ((3, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), "x"), "field 9 is str"),
-        ((3, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (), b"", 0.0, ()), "12 fields"),
-        ((3, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (), b"", -1.0), "a norm of -1 of a contribution"),
-        ((3, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (), b"", 2.0**119), "a norm of 6.64614e\\+35"),
-        ((3, 1.0, 0.0, 1.0, "fp32", False, (), b"", (), (), b"", 1.0), "a norm of 1 of no contribution"),
-        ((3, 1.0, 0.0, 1.0, "fp32", True, (), b"", (), (), b"", 1.0), "a norm of 1 of no contribution"),
-        ((3, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (), b"", math.nan), "not finite"),
-        ((3, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (), b"", 1), "field 11 is int"),
-        ((3, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (), "x", 0.0), "field 10 is str"),
-        ((3, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (), b"x" * 641, 0.0), "a certificate of 641 bytes"),
-        ((), "12 fields"),
+        ((3, 1.0, 1.0, 1.0, "fp32", False, ADDRESSES), "readiness of version 3"),
+        ((4, -1.0, 1.0, 1.0, "fp32", False, ADDRESSES), "deadline out of range"),
+        ((4, math.nan, 1.0, 1.0, "fp32", False, ADDRESSES), "not finite"),
+        ((4, math.inf, 1.0, 1.0, "fp32", False, ADDRESSES), "not finite"),
+        ((4, 1.0, -1.0, 1.0, "fp32", False, ADDRESSES), "weight -1.0 of a peer"),
+        ((4, 1.0, 1.0, 1.0, "fp32", True, ADDRESSES), "weight 1.0 of an auxiliary"),
+        ((4, 1.0, MAX_WEIGHT * 1.01, 1.0, "fp32", False, ADDRESSES), "weight"),
+        ((4, 1.0, math.nan, 1.0, "fp32", False, ADDRESSES), "not finite"),
+        ((4, 1.0, 1, 1.0, "fp32", False, ADDRESSES), "field 2 is int"),
+        ((4, 1.0, 1.0, -5.0, "fp32", False, ADDRESSES), "bandwidth"),
+        ((4, 1.0, 1.0, MIN_BANDWIDTH * 0.99, "fp32", False, ADDRESSES), "a bandwidth of 0.099 Mbit/s"),
+        ((4, 1.0, 1.0, MAX_BANDWIDTH * 1.01, "fp32", False, ADDRESSES), "bandwidth"),
+        ((4, 1.0, 1.0, 1.0, "", False, ADDRESSES), "codec"),
+        ((4, 1.0, 1.0, 1.0, "x" * (MAX_CODEC_CHARS + 1), False, ADDRESSES), "codec"),
+        ((4, 1.0, 1.0, 1.0, "fp32\x1b[2J", False, ADDRESSES), "codec"),
+        ((4, 1.0, 1.0, 1.0, "fp32", 0, ADDRESSES), "field 5 is int"),
+        ((4, 1.0, 1.0, 1.0, "fp32", False, ("no address",)), "an address is printable ASCII"),
+        ((4, 1.0, 1.0, 1.0, "fp32", False, ("/a b",)), "an address is printable ASCII"),
+        ((4, 1.0, 1.0, 1.0, "fp32", False, (5,)), "an address is a text"),
+        ((4, 1.0, 1.0, 1.0, "fp32", False, ("/a",) * 17), "at most 16 addresses"),
+        ((4, 1.0, 1.0, 1.0, "fp32", False), "13 fields"),
+        ((4, 1.0, 1.0, 1.0, "fp32", False, (), b"x" * 33, (), ()), "a state of 33 bytes"),
+        ((4, 1.0, 1.0, 1.0, "fp32", False, (), "x", (), ()), "field 7 is str"),
+        ((4, 1.0, 1.0, 1.0, "fp32", False, (), b"", ("x",) * 17, ()), "tags"),
+        ((4, 1.0, 1.0, 1.0, "fp32", False, (), b"", ("x" * 33,), ()), "tags"),
+        ((4, 1.0, 1.0, 1.0, "fp32", False, (), b"", ("",), ()), "tags"),
+        ((4, 1.0, 1.0, 1.0, "fp32", False, (), b"", ("\x1b",), ()), "tags"),
+        ((4, 1.0, 1.0, 1.0, "fp32", False, (), b"", (5,), ()), "field 0 is int"),
+        ((4, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (("x", 1.0),) * 17), "17 metrics"),
+        ((4, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (("x", 1.0),) * 2), "metrics whose names"),
+        ((4, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (("y", 1.0), ("x", 1.0))), "metrics whose names"),
+        ((4, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (("\x1b", 1.0),)), "metrics whose names"),
+        ((4, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (("x", math.nan),)), "not finite"),
+        ((4, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (("x", 1.1e100),)), "a metric out of range"),
+        ((4, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (("x", 1),)), "field 1 is int"),
+        ((4, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (("x",),)), "2 fields"),
+        ((4, 1.0, 1.0, 1.0, "fp32", False, (), b"", "gpu", ()), "field 8 is str"),
+        ((4, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (("x" * 33, 1.0),)), "metrics whose names"),
+        ((4, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (("", 1.0),)), "metrics whose names"),
+        ((4, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (("x", 1.0), ("x", 2.0))), "metrics whose names"),
+        ((4, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), ((5, 1.0),)), "field 0 is int"),
+        ((4, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), ("x",)), "field 0 is str"),
+        ((4, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), "x"), "field 9 is str"),
+        ((4, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (), b"", 0.0, 2, ()), "13 fields"),
+        ((4, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (), b"", -1.0), "a norm of -1 of a contribution"),
+        ((4, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (), b"", 2.0**119), "a norm of 6.64614e\\+35"),
+        ((4, 1.0, 0.0, 1.0, "fp32", False, (), b"", (), (), b"", 1.0), "a norm of 1 of no contribution"),
+        ((4, 1.0, 0.0, 1.0, "fp32", True, (), b"", (), (), b"", 1.0), "a norm of 1 of no contribution"),
+        ((4, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (), b"", math.nan), "not finite"),
+        ((4, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (), b"", 1), "field 11 is int"),
+        ((4, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (), "x", 0.0), "field 10 is str"),
+        ((4, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (), b"x" * 641, 0.0), "a certificate of 641 bytes"),
+        ((4, 1.0, 1.0, 1.0, "fp32", False, ADDRESSES, b"", (), (), b"", 0.0, 3), "a reach of 3 with 1 addr"),
+        ((4, 1.0, 1.0, 1.0, "fp32", False, ADDRESSES, b"", (), (), b"", 0.0, -1), "a reach of -1"),
+        ((4, 1.0, 1.0, 1.0, "fp32", False, ADDRESSES, b"", (), (), b"", 0.0, 0.0), "field 12 is float"),
+        ((4, 1.0, 1.0, 1.0, "fp32", False, ADDRESSES, b"", (), (), b"", 0.0, True), "field 12 is bool"),
+        ((4, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (), b"", 0.0, 0), "a reach of 0 with 0 addresses"),
+        ((4, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (), b"", 0.0, 1), "a reach of 1 with 0 addresses"),
+        ((), "13 fields"),
     ],
 )
 def test_a_genuine_record_with_an_invalid_field_is_refused(fields: tuple[object, ...], reason: str) -> None:
-    rest = (b"", (), (), b"", 0.0)
-    record = record_of(0, *fields, *(rest if len(fields) == 7 else rest[3:] if len(fields) == 10 else ()))
+    rest = (b"", (), (), b"", 0.0, 2)
+    record = record_of(0, *fields, *(rest[len(fields) - 7 :] if len(fields) >= 7 else ()))
     with pytest.raises(RemoteProtocolError, match=reason):
         read_candidate(record)
     with pytest.raises(RemoteProtocolError, match=reason):
@@ -173,7 +179,7 @@ def test_the_ends_of_the_ranges_are_allowed() -> None:
     measured = tuple((f"{index:032}", -1e100) for index in range(16))
     rest = (b"s" * 32, ("t" * 32,) * 16, measured, b"c" * MAX_CERTIFICATE_BYTES)
     most = read_candidate(
-        record_of(0, 3, 0.0, MAX_WEIGHT, MAX_BANDWIDTH, "x" * MAX_CODEC_CHARS, False, (), *rest, MAX_NORM)
+        record_of(0, 4, 0.0, MAX_WEIGHT, MAX_BANDWIDTH, "x" * MAX_CODEC_CHARS, False, (), *rest, MAX_NORM, 2)
     )
     assert (most.state, most.tags, most.metrics, most.certificate) == rest
     assert most.norm == MAX_NORM
@@ -183,8 +189,36 @@ def test_the_ends_of_the_ranges_are_allowed() -> None:
         0.0,
         (),
     )
-    least = read_candidate(record_of(0, 3, 0.0, 5e-324, MIN_BANDWIDTH, "x", False, (), b"", (), (), b"", 0.0))
+    least = read_candidate(
+        record_of(0, 4, 0.0, 5e-324, MIN_BANDWIDTH, "x", False, (), b"", (), (), b"", 0.0, 2)
+    )
     assert (least.weight, least.bandwidth) == (5e-324, MIN_BANDWIDTH)
+
+
+def test_peers_that_can_be_dialled_come_before_punchable_ones_and_these_before_relayed_ones() -> None:
+    dialled, punched, relayed = (
+        candidate(index, deadline=DEADLINE - index, reach=Reach(index)) for index in range(3)
+    )
+    unknown = candidate(3, deadline=0.0, addresses=())
+    auxiliary = candidate(4, auxiliary=True, deadline=0.0)
+    found = sorted([auxiliary, unknown, relayed, punched, dialled], key=lambda each: each.order)
+    assert found == [dialled, punched, relayed, unknown, auxiliary]
+    assert unknown.reach is Reach.RELAYED
+    assert read_signed_candidate(pack_record(punched.record)).reach is Reach.PUNCHABLE
+
+
+def test_a_peer_may_sign_that_it_does_not_know_its_bandwidth() -> None:
+    unknown = candidate(0, bandwidth=0.0)
+    assert (unknown.bandwidth, unknown.assumed_bandwidth) == (0.0, 100.0)
+    assert candidate(1, bandwidth=7.5).assumed_bandwidth == 7.5
+
+
+def test_a_newcomer_to_a_run_of_slow_links_gets_an_equal_share() -> None:
+    """If it claimed 100 Mbit/s, it would get two equal shares, and every round would take longer."""
+    members = [candidate(index, bandwidth=5.0) for index in range(3)]
+    cut = share_cutter(64_000, 64)
+    assert cut([*members, candidate(3, bandwidth=0.0)]) == (16_000,) * 4
+    assert cut([*members, candidate(3, bandwidth=100.0)])[3] == 32_000
 
 
 def test_shares_follow_the_signed_bandwidths() -> None:
@@ -196,8 +230,8 @@ def test_shares_follow_the_signed_bandwidths() -> None:
 def test_shares_depend_on_contributing_and_on_reachability() -> None:
     members = [candidate(0), candidate(1), candidate(2), candidate(3, auxiliary=True)]
     assert share_cutter(1000, 1)(members) == (200, 200, 200, 400)
-    members = [candidate(0, addresses=()), candidate(1), candidate(2)]
-    assert share_cutter(1000, 1)(members) == (0, 500, 500)
+    for unreachable in (candidate(0, addresses=()), candidate(0, reach=Reach.RELAYED)):
+        assert share_cutter(1000, 1)([unreachable, candidate(1), candidate(2)]) == (0, 500, 500)
 
 
 def test_a_signed_bandwidth_buys_no_more_than_two_equal_shares() -> None:

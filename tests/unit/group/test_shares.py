@@ -6,6 +6,7 @@ from fractions import Fraction
 
 import pytest
 
+from p2pavg.group.reach import Reach
 from p2pavg.group.shares import (
     MAX_PART_ELEMENTS,
     MIN_PART_ELEMENTS,
@@ -31,7 +32,12 @@ def auxiliary(bandwidth: float) -> MemberLink:
 
 
 def undialled(bandwidth: float, *, contributes: bool = True) -> MemberLink:
-    return MemberLink(bandwidth, contributes=contributes, reachable=False)
+    return MemberLink(bandwidth, contributes=contributes, reach=Reach.RELAYED)
+
+
+def of_kinds(kinds: str, bandwidth: float = 100.0) -> list[MemberLink]:
+    """Return contributors of equal bandwidth that are dialable (d), punchable (p) or relayed (r)."""
+    return [MemberLink(bandwidth, reach=Reach("dpr".index(kind))) for kind in kinds]
 
 
 @pytest.mark.parametrize(
@@ -73,6 +79,21 @@ def undialled(bandwidth: float, *, contributes: bool = True) -> MemberLink:
         (900, [undialled(100.0)] * 3, 1, (300, 300, 300)),
         (900, [*[undialled(100.0)] * 3, auxiliary(1.0)], 1, (0, 0, 0, 900)),
         (900, [*contributors(1.0, 1.0, 1.0), undialled(1e6, contributes=False)], 1, (300, 300, 300, 0)),
+        # Punchable members reduce like those that can be dialled, in a group without relayed pairs.
+        (900, of_kinds("dpp"), 1, (300, 300, 300)),
+        (900, of_kinds("ppp"), 1, (300, 300, 300)),
+        # T = 2/105: the punchable one reduces 5 T, which a relay carries in that time.
+        (2100, of_kinds("dpr"), 1, (1900, 200, 0)),
+        # On links of 10 Gbit/s a relay carries next to nothing in the time of the round.
+        (100, of_kinds("ddppr", 1e4), 1, (50, 50, 0, 0, 0)),
+        # On links of 1 Mbit/s relays are fast enough for equal shares.
+        (1000, of_kinds("ddppr", 1.0), 1, (250, 250, 250, 250, 0)),
+        # Without a member that can be dialled, punchable ones reduce everything, and without these, relayed ones.
+        (1000, of_kinds("ppr"), 1, (500, 500, 0)),
+        (1000, of_kinds("pr"), 1, (1000, 0)),
+        (900, of_kinds("rrr"), 1, (300, 300, 300)),
+        # A relayed auxiliary has nothing to send through a relay, so it limits no punchable reducer.
+        (900, [*of_kinds("dpp"), undialled(100.0, contributes=False)], 1, (300, 300, 300, 0)),
         # The largest and least bandwidths, and numbers as they are measured.
         (640, contributors(5e-324, 5e-324, 5e-324, 1e6), 64, (0, 0, 0, 640)),
         (
@@ -110,6 +131,10 @@ def test_fractions_are_exact(members: list[MemberLink], fractions: list[str]) ->
         (1_000_000, contributors(*[8.0] * 64), 1 + 62 / 64),
         (1_000_000, [*contributors(8.0, 8.0, 8.0), auxiliary(8.0)], 1.2),
         (1_000_000, [undialled(8.0), undialled(8.0), undialled(8.0), auxiliary(8.0)], 3.0),
+        # Two relayed members send each other half of the vector twice. The relays need longer for it than the two.
+        (1_250_000, of_kinds("rr", 10.0), 2.0),
+        (1_250_000, of_kinds("rrr", 1000.0), 4.0),
+        (1_250_000, of_kinds("ddrr", 10.0), 2.0),
         (0, contributors(8.0, 8.0), 0.0),
     ],
 )
@@ -156,6 +181,10 @@ def test_bytes_without_a_codec() -> None:
         ([50.0], [50.0]),
         ([], []),
         ([1e6, 1e-300, 1.0], [1e6, 1e-300, 1.0]),
+        # Those that are unknown count as the median, in which they count as the default.
+        ([5.0, 5.0, 5.0, 0.0], [5.0] * 4),
+        ([0.0] * 3, [100.0] * 3),
+        ([0.0, 0.0, 5.0], [100.0, 100.0, 100.0 / 1.5**7]),
     ],
 )
 def test_bandwidths_that_are_nearly_equal_count_as_equal(bandwidths: list[float], found: list[float]) -> None:
@@ -164,7 +193,7 @@ def test_bandwidths_that_are_nearly_equal_count_as_equal(bandwidths: list[float]
 
 
 def test_levels_change_only_the_bandwidth() -> None:
-    members = [MemberLink(10.0, contributes=False), MemberLink(10.0, reachable=False)]
+    members = [MemberLink(10.0, contributes=False), MemberLink(10.0, reach=Reach.PUNCHABLE)]
     assert levelled(members) == members
 
 
@@ -174,6 +203,13 @@ def test_levels_change_only_the_bandwidth() -> None:
         (contributors(1.0, 1e5), Fraction(1)),
         ([undialled(1.0), undialled(1.0), auxiliary(1.0)], Fraction(1)),
         ([*contributors(1.0), undialled(1.0), auxiliary(1.0)], Fraction(2, 3)),
+        # With a relayed contributor, equal shares are those of the members that can be dialled.
+        (of_kinds("ddddpppp"), Fraction(1, 4)),
+        (of_kinds("ddddpppr"), Fraction(1, 2)),
+        (of_kinds("ddpppppr"), Fraction(2, 3)),
+        (of_kinds("dppppppr"), Fraction(1)),
+        (of_kinds("pppppppr"), Fraction(2, 7)),
+        ([*of_kinds("dddd"), *of_kinds("pppp"), undialled(1.0, contributes=False)], Fraction(1, 4)),
         ([*contributors(1.0, 1.0), auxiliary(1.0)], Fraction(2, 3)),
         (contributors(*[1.0] * 4), Fraction(1, 2)),
         ([undialled(1.0)] * 4, Fraction(1, 2)),

@@ -9,6 +9,7 @@ from functools import partial
 
 from p2pavg.group.candidate import Candidate, ready_key, sign_candidate
 from p2pavg.group.participation import Participation, observers
+from p2pavg.group.reach import Reach
 from p2pavg.group.roster import Roster, share_cutter
 from p2pavg.matchmaking.actions import (
     Actions,
@@ -34,9 +35,12 @@ MATCH_TIMEOUT = 10.0
 SIGNERS = [Ed25519Signer(bytes([index + 1]) * 32) for index in range(40)]
 
 
-def settings(target: int = 4, minimum: int = 2, rule: Participation | None = None) -> Settings:
+def settings(
+    target: int = 4, minimum: int = 2, rule: Participation | None = None, contributors: int = 0
+) -> Settings:
     return Settings(
         target=target,
+        contributors=contributors,
         minimum=minimum,
         match_timeout=MATCH_TIMEOUT,
         cut_shares=share_cutter(1000, 64),
@@ -54,6 +58,7 @@ def candidate(
     state: bytes = b"",
     tags: tuple[str, ...] = (),
     addresses: tuple[str, ...] | None = None,
+    reach: Reach = Reach.DIALABLE,
 ) -> Candidate:
     return sign_candidate(
         SIGNERS[index],
@@ -67,6 +72,7 @@ def candidate(
         addresses=(f"/ip4/10.0.0.{index}/tcp/1",) if addresses is None else addresses,
         state=state,
         tags=tags,
+        reach=reach,
     )
 
 
@@ -119,11 +125,13 @@ class Bus:
         auxiliary: bool = False,
         target: int = 4,
         minimum: int = 2,
+        contributors: int = 0,
         weight: float = 1.0,
         state: bytes = b"",
         tags: tuple[str, ...] = (),
         rule: Participation | None = None,
         addresses: tuple[str, ...] | None = None,
+        reach: Reach = Reach.DIALABLE,
     ) -> Attempt:
         deadline = self.now + (3000.0 if auxiliary else MATCH_TIMEOUT)
         me = candidate(
@@ -134,8 +142,9 @@ class Bus:
             state=state,
             tags=tags,
             addresses=addresses,
+            reach=reach,
         )
-        how = settings(target, minimum, rule)
+        how = settings(target, minimum, rule, contributors)
         if auxiliary:
             how = replace(how, choose_observers=None)
         memory = self.memories.setdefault(me.peer_id, Memory())
@@ -146,11 +155,13 @@ class Bus:
             auxiliary=auxiliary,
             target=target,
             minimum=minimum,
+            contributors=contributors,
             weight=weight,
             state=state,
             tags=tags,
             rule=rule,
             addresses=addresses,
+            reach=reach,
         )
         self.attempts[me.peer_id] = attempt
         self.history.append(attempt)

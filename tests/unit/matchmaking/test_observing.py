@@ -10,9 +10,21 @@ from p2pavg.group.candidate import Candidate
 from p2pavg.group.participation import ByCapability, Participation, RandomFraction
 from p2pavg.group.roster import Roster
 from p2pavg.matchmaking.actions import Actions, Open, Send
+from p2pavg.matchmaking.admission import UNEXPECTED_OBSERVERS
 from p2pavg.matchmaking.attempt_state import Phase
-from p2pavg.matchmaking.messages import Accept, Ask, Declined, Joined, Message, Nudge, Propose, Refuse
+from p2pavg.matchmaking.messages import (
+    Accept,
+    Ask,
+    Declined,
+    Joined,
+    Message,
+    Nudge,
+    Propose,
+    Refuse,
+    Status,
+)
 from p2pavg.matchmaking.rules import Matchmaking
+from p2pavg.matchmaking.timing import DUE_SECONDS
 from tests.unit.matchmaking.bus import EPOCH, MATCH_TIMEOUT, Attempt, Bus, candidate, settings
 
 
@@ -233,6 +245,66 @@ class TestNoContributor:
         rules.lost(only.peer_id, "gone", EPOCH + 1)
         assert rules.state.phase is Phase.LEADING
         assert rules.state.roster is None
+
+
+class TestExpectedContributors:
+    """Groups that know how many contributors they wait for: those of an optimizer whose run takes in newcomers."""
+
+    def test_an_unexpected_observer_takes_no_contributors_place(self) -> None:
+        bus = Bus()
+        attempts = [ready(bus, index, target=3, contributors=3) for index in range(2)]
+        attempts.append(ready(bus, 2, target=3, contributors=3, weight=0.0))
+        assert all(attempt.active for attempt in attempts)
+        attempts.append(ready(bus, 3, target=3, contributors=3))
+        assert all(attempt.formed for attempt in attempts), "at once"
+        assert attempts[0].formed is not None
+        assert len(attempts[0].formed.contributors) == 3
+
+    def test_an_expected_observer_completes_the_group(self) -> None:
+        bus = Bus()
+        attempts = [ready(bus, index, target=3, contributors=2) for index in range(2)]
+        assert all(attempt.active for attempt in attempts)
+        attempts.append(ready(bus, 2, target=3, contributors=2, weight=0.0))
+        assert all(attempt.formed for attempt in attempts), "at once"
+
+    def test_no_observer_is_needed_in_place_of_a_contributor(self) -> None:
+        bus = Bus()
+        attempts = [ready(bus, index, target=3, contributors=2) for index in range(3)]
+        assert all(attempt.formed for attempt in attempts), "at once"
+
+    def test_unexpected_observers_are_few(self) -> None:
+        """Strangers could send any number, and each of them takes the bytes of one average from the group."""
+        bus = Bus()
+        leader = ready(bus, 0, target=3, contributors=2)
+        for index in range(1, 10):
+            ready(bus, index, target=3, contributors=2, weight=0.0)
+        assert leader.rules.group.holders == 1 + 1 + UNEXPECTED_OBSERVERS
+        assert ready(bus, 10, target=3, contributors=2).formed == leader.formed
+
+    def test_observers_leave_room_for_all_contributors_of_the_largest_group(self) -> None:
+        bus = Bus()
+        leader = ready(bus, 0, target=64, contributors=63)
+        ready(bus, 1, target=64, contributors=63, weight=0.0)
+        ready(bus, 2, target=64, contributors=63, weight=0.0)
+        assert leader.rules.group.holders == 2
+
+    def test_at_the_deadline_the_group_goes_ahead_without_the_expected_contributors(self) -> None:
+        bus = Bus()
+        attempts = [ready(bus, index, target=3, contributors=3) for index in range(2)]
+        bus.run(MATCH_TIMEOUT)
+        assert all(attempt.formed for attempt in attempts)
+
+    def test_a_leader_that_lacks_contributors_is_not_left(self) -> None:
+        """It is not due: as many peers as the target are ready, but too few of them contribute."""
+        leader, me, observer = (candidate(i, EPOCH + 60 + i, weight=float(i < 2)) for i in range(3))
+        for contributors, leaves in ((2, True), (3, False)):
+            rules = Matchmaking(me, settings(3, contributors=contributors), EPOCH)
+            rules.discovered([leader, observer], EPOCH)
+            rules.told_by_leader(leader.peer_id, Joined(leader), EPOCH)
+            rules.discovered([observer], EPOCH + DUE_SECONDS - 0.1)
+            rules.told_by_leader(leader.peer_id, Status(2, False), EPOCH + DUE_SECONDS)
+            rules.tick(EPOCH + DUE_SECONDS + 0.1)
+            assert (rules.state.phase is Phase.LEADING) == leaves
 
 
 class TestTarget:

@@ -372,6 +372,31 @@ class TestFollowers:
         self.says(running, "f")
         assert running.seen().peers == 4
 
+    def test_a_follower_counts_as_an_observer_until_it_has_taken_an_update(self, running: World) -> None:
+        assert running.seen().observers == 0
+        self.says(running, "f")
+        assert running.seen().observers == 1
+        self.says(running, "f", behind=0)
+        assert (running.seen().peers, running.seen().observers) == (4, 1)
+        running.took("a", "b", "f")
+        assert (running.seen().peers, running.seen().observers) == (4, 0)
+
+    def test_the_late_word_of_a_follower_that_has_observed_counts_as_a_contributor(
+        self, running: World
+    ) -> None:
+        self.says(running, "f", behind=0)
+        late = running.words["f"]
+        running.took("a", "b", "f")
+        running.words["f"] = late
+        assert (running.seen().peers, running.seen().observers) == (4, 0)
+
+    def test_a_follower_that_is_not_expected_is_no_expected_observer(self, running: World) -> None:
+        self.says(running, "f")
+        running.waiting = True
+        running.seen()
+        running.now += REPLAY_SECONDS
+        assert (running.seen().peers, running.seen().observers) == (3, 0)
+
     def test_a_follower_from_far_behind_is_not_expected(self, running: World) -> None:
         for _ in range(KNOWN_UPDATES):
             running.took("a", "b")

@@ -63,4 +63,3 @@ async def test_the_end_of_a_download_waits_for_threads_that_keep_a_piece() -> No
             keeping.take(1, memoryview(BLOB.pieces[1]))  # comes too late
             sink.go_on.set()
     assert sink.kept == [0]
-    await keeping.end()

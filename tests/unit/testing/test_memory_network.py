@@ -26,6 +26,11 @@ async def echo(stream: Stream) -> None:
     await stream.aclose()
 
 
+async def take_all(stream: Stream) -> None:
+    while await stream.receive_some(65536):
+        pass
+
+
 @asynccontextmanager
 async def peers(network: MemoryNetwork, count: int) -> AsyncIterator[list[MemoryTransport]]:
     async with AsyncExitStack() as stack:
@@ -282,6 +287,41 @@ async def test_bandwidth_is_shared_by_all_that_a_peer_sends(
         await trio.sleep(10.0)
         assert arrived[1] == pytest.approx(2.0, abs=0.1)
         assert arrived[0] > 1.5, "one stream was served after the other"
+
+
+async def test_a_message_does_not_wait_until_other_streams_have_sent_all(autojump_clock: MockClock) -> None:
+    network = MemoryNetwork(latency=(0.0, 0.0), bandwidth=1e6)
+    async with peers(network, 3) as (here, there, third):
+        there.serve("/take/1", take_all)
+        echoes = await open_echo(here, third)
+        bulk = await here.open_stream(there.peer_id, "/take/1", addresses=there.addresses, timeout=10.0)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(bulk.send_all, bytes(10_000_000))
+            await trio.sleep(1.0)
+            began = trio.current_time()
+            await send_message(echoes, b"hello")
+            assert await receive_message(echoes) == b"hello"
+            assert trio.current_time() - began < 0.2
+            nursery.cancel_scope.cancel()
+
+
+async def test_what_a_stream_has_not_sent_is_dropped_when_it_is_reset(autojump_clock: MockClock) -> None:
+    network = MemoryNetwork(latency=(0.0, 0.0), bandwidth=1e6)
+    async with peers(network, 2) as (here, there):
+        there.serve("/take/1", take_all)
+        echoes = await open_echo(here, there)
+        async with trio.open_nursery() as nursery:
+            for _ in range(20):
+                bulk = await here.open_stream(
+                    there.peer_id, "/take/1", addresses=there.addresses, timeout=10.0
+                )
+                nursery.start_soon(bulk.send_all, bytes(10_000_000))
+            await trio.sleep(1.0)
+            nursery.cancel_scope.cancel()
+        began = trio.current_time()
+        await send_message(echoes, bytes(100_000))
+        await receive_message(echoes)
+        assert trio.current_time() - began < 0.5, "100 kB there, and back on another link"
 
 
 async def test_download_is_shared_by_all_that_a_peer_receives(

@@ -1,0 +1,134 @@
+"""The facts of which a peer's knowledge of its reachability consists. No I/O, no clock, no random source."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
+
+from p2pavg.net.limits.sources import parse_host, prefix_of
+from p2pavg.net.reach.dial_backs import DialBacks, Endpoint
+from p2pavg.net.reach.observations import Observations, View
+from p2pavg.net.reach.probes import Probes
+from p2pavg.net.reach.questions import Neighbour
+from p2pavg.net.reach.reachability import Barrier
+
+VERSIONS = (4, 6)
+"""The versions of IP; the first one that a peer of another network was seen over decides."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mapped:
+    """A port that a router passes on to this machine."""
+
+    port: int
+    """The outer port."""
+    protocol: str
+    """``UPnP``, ``NAT-PMP`` or ``PCP``."""
+    host: str = ""
+    """The router's outer address, as it says; empty if it does not say."""
+
+
+def version_of(host: str) -> int:
+    """Return the version of IP of an address; 0 for other texts."""
+    address = parse_host(host)
+    return address.version if address is not None else 0
+
+
+@dataclass(slots=True)
+class Facts:
+    """The facts, and what follows from them for one version of IP or one endpoint."""
+
+    listening: tuple[Endpoint, ...] = ()
+    """The hosts and ports of the listeners, without wildcards, in the order in which they are announced."""
+    interfaces: frozenset[str] = frozenset()
+    """The IP addresses of this machine."""
+    neighbours: tuple[Neighbour, ...] = ()
+    """The peers with direct connections."""
+    mapping: Mapped | None = None
+    observations: Observations = field(default_factory=Observations)
+    dial_backs: DialBacks = field(default_factory=DialBacks)
+    probes: dict[int, Probes] = field(default_factory=lambda: {version: Probes() for version in VERSIONS})
+
+    def view(self, version: int) -> View:
+        """Return the hosts at which other peers see this one."""
+        connected = {found.peer_id for found in self.neighbours}
+        return self.observations.view(version, interfaces=self.interfaces, connected=connected)
+
+    @property
+    def outer_hosts(self) -> tuple[str, ...]:
+        """The believed hosts of all versions."""
+        return tuple(host for version in VERSIONS for host in self.view(version).hosts)
+
+    @property
+    def deciding_version(self) -> int:
+        """The version that decides whether this peer is dialable; 0 if no peer of another network has answered.
+
+        Most peers have IPv4 only, so a peer that works over IPv6 alone is not dialable for them.
+        """
+        return next((version for version in VERSIONS if self.view(version).hosts), 0)
+
+    def askable(self) -> list[Neighbour]:
+        """Return the neighbours that are not on this machine, those of different networks first."""
+        by_network: dict[str, list[Neighbour]] = {}
+        for neighbour in self.neighbours:
+            address = parse_host(neighbour.host)
+            if address is not None and not address.is_loopback:
+                by_network.setdefault(prefix_of(neighbour.host), []).append(neighbour)
+        return [found for row in zip_longest(*by_network.values()) for found in row if found is not None]
+
+    def dialers(self, host: str) -> list[Neighbour]:
+        """Return the neighbours that see this peer at a host, and are not at that host themselves."""
+        version = version_of(host)
+        return [
+            found
+            for found in self.askable()
+            if found.host != host and self.observations.of(found.peer_id, version) == host
+        ]
+
+    def ports(self, version: int) -> list[int]:
+        """Return the ports at which peers of other networks may reach this one, each once."""
+        found = [
+            port for host, port in self.listening if version_of(host) == version and not _is_loopback(host)
+        ]
+        if self.mapping is not None and version == 4:
+            found.append(self.mapping.port)
+        return list(dict.fromkeys(found))
+
+    def endpoints(self, version: int) -> list[Endpoint]:
+        """Return the endpoints that other peers are asked to dial."""
+        return [(host, port) for host in self.view(version).hosts for port in self.ports(version)]
+
+    def works(self, endpoint: Endpoint) -> bool | None:
+        """Return whether other peers can dial an endpoint; ``None`` if that is not known yet."""
+        others = bool(self.missing(endpoint))
+        return self.dial_backs.verdict(endpoint, others=others, routed=endpoint[0] not in self.interfaces)
+
+    def working(self, version: int) -> list[Endpoint]:
+        """Return the endpoints that other peers can dial."""
+        return [endpoint for endpoint in self.endpoints(version) if self.works(endpoint)]
+
+    def is_closed(self, version: int) -> bool:
+        """Return whether peers of other networks were seen, and none of them can dial this one."""
+        return bool(self.view(version).hosts) and all(
+            self.works(endpoint) is False for endpoint in self.endpoints(version)
+        )
+
+    def barrier(self, version: int) -> Barrier:
+        """Return the obstacle to dials from other networks."""
+        if self.view(version).routed:
+            return self.probes[version].barrier()
+        return Barrier.FIREWALL if self.ports(version) else Barrier.NO_LISTENER
+
+    def missing(self, endpoint: Endpoint) -> Sequence[Neighbour]:
+        """Return the neighbours that may dial an endpoint and have not voted on it."""
+        return [
+            peer
+            for peer in self.dialers(endpoint[0])
+            if not self.dial_backs.has_voted(endpoint, peer.peer_id)
+        ]
+
+
+def _is_loopback(host: str) -> bool:
+    address = parse_host(host)
+    return address is not None and address.is_loopback

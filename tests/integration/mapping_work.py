@@ -1,0 +1,48 @@
+"""Program of a test: map a port of this machine, greet each connection, and print what the mapper tells and logs.
+
+It ends when its standard input does. ``python -m tests.integration.mapping_work CHECK_SECONDS [PROTOCOL]``.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from functools import partial
+
+import trio
+
+from p2pavg.net.reach import mapping
+from p2pavg.net.reach.facts import Mapped
+from p2pavg.net.reach.mapping import PortMapper
+from p2pavg.net.reach.pcp import Pcp
+
+GREETING = b"hello"
+
+
+def tell(found: Mapped | None) -> None:
+    """Print one line for each mapping, and for the loss of one."""
+    print("lost" if found is None else f"{found.protocol} {found.host} {found.port}", flush=True)
+
+
+async def greet(stream: trio.SocketStream) -> None:
+    """Send the greeting and close."""
+    async with stream:
+        await stream.send_all(GREETING)
+
+
+async def main() -> None:
+    """See the top of this file."""
+    logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="log: %(message)s")
+    mapping.CHECK_SECONDS = float(sys.argv[1])
+    mapping.AGAIN_SECONDS = float(sys.argv[1])
+    async with trio.open_nursery() as nursery:
+        listeners = await nursery.start(partial(trio.serve_tcp, greet, 0, host="0.0.0.0"))
+        clients = [Pcp(lambda: True)] if sys.argv[2:] == ["PCP"] else None
+        nursery.start_soon(PortMapper(tell, clients).run, listeners[0].socket.getsockname()[1])
+        async with trio.lowlevel.FdStream(0) as given:
+            await given.receive_some(1)
+        nursery.cancel_scope.cancel()
+
+
+if __name__ == "__main__":
+    trio.run(main)

@@ -1,0 +1,145 @@
+"""One rank of a peer whose ranks hold the same parameters: trains and writes its results."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from p2pavg.blocking import open_averager
+from p2pavg.errors import P2PAvgError
+from p2pavg.files import PUBLIC, replace_file
+from p2pavg.optim import AveragedOptimizer, LocalUpdates, ReplicatedOptimizer, RunState, StepReport, diloco
+from p2pavg.result import Success
+from tests.integration.optim.company import LISTEN, Batches, config, loss_of, small_model, vector_of
+from tests.integration.optim.ddp_work import BATCH, all_ranks_say, open_peer_of, wait_until
+
+MORE_UPDATES = 6
+"""Updates that all peers take together after the late one has contributed twice."""
+
+
+def optimizer_of(
+    network: torch.nn.Module, averager: Any, how: dict[str, Any]
+) -> AveragedOptimizer | LocalUpdates:
+    """Return rank 0's optimizer."""
+    state = RunState(network)
+    if how.get("local"):
+        return diloco(torch.optim.AdamW(network.parameters(), lr=0.01), averager, sync_every=2, state=state)
+    inner = torch.optim.AdamW(network.parameters(), lr=0.01)
+    target = BATCH * how["total"]
+    return AveragedOptimizer(
+        inner,
+        averager,
+        target_batch_size=target,
+        max_samples_per_peer=BATCH * how["ranks"],
+        peers_to_start=how["peers"] - 1,
+        state=state,
+    )
+
+
+def late(how: dict[str, Any]) -> None:
+    """Train until all peers are at one update that the late peer names.
+
+    ``how``: folder, peer, rank and ranks of this peer, number of peers, ``total`` ranks of all peers. The peer that is
+    ``late`` begins with other parameters when the others have taken three updates. ``local`` takes local updates.
+    """
+    folder, peer, rank, ranks = Path(how["folder"]), how["peer"], how["rank"], how["ranks"]
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/rendezvous{peer}", rank=rank, world_size=ranks
+    )
+    network, until = small_model(), folder / "until"
+    if how.get("late"):
+        wait_until((folder / "three").exists)
+    if how.get("late") or rank:  # only rank 0's parameters count
+        with torch.no_grad():
+            for parameter in network.parameters():
+                parameter.mul_(-2.0 - rank)
+    with ExitStack() as stack:
+        optimizer = None
+        if rank == 0:
+            averager = stack.enter_context(open_peer_of(folder, peer, how))
+            optimizer = optimizer_of(network, averager, how)
+        replicas = ReplicatedOptimizer(optimizer, network)
+        model = DistributedDataParallel(network, init_sync=False)
+        batches = Batches(peer * 10 + rank, BATCH)
+        contributed = 0
+        while not all_ranks_say(until.exists() and replicas.epoch >= int(until.read_text())):
+            replicas.zero_grad()
+            torch.autograd.backward(loss_of(model, batches.next()))
+            report = replicas.step(samples=BATCH * ranks)
+            assert report.behind is None, report.behind
+            contributed += isinstance(report.result, Success)
+            if replicas.epoch >= 3:
+                (folder / "three").touch()
+            if how.get("late") and contributed == 2 and rank == 0 and not until.exists():
+                replace_file(until, str(replicas.epoch + MORE_UPDATES).encode(), mode=PUBLIC)
+        found = {
+            "rank": vector_of(network).tolist(),
+            "epoch": replicas.epoch,
+            "common": [] if optimizer is None else common_of(optimizer),
+            "lineage": "" if optimizer is None else optimizer.lineage.state.hex(),
+        }
+        (folder / f"done{peer}.{rank}").touch()
+        wait_until(lambda: len(list(folder.glob("done*"))) == how["total"])
+        (folder / f"result{peer}.{rank}.json").write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def common_of(optimizer: AveragedOptimizer | LocalUpdates) -> list[float]:
+    """Return what all peers of a lineage share: the parameters or the anchor, and the common optimizer's state."""
+    common = optimizer.outer if isinstance(optimizer, LocalUpdates) else optimizer.inner
+    tensors = [p for group in optimizer.param_groups for p in group["params"]]
+    if isinstance(optimizer, LocalUpdates):
+        tensors = optimizer.anchor
+    kept = [value for each in common.state.values() for _, value in sorted(each.items())]
+    found = [tensor.detach().reshape(-1) for tensor in (*tensors, *kept) if torch.is_tensor(tensor)]
+    return torch.cat(found).tolist()
+
+
+def _fails(samples: float, metrics: object) -> StepReport:
+    raise KeyError("a mistake in the program")
+
+
+def mistakes(how: dict[str, Any]) -> None:
+    """Make mistakes on one rank of a peer; write the errors of all ranks as texts."""
+    folder, rank, said = Path(how["folder"]), how["rank"], []
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    network = small_model()
+
+    def attempt(act: Callable[[], object]) -> None:
+        try:
+            said.append(type(act()).__name__)
+        except (P2PAvgError, RuntimeError, ValueError, KeyError) as error:
+            said.append(f"{type(error).__name__}: {error}")
+
+    with ExitStack() as stack:
+        optimizer = None
+        if rank == 0:
+            averager = stack.enter_context(open_averager(config(2), listen=LISTEN))
+            inner = torch.optim.SGD(network.parameters(), lr=0.1)
+            optimizer = AveragedOptimizer(inner, averager, target_batch_size=100.0, on_update=print)
+        attempt(lambda: ReplicatedOptimizer(None, network))
+        attempt(lambda: ReplicatedOptimizer(optimizer, torch.nn.Linear(1, 1)))
+        replicas = ReplicatedOptimizer(optimizer, network)
+        model = DistributedDataParallel(network, init_sync=False)
+        batches = Batches(rank, BATCH)
+        for factor, samples in ((1.0, 8), (math.inf, 8), (1.0, -1)):
+            replicas.zero_grad()
+            torch.autograd.backward(factor * loss_of(model, batches.next()))
+            attempt(partial(replicas.step, samples=samples))
+        if optimizer is not None:
+            optimizer._step = _fails  # type: ignore[method-assign]
+        attempt(partial(replicas.step, samples=8))
+    (folder / f"result0.{rank}.json").write_text(json.dumps({"said": said}))
+    dist.barrier()
+    dist.destroy_process_group()

@@ -1,0 +1,97 @@
+"""Two peers whose streams are in memory, and whose punches are real connections on loopback."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+
+import trio
+
+from p2pavg.errors import UnreachableError
+from p2pavg.net.limits.admission import Acquaintances
+from p2pavg.net.limits.dial_gate import DialGate
+from p2pavg.net.punch.meeting import Puncher
+from p2pavg.net.punch.plan import OwnSide
+from p2pavg.net.punch.service import PunchService
+from p2pavg.net.punch.sockets import FreshPort
+from p2pavg.net.transport import PeerId
+from p2pavg.testing import MemoryNetwork
+from p2pavg.testing.memory import MemoryTransport
+from tests.unit.group.samples import SIGNERS
+
+BEHIND_A_ROUTER = OwnSide(punchable=True, outer_hosts=("127.0.0.1",))
+
+
+async def kept(port: FreshPort) -> int:
+    """Predict the outer port as behind a router that keeps ports."""
+    return port.port
+
+
+def new_gate(loopback: bool = True) -> DialGate:
+    """Return the gate of a process that has met a peer, and that may dial on loopback if its user said so."""
+    acquaintances = Acquaintances()
+    acquaintances.met("another peer", "203.0.113.7")
+    gate = DialGate(acquaintances)
+    if loopback:
+        gate.listens_at("127.0.0.1")
+    return gate
+
+
+async def shake_hands(plain: socket.socket, *, me: PeerId, peer_id: PeerId, initiator: bool) -> None:
+    """Stand in for the handshake of Noise: each end sends its id and its role, and checks the other's."""
+    with plain:
+        plain.send(f"{me} {int(initiator)}".encode())
+        await trio.lowlevel.wait_readable(plain.fileno())
+        remote, role = b"", b"0"
+        with suppress(OSError, ValueError):
+            remote, role = plain.recv(1000).split()
+        if remote.decode() != peer_id or int(role) == initiator:
+            raise UnreachableError(f"the other end is not {peer_id}, but said {remote!r}")
+
+
+@dataclass
+class Side:
+    """A peer with everything that its punches depend on."""
+
+    transport: MemoryTransport
+    own: OwnSide = BEHIND_A_ROUTER
+    gate: DialGate = field(default_factory=new_gate)
+    predict = staticmethod(kept)
+    friends: bool = True
+    adopted: list[tuple[PeerId, bool]] = field(default_factory=list)
+    dialled: list[tuple[PeerId, str]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.puncher = Puncher(self.gate, lambda: self.own, lambda port: self.predict(port))
+        self.service = PunchService(
+            self.transport,
+            self.puncher,
+            adopt=self.adopt,
+            dial=self.dial,
+            talks_to=lambda _: self.friends,
+        )
+
+    @property
+    def peer_id(self) -> PeerId:
+        return self.transport.peer_id
+
+    async def adopt(self, plain: socket.socket, peer_id: PeerId, *, initiator: bool) -> None:
+        await shake_hands(plain, me=self.peer_id, peer_id=peer_id, initiator=initiator)
+        self.adopted.append((peer_id, initiator))
+
+    async def dial(self, peer_id: PeerId, address: str) -> None:
+        self.dialled.append((peer_id, address))
+        if "dead" in address:
+            raise UnreachableError("no answer")
+
+
+@asynccontextmanager
+async def two_sides() -> AsyncIterator[tuple[Side, Side]]:
+    """Open two connected peers."""
+    network = MemoryNetwork(seed=1, latency=(0.001, 0.002))
+    async with network.transport(SIGNERS[0]) as one, network.transport(SIGNERS[1]) as other:
+        here, there = Side(one), Side(other)
+        await one.dial(other.addresses[0], timeout=5.0)
+        yield here, there

@@ -1,0 +1,102 @@
+"""Punched connections of libp2p on loopback: what they carry, and what they do not change."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+import trio
+
+from p2pavg.errors import UnreachableError
+from p2pavg.net.libp2p.transport import Libp2pTransport
+from p2pavg.net.punch.meeting import RefusedPunchError
+from p2pavg.net.punch.service import PunchService
+from p2pavg.net.reach.reachability import Kind, Reachability
+from tests.integration.hosts import LOOPBACK, TIMEOUT, assert_serves, eventually, open_host, watched
+from tests.integration.lanes.company import Inbox, keeper, lane_to, pair, post
+from tests.integration.punch.peers import kept
+
+
+def behind_a_router(host: Libp2pTransport, kind: Kind = Kind.PUNCHABLE) -> PunchService:
+    """Let a host believe that it is behind a router that keeps ports, and return its service of punches."""
+    reaching = host._reaching
+    reaching._reachability = Reachability(
+        kind=kind, sentence=f"behind a {kind} router", outer_hosts=("127.0.0.1",)
+    )
+    reaching.puncher._predict = kept
+    service = reaching._improver._puncher
+    assert isinstance(service, PunchService)
+    return service
+
+
+@watched
+async def test_streams_and_lanes_go_on_over_a_punched_connection() -> None:
+    """It takes the place of the connection over which the two peers agreed on it."""
+    async with pair() as (here, there):
+        await here.dial(there.addresses[0], timeout=TIMEOUT)
+        (first,) = here._connections.of(there.peer_id)
+        service = behind_a_router(here)
+        behind_a_router(there)
+        await service.connect(there.peer_id, timeout=TIMEOUT)
+        (punched,) = (found for found in here._connections.of(there.peer_id) if found is not first)
+        assert punched.punched
+        assert punched.is_initiator
+        await first.abort()
+        await eventually(lambda: here.path_to(there.peer_id) == there.path_to(here.peer_id) == "punched")
+        await assert_serves(here, there)
+
+        inbox = Inbox()
+        there.serve_lanes(inbox)
+        here._reaching._addresses = there._reaching._addresses = ()
+        assert here._connections.dialled_addresses(there.peer_id) == [], "no other connection gets in there"
+        await post(await lane_to(here, there), b"hello")
+        assert await inbox.messages.receive() == b"hello"
+
+
+@watched
+async def test_a_peer_behind_a_symmetric_router_refuses_by_its_reachability() -> None:
+    async with pair() as (here, there):
+        await here.dial(there.addresses[0], timeout=TIMEOUT)
+        service = behind_a_router(here)
+        behind_a_router(there, Kind.RELAYED)
+        with pytest.raises(
+            RefusedPunchError, match=r"the peer takes part in no punch: .*behind a relayed router"
+        ):
+            await service.connect(there.peer_id, timeout=TIMEOUT)
+        keeper(here)._dialled_addresses = lambda _: ()
+        here._reaching._addresses = there._reaching._addresses = ()
+        with pytest.raises(UnreachableError, match="the other peer takes part in no punch"):
+            await lane_to(here, there)
+
+
+@watched
+async def test_a_peer_that_is_asked_dials_directly_and_never_through_a_relay() -> None:
+    async with open_host(LOOPBACK) as here, open_host(LOOPBACK) as there, open_host(LOOPBACK) as relay:
+        await there.dial(here.addresses[0], timeout=TIMEOUT)
+        service = behind_a_router(here)
+        circuit = f"{relay.addresses[0]}/p2p-circuit/p2p/{here.peer_id}"
+        with pytest.raises(UnreachableError, match="leads through a relay"):
+            await service.ask_to_dial(there.peer_id, [circuit], timeout=TIMEOUT)
+        assert not there.is_connected(relay.peer_id)
+        await service.ask_to_dial(there.peer_id, [circuit, here.addresses[0]], timeout=TIMEOUT)
+        assert len(here._connections.of(there.peer_id)) == 2
+
+
+@watched
+async def test_a_punched_socket_to_another_peer_is_closed() -> None:
+    async with pair() as (here, there), open_host(LOOPBACK) as other:
+        with socket.create_server(("127.0.0.1", 0)) as listening:
+            mine = socket.create_connection(listening.getsockname())
+            theirs, _ = listening.accept()
+        async with trio.open_nursery() as nursery:
+
+            async def responder() -> None:
+                with pytest.raises(UnreachableError):
+                    await other._connections.adopt_socket(theirs, here.peer_id, initiator=False)
+
+            nursery.start_soon(responder)
+            with pytest.raises(UnreachableError):
+                await here._connections.adopt_socket(mine, there.peer_id, initiator=True)
+        assert mine.fileno() == theirs.fileno() == -1
+        assert not here.is_connected(other.peer_id)
+        assert not here.is_connected(there.peer_id)

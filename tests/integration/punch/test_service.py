@@ -1,0 +1,325 @@
+"""Punches that two peers coordinate on a stream: successes, refusals, retries, limits, and hostile peers."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from contextlib import suppress
+
+import pytest
+import trio
+
+from p2pavg.errors import StreamBrokenError, UnreachableError
+from p2pavg.net.framing import receive_message, send_message
+from p2pavg.net.limits.dial_policy import HOST_FAILURES
+from p2pavg.net.punch import limits, plan, service
+from p2pavg.net.punch.meeting import RefusedPunchError
+from p2pavg.net.punch.messages import PROTOCOL, Answer, Propose, Sync, Verdict
+from p2pavg.net.punch.plan import TRIES, Endpoint, OwnSide
+from p2pavg.net.punch.sockets import FreshPort
+from p2pavg.net.transport import Stream
+from tests.integration.hosts import watched
+from tests.integration.lanes.company import descriptors
+from tests.integration.punch.peers import Side, new_gate, two_sides
+
+BOUND = 20.0
+
+
+@watched
+async def test_two_peers_connect_and_the_asker_is_the_initiator() -> None:
+    async with two_sides() as (here, there):
+        before = descriptors()
+        await here.service.connect(there.peer_id, timeout=BOUND)
+        assert here.adopted == [(there.peer_id, True)]
+        assert there.adopted == [(here.peer_id, False)]
+        assert descriptors() == before
+
+
+@watched
+async def test_the_next_try_has_new_ports() -> None:
+    async with two_sides() as (here, there):
+        ports = []
+
+        async def wrong_at_first(port: FreshPort) -> int:
+            ports.append(port.port)
+            return port.port if len(ports) > 1 else 65535
+
+        there.predict = wrong_at_first
+        await here.service.connect(there.peer_id, timeout=BOUND)
+        assert len(set(ports)) == 2
+        assert here.adopted == [(there.peer_id, True)]
+
+
+@watched
+async def test_the_last_try_ends_with_the_reasons_of_both_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with two_sides() as (here, there):
+
+        async def wrong(port: FreshPort) -> int:
+            return 65535
+
+        here.predict = there.predict = wrong
+        monkeypatch.setattr(plan, "PUNCH_SECONDS", 0.3)
+        with pytest.raises(UnreachableError, match=rf"try 1: .*refused.*the peer reported.*try {TRIES}: "):
+            await here.service.connect(there.peer_id, timeout=BOUND)
+
+
+class TestRefusals:
+    @watched
+    async def test_a_peer_behind_a_symmetric_router_asks_for_nothing(self) -> None:
+        async with two_sides() as (here, there):
+            here.own = OwnSide(punchable=False, outer_hosts=("127.0.0.1",), sentence="a symmetric router")
+            with pytest.raises(RefusedPunchError, match=r"this peer takes part in no punch: .*symmetric"):
+                await here.service.connect(there.peer_id, timeout=BOUND)
+
+    @watched
+    async def test_a_peer_behind_a_symmetric_router_refuses_at_once(self) -> None:
+        async with two_sides() as (here, there):
+            there.own = OwnSide(punchable=False, outer_hosts=("127.0.0.1",), sentence="a symmetric router")
+            with pytest.raises(RefusedPunchError, match=r"the peer takes part in no punch: .*symmetric"):
+                await here.service.connect(there.peer_id, timeout=BOUND)
+
+    @watched
+    async def test_peers_of_different_families_do_not_try(self) -> None:
+        async with two_sides() as (here, there):
+            there.own = OwnSide(punchable=True, outer_hosts=("2001:db8::1",))
+            with pytest.raises(RefusedPunchError, match=r"outer addresses are of IPv6, .* IPv4"):
+                await here.service.connect(there.peer_id, timeout=BOUND)
+
+    @watched
+    async def test_a_stranger_is_refused(self) -> None:
+        async with two_sides() as (here, there):
+            there.friends = False
+            with pytest.raises(RefusedPunchError, match="nothing to do with each other"):
+                await here.service.connect(there.peer_id, timeout=BOUND)
+            with pytest.raises(UnreachableError, match="nothing to do with each other"):
+                await here.service.ask_to_dial(there.peer_id, ["/ip4/127.0.0.1/tcp/1"], timeout=BOUND)
+            assert not there.dialled
+
+    @watched
+    async def test_a_peer_that_cannot_predict_its_port_says_why(self) -> None:
+        async def unknown(port: FreshPort) -> int:
+            raise UnreachableError("no peer could be asked")
+
+        async with two_sides() as (here, there):
+            there.predict = unknown
+            with pytest.raises(RefusedPunchError, match="no peer could be asked"):
+                await here.service.connect(there.peer_id, timeout=BOUND)
+
+    @watched
+    async def test_of_two_punches_at_once_one_goes_on(self) -> None:
+        async with two_sides() as (here, there):
+            ended: list[str] = []
+
+            async def connect(me: Side, other: Side) -> None:
+                try:
+                    await me.service.connect(other.peer_id, timeout=BOUND)
+                except RefusedPunchError as error:
+                    ended.append(str(error))
+
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(connect, here, there)
+                nursery.start_soon(connect, there, here)
+            (refusal,) = ended
+            assert "under way" in refusal
+            assert len(here.adopted) == len(there.adopted) == 1
+
+
+async def hostile_stream(here: Side, there: Side) -> Stream:
+    return await here.transport.open_stream(there.peer_id, PROTOCOL, timeout=BOUND)
+
+
+async def answered(stream: Stream) -> Answer:
+    return Answer.decode(await receive_message(stream) or b"")
+
+
+class TestHostileAskers:
+    """A peer names the endpoints to which the other one connects."""
+
+    @pytest.mark.parametrize(
+        ("host", "reason"),
+        [
+            ("127.0.0.1", "this machine itself"),
+            ("10.1.2.3", "private network"),
+            ("169.254.169.254", "no peer can be there"),
+        ],
+    )
+    @watched
+    async def test_endpoints_that_the_dial_gate_refuses_get_no_packet(self, host: str, reason: str) -> None:
+        async with two_sides() as (here, there):
+            there.puncher._gate = new_gate(loopback=False)
+            stream = await hostile_stream(here, there)
+            await send_message(stream, Propose(1, (Endpoint(host, 4001),)).encode())
+            assert reason in (await answered(stream)).refusal
+
+    @watched
+    async def test_an_answer_with_such_an_endpoint_ends_the_punch(self) -> None:
+        async with two_sides() as (here, there):
+            here.puncher._gate = new_gate(loopback=False)
+            with pytest.raises(RefusedPunchError, match="this machine itself"):
+                await here.service.connect(there.peer_id, timeout=BOUND)
+            assert not here.adopted
+
+    @watched
+    async def test_failed_tries_use_up_the_budget_of_failed_dials(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """After that, a third party gets no more connections, whichever peer asks."""
+        monkeypatch.setattr(plan, "UPGRADE_SECONDS", 0.02)
+        reasons = []
+        async with two_sides() as (here, there):
+            with socket.create_server(("127.0.0.1", 0)) as third_party:
+                victim = Endpoint("127.0.0.1", third_party.getsockname()[1])
+                for _ in range(HOST_FAILURES + 3):
+                    stream = await hostile_stream(here, there)
+                    await send_message(stream, Propose(1, (victim,)).encode())
+                    assert (await answered(stream)).endpoint is not None
+                    await send_message(stream, Sync().encode())
+                    reasons.append(Verdict.decode(await receive_message(stream) or b"").reason)
+                    await stream.reset()
+                assert connections_of(third_party) == HOST_FAILURES
+            assert "handshake took longer" in reasons[HOST_FAILURES - 1]
+            assert "too many dials have failed" in reasons[HOST_FAILURES]
+            assert not there.adopted
+
+    @watched
+    async def test_tries_of_one_peer_are_limited(self) -> None:
+        async with two_sides() as (here, there):
+            taken = 0
+            for _ in range(limits.PEER_TRIES + 3):
+                stream = await hostile_stream(here, there)
+                await send_message(stream, Propose(1, (Endpoint("127.0.0.1", 4001),)).encode())
+                taken += not (await answered(stream)).refusal
+                await stream.reset()
+                await until(lambda: not there.puncher._limits._under_way)
+            assert taken == limits.PEER_TRIES
+
+    @watched
+    async def test_a_try_without_a_signal_holds_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(service, "SERVE_SECONDS", 0.2)
+        async with two_sides() as (here, there):
+            before = descriptors()
+            stream = await hostile_stream(here, there)
+            await send_message(stream, Propose(1, (Endpoint("127.0.0.1", 4001),)).encode())
+            await answered(stream)
+            with pytest.raises(StreamBrokenError):
+                await stream.receive_some(1)
+            assert descriptors() == before
+            assert not there.puncher._limits._under_way
+
+    @pytest.mark.parametrize("attempts", [(2,), (1, 1), (1, 3)], ids=str)
+    @watched
+    async def test_tries_out_of_order_break_the_stream(
+        self, attempts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(plan, "PUNCH_SECONDS", 0.02)
+        async with two_sides() as (here, there):
+            stream = await hostile_stream(here, there)
+            for attempt in attempts[:-1]:
+                await send_message(stream, Propose(attempt, (Endpoint("127.0.0.1", 4001),)).encode())
+                await answered(stream)
+                await send_message(stream, Sync().encode())
+                assert Verdict.decode(await receive_message(stream) or b"").reason
+            await send_message(stream, Propose(attempts[-1], (Endpoint("127.0.0.1", 4001),)).encode())
+            with pytest.raises(StreamBrokenError):
+                await stream.receive_some(1)
+
+    @watched
+    async def test_an_answer_for_another_family_is_an_error_of_the_protocol(self) -> None:
+        async def lie(stream: Stream) -> None:
+            await receive_message(stream)
+            await send_message(stream, Answer("", Endpoint("2001:db8::1", 4001)).encode())
+            await receive_message(stream)
+
+        async with two_sides() as (here, there):
+            there.transport.serve(PROTOCOL, lie)
+            with pytest.raises(UnreachableError, match="which was not proposed"):
+                await here.service.connect(there.peer_id, timeout=BOUND)
+
+    @watched
+    async def test_a_connection_that_the_other_peer_reports_as_failed_is_no_success(self) -> None:
+        async with two_sides() as (here, there):
+
+            async def fail(plain: socket.socket, peer_id: str, *, initiator: bool) -> None:
+                await Side.adopt(there, plain, peer_id, initiator=initiator)
+                raise UnreachableError("no place")
+
+            there.service._adopt = fail
+            with pytest.raises(UnreachableError, match=r"no place.*no place.*no place"):
+                await here.service.connect(there.peer_id, timeout=BOUND)
+
+
+class TestSilence:
+    @watched
+    async def test_a_silent_peer_costs_the_callers_timeout(self) -> None:
+        async def say_nothing(stream: Stream) -> None:
+            await trio.sleep_forever()
+
+        async with two_sides() as (here, there):
+            there.transport.serve(PROTOCOL, say_nothing)
+            before = descriptors()
+            with pytest.raises(UnreachableError, match=r"within 0\.2 s"):
+                await here.service.connect(there.peer_id, timeout=0.2)
+            assert descriptors() == before
+            assert not here.service._asking
+
+    @watched
+    async def test_a_handshake_that_never_ends_is_given_up(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(plan, "UPGRADE_SECONDS", 0.1)
+
+        async def hang(plain: socket.socket, peer_id: str, *, initiator: bool) -> None:
+            with plain:
+                await trio.sleep_forever()
+
+        async with two_sides() as (here, there):
+            here.service._adopt = there.service._adopt = hang
+            with pytest.raises(UnreachableError, match=r"handshake took longer.*the peer reported"):
+                await here.service.connect(there.peer_id, timeout=BOUND)
+
+
+class TestDialMe:
+    @watched
+    async def test_the_other_peer_dials_until_an_address_answers(self) -> None:
+        async with two_sides() as (here, there):
+            await here.service.ask_to_dial(there.peer_id, ["/dead/1", "/good/2", "/good/3"], timeout=BOUND)
+            assert there.dialled == [(here.peer_id, "/dead/1"), (here.peer_id, "/good/2")]
+
+    @watched
+    async def test_the_reasons_are_reported(self) -> None:
+        async with two_sides() as (here, there):
+            with pytest.raises(UnreachableError, match="reported: /dead/1: no answer; /dead/2: no answer"):
+                await here.service.ask_to_dial(there.peer_id, ["/dead/1", "/dead/2"], timeout=BOUND)
+
+    @watched
+    async def test_dials_count_as_tries(self) -> None:
+        async with two_sides() as (here, there):
+            for _ in range(limits.PEER_TRIES):
+                await here.service.ask_to_dial(there.peer_id, ["/good/1"], timeout=BOUND)
+            with pytest.raises(UnreachableError, match="asked for too many"):
+                await here.service.ask_to_dial(there.peer_id, ["/good/1"], timeout=BOUND)
+
+    @watched
+    async def test_a_dial_that_hangs_is_given_up(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(service, "DIAL_SECONDS", 0.1)
+
+        async def hang(peer_id: str, address: str) -> None:
+            await trio.sleep_forever()
+
+        async with two_sides() as (here, there):
+            there.service._dial = hang
+            with pytest.raises(UnreachableError, match="no answer within"):
+                await here.service.ask_to_dial(there.peer_id, ["/good/1"], timeout=BOUND)
+
+
+def connections_of(listening: socket.socket) -> int:
+    listening.setblocking(False)
+    count = 0
+    with suppress(BlockingIOError):
+        while True:
+            listening.accept()[0].close()
+            count += 1
+    return count
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await trio.sleep(0.005)

@@ -1,0 +1,433 @@
+"""The doctor beside real peers: faults that are made on purpose, and the cause that it names for each."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+
+from p2pavg.cli.authority import create, invite, open_authority
+from p2pavg.cli.authority import revoke as revoke_certificates
+from p2pavg.cli.publishing import publish
+from p2pavg.doctor.examination import Options, examine
+from p2pavg.membership.armour import certificate_text
+from p2pavg.membership.certificate import Role, issue
+from p2pavg.records.identity import make_seed
+from p2pavg_dht import Ed25519Signer
+from tests.integration.doctor_peers import ABSENT_RUN, LATE_RUN, LATE_SECONDS, RECIPES
+from tests.unit.cli.commands import Commands
+
+SOME_PEER = Ed25519Signer(b"s" * 32).peer_id
+LOOPBACK = "/ip4/127.0.0.1/tcp/0"
+WATCHDOG_SECONDS = 60.0
+DAY = 86400.0
+
+
+@dataclass(frozen=True)
+class Scene:
+    """Peers in another process, and the files of their run."""
+
+    addresses: dict[str, str]
+    folder: Path
+
+    @property
+    def run(self) -> Path:
+        return self.folder / "lab.run"
+
+    def certificate(self, peer_id: str, name: str, *, begins: float, ends: float) -> Path:
+        """Sign a certificate of the run, with times relative to now."""
+        authority = open_authority(self.run, None)
+        now = time.time()
+        signed = issue(
+            authority.key.sign,
+            authority=authority.run.authority,
+            peer_id=peer_id,
+            roles=[Role.CONTRIBUTOR],
+            max_weight=10.0,
+            not_before=now + begins,
+            expires=now + ends,
+            serial=os.urandom(16),
+        )
+        file = self.folder / f"{name}.cert"
+        file.write_text(certificate_text(signed))
+        return file
+
+
+@pytest.fixture(scope="module")
+def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
+    """Four peers in three networks, in one process that all tests share."""
+    folder = tmp_path_factory.mktemp("doctor")
+    settings: dict[str, Any] = {"match_timeout": 1.0, "compression": "fp32"}
+    create("lab", folder, [], settings)
+    keys, certificates = {}, {}
+    for name in ("one", "two", "late", "old"):
+        keys[name] = str(folder / f"{name}.key")
+        peer_id = Ed25519Signer(make_seed(keys[name], what="identity")).peer_id
+        certificates[name] = str(folder / f"{name}.cert")
+        invite(
+            open_authority(folder / "lab.run", None),
+            peer_id,
+            roles=["contributor"],
+            max_weight=10.0,
+            days=1.0,
+            output=Path(certificates[name]),
+        )
+    arguments = {"keys": keys, "certificates": certificates, "run": str(folder / "lab.run")}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.integration.doctor_peers", json.dumps(arguments)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    watchdog = threading.Timer(WATCHDOG_SECONDS, process.kill)
+    watchdog.start()
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        watchdog.cancel()
+        yield Scene(json.loads(line), folder)
+    finally:
+        watchdog.cancel()
+        process.kill()
+        process.communicate()
+
+
+@pytest.fixture
+def doctor(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Doctor:
+    return Doctor(Commands(monkeypatch, capsys))
+
+
+class Doctor:
+    """The command in this process: importing torch takes longer than a whole examination."""
+
+    def __init__(self, commands: Commands) -> None:
+        self.call = commands
+
+    def __call__(self, *arguments: object, listen: str = LOOPBACK) -> Report:
+        done = self.call("doctor", "--json", "--listen", listen, *arguments)
+        assert done.err == ""
+        return Report.of(done.out, done.code)
+
+
+@dataclass(frozen=True)
+class Report:
+    """The findings of one call."""
+
+    findings: list[dict[str, str]]
+
+    @classmethod
+    def of(cls, out: str, code: int) -> Report:
+        read = json.loads(out)
+        found = cls(read["findings"])
+        assert read["faults"] == len(found.faults())
+        assert code == (1 if read["faults"] else 0)
+        return found
+
+    def faults(self) -> list[str]:
+        return [each["name"] for each in self.findings if each["level"] == "fault"]
+
+    def only(self, name: str) -> str:
+        """Return the one fault, its cause and its remedy. There must be no other fault."""
+        assert self.faults() == [name], self.findings
+        return self.told(name)
+
+    def told(self, name: str, level: str = "fault") -> str:
+        """Return the findings of a name and level as text."""
+        found = [each for each in self.findings if (each["name"], each["level"]) == (name, level)]
+        assert found, [each for each in self.findings if each["name"] == name]
+        return "; ".join(f"{each['what']}: {each['cause']}: {each['remedy']}" for each in found)
+
+
+@contextmanager
+def listener(words: bytes | None) -> Iterator[str]:
+    """A service of another kind. It says its words and hangs up; ``None``: it says nothing and stays."""
+    ended = threading.Event()
+
+    def serve() -> None:
+        connection, _ = opened.accept()
+        with connection:
+            if words is None:
+                ended.wait(WATCHDOG_SECONDS)
+            else:
+                connection.sendall(words)
+
+    with socket.create_server(("127.0.0.1", 0)) as opened:
+        opened.settimeout(WATCHDOG_SECONDS)
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            yield f"/ip4/127.0.0.1/tcp/{opened.getsockname()[1]}/p2p/{SOME_PEER}"
+        finally:
+            ended.set()
+            thread.join()
+
+
+def closed_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as opened:
+        return int(opened.getsockname()[1])
+
+
+class TestHealthy:
+    def test_no_fault_is_found_in_a_healthy_run(self, scene: Scene, doctor: Doctor) -> None:
+        report = doctor("--bootstrap", scene.addresses["one"], "--run-id", "healthy")
+        assert report.faults() == []
+        assert "answered in" in report.told("bootstrap", "ok")
+        assert "2 peers of the run 'healthy'" in report.told("run", "ok")
+        assert "2 peers can meet" in report.told("peers", "ok")
+        assert "agrees with 2 peers" in report.told("clock", "ok")
+        assert "same protocols as 2 peers" in report.told("version", "ok")
+        assert report.told("bandwidth", "ok").count("Mbit/s up") == 2
+
+    def test_a_member_with_all_its_files_is_healthy(self, scene: Scene, doctor: Doctor) -> None:
+        files = ["--certificate", scene.folder / "late.cert", "--identity", scene.folder / "late.key"]
+        report = doctor("--bootstrap", scene.addresses["one"], "--run", scene.run, *files)
+        assert report.faults() == []
+        assert "it expires in 24 hours" in report.told("certificate", "warning")
+        assert "2 peers can meet" in report.told("peers", "ok")
+
+    def test_the_table_names_every_check_once_and_the_result(self, doctor: Doctor) -> None:
+        done = doctor.call("doctor", "--listen", LOOPBACK)
+        assert (done.code, done.err) == (0, "")
+        lines = done.out.splitlines()
+        assert lines[-1] == "nothing wrong was found"
+        assert [line for line in lines if line.startswith("packages      ok")]
+
+
+class TestAddresses:
+    def test_wrong_port(self, doctor: Doctor) -> None:
+        port = closed_port()
+        told = doctor("--bootstrap", f"/ip4/127.0.0.1/tcp/{port}/p2p/{SOME_PEER}").only("bootstrap")
+        assert f"127.0.0.1 refuses connections to port {port}" in told
+        assert "the port is wrong" in told
+
+    def test_another_peer_at_the_address(self, scene: Scene, doctor: Doctor) -> None:
+        address, _, found = scene.addresses["one"].rpartition("/")
+        told = doctor("--bootstrap", f"{address}/{SOME_PEER}").only("bootstrap")
+        assert f"another peer is there: {found}, not {SOME_PEER}" in told
+
+    def test_a_relay_without_the_peer(self, scene: Scene, doctor: Doctor) -> None:
+        told = doctor("--bootstrap", f"{scene.addresses['one']}/p2p-circuit/p2p/{SOME_PEER}").only(
+            "bootstrap"
+        )
+        assert "the relay at 127.0.0.1 port" in told
+        assert f"leads to no peer {SOME_PEER}" in told
+
+    @pytest.mark.parametrize(
+        ("words", "cause"),
+        [
+            (b"SSH-2.0-OpenSSH_9.6\r\n", "the port of another service, which says 'SSH-2.0-OpenSSH_9.6'"),
+            (b"", "closes it at once"),
+            (None, "says nothing"),
+        ],
+        ids=["ssh", "closes", "silent"],
+    )
+    def test_port_of_another_service(self, doctor: Doctor, words: bytes | None, cause: str) -> None:
+        with listener(words) as address:
+            assert cause in doctor("--bootstrap", address).only("bootstrap")
+
+    def test_unknown_name(self, doctor: Doctor) -> None:
+        told = doctor("--bootstrap", f"/dns4/no-such-name.invalid/tcp/4001/p2p/{SOME_PEER}").only("bootstrap")
+        assert "the name no-such-name.invalid is unknown" in told or "no name server answers" in told
+
+    def test_one_reached_address_is_enough(self, scene: Scene, doctor: Doctor) -> None:
+        wrong = f"/ip4/127.0.0.1/tcp/{closed_port()}/p2p/{SOME_PEER}"
+        report = doctor("--bootstrap", wrong, "--bootstrap", scene.addresses["two"])
+        assert report.faults() == []
+        assert "refuses" in report.told("bootstrap", "warning")
+
+    def test_port_in_use(self, doctor: Doctor) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as opened:
+            port = opened.getsockname()[1]
+            told = doctor(listen=f"/ip4/127.0.0.1/tcp/{port}").only("port")
+        assert f"port {port} is in use by" in told
+        assert f"process {os.getpid()}" in told
+
+    def test_port_of_the_peer_itself_is_no_fault(self, scene: Scene, doctor: Doctor) -> None:
+        listen = scene.addresses["one"].partition("/p2p/")[0]
+        report = doctor("--identity", scene.folder / "one.key", listen=listen)
+        assert report.faults() == []
+        assert "held by this peer, which runs already" in report.told("port", "ok")
+
+    def test_address_of_no_interface(self, doctor: Doctor) -> None:
+        told = doctor(listen="/ip4/203.0.113.77/tcp/4001").only("port")
+        assert "no interface of this machine has that address" in told
+
+
+class TestPeers:
+    def test_clock_of_this_machine_is_off(self, scene: Scene) -> None:
+        """The doctor corrects its clock, and finds the run whose records look expired."""
+
+        async def examined() -> list[str]:
+            options = Options(listen=[LOOPBACK], bootstrap=[scene.addresses["one"]], run_id="healthy")
+            found = await examine(options, wall_clock=lambda: time.time() + LATE_SECONDS)
+            assert [each.name for each in found if each.level == "fault"] == ["clock"]
+            assert "2 peers can meet" in [each.what for each in found if each.name == "peers"]
+            return [each.cause for each in found if each.name == "clock"]
+
+        assert trio.run(examined) == [f"your clock is {LATE_SECONDS:.0f} s ahead of 2 peers"]
+
+    def test_clock_ahead_of_another_network(self, scene: Scene, doctor: Doctor) -> None:
+        report = doctor("--bootstrap", scene.addresses["late"], "--run-id", LATE_RUN)
+        assert "s ahead of 1 peer" in report.only("clock")
+        assert "1 peer of the run" in report.told("run", "ok")
+
+    def test_another_version(self, scene: Scene, doctor: Doctor) -> None:
+        told = doctor("--bootstrap", scene.addresses["old"]).only("version")
+        assert "1 peer speaks match/1.0.0, this one match/" in told
+
+    def test_no_such_run(self, scene: Scene, doctor: Doctor) -> None:
+        told = doctor("--bootstrap", scene.addresses["one"], "--run-id", "heathly").only("run")
+        assert "no peer of the run 'heathly' was found" in told
+        assert "none of the 2 peers of this network takes part in it" in told
+
+    @pytest.mark.parametrize(
+        ("run_id", "causes"),
+        [
+            ("schemas", ("schema: 1 tensors of", "1 tensors of 100 elements", "1 tensors of 200 elements")),
+            ("codecs", ("codec: fp", "fp16", "fp32")),
+            (RECIPES, ("recipe: lr 0.", "lr 0.1", "lr 0.2", "0.2; most peers")[:1]),
+        ],
+    )
+    def test_peers_that_do_not_meet(
+        self, scene: Scene, doctor: Doctor, run_id: str, causes: tuple[str, ...]
+    ) -> None:
+        told = doctor("--bootstrap", scene.addresses["one"], "--run-id", run_id).only("peers")
+        for cause in causes:
+            assert cause in told
+
+    def test_a_ready_peer_that_is_not_there(self, scene: Scene, doctor: Doctor) -> None:
+        report = doctor("--bootstrap", scene.addresses["one"], "--run-id", ABSENT_RUN)
+        assert report.faults() == []
+        told = report.told("peers", "warning")
+        assert "1 of 1 peer that are ready for a round cannot be reached" in told
+        assert "at /ip4/127.0.0.1/tcp/1 (" in told
+        assert "Connection refused" in told
+
+    def test_others_are_compared_with_this_peer_if_it_runs(self, scene: Scene, doctor: Doctor) -> None:
+        common = ["--bootstrap", scene.addresses["one"], "--identity", scene.folder / "two.key"]
+        told = doctor(*common, "--run-id", "codecs").only("peers")
+        assert "codec: fp32, this peer fp16" in told
+        told = doctor(*common, "--run-id", RECIPES).only("peers")
+        assert "recipe: lr 0.1, this peer 0.2" in told
+
+
+class TestFiles:
+    @pytest.fixture
+    def key(self, tmp_path: Path) -> tuple[Path, str]:
+        file = tmp_path / "peer.key"
+        return file, Ed25519Signer(make_seed(file, what="identity")).peer_id
+
+    def test_others_can_read_the_key(self, doctor: Doctor, key: tuple[Path, str]) -> None:
+        key[0].chmod(0o644)
+        told = doctor("--identity", key[0]).only("key file")
+        assert "its mode is 0644" in told
+        assert f"chmod 600 {key[0]}" in told
+
+    def test_key_that_is_none(self, doctor: Doctor, tmp_path: Path) -> None:
+        file = tmp_path / "peer.key"
+        file.write_bytes(b"not a key")
+        file.chmod(0o600)
+        assert "it has 9 bytes, and a key has 32" in doctor("--identity", file).only("key file")
+
+    def test_key_that_cannot_be_read(self, doctor: Doctor, tmp_path: Path) -> None:
+        assert "Is a directory" in doctor("--identity", tmp_path).only("key file")
+
+    def test_missing_key_is_not_made(self, doctor: Doctor, tmp_path: Path) -> None:
+        report = doctor("--identity", tmp_path / "peer.key")
+        assert report.faults() == []
+        assert "does not exist" in report.told("key file", "note")
+        assert list(tmp_path.iterdir()) == []
+
+    def test_run_file_that_is_none(self, doctor: Doctor, tmp_path: Path) -> None:
+        file = tmp_path / "lab.run"
+        file.write_text("version = 1\n")
+        assert "run_id is missing" in doctor("--run", file).only("run file")
+
+    @pytest.mark.parametrize(
+        ("begins", "ends", "cause"),
+        [(-2 * DAY, -DAY, "it has expired"), (DAY, 2 * DAY, "it is not valid yet")],
+        ids=["expired", "not yet valid"],
+    )
+    def test_certificate_at_the_wrong_time(
+        self, scene: Scene, doctor: Doctor, key: tuple[Path, str], begins: float, ends: float, cause: str
+    ) -> None:
+        certificate = scene.certificate(key[1], "untimely", begins=begins, ends=ends)
+        told = doctor("--run", scene.run, "--certificate", certificate, "--identity", key[0]).only(
+            "certificate"
+        )
+        assert cause in told
+
+    def test_certificate_of_another_peer(self, scene: Scene, doctor: Doctor, key: tuple[Path, str]) -> None:
+        files = ["--certificate", scene.folder / "one.cert", "--identity", key[0]]
+        told = doctor("--run", scene.run, *files).only("certificate")
+        assert "it is for another peer" in told
+        assert f"the key file is that of {key[1]}" in told
+
+    def test_certificate_of_another_run(self, scene: Scene, doctor: Doctor, tmp_path: Path) -> None:
+        create("other", tmp_path, [], {})
+        files = ["--certificate", scene.folder / "one.cert", "--identity", scene.folder / "one.key"]
+        assert "it is of another run" in doctor("--run", tmp_path / "other.run", *files).only("certificate")
+
+    def test_no_certificate(self, scene: Scene, doctor: Doctor) -> None:
+        assert "no certificate was named" in doctor("--run", scene.run).only("certificate")
+
+    def test_revoked_certificate(self, scene: Scene, doctor: Doctor, key: tuple[Path, str]) -> None:
+        """The list comes from the members of the run."""
+        certificate = scene.certificate(key[1], "revoked", begins=-DAY, ends=DAY)
+        authority = open_authority(scene.run, None)
+        revoke_certificates(authority, [str(certificate)], None)
+        publish(authority, [scene.addresses["one"]])
+        files = ["--certificate", certificate, "--identity", key[0]]
+        told = doctor("--bootstrap", scene.addresses["one"], "--run", scene.run, *files).only("certificate")
+        assert "it was revoked" in told
+
+
+def test_few_open_files_and_an_old_package(tmp_path: Path) -> None:
+    """In a process of its own: a lowered limit cannot be raised again, and metadata are read from the path."""
+    old = tmp_path / "rich-12.0.0.dist-info"
+    old.mkdir()
+    (old / "METADATA").write_text("Metadata-Version: 2.1\nName: rich\nVersion: 12.0.0\n")
+    done = subprocess.run(
+        [
+            *("bash", "-c", 'ulimit -n 128; exec "$@"', "bash"),
+            *(sys.executable, "-m", "p2pavg", "doctor", "--json", "--listen", LOOPBACK),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=WATCHDOG_SECONDS,
+        env=os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"},
+        check=False,
+    )
+    report = Report.of(done.stdout, done.returncode)
+    assert report.faults() == ["packages", "open files"]
+    assert "rich 12.0.0 is not supported: p2pavg needs rich>=13.7" in report.told("packages")
+    assert "this process may open 128 files" in report.told("open files")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--bootstrap", "127.0.0.1:4001"],
+        ["--listen", "/ip4/127.0.0.1"],
+        ["--run", "lab.run", "--run-id", "lab"],
+        ["--certificate", "lab.cert"],
+        ["--run-id", ""],
+        ["--no-such-option"],
+    ],
+)
+def test_wrong_arguments_end_with_exit_code_2(doctor: Doctor, arguments: list[str]) -> None:
+    done = doctor.call("doctor", *arguments)
+    assert (done.code, done.out) == (2, "")
+    assert "Traceback" not in done.err

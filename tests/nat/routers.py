@@ -1,0 +1,147 @@
+"""Routers of a lab: their rules of address translation and filtering, and the daemon that maps ports for hosts."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from tests.nat.namespaces import COMMAND_SECONDS, LabError, inside, settings
+
+WAN = "wan"
+LAN = "lan"
+FORWARDED_PORT = 4001
+"""The port of a router that is forwarded to a host, the same inside and outside."""
+
+_STOP_SECONDS = 3.0
+_INSIDE = ("ip", "netns", "exec")
+_WITH_PARENT = ("setpriv", "--pdeathsig", "KILL")
+"""Lets the kernel kill a daemon when the test that started it is killed."""
+
+# Netfilter's netlink message that deletes all entries of the table of connections: IPCTNL_MSG_CT_DELETE without a
+# tuple, as `conntrack -F` sends it. A namespace's table can be reached from inside only.
+_FORGET = """
+import socket, struct
+netlink = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 12)
+netlink.sendto(struct.pack("=IHHIIBBH", 20, (1 << 8) | 2, 1 | 4, 1, 0, 0, 0, 0), (0, 0))
+error = struct.unpack("=IHHIIi", netlink.recv(4096)[:20])[5]
+raise SystemExit(f"netlink: error {-error}" if error else 0)
+"""
+
+# miniupnpd of Debian writes its rules into these chains. Traffic that it redirects passes the filter of iptables as
+# traffic whose destination was translated.
+_CHAINS = """
+table inet upnp {
+    chain forward_upnp { }
+    chain prerouting_upnp { type nat hook prerouting priority -100; policy accept; }
+    chain postrouting_upnp { type nat hook postrouting priority 90; policy accept; }
+}
+"""
+
+
+def make_router(namespace: str, *, symmetric: bool = False, forward_to: str = "", port: int = 0) -> None:
+    """Let a namespace translate what leaves by its wide-area interface, and drop what comes unasked.
+
+    Args:
+        symmetric: each connection gets a random outer port; otherwise the port is kept where it is free.
+        forward_to: the host to which connections to ``port`` are forwarded; empty forwards none.
+    """
+    # By default, the kernel picks up connections that it has not seen begin. A connection that goes on after its
+    # mapping is forgotten would hide the loss.
+    settings(namespace, ipv4__ip_forward=1, netfilter__nf_conntrack_tcp_loose=0)
+    random = " --random-fully" if symmetric else ""
+    forward = (
+        f"-A PREROUTING -i {WAN} -p tcp --dport {port} -j DNAT --to-destination {forward_to}:{port}\n"
+        if forward_to
+        else ""
+    )
+    rules = (
+        f"*nat\n{forward}-A POSTROUTING -o {WAN} -j MASQUERADE{random}\nCOMMIT\n"
+        "*filter\n:FORWARD DROP\n"
+        "-A FORWARD -m conntrack --ctstate INVALID -j DROP\n"
+        "-A FORWARD -m conntrack --ctstate ESTABLISHED,RELATED,DNAT -j ACCEPT\n"
+        f"-A FORWARD ! -i {WAN} -j ACCEPT\n"
+        f"-A INPUT -i {WAN} -m conntrack --ctstate NEW,INVALID -j DROP\n"
+        "COMMIT\n"
+    )
+    inside(namespace, "iptables-restore", script=rules)
+
+
+def forget_connections(namespace: str) -> None:
+    """Let a router forget all connections and mappings, as if it had been restarted."""
+    inside(namespace, sys.executable, "-S", "-c", _FORGET)
+
+
+class PortMappingDaemon:
+    """A real ``miniupnpd`` on a router, which answers UPnP and NAT-PMP. The caller stops it.
+
+    Args:
+        folder: for its settings, its log and its list of mappings.
+    """
+
+    def __init__(self, namespace: str, folder: Path) -> None:
+        inside(namespace, "nft", "-f", "-", script=_CHAINS)
+        file = folder / f"{namespace}.conf"
+        file.write_text(_settings(folder / f"{namespace}.leases"))
+        self.log = folder / f"{namespace}.log"
+        pid = folder / f"{namespace}.pid"
+        command = [*_INSIDE, namespace, *_WITH_PARENT, "miniupnpd", "-d", "-f", str(file), "-P", str(pid)]
+        with self.log.open("w") as log:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                process_group=0,
+            )
+        self._wait_until_ready()
+
+    def _wait_until_ready(self) -> None:
+        deadline = time.monotonic() + COMMAND_SECONDS
+        while "HTTP listening on port" not in self.log.read_text():
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                self.stop()
+                raise LabError(f"miniupnpd does not start: {self.log.read_text()[-500:]}")
+            time.sleep(0.02)
+
+    def stop(self) -> None:
+        """End the daemon."""
+        if self._process.poll() is None:
+            self._process.terminate()
+            try:
+                self._process.wait(_STOP_SECONDS)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+
+
+def mapped_ports(namespace: str) -> set[int]:
+    """Return the outer ports that miniupnpd has mapped."""
+    rules = inside(namespace, "nft", "list", "chain", "inet", "upnp", "prerouting_upnp")
+    return {int(port) for port in re.findall(r"dport (\d+)", rules)}
+
+
+def _settings(leases: Path) -> str:
+    return "\n".join(
+        (
+            f"ext_ifname={WAN}",
+            f"listening_ip={LAN}",
+            "enable_upnp=yes",
+            "enable_natpmp=yes",
+            "secure_mode=yes",
+            "system_uptime=yes",
+            "port=5000",
+            "uuid=7b6880f4-b4f2-45f6-b135-e978975111e4",
+            "upnp_table_name=upnp",
+            "upnp_nat_table_name=upnp",
+            "upnp_forward_chain=forward_upnp",
+            "upnp_nat_chain=prerouting_upnp",
+            "upnp_nat_postrouting_chain=postrouting_upnp",
+            f"lease_file={leases}",
+            "allow 1024-65535 0.0.0.0/0 1024-65535",
+            "deny 0-65535 0.0.0.0/0 0-65535",
+            "",
+        )
+    )

@@ -1,0 +1,178 @@
+"""The lab itself: its routers translate, keep ports and drop like the routers that they stand for."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.nat.lab import Host, Kind, Lab, lab
+from tests.nat.namespaces import PREFIX, LabError, clean, inside, run
+from tests.nat.routers import FORWARDED_PORT
+
+ROOT = Path(__file__).parents[2]
+SECONDS = 10.0
+
+# Accepts connections and tells each the address that it comes from.
+_LISTENER = """
+import socket
+listener = socket.create_server(("0.0.0.0", {port}))
+print("ready", flush=True)
+while True:
+    connection, (host, port) = listener.accept()
+    connection.sendall(f'["{{host}}", {{port}}]'.encode())
+    connection.close()
+"""
+# Connects, and prints what it is told.
+_DIALLER = """
+import socket
+with socket.socket() as dialler:
+    dialler.settimeout(2)
+    dialler.bind(("0.0.0.0", {own_port}))
+    dialler.connect(("{host}", {port}))
+    print(dialler.makefile().read())
+"""
+_MAPPER = """
+import miniupnpc
+router = miniupnpc.UPnP()
+router.discoverdelay = 500
+assert router.discover() and router.selectigd()
+assert router.addportmapping(4001, "TCP", router.lanaddr, 4001, "p2pavg", "")
+print(router.externalipaddress())
+"""
+
+
+@contextmanager
+def listening(host: Host, port: int) -> Iterator[None]:
+    """Listen at a host, in a process that ends with the block."""
+    command = ["ip", "netns", "exec", host.namespace, sys.executable, "-c", _LISTENER.format(port=port)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    watchdog = threading.Timer(SECONDS, process.kill)
+    watchdog.start()
+    assert process.stdout is not None
+    try:
+        assert process.stdout.readline() == "ready\n"
+        yield
+    finally:
+        watchdog.cancel()
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def dial(here: Host, address: str, port: int, own_port: int = 0) -> tuple[str, int]:
+    """Connect, and return the address that the other end sees."""
+    program = _DIALLER.format(host=address, port=port, own_port=own_port)
+    host, outer_port = json.loads(inside(here.namespace, sys.executable, "-S", "-c", program))
+    return host, outer_port
+
+
+@pytest.mark.parametrize("kind", [Kind.CONE, Kind.FORWARDED, Kind.CGNAT])
+def test_a_router_that_keeps_ports(internet: Lab, kind: Kind) -> None:
+    server, home = internet.site(Kind.PUBLIC).hosts[0], internet.site(kind)
+    with listening(server, 4001):
+        assert dial(home.hosts[0], server.address, 4001, own_port=5000) == (home.public, 5000)
+
+
+def test_a_symmetric_router_gives_each_connection_another_port(internet: Lab) -> None:
+    server, home = internet.site(Kind.PUBLIC).hosts[0], internet.site(Kind.SYMMETRIC)
+    with listening(server, 4001), listening(server, 4002):
+        seen = {dial(home.hosts[0], server.address, port, own_port=5000) for port in (4001, 4002)}
+    assert {host for host, _ in seen} == {home.public}
+    assert len({port for _, port in seen} | {5000}) == 3
+
+
+@pytest.mark.parametrize("kind", [Kind.CONE, Kind.SYMMETRIC, Kind.CGNAT, Kind.FORWARDED])
+def test_a_router_drops_what_comes_unasked(internet: Lab, kind: Kind) -> None:
+    dialler, home = internet.site(Kind.PUBLIC).hosts[0], internet.site(kind)
+    port = FORWARDED_PORT + 1
+    with listening(home.hosts[0], port), pytest.raises(LabError, match="timed out"):
+        dial(dialler, home.public, port)
+
+
+def test_a_forwarded_port_leads_to_its_host(internet: Lab) -> None:
+    dialler, home = internet.site(Kind.PUBLIC).hosts[0], internet.site(Kind.FORWARDED, 2)
+    with listening(home.hosts[0], FORWARDED_PORT):
+        assert dial(dialler, home.public, FORWARDED_PORT)[0] == dialler.address
+
+
+def test_a_router_maps_ports_for_hosts_that_ask(internet: Lab, port_mapping: None) -> None:
+    dialler, home = internet.site(Kind.PUBLIC).hosts[0], internet.site(Kind.UPNP)
+    assert home.mapped_ports() == set()
+    assert inside(home.hosts[0].namespace, sys.executable, "-c", _MAPPER).strip() == home.public
+    assert home.mapped_ports() == {4001}
+    with listening(home.hosts[0], 4001):
+        assert dial(dialler, home.public, 4001)[0] == dialler.address
+
+
+def test_hosts_of_one_router_reach_each_other(internet: Lab) -> None:
+    first, second = internet.site(Kind.CONE, 2).hosts
+    with listening(first, 4001):
+        assert dial(second, first.address, 4001)[0] == second.address
+
+
+def test_the_internet_carries_nothing_to_private_addresses(internet: Lab) -> None:
+    dialler, home = internet.site(Kind.PUBLIC).hosts[0], internet.site(Kind.CONE)
+    with (
+        listening(home.hosts[0], 4001),
+        pytest.raises(LabError, match="timed out"),
+    ):
+        dial(dialler, home.hosts[0].address, 4001)
+
+
+def test_a_host_that_moved_is_seen_at_its_new_router(internet: Lab) -> None:
+    server, old = internet.site(Kind.PUBLIC).hosts[0], internet.site(Kind.CONE)
+    new = internet.site(Kind.SYMMETRIC, 0, lan="192.168.178")
+    host = old.hosts[0]
+    internet.move(host, new)
+    assert (old.hosts, new.hosts, host.address) == ([], [host], "192.168.178.2")
+    with listening(server, 4001):
+        assert dial(host, server.address, 4001)[0] == new.public
+
+
+def test_a_limited_link_is_slow(internet: Lab) -> None:
+    site = internet.site(Kind.CONE, rate_mbps=8.0)
+    shown = run("tc", "-n", site.edge, "qdisc", "show", "dev", "wan")
+    assert "tbf" in shown
+    assert "8Mbit" in shown
+
+
+def test_packets_between_sites_are_delayed() -> None:
+    with lab(delay_ms=50.0) as made:
+        server, home = made.site(Kind.PUBLIC).hosts[0], made.site(Kind.CONE)
+        with listening(server, 4001):
+            began = time.monotonic()
+            assert dial(home.hosts[0], server.address, 4001)[0] == home.public
+        assert time.monotonic() - began > 0.2  # there and back twice: to connect, and to hear the address
+
+
+def test_nothing_is_left_of_a_lab() -> None:
+    with lab() as made:
+        made.site(Kind.CONE)
+        own = f"{PREFIX}-{os.getpid()}-"
+        assert own in run("ip", "netns", "list")
+    assert own not in run("ip", "netns", "list")
+
+
+def test_the_lab_of_a_killed_process_is_removed_by_the_next_one() -> None:
+    program = (
+        "import os, signal\n"
+        "from tests.nat.lab import Kind, lab\n"
+        "with lab() as made:\n"
+        "    made.site(Kind.CONE)\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    killed = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT)
+    killed.wait(SECONDS)
+    prefix = f"{PREFIX}-{killed.pid}-"
+    assert prefix in run("ip", "netns", "list")
+    assert any(name.startswith(prefix) for name in clean())
+    assert prefix not in run("ip", "netns", "list")

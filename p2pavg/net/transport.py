@@ -65,10 +65,10 @@ class Stream(abc.ABC):
     async def reset(self) -> None:
         """Drop the stream in both directions at once. Never raises; bounded in time; works under cancellation."""
 
-    def end_alone(self) -> None:  # noqa: B027 - a network whose streams have no connections is complete
-        """Let a write that stalls end this stream only, and not its connection.
+    def carry_circuit(self) -> None:  # noqa: B027 - a network whose streams have no connections is complete
+        """Note that the stream carries a circuit: the peer that reads nothing may be another one than :attr:`remote`.
 
-        It is for circuits: there, the peer that reads nothing may be another one than :attr:`remote`.
+        A write that stalls then ends this stream only, and not its connection. And few unread bytes are held for it.
         """
 
     async def wait_closed(self) -> None:  # noqa: B027 - a network that loses nothing on its way is complete

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 
 import trio
@@ -13,6 +14,8 @@ from p2pavg.errors import ClosedError, StreamBrokenError
 from p2pavg.net.libp2p.speed import ReadAheadStream
 from p2pavg.net.limits.admission import Arrival
 from p2pavg.net.transport import PeerId, Stream
+
+logger = logging.getLogger(__name__)
 
 _READ_BYTES = 64 * 1024
 
@@ -26,10 +29,11 @@ class RelayedStream(ReadWriteCloser):
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
-        stream.end_alone()
+        stream.carry_circuit()
         self.relay: PeerId = stream.remote
         self.remote_endpoint = (stream.remote_host, 0)
         """The relay's IP address: a circuit counts against the relay's host, since the peer's is not known."""
+        self._reading: trio.CancelScope | None = None
         self.arrival: Arrival | None = None
         self.punched = False
         self.expected = ""
@@ -38,11 +42,13 @@ class RelayedStream(ReadWriteCloser):
         if n == 0:
             return b""
         try:
-            return await self._stream.receive_some(_READ_BYTES if n is None else n)
+            with trio.CancelScope() as self._reading:
+                return await self._stream.receive_some(_READ_BYTES if n is None else n)
         except StreamBrokenError as error:
             raise ConnectionClosedError(f"the circuit broke: {error}", transport="circuit") from error
-        except ClosedError:  # by this process, as libp2p expects it of a closed socket
-            return b""
+        except ClosedError:
+            logger.debug("a read of a circuit to %s that this process has closed", self.relay)
+        return b""  # as libp2p expects it of a socket that this process has closed
 
     async def write(self, data: bytes) -> None:
         try:
@@ -51,6 +57,8 @@ class RelayedStream(ReadWriteCloser):
             raise ConnectionClosedError(f"the circuit broke: {error}", transport="circuit") from error
 
     async def close(self) -> None:
+        if self._reading is not None:
+            self._reading.cancel()
         await self._stream.aclose()
 
     async def wait_delivered(self) -> None:

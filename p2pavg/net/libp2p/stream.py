@@ -56,6 +56,10 @@ class Libp2pStream(Stream):
         self._ends_alone = False
         self._gone = trio.Event()
 
+    @property
+    def _patient(self) -> PatientStream:
+        return cast(PatientStream, self._net_stream.muxed_stream)
+
     def _check(self, broken: str | None) -> None:
         if self._closed or self._lifetime.has_ended:
             raise ClosedError(f"the stream to {self.remote} was closed by this process")
@@ -97,8 +101,7 @@ class Libp2pStream(Stream):
 
         Outside of the window, half a frame may have been written.
         """
-        starved = cast(PatientStream, self._net_stream.muxed_stream).starved
-        if self._ends_alone and starved:
+        if self._ends_alone and self._patient.starved:
             self._lifetime.nursery.start_soon(self._send_last_frame, True, trio.Event())
         else:
             await self._muxed.abort()
@@ -130,8 +133,9 @@ class Libp2pStream(Stream):
             self._closed = True
             await self._finish(reset=True)
 
-    def end_alone(self) -> None:
+    def carry_circuit(self) -> None:
         self._ends_alone = True
+        self._patient.window_grows = False
 
     async def wait_closed(self) -> None:
         if not self._lifetime.has_ended:

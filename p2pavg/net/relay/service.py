@@ -14,7 +14,8 @@ What it guarantees:
 * What the relay gives is bounded by :class:`~p2pavg.net.relay.limits.RelayLimits`: for each peer, each address and in
   all. All circuits together stay below one rate, of which each sending address gets an equal part: of the circuits in
   which it sends, one has its turn at a time.
-* A circuit holds at most one piece of PIECE_BYTES in each direction here, besides the windows of its two streams.
+* A circuit holds at most one piece of PIECE_BYTES in each direction here, besides the windows of its two streams,
+  which are 256 KiB each and do not grow. All circuits together hold what the transport holds for strangers at most.
 
 What can happen, and the answer:
 
@@ -177,7 +178,7 @@ class RelayService:
             await _refuse(stream, f"the peer was not reached: {error}")
             return
         for each in (stream, other):
-            each.end_alone()
+            each.carry_circuit()
         try:
             await send_message(stream, encode(Connected()))
             for ended in await self._join(circuit, stream, other):

@@ -10,6 +10,8 @@ import trio
 from trio.testing import MockClock
 
 import p2pavg
+from p2pavg.consensus.certificate import verified_commit
+from p2pavg.group.reach import Reach
 from p2pavg.net.reach.reachability import Kind
 from p2pavg.peer import Peer
 from p2pavg.testing import (
@@ -209,6 +211,8 @@ async def test_a_peer_that_learns_its_reach_begins_its_attempt_anew(autojump_clo
     for result in results:
         assert isinstance(result, p2pavg.Success), result
         assert result.duration < 30.0
+        roster, _ = verified_commit(result.certificate)
+        assert {member.reach for member in roster.members} == {Reach.RELAYED}
 
 
 async def test_peers_without_a_way_to_each_other_hear_why_for_each_way(autojump_clock: MockClock) -> None:

@@ -60,6 +60,8 @@ def answer(actions: Actions, to: Candidate) -> str | None:
         ("p", "p", "r", 3, None),
         # A punchable candidate suits a group with a relayed member no better than another relayed one.
         ("dr", "pp", "r", 4, None),
+        # Earlier candidates lead groups of their own, and come to no later leader.
+        ("p", "dd", "r", 3, None),
         # Relayed candidates among each other wait for no other.
         ("r", "rr", "r", 3, None),
         ("d", "rr", "r", 3, None),

@@ -16,7 +16,7 @@ import pytest
 from p2pavg_dht import Ed25519Signer
 
 SOME_PEER = Ed25519Signer(b"s" * 32).peer_id
-WATCHDOG_SECONDS = 60.0
+WATCHDOG_SECONDS = 120.0
 NO_ROUTE = f"/ip4/198.51.100.7/tcp/4001/p2p/{SOME_PEER}"
 DROPPED = f"/ip4/203.0.113.10/tcp/4002/p2p/{SOME_PEER}"
 PEER_HOST, DOCTOR_HOST = "203.0.113.10", "203.0.113.20"

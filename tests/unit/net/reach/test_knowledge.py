@@ -327,7 +327,7 @@ class TestLies:
 
     def test_arrivals_from_the_local_network_say_nothing_about_a_firewall(self) -> None:
         near = Neighbour(peer_id="near", host="10.0.0.7", arrived=True)
-        world = World(interfaces=[LOOPBACK, OUTER, "10.0.0.2"], peers=[A, B, near])
+        world = World(interfaces=[LOOPBACK, OUTER, "10.0.0.2"], peers=[A, near])
         world.lies["near"] = lambda _: "10.0.0.2"
         world.settle()
         assert not world.knowledge.reachability.dialable

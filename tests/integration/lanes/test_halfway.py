@@ -80,7 +80,7 @@ async def test_no_dial_and_no_wait_comes_before_the_punch(monkeypatch: pytest.Mo
         raise AssertionError("an address was dialled")
 
     async with two_behind_routers() as (here, there):
-        monkeypatch.setattr(acceptor, "_connect", fail)
+        monkeypatch.setattr(acceptor.Doorway, "dial", fail)
         await here.open_lane(there.peer_id, addresses=there.addresses, timeout=TIMEOUT)
 
 

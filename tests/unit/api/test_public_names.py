@@ -43,6 +43,7 @@ NAMES = [
     "Participation",
     "Peer",
     "RandomFraction",
+    "Reachability",
     "RoundResult",
     "RunAccess",
     "RunFile",
@@ -63,20 +64,22 @@ ACCUMULATE = (
 DECLARE = "(self, tensors: 'Given') -> 'None'"
 STEP = (
     "(self, *, wait: 'float | None', state: 'bytes' = b'', observe: 'bool' = False, "
-    "group_size: 'int | None' = None) -> 'RoundResult'"
+    "group_size: 'int | None' = None, contributors: 'int' = 0) -> 'RoundResult'"
 )
 
 SIGNATURES: list[tuple[Callable[..., Any], str]] = [
     (
         p2pavg.open_peer,
         "(*, listen: 'Sequence[str]' = ('/ip4/0.0.0.0/tcp/0',), bootstrap: 'Sequence[str]' = (), "
-        "identity: 'str | os.PathLike[str] | None' = None) -> 'AsyncIterator[Peer]'",
+        "identity: 'str | os.PathLike[str] | None' = None, announce: 'Sequence[str]' = (), "
+        "port_mapping: 'bool' = True, relay_mbps: 'float' = 10.0) -> 'AsyncIterator[Peer]'",
     ),
     (
         blocking.open_averager,
         "(config: 'AveragingConfig', *, bootstrap: 'Sequence[str]' = (), "
         "listen: 'Sequence[str]' = ('/ip4/0.0.0.0/tcp/0',), "
-        "identity: 'str | os.PathLike[str] | None' = None) -> 'Iterator[Averager]'",
+        "identity: 'str | os.PathLike[str] | None' = None, announce: 'Sequence[str]' = (), "
+        "port_mapping: 'bool' = True, relay_mbps: 'float' = 10.0) -> 'Iterator[Averager]'",
     ),
     (p2pavg.Peer.averager, "(self, config: 'AveragingConfig') -> 'AsyncIterator[DecentralizedAverager]'"),
     (p2pavg.DecentralizedAverager.declare, DECLARE),
@@ -201,6 +204,7 @@ def test_both_averagers_have_the_same_methods() -> None:
         "unresolved_weight": "property",
         "round_state": "property",
         "excluded": "property",
+        "reachability": "property",
         "clear": "method",
         "step": "method",
         "cancel_matchmaking": "method",

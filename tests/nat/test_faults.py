@@ -1,0 +1,23 @@
+"""Faults in the middle of rounds of peers behind home routers. ``scripts/bench nat`` measures what they cost."""
+
+from __future__ import annotations
+
+from tests.nat.trials import FaultOutcome, move, relay_killed, relay_lies
+
+
+def check(found: FaultOutcome) -> None:
+    """Assert that no result was wrong, and that all members averaged together again."""
+    assert found.wrong == []
+    assert found.repaired is not None, f"{found.reasons}\n{found.log}"
+
+
+def test_a_peer_changes_its_network() -> None:
+    check(move(rounds=8))
+
+
+def test_a_relay_is_killed() -> None:
+    check(relay_killed(rounds=6, elements=50_000))
+
+
+def test_a_relay_that_changes_bytes_causes_no_wrong_result() -> None:
+    check(relay_lies(rounds=6, elements=50_000))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import queue
@@ -10,8 +11,10 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -105,6 +108,73 @@ class Process:
         self._line.close()
 
 
+class Forker:
+    """The process of :mod:`tests.nat.forker`. All labs of this process share one, because its imports take long.
+
+    Raises:
+        LabError: p2pavg cannot be imported within two minutes.
+    """
+
+    def __init__(self) -> None:
+        self._log = tempfile.TemporaryFile("a+")  # noqa: SIM115 - closed with the process
+        self._popen = subprocess.Popen(
+            [sys.executable, "-m", "tests.nat.forker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": _python_path(), "PYTHONUNBUFFERED": "1"},
+            process_group=0,
+        )
+        atexit.register(self.close)
+        assert self._popen.stdout is not None
+        watchdog = threading.Timer(IMPORT_SECONDS, self._popen.kill)
+        watchdog.start()
+        said = self._popen.stdout.readline()
+        watchdog.cancel()
+        if said != b"ready\n":
+            raise LabError(f"p2pavg cannot be imported: {self.last_words()}")
+
+    @property
+    def has_ended(self) -> bool:
+        """Return whether the process has ended, so that another one is needed."""
+        return self._popen.poll() is not None
+
+    def order(self, order: Mapping[str, Any]) -> None:
+        """Let the process fork another one. Raises OSError if it has ended."""
+        assert self._popen.stdin is not None
+        self._popen.stdin.write(json.dumps(order).encode() + b"\n")
+        self._popen.stdin.flush()
+
+    def last_words(self) -> str:
+        """Return the end of its log."""
+        self._log.seek(0)
+        return self._log.read()[-500:]
+
+    def close(self) -> None:
+        """End the process, and all that it has forked."""
+        assert self._popen.stdin is not None
+        assert self._popen.stdout is not None
+        with suppress(BrokenPipeError):
+            self._popen.stdin.close()
+        try:
+            self._popen.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._popen.kill()
+            self._popen.wait()
+        self._popen.stdout.close()
+        self._log.close()
+
+
+_forkers: list[Forker] = []
+
+
+def _forker() -> Forker:
+    if not _forkers or _forkers[-1].has_ended:
+        _forkers.append(Forker())
+    return _forkers[-1]
+
+
 class Crew:
     """The processes of one lab. Leaving the ``with`` block kills them."""
 
@@ -113,23 +183,11 @@ class Crew:
         self._processes: list[Process] = []
         self._socket = lab.folder / "line"
         self._listener = socket.socket(socket.AF_UNIX)
-        self._log = lab.folder / "forker.log"
-        self._is_ready = False
 
     def __enter__(self) -> Crew:
         self._listener.bind(str(self._socket))
         self._listener.listen()
         self._listener.settimeout(CONNECT_SECONDS)
-        with self._log.open("w") as log:
-            self._forker = subprocess.Popen(
-                [sys.executable, "-m", "tests.nat.forker"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                cwd=ROOT,
-                env={**os.environ, "PYTHONPATH": _python_path(), "PYTHONUNBUFFERED": "1"},
-                process_group=0,
-            )
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -137,19 +195,9 @@ class Crew:
             process.kill()
         for process in self._processes:
             process.close()
-        assert self._forker.stdin is not None
-        assert self._forker.stdout is not None
-        with suppress(BrokenPipeError):
-            self._forker.stdin.close()
-        try:
-            self._forker.wait(_END_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._forker.kill()
-            self._forker.wait()
-        self._forker.stdout.close()
         self._listener.close()
         if folder := os.environ.get(KEEP_LOGS):
-            self._keep_logs(Path(folder) / f"{time.strftime('%H%M%S')}-{self._forker.pid}")
+            self._keep_logs(Path(folder) / f"{time.strftime('%H%M%S')}-{self._lab.folder.name}")
 
     def _keep_logs(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -162,7 +210,7 @@ class Crew:
         Raises:
             LabError: it does not start.
         """
-        self._wait_for_forker()
+        forker = _forker()
         log = self._lab.folder / f"{len(self._processes)}-{host.namespace}.log"
         order = {
             "namespace": host.namespace,
@@ -171,13 +219,11 @@ class Crew:
             "entry": entry,
             "arguments": arguments,
         }
-        assert self._forker.stdin is not None
         try:
-            self._forker.stdin.write(json.dumps(order).encode() + b"\n")
-            self._forker.stdin.flush()
+            forker.order(order)
             line, _ = self._listener.accept()
         except (OSError, TimeoutError) as error:
-            raise LabError(f"no process starts: {error}; {self._log.read_text()[-500:]}") from None
+            raise LabError(f"no process starts: {error}; {forker.last_words()}") from None
         credentials = line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
         process = Process(host, line, int.from_bytes(credentials[:4], sys.byteorder), log)
         self._processes.append(process)
@@ -193,20 +239,6 @@ class Crew:
         settings.setdefault("listen", [host.listen])
         settings.setdefault("announce", host.announce)
         return self.start(host, "tests.nat.worker:main", json.dumps(settings))
-
-    def _wait_for_forker(self) -> None:
-        assert self._forker.stdout is not None
-        if self._forker.poll() is not None:
-            raise LabError(f"the forker has ended: {self._log.read_text()[-500:]}")
-        if self._is_ready:
-            return
-        watchdog = threading.Timer(IMPORT_SECONDS, self._forker.kill)
-        watchdog.start()
-        said = self._forker.stdout.readline()
-        watchdog.cancel()
-        if said != b"ready\n":
-            raise LabError(f"p2pavg cannot be imported: {self._log.read_text()[-500:]}")
-        self._is_ready = True
 
 
 def _python_path() -> str:

@@ -160,6 +160,7 @@ def _play(kind: str, times: int, draw: random.Random) -> int:
                     wrong.append(f"{kind}, after {len(seconds)} as promised: {type(error).__name__}: {error}")
                     break  # the next one gets a run of its own
                 seconds.append(time.monotonic() - began)
+                print(f"{kind} {len(seconds)}: {seconds[-1]:.1f} s", file=sys.stderr, flush=True)
                 if kind == "vanish":
                     break
     median = f"{statistics.median(seconds):.1f}" if seconds else ""

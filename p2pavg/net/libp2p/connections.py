@@ -25,6 +25,7 @@ from p2pavg.net.libp2p.host import Places
 from p2pavg.net.limits.admission import Arrival, Standing
 from p2pavg.net.limits.dial_gate import DialGate
 from p2pavg.net.limits.memory_budget import MemoryBudget
+from p2pavg.net.relay.choice import RelayRecord
 from p2pavg.net.transport import PeerId, Stream
 
 logger = logging.getLogger(__name__)
@@ -57,6 +58,8 @@ class Connections:
         self._swarm = swarm
         self._nursery = nursery
         self._on_new = on_new
+        self.relays = RelayRecord()
+        """The relays over which connections have failed lately."""
         self.on_lost: Callable[[], None] = lambda: None
         """A function that is called when a connection has ended."""
         self._open_circuit = open_circuit
@@ -99,6 +102,8 @@ class Connections:
     def _ended(self, muxed: GuardedYamux) -> None:
         if (arrival := self._arrivals.pop(muxed, None)) is not None:
             self.entrance.left(arrival)
+        if muxed.relay and not muxed.dropped_here:
+            self.relays.failed(muxed.relay, trio.current_time())
         self.on_lost()
 
     # -- dialling
@@ -137,7 +142,11 @@ class Connections:
         if circuit.relay == str(self._swarm.get_peer_id()):
             raise UnreachableError("this peer is the relay itself, and is not connected to the peer")
         stream = await self._open_circuit(circuit)
-        await self.adopt(RelayedStream(stream), peer_id, initiator=True)
+        try:
+            await self.adopt(RelayedStream(stream), peer_id, initiator=True)
+        except UnreachableError:
+            self.relays.failed(circuit.relay, trio.current_time())
+            raise
 
     async def adopt(
         self,

@@ -96,6 +96,8 @@ class GuardedYamux(Yamux):
         """Bytes of unfinished messages that were read already, by stream id."""
         self.arrived: Callable[[int], None] = lambda _: None
         """A function that is called with the number of bytes that are about to be held for a stream."""
+        self.dropped_here = False
+        """True if this process has dropped the connection."""
         self._reader: trio.lowlevel.Task | None = None
         self._replies = 0
 
@@ -212,5 +214,6 @@ class GuardedYamux(Yamux):
 
         ``close()`` would send a frame first, and wait for a stuck writer.
         """
+        self.dropped_here = True
         with trio.CancelScope(shield=True, deadline=trio.current_time() + 1.0):
             await self.secured_conn.close()

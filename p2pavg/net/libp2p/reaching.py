@@ -50,7 +50,9 @@ logger = logging.getLogger(__name__)
 
 LINGER_SECONDS = 5.0
 SETTLE_SECONDS = 4.0
-PROBE_SECONDS = 3.0
+PROBE_SECONDS = 2.0
+_MOST_PROBES = 2
+_IDLE_LOOKS = 2
 _RETIRE_SECONDS = 600.0  # a stream that lasts longer than any round does not keep a relay busy for ever
 
 
@@ -254,11 +256,16 @@ class Reaching:
         """Return the outer port of a fresh port: the same, or what a peer sees that is asked from this very port."""
         if self._watcher.keeps_ports(port.version):
             return port.port
-        for peer in self._neighbours():
-            if peer.port and version_of(peer.host) == port.version and _is_outside(peer.host):
+        reasons = []
+        servers = [peer for peer in self._neighbours() if peer.port and version_of(peer.host) == port.version]
+        for peer in [peer for peer in servers if _is_outside(peer.host)][:_MOST_PROBES]:
+            try:
                 seen = await whoami.ask(peer.host, peer.port, local_port=port.port, timeout=PROBE_SECONDS)
+            except UnreachableError as error:
+                reasons.append(str(error))
+            else:
                 return seen.port
-        raise UnreachableError("no peer can be asked for the outer port")
+        raise UnreachableError("; ".join(reasons) or "no peer can be asked for the outer port")
 
     async def _adopt_inbound(self, stream: Stream, peer_id: PeerId) -> None:
         await self._connections.adopt(RelayedStream(stream), peer_id, initiator=False)
@@ -280,10 +287,11 @@ class Reaching:
     async def _close_when_idle(self, muxed: GuardedYamux) -> None:
         try:
             with trio.move_on_after(_RETIRE_SECONDS):
-                while True:
-                    await trio.sleep(LINGER_SECONDS)
-                    if not muxed.streams or muxed.event_closed.is_set():
-                        break
+                # Idle twice in a row: the other side may still read a stream that has ended here.
+                idle = 0
+                while idle < _IDLE_LOOKS and not muxed.event_closed.is_set():
+                    await trio.sleep(LINGER_SECONDS / _IDLE_LOOKS)
+                    idle = 0 if muxed.streams else idle + 1
             others = [other for other in self._connections.of(str(muxed.peer_id)) if other is not muxed]
             if any(not other.relay for other in others):
                 await muxed.abort()

@@ -195,7 +195,8 @@ class Libp2pTransport(Transport):
         self._lifetime.check()
         failed: list[str] = []
         with trio.move_on_after(timeout):
-            await self._dialler.connect(peer_id, addresses, wait_inbound=wait_inbound, failed=failed)
+            ordered = self._connections.relays.ordered(addresses, trio.current_time())
+            await self._dialler.connect(peer_id, ordered, wait_inbound=wait_inbound, failed=failed)
             return await self._opener.open(peer_id, protocol)
         raise timed_out(f"stream to {peer_id}", timeout, failed)
 

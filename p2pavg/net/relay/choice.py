@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
+from p2pavg.net.addresses import CIRCUIT, is_circuit
 from p2pavg.net.limits.dial_policy import is_private
 from p2pavg.net.limits.sources import parse_host, prefix_of
 
@@ -92,3 +94,30 @@ def _host_of(address: str) -> str:
 
 def _distance(one: str, other: str) -> bytes:
     return hashlib.sha256(f"{one} {other}".encode()).digest()
+
+
+DISTRUST_SECONDS = 60.0
+MAX_DISTRUSTED = 256
+
+
+class RelayRecord:
+    """The relays over which connections have failed lately, so that others are tried first.
+
+    A relay that lies ends the connections that it carries: Noise notices the first byte that was changed. Which of a
+    relay and the two ends has failed cannot be told, so this decides about the order of addresses only.
+    """
+
+    def __init__(self) -> None:
+        self._until: OrderedDict[str, float] = OrderedDict()
+
+    def failed(self, relay: str, now: float) -> None:
+        """Note that a connection over a relay has failed or was lost."""
+        self._until[relay] = now + DISTRUST_SECONDS
+        self._until.move_to_end(relay)
+        if len(self._until) > MAX_DISTRUSTED:
+            self._until.popitem(last=False)
+
+    def ordered(self, addresses: Sequence[str], now: float) -> list[str]:
+        """Return addresses with those that lead over such relays last, otherwise in their order."""
+        late = [f"/p2p/{relay}{CIRCUIT}/" for relay, until in self._until.items() if until > now]
+        return sorted(addresses, key=lambda text: is_circuit(text) and any(mark in text for mark in late))

@@ -7,7 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from p2pavg.net.limits.sources import prefix_of
-from p2pavg.net.relay.choice import RELAYS_WANTED, Candidate, addresses_of_relay, choose_relays
+from p2pavg.net.relay.choice import (
+    DISTRUST_SECONDS,
+    MAX_DISTRUSTED,
+    RELAYS_WANTED,
+    Candidate,
+    RelayRecord,
+    addresses_of_relay,
+    choose_relays,
+)
 
 names = st.sampled_from([f"peer {number}" for number in range(8)])
 hosts = st.sampled_from(["198.51.100.1", "198.51.100.2", "203.0.113.1", "192.0.2.1", "2001:db8::1"])
@@ -85,3 +93,24 @@ class TestAddressesOfARelay:
         ]
         assert addresses_of_relay("relay", [near], named) == (near, self.PUBLIC)
         assert addresses_of_relay("relay", [near], named[:4]) == (near,)
+
+
+class TestRelaysThatFailed:
+    DIRECT = "/ip4/203.0.113.1/tcp/1/p2p/bad"
+    OVER_BAD = "/ip4/203.0.113.1/tcp/1/p2p/bad/p2p-circuit/p2p/peer"
+    OVER_GOOD = "/ip4/203.0.113.2/tcp/1/p2p/good/p2p-circuit/p2p/peer"
+
+    def test_addresses_over_them_come_last_for_a_while(self) -> None:
+        record = RelayRecord()
+        given = [self.DIRECT, self.OVER_BAD, self.OVER_GOOD]
+        assert record.ordered(given, 0.0) == given
+        record.failed("bad", 0.0)
+        assert record.ordered(given, 1.0) == [self.DIRECT, self.OVER_GOOD, self.OVER_BAD]
+        assert record.ordered(given, DISTRUST_SECONDS) == given
+
+    def test_the_oldest_is_forgotten(self) -> None:
+        record = RelayRecord()
+        record.failed("bad", 0.0)
+        for number in range(MAX_DISTRUSTED):
+            record.failed(f"other{number}", 0.0)
+        assert record.ordered([self.OVER_BAD, self.OVER_GOOD], 1.0) == [self.OVER_BAD, self.OVER_GOOD]

@@ -199,6 +199,11 @@ class Reaching:
             self._nursery.start_soon(self._drop_dead_connections)
         if reachability.kind is not before.kind:
             self._improver.look_again()
+        if reachability.dialable and not before.dialable:
+            # The peers that reach this one through relays do not know yet that they can dial it.
+            for muxed in self._connections.all():
+                if muxed.relay:
+                    self._improver.relayed(str(muxed.peer_id))
         self._changed.set()
         self._changed = trio.Event()
 

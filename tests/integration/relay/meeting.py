@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -23,6 +24,12 @@ Change = Callable[[bytes], bytes]
 
 def service_of(relay: Libp2pTransport) -> RelayService:
     return relay._reaching.relay
+
+
+def give_up_relays(host: Libp2pTransport) -> None:
+    """Let a host end its reservations, and take no others."""
+    host._reaching._options = replace(host._reaching._options, reachable=False)
+    host._reaching.reservations.want(False)
 
 
 def connections_to(host: Libp2pTransport, peer: Libp2pTransport) -> list[GuardedYamux]:

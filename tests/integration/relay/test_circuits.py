@@ -22,6 +22,7 @@ from tests.integration.relay.meeting import (
     change_bytes,
     connections_to,
     echoed,
+    give_up_relays,
     open_echo,
     open_relay,
     refusal,
@@ -183,7 +184,7 @@ async def test_a_circuit_of_another_peer_than_the_named_one_is_refused() -> None
 async def test_a_circuit_to_a_peer_without_a_reservation_is_refused() -> None:
     async with relay_and_two() as (relay, here, there), open_host() as visitor:
         await visitor.dial(relay.addresses[0], timeout=TIMEOUT)
-        there._reaching.reservations.want(False)
+        give_up_relays(there)
         await eventually(lambda: there.peer_id not in service_of(relay).budget.reserved)
         assert "no reservation" in await refusal(here, relay, there.peer_id)
         assert "no reservation" in await refusal(here, relay, relay.peer_id)
@@ -216,7 +217,7 @@ async def test_a_peer_that_cannot_be_dialled_is_no_relay() -> None:
 async def test_a_circuit_from_a_peer_that_is_no_relay_of_this_one_is_refused() -> None:
     async with open_relay() as relay, behind(relay) as here, open_host(LOOPBACK) as stranger:
         await here.dial(stranger.addresses[0], timeout=TIMEOUT)
-        here._reaching.reservations.want(False)
+        give_up_relays(here)
         await eventually(lambda: not here.addresses)
         stream = await stranger.open_stream(here.peer_id, CIRCUIT_PROTOCOL, timeout=TIMEOUT)
         await send_message(stream, encode(Incoming(relay.peer_id)))

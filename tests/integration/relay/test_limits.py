@@ -29,6 +29,7 @@ from tests.integration.relay.meeting import (
     ask,
     behind,
     echoed,
+    give_up_relays,
     open_echo,
     open_relay,
     refusal,
@@ -221,7 +222,7 @@ async def test_a_connection_over_a_circuit_that_stalls_ends_and_the_relay_stays(
 @watched
 async def test_a_peer_that_floods_its_reservation_with_pings_loses_it() -> None:
     async with relay_and_two() as (relay, here, _):
-        here._reaching.reservations.want(False)
+        give_up_relays(here)
         await eventually(lambda: here.peer_id not in service_of(relay).budget.reserved)
         stream = await here.open_stream(relay.peer_id, PROTOCOL, timeout=TIMEOUT)
         assert await echoed(stream, encode(Reserve()))

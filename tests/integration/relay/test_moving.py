@@ -24,6 +24,7 @@ from tests.integration.relay.meeting import (
     behind,
     connections_to,
     echoed,
+    give_up_relays,
     many_behind,
     open_echo,
     open_relay,
@@ -86,7 +87,7 @@ class TestRelaysThatEnd:
     ) -> None:
         monkeypatch.setattr(service, "SILENCE_SECONDS", 0.2)
         async with open_relay() as relay, open_host() as here:
-            here._reaching.reservations.want(False)
+            give_up_relays(here)
             await here.dial(relay.addresses[0], timeout=TIMEOUT)
             stream = await here.open_stream(relay.peer_id, PROTOCOL, timeout=TIMEOUT)
             assert await echoed(stream, encode(Reserve()))
@@ -134,7 +135,7 @@ class TestRelaysThatEnd:
                 host.serve(ECHO, echo)
             await before.dial(relay.addresses[0], timeout=TIMEOUT)
             await eventually(lambda: bool(before.addresses))
-            before._reaching.reservations.want(False)  # it does not fight for the reservation
+            give_up_relays(before)  # it does not fight for the reservation
             before._reaching._nursery.start_soon(hold_on, before, relay)
             await eventually(lambda: before.peer_id in service_of(relay).budget.reserved)
             await after.dial(relay.addresses[0], timeout=TIMEOUT)

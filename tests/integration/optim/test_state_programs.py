@@ -13,9 +13,9 @@ from scripts.fault_search.starts import Program, running
 
 TRAINING = Path(__file__).parents[3] / "docs/training.md"
 LATE_SECONDS = 10.0  # a peer that starts this late has missed updates
-MORE_UPDATES = (
-    30  # that all peers take together before they end: each reads the file of the last update in time
-)
+# The updates that all peers take together before they end: each must read the file of the last update before that one.
+# They take ten to a hundred in a second.
+MORE_UPDATES = 200
 WATCHDOG_SECONDS = 200.0
 DIGEST = """
     import hashlib

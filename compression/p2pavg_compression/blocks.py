@@ -8,14 +8,17 @@ If the payload begins at a cache line, so do the codes.
 """
 
 import abc
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
+from numpy.typing import NDArray
+from torch.autograd.graph import increment_version
 
 from .base import CheckedCodec
-from .buffers import typed
+from .buffers import CPU, is_aligned, typed
 from .codec import CodecError
 from .cuda import copy_to_host, default_stream
+from .kernels import Kernel, kernels
 from .scratch import CHUNK_ELEMENTS, CUDA_CHUNK_ELEMENTS, chunk_ranges
 
 __all__ = ["BlockCodec", "reciprocals_of_scales"]
@@ -31,6 +34,8 @@ class BlockCodec(CheckedCodec):
     block_size: int
     largest_scale_bits: ClassVar[int]
     """The bits of the largest scale (float32) that is accepted. No code exceeds MAX_MAGNITUDE with it."""
+    kernel_kind: ClassVar[str] = ""
+    """The name of the compiled loops in `loops.py`; empty if there are none."""
 
     @abc.abstractmethod
     def _quantize(self, rows: torch.Tensor, start: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -62,8 +67,28 @@ class BlockCodec(CheckedCodec):
         if values.is_cuda:
             with default_stream(values.device):
                 self._encode_chunks(values, scales, codes, CUDA_CHUNK_ELEMENTS)
-        else:
+        elif not self._encode_compiled(values, scales, codes):
             self._encode_chunks(values, scales, codes, CHUNK_ELEMENTS)
+
+    def _encode_compiled(self, values: torch.Tensor, scales: torch.Tensor, codes: torch.Tensor) -> bool:
+        """Return whether a kernel has encoded `values`. It refuses what must not be encoded, without a reason."""
+        kernel = self._kernel(values.numel())
+        if kernel is None:
+            return False
+        in_place = is_aligned(scales, torch.float32)
+        target = (
+            scales.view(torch.float32)
+            if in_place
+            else torch.empty(scales.numel() // 4, dtype=torch.float32, device=CPU)
+        )
+        done = kernel.encode(_array(values), self.block_size, _array(target), _array(codes))
+        if done and not in_place:
+            scales.copy_(target.view(torch.uint8))
+        return done
+
+    def _kernel(self, elements: int) -> Kernel | None:
+        """Return the kernel for work on so many elements, if there is one yet."""
+        return kernels.find(self.kernel_kind, elements, self.agrees_with) if self.kernel_kind else None
 
     def _encode_chunks(
         self, values: torch.Tensor, scales: torch.Tensor, codes: torch.Tensor, chunk_elements: int
@@ -96,6 +121,13 @@ class BlockCodec(CheckedCodec):
 
     def _decode(self, source: torch.Tensor, out: torch.Tensor) -> None:
         scales, _, codes = self._sections(source, out.numel())
+        if (kernel := self._kernel(out.numel())) is not None:
+            kernel.decode(_array(typed(scales, torch.float32)), _array(codes), self.block_size, _array(out))
+            _note_written(out)
+        else:
+            self._decode_chunks(scales, codes, out)
+
+    def _decode_chunks(self, scales: torch.Tensor, codes: torch.Tensor, out: torch.Tensor) -> None:
         columns = typed(scales, torch.float32).view(-1, 1)
         for start, stop in chunk_ranges(out.numel(), self.block_size, CHUNK_ELEMENTS):
             column = self._column(columns, start, stop)
@@ -104,11 +136,62 @@ class BlockCodec(CheckedCodec):
 
     def _accumulate(self, source: torch.Tensor, accumulator: torch.Tensor, weight: float) -> None:
         scales, _, codes = self._sections(source, accumulator.numel())
+        if (kernel := self._kernel(accumulator.numel())) is not None:
+            numbers = _array(typed(scales, torch.float32))
+            kernel.accumulate(numbers, _array(codes), self.block_size, _array(accumulator), weight)
+            _note_written(accumulator)
+        else:
+            self._accumulate_chunks(scales, codes, accumulator, weight)
+
+    def _accumulate_chunks(
+        self, scales: torch.Tensor, codes: torch.Tensor, accumulator: torch.Tensor, weight: float
+    ) -> None:
         columns = typed(scales, torch.float32).view(-1, 1)
         for start, stop in chunk_ranges(accumulator.numel(), self.block_size, CHUNK_ELEMENTS):
             column = self._column(columns, start, stop)
             levels = self._levels(codes[start:stop]).view(len(column), -1)
             accumulator[start:stop].view_as(levels).addcmul_(levels, column, value=weight)
+
+    def agrees_with(self, kernel: Kernel) -> bool:
+        """Return whether a kernel gives the bits of torch's expressions: for scales from denormal to the largest, for
+        zeros, and for a short last block."""
+        blocks = 250
+        values = torch.randn(
+            blocks * self.block_size - self.block_size // 2 - 1,
+            generator=torch.Generator(device=CPU).manual_seed(0),
+            dtype=torch.float32,
+            device=CPU,
+        )
+        values[::7], values[3::49] = 0.0, -0.0
+        exponents = torch.arange(values.numel(), device=CPU) // self.block_size - (blocks - 97)  # up to 2**96
+        values.copy_(torch.ldexp(values.double(), exponents))  # float32 has no 2**-150
+        expected = [
+            torch.empty(4 * blocks, dtype=torch.uint8, device=CPU),
+            torch.empty_like(values, dtype=torch.uint8),
+        ]
+        found = [each.clone() for each in expected]
+        with torch.no_grad():
+            self._encode_chunks(values, expected[0], expected[1], CHUNK_ELEMENTS)
+            numbers, codes = _array(found[0].view(torch.float32)), _array(found[1])
+            if not kernel.encode(_array(values), self.block_size, numbers, codes):
+                return False
+            payload = (expected[0], expected[1])
+            for weight in (None, 1.0, 0.3, -2.5e-3):
+                wanted, got = torch.ones_like(values), torch.ones_like(values)
+                if weight is None:
+                    self._decode_chunks(*payload, wanted)
+                    kernel.decode(numbers, codes, self.block_size, _array(got))
+                else:
+                    wanted.copy_(values)
+                    got.copy_(values)
+                    self._accumulate_chunks(*payload, wanted, weight)
+                    kernel.accumulate(numbers, codes, self.block_size, _array(got), weight)
+                expected.append(wanted)
+                found.append(got)
+        return all(
+            torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
+            for ours, theirs in zip(expected, found, strict=True)
+        )
 
     def _column(self, columns: torch.Tensor, start: int, stop: int) -> torch.Tensor:
         """Return the scales, out of all (R, 1), of the blocks that hold elements `start` to `stop`."""
@@ -124,6 +207,17 @@ class BlockCodec(CheckedCodec):
         """Return the bytes of the scales, of the padding and of the codes."""
         scales_end, offset = 4 * -(-elements // self.block_size), self._codes_offset(elements)
         return payload[:scales_end], payload[scales_end:offset], payload[offset:]
+
+
+def _array(tensor: torch.Tensor) -> NDArray[Any]:
+    """Return the memory of `tensor`, which may be a parameter, as an array."""
+    return tensor.detach().numpy()
+
+
+def _note_written(tensor: torch.Tensor) -> None:
+    """Tell autograd, which cannot see what a kernel writes, as torch's own operations do."""
+    if not tensor.is_inference():
+        increment_version(tensor)
 
 
 def _copy_on_host(source: torch.Tensor, target: torch.Tensor) -> None:

@@ -31,6 +31,7 @@ class Blockwise8(BlockCodec):
     """
 
     largest_scale_bits: ClassVar[int] = 0x7180_0000  # 2**100; no level exceeds 1
+    kernel_kind: ClassVar[str] = "blockwise8"
     block_size: int = 64
 
     def __post_init__(self) -> None:

@@ -63,6 +63,14 @@ class Codec(abc.ABC):
         """True if a payload is the vector's own bytes, so that encoding and decoding are copies."""
         return False
 
+    @property
+    def is_sparse(self) -> bool:
+        """True if most elements of a vector decode to zero, so that what was left out has to be given again.
+
+        An average of few such vectors means something only with error feedback.
+        """
+        return False
+
     @abc.abstractmethod
     def encoded_nbytes(self, elements: int) -> int:
         """Return the exact size in bytes of the payload of `elements` elements.

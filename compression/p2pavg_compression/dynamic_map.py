@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from .buffers import CPU
 
-__all__ = ["CODE_OF_HALF", "LEVELS", "LEVEL_PAIRS", "ZERO_CODE", "dynamic_levels"]
+__all__ = ["CODE_OF_HALF", "LEVELS", "LEVEL_PAIRS", "ZERO_CODE", "codes_of_halves", "dynamic_levels"]
 
 _DECADES = 7
 
@@ -48,8 +48,11 @@ def _linspace_from_tenth_to_one(steps: int) -> NDArray[np.float32]:
     return np.where(index < steps // 2, rising, falling).astype(np.float32)
 
 
-def _code_of_half(levels: NDArray[np.float32]) -> NDArray[np.uint8]:
-    """Return the code of the nearest level for each of the 65,536 half-precision numbers; NaN counts as 0."""
+def codes_of_halves(levels: NDArray[np.float32]) -> NDArray[np.uint8]:
+    """Return the code of the nearest of ascending levels for each of the 65,536 half-precision numbers.
+
+    NaN counts as 0.
+    """
     halves = np.arange(65_536, dtype=np.uint16).view(np.float16).astype(np.float64)
     # The mean of two float32 is exact in float64.
     midpoints = (levels[:-1].astype(np.float64) + levels[1:].astype(np.float64)) / 2
@@ -70,7 +73,7 @@ LEVELS = torch.tensor(_levels, dtype=torch.float32, device=CPU)
 LEVEL_PAIRS = torch.tensor(_level_pairs(_levels), dtype=torch.int64, device=CPU)
 """int64 (65536,), 512 KiB: the levels of each pair of codes. Looking up pairs is twice as fast as single codes."""
 
-CODE_OF_HALF = torch.tensor(_code_of_half(_levels), dtype=torch.uint8, device=CPU)
+CODE_OF_HALF = torch.tensor(codes_of_halves(_levels), dtype=torch.uint8, device=CPU)
 """uint8 (65536,), 64 KiB: the code of each half-precision number, by its bits."""
 
 ZERO_CODE = int(np.flatnonzero(_levels == 0.0)[0])

@@ -27,6 +27,7 @@ class Int8(BlockCodec):
     """
 
     largest_scale_bits: ClassVar[int] = 0x6E01_0204  # the scale of a block whose maximum is 2**100
+    kernel_kind: ClassVar[str] = "int8"
     block_size: int = 256
 
     def __post_init__(self) -> None:

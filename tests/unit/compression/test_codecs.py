@@ -7,12 +7,15 @@ import torch
 
 from p2pavg_compression import (
     KNOWN_CODECS,
+    NF4,
     Bf16,
     Blockwise8,
     Codec,
     Fp16,
     Fp32,
+    Int4,
     Int8,
+    TopK,
     check_codec,
     resolve_codec,
 )
@@ -27,6 +30,13 @@ CODECS: dict[str, Codec] = {
     "blockwise8:64": Blockwise8(),
     "blockwise8:256": Blockwise8(block_size=256),
     "blockwise8:4096": Blockwise8(block_size=4096),
+    "int4:64": Int4(),
+    "int4:4096": Int4(block_size=4096),
+    "nf4:64": NF4(),
+    "nf4:256": NF4(block_size=256),
+    "topk:4096:64:2": TopK(),
+    "topk:256:4:1": TopK(chunk=256, k=4, bits=1),
+    "topk:64:16:2": TopK(chunk=64, k=16),
 }
 
 
@@ -51,13 +61,18 @@ def test_resolve_fills_in_defaults() -> None:
     assert resolve_codec(None) == Fp32()
     assert resolve_codec("int8") == Int8(block_size=256)
     assert resolve_codec("blockwise8") == Blockwise8(block_size=64)
+    assert resolve_codec("int4") == Int4(block_size=64)
+    assert resolve_codec("nf4") == NF4(block_size=64)
+    assert resolve_codec("topk") == TopK(chunk=4096, k=64, bits=2)
+    assert resolve_codec("topk:1024") == TopK(chunk=1024)
+    assert resolve_codec("topk:1024:10") == TopK(chunk=1024, k=10)
     codec = Blockwise8(block_size=512)
     assert resolve_codec(codec) is codec
 
 
 def test_known_codecs() -> None:
     assert {name: type(resolve_codec(name)) for name in KNOWN_CODECS} == dict(KNOWN_CODECS)
-    assert list(KNOWN_CODECS) == ["fp32", "fp16", "bf16", "int8", "blockwise8"]
+    assert list(KNOWN_CODECS) == ["fp32", "fp16", "bf16", "int8", "blockwise8", "int4", "nf4", "topk"]
 
 
 @pytest.mark.parametrize(
@@ -65,7 +80,9 @@ def test_known_codecs() -> None:
     [
         "",
         "FP32",
-        "int4",
+        "int5",
+        "topk:4096:64:2:1",
+        "topk:",
         "fp16:64",
         "int8:",
         "int8:064",
@@ -79,14 +96,17 @@ def test_known_codecs() -> None:
 )
 def test_unknown_name_is_refused_with_the_known_ones(spec: str) -> None:
     with pytest.raises(
-        ValueError, match=r"known are fp32, fp16, bf16, int8\[:block_size\], blockwise8\[:block"
+        ValueError,
+        match=r"known are fp32, fp16, bf16, int8\[:block_size\], .*, topk\[:chunk\[:k\[:bits\]\]\]$",
     ):
         resolve_codec(spec)
 
 
 @pytest.mark.parametrize("block_size", [0, 1, 32, 63, 65, 96, 8192, -64, 64.0, "64", None])
-@pytest.mark.parametrize("codec", [Int8, Blockwise8])
-def test_block_size_is_validated_on_construction(codec: type[Int8 | Blockwise8], block_size: int) -> None:
+@pytest.mark.parametrize("codec", [Int8, Blockwise8, Int4, NF4])
+def test_block_size_is_validated_on_construction(
+    codec: type[Int8 | Blockwise8 | Int4 | NF4], block_size: int
+) -> None:
     with pytest.raises(ValueError, match="block_size must be a power of two from 64 to 4096"):
         codec(block_size=block_size)
 
@@ -116,6 +136,15 @@ def test_codecs_are_immutable_and_slotted(name: str) -> None:
         (Int8(), 16 * 256, 64 + 16 * 256),
         (Int8(), 16 * 256 + 1, 128 + 16 * 256 + 1),
         (Blockwise8(), 1 << 20, (1 << 16) + (1 << 20)),
+        (Int4(), 1, 64 + 1),
+        (Int4(), 127, 64 + 64),
+        (NF4(), 1 << 20, (1 << 16) + (1 << 19)),
+        (TopK(), 4096, 76),
+        (TopK(), 1 << 20, 256 * 76),
+        (TopK(), 4097, 76 + 1 + 0 + 1 + 3),
+        (TopK(bits=1), 4096, 76 - 6),
+        (TopK(k=41), 4096, 54),
+        (TopK(k=123), 4096, 130),
     ],
 )
 def test_payload_sizes(codec: Codec, elements: int, nbytes: int) -> None:

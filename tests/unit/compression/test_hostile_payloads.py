@@ -5,10 +5,23 @@ import struct
 import pytest
 import torch
 
-from p2pavg_compression import MAX_MAGNITUDE, Bf16, Blockwise8, BytesLike, Codec, CodecError, Fp16, Fp32, Int8
+from p2pavg_compression import (
+    MAX_MAGNITUDE,
+    NF4,
+    Bf16,
+    Blockwise8,
+    BytesLike,
+    Codec,
+    CodecError,
+    Fp16,
+    Fp32,
+    Int4,
+    Int8,
+)
 
 ELEMENTS = 300_100  # more than a chunk
 BLOCK_CODECS: list[Codec] = [Int8(block_size=64), Int8(), Blockwise8(), Blockwise8(block_size=4096)]
+FOUR_BITS: list[Codec] = [Int4(), NF4(), NF4(block_size=4096)]
 NOT_FINITE = [float("nan"), -float("nan"), float("inf"), -float("inf")]
 # The last three are finite: the largest number and the two next to 2**100.
 BAD_BF16 = [0x7FC0, 0xFFC0, 0x7F80, 0xFF80, 0x7F7F, 0x7181, 0xF181]
@@ -31,7 +44,7 @@ def payload_of(codec: Codec) -> bytearray:
     return bytearray(codec.encode(torch.linspace(-1, 1, ELEMENTS)))
 
 
-@pytest.mark.parametrize("codec", BLOCK_CODECS, ids=lambda codec: codec.name)
+@pytest.mark.parametrize("codec", BLOCK_CODECS + FOUR_BITS, ids=lambda codec: codec.name)
 @pytest.mark.parametrize("scale", [*NOT_FINITE, -1.0, -0.0, 1e38, MAX_MAGNITUDE * 1.0001])
 def test_bad_scale(codec: Codec, scale: float) -> None:
     blocks = -(-ELEMENTS // codec.granularity)
@@ -41,7 +54,9 @@ def test_bad_scale(codec: Codec, scale: float) -> None:
         refuses(codec, payload, "has a scale that is negative, not finite or too large")
 
 
-@pytest.mark.parametrize("codec", [Int8(block_size=64), Blockwise8()], ids=lambda codec: codec.name)
+@pytest.mark.parametrize(
+    "codec", [Int8(block_size=64), Blockwise8(), *FOUR_BITS], ids=lambda codec: codec.name
+)
 def test_largest_scale_decodes_within_bounds_and_the_next_is_refused(codec: Codec) -> None:
     payload = bytearray(codec.encode(torch.tensor([MAX_MAGNITUDE])))
     assert codec.decode(payload, 1).item() == MAX_MAGNITUDE
@@ -50,10 +65,11 @@ def test_largest_scale_decodes_within_bounds_and_the_next_is_refused(codec: Code
     refuses(codec, payload, "has a scale that is", elements=1)
 
 
-@pytest.mark.parametrize("codec", BLOCK_CODECS, ids=lambda codec: codec.name)
+@pytest.mark.parametrize("codec", BLOCK_CODECS + FOUR_BITS, ids=lambda codec: codec.name)
 def test_padding_that_is_not_zero(codec: Codec) -> None:
     blocks = -(-ELEMENTS // codec.granularity)
-    first, end = 4 * blocks, codec.encoded_nbytes(ELEMENTS) - ELEMENTS
+    codes = ELEMENTS // 2 if codec in FOUR_BITS else ELEMENTS
+    first, end = 4 * blocks, codec.encoded_nbytes(ELEMENTS) - codes
     assert first < end
     for position in (first, end - 1):
         payload = payload_of(codec)
@@ -65,6 +81,23 @@ def test_unused_int8_code() -> None:
     payload = payload_of(Int8())
     payload[-1] = 0x80
     refuses(Int8(), payload, "code -128")
+
+
+@pytest.mark.parametrize("pair", [0x0F, 0xF0, 0x00])
+@pytest.mark.parametrize("place", [-1, -ELEMENTS // 4, -ELEMENTS // 2])
+def test_unused_int4_code(pair: int, place: int) -> None:
+    payload = payload_of(Int4())
+    payload[place] = pair
+    refuses(Int4(), payload, "code -8")
+
+
+@pytest.mark.parametrize(("codec", "zero"), [(Int4(), 8), (NF4(), 7)])
+def test_four_bits_after_the_last_element(codec: Codec, zero: int) -> None:
+    payload = bytearray(codec.encode(torch.ones(3)))
+    assert payload[-1] & 0xF == zero
+    for code in set(range(1, 16)) - {zero}:
+        payload[-1] = payload[-1] & 0xF0 | code
+        refuses(codec, payload, "does not end with the code of zero", elements=3)
 
 
 @pytest.mark.parametrize(
@@ -82,7 +115,9 @@ def test_bad_number(codec: Codec, number: bytes) -> None:
         refuses(codec, payload, "not finite or too large")
 
 
-@pytest.mark.parametrize("codec", [Fp32(), Fp16(), Bf16(), *BLOCK_CODECS], ids=lambda codec: codec.name)
+@pytest.mark.parametrize(
+    "codec", [Fp32(), Fp16(), Bf16(), *BLOCK_CODECS, *FOUR_BITS], ids=lambda codec: codec.name
+)
 def test_wrong_length(codec: Codec) -> None:
     payload = payload_of(codec)
     refuses(codec, payload[:-1], "bytes, expected")

@@ -15,7 +15,7 @@ from p2pavg_compression import Blockwise8, Int8
 from p2pavg_compression import scratch as scratch_module
 from p2pavg_compression.scratch import CHUNK_ELEMENTS, scratch
 
-WATCHDOG_SECONDS = 30.0
+WATCHDOG_SECONDS = 120.0
 
 T = TypeVar("T")
 

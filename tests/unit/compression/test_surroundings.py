@@ -76,13 +76,13 @@ def test_decoded_tensor_does_not_share_the_payload(codec: Codec) -> None:
     assert torch.equal(decoded, before)
 
 
-def test_bitsandbytes_is_not_imported_for_work_on_the_cpu() -> None:
+def test_bitsandbytes_and_numba_are_not_imported_for_little_work_on_the_cpu() -> None:
     script = """
 import sys
 from p2pavg_compression import KNOWN_CODECS, check_codec, resolve_codec
 for name in KNOWN_CODECS:
     check_codec(resolve_codec(name))
-unwanted = {"bitsandbytes", "trio", "libp2p", "p2pavg", "p2pavg_dht"} & set(sys.modules)
+unwanted = {"bitsandbytes", "numba", "trio", "libp2p", "p2pavg", "p2pavg_dht"} & set(sys.modules)
 assert not unwanted, unwanted
 """
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -5,7 +5,7 @@ import struct
 import pytest
 import torch
 
-from p2pavg_compression import Bf16, Blockwise8, Codec, Fp16, Fp32, Int8
+from p2pavg_compression import NF4, Bf16, Blockwise8, Codec, Fp16, Fp32, Int4, Int8, TopK
 
 SMALL = torch.tensor([1.0, -0.5, 0.0, 0.25, -3.0, 1e-3, 131008.0, -(2.0**-20), 0.1, 7.0])
 
@@ -15,6 +15,10 @@ GOLDEN: list[tuple[Codec, str]] = [
     (Bf16(), "803f 00bf 0000 803e 40c0 833a 0048 80b5 cd3d e040"),
     (Int8(), "e4f18044" + 60 * "00" + "00 00 00 00 00 00 7f 00 00 00"),
     (Blockwise8(), "00e0ff47" + 60 * "00" + "82 7d 7f 81 7b 7f ff 7f 80 84"),
+    (Int4(), "dc369246" + 60 * "00" + "88 88 88 f8 88"),
+    (NF4(), "00e0ff47" + 60 * "00" + "77 77 77 f7 77"),
+    (TopK(), "06 00 0090 00"),
+    (TopK(chunk=64, k=16), "67 01 558e 00"),
 ]
 
 

@@ -1,0 +1,202 @@
+"""Codecs with a scale for each block of elements, and four bits for each element.
+
+Legend: n elements, B elements in a block, R = ceil(n / B) blocks.
+
+A payload is R scales (float32), zeros up to a multiple of 64 bytes, and ceil(n / 2) bytes with two codes each, the
+first one in the upper half. If n is odd, the last half holds the code of zero.
+"""
+
+import abc
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from .base import check_block_size, check_encodable
+from .blocks import BlockCodec, reciprocals_of_scales
+from .buffers import CPU, typed
+from .codec import CodecError
+from .cuda import copy_to_host
+from .dynamic_map import codes_of_halves
+from .scratch import CHUNK_ELEMENTS, chunk_ranges, scratch
+
+__all__ = ["NF4", "FourBitCodec", "Int4"]
+
+_LARGEST_CODE = 7
+
+
+def _level_pairs(levels: NDArray[np.float32]) -> torch.Tensor:
+    """Return the two levels, as one 64-bit number, of each byte: int64 (256,), 2 KiB."""
+    byte = np.arange(256)
+    pairs = np.stack((levels[byte >> 4], levels[byte & 0xF]), axis=1).view(np.int64).reshape(-1)
+    return torch.tensor(pairs, dtype=torch.int64, device=CPU)
+
+
+class FourBitCodec(BlockCodec):
+    """The layout, and the decoding by a table of 16 levels. A subclass chooses scales and codes."""
+
+    __slots__ = ()
+    zero_code: ClassVar[int]
+    """The code of the level 0."""
+    level_pairs: ClassVar[torch.Tensor]
+    """int64 (256,): the levels of each pair of codes, two float32."""
+
+    @abc.abstractmethod
+    def _quantize(self, rows: torch.Tensor, start: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """See :class:`BlockCodec`. Codes are from 0 to 15, one in each byte."""
+
+    def _payload_nbytes(self, elements: int) -> int:
+        return self._codes_offset(elements) + (elements + 1) // 2
+
+    def _encode_chunks(
+        self, values: torch.Tensor, scales: torch.Tensor, codes: torch.Tensor, chunk_elements: int
+    ) -> None:
+        for start, stop in chunk_ranges(values.numel(), self.block_size, chunk_elements):
+            chunk_scales, chunk_codes = self._quantize(self._rows(values[start:stop]), start)
+            pairs = chunk_codes.view(-1, 2)
+            packed = pairs[:, 0].bitwise_left_shift(4).bitwise_or_(pairs[:, 1])
+            first, last = start // 2, (stop + 1) // 2
+            at = 4 * (start // self.block_size)
+            _copy(chunk_scales, scales[at : at + 4 * chunk_scales.numel()])
+            _copy(packed[: last - first], codes[first:last])
+
+    def _validate(self, source: torch.Tensor, elements: int) -> None:
+        super()._validate(source, elements)
+        if elements % 2 and int(source[-1].item()) & 0xF != self.zero_code:
+            raise CodecError(f"{self.name} payload does not end with the code of zero")
+
+    def _decode(self, source: torch.Tensor, out: torch.Tensor) -> None:
+        for levels, scales, start, stop in self._chunks(source, out.numel()):
+            torch.mul(levels, scales, out=out[start:stop].view_as(levels))
+
+    def _accumulate(self, source: torch.Tensor, accumulator: torch.Tensor, weight: float) -> None:
+        for levels, scales, start, stop in self._chunks(source, accumulator.numel()):
+            accumulator[start:stop].view_as(levels).addcmul_(levels, scales, value=weight)
+
+    def _chunks(
+        self, source: torch.Tensor, elements: int
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, int, int]]:
+        """Yield, for each chunk, its levels (R, B) in scratch memory, its scales (R, 1), its start and its stop."""
+        scales, _, codes = self._sections(source, elements)
+        columns = typed(scales, torch.float32).view(-1, 1)
+        for start, stop in chunk_ranges(elements, self.block_size, CHUNK_ELEMENTS):
+            column = self._column(columns, start, stop)
+            levels = self._levels(codes[start // 2 : (stop + 1) // 2])[: stop - start]
+            yield levels.view(len(column), -1), column, start, stop
+
+    def _levels(self, codes: torch.Tensor) -> torch.Tensor:
+        """Return the levels of pairs of codes (uint8 (m,)): float32 (2 m,), in scratch memory."""
+        pairs = scratch.integers[: codes.numel()].copy_(codes)
+        torch.index_select(self.level_pairs, 0, pairs, out=scratch.floats.view(torch.int64)[: codes.numel()])
+        return scratch.floats[: 2 * codes.numel()]
+
+
+def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
+    if source.is_cuda:
+        copy_to_host(source, target)
+    else:
+        target.copy_(source.view(torch.uint8))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Int4(FourBitCodec):
+    """Symmetric linear quantization: x is sent as rint(x / scale), with scale = max|x| / 7 over its block.
+
+    A payload has half a byte for each element and 4 bytes for each block. The error of an element is at most half a
+    scale, so elements below max/14 of their block become zero: use it with :class:`~p2pavg.optim.ErrorFeedback`.
+    Streaming DiLoCo (Douillard et al. 2025, section 3.3) sends its outer gradients in four bits.
+
+    `block_size`: a power of two from 64 to 4096.
+    """
+
+    largest_scale_bits: ClassVar[int] = 0x7012_4925  # the scale of a block whose maximum is 2**100
+    zero_code: ClassVar[int] = 8
+    level_pairs: ClassVar[torch.Tensor] = _level_pairs(np.arange(-8, 8, dtype=np.float32))
+    block_size: int = 64
+
+    def __post_init__(self) -> None:
+        check_block_size(self.block_size)
+
+    @property
+    def name(self) -> str:
+        return f"int4:{self.block_size}"
+
+    def _quantize(self, rows: torch.Tensor, start: int) -> tuple[torch.Tensor, torch.Tensor]:
+        work = torch.empty_like(rows) if rows.is_cuda else scratch.floats[: rows.numel()].view_as(rows)
+        scales = torch.abs(rows, out=work).amax(1)
+        check_encodable(scales, rows, start)
+        # As in Int8: a product with the reciprocal rounds alike everywhere, a quotient does not.
+        inverses = reciprocals_of_scales(scales.mul_(1 / _LARGEST_CODE))
+        return scales, torch.mul(rows, inverses, out=work).round_().add_(self.zero_code).to(torch.uint8)
+
+    def _validate_codes(self, codes: torch.Tensor) -> None:
+        # A byte below 16 has the code 0 in its upper half.
+        if codes.amin().item() < 16 or codes.bitwise_and(0xF).amin().item() == 0:
+            raise CodecError(f"{self.name} payload contains the code -8, which is not in use")
+
+
+# Dettmers et al., "QLoRA" (2023), appendix E: quantiles of the normal distribution, with an exact zero.
+_NF4_LEVELS = np.array(
+    [
+        -1.0,
+        -0.6961928009986877,
+        -0.5250730514526367,
+        -0.39491748809814453,
+        -0.28444138169288635,
+        -0.18477343022823334,
+        -0.09105003625154495,
+        0.0,
+        0.07958029955625534,
+        0.16093020141124725,
+        0.24611230194568634,
+        0.33791524171829224,
+        0.44070982933044434,
+        0.5626170039176941,
+        0.7229568362236023,
+        1.0,
+    ],
+    dtype=np.float32,
+)
+_NF4_OF_HALF = torch.tensor(codes_of_halves(_NF4_LEVELS), dtype=torch.uint8, device=CPU)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NF4(FourBitCodec):
+    """NormalFloat: the one of 16 levels that is nearest to x / scale, with scale = max|x| of the block.
+
+    A payload has half a byte for each element and 4 bytes for each block. Source: Dettmers et al., "QLoRA: Efficient
+    Finetuning of Quantized LLMs" (2023), section 3 and appendix E; the levels are those of bitsandbytes. They are dense
+    near zero, where most values of a normal distribution are. Exact zeros stay zeros.
+
+    x / scale is rounded to half precision, and its 16 bits are looked up in a table. A number near the middle between
+    two levels may get the second nearest of them.
+
+    `block_size`: a power of two from 64 to 4096.
+    """
+
+    largest_scale_bits: ClassVar[int] = 0x7180_0000  # 2**100; no level exceeds 1
+    zero_code: ClassVar[int] = 7
+    level_pairs: ClassVar[torch.Tensor] = _level_pairs(_NF4_LEVELS)
+    block_size: int = 64
+
+    def __post_init__(self) -> None:
+        check_block_size(self.block_size)
+
+    @property
+    def name(self) -> str:
+        return f"nf4:{self.block_size}"
+
+    def _quantize(self, rows: torch.Tensor, start: int) -> tuple[torch.Tensor, torch.Tensor]:
+        on_gpu = rows.is_cuda
+        work = torch.empty_like(rows) if on_gpu else scratch.floats[: rows.numel()].view_as(rows)
+        scales = torch.abs(rows, out=work).amax(1)
+        check_encodable(scales, rows, start)
+        torch.mul(rows, reciprocals_of_scales(scales), out=work)
+        indices = work.view(-1).half().view(torch.uint16).to(torch.int32)
+        return scales, _NF4_OF_HALF.to(rows.device).index_select(0, indices).view_as(rows)
+
+    def _validate_codes(self, codes: torch.Tensor) -> None:
+        """Accept every code, because each of the 16 codes stands for a level."""

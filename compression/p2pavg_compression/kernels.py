@@ -1,0 +1,211 @@
+"""Compiled loops, in place of torch's expressions, where numba is installed (the extra `numba`).
+
+They give the same bits in half to a third of the time: see `loops.py`. Importing numba takes a second or two, and
+compiling several, which numba saves to a cache on the disk. So a thread does it in the background, once this process
+has encoded and decoded enough to gain from it. Torch's expressions do the work until then, and for good if something
+fails. Because both give the same bits, the moment of the change does not matter. The thread compares the two on this
+host before it offers a kernel, since torch has different code for each kind of processor.
+"""
+
+import logging
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from types import ModuleType
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .dynamic_map import CODE_OF_HALF, LEVELS
+
+__all__ = ["COMPILE_AFTER_ELEMENTS", "Kernel", "Kernels", "kernels"]
+
+logger = logging.getLogger(__name__)
+
+COMPILE_AFTER_ELEMENTS: Final = 1 << 24
+"""The elements after which compiling pays: a process that exchanges less than one vector of 64 MB is not worth it.
+
+In a round of 16 M elements, a member of four encodes and decodes 44 M."""
+
+Floats = NDArray[np.float32]
+Bytes = NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """The compiled functions of one kind of codec. `block` is the number of elements in a block."""
+
+    encode: Callable[[Floats, int, Floats, Bytes], bool]
+    """(values, block, scales, codes): write scales and codes. Return False if a number must not be encoded."""
+    decode: Callable[[Floats, Bytes, int, Floats], None]
+    """(scales, codes, block, out): write the decoded numbers."""
+    accumulate: Callable[[Floats, Bytes, int, Floats, float], None]
+    """(scales, codes, block, accumulator, weight): add the decoded numbers times the weight."""
+
+
+Proof = Callable[[Kernel], bool]
+"""Returns whether a kernel gives the bits of torch's expressions on this host."""
+
+
+class Kernels:
+    """The kernels of this process, and the thread that compiles them.
+
+    `load`: imports the loops and returns their module. Raises ImportError if numba is not installed.
+    """
+
+    def __init__(self, load: Callable[[], ModuleType]) -> None:
+        self._load = load
+        self._ready: dict[str, Kernel] = {}
+        self._seen: dict[str, int] = {}  # elements, while a kernel is not compiled
+        self._begun: dict[str, threading.Thread] = {}
+        self._lock = threading.Lock()
+        self._on = True
+
+    def find(self, kind: str, elements: int, proof: Proof) -> Kernel | None:
+        """Return the kernel of a kind of codec if there is one by now; have it compiled when that pays.
+
+        `elements`: that are now encoded or decoded.
+        """
+        kernel = self._ready.get(kind)
+        if kernel is None and kind not in self._begun:
+            # Threads may lose each other's counts, which only delays the compilation.
+            self._seen[kind] = seen = self._seen.get(kind, 0) + elements
+            if seen >= COMPILE_AFTER_ELEMENTS:
+                self._begin(kind, proof)
+        return kernel if self._on else None
+
+    def switch(self, on: bool) -> None:
+        """Use kernels, or torch's expressions only, from now on. For comparisons of the two."""
+        self._on = on
+
+    def wait(self, kind: str, proof: Proof) -> Kernel | None:
+        """Compile a kernel now, and wait for it. Return None if there is none; the log says why."""
+        self._begin(kind, proof).join()
+        return self._ready.get(kind)
+
+    def _begin(self, kind: str, proof: Proof) -> threading.Thread:
+        with self._lock:
+            thread = self._begun.get(kind)
+            if thread is None:
+                # No daemon: a program must not end in the midst of the compiler. It waits for a function at most.
+                thread = threading.Thread(target=self._compile, args=(kind, proof), name="p2pavg-compile")
+                self._begun[kind] = thread
+                thread.start()
+        return thread
+
+    def _compile(self, kind: str, proof: Proof) -> None:
+        try:
+            candidates = compile_kernels(kind, self._load)
+            agreeing = [kernel for kernel in candidates if proof(kernel)]
+        except ImportError as error:
+            if error.name == "numba":
+                logger.debug("%s is not compiled: numba is not installed", kind)
+            else:
+                logger.warning("numba cannot be imported, so %s is not compiled: %s", kind, error)
+        except Exception as error:  # noqa: BLE001 - of the compiler; torch's expressions do the work
+            logger.warning("numba failed, so %s is not compiled: %r", kind, error)
+        else:
+            if agreeing:
+                logger.debug("%s is compiled", kind)
+                self._ready[kind] = agreeing[0]
+            elif candidates:
+                logger.warning("compiled loops round differently from torch here, so %s uses torch", kind)
+
+
+# Locks of imports and of numba's compiler that are held at a fork stay locked in the child, such as a worker of a
+# DataLoader. So a fork waits for the current step.
+_step = threading.Lock()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_step.acquire, after_in_parent=_step.release, after_in_child=_step.release)
+
+
+def compile_kernels(kind: str, load: Callable[[], ModuleType]) -> list[Kernel]:
+    """Compile the kernel of a kind of codec, or read it from numba's cache.
+
+    Return two kernels, of which the first rounds fused multiply-adds once. Return none if numba's compiler is switched
+    off, or if the program ends meanwhile.
+    """
+    with _step:
+        loops = load()
+        numba = import_module("numba")
+    if numba.config.DISABLE_JIT:
+        logger.info("NUMBA_DISABLE_JIT is set, so %s is not compiled", kind)
+        return []
+    compiled: list[Callable[..., Any]] = []
+    for name in ("encode", "decode", "accumulate"):
+        if not threading.main_thread().is_alive():
+            return []
+        function = getattr(loops, f"{name}_{kind}")
+        with _step:
+            compiled.append(_compiled(numba, function, _signature(numba.types, function.__name__)))
+    makers: dict[str, Callable[..., Kernel]] = {"blockwise8": _blockwise8, "int8": _int8}
+    make = makers[kind]
+    return [make(*compiled, fuse) for fuse in (True, False)]
+
+
+def _compiled(numba: ModuleType, function: Callable[..., Any], signature: Any) -> Callable[..., Any]:
+    options = {"nogil": True, "fastmath": False, "error_model": "numpy", "boundscheck": False}
+    try:
+        return numba.njit(signature, cache=True, **options)(function)  # type: ignore[no-any-return]
+    except (RuntimeError, OSError) as error:
+        # No folder for the cache is writable, the disk is full, or a file of the cache is damaged.
+        logger.debug("%s is compiled without a cache: %s", function.__name__, error)
+        return numba.njit(signature, **options)(function)  # type: ignore[no-any-return]
+
+
+def _signature(types: Any, name: str) -> Any:
+    floats, codes = types.Array(types.float32, 1, "C"), types.Array(types.uint8, 1, "C")
+    signed = types.Array(types.int8, 1, "C")
+    signatures = {
+        "encode_blockwise8": types.boolean(floats, codes, types.intp, floats, codes),
+        "decode_blockwise8": types.void(floats, codes, floats, types.intp, floats),
+        "accumulate_blockwise8": types.void(floats, codes, floats, types.intp, floats, types.boolean),
+        "encode_int8": types.boolean(floats, types.intp, floats, codes),
+        "decode_int8": types.void(floats, signed, types.intp, floats),
+        "accumulate_int8": types.void(floats, signed, types.float32, types.intp, floats, types.boolean),
+    }
+    return signatures[name]
+
+
+Compiled = Callable[..., Any]
+
+
+def _blockwise8(encode: Compiled, decode: Compiled, accumulate: Compiled, fuse: bool) -> Kernel:
+    table, levels = CODE_OF_HALF.numpy(), LEVELS.numpy()
+
+    def add(scales: Floats, codes: Bytes, block: int, accumulator: Floats, weight: float) -> None:
+        # torch multiplies the levels with the weight first, too.
+        accumulate(scales, codes, levels * np.float32(weight), block, accumulator, fuse)
+
+    return Kernel(
+        lambda values, block, scales, codes: encode(values, table, block, scales, codes),
+        lambda scales, codes, block, out: decode(scales, codes, levels, block, out),
+        add,
+    )
+
+
+def _int8(encode: Compiled, decode: Compiled, accumulate: Compiled, fuse: bool) -> Kernel:
+    def add(scales: Floats, codes: Bytes, block: int, accumulator: Floats, weight: float) -> None:
+        accumulate(scales, codes.view(np.int8), np.float32(weight), block, accumulator, fuse)
+
+    return Kernel(
+        encode,
+        lambda scales, codes, block, out: decode(scales, codes.view(np.int8), block, out),
+        add,
+    )
+
+
+def import_loops() -> ModuleType:
+    """Import numba and the loops. Return the loops."""
+    for name in ("numba", "llvmlite"):
+        # numba describes each step of a compilation at the level DEBUG, in thousands of lines.
+        if logging.getLogger(name).level == logging.NOTSET:
+            logging.getLogger(name).setLevel(logging.INFO)
+    return import_module(".loops", __package__)
+
+
+kernels = Kernels(import_loops)
+"""The kernels of this process."""

@@ -20,12 +20,13 @@ and sends these bytes to every holder (all-gather). All decode the same bytes.
   (:meth:`Attempt.pass_on`).
 
 **Why this way.** A fault is only reported here. What follows from it is one decision for the whole group
-(:mod:`p2pavg.consensus.agreement`), which may begin another attempt: an attempt is never repaired.
+(:mod:`p2pavg.consensus.agreement`), which may begin another attempt: an attempt is never repaired. What the next one
+takes over are contributions, as the bytes that came (:mod:`p2pavg.allreduce.reuse`), and no average.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Protocol
 
@@ -33,12 +34,14 @@ import torch
 import trio
 
 from p2pavg.allreduce.context import RunContext
+from p2pavg.allreduce.errors import BadContributionError
 from p2pavg.allreduce.lobby import Lanes
 from p2pavg.allreduce.messages import Lane, members_digest
 from p2pavg.allreduce.plan import AttemptPlan
 from p2pavg.allreduce.proofs import Proofs, Subject
 from p2pavg.allreduce.receiver import Receiver
 from p2pavg.allreduce.reduction import Ledger
+from p2pavg.allreduce.reuse import Leftover, Mark
 from p2pavg.allreduce.sender import Sender
 from p2pavg.allreduce.signals import Signals
 from p2pavg.allreduce.values import Values
@@ -78,6 +81,7 @@ class Attempt:
         vector: float32, the length of the shares together, on any device; this member's weighted mean. Not changed,
             and not read any more once :meth:`run` has returned. Only contributors have one.
         position: returns the position of a member in the roster of the whole group.
+        leftover: contributions of the attempt before: see :meth:`leave`.
     """
 
     def __init__(
@@ -91,6 +95,7 @@ class Attempt:
         vector: torch.Tensor | None,
         reports: Reports,
         position: Callable[[str], int],
+        leftover: Leftover | None = None,
     ) -> None:
         me = context.transport.peer_id
         self.number = number
@@ -107,6 +112,7 @@ class Attempt:
             on_ready=self.signals.averaged,
             aggregation=context.aggregation,
             proofs=_proofs(context, number, group_id, self.ledger, position),
+            leftover=leftover,
         )
         self.signals.values = self.values
         self.plan = AttemptPlan(
@@ -145,6 +151,11 @@ class Attempt:
         return self.receiver.bytes_received
 
     @property
+    def relayed(self) -> set[str]:
+        """Those of :attr:`streamed` whose streams went through a relay."""
+        return self.sender.stream_bytes.relayed | self.receiver.stream_bytes.relayed
+
+    @property
     def bytes_left(self) -> int:
         """Sent, with the parts that are still incomplete and without what direct lanes still hold."""
         return self.sender.bytes_left
@@ -164,15 +175,33 @@ class Attempt:
                 for member in self.roster.members:
                     contributes = self.ledger.expects(member.peer_id, Lane.CONTRIBUTIONS) > 0
                     self.signals.note_owes(member.peer_id, contributes)
-                if not self.ledger.contributors:
-                    await self._average_alone()
+                if self.ledger.contributors:
+                    await self._average(self.values.carry.complete)
+                else:  # no other member contributes
+                    await self._average(part.index for part in self.plan.own_parts)
                 self.signals.check_complete()
                 await trio.sleep_forever()
 
-    async def _average_alone(self) -> None:
-        """Average this member's share when no other member contributes."""
-        for part in self.plan.own_parts:
-            await self.plan.context.run_in_thread(self.values.average, part.index)
+    async def _average(self, parts: Iterable[int]) -> None:
+        """Average parts of this member's share whose contributions are all there from the beginning."""
+        for index in parts:
+            try:
+                await self.plan.context.run_in_thread(self.values.average, index)
+            except BadContributionError as error:
+                self.signals.broken(error.peer_id, error)
+                return
+
+    def mark(self, contributor: str) -> Mark:
+        """Return how far a member's contribution to this one's share has come, as far as the next attempt keeps it."""
+        return self.values.carry.mark(contributor)
+
+    def leave(self, told: Mapping[str, Mark]) -> Leftover | None:
+        """Return what the next attempt may use. Call it when this one is cancelled, before :meth:`let_go`.
+
+        Args:
+            told: how far this member's contribution has come, by the reducers that have told it.
+        """
+        return self.values.carry.leave(told)
 
     def pass_on(self, reducers: Iterable[str], to: Iterable[str]) -> None:
         """Send members the whole shares of reducers, as the same bytes. This member has the whole result."""

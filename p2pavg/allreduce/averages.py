@@ -5,6 +5,7 @@ Parts of different shares may come in from several threads at once. Two calls fo
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -44,8 +45,11 @@ class Averages:
         self._holding = ledger.holding
         self._codec = codec
         shares, own_parts = ledger.roster.shares, ledger.parts[ledger.me]
-        # An auxiliary holds its own share only; every other member holds the whole vector.
-        self._offset = 0 if ledger.holding or not own_parts else own_parts[0].start
+        # An auxiliary holds its own share only, range after range; every other member holds the whole vector.
+        places = itertools.accumulate((part.elements for part in own_parts), initial=0)
+        self._places = (
+            {} if ledger.holding else {part.start: at for part, at in zip(own_parts, places, strict=False)}
+        )
         length = sum(shares) if ledger.holding else shares[ledger.roster.position(ledger.me)]
         self.values = buffers.floats(length)
         """float32: of the whole vector, or an auxiliary's share."""
@@ -64,7 +68,8 @@ class Averages:
 
     def values_of(self, part: Part) -> torch.Tensor:
         """Return the values of a part, where they are held."""
-        return self.values[part.start - self._offset : part.stop - self._offset]
+        start = part.start if self._holding else self._places[part.start]
+        return self.values[start : start + part.elements]
 
     def encoded(self, reducer: str, index: int) -> Buffer:
         """Return an averaged part as all members have it. It must be there."""

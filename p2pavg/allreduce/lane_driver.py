@@ -12,9 +12,11 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from p2pavg.allreduce.errors import BadContributionError
+from p2pavg.allreduce.inputs import Coming
 from p2pavg.allreduce.messages import FRAME_BYTES, Lane, LaneHeader, encode_header, part_frame
 from p2pavg.allreduce.part_schedule import Step
 from p2pavg.allreduce.proofs import trailer_bytes
+from p2pavg.allreduce.reuse import START, Mark
 from p2pavg.allreduce.turns import Turns
 from p2pavg.allreduce.values import Values, check_index
 from p2pavg.errors import StreamBrokenError
@@ -31,6 +33,8 @@ LIMITED_PIECE_BYTES = 64 * 1024
 TURN_BYTES = 32 * 1024
 UNSENT_IN_TURNS_BYTES = 16 * 1024
 UNSENT_BYTES = 128 * 1024
+COMING_BYTES = 64 * 1024
+"""Of a part that is being received, up to so many bytes may come for nothing if the attempt ends."""
 SOON_SECONDS = 0.2
 
 
@@ -114,7 +118,8 @@ class DirectUse:
         for step in steps:
             if step.kind is Lane.CONTRIBUTIONS:
                 room = room or values.room(step.part)
-                self._send_part(step.part, values.contribution(self.lane.remote, step.part, room))
+                payload = values.contribution(self.lane.remote, step.part, room)
+                self._send_part(step.part, header.begin.of(step.part, payload))
                 if step.last:
                     self._send_trailer(values.trailer(step.kind, self.lane.remote))
                 self._hears.reached(Milestone.CONTRIBUTION_SENT)
@@ -144,7 +149,9 @@ class DirectUse:
 
     def _send_part(self, part: Part, payload: Buffer) -> None:
         self.lane.send(part_frame(part.index))
-        for piece in self._pieces(memoryview(payload), TURN_BYTES if self._turns else None):
+        for piece in (
+            self._pieces(memoryview(payload), TURN_BYTES if self._turns else None) if payload else ()
+        ):
             self._pause(len(piece))
             self._send_piece(piece)
         self.moved += FRAME_BYTES + len(payload)
@@ -165,11 +172,12 @@ class DirectUse:
 
     # ------------------------------------------------------------------ in
 
-    def receive_parts(self, steps: Sequence[Step]) -> None:
+    def receive_parts(self, steps: Sequence[Step], begin: Mark = START) -> None:
         """Receive what :meth:`send_parts` of the other end sends.
 
         Args:
             steps: as :func:`~p2pavg.allreduce.part_schedule.incoming` returns them.
+            begin: where the contributions go on, if some of them came in an earlier attempt.
 
         Raises:
             StreamBrokenError: the lane broke.
@@ -178,9 +186,9 @@ class DirectUse:
         for step in steps:
             check_index(self._receive_index(), step.part)
             if step.kind is Lane.CONTRIBUTIONS:
-                self._receive_contribution(step)
+                self._receive_contribution(step, begin)
             else:
-                payload, trailer = self._receive_part(step)
+                payload, trailer = self._receive_part(step, self._memory_of(step.part))
                 self._values.receive_average(self.lane.remote, step.part, payload, trailer)
             self._hears.progressed()
 
@@ -189,21 +197,22 @@ class DirectUse:
         payloads: list[Buffer] = []
         for part in parts:
             check_index(self._receive_index(), part)
-            payloads.append(self._receive_payload(part))
+            payloads.append(self._receive_payload(self._memory_of(part)))
         trailer = self._receive_trailer(Lane.AVERAGES)
         self._acknowledge()
         self._values.receive_share(reducer, payloads, trailer)
         self._hears.progressed()
 
-    def _receive_contribution(self, step: Step) -> None:
+    def _receive_contribution(self, step: Step, begin: Mark) -> None:
         remote, values = self.lane.remote, self._values
         # Silence counts in seconds: the event loop need not hear of less.
         if step.after is not None and not self._await_ready(step.after, SOON_SECONDS):
             self._hears.owes(remote, False)
             self._await_ready(step.after)
             self._hears.owes(remote, True)
-        payload, trailer = self._receive_part(step)
-        complete = values.contributed(remote, step.part.index, payload, trailer)
+        comes_again = values.has(remote, step.kind, step.part.index)
+        payload, trailer = self._receive_part(step, values.carry.receive(remote, step.part, begin))
+        complete = not comes_again and values.contributed(remote, step.part.index, payload, trailer)
         if step.last:
             self._hears.owes(remote, False)
         if complete:
@@ -217,9 +226,9 @@ class DirectUse:
         self.lane.receive_into(memoryview(index))
         return int.from_bytes(index, "big")
 
-    def _receive_part(self, step: Step) -> tuple[Buffer, bytes]:
+    def _receive_part(self, step: Step, coming: Coming) -> tuple[Buffer, bytes]:
         """Return a part, and the bytes that follow it if it is the last one of its kind."""
-        payload = self._receive_payload(step.part)
+        payload = self._receive_payload(coming)
         trailer = self._receive_trailer(step.kind) if step.last else b""
         if step.ends:
             self._acknowledge()
@@ -236,13 +245,17 @@ class DirectUse:
         self.finished = True
         self.lane.acknowledge()
 
-    def _receive_payload(self, part: Part) -> Buffer:
-        payload = self._values.buffer(part)
-        for piece in self._pieces(payload, None):
+    def _memory_of(self, part: Part) -> Coming:
+        return Coming(part.index, self._values.buffer(part))
+
+    def _receive_payload(self, coming: Coming) -> Buffer:
+        rest = coming.rest
+        for piece in self._pieces(rest, COMING_BYTES) if rest else ():
             self._pause(len(piece))
             self.lane.receive_into(piece)
-        self.moved += FRAME_BYTES + len(payload)
-        return payload
+            coming.add(len(piece))
+        self.moved += FRAME_BYTES + len(rest)
+        return coming.payload
 
     # ------------------------------------------------------------------ both
 

@@ -130,7 +130,7 @@ class ExpectedGroup:
     async def arrived(self, stream: Stream | DirectLane, header: LaneHeader) -> bool:
         """Hand a stream over and keep it for as long as it is used; whether it was read to its end."""
         if header.lane is not Lane.CONTROL and header.attempt < self._newest:
-            logger.info("%s opened a lane of an attempt that is over", stream.remote)
+            logger.debug("%s opened a lane of an attempt that is over", stream.remote)
             return False
         # Of a group of 32 a member opens two lanes, and passes on the shares of those that were lost.
         if self._lanes_of[stream.remote] >= MAX_WAITING_LANES and header.attempt > self._newest:
@@ -205,7 +205,7 @@ class Lobby:
             raise RemoteProtocolError("pieces of states go over a direct lane or a stream of their own")
         group = self.groups.get(header.group_id)
         if group is None:
-            logger.info("%s opened a lane of a group that is not expected", stream.remote)
+            logger.debug("%s opened a lane of a group that is not expected", stream.remote)
             return
         await group.arrived(stream, header)
 

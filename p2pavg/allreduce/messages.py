@@ -21,6 +21,7 @@ import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from p2pavg.allreduce.reuse import START, Mark
 from p2pavg.consensus.votes import MAX_BALLOT
 from p2pavg.encoding import pack, unpack
 from p2pavg.errors import RemoteProtocolError
@@ -28,7 +29,7 @@ from p2pavg.net.framing import receive_exactly_into
 from p2pavg.net.transport import Stream
 
 PROTOCOL = "/p2pavg/exchange/3.0.0"
-MAX_HEADER_BYTES = 64
+MAX_HEADER_BYTES = 96
 FRAME_BYTES = 4
 MEMBERS_BYTES = 16
 
@@ -64,11 +65,15 @@ class LaneHeader:
     members: bytes = b""
     """:func:`members_digest` of a later attempt. Its members are one leader's word, which may differ from member to
     member: without this, two members could mix parts of two attempts. The group id names those of the first attempt."""
+    begin: Mark = START
+    """In a lane with contributions, where they go on, if some of them came in an earlier attempt."""
 
 
 def encode_header(header: LaneHeader) -> bytes:
     """The header's bytes."""
-    return pack(header.group_id, int(header.lane), header.attempt, header.reducer, header.members)
+    return pack(
+        header.group_id, int(header.lane), header.attempt, header.reducer, header.members, *header.begin
+    )
 
 
 def members_digest(attempt: int, peer_ids: Iterable[str]) -> bytes:
@@ -78,14 +83,17 @@ def members_digest(attempt: int, peer_ids: Iterable[str]) -> bytes:
 
 def decode_header(message: bytes) -> LaneHeader:
     """Raises RemoteProtocolError for anything that :func:`encode_header` does not make."""
-    group_id, lane, attempt, reducer, members = unpack(message, bytes, int, int, int, bytes)
+    types = (bytes, int, int, int, bytes, int, int)
+    group_id, lane, attempt, reducer, members, parts, nbytes = unpack(message, *types)
     if len(group_id) != 32 or lane not in list(Lane):
         raise RemoteProtocolError("a lane header with no group id or of an unknown lane")
     if not 0 <= attempt <= MAX_BALLOT or not 0 <= reducer < 256:
         raise RemoteProtocolError("a lane header of an impossible attempt or reducer")
     if len(members) not in (0, MEMBERS_BYTES):
         raise RemoteProtocolError("a lane header with a digest of another length")
-    return LaneHeader(group_id, Lane(lane), attempt, reducer, members)
+    if not (0 <= parts < 2**31 and 0 <= nbytes < 2**31) or ((parts or nbytes) and not attempt):
+        raise RemoteProtocolError("a lane header whose contributions go on at an impossible place")
+    return LaneHeader(group_id, Lane(lane), attempt, reducer, members, Mark(parts, nbytes))
 
 
 def part_frame(index: int) -> bytes:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from p2pavg.allreduce.context import RunContext
 from p2pavg.allreduce.messages import Lane, LaneHeader
 from p2pavg.allreduce.reduction import Ledger
+from p2pavg.allreduce.reuse import START, Mark
 from p2pavg.allreduce.values import Values
 from p2pavg.group.roster import Roster
 from p2pavg.group.shares import Part
@@ -41,6 +42,6 @@ class AttemptPlan:
         """The parts of this member's share."""
         return self.ledger.parts[self.me]
 
-    def header(self, lane: Lane, reducer: int = 0) -> LaneHeader:
+    def header(self, lane: Lane, reducer: int = 0, begin: Mark = START) -> LaneHeader:
         """Return the header of a lane that this member opens."""
-        return LaneHeader(self.group_id, lane, self.number, reducer, self.members_digest)
+        return LaneHeader(self.group_id, lane, self.number, reducer, self.members_digest, begin)

@@ -12,6 +12,7 @@ A reducer's own contribution is sent to no other member, and is signed only when
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -137,6 +138,22 @@ class Proofs:
         """Return this member's signature of all parts that it has sent to a reducer."""
         message = self.subject.input_bytes(self.positions[reducer], self._sent[reducer])
         return self._signer.sign(message)
+
+    def sent(self, reducer: str) -> list[bytes]:
+        """Return the digests of the parts that were sent to a reducer, from the first one on."""
+        return list(itertools.takewhile(bool, self._sent[reducer]))
+
+    def were_sent(self, reducer: str, digests: Sequence[bytes]) -> None:
+        """Note the first parts that went to a reducer, in an earlier attempt."""
+        self._sent[reducer][: len(digests)] = digests
+
+    def came(self, contributor: str) -> list[bytes]:
+        """Return the digests of the parts that have come from a contributor; empty bytes for the others."""
+        return list(self._came[contributor])
+
+    def have_come(self, contributor: str, digests: Sequence[bytes]) -> None:
+        """Note the first parts that came from a contributor, in an earlier attempt."""
+        self._came[contributor][: len(digests)] = digests
 
     def receives(self, contributor: str, index: int, payload: Buffer) -> None:
         """Note a part that came from a contributor."""

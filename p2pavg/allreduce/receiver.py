@@ -15,13 +15,16 @@ import torch
 import trio
 
 from p2pavg.allreduce.errors import BadContributionError
+from p2pavg.allreduce.inputs import Coming
 from p2pavg.allreduce.lane_driver import DirectUse
 from p2pavg.allreduce.lobby import InboundLane, Lanes
 from p2pavg.allreduce.messages import FRAME_BYTES, Lane, receive_index
 from p2pavg.allreduce.part_schedule import Step, incoming
 from p2pavg.allreduce.plan import STREAM_KINDS, AttemptPlan
 from p2pavg.allreduce.proofs import trailer_bytes
+from p2pavg.allreduce.reuse import START, Mark
 from p2pavg.allreduce.signals import Listener, Signals
+from p2pavg.allreduce.stream_bytes import StreamBytes
 from p2pavg.allreduce.values import check_index
 from p2pavg.errors import ClosedError, RemoteProtocolError, StreamBrokenError
 from p2pavg.group.shares import Part
@@ -47,19 +50,24 @@ class Receiver:
         self._signals = signals
         self._lanes = lanes
         self._uses: list[DirectUse] = []
-        self._received = 0
+        self.stream_bytes = StreamBytes()
         self._sources: dict[str, str] = {}  # of the shares of lost reducers: the member that passes each on
         self._source_named = trio.Event()
 
     @property
     def bytes_received(self) -> int:
         """Bytes of parts, their frames included."""
-        return self._received + sum(use.moved for use in self._uses)
+        return sum(self.bytes_by_way.values())
+
+    @property
+    def bytes_by_way(self) -> dict[str, int]:
+        """The same by the way that they have come, a :class:`~p2pavg.telemetry.events.Way`."""
+        return self.stream_bytes.with_lanes(sum(use.moved for use in self._uses))
 
     @property
     def bytes_arrived(self) -> int:
         """Received, with the parts that are still incomplete."""
-        return self._received + sum(use.received for use in self._uses)
+        return self.stream_bytes.total + sum(use.received for use in self._uses)
 
     def note_arrivals(self) -> None:
         """Report what has come over direct lanes, as a sign of life. Call it now and then."""
@@ -112,6 +120,13 @@ class Receiver:
             if any(member.peer_id == peer_id for member in self._plan.roster.members):
                 self._signals.broken(peer_id, RemoteProtocolError("it opened a lane that is not due"))
             return
+        if kind in (Lane.PARTS, Lane.CONTRIBUTIONS):
+            try:
+                self._plan.values.carry.check_begin(peer_id, lane.header.begin)
+            except RemoteProtocolError as error:
+                lane.finished.set()
+                self._signals.broken(peer_id, error)
+                return
         replaced = [place, (peer_id, Lane.PARTS, 0)] if kind in STREAM_KINDS else [place]
         for before in replaced:
             if before in taken:
@@ -121,6 +136,8 @@ class Receiver:
 
     def _is_due(self, lane: InboundLane) -> bool:
         plan, peer_id, header = self._plan, lane.remote, lane.header
+        if header.lane not in (Lane.PARTS, Lane.CONTRIBUTIONS) and header.begin != START:
+            return False
         if header.lane is Lane.PASSED_ON:
             reducers = {plan.position(member.peer_id) for member in plan.roster.members}
             return peer_id in plan.ledger.holders and header.reducer in reducers and plan.ledger.holding
@@ -161,7 +178,9 @@ class Receiver:
                 self._parts_of(lane.remote, kind) if plan.ledger.expects(lane.remote, kind) else []
                 for kind in STREAM_KINDS
             ]
-            work = partial(use.receive_parts, incoming(*expected))
+            contributions, averages = expected
+            begin = lane.header.begin
+            work = partial(use.receive_parts, incoming(contributions[begin.parts :], averages), begin)
         try:
             await in_own_thread(work, stop=use.stop, name="p2pavg-receive")
         except StreamBrokenError as error:
@@ -181,54 +200,64 @@ class Receiver:
         if kind is Lane.PASSED_ON:
             await self._receive_share(lane, stream)
             return
-        parts = self._parts_of(stream.remote, kind)
+        begin = lane.header.begin
+        parts = self._parts_of(stream.remote, kind)[begin.parts :]
         for step in incoming(parts, []) if kind is Lane.CONTRIBUTIONS else incoming([], parts):
             check_index(await receive_index(stream), step.part)
-            if values.has(stream.remote, kind, step.part.index):  # it came over a direct lane that broke
-                await self._receive_part(stream, step)
-            elif kind is Lane.CONTRIBUTIONS:
-                await self._receive_contribution(stream, step)
-            else:
-                payload, trailer = await self._receive_part(stream, step)
+            if kind is Lane.CONTRIBUTIONS:
+                await self._receive_contribution(stream, step, begin)
+                self._signals.check_complete()
+                continue
+            payload, trailer = await self._receive_part(stream, step, self._memory_of(step.part))
+            if not values.has(stream.remote, kind, step.part.index):  # it came over a direct lane that broke
                 await self._plan.context.run_in_thread(
                     values.receive_average, stream.remote, step.part, payload, trailer
                 )
             self._signals.check_complete()
 
-    async def _receive_contribution(self, stream: Stream, step: Step) -> None:
-        peer_id = stream.remote
+    async def _receive_contribution(self, stream: Stream, step: Step, begin: Mark) -> None:
+        peer_id, values = stream.remote, self._plan.values
+        if values.has(
+            peer_id, step.kind, step.part.index
+        ):  # in an earlier attempt, or over a lane that broke
+            await self._receive_part(stream, step, values.carry.receive(peer_id, step.part, begin))
+            return
         if step.after is not None:
             self._signals.note_owes(peer_id, False)
             await self._signals.until_ready(step.after)
             self._signals.note_owes(peer_id, True)
-        payload, trailer = await self._receive_part(stream, step)
+        coming = values.carry.receive(peer_id, step.part, begin)
+        payload, trailer = await self._receive_part(stream, step, coming)
         complete = await self._plan.context.run_in_thread(
-            self._plan.values.contributed, peer_id, step.part.index, payload, trailer
+            values.contributed, peer_id, step.part.index, payload, trailer
         )
         self._signals.note_owes(peer_id, not step.last)
         if complete:
             try:
-                await self._plan.context.run_in_thread(self._plan.values.average, step.part.index)
+                await self._plan.context.run_in_thread(values.average, step.part.index)
             except BadContributionError as error:
                 self._signals.broken(error.peer_id, error)
 
-    async def _receive_part(self, stream: Stream, step: Step) -> tuple[Buffer, bytes]:
+    async def _receive_part(self, stream: Stream, step: Step, coming: Coming) -> tuple[Buffer, bytes]:
         """Return a part, and the bytes that follow it if it is the last one of its kind."""
-        payload = await self._receive_payload(stream, step.part)
+        payload = await self._receive_payload(stream, coming)
         return payload, await self._receive_trailer(stream, step.kind) if step.last else b""
 
     async def _receive_trailer(self, stream: Stream, kind: Lane) -> bytes:
         trailer = bytearray(trailer_bytes(self._plan.values.proofs, kind))
         await receive_exactly_into(stream, memoryview(trailer))
-        self._received += len(trailer)
+        self.stream_bytes.add(stream, len(trailer))
         return bytes(trailer)
 
-    async def _receive_payload(self, stream: Stream, part: Part) -> Buffer:
-        payload = self._plan.values.buffer(part)
-        await trio.sleep(self._plan.context.download.delay(len(payload)))
-        await receive_exactly_into(stream, payload)
-        self._received += FRAME_BYTES + len(payload)
-        return payload
+    def _memory_of(self, part: Part) -> Coming:
+        return Coming(part.index, self._plan.values.buffer(part))
+
+    async def _receive_payload(self, stream: Stream, coming: Coming) -> Buffer:
+        rest = coming.rest
+        await trio.sleep(self._plan.context.download.delay(len(rest)))
+        await receive_exactly_into(stream, rest, coming.add)
+        self.stream_bytes.add(stream, FRAME_BYTES + len(rest))
+        return coming.payload
 
     async def _reducer_to_take(self, lane: InboundLane) -> str:
         """Return the lost reducer whose averages come on this lane, once they are to be taken from its sender."""
@@ -245,7 +274,7 @@ class Receiver:
         payloads = []
         for part in self._plan.ledger.parts[reducer]:
             check_index(await receive_index(stream), part)
-            payloads.append(await self._receive_payload(stream, part))
+            payloads.append(await self._receive_payload(stream, self._memory_of(part)))
         trailer = await self._receive_trailer(stream, Lane.AVERAGES)
         await self._plan.context.run_in_thread(self._plan.values.receive_share, reducer, payloads, trailer)
         self._signals.check_complete()
@@ -269,6 +298,7 @@ class _Noted(Stream):
 
     def __init__(self, stream: Stream, listener: Listener) -> None:
         self.remote = stream.remote
+        self.relayed = stream.relayed
         self._stream = stream
         self._listener = listener
 

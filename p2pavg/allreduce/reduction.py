@@ -6,18 +6,20 @@ A member owes another its contribution to that one's share, and the averages of 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from p2pavg.allreduce.errors import UndecodableError
 from p2pavg.allreduce.messages import Lane
 from p2pavg.allreduce.norm_check import NormCheck
+from p2pavg.allreduce.part_schedule import MAX_WAITING_PARTS
 from p2pavg.allreduce.robust import combine
+from p2pavg.codes import FailedCode
 from p2pavg.errors import RemoteProtocolError
 from p2pavg.group.aggregation import RobustRule
 from p2pavg.group.roster import Roster
-from p2pavg.group.shares import Part, cut_into_parts, part_size, share_bounds
+from p2pavg.group.shares import Part, cut_into_parts, part_size
 from p2pavg.net.transport import Buffer
 from p2pavg_compression import MAX_MAGNITUDE, Codec, CodecError
 
@@ -32,12 +34,15 @@ class Verdict:
     """True if that peer broke the protocol, which no honest peer does."""
     seconds: float = 0.0
     """Seconds for which that peer kept the others waiting."""
+    code: FailedCode = FailedCode.OTHER
+    """The reason of a round that failed, for programs."""
 
 
-def parts_of_share(shares: Sequence[int], position: int, granularity: int) -> tuple[Part, ...]:
-    """Return the parts of the share of the member at ``position``."""
-    size = part_size(sum(shares), len(shares))
-    return cut_into_parts(*share_bounds(shares, position), granularity, size)
+def parts_of_share(roster: Roster, position: int, granularity: int) -> tuple[Part, ...]:
+    """Return the parts of the share of the member at ``position``, range by range."""
+    size = part_size(sum(roster.shares), roster.reducers)
+    parts = [part for each in roster.ranges[position] for part in cut_into_parts(*each, granularity, size)]
+    return tuple(replace(part, index=index) for index, part in enumerate(parts))
 
 
 class Ledger:
@@ -50,7 +55,7 @@ class Ledger:
         self.holding = not roster.members[position].auxiliary
         """True if this member wants the whole result."""
         self.parts = {
-            member.peer_id: parts_of_share(roster.shares, index, granularity)
+            member.peer_id: parts_of_share(roster, index, granularity)
             for index, member in enumerate(roster.members)
         }
         """The parts of each member's share."""
@@ -97,6 +102,16 @@ class Ledger:
             raise RemoteProtocolError(f"a part of {lane.name.lower()} came where none was due")
         return self.parts[peer_id if lane is Lane.AVERAGES else self.me][position]
 
+    def begin_with(self, contributor: str, parts: int) -> list[int]:
+        """Note that so many parts of a contributor came in an earlier attempt.
+
+        Return the indices of those that all contributors have sent by now.
+        """
+        self._next[contributor, Lane.CONTRIBUTIONS] = parts
+        for index in range(parts):
+            self._missing[index] -= 1
+        return [index for index in range(parts) if self._missing[index] == 0]
+
     def position(self, peer_id: str, lane: Lane) -> int:
         """Return the number of parts of a lane that have come."""
         return self._next.get((peer_id, lane), 0)
@@ -134,12 +149,26 @@ class Ledger:
 
     def slowest(self) -> str | None:
         """Return the slowest peer that still owes over half of its parts. Contributions count first."""
-        behind = [
-            peer_id
-            for peer_id in self._peers()
-            if 2 * self.owed_by(peer_id) > sum(self.expects(peer_id, lane) for lane in Lane)
-        ]
+        behind = list(filter(self.is_behind, self._peers()))
         return max(behind, key=self._delays, default=None)
+
+    def is_behind(self, peer_id: str) -> bool:
+        """Return whether a member still owes over half of its parts."""
+        return 2 * self.owed_by(peer_id) > sum(self.expects(peer_id, lane) for lane in Lane)
+
+    def holds_up(self) -> str | None:
+        """Return the contributor that this member waits for while it has all it can take of most others.
+
+        ``None`` if there is none: contributions come as fast as this member's own link lets them.
+        """
+        came = {peer_id: self._next.get((peer_id, Lane.CONTRIBUTIONS), 0) for peer_id in self.contributors}
+        parts = len(self.parts[self.me])
+        slowest = min(came, key=lambda peer_id: came[peer_id], default=None)
+        if slowest is None or came[slowest] == parts:
+            return None
+        ahead = min(came[slowest] + MAX_WAITING_PARTS, parts)
+        waiting = sum(count >= ahead for count in came.values())
+        return slowest if 2 * waiting > len(came) - 1 else None
 
     def overdue(self, timeout: float) -> Verdict:
         """Return the member that is waited for when the time is over.
@@ -148,11 +177,16 @@ class Ledger:
         for no other member. So the latter is named first, and among several the one that owes most.
         """
         owing = [peer_id for peer_id in self._peers() if self.owed_by(peer_id)]
-        waiting = ", ".join(f"{peer_id} ({self.owed_by(peer_id)} parts)" for peer_id in owing) or "itself"
+        waiting = self.waited_for() or "itself"
         culprit = max(owing, key=self._delays, default=None)
         return Verdict(
             f"the exchange took longer than {timeout:g} s, waiting for {waiting}", culprit, seconds=timeout
         )
+
+    def waited_for(self) -> str:
+        """Name the members that owe this one parts, with their numbers; empty if none does."""
+        owing = [peer_id for peer_id in self._peers() if self.owed_by(peer_id)]
+        return ", ".join(f"{peer_id} ({self.owed_by(peer_id)} parts)" for peer_id in owing)
 
     def _delays(self, peer_id: str) -> tuple[int, int]:
         contributions = self.expects(peer_id, Lane.CONTRIBUTIONS) - self._next.get(
@@ -262,9 +296,12 @@ def _sum_up(
     for contribution in contributions:
         share = contribution.weight / total_weight * contribution.factor
         if isinstance(contribution.values, torch.Tensor) or room is not None:
-            accumulator.add_(decoded(codec, contribution, room, check), alpha=share)
-            continue
+            values = decoded(codec, contribution, room, check)
+            if isinstance(contribution.values, torch.Tensor) or not codec.is_sparse:
+                accumulator.add_(values, alpha=share)
+                continue
         try:
+            # A sparse codec sums without a fused multiply-add. Another rounding could choose other values of the sum.
             codec.accumulate(contribution.values, accumulator, share)
         except CodecError as error:
             raise UndecodableError(contribution.peer_id, str(error)) from None

@@ -17,7 +17,10 @@ from p2pavg.allreduce.lane_driver import DirectUse
 from p2pavg.allreduce.messages import FRAME_BYTES, PROTOCOL, Lane, LaneHeader, encode_header, part_frame
 from p2pavg.allreduce.part_schedule import outgoing
 from p2pavg.allreduce.plan import AttemptPlan
+from p2pavg.allreduce.precedence import PIECE_BYTES, Precedence
+from p2pavg.allreduce.reuse import START
 from p2pavg.allreduce.signals import Signals
+from p2pavg.allreduce.stream_bytes import StreamBytes
 from p2pavg.allreduce.turns import Turns
 from p2pavg.errors import ClosedError, StreamBrokenError, UnreachableError
 from p2pavg.group.candidate import Candidate
@@ -47,18 +50,24 @@ class Sender:
         bandwidth = plan.roster.members[plan.roster.position(plan.me)].assumed_bandwidth
         self._turns = Turns() if bandwidth < FAST_MBPS else None
         self._uses: list[DirectUse] = []
-        self._sent = 0
+        self.stream_bytes = StreamBytes()
+        self._precedence = Precedence()
         self._nursery: trio.Nursery | None = None
 
     @property
     def bytes_sent(self) -> int:
         """Bytes of parts, their frames included."""
-        return self._sent + sum(use.moved for use in self._uses)
+        return sum(self.bytes_by_way.values())
+
+    @property
+    def bytes_by_way(self) -> dict[str, int]:
+        """The same by the way that they have gone, a :class:`~p2pavg.telemetry.events.Way`."""
+        return self.stream_bytes.with_lanes(sum(use.moved for use in self._uses))
 
     @property
     def bytes_left(self) -> int:
         """Sent, with the parts that are still incomplete and without what direct lanes still hold."""
-        return self._sent + sum(use.sent for use in self._uses)
+        return self.stream_bytes.total + sum(use.sent for use in self._uses)
 
     def start(self, nursery: trio.Nursery) -> None:
         """Begin to send to every other member, in a nursery."""
@@ -70,7 +79,8 @@ class Sender:
     async def send_to(self, member: Candidate) -> None:
         """Send a member its contributions and averages."""
         plan = self._plan
-        contributions = plan.ledger.parts[member.peer_id] if plan.contributes else []
+        begin = plan.values.carry.goes_on_at(member.peer_id) if plan.contributes else START
+        contributions = plan.ledger.parts[member.peer_id][begin.parts :] if plan.contributes else []
         averages = [] if member.auxiliary else plan.own_parts
         if not contributions and not averages:
             return
@@ -78,7 +88,7 @@ class Sender:
         def send(use: DirectUse, header: LaneHeader) -> None:
             use.send_parts(header, plan.me, outgoing(contributions, averages))
 
-        if await self._over_direct_lane(member, plan.header(Lane.PARTS), send):
+        if await self._over_direct_lane(member, plan.header(Lane.PARTS, begin=begin), send):
             return
         async with trio.open_nursery() as nursery:
             for lane, parts, send_on in (
@@ -86,7 +96,8 @@ class Sender:
                 (Lane.AVERAGES, averages, self.send_averages),
             ):
                 if parts:
-                    nursery.start_soon(self.over_stream, member, plan.header(lane), send_on)
+                    at = begin if lane is Lane.CONTRIBUTIONS else START
+                    nursery.start_soon(self.over_stream, member, plan.header(lane, begin=at), send_on)
 
     def pass_on(self, reducers: Iterable[str], to: Iterable[str]) -> None:
         """Send members the whole shares of reducers, as the same bytes. This member has the whole result."""
@@ -164,11 +175,13 @@ class Sender:
     async def send_contributions(self, stream: Stream) -> None:
         """Send this member's values of a reducer's share."""
         plan = self._plan
-        for step in outgoing(plan.ledger.parts[stream.remote], []):
-            payload = await plan.context.run_in_thread(plan.values.contribution, stream.remote, step.part)
-            await self._send_part(stream, step.part, payload)
-            self._signals.listener.reached(Milestone.CONTRIBUTION_SENT)
-        await self._send_trailer(stream, Lane.CONTRIBUTIONS, stream.remote)
+        begin = plan.values.carry.goes_on_at(stream.remote)
+        with self._precedence.contributing():
+            for step in outgoing(plan.ledger.parts[stream.remote][begin.parts :], []):
+                payload = await plan.context.run_in_thread(plan.values.contribution, stream.remote, step.part)
+                await self._send_part(stream, step.part, begin.of(step.part, payload), self._precedence.moved)
+                self._signals.listener.reached(Milestone.CONTRIBUTION_SENT)
+            await self._send_trailer(stream, Lane.CONTRIBUTIONS, stream.remote)
 
     async def send_averages(self, stream: Stream) -> None:
         """Send the averages of this member's share, each as soon as it is ready."""
@@ -176,6 +189,7 @@ class Sender:
         for step in outgoing([], plan.own_parts):
             if step.after is not None:
                 await self._signals.until_ready(step.after)
+            await self._precedence.until_free()
             await self._send_part(stream, step.part, plan.values.encoded(plan.me, step.part.index))
             self._signals.listener.reached(Milestone.AVERAGE_SENT)
         await self._send_trailer(stream, Lane.AVERAGES, plan.me)
@@ -184,10 +198,15 @@ class Sender:
         trailer = self._plan.values.trailer(kind, reducer)
         if trailer:
             await stream.send_all(trailer)
-            self._sent += len(trailer)
+            self.stream_bytes.add(stream, len(trailer))
 
-    async def _send_part(self, stream: Stream, part: Part, payload: Buffer) -> None:
+    async def _send_part(
+        self, stream: Stream, part: Part, payload: Buffer, moved: Callable[[], None] = lambda: None
+    ) -> None:
         await trio.sleep(self._plan.context.upload.delay(len(payload)))
         await stream.send_all(part_frame(part.index))
-        await stream.send_all(payload)
-        self._sent += FRAME_BYTES + len(payload)
+        view = memoryview(payload)
+        for start in range(0, len(view), PIECE_BYTES):
+            await stream.send_all(view[start : start + PIECE_BYTES])
+            moved()
+        self.stream_bytes.add(stream, FRAME_BYTES + len(payload))

@@ -13,10 +13,13 @@ import torch
 from blake3 import blake3
 
 from p2pavg.allreduce.averages import Averages, EncodedAverage
+from p2pavg.allreduce.carry import Carry
 from p2pavg.allreduce.combiner import Combiner
+from p2pavg.allreduce.inputs import Inputs
 from p2pavg.allreduce.messages import Lane
 from p2pavg.allreduce.proofs import Proofs
 from p2pavg.allreduce.reduction import Ledger, bytes_of
+from p2pavg.allreduce.reuse import Leftover
 from p2pavg.errors import RemoteProtocolError
 from p2pavg.group.aggregation import PLAIN, Aggregation
 from p2pavg.group.shares import Part
@@ -40,6 +43,7 @@ class Values:
         aggregation: how the group combines contributions.
         on_ready: is told of each part of this member's share that has been averaged, in the thread that did it.
         proofs: signs what this member sends, and checks what the others signed; ``None`` in a group without audits.
+        leftover: contributions of the attempt before.
     """
 
     def __init__(
@@ -52,6 +56,7 @@ class Values:
         on_ready: Callable[[int], None],
         aggregation: Aggregation = PLAIN,
         proofs: Proofs | None = None,
+        leftover: Leftover | None = None,
     ) -> None:
         self.proofs = proofs
         self._ledger = ledger
@@ -62,21 +67,22 @@ class Values:
         self._on_ready = on_ready
         self._own_parts = ledger.parts[ledger.me]
         self._averages = Averages(ledger, codec, buffers)
-        self._pending: list[dict[str, Buffer]] = [{} for _ in self._own_parts]
-        self._kept: list[dict[str, Buffer]] = [{} for _ in self._own_parts]
+        self._inputs = Inputs(len(self._own_parts), keeps=proofs is not None)
         self._ready = [False] * len(self._own_parts)
         self._passed: set[str] = set()  # reducers whose whole share has come from another one
         # A share is decoded from one source at a time: its reducer's lane, or what another one passes on of it.
         self._decoding = {peer_id: threading.Lock() for peer_id in ledger.parts}
         self.changed = threading.Condition()
         """Guards the ledger and what is held; notified when a part of this member's share has been averaged."""
+        self.carry = Carry(
+            ledger, self._inputs, codec, buffers, proofs=proofs, guard=self.changed, leftover=leftover
+        )
 
     def let_go(self) -> None:
         """Release everything that has the size of a vector. Call it only when nothing uses it any more."""
         self._vector = None
         self._averages.let_go()
-        self._pending.clear()
-        self._kept.clear()
+        self._inputs.let_go()
 
     @property
     def averaged(self) -> torch.Tensor:
@@ -141,7 +147,7 @@ class Values:
     def waiting(self, peer_id: str) -> int:
         """Return the number of a contributor's parts that wait for other contributors."""
         with self.changed:
-            return sum(peer_id in pending for pending in self._pending)
+            return self._inputs.count(peer_id)
 
     # ------------------------------------------------------------------ in
 
@@ -168,7 +174,7 @@ class Values:
             if trailer:
                 self.proofs.check_input(peer_id, trailer)
         with self.changed:
-            self._pending[index][peer_id] = payload
+            self._inputs.take(peer_id, index, payload)
             return self._ledger.received(peer_id, Lane.CONTRIBUTIONS)
 
     def average(self, index: int) -> None:
@@ -177,18 +183,16 @@ class Values:
         Raises:
             BadContributionError: a member's part does not decode, or is longer than the member signed.
         """
-        part, pending = self._own_parts[index], self._pending[index]
-        own = self.own_values(part)
-        values: dict[str, torch.Tensor | Buffer] = {**pending}
+        part = self._own_parts[index]
+        own = self.own_input(part)
+        values: dict[str, torch.Tensor | Buffer] = {**self._inputs.waiting(index)}
         if own is not None:
             values[self._ledger.me] = own
         encoded = self._combiner.combine(values, self._averages.values_of(part))
         digest = blake3(encoded).digest()
         with self.changed:
             self._averages.keep(self._ledger.me, index, encoded, digest)
-            if self.proofs is not None:
-                self._kept[index] = dict(pending)
-            pending.clear()
+            self._inputs.averaged(index)
             self._ledger.averaged_own()
             self._ready[index] = True
             self.changed.notify_all()
@@ -199,11 +203,17 @@ class Values:
 
         This member's own is not among them. They are kept in a group with audits only.
         """
-        return self._kept[index]
+        return self._inputs.kept(index)
 
-    def own_values(self, part: Part) -> torch.Tensor | None:
-        """Return this member's own contribution to a part of its share; ``None`` if it contributes nothing."""
-        return None if self._vector is None else self._vector[part.start : part.stop]
+    def own_input(self, part: Part) -> torch.Tensor | Buffer | None:
+        """Return this member's own contribution to a part of its share; ``None`` if it contributes nothing.
+
+        It is not encoded, unless the codec is sparse: an auditor then has to be shown a hundredth of the bytes.
+        """
+        if self._vector is None:
+            return None
+        values = self._vector[part.start : part.stop]
+        return self._codec.encode(values) if self._codec.is_sparse else values
 
     def receive_average(self, reducer: str, part: Part, payload: Buffer, trailer: bytes = b"") -> None:
         """Take a part of a reducer's share.

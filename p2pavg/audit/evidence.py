@@ -139,17 +139,15 @@ def _read_share(roster: Roster, about: bytes, total_bytes: int) -> tuple[Share, 
         rule = read_aggregation(aggregation)
     except (ConfigError, ValueError) as error:
         raise RemoteProtocolError(f"evidence about an unknown codec or rule: {error}") from None
-    chosen = [roster.members[member] for member in members]
-    if attempt == 0 and len(chosen) != len(roster.members):
-        raise RemoteProtocolError("evidence about a first attempt among some of the members")
     elements = sum(roster.shares)
-    shares = roster.shares if attempt == 0 else share_cutter(elements, codec.granularity)(chosen)
-    parts = max(shares) // part_size(elements, len(chosen))
+    cut_shares = share_cutter(elements, codec.granularity, rule.topology)
+    of_attempt = roster.among(attempt, members, cut_shares, codec.granularity)
+    parts = max(of_attempt.shares) // part_size(elements, len(roster.members))
     if parts * PART_DIGEST_BYTES > total_bytes:  # each part has a digest in the evidence
         raise RemoteProtocolError("evidence about more parts than it has digests")
     share = Share(
         subject=Subject(roster.group_id, attempt, members, aggregation),
-        roster=roster.only(chosen, shares),
+        roster=of_attempt,
         reducer=roster.members[reducer].peer_id,
         codec=codec,
         aggregation=rule,

@@ -94,13 +94,17 @@ class KeptShare:
     def _drawn(self, ticket: bytes) -> tuple[int, ...]:
         share = self.share
         auditors = len({member.peer_id for member in share.roster.holders} - {share.reducer})
-        return drawn_parts(self._audits, ticket, share.position, len(share.parts), auditors)
+        return drawn_parts(
+            self._audits, ticket, share.position, len(share.parts), auditors, stretches=share.stretches
+        )
 
     def _live_inputs(self, values: Values, index: int) -> list[Buffer]:
         came = values.inputs(index)
         inputs = [came[peer_id] for peer_id in self.share.contributors]
-        own = values.own_values(self.share.parts[index])
-        if own is not None:
+        own = values.own_input(self.share.parts[index])
+        if isinstance(own, torch.Tensor):
             # A copy: the caller of the round may change its tensors after the end.
-            inputs.append(bytes_of(own.detach().to("cpu", torch.float32, copy=True)))
+            own = bytes_of(own.detach().to("cpu", torch.float32, copy=True))
+        if own is not None:
+            inputs.append(own)
         return inputs

@@ -5,7 +5,7 @@ The answer has no lengths in it. Both sides compute them from the roster, so not
 1. The **manifest**: each other contributor's signature and the digests of all of its parts, in the roster's order. If
    the reducer contributes itself: for each audited part, the digest of its own values and its signature of that.
 2. The **inputs** of each audited part: what each other contributor sent, in the roster's order, then the reducer's own
-   values as float32.
+   values as float32, or encoded if the codec is sparse.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from p2pavg.errors import RemoteProtocolError
 from p2pavg.group.aggregation import Aggregation
 from p2pavg.group.roster import Roster
 from p2pavg.group.shares import Part
+from p2pavg.group.topology import Star
 from p2pavg.net.transport import Buffer
 from p2pavg_compression import Codec
 
@@ -55,7 +56,12 @@ class Share:
     def parts(self) -> tuple[Part, ...]:
         """The parts of the share."""
         position = self.roster.position(self.reducer)
-        return parts_of_share(self.roster.shares, position, self.codec.granularity)
+        return parts_of_share(self.roster, position, self.codec.granularity)
+
+    @property
+    def stretches(self) -> int:
+        """Number of pieces of the share that are audited like shares: see :func:`~p2pavg.group.audits.drawn_parts`."""
+        return self.roster.reducers if isinstance(self.aggregation.topology, Star) else 1
 
     @property
     def contributors(self) -> tuple[str, ...]:
@@ -74,14 +80,20 @@ class Share:
 
     def input_bytes(self, part: Part) -> list[int]:
         """Return the lengths of the inputs of one part: of each other contributor, then of the reducer's values."""
-        sizes = [self.codec.encoded_nbytes(part.elements)] * len(self.contributors)
-        return [*sizes, 4 * part.elements] if self.contributes else sizes
+        encoded = self.codec.encoded_nbytes(part.elements)
+        own = [encoded if self.codec.is_sparse else 4 * part.elements] if self.contributes else []
+        return [encoded] * len(self.contributors) + own
 
     def values(self, inputs: Sequence[Buffer]) -> list[torch.Tensor | Buffer]:
-        """Return the inputs of one part in the order of the roster's contributors, the reducer's own as values."""
+        """Return the inputs of one part in the order of the roster's contributors.
+
+        The reducer's own are values, or encoded if the codec is sparse.
+        """
         by_id: dict[str, torch.Tensor | Buffer] = dict(zip(self.contributors, inputs, strict=False))
         if self.contributes:
-            by_id[self.reducer] = torch.frombuffer(bytearray(inputs[-1]), dtype=torch.float32)
+            own = inputs[-1]
+            is_encoded = self.codec.is_sparse
+            by_id[self.reducer] = own if is_encoded else torch.frombuffer(bytearray(own), dtype=torch.float32)
         return [by_id[member.peer_id] for member in self.roster.contributors]
 
 

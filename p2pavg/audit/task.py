@@ -34,7 +34,7 @@ class AuditTask:
     """Of the whole group."""
     share: Share
     signed: SignedShare
-    """What the reducer has signed of its averages."""
+    """The reducer's signature of its averages."""
     averages: Mapping[int, bytes]
     """The averages of the audited parts, by their index, as the reducer has sent them."""
     request: AuditRequest
@@ -120,7 +120,9 @@ def tasks_of(
         auditors = len({member.peer_id for member in share.roster.holders} - {reducer})
         if reducer == me:
             continue
-        indices = drawn_parts(audits, request.ticket, share.position, len(share.parts), auditors)
+        indices = drawn_parts(
+            audits, request.ticket, share.position, len(share.parts), auditors, stretches=share.stretches
+        )
         if indices:
             averages = {index: bytes(values.encoded(reducer, index)) for index in indices}
             signed = values.proofs.share(reducer)

@@ -79,6 +79,7 @@ import copy
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
+from p2pavg.codes import FailedCode
 from p2pavg.consensus.choice import Stuck, ballot_leader, next_ballot
 from p2pavg.consensus.conditions import (
     all_hold,
@@ -477,29 +478,33 @@ def _get_ready(draft: _Draft) -> None:
 
 def _left_out(draft: _Draft) -> None:
     draft.m.reason = "the others gave this peer up, and ended the round without it"
+    draft.m.code = FailedCode.LEFT_OUT
     _commit(draft)
 
 
 def _too_late(draft: _Draft) -> None:
     draft.m.reason = "the others committed a result with this peer's contribution, but this peer lacks it"
+    draft.m.code = FailedCode.RESULT_MISSED
     _commit(draft)
 
 
 def _fail(draft: _Draft, event: GivenUp | None = None) -> None:
     m = draft.m
-    m.reason = m.reason or (event.reason if event is not None else "")
+    if not m.reason and event is not None:
+        m.reason, m.code = event.reason, event.code
     draft.tell_all(Left(-1 if m.accepted is None else m.accepted.ballot, m.reason))
 
 
 def _fail_stuck(draft: _Draft) -> None:
     decision = decide(draft.m)
     assert isinstance(decision, Stuck)
-    draft.m.reason = decision.reason
+    draft.m.reason, draft.m.code = decision.reason, FailedCode.PEERS_LOST
     _fail_with_contribution(draft)
 
 
 def _fail_too_few(draft: _Draft) -> None:
     draft.m.reason = "fewer members are left than this peer's min_group_size"
+    draft.m.code = FailedCode.PEERS_LOST
     _fail_with_contribution(draft)
 
 
@@ -511,6 +516,7 @@ def _fail_with_contribution(draft: _Draft) -> None:
 
 def _fail_at_odds(draft: _Draft) -> None:
     draft.m.reason = "this peer holds another result than the other members"
+    draft.m.code = FailedCode.RESULTS_DIFFER
     _fail(draft)
 
 

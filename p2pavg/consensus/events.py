@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from p2pavg.codes import FailedCode
 from p2pavg.consensus.votes import Members, Vote
 
 # ---------------------------------------------------------------------- events
@@ -52,6 +53,7 @@ class GivenUp:
     """The round has timed out, or the caller cancelled it."""
 
     reason: str = ""
+    code: FailedCode = FailedCode.OTHER
 
 
 Event: TypeAlias = Completed | Lost | Dead | Heard | GivenUp

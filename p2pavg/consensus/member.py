@@ -6,6 +6,7 @@ import enum
 from dataclasses import dataclass
 from typing import Any
 
+from p2pavg.codes import FailedCode
 from p2pavg.consensus.choice import ballot_leader, is_quorum
 from p2pavg.consensus.votes import Accepted, Begin, Commit, Complete, Members, Promise, Signatures
 
@@ -111,6 +112,8 @@ class Member:
     """True if the ballot cannot commit with its view."""
     reason: str = ""
     """Reason of a failure."""
+    code: FailedCode = FailedCode.OTHER
+    """The same reason, for programs."""
     committed: Commit | None = None
     """The proof of the result that the group committed, if this member has it."""
 

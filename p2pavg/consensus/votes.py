@@ -160,7 +160,21 @@ class Ping:
     """The member is alive and has nothing else to send."""
 
 
-Vote: TypeAlias = Gather | Promise | Behind | Begin | Held | Commit | Trouble | Left | Unknown | Ping
+@dataclass(frozen=True, slots=True)
+class Came:
+    """Told before a promise: how far the receiver's contribution to the sender's share has come.
+
+    It is no part of the agreement: see :mod:`p2pavg.allreduce.reuse`.
+    """
+
+    attempt: int
+    parts: int
+    """Whole parts that have come."""
+    nbytes: int
+    """Encoded bytes of the next part that have come."""
+
+
+Vote: TypeAlias = Gather | Promise | Behind | Begin | Held | Commit | Trouble | Left | Unknown | Ping | Came
 
 
 def encode_vote(vote: Vote) -> bytes:
@@ -197,6 +211,8 @@ def encode_vote(vote: Vote) -> bytes:
             return pack("unknown")
         case Ping():
             return pack("ping")
+        case Came(attempt, parts, nbytes):
+            return pack("came", attempt, parts, nbytes)
 
 
 def decode_vote(message: bytes, size: int) -> Vote:
@@ -356,4 +372,10 @@ _READERS: dict[str, tuple[tuple[type, ...], Callable[..., Vote]]] = {
     "left": ((int, str), lambda read, ballot, reason: Left(read.ballot(ballot, -1), read.reason(reason))),
     "unknown": ((), lambda _read: Unknown()),
     "ping": ((), lambda _read: Ping()),
+    "came": (
+        (int, int, int),
+        lambda read, attempt, parts, nbytes: Came(
+            read.ballot(attempt), read.ballot(parts), read.ballot(nbytes)
+        ),
+    ),
 }

@@ -13,10 +13,13 @@ from p2pavg.errors import ConfigError
 from p2pavg.group.audits import Audits, resolve_audits
 from p2pavg.group.limits import MAX_ROBUST_CHARS
 from p2pavg.group.numbers import check_number, read_number
+from p2pavg.group.topology import BUTTERFLY, Topology, resolve_topology
+from p2pavg_compression import Codec
 
 MAX_ITERATIONS = 16
 _MAX_NORM = "max_norm:"
 _AUDIT = "audit:"
+_TOPOLOGY = "topology:"
 _OFF = "off"
 _DEFAULT_AUDITS = Audits()
 MAX_RADIUS = 1e6
@@ -154,6 +157,8 @@ class Aggregation:
     """The longest contribution, in medians of the group's norms; ``None``: contributions may have any norm."""
     audits: Audits | None = _DEFAULT_AUDITS
     """The audits of the reducers' averages; ``None``: there are none, and members sign no inputs and no averages."""
+    topology: Topology = BUTTERFLY
+    """The members that reduce."""
 
     def __post_init__(self) -> None:
         if self.max_norm is not None:
@@ -161,17 +166,34 @@ class Aggregation:
 
     @property
     def text(self) -> str:
-        """The text from which a run's keys are derived; empty for the weighted mean with the usual audits."""
+        """The text from which a run's keys are derived; empty for an audited weighted mean in a butterfly."""
         words = [] if self.robust is None else [self.robust.text]
         if self.max_norm is not None:
             words.append(f"{_MAX_NORM}{float(self.max_norm)!r}")
         if self.audits != _DEFAULT_AUDITS:
             words.append(_AUDIT + (_OFF if self.audits is None else self.audits.text))
+        if self.topology != BUTTERFLY:
+            words.append(_TOPOLOGY + self.topology.text)
         return " ".join(words)
 
 
 PLAIN = Aggregation()
 """The weighted mean, with the usual audits."""
+
+
+def check_combinable(robust: object, codec: Codec) -> None:
+    """Raise ConfigError if a robust rule is given for a codec with which it finds only zeros."""
+    if robust is not None and codec.is_sparse:
+        raise ConfigError(
+            f"robust cannot be combined with the codec {codec.name}: most peers send no value for an element, so that a"
+            " median is 0 and an honest value looks like a lie; max_norm and audits work with every codec"
+        )
+
+
+def topology_in(text: str) -> str:
+    """Return the name of the topology in an aggregation's text, which may be of a later version."""
+    words = [word.removeprefix(_TOPOLOGY) for word in text.split(" ") if word.startswith(_TOPOLOGY)]
+    return words[0] if words else BUTTERFLY.text
 
 
 def read_aggregation(text: str) -> Aggregation:
@@ -182,14 +204,17 @@ def read_aggregation(text: str) -> Aggregation:
     """
     rule, most = None, None
     audits: Audits | None = _DEFAULT_AUDITS
+    topology: Topology = BUTTERFLY
     for word in text.split(" ") if text else []:
         if word.startswith(_MAX_NORM):
             most = read_number(word.removeprefix(_MAX_NORM))
         elif word.startswith(_AUDIT):
             audits = resolve_audits(word.removeprefix(_AUDIT))
+        elif word.startswith(_TOPOLOGY):
+            topology = resolve_topology(word.removeprefix(_TOPOLOGY))
         else:
             rule = resolve_rule(word)
-    found = Aggregation(rule, most, audits)
+    found = Aggregation(rule, most, audits, topology)
     if found.text != text:
         raise ConfigError(f"an aggregation's text is {found.text!r}, got {text!r}")
     return found

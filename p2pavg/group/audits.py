@@ -6,6 +6,7 @@ from the bytes that the contributors signed. No I/O, no clock, no random source.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 from blake3 import blake3
@@ -67,7 +68,9 @@ def resolve_audits(given: object) -> Audits | None:
     raise ConfigError(f"an audit is 'after:PROBABILITY', 'before:PROBABILITY' or 'off', got {given!r}")
 
 
-def drawn_parts(audits: Audits, ticket: bytes, reducer: int, parts: int, auditors: int) -> tuple[int, ...]:
+def drawn_parts(
+    audits: Audits, ticket: bytes, reducer: int, parts: int, auditors: int, stretches: int = 1
+) -> tuple[int, ...]:
     """Return the indices of the parts of one share that one member has to audit; empty if it is not drawn.
 
     The draw follows from the member's own signature of the result. No other member can compute that signature before it
@@ -79,10 +82,26 @@ def drawn_parts(audits: Audits, ticket: bytes, reducer: int, parts: int, auditor
         reducer: position of the reducer in the group's roster.
         parts: number of parts of the reducer's share.
         auditors: number of members that may audit it: those that hold the result, without the reducer itself.
+        stretches: number of pieces of the share that are drawn and audited like shares of their own. One member that
+            reduces for a whole group is audited like the reducers whose place it takes: by several auditors, each of
+            which asks for no more than it would ask one of them.
     """
     if parts == 0 or auditors == 0:
         return ()
-    drawn = blake3(_DOMAIN + reducer.to_bytes(2, "big") + ticket).digest(8)
+    pieces = min(stretches, parts)
+    edges = [piece * parts // pieces for piece in range(pieces + 1)]
+    return tuple(
+        start + index
+        for piece, (start, stop) in enumerate(itertools.pairwise(edges))
+        for index in _drawn(audits, reducer, piece, ticket, stop - start, auditors)
+    )
+
+
+def _drawn(
+    audits: Audits, reducer: int, piece: int, ticket: bytes, parts: int, auditors: int
+) -> tuple[int, ...]:
+    place = reducer.to_bytes(2, "big") + (piece.to_bytes(2, "big") if piece else b"")
+    drawn = blake3(_DOMAIN + place + ticket).digest(8)
     chance, first = int.from_bytes(drawn[:4], "big"), int.from_bytes(drawn[4:], "big") % parts
     # The members draw independently of each other: at least one of them is drawn with the probability that is set.
     if chance >= (1.0 - (1.0 - audits.probability) ** (1.0 / auditors)) * _DRAWS:

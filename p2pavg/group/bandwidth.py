@@ -56,6 +56,13 @@ class BandwidthMeter:
         return self._announced if known or self._limit < DEFAULT_MBPS else 0.0
 
     @property
+    def known_mbps(self) -> tuple[float, float]:
+        """Measured Mbit/s that this peer can send and receive, each 0 before it is known."""
+        measured = (self._upload, self._download)
+        up, down = (estimate.mbps if estimate.is_known else 0.0 for estimate in measured)
+        return up, down
+
+    @property
     def upload_mbps(self) -> float:
         """Estimated Mbit/s that this peer can send."""
         return self._upload.mbps

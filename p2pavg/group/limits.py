@@ -24,3 +24,6 @@ MAX_METRIC = 1e100  # magnitude; the mean of larger values may leave the range o
 MAX_RULE_CHARS = 512  # length of a participation rule's text
 MAX_ROBUST_CHARS = 64  # length of a robust rule's text
 MAX_AUDIT_CHARS = 64  # length of an audit's text
+MAX_TOPOLOGY_CHARS = 64  # length of a topology's text
+MAX_AUXILIARY_ELEMENTS = 2**26
+"""Largest share of an auxiliary: 256 MiB of averages. It helps strangers, who could ask for more than it has."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -12,19 +12,27 @@ from p2pavg.encoding import checked, pack, unpack
 from p2pavg.errors import RemoteProtocolError
 from p2pavg.group.candidate import Candidate, link_of, read_signed_candidate
 from p2pavg.group.limits import MAX_MEMBERS
+from p2pavg.group.ranges import Range, ranges_after_loss, whole_ranges
 from p2pavg.group.shares import fastest_shares, largest_fraction, levelled
+from p2pavg.group.star import elect
+from p2pavg.group.topology import BUTTERFLY, Star, Topology
 from p2pavg_dht.record import pack as pack_record
 
 _ROSTER_DOMAIN = b"p2pavg-roster/2\0"
 
 
-def share_cutter(elements: int, granularity: int) -> Callable[[Sequence[Candidate]], tuple[int, ...]]:
+def share_cutter(
+    elements: int, granularity: int, topology: Topology = BUTTERFLY
+) -> Callable[[Sequence[Candidate]], tuple[int, ...]]:
     """Return the function that cuts a vector of ``elements`` into shares, one per member.
 
     It uses only what the members signed, so every member computes the same shares.
     """
 
     def cut(members: Sequence[Candidate]) -> tuple[int, ...]:
+        if isinstance(topology, Star):
+            reducer = elect(members, elements)
+            return tuple(elements if position == reducer else 0 for position in range(len(members)))
         links = levelled([link_of(member) for member in members])
         return fastest_shares(elements, links, granularity, largest_fraction(links))
 
@@ -49,6 +57,10 @@ class Roster:
     """Number of the leader's proposal; it makes the id of every roster unique."""
     observers: frozenset[str] = frozenset()
     """Ids of the members that only observe in this round, whatever weight they signed."""
+    divided: tuple[tuple[Range, ...], ...] | None = None
+    """Of a later attempt: the ranges that each member reduces. ``None``: the shares follow one another."""
+    group_size: int = 0
+    """Of a later attempt: number of members of the whole group."""
 
     def __post_init__(self) -> None:
         ids = [member.peer_id for member in self.members]
@@ -99,10 +111,47 @@ class Roster:
                 sums.setdefault(name, []).append((member.weight, value))
         return {name: _mean(found) for name, found in sorted(sums.items())}
 
-    def only(self, members: Sequence[Candidate], shares: Sequence[int]) -> Roster:
-        """Return the roster of the same round among some of its members, with other shares."""
-        left = self.observers & {member.peer_id for member in members}
-        return Roster(members=tuple(members), shares=tuple(shares), proposal=self.proposal, observers=left)
+    @cached_property
+    def ranges(self) -> tuple[tuple[Range, ...], ...]:
+        """Ranges of the vector that each member reduces, in the members' order."""
+        return whole_ranges(self.shares) if self.divided is None else self.divided
+
+    @property
+    def reducers(self) -> int:
+        """Number of members by which parts are sized. All attempts of a group have parts of the same size."""
+        return self.group_size or len(self.members)
+
+    def among(
+        self,
+        attempt: int,
+        positions: Iterable[int],
+        cut_shares: Callable[[Sequence[Candidate]], tuple[int, ...]],
+        granularity: int,
+    ) -> Roster:
+        """Return the roster of an attempt of this group.
+
+        Args:
+            positions: of the attempt's members; in attempt 0, all of them.
+            cut_shares: see :func:`share_cutter`.
+
+        Raises:
+            RemoteProtocolError: these members cannot form a group.
+        """
+        chosen = sorted(positions)
+        if attempt == 0:
+            if chosen != list(range(len(self.members))):
+                raise RemoteProtocolError("a first attempt among some of the members")
+            return self
+        members = tuple(self.members[position] for position in chosen)
+        divided = ranges_after_loss(self.shares, chosen, cut_shares(members), granularity)
+        return Roster(
+            members=members,
+            shares=tuple(sum(stop - start for start, stop in ranges) for ranges in divided),
+            proposal=self.proposal,
+            observers=self.observers & {member.peer_id for member in members},
+            divided=divided,
+            group_size=len(self.members),
+        )
 
     def position(self, peer_id: str) -> int:
         """Return the index of a member. Raises ValueError for a peer that is not a member."""

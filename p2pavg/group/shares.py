@@ -257,26 +257,31 @@ def fastest_shares(
     return tuple(stop - start for start, stop in itertools.pairwise(edges))
 
 
-def bound_seconds(payload_bytes: int, members: Sequence[MemberLink]) -> float:
+def bound_seconds(
+    payload_bytes: int, members: Sequence[MemberLink], fractions: Sequence[Fraction] | None = None
+) -> float:
     """Return the lower bound of a round's duration, in seconds, if only bandwidth costs time.
 
     Args:
         payload_bytes: bytes of one whole vector, as encoded for the wire.
-        members: links of the members. The shares are the best ones, as exact fractions.
+        members: links of the members.
+        fractions: exact fraction of the vector that each member reduces; ``None``: the best ones of a butterfly.
     """
-    return float(max(_seconds_a_megabit(members)) * Fraction(payload_bytes * 8, 10**6))
+    return float(max(_seconds_a_megabit(members, fractions)) * Fraction(payload_bytes * 8, 10**6))
 
 
-def relays_are_slowest(members: Sequence[MemberLink]) -> bool:
+def relays_are_slowest(members: Sequence[MemberLink], fractions: Sequence[Fraction] | None = None) -> bool:
     """Return whether relays need longer for their part of a round than any member for its traffic."""
-    by_members, by_relays = _seconds_a_megabit(members)
+    by_members, by_relays = _seconds_a_megabit(members, fractions)
     return by_relays > by_members
 
 
-def _seconds_a_megabit(members: Sequence[MemberLink]) -> tuple[Fraction, Fraction]:
+def _seconds_a_megabit(
+    members: Sequence[MemberLink], fractions: Sequence[Fraction] | None
+) -> tuple[Fraction, Fraction]:
     """Return the times of the slowest member and of the relays, for a vector of 1 Mbit."""
     contributors = sum(member.contributes for member in members)
-    fractions = best_fractions(members)
+    fractions = best_fractions(members) if fractions is None else fractions
     by_members = max(
         _traffic(fraction, contributors, member) / Fraction(member.bandwidth)
         for fraction, member in zip(fractions, members, strict=True)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from p2pavg.codes import NoPeersCode
 from p2pavg.group.candidate import Candidate
 from p2pavg.group.limits import MAX_WEIGHT
 from p2pavg.group.participation import silent_members
@@ -56,6 +57,7 @@ class GaveUp:
     """The attempt has ended without a group."""
 
     reason: str
+    code: NoPeersCode = NoPeersCode.NO_GROUP
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +89,9 @@ Action: TypeAlias = Send | Open | Close | Report | GaveUp | Renew | Formed | Exp
 Actions: TypeAlias = list[Action]
 
 
+Refuses: TypeAlias = Callable[[Candidate, float], str | None]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
     """Requirements of a peer for its group."""
@@ -105,7 +110,7 @@ class Settings:
     """
     max_share: int | None = None  # largest number of elements that this peer reduces
     max_weight: float = MAX_WEIGHT  # largest weight of a contribution; peers that announce more are refused
-    refuses: Callable[[Candidate, float], str | None] | None = None
+    refuses: Refuses | None = None
     """Returns the reason for which a candidate is no member of the run at this time (wall clock, seconds), or ``None``.
 
     ``None``: the run has no authority, and admits all candidates.

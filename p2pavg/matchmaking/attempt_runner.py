@@ -101,12 +101,15 @@ class AttemptRunner:
         try:
             async with trio.open_nursery() as nursery:
                 self._nursery = nursery
+                transport = self._context.transport
+                transport.watch_connections(self._connected)
                 nursery.start_soon(self._announce)
                 nursery.start_soon(self._keep_time)
                 try:
                     with trio.move_on_after(ATTEMPT_SECONDS):
                         await self._done.wait()
                 finally:
+                    transport.unwatch_connections(self._connected)
                     self._nursery = None  # streams outlive the attempt, but their messages start no new tasks
                     nursery.cancel_scope.cancel()
         finally:
@@ -114,6 +117,9 @@ class AttemptRunner:
             if not isinstance(self._outcome, Roster):
                 self._on_expect(None)
         return self._outcome or GaveUp(f"no group within {ATTEMPT_SECONDS:.0f} s")
+
+    def _connected(self, peer_id: str) -> None:
+        self._do(self.rules.connected(peer_id, self._now()))
 
     def nudged(self, candidate: Candidate) -> None:
         """Handle the nudge of an earlier candidate."""

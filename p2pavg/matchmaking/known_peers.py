@@ -34,8 +34,6 @@ def may_lead(candidate: Candidate, now: float) -> bool:
 class Nudges:
     """Nudges between this peer and another one."""
 
-    came_back: float | None = None
-    """Deadline of the other's attempt that was asked again because of its nudge."""
     sent: float | None = None
     """Deadline of the other's attempt that this peer nudged."""
     awaited_until: float | None = None
@@ -82,6 +80,8 @@ class KnownPeer:
     """Reason for which it declined this peer."""
     unreached: tuple[Candidate, str] | None = None
     """The attempt that could not be reached, and the reason."""
+    reached_again: float | None = None
+    """Deadline of the attempt that was to be asked again at once, because there was a connection all the same."""
     held_off: HeldOff | None = None
     """The last backoff from it as a follower."""
 
@@ -122,6 +122,16 @@ class KnownPeer:
         if self.candidate is not None:
             self.unreached = (self.candidate, reason)
         self.not_answering()
+
+    def came_back(self, deadline: float) -> bool:
+        """Note a connection with a peer that could not be reached; return whether its attempt is to be asked again.
+
+        It is once for each attempt. Otherwise the peer could make this one ask it without end.
+        """
+        if self.unreached is None or self.reached_again == deadline:
+            return False
+        self.reached_again, self.avoided, self.silent = deadline, None, None
+        return True
 
     def hold_off(self, reason: str, now: float) -> float:
         """Back off from a follower that spoiled a proposal; return the seconds for which it is not admitted.

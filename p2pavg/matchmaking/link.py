@@ -36,7 +36,7 @@ class Link:
         try:
             self._outbox.send_nowait(message)
         except trio.WouldBlock:
-            logger.info("%s does not read its messages", self._stream.remote)
+            logger.debug("%s does not read its messages", self._stream.remote)
             self._scope.cancel()
 
     def close(self) -> None:

@@ -12,10 +12,12 @@ import trio
 from p2pavg.context import PeerContext
 from p2pavg.errors import RemoteProtocolError
 from p2pavg.group.candidate import Candidate, sign_candidate
+from p2pavg.group.meeting import EVERYWHERE, Meeting, key_at
 from p2pavg.group.reach import Reach
 from p2pavg.group.roster import Roster
 from p2pavg.matchmaking.actions import (
     GaveUp,
+    Refuses,
     Renew,
     Report,
     Settings,
@@ -59,6 +61,7 @@ class Matchmaker:
         self._context = context
         self._records = records
         self._key = key
+        self._place_key = key
         self._settings = settings
         self._codec = codec
         self._bandwidth = bandwidth
@@ -72,6 +75,10 @@ class Matchmaker:
     def key(self) -> bytes:
         """The ready key under which it answers."""
         return self._key
+
+    def answers(self, key: bytes) -> bool:
+        """Return whether it answers under a ready key: its own, or that of the place where it looked last."""
+        return key in (self._key, self._place_key)
 
     @property
     def ready_peers(self) -> int:
@@ -125,6 +132,7 @@ class Matchmaker:
         norm: float = 0.0,
         target: int | None = None,
         contributors: int = 0,
+        meeting: Meeting = EVERYWHERE,
         on_report: Callable[[Report], None],
         on_expect: Callable[[bytes | None], None],
     ) -> Roster | GaveUp:
@@ -136,18 +144,20 @@ class Matchmaker:
             state, tags, metrics, norm: see :class:`~p2pavg.group.candidate.Candidate`.
             target: number of members that this group aims at; ``None`` takes that of the settings.
             contributors: number of contributors without which the group is not complete.
+            meeting: where the group is looked for.
             on_report: called at the end of each match timeout that passes without a group.
             on_expect: called with the group whose streams may arrive from now on.
         """
         if self._attempt is not None:
             raise RuntimeError("an attempt runs already")
         self._linger.cancel()
-        settings = replace(self._settings, target=target or self._settings.target, contributors=contributors)
+        self._go_to(key_at(self._key, meeting.place))
+        settings = self._settings_for(meeting, target, contributors)
         outcome: Roster | GaveUp | Renew = Renew("the first attempt")
         moves = 0
         try:
             while isinstance(outcome, Renew):
-                me = self._sign(weight, auxiliary, state, tags, metrics, norm, outcome.deadline)
+                me = self._sign(settings, weight, auxiliary, state, tags, metrics, norm, outcome.deadline)
                 moves += outcome.deadline is not None
                 self._attempt = self._begin(me, settings, on_report, on_expect, may_move=moves < MAX_MOVES)
                 outcome = await self._attempt.run()
@@ -156,8 +166,26 @@ class Matchmaker:
             self._attempt = None
             self._context.nursery.start_soon(self._withdraw_unless_renewed)
 
+    def _go_to(self, key: bytes) -> None:
+        """Look in another place from now on; leave no record in the last one."""
+        if key != self._place_key and self._published:
+            self._published = False
+            self._context.nursery.start_soon(self._records.withdraw, self._place_key)
+        self._place_key = key
+
+    def _settings_for(self, meeting: Meeting, target: int | None, contributors: int) -> Settings:
+        usual = self._settings
+        return replace(
+            usual,
+            target=target or usual.target,
+            contributors=contributors,
+            match_timeout=meeting.patience or usual.match_timeout,
+            refuses=_refusing(usual.refuses, meeting.avoid) if meeting.avoid else usual.refuses,
+        )
+
     def _sign(
         self,
+        settings: Settings,
         weight: float,
         auxiliary: bool,
         state: bytes,
@@ -167,10 +195,10 @@ class Matchmaker:
         deadline: float | None,
     ) -> Candidate:
         now = self._context.wall_clock()
-        usual = now + (ATTEMPT_SECONDS if auxiliary else self._settings.match_timeout)
+        usual = now + (ATTEMPT_SECONDS if auxiliary else settings.match_timeout)
         return sign_candidate(
             self._context.signer,
-            key=self._key,
+            key=self._place_key,
             deadline=usual if deadline is None else deadline,
             expiration_time=now + ATTEMPT_SECONDS + 60.0,
             weight=weight,
@@ -228,7 +256,7 @@ class Matchmaker:
 
     async def serve(self, stream: Stream, message: Ask | Nudge) -> None:
         """Serve an inbound stream that begins with ``message``, until its conversation ends."""
-        if message.me.peer_id != stream.remote or message.me.record.key != self._key:
+        if message.me.peer_id != stream.remote or not self.answers(message.me.record.key):
             raise RemoteProtocolError(f"{stream.remote} sent a record that is not its own")
         attempt = self._attempt
         if attempt is None:
@@ -245,7 +273,7 @@ class Matchmaker:
         self._linger.cancel()
         if self._published:
             self._published = False
-            await self._records.withdraw(self._key)
+            await self._records.withdraw(self._place_key)
 
     async def _withdraw_unless_renewed(self) -> None:
         with trio.CancelScope() as self._linger:
@@ -266,3 +294,14 @@ def _reach_of(reachability: Reachability) -> Reach:
     if reachability.dialable:
         return Reach.DIALABLE
     return Reach.PUNCHABLE if reachability.punchable else Reach.RELAYED
+
+
+def _refusing(refuses: Refuses | None, avoid: frozenset[str]) -> Refuses:
+    """Return the rule that refuses some peers beside those that ``refuses`` does."""
+
+    def refuse(candidate: Candidate, now: float) -> str | None:
+        if candidate.peer_id in avoid:
+            return "this peer has met it lately, and meets another one first"
+        return None if refuses is None else refuses(candidate, now)
+
+    return refuse

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
+from p2pavg.codes import NoPeersCode
 from p2pavg.group.candidate import Candidate
 from p2pavg.matchmaking.attempt_state import AttemptState, Phase
 from p2pavg.net.addresses import CIRCUIT
@@ -50,6 +51,21 @@ def why_apart(state: AttemptState, followers: Collection[str]) -> list[str]:
         peers_of_other_states(of_other_states),
     ]
     return [sentence for sentence in found if sentence]
+
+
+def code_apart(state: AttemptState, followers: Collection[str]) -> NoPeersCode:
+    """Return the weightiest of the reasons of :func:`why_apart`, for programs."""
+    others = [known for known in state.peers if known.peer_id not in followers]
+    found = {
+        NoPeersCode.NOT_ADMITTED: state.own_refusal is not None,
+        NoPeersCode.UNREACHABLE: any(known.unreached is not None or known.is_silent for known in others),
+        NoPeersCode.REFUSED: any(known.refused is not None or known.banned is not None for known in others),
+        NoPeersCode.OTHER_PARAMETERS: any(
+            candidate.codec == state.me.codec and not candidate.fits(state.me)
+            for candidate in state.peers.candidates.values()
+        ),
+    }
+    return next((code for code, holds in found.items() if holds), NoPeersCode.NO_PEER_READY)
 
 
 def unreached_peers(unreached: Sequence[tuple[Candidate, str]]) -> str:

@@ -73,7 +73,7 @@ from p2pavg.matchmaking.messages import (
     Status,
 )
 from p2pavg.matchmaking.own_group import OwnGroup
-from p2pavg.matchmaking.reasons import leader_wait, why_apart
+from p2pavg.matchmaking.reasons import code_apart, leader_wait, why_apart
 from p2pavg.matchmaking.selection import first_earlier, nudges, times_to_ask
 from p2pavg.matchmaking.timing import (
     ANSWER_SECONDS,
@@ -209,10 +209,18 @@ class Matchmaking:
         one behind a router. It does so once for each of the candidate's attempts; otherwise the candidate could make
         this peer ask it without end.
         """
-        known = self.state.peers[candidate.peer_id]
-        if known.unreached is not None and known.nudges.came_back != candidate.deadline:
-            known.nudges.came_back, known.avoided, known.silent = candidate.deadline, None, None
+        self.state.peers[candidate.peer_id].came_back(candidate.deadline)
         return self.discovered([candidate], now)
+
+    def connected(self, peer_id: str, now: float) -> Actions:
+        """Handle a new connection with a peer: a candidate that could not be reached before can be asked now.
+
+        A hole was punched, or a router that had forgotten a connection let another one through.
+        """
+        candidate = self.state.peers.candidates.get(peer_id)
+        if candidate is None or not self.state.peers[peer_id].came_back(candidate.deadline):
+            return []
+        return self._advance(now)
 
     # ------------------------------------------------------------------ the own group's followers
 
@@ -365,7 +373,7 @@ class Matchmaking:
         apart = why_apart(state, group.followers)
         if self.ready_peers == 1 or state.own_refusal is not None:
             reason = "; ".join(apart) if apart else "no other peer was ready by the deadline"
-            return [*self._end(reason), GaveUp(reason)]
+            return [*self._end(reason), GaveUp(reason, code_apart(state, group.followers))]
         state.report_at = now + state.settings.match_timeout
         reason = f"{group.holders} joined, at least {state.settings.minimum} are needed"
         if group.holders >= state.settings.minimum:

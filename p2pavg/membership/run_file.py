@@ -13,17 +13,23 @@ from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
 from p2pavg.errors import ConfigError
-from p2pavg.group.aggregation import MOST_NORMS, resolve_rule
+from p2pavg.group.aggregation import MOST_NORMS, check_combinable, resolve_rule
 from p2pavg.group.audits import resolve_audits
 from p2pavg.group.limits import (
     MAX_AUDIT_CHARS,
+    MAX_BANDWIDTH,
     MAX_CODEC_CHARS,
     MAX_GROUP_SIZE,
+    MAX_MBPS,
     MAX_ROBUST_CHARS,
     MAX_RUN_ID_CHARS,
     MAX_TIMEOUT_SECONDS,
+    MAX_TOPOLOGY_CHARS,
     MAX_WEIGHT,
+    MIN_BANDWIDTH,
 )
+from p2pavg.group.strategy import canonical, check_text, read_table, toml_lines
+from p2pavg.group.topology import BUTTERFLY, resolve_topology
 from p2pavg.membership.access import SECRET_BYTES
 from p2pavg.membership.certificate import AUTHORITY_BYTES
 from p2pavg_compression import resolve_codec
@@ -32,9 +38,10 @@ from p2pavg_dht import PeerIdError, public_key_of
 VERSION = 1
 MAX_BOOTSTRAP = 8
 MAX_ADDRESS_CHARS = 256
-MAX_RUN_FILE_BYTES = 6144
+MAX_RUN_FILE_BYTES = 7168
 """Length of :attr:`RunFile.text`. A file that a user has edited may have comments, up to ``MAX_EDITED_BYTES``."""
 MAX_EDITED_BYTES = 16 * 1024
+_USUAL_TOPOLOGY = ("topology", BUTTERFLY.text)
 COMMENT = "# p2pavg run file. It holds the run's secret: give it to members only, over a private channel."
 
 
@@ -51,7 +58,13 @@ class RunFile:
         compression: name of the codec.
         robust: text of the rule that combines contributions; ``None``: the weighted mean.
         audit: text of the audits of averages, such as ``"after:0.125"``.
+        topology: text of the topology, such as ``"star"``.
+        bandwidth, max_upload_mbps, max_download_mbps: what members announce and use, in Mbit/s, unless they say
+            otherwise; see :class:`~p2pavg.AveragingConfig`.
+        relay_mbps: what members carry for peers that cannot be dialled, in Mbit/s, unless they say otherwise.
         bootstrap: addresses of peers that are usually online, 8 at most, each ending in ``/p2p/<peer id>``.
+        strategy: text of the strategy with which all members train (:mod:`p2pavg.strategies`); empty: none. In the file
+            it is the table ``[strategy]``.
 
     Raises:
         ConfigError: a value is out of range; the message names it.
@@ -69,7 +82,13 @@ class RunFile:
     robust: str | None = None
     max_norm: float | None = None
     audit: str = "after"
+    topology: str = BUTTERFLY.text
+    bandwidth: float | None = None
+    max_upload_mbps: float | None = None
+    max_download_mbps: float | None = None
+    relay_mbps: float | None = None
     bootstrap: tuple[str, ...] = ()
+    strategy: str = ""
 
     def __post_init__(self) -> None:
         _check_text("run_id", self.run_id, MAX_RUN_ID_CHARS)
@@ -85,9 +104,20 @@ class RunFile:
             _check_number("max_norm", self.max_norm, MOST_NORMS, least=1.0)
         if self.robust is not None:
             _check_rule("robust", self.robust, MAX_ROBUST_CHARS, resolve_rule)
+        if self.bandwidth is not None:
+            _check_number("bandwidth", self.bandwidth, MAX_BANDWIDTH, least=MIN_BANDWIDTH)
+        for name in ("max_upload_mbps", "max_download_mbps"):
+            if getattr(self, name) is not None:
+                _check_number(name, getattr(self, name), MAX_MBPS)
+        if self.relay_mbps is not None and self.relay_mbps != 0:  # 0: relay nothing
+            _check_number("relay_mbps", self.relay_mbps, MAX_BANDWIDTH)
         _check_rule("audit", self.audit, MAX_AUDIT_CHARS, resolve_audits)
+        _check_rule("topology", self.topology, MAX_TOPOLOGY_CHARS, resolve_topology)
         _check_compression(self.compression)
+        check_combinable(self.robust, resolve_codec(self.compression))
         _check_bootstrap(self.bootstrap)
+        if self.strategy != "":
+            check_text(self.strategy)
 
     @property
     def text(self) -> str:
@@ -95,14 +125,17 @@ class RunFile:
         lines = [COMMENT, f"version = {VERSION}"]
         for each in fields(self):
             value = getattr(self, each.name)
-            if value is not None:
+            # Run files of a butterfly are those of versions that have no other topology.
+            if value is not None and each.name != "strategy" and (each.name, value) != _USUAL_TOPOLOGY:
                 lines.append(f"{each.name} = {_toml(value)}")
+        if self.strategy:  # a table comes after all values
+            lines += ["", *toml_lines(read_table(self.strategy), "strategy")]
         return "\n".join(lines) + "\n"
 
     @property
     def settings(self) -> dict[str, Any]:
         """The settings that :class:`~p2pavg.AveragingConfig` has as well, by name."""
-        own = ("authority", "secret", "bootstrap")
+        own = ("authority", "secret", "relay_mbps", "bootstrap")
         return {each.name: getattr(self, each.name) for each in fields(self) if each.name not in own}
 
 
@@ -135,6 +168,10 @@ def parse_run_file(text: str) -> RunFile:
         found[name] = _from_hex(name, found[name])
     if isinstance(addresses := found.get("bootstrap"), list):
         found["bootstrap"] = tuple(addresses)
+    if "strategy" in found:
+        if not isinstance(found["strategy"], dict):
+            raise ConfigError("strategy must be a table, [strategy]")
+        found["strategy"] = canonical(found["strategy"])
     return RunFile(**found)
 
 
@@ -161,13 +198,9 @@ def _from_hex(name: str, value: object) -> bytes:
 
 
 def _check_text(name: str, value: object, most: int) -> None:
-    # Lone surrogates cannot be encoded for the wire.
-    if (
-        not isinstance(value, str)
-        or not 0 < len(value) <= most
-        or any("\ud800" <= character <= "\udfff" for character in value)
-    ):
-        raise ConfigError(f"{name} must be text of 1 to {most} characters, got {_shown(value)}")
+    # Terminals obey control characters, and lone surrogates, which are not printable either, cannot be encoded.
+    if not isinstance(value, str) or not 0 < len(value) <= most or not value.isprintable():
+        raise ConfigError(f"{name} must be text of 1 to {most} printable characters, got {_shown(value)}")
 
 
 def _check_bytes(name: str, value: object, size: int) -> None:

@@ -6,6 +6,7 @@ import math
 
 from p2pavg.errors import ConfigError, RemoteProtocolError
 from p2pavg.group.aggregation import resolve_rule
+from p2pavg.group.strategy import read_table
 from p2pavg.membership.armour import read_armour
 from p2pavg.membership.certificate import (
     CLOCK_SKEW_SECONDS,
@@ -59,6 +60,8 @@ def of_run_file(run: RunFile, *, show_secret: bool = False) -> list[str]:
         f"  robust       {'no rule: the weighted mean' if rule is None else rule.text}",
         f"  max norm     {norm}",
         f"  audits       {run.audit}",
+        f"  topology     {run.topology}",
+        *([f"  strategy     {read_table(run.strategy)['kind']}"] if run.strategy else []),
         *(f"  bootstrap    {address}" for address in run.bootstrap or ("no address",)),
     ]
 

@@ -45,9 +45,16 @@ class Dialler:
         self._dial_one = dial_one
         self._attempts: dict[PeerId, _Attempt] = {}
         self._changed = trio.Event()
+        self.watchers: list[Callable[[PeerId], None]] = []
+        """Functions that are called with the peer of each new connection."""
 
-    def something_changed(self) -> None:
-        """Wake the waiting calls. To be called when there is one more connection."""
+    def connected(self, peer_id: PeerId) -> None:
+        """Note a new connection, whichever side has made it."""
+        self._wake()
+        for tell in tuple(self.watchers):
+            tell(peer_id)
+
+    def _wake(self) -> None:
         self._changed.set()
         self._changed = trio.Event()
 
@@ -105,7 +112,7 @@ class Dialler:
                             await failed.wait()
         finally:
             del self._attempts[peer_id]
-            self.something_changed()
+            self._wake()
 
     async def _try(self, attempt: _Attempt, peer_id: PeerId, address: str, failed: trio.Event) -> None:
         try:

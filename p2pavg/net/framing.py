@@ -6,6 +6,8 @@ framing, and are read directly into the caller's buffer.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import trio
 
 from p2pavg.errors import RemoteProtocolError, StreamBrokenError
@@ -73,8 +75,13 @@ async def _receive_some(stream: Stream, wanted: int) -> bytes:
     return chunk
 
 
-async def receive_exactly_into(stream: Stream, buffer: memoryview) -> None:
+async def receive_exactly_into(
+    stream: Stream, buffer: memoryview, on_chunk: Callable[[int], None] = lambda _count: None
+) -> None:
     """Fill ``buffer`` from the stream.
+
+    Args:
+        on_chunk: is told the length of each chunk that has come into ``buffer``.
 
     Raises:
         StreamBrokenError: the stream ended or was reset before the buffer was full.
@@ -84,3 +91,4 @@ async def receive_exactly_into(stream: Stream, buffer: memoryview) -> None:
         chunk = await _receive_some(stream, len(buffer) - filled)
         buffer[filled : filled + len(chunk)] = chunk
         filled += len(chunk)
+        on_chunk(len(chunk))

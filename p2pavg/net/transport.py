@@ -178,7 +178,7 @@ class Transport(abc.ABC):
 
     @property
     def reachability(self) -> Reachability:
-        """What this peer knows of the ways in which others can reach it."""
+        """The ways in which others can reach this peer, as far as it knows them."""
         return NOT_ASKED
 
     async def settle(self) -> None:  # noqa: B027 - a network without routers is complete
@@ -223,8 +223,21 @@ class Transport(abc.ABC):
         """Return whether a connection to the peer is open now."""
 
     @abc.abstractmethod
+    def watch_connections(self, connected: Callable[[PeerId], None]) -> None:
+        """Call ``connected`` with the peer of each new connection, whichever side makes it. It must not raise."""
+
+    @abc.abstractmethod
+    def unwatch_connections(self, connected: Callable[[PeerId], None]) -> None:
+        """End a :meth:`watch_connections`."""
+
+    @abc.abstractmethod
     async def disconnect(self, peer_id: PeerId) -> None:
         """Close every connection to the peer. Never raises, bounded in time."""
+
+    @property
+    def relayed_bytes(self) -> int:
+        """Bytes that this peer has carried between others as their relay, both directions together."""
+        return 0
 
     def remember_peer(self, peer_id: PeerId, *, companion: bool = False) -> None:  # noqa: B027 - for transports with limits
         """Keep a place for a peer, so that its connections do not give way to those of strangers.

@@ -60,6 +60,19 @@ class Entry:
     """Wall clock, seconds."""
 
 
+class Topic(Protocol):
+    """The part of a board that a training program uses; all of it may be called from any thread. See :class:`Board`."""
+
+    def publish(self, value: bytes, *, now: bool = False) -> None: ...
+    def withdraw(self) -> None: ...
+    def look(self) -> None: ...
+    @property
+    def version(self) -> int: ...
+    @property
+    def entries(self) -> Mapping[str, Entry]: ...
+    def wait(self, version: int, timeout: float) -> None: ...
+
+
 class Board:
     """One topic. :meth:`run` belongs to trio; the rest may be called from any thread."""
 
@@ -87,6 +100,11 @@ class Board:
         self._woken = trio.Event()
         self._calling = trio.Semaphore(MAX_CALLS)
         self._scope = trio.CancelScope()
+        self._on_change: list[Callable[[], None]] = []
+
+    def subscribe(self, changed: Callable[[], None]) -> None:
+        """Call ``changed`` in trio's thread whenever an entry of another peer has changed."""
+        self._on_change.append(changed)
 
     def publish(self, value: bytes, *, now: bool = False) -> None:
         """Replace this peer's entry: soon, or at once with ``now``, for an entry that another peer waits for.
@@ -113,6 +131,12 @@ class Board:
         """Look for new entries now, without waiting for the next regular look."""
         with self._changed:
             self._urgent = True
+        self._wake()
+
+    def look_every(self, seconds: float) -> None:
+        """Look for new entries at least this often from now on."""
+        with self._changed:
+            self._look_seconds = min(self._look_seconds, seconds)
         self._wake()
 
     @property
@@ -149,6 +173,7 @@ class Board:
                 self._entries[peer_id] = Entry(b"", known.sequence, known.expiration_time)
                 self._version += 1
                 self._changed.notify_all()
+        self._tell()
 
     async def run(self) -> None:
         """Publish and look until cancelled; :meth:`aclose` withdraws the entry."""
@@ -229,6 +254,13 @@ class Board:
                         record.value, record.sequence, record.expiration_time
                     )
             self._entries = {peer: said for peer, said in self._entries.items() if said.expiration_time > now}
-            if self._entries != before:
+            changed = self._entries != before
+            if changed:
                 self._version += 1
                 self._changed.notify_all()
+        if changed:
+            self._tell()
+
+    def _tell(self) -> None:
+        for changed in self._on_change:
+            changed()

@@ -67,7 +67,7 @@ class Departures:
                     companion.peer_id, PROTOCOL, addresses=companion.addresses, timeout=CHECK_SECONDS
                 )
             except RefusedError as error:
-                logger.info("%s has ended: %s", companion.peer_id, error)
+                logger.debug("%s has ended: %s", companion.peer_id, error)
                 self._departed(companion.peer_id)
             except (UnreachableError, ClosedError) as error:
                 logger.debug("%s cannot be reached: %s", companion.peer_id, error)

@@ -9,9 +9,11 @@ from dataclasses import dataclass
 
 from p2pavg.encoding import pack, unpack
 from p2pavg.errors import RemoteProtocolError
+from p2pavg.group.aggregation import topology_in
 from p2pavg.group.candidate import is_codec_name
 from p2pavg.group.limits import MAX_GROUP_SIZE
 from p2pavg.group.names import is_rule
+from p2pavg.group.strategy import mark_in
 from p2pavg_dht import Record
 
 RUN_TTL_SECONDS = 600.0
@@ -31,7 +33,7 @@ class RunEntry:
     codec: str
     group_size: int
     rule: str
-    """The participation rule; empty if all members contribute."""
+    """The participation rule, empty if all members contribute, and the mark of a strategy."""
     aggregation: str
     """The text of how contributions are combined; empty for the weighted mean."""
 
@@ -109,8 +111,18 @@ def _difference(mine: RunEntry, other: RunEntry) -> str:
         return f"{other.elements} elements, you have {mine.elements}"
     if other.schema_hash != mine.schema_hash:
         return "tensors of other names, shapes or dtypes than yours"
+    if mark_in(other.rule) != mark_in(mine.rule):
+        return _another_strategy(bool(mark_in(mine.rule)), bool(mark_in(other.rule)))
     if other.rule != mine.rule:
         return "with another participation rule than yours"
+    if topology_in(other.aggregation) != topology_in(mine.aggregation):
+        return f"as a {topology_in(other.aggregation)}, you as a {topology_in(mine.aggregation)}"
     if other.aggregation != mine.aggregation:
         return f"by {other.aggregation or MEAN}, you by {mine.aggregation or MEAN}"
     return f"with the codec {other.codec}, you with {mine.codec}"
+
+
+def _another_strategy(mine: bool, its: bool) -> str:
+    if mine and its:
+        return "with another strategy than yours"
+    return "without your strategy" if mine else "with a strategy, and you have none"

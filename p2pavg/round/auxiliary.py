@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from contextlib import closing
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, closing
 from functools import partial
 
 import trio
@@ -14,27 +15,37 @@ from p2pavg.config import AveragingConfig
 from p2pavg.group.aggregation import read_aggregation
 from p2pavg.group.bandwidth import BandwidthMeter
 from p2pavg.group.candidate import ready_key
+from p2pavg.group.limits import MAX_AUXILIARY_ELEMENTS
 from p2pavg.group.roster import share_cutter
 from p2pavg.matchmaking.actions import Settings
 from p2pavg.matchmaking.matchmaker import Matchmaker
 from p2pavg.membership.access import RunAccess
+from p2pavg.membership.certificate import Role
 from p2pavg.net.limits.rate import RateLimit
+from p2pavg.records.boards import Boards
 from p2pavg.records.run_entry import RunEntry, read_entries, run_key
+from p2pavg.round.helping import HelpedRounds
 from p2pavg.round.host import Host
 from p2pavg.round.joined_run import JoinedRun
+from p2pavg.round.reports import RoundReports
 from p2pavg.round.roles import Auxiliary
 from p2pavg.round.round import Round
 from p2pavg.round.rounds import Rounds, RoundSettings
+from p2pavg.round.statuses import LOOK_SECONDS as STATUS_SECONDS
+from p2pavg.round.statuses import HeardStatuses
+from p2pavg.round.watched import Telemetry
+from p2pavg.telemetry.status import TOPIC
 from p2pavg_compression import resolve_codec
 
 logger = logging.getLogger(__name__)
 
 LOOK_SECONDS = 5.0
+CLOSE_SECONDS = 1.0  # to withdraw the status
 EXCHANGE_SECONDS = 60.0
+TAIL_SECONDS = 2.0
+"""Time for telling the other members how the last round ended, when this peer leaves."""
 # Different schemas of one run that are helped at once; the run's peers say what theirs are, and strangers may lie.
 MAX_SCHEMAS = 4
-# 256 MiB of averages; of contributions, a few parts each wait at a time.
-MAX_SHARE_ELEMENTS = 2**26
 
 
 async def assist(
@@ -45,8 +56,9 @@ async def assist(
     max_upload_mbps: float | None = None,
     max_download_mbps: float | None = None,
     access: RunAccess | None = None,
+    helping: HelpedRounds | None = None,
 ) -> None:
-    """Take part in rounds of a run with weight 0, until cancelled.
+    """Take part in rounds of a run with weight 0, until cancelled, or until ``helping.leave()`` and the rounds' end.
 
     Args:
         host: this peer, a :class:`p2pavg.Peer`.
@@ -56,6 +68,7 @@ async def assist(
             without limit.
         max_download_mbps: Mbit/s that it receives at most, likewise.
         access: keys and certificate of a run that has an authority; ``None``: the run is open to anybody.
+        helping: counts the rounds, and ends them.
 
     Raises:
         ConfigError: an argument is out of the range that :class:`p2pavg.AveragingConfig` allows.
@@ -67,10 +80,12 @@ async def assist(
         max_download_mbps=max_download_mbps,
         access=access,
     )
+    helping = HelpedRounds(host.id) if helping is None else helping
     keys: set[bytes] = set()
     limits = (RateLimit(max_upload_mbps), RateLimit(max_download_mbps))
     with closing(JoinedRun(host, run_id, access, partial(_recheck, host, keys))) as run:
-        await _assist(host, config, run, limits, keys)
+        helping.membership = run.membership
+        await _assist(host, config, run, limits, keys, helping)
 
 
 async def _assist(
@@ -79,13 +94,22 @@ async def _assist(
     run: JoinedRun,
     limits: tuple[RateLimit, RateLimit],
     keys: set[bytes],
+    helping: HelpedRounds,
 ) -> None:
     run_id = config.run_id
-    async with trio.open_nursery() as tails, trio.open_nursery() as nursery:
+    async with (
+        trio.open_nursery() as tails,
+        trio.open_nursery() as nursery,
+        _publishing(host, config, run, nursery, helping) as reports,
+    ):
         helped: dict[bytes, trio.CancelScope] = {}
         nursery.start_soon(run.run)
+        nursery.start_soon(_end_when_left, helping, nursery.cancel_scope, tails.cancel_scope)
         while True:
-            entries = _most_common(read_entries(await run.records.find(run_key(run_id))))
+            published = read_entries(await run.records.find(run_key(run_id)))
+            helping.run_peers = frozenset(published) - {host.id}
+            helping.looked.set()
+            entries = _most_common(published)
             for schema_hash in helped.keys() - entries.keys():
                 helped.pop(schema_hash).cancel()
             for schema_hash, entry in entries.items():
@@ -93,8 +117,42 @@ async def _assist(
                 if schema_hash not in helped and host.registry.find(key) is None:
                     helped[schema_hash] = scope = trio.CancelScope()
                     keys.add(key)
-                    nursery.start_soon(_assist_schema, host, config, run, limits, entry, tails, scope)
+                    nursery.start_soon(
+                        _assist_schema, host, config, run, limits, entry, tails, scope, helping, reports
+                    )
             await trio.sleep(LOOK_SECONDS)
+
+
+@asynccontextmanager
+async def _publishing(
+    host: Host, config: AveragingConfig, run: JoinedRun, nursery: trio.Nursery, helping: HelpedRounds
+) -> AsyncIterator[RoundReports]:
+    """Publish this peer's status and read the others', as long as the block runs; yield what makes events of rounds."""
+    boards = Boards(
+        host.context.transport,
+        run.records,
+        run_id=config.run_id,
+        peer_id=host.id,
+        wall_clock=host.context.wall_clock,
+        nursery=nursery,
+    )
+    # Each schema has a meter of its own, and none is that of the whole link.
+    watched = Telemetry(host, config, run, boards, BandwidthMeter(), Role.AUXILIARY)
+    nursery.start_soon(watched.statuses.run)
+    helping.heards = HeardStatuses(boards.open(TOPIC, STATUS_SECONDS), host.context.wall_clock)
+    try:
+        yield watched.reports
+    finally:
+        with trio.CancelScope(shield=True, deadline=trio.current_time() + CLOSE_SECONDS):
+            async with trio.open_nursery() as withdrawing:
+                boards.close(withdrawing)
+        watched.statuses.close()
+
+
+async def _end_when_left(helping: HelpedRounds, rounds: trio.CancelScope, tails: trio.CancelScope) -> None:
+    await helping.left()
+    tails.deadline = trio.current_time() + TAIL_SECONDS
+    rounds.cancel()
 
 
 def _recheck(host: Host, keys: set[bytes]) -> None:
@@ -133,9 +191,12 @@ async def _assist_schema(
     entry: RunEntry,
     tails: trio.Nursery,
     scope: trio.CancelScope,
+    helping: HelpedRounds,
+    reports: RoundReports,
 ) -> None:
     codec = resolve_codec(entry.codec)
-    cut_shares = share_cutter(entry.elements, codec.granularity)
+    aggregation = read_aggregation(entry.aggregation)
+    cut_shares = share_cutter(entry.elements, codec.granularity, aggregation.topology)
     key = ready_key(config.run_id, entry.schema_hash, entry.rule, entry.aggregation)
     # One meter a schema, because a meter sees one round at a time.
     meter = BandwidthMeter(max_upload_mbps=config.max_upload_mbps, max_download_mbps=config.max_download_mbps)
@@ -148,7 +209,7 @@ async def _assist_schema(
             match_timeout=EXCHANGE_SECONDS,
             cut_shares=cut_shares,
             choose_observers=None,  # the members' rule is unknown here
-            max_share=MAX_SHARE_ELEMENTS,
+            max_share=MAX_AUXILIARY_ELEMENTS,
             refuses=run.refuses,
         ),
         codec=codec.name,
@@ -161,9 +222,9 @@ async def _assist_schema(
             host.context,
             host.lobby,
             codec=codec,
-            aggregation=read_aggregation(entry.aggregation),
+            aggregation=aggregation,
             group_size=entry.group_size,
-            elements=min(entry.elements, MAX_SHARE_ELEMENTS),
+            elements=min(entry.elements, MAX_AUXILIARY_ELEMENTS),
             meter=meter,
             cut_shares=cut_shares,
             upload=upload,
@@ -175,7 +236,7 @@ async def _assist_schema(
             target=entry.group_size,
             minimum=2,
             exchange_timeout=EXCHANGE_SECONDS,
-            max_share=MAX_SHARE_ELEMENTS,
+            max_share=MAX_AUXILIARY_ELEMENTS,
         ),
         tails,
         accuse=run.accuse,
@@ -184,7 +245,9 @@ async def _assist_schema(
     logger.info("helping peers that average %d tensors of %d elements", entry.tensors, entry.elements)
     try:
         with scope:
-            while True:
-                await Round(rounds, Auxiliary(host.id)).run()
+            while not helping.is_leaving:
+                one = Round(rounds, Auxiliary(host.id, reports, helping.ended))
+                with helping.running(one):
+                    await one.run()
     finally:
         host.registry.remove(key)

@@ -226,7 +226,7 @@ class Control:
             position = self._positions.get(inbound.stream.remote)
             line = None if position is None else self._lines.get(position)
             if line is None or position is None or position < self._me or line.taken or line.done.is_set():
-                logger.info("%s opened a control stream that is not due", inbound.stream.remote)
+                logger.debug("%s opened a control stream that is not due", inbound.stream.remote)
                 inbound.finished.set()
                 continue
             line.taken = True

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -22,19 +22,23 @@ from p2pavg.allreduce.averages import EncodedAverage
 from p2pavg.allreduce.context import RunContext
 from p2pavg.allreduce.lobby import ExpectedGroup
 from p2pavg.allreduce.reduction import Verdict
+from p2pavg.allreduce.reuse import START, Mark
+from p2pavg.codes import FailedCode
 from p2pavg.consensus.certificate import encode_certificate
 from p2pavg.consensus.events import Completed, GivenUp
 from p2pavg.consensus.member import Phase, new_member
-from p2pavg.consensus.votes import Commit, Unknown
+from p2pavg.consensus.votes import Came, Commit, Unknown
 from p2pavg.errors import RemoteProtocolError
-from p2pavg.group.bandwidth import BandwidthMeter
 from p2pavg.group.milestones import Milestone
 from p2pavg.group.roster import Roster
 from p2pavg.group.shares import part_size
+from p2pavg.group.topology import Star
 from p2pavg.round.attempt_news import AttemptNews
 from p2pavg.round.audits import Finding, OnFinding, RoundAudits
 from p2pavg.round.control import Control
 from p2pavg.round.signing import Signing
+from p2pavg.round.slow_members import SlowMembers
+from p2pavg.round.traffic import Traffic
 from p2pavg.round.voting import Voting
 
 if TYPE_CHECKING:
@@ -42,10 +46,6 @@ if TYPE_CHECKING:
     from trio_typing import TaskStatus
 
 logger = logging.getLogger(__name__)
-
-SAMPLE_SECONDS = 0.25  # between two looks at the bytes that have been moved
-# Left for another attempt, however short the first was: finding out takes round trips.
-LAST_ATTEMPT_SECONDS = 5.0
 
 
 def _ignore(reducer: str, finding: Finding) -> None:
@@ -70,44 +70,19 @@ class Outcome:
     """Of the group, whatever attempt was committed."""
     certificate: bytes
     """Proof of the commit; empty if there is a verdict, or if this member needs no result and no member signed."""
+    signers: int
+    """Number of members whose signatures the certificate has."""
     encoded: EncodedAverage | None
     """The average as all members have it; ``None`` if there is a verdict."""
     streamed: frozenset[str]
     """Members with which parts of the last attempt went over streams instead of direct lanes."""
-
-
-class _Traffic:
-    """Bytes that have left this member, and that have come, in all attempts of an exchange."""
-
-    async def measure(self, current: Callable[[], Attempt | None]) -> None:
-        """Measure the link, and note which members have shown a sign of life, until cancelled."""
-        self._meter.begin(trio.current_time())
-        while True:
-            await trio.sleep(SAMPLE_SECONDS)
-            attempt = current()
-            if attempt is not None:
-                attempt.note_arrivals()
-            self.sample(attempt)
-
-    def __init__(self, meter: BandwidthMeter) -> None:
-        self.sent = 0
-        self.received = 0
-        self._meter = meter
-
-    def sample(self, attempt: Attempt | None) -> None:
-        """Tell the meter how much has been moved, the attempt that runs included."""
-        sent, received = self.sent, self.received
-        if attempt is not None:
-            sent, received = sent + attempt.bytes_left, received + attempt.bytes_arrived
-        self._meter.sample(trio.current_time(), sent, received)
-
-    def end(self) -> None:
-        self._meter.end(trio.current_time())
-
-    def add(self, attempt: Attempt) -> None:
-        """Count an attempt that has ended."""
-        self.sent += attempt.bytes_sent
-        self.received += attempt.bytes_received
+    relayed: frozenset[str] = frozenset()
+    """Those of ``streamed`` whose streams went through a relay."""
+    sent: Mapping[str, int] = field(default_factory=dict)
+    """``bytes_sent`` by :class:`~p2pavg.telemetry.events.Way`."""
+    received: Mapping[str, int] = field(default_factory=dict)
+    held_at: float | None = None
+    """Trio's clock when this member held the whole result; ``None`` if it never did."""
 
 
 class Exchange:
@@ -169,7 +144,7 @@ class Exchange:
         )
         self._attempt: Attempt | None = None
         self._held_at = 0.0
-        self._traffic = _Traffic(context.meter)
+        self._traffic = Traffic(context.meter)
         self._news = AttemptNews(
             self._voting,
             self._positions,
@@ -224,40 +199,33 @@ class Exchange:
         began = trio.current_time()
         with trio.move_on_at(began + self._timeout):
             assert self._voting.nursery is not None
-            self._voting.nursery.start_soon(self._leave_the_slowest_behind, began)
+            self._voting.nursery.start_soon(self._slow_members().leave_behind, began)
             self._voting.nursery.start_soon(self._traffic.measure, lambda: self._attempt)
             await self._voting.ended.wait()
         self._traffic.sample(self._attempt)
         self._traffic.end()
         if not self._voting.ended.is_set():
-            self._voting.happen(GivenUp(self._overdue()))
+            self._voting.happen(GivenUp(self._overdue(), FailedCode.TIMED_OUT))
         await self._voting.settle()
         self._voting.control.end()
 
-    async def _leave_the_slowest_behind(self, began: float) -> None:
-        """Drop members that would keep all others from ending in time, while there is time for another attempt.
+    def _slow_members(self) -> SlowMembers:
+        return SlowMembers(
+            self._voting,
+            self._positions,
+            self._timeout,
+            attempt=lambda: self._attempt,
+            held_at=lambda: self._held_at,
+            is_star=_is_star(self._context),
+        )
 
-        A leader drops two kinds of members. With half of the time gone: the slowest member that still owes more
-        than half of its parts. Once the leader holds the whole result: the members that do not, as late as another
-        attempt allows.
-        """
-        await trio.sleep_until(began + self._timeout / 2)
-        late = "it is too slow for the others to end in time"
-        if self._voting.leads(Phase.EXCHANGING):
-            assert self._attempt is not None
-            slowest = self._attempt.ledger.slowest()
-            if slowest is not None:
-                self._voting.lost(self._positions[slowest], late, reachable=True)
-            return
-        if self._voting.leads(Phase.HOLDING):
-            spare = max(1.5 * (self._held_at - began), min(LAST_ATTEMPT_SECONDS, self._timeout / 4))
-            await trio.sleep_until(began + self._timeout - spare)
-        if self._voting.leads(Phase.HOLDING) and self._held_at - began < self._timeout / 2:
-            member = self._voting.member
-            held = {position for position, _ in member.pending.held}
-            for position in sorted(member.begun.view - held):
-                # Silent, because a member that never says that it holds the result costs each round its time.
-                self._voting.lost(position, late, silent=True, reachable=True)
+    def waits_for(self) -> str:
+        """Return a sentence that names the members that this one waits for."""
+        if self._attempt is None:
+            return ""
+        if owing := self._attempt.ledger.waited_for():
+            return f"waiting for parts of {owing}"
+        return "all parts are here; waiting for the other members to agree on the result"
 
     def end(self) -> None:
         """Stop telling other members how the round ended. Call it only after the outcome."""
@@ -302,19 +270,22 @@ class Exchange:
 
     def begin_attempt(self, number: int, members: frozenset[int]) -> None:
         """See :class:`~p2pavg.round.voting.Moves`."""
-        chosen = tuple(self._roster.members[position] for position in sorted(members))
-        shares = self._roster.shares if number == 0 else self._context.cut_shares(chosen)
+        context = self._context
         try:
-            roster = self._roster.only(chosen, shares)
+            roster = self._roster.among(number, members, context.cut_shares, context.codec.granularity)
         except RemoteProtocolError as error:
-            self._voting.happen(GivenUp(f"the members that are left cannot form a group: {error}"))
+            reason = f"the members that are left cannot form a group: {error}"
+            self._voting.happen(GivenUp(reason, FailedCode.PEERS_LOST))
             return
-        if number and roster.shares[roster.position(self._context.transport.peer_id)] > self._max_share:
-            self._voting.happen(GivenUp("its share would be larger than the largest that it takes"))
+        if number and roster.shares[roster.position(context.transport.peer_id)] > self._max_share:
+            reason = "its share would be larger than the largest that it takes"
+            self._voting.happen(GivenUp(reason, FailedCode.PEERS_LOST))
             return
+        leftover = None
         if self._attempt is not None:
             self._traffic.add(self._attempt)
             self._attempt.scope.cancel()
+            leftover = self._attempt.leave(self._told_by(self._attempt.number))
             logger.info(
                 "group %s begins anew with %d members: %s",
                 self._roster.group_id.hex()[:8],
@@ -323,14 +294,16 @@ class Exchange:
             )
         self._attempt = Attempt(
             number=number,
-            context=self._context,
+            context=context,
             group_id=self._roster.group_id,
             roster=roster,
             lanes=self._group.lanes(number),
             vector=self._vector,
             reports=self._news,
             position=self._positions.__getitem__,
+            leftover=leftover,
         )
+        self._voting.reduces_all = _is_star(context) and bool(self._attempt.plan.own_parts)
         self._audits.begun(self._attempt)
         assert self._voting.nursery is not None
         self._voting.nursery.start_soon(self._run_attempt, self._attempt)
@@ -339,6 +312,21 @@ class Exchange:
         await attempt.run()
         if attempt is not self._attempt:  # a newer one took its place
             attempt.let_go()
+
+    def _told_by(self, attempt: int) -> dict[str, Mark]:
+        """Return how far this member's contribution has come in an attempt, by the reducers that have told it."""
+        return {
+            self._roster.members[position].peer_id: Mark(came.parts, came.nbytes)
+            for position, came in self._voting.came.items()
+            if came.attempt == attempt
+        }
+
+    def came_from(self, position: int) -> Came | None:
+        """See :class:`~p2pavg.round.voting.Moves`."""
+        if self._attempt is None:
+            return None
+        mark = self._attempt.mark(self._roster.members[position].peer_id)
+        return None if mark == START else Came(self._attempt.number, *mark)
 
     def pass_on(self, reducers: frozenset[int], to: frozenset[int]) -> None:
         """See :class:`~p2pavg.round.voting.Moves`."""
@@ -371,15 +359,20 @@ class Exchange:
         member, losses = self._voting.member, self._voting.losses
         committed = member.committed if member.phase is Phase.COMMITTED else None
         return Outcome(
-            verdict=None if committed is not None else losses.failure(member.reason),
+            verdict=None if committed is not None else losses.failure(member.reason, member.code),
             used=self._voting.is_used(),
             averaged=self._attempt.averaged,
             roster=self._attempt.roster,
             lost=losses.all(member.begun.view),
-            bytes_sent=self._traffic.sent,
-            bytes_received=self._traffic.received,
+            bytes_sent=self._traffic.sent.total(),
+            bytes_received=self._traffic.received.total(),
+            sent=dict(self._traffic.sent),
+            received=dict(self._traffic.received),
+            relayed=frozenset(self._attempt.relayed),
+            held_at=self._held_at or None,
             group_id=self._roster.group_id,
             certificate=_certificate(self._roster, committed),
+            signers=0 if committed is None else len(committed.signatures),
             encoded=None if committed is None else self._attempt.values.as_encoded(),
             streamed=frozenset(self._attempt.streamed),
         )
@@ -390,6 +383,10 @@ class Exchange:
         self._context.lobby.remember(
             self._roster.group_id, lambda peer_id: vote if peer_id in peers else Unknown()
         )
+
+
+def _is_star(context: RunContext) -> bool:
+    return isinstance(context.aggregation.topology, Star)
 
 
 def _peer_ids(roster: Roster, positions: frozenset[int]) -> list[str]:

@@ -10,6 +10,7 @@ from p2pavg.evidence.service import EvidenceService
 from p2pavg.records.greeting import Greeter
 from p2pavg.round.registry import Registry
 from p2pavg.state.service import StateService
+from p2pavg.telemetry.hub import Events
 from p2pavg_dht import RecordNode
 
 
@@ -34,5 +35,7 @@ class Host(Protocol):
     def evidence(self) -> EvidenceService: ...
     @property
     def state(self) -> StateService: ...
+    @property
+    def events(self) -> Events: ...
     @property
     def bootstrap(self) -> frozenset[str]: ...

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from p2pavg.allreduce.reduction import Verdict
+from p2pavg.codes import FailedCode
 from p2pavg.consensus.votes import Trouble
 from p2pavg.group.roster import Roster
 
@@ -78,12 +79,12 @@ class Losses:
                 reason = verdict.reason.removeprefix(f"{verdict.peer_id} was lost: ")
                 yield Trouble(position, verdict.hostile, reason)
 
-    def failure(self, reason: str) -> Verdict:
+    def failure(self, reason: str, code: FailedCode) -> Verdict:
         """Return why the round failed, with the member that was lost first."""
         first = next(iter(self._own.values()), None)
         if first is not None and first.reason not in reason:
             reason += f" ({'; '.join(self.reasons())})"
-        return Verdict(reason, first.peer_id if first is not None else None)
+        return Verdict(reason, first.peer_id if first is not None else None, code=code)
 
     def reasons(self) -> list[str]:
         """Return the reasons of this member's own losses, the first loss first."""

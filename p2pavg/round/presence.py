@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import trio
 
+from p2pavg.codes import NoPeersCode
 from p2pavg.records.hello import no_peer_of_the_run
 from p2pavg.records.run_entry import RUN_TTL_SECONDS, RunEntry, encode_entry, read_entries, run_key, why_apart
 from p2pavg.records.run_records import RunRecords
 from p2pavg.round.host import Host
+from p2pavg.round.rounds import Alone
 
 _WHY_SECONDS = 3.0  # to look up why a round found no group; a lookup among peers that are there takes 0.1 s
 
@@ -34,14 +36,15 @@ class Presence:
         """Withdraw the entry."""
         await self._records.withdraw(run_key(self._run_id))
 
-    async def why_alone(self) -> str:
-        """Return why peers of the run may be there and yet not meet this one; empty if nothing is known."""
+    async def why_alone(self) -> Alone:
+        """Return why peers of the run may be there and yet not meet this one."""
         entries: dict[str, RunEntry] | None = None
         with trio.move_on_after(_WHY_SECONDS):  # keepers that do not answer must not hold up the result
             entries = read_entries(await self._records.find(run_key(self._run_id)))
             entries.pop(self._host.id, None)
         heard = await self._host.greeter.look()
-        found = [why_apart(self._entry, entries.values())] if entries else []
+        apart = why_apart(self._entry, entries.values()) if entries else ""
+        found = [apart]
         if entries == {}:
             found.append(
                 no_peer_of_the_run(
@@ -51,4 +54,8 @@ class Presence:
                     addresses=self._host.addresses,
                 )
             )
-        return "; ".join(filter(None, [*found, *self._host.greeter.differences(heard)]))
+        differences = self._host.greeter.differences(heard)
+        code = NoPeersCode.NO_PEER_READY
+        if apart or differences:
+            code = NoPeersCode.OTHER_SETTINGS if apart else NoPeersCode.CLOCK_OR_VERSION
+        return Alone("; ".join(filter(None, [*found, *differences])), code)

@@ -6,6 +6,7 @@ from collections import Counter
 
 from p2pavg.errors import BusyError
 from p2pavg.matchmaking.matchmaker import Matchmaker
+from p2pavg.round.statuses import StatusOwners
 
 
 class Registry:
@@ -14,6 +15,8 @@ class Registry:
     def __init__(self) -> None:
         self._matchmakers: dict[bytes, Matchmaker] = {}
         self._averagers: Counter[str] = Counter()  # in each run
+        self.statuses = StatusOwners()
+        """The averagers that publish this peer's status."""
 
     @property
     def runs(self) -> int:
@@ -22,7 +25,10 @@ class Registry:
 
     def find(self, key: bytes) -> Matchmaker | None:
         """Return the matchmaker that answers under a ready key, if there is one."""
-        return self._matchmakers.get(key)
+        found = self._matchmakers.get(key)
+        if found is not None:
+            return found
+        return next((each for each in self._matchmakers.values() if each.answers(key)), None)
 
     def add(self, key: bytes, matchmaker: Matchmaker) -> None:
         """Register the matchmaker of an auxiliary. No other one may be registered under the key."""

@@ -10,8 +10,9 @@ import abc
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from functools import partial
-from typing import ClassVar, Generic, NamedTuple, TypeVar
+from typing import ClassVar, Generic, TypeVar
 
 import torch
 import trio
@@ -19,16 +20,19 @@ import trio
 from p2pavg.allreduce.averages import EncodedAverage
 from p2pavg.allreduce.context import RunContext
 from p2pavg.allreduce.norm_check import vector_norm
+from p2pavg.codes import NoPeersCode
 from p2pavg.config import AveragingConfig
 from p2pavg.group.candidate import link_of
 from p2pavg.group.norms import norm_factors
 from p2pavg.group.roster import Roster
-from p2pavg.group.shares import RELAY_MBPS, bound_seconds, fp32_bytes, relays_are_slowest, share_bounds
+from p2pavg.group.shares import RELAY_MBPS, bound_seconds, fp32_bytes, relays_are_slowest
+from p2pavg.group.topology import Star
 from p2pavg.result import Failed, NoPeers, RoundResult, Success, Tensors
 from p2pavg.round.exchange import Outcome
-from p2pavg.state.average import LoggedAverage
+from p2pavg.round.reports import RoundReports
+from p2pavg.round.timing import Timing
+from p2pavg.state.average import MIN_TRUSTED_SIGNERS, LoggedAverage
 from p2pavg.vector.accumulation import Accumulation, Contribution, Schema
-from p2pavg_compression import Codec
 
 logger = logging.getLogger(__name__)
 
@@ -37,13 +41,6 @@ FoundOut = Callable[[bool], None]
 """Is told later whether a contribution was used, if the outcome left that open."""
 OnAverage = Callable[[LoggedAverage], None]
 """Is told an average that was committed, in trio's thread."""
-
-
-class Timing(NamedTuple):
-    """Moments of a round on trio's clock, in seconds."""
-
-    started: float
-    exchange_began: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +75,7 @@ class Role(abc.ABC, Generic[ResultT]):
         """
 
     @abc.abstractmethod
-    def alone(self, reason: str) -> ResultT:
+    def alone(self, reason: str, code: NoPeersCode) -> ResultT:
         """Return the result of a round without a group."""
 
     @abc.abstractmethod
@@ -98,7 +95,9 @@ class Contributor(Role[RoundResult]):
         schema: the tensors that make up the vector.
         contribution: taken from ``accumulation``; ``None`` for an observer.
         state: names what the vector belongs to.
-        on_average: is told the average of a round that succeeded, before the round returns its result.
+        on_average: is told the average of a round that succeeded, before the round returns its result, if other peers
+            can check it: at least :data:`~p2pavg.state.average.MIN_TRUSTED_SIGNERS` members have signed it.
+        reports: is told how the round ends.
     """
 
     auxiliary = False
@@ -112,8 +111,11 @@ class Contributor(Role[RoundResult]):
         contribution: Contribution | None,
         state: bytes,
         on_average: OnAverage | None = None,
+        reports: RoundReports | None = None,
     ) -> None:
         self.state = state
+        self._reports = reports
+        self._began = trio.current_time()
         self._on_average = on_average
         self._context = context
         self._config = config
@@ -156,16 +158,18 @@ class Contributor(Role[RoundResult]):
         """See :class:`Role`."""
         if self._context.transport.peer_id in roster.observers:
             self.give_back()  # it is for a later round
-        self._too_slow = too_slow_for(roster, self._context.codec, self._config.exchange_timeout)
+        self._too_slow = too_slow_for(roster, self._context, self._config.exchange_timeout)
         if self._too_slow:
             logger.warning("%s", self._too_slow)
         if self._contribution is None:
             return None, None
         return self._contribution.mean, partial(self._found_out, self._contribution)
 
-    def alone(self, reason: str) -> RoundResult:
+    def alone(self, reason: str, code: NoPeersCode) -> RoundResult:
         """See :class:`Role`."""
-        return NoPeers(reason=reason)
+        if self._reports is not None:
+            self._reports.alone(reason, trio.current_time() - self._began, code)
+        return NoPeers(reason=reason, code=code)
 
     async def end(self, outcome: Outcome, timing: Timing) -> RoundResult:
         """See :class:`Role`."""
@@ -174,19 +178,28 @@ class Contributor(Role[RoundResult]):
             if contribution is not None:
                 self._keep_unless_used(contribution, outcome.used)
             reason = outcome.verdict.reason
-            return Failed(
+            failed = Failed(
                 reason=f"{reason}; {self._too_slow}" if self._too_slow else reason,
+                code=outcome.verdict.code,
                 peer=outcome.verdict.peer_id,
                 contribution_used=outcome.used if contribution is not None else False,
             )
-        if self._on_average is not None and outcome.encoded is not None:
+            if self._reports is not None:
+                self._reports.failed(failed, outcome, timing)
+            return failed
+        # If a member was lost before it signed, a peer that was not there may find too few signatures.
+        others_can_check = outcome.signers >= MIN_TRUSTED_SIGNERS
+        if self._on_average is not None and outcome.encoded is not None and others_can_check:
             self._on_average(await self._logged(outcome, outcome.encoded))
         averaged = await self._unflatten(outcome.averaged)
         if contribution is not None:
             self._accumulation.release(contribution)
             self._contribution = None
         clipped = norm_factors(outcome.roster, self._config.max_norm)
-        return _success(averaged, outcome, self._context.transport.peer_id, timing, tuple(clipped))
+        success = _success(averaged, outcome, self._context.transport.peer_id, timing, tuple(clipped))
+        if self._reports is not None:
+            self._reports.succeeded(success, outcome)
+        return success
 
     async def _logged(self, outcome: Outcome, encoded: EncodedAverage) -> LoggedAverage:
         if self._context.codec.is_identity:  # the caller may change the averaged tensors
@@ -226,39 +239,39 @@ class Auxiliary(Role[None]):
 
     auxiliary = True
 
-    def __init__(self, peer_id: str) -> None:
+    def __init__(
+        self,
+        peer_id: str,
+        reports: RoundReports | None = None,
+        ended: Callable[[Outcome], None] = lambda _outcome: None,
+    ) -> None:
         self._peer_id = peer_id
+        self._reports = reports
+        self._ended = ended
 
     def join(self, roster: Roster) -> tuple[torch.Tensor | None, FoundOut | None]:  # noqa: ARG002
         """See :class:`Role`."""
         return None, None
 
-    def alone(self, reason: str) -> None:
+    def alone(self, reason: str, code: NoPeersCode) -> None:
         """Do nothing: an auxiliary looks again."""
 
     async def end(self, outcome: Outcome, timing: Timing) -> None:
-        """Log the outcome."""
-        roster = outcome.roster
-        name = outcome.group_id.hex()[:8]
-        if outcome.verdict is not None:
-            logger.warning("group %s failed: %s", name, outcome.verdict.reason)
-            return
-        logger.info(
-            "group %s: reduced %d elements for %d peers in %.2f s, %.1f MB in, %.1f MB out",
-            name,
-            roster.shares[roster.position(self._peer_id)],
-            len(roster.holders),
-            trio.current_time() - timing.exchange_began,
-            outcome.bytes_received / 1e6,
-            outcome.bytes_sent / 1e6,
-        )
+        """Tell the outcome to the auxiliary's owner and to the peer's subscribers, of which one is the log."""
+        self._ended(outcome)
+        if self._reports is not None:
+            self._reports.helped(outcome, timing)
+        roster, name = outcome.roster, outcome.group_id.hex()[:8]
+        if outcome.verdict is None:
+            share = roster.shares[roster.position(self._peer_id)]
+            logger.debug("group %s: reduced %d elements for %d peers", name, share, len(roster.holders))
 
 
 def _copy_of(encoded: EncodedAverage) -> EncodedAverage:
     return EncodedAverage(tuple(bytearray(part) for part in encoded.parts), encoded.digests)
 
 
-def too_slow_for(roster: Roster, codec: Codec, timeout: float) -> str:
+def too_slow_for(roster: Roster, context: RunContext, timeout: float) -> str:
     """Explain that a round cannot end in time at the bandwidths that its members announced; empty if it can.
 
     The round is tried all the same: an announced bandwidth may be wrong, and a member could lie about its own.
@@ -267,12 +280,16 @@ def too_slow_for(roster: Roster, codec: Codec, timeout: float) -> str:
         timeout: seconds that the exchange may take.
     """
     links = [replace(link_of(member), bandwidth=member.assumed_bandwidth) for member in roster.members]
-    needed = bound_seconds(codec.encoded_nbytes(sum(roster.shares)), links)
+    elements = sum(roster.shares)
+    fractions = None
+    if isinstance(context.aggregation.topology, Star) and elements:
+        fractions = tuple(Fraction(share, elements) for share in roster.shares)
+    needed = bound_seconds(context.codec.encoded_nbytes(elements), links, fractions)
     if needed <= timeout:
         return ""
     slowest = min(roster.members, key=lambda member: member.assumed_bandwidth)
     why = f"the least is {slowest.assumed_bandwidth:g} Mbit/s, of {slowest.peer_id}"
-    if relays_are_slowest(links):
+    if relays_are_slowest(links, fractions):
         why = f"members that cannot connect directly share {RELAY_MBPS:g} Mbit/s through relays"
     return (
         f"the round needs at least {needed:.0f} s at the bandwidths that its members announced ({why}), and"
@@ -287,7 +304,7 @@ def _success(
     roster, now = outcome.roster, trio.current_time()
     position = roster.position(peer_id)
     links = [(member in roster.contributors, member in roster.holders) for member in roster.members]
-    plain = fp32_bytes(roster.shares, position, links)
+    plain, ranges = fp32_bytes(roster.shares, position, links), roster.ranges[position]
     others = [member.peer_id for member in roster.members if member.peer_id != peer_id]
     return Success(
         averaged=averaged,
@@ -300,7 +317,8 @@ def _success(
         duration=now - timing.started,
         exchange_duration=now - timing.exchange_began,
         group_id=outcome.group_id.hex(),
-        share=share_bounds(roster.shares, position),
+        share=ranges[0] if ranges else (0, 0),
+        taken_over=ranges[1:],
         metrics=roster.metrics,
         observers=tuple(m.peer_id for m in roster.holders if m.peer_id in roster.observers),
         auxiliaries=tuple(member.peer_id for member in roster.members if member.auxiliary),

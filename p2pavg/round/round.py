@@ -12,12 +12,15 @@ from typing import Generic, TypeVar
 import trio
 
 from p2pavg.allreduce.lobby import ExpectedGroup
+from p2pavg.codes import NoPeersCode
+from p2pavg.group.meeting import EVERYWHERE, Meeting
 from p2pavg.group.roster import Roster
 from p2pavg.matchmaking.actions import GaveUp, Report
 from p2pavg.result import EXCHANGES, InProgress
 from p2pavg.round.exchange import Exchange
-from p2pavg.round.roles import Role, Timing
+from p2pavg.round.roles import Role
 from p2pavg.round.rounds import Rounds
+from p2pavg.round.timing import Timing
 
 logger = logging.getLogger(__name__)
 
@@ -34,10 +37,16 @@ class Round(Generic[ResultT]):
         role: this peer's part in the round.
         target: members to aim at; ``None`` takes the run's setting.
         contributors: contributors without which the group is not complete.
+        meeting: where the group is looked for; among all peers that are ready if ``None``.
     """
 
     def __init__(
-        self, rounds: Rounds, role: Role[ResultT], target: int | None = None, contributors: int = 0
+        self,
+        rounds: Rounds,
+        role: Role[ResultT],
+        target: int | None = None,
+        contributors: int = 0,
+        meeting: Meeting | None = None,
     ) -> None:
         self.role = role
         self.result: ResultT | None = None
@@ -46,13 +55,16 @@ class Round(Generic[ResultT]):
         self._rounds = rounds
         self._target = target
         self._contributors = contributors
+        self._meeting = meeting or EVERYWHERE
         self._started = trio.current_time()
         self._roster: Roster | None = None
+        self._running: Exchange | None = None
         self._group: ExpectedGroup | None = None
         self._report: Report | None = None
         self._changed = trio.Event()
         self._looking = trio.CancelScope()
         self._why_cancelled = ""
+        self._why_leaving = ""
 
     async def changed(self) -> None:
         """Wait until there is a result, or a match timeout has passed."""
@@ -77,7 +89,17 @@ class Round(Generic[ResultT]):
         else:
             ready, reason = self._rounds.matchmaker.ready_peers, reason or "a group is being formed"
         target = self._target or self._rounds.settings.target
-        return InProgress(ready_peers=ready, target_size=target, reason=reason)
+        return InProgress(ready_peers=ready, target_size=target, reason=reason, waits_for=self._waits_for())
+
+    def _waits_for(self) -> str:
+        return self._running.waits_for() if self._running is not None and self.is_exchanging else ""
+
+    def exchange_word(self, seconds: float) -> str:
+        """Return a sentence for a caller that has waited for so many seconds; empty unless the group exchanges."""
+        run_id, waits_for = self._rounds.settings.run_id, self._waits_for()
+        return (
+            f"the round in run {run_id!r} takes longer than {seconds:.0f} s: {waits_for}" if waits_for else ""
+        )
 
     def cancel_matchmaking(self, reason: str) -> bool:
         """End the round if it has no group yet, and return whether it had none. ``reason`` becomes its result's."""
@@ -86,6 +108,11 @@ class Round(Generic[ResultT]):
         self._why_cancelled = reason
         self._looking.cancel()
         return True
+
+    def leave(self, reason: str) -> None:
+        """End the round, unless it has a group: then as soon as that group has ended, or does not come about."""
+        if not self.cancel_matchmaking(reason):
+            self._why_leaving = reason
 
     async def run(self) -> None:
         """Set :attr:`result`. When cancelled, the contribution counts as accumulated again."""
@@ -96,7 +123,9 @@ class Round(Generic[ResultT]):
         try:
             found = await self._find_group()
             result = (
-                self.role.alone(found.reason) if isinstance(found, GaveUp) else await self._exchange(found)
+                self.role.alone(found.reason, found.code)
+                if isinstance(found, GaveUp)
+                else await self._exchange(found)
             )
         finally:
             if self._group is not None:
@@ -120,14 +149,17 @@ class Round(Generic[ResultT]):
                     norm=offer.norm,
                     target=self._target,
                     contributors=self._contributors,
+                    meeting=self._meeting,
                     on_report=self._on_report,
                     on_expect=self._on_expect,
                 )
                 nursery.cancel_scope.cancel()
         if self._looking.cancelled_caught:
-            return GaveUp(self._why_cancelled)
+            return GaveUp(self._why_cancelled, NoPeersCode.CANCELLED)
         if isinstance(found, GaveUp):
-            return GaveUp("; ".join(filter(None, [found.reason, await self._rounds.why_alone()])))
+            alone = await self._rounds.why_alone()
+            code = alone.code if found.code is NoPeersCode.NO_PEER_READY else found.code
+            return GaveUp("; ".join(filter(None, [found.reason, alone.reason])), code)
         return found
 
     async def _warn_while_alone(self) -> None:
@@ -137,7 +169,7 @@ class Round(Generic[ResultT]):
         pause = WARN_SECONDS
         while True:
             await trio.sleep(pause)
-            reasons = [self._rounds.matchmaker.waits_for(), await self._rounds.why_alone()]
+            reasons = [self._rounds.matchmaker.waits_for(), (await self._rounds.why_alone()).reason]
             logger.warning(
                 "no group in run %r for %.0f s: %s",
                 self._rounds.settings.run_id,
@@ -164,6 +196,7 @@ class Round(Generic[ResultT]):
             accuse=self._rounds.accuse,
             on_finding=self._rounds.audited,
         )
+        self._running = exchange
         self._group = None  # the exchange closes it now, when the others have heard how it ended
         began = trio.current_time()
         outcome = await self._rounds.hold(exchange)
@@ -178,3 +211,5 @@ class Round(Generic[ResultT]):
             self._group.close()
         lobby, begun = self._rounds.context.lobby, self._rounds.matchmaker.exchange_begun
         self._group = None if group_id is None else lobby.expect(group_id, begun)
+        if self._why_leaving:
+            self.cancel_matchmaking(self._why_leaving)

@@ -7,6 +7,7 @@ import math
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import trio
 
@@ -14,6 +15,7 @@ from p2pavg.allreduce.context import RunContext
 from p2pavg.allreduce.reduction import Verdict
 from p2pavg.audit.evidence import MAX_EVIDENCE_BYTES
 from p2pavg.audit.task import Lie
+from p2pavg.codes import NoPeersCode
 from p2pavg.group.roster import Roster
 from p2pavg.matchmaking.matchmaker import Matchmaker
 from p2pavg.round.audits import Finding
@@ -28,8 +30,20 @@ UNANSWERED_SECONDS = 30.0
 BAN_SECONDS = 600.0  # time for which a peer that broke the protocol is not met again
 
 
-async def _no_reason() -> str:
-    return ""
+class Alone(NamedTuple):
+    """The reasons why peers of the run may be there and yet not meet this one."""
+
+    reason: str = ""
+    """In words; empty if nothing is known."""
+    code: NoPeersCode = NoPeersCode.NO_PEER_READY
+
+
+async def _no_reason() -> Alone:
+    return Alone()
+
+
+async def _stay() -> None:
+    """Withdraw nothing."""
 
 
 def _tell_no_peer(evidence: bytes) -> None:
@@ -61,7 +75,8 @@ class Rounds:
     Args:
         tails: nursery that outlives every result: an exchange tells the other members there how it ended.
         accuse: takes evidence that a member lied; it verifies the evidence, and tells the run.
-        why_alone: returns why peers of the run may be there and yet not meet this one; empty if nothing is known.
+        leave: withdraws what this peer has published of the run.
+        why_alone: returns why peers of the run may be there and yet not meet this one.
     """
 
     def __init__(
@@ -70,14 +85,16 @@ class Rounds:
         matchmaker: Matchmaker,
         settings: RoundSettings,
         tails: trio.Nursery,
-        why_alone: Callable[[], Awaitable[str]] = _no_reason,
+        why_alone: Callable[[], Awaitable[Alone]] = _no_reason,
         accuse: Callable[[bytes], None] = _tell_no_peer,
+        leave: Callable[[], Awaitable[None]] = _stay,
     ) -> None:
         self.context = context
         self.matchmaker = matchmaker
         self.settings = settings
         self.why_alone = why_alone
         self.accuse = accuse
+        self.leave = leave
         self._tails = tails
         self._telling: deque[Exchange] = deque()
         self._stalls: dict[str, int] = {}  # of each peer, since it was in a round that it did not stall

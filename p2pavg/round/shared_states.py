@@ -21,8 +21,12 @@ from p2pavg.round.joined_run import JoinedRun
 from p2pavg.state.average import Expected
 from p2pavg.state.service import stored_key
 from p2pavg.state.sessions import open_sessions
-from p2pavg.state.sharing import SharedRun, StateSharing
+from p2pavg.state.sharing import StateSharing
 from p2pavg.state.shelf import Shelf
+from p2pavg.state.transfers import SharedRun
+from p2pavg.state.uploads import REPORT_SECONDS, Uploads
+from p2pavg.telemetry.events import StateMoved
+from p2pavg.telemetry.hub import OnEvent
 from p2pavg.vector.accumulation import Schema
 
 
@@ -38,9 +42,10 @@ class ShareSettings:
 
 def shared_run(host: Host, run: JoinedRun, config: AveragingConfig, schema: Schema) -> SharedRun:
     """Return what states need to know of a run."""
-    key = ready_key(config.run_id, schema.hash, config.rule, config.aggregation.text)
+    aggregation = config.aggregation
+    key = ready_key(config.run_id, schema.hash, config.rule, aggregation.text)
     codec, membership = config.codec, run.membership
-    cut_shares = share_cutter(schema.elements, codec.granularity)
+    cut_shares = share_cutter(schema.elements, codec.granularity, aggregation.topology)
 
     def trusts(member: Candidate) -> bool:
         if membership is None:
@@ -68,6 +73,28 @@ def shared_run(host: Host, run: JoinedRun, config: AveragingConfig, schema: Sche
     )
 
 
+async def _tell_uploads(
+    uploads: Uploads, run_id: str, wall_clock: Callable[[], float], emit: OnEvent
+) -> None:
+    """Tell the subscribers once a second what is sent, while something is."""
+    while True:
+        await trio.sleep(REPORT_SECONDS)
+        found = uploads.report(trio.current_time())
+        if found is not None:
+            emit(
+                StateMoved(
+                    time=wall_clock(),
+                    run_id=run_id,
+                    direction="upload",
+                    done=found.done,
+                    # How much the joiners still want is theirs to know.
+                    total=found.done if found.is_over else 0,
+                    bytes_per_second=found.bytes_per_second,
+                    peers=found.peers,
+                )
+            )
+
+
 @asynccontextmanager
 async def open_sharing(
     host: Host,
@@ -77,14 +104,26 @@ async def open_sharing(
     settings: ShareSettings,
     board: Board,
     is_busy: Callable[[], bool],
+    bandwidth: Callable[[], float],
+    emit: OnEvent,
 ) -> AsyncIterator[StateSharing]:
     """Offer states to other peers, and be able to fetch them, for as long as the block runs.
 
     Args:
         is_busy: returns true while a round exchanges.
+        bandwidth: returns what this peer's link carries, in Mbit/s; 0 if it is not known.
+        emit: takes the events of uploads.
     """
-    shelf = Shelf(settings.log_bytes)
-    host.state.join(run_id, run.membership, shelf, upload=RateLimit(settings.upload_mbps), is_busy=is_busy)
+    shelf, uploads = Shelf(settings.log_bytes), Uploads()
+    host.state.join(
+        run_id,
+        run.membership,
+        shelf,
+        upload=RateLimit(settings.upload_mbps),
+        is_busy=is_busy,
+        bandwidth=bandwidth,
+        on_sent=uploads.note,
+    )
     try:
         async with (
             open_sessions(
@@ -96,6 +135,7 @@ async def open_sharing(
             ) as sessions,
             trio.open_nursery() as nursery,
         ):
+            nursery.start_soon(_tell_uploads, uploads, run_id, host.context.wall_clock, emit)
             sharing = StateSharing(shared, board, shelf, sessions, settings.directory, nursery)
             try:
                 yield sharing

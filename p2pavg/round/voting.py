@@ -29,7 +29,7 @@ from p2pavg.consensus.events import (
 )
 from p2pavg.consensus.member import FINAL, Member, Phase
 from p2pavg.consensus.proof import asks_further
-from p2pavg.consensus.votes import Begin, Commit, Gather, Left, Trouble, Unknown, Vote
+from p2pavg.consensus.votes import Begin, Came, Commit, Gather, Left, Promise, Trouble, Unknown, Vote
 from p2pavg.errors import RefusedError
 from p2pavg.group.milestones import Milestone
 from p2pavg.group.roster import Roster
@@ -54,10 +54,10 @@ _MILESTONES = {
 def max_votes(size: int) -> int:
     """Return how many votes a member of a group of so many may send in a round.
 
-    Each of the others may be lost once. That costs at most two ballots, of four votes each, and the leader says why
+    Each of the others may be lost once. That costs at most two ballots, of five votes each, and the leader says why
     each of those that were lost before is left out. A member that goes on voting could keep a round from its end.
     """
-    return 64 + size * (size + 8)
+    return 64 + size * (size + 10)
 
 
 class Moves(Protocol):
@@ -71,6 +71,9 @@ class Moves(Protocol):
 
     def take_from(self, source: int, reducers: frozenset[int]) -> None:
         """Expect the averages of lost reducers from another member."""
+
+    def came_from(self, position: int) -> Came | None:
+        """Return how far a member's contribution has come; ``None`` if nothing of it is kept."""
 
     def reached(self, milestone: Milestone) -> None:
         """Tell the observer of a test how far this member is."""
@@ -93,10 +96,14 @@ class Voting:
         self.losses = Losses(roster)
         self.ended = trio.Event()
         """Set when the member has committed or failed."""
+        self.reduces_all = False
+        """True while this member reduces for a whole star: only it sees which contributor keeps the others waiting."""
         self.nursery: trio.Nursery | None = None
         """Nursery of questions to other members; ``None`` before the round and after its end."""
         self._roster = roster
         self._moves = moves
+        self.came: dict[int, Came] = {}
+        """What each other member said last of this member's contribution to its share."""
         self._heard_more = trio.Event()  # set when something was heard after the end
         self._votes: Counter[int] = Counter()  # sent by each member
 
@@ -147,11 +154,19 @@ class Voting:
                     if isinstance(vote, Begin):
                         for trouble in self.losses.explanations(self.member.begun.view, vote.view):
                             self.control.tell(position, trouble)
+                    if isinstance(vote, Gather | Promise):
+                        self._tell_what_came(position)
                     self.control.tell(position, vote)
                 case Run(number, members):
                     self._moves.begin_attempt(number, members)
                 case PassOn(_, reducers, to):
                     self._moves.pass_on(reducers, to)
+
+    def _tell_what_came(self, position: int) -> None:
+        """Tell a member how far its contribution has come, in case that the next ballot is about a new attempt."""
+        came = self._moves.came_from(position)
+        if came is not None:
+            self.control.tell(position, came)
 
     def _look_for_source(self, event: Event, actions: Sequence[Action]) -> None:
         """Take the missing part of an older attempt's result from its source, if the new ballot is about one."""
@@ -174,7 +189,10 @@ class Voting:
         known = self.member.apart if reachable else self.member.lost
         if position not in known and self.member.phase not in FINAL:
             self.losses.note(position, reason, hostile=hostile, silent=silent)
-            self.happen(Lost(position, hostile, reason, reachable))
+            # In a butterfly every reducer misses a contribution that does not come. In a star one does. If it were its
+            # word against the contributor's, the later one in the roster would go, and with it perhaps the reducer.
+            accused = hostile or (reachable and self.reduces_all)
+            self.happen(Lost(position, accused, reason, reachable))
 
     async def _lose_unless_it_promises(self, position: int) -> None:
         """Lose a member that this one has blamed, if it does not answer this one as its leader."""
@@ -207,6 +225,9 @@ class Voting:
             if wrong:
                 self.lost(position, wrong, hostile=True)
             if wrong or position in self.signing.evidence:
+                return
+            if isinstance(vote, Came):
+                self.came[position] = vote
                 return
             if position not in self.member.lost:
                 self._take_hint(position, vote)

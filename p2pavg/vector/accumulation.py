@@ -226,6 +226,30 @@ class Accumulation:
             self._weight += weight
             self._metrics.add(measured, weight)
 
+    @torch.no_grad()
+    def add_vector(
+        self, schema: Schema, vector: torch.Tensor, weight: float, metrics: Mapping[str, float]
+    ) -> None:
+        """Add a flat float32 vector of the tensors, whose values were checked before.
+
+        Args:
+            weight: 0 adds nothing, and only fixes the schema.
+        """
+        with self._lock:
+            if self._schema is None:
+                self._schema = schema
+            _check_same(self._schema, schema)
+            if not weight:
+                return
+            if self._sum is None:
+                self._sum, self._spare = self._spare, None
+            if self._sum is None:
+                self._sum = torch.zeros(schema.elements, dtype=torch.float32, device=schema.device)
+            share = weight / (self._weight + weight)
+            self._sum.lerp_(vector, share) if share < 1.0 else self._sum.copy_(vector)
+            self._weight += weight
+            self._metrics.add(metrics, weight)
+
     def take(self) -> Contribution | None:
         """Take everything accumulated out for a round; ``None`` when there is nothing."""
         with self._lock:
@@ -339,4 +363,6 @@ def _check_values(schema: Schema, tensors: Sequence[torch.Tensor]) -> None:
     if wrong.any():
         position, tensor = filled[int(wrong.nonzero()[0])]
         what = "a value of more than " + f"{LIMIT:g}" if torch.isfinite(tensor).all() else "NaN or Inf"
-        raise AccumulateError(f"{schema.label(position)} holds {what}; nothing was accumulated")
+        raise AccumulateError(
+            f"{schema.label(position)} holds {what}; nothing was accumulated", position=position
+        )

@@ -76,7 +76,7 @@ class InboundLanes:
             while await self._has_something(lane):
                 await self._handle(lane)
         except (StreamBrokenError, RemoteProtocolError, ClosedError) as error:
-            logger.info("a lane of %s ended: %s", lane.remote, error)
+            logger.debug("a lane of %s ended: %s", lane.remote, error)
         except Exception:
             logger.exception("a lane of %s is dropped", lane.remote)
         finally:

@@ -343,7 +343,7 @@ class LaneKeeper:
         try:
             await send_message(stream, Verdict(1, visitor.reason).encode())
         except StreamBrokenError as error:
-            logger.info("%s asked for a lane and then left: %s", stream.remote, error)
+            logger.debug("%s asked for a lane and then left: %s", stream.remote, error)
 
     async def _dial_back(self, stream: Stream, ask: Ask, back: Back, slot: Slot) -> None:
         reason = ""

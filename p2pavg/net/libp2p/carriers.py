@@ -1,4 +1,4 @@
-"""What can carry a connection of libp2p: a TCP socket, or a stream through a relay."""
+"""The two carriers of a connection of libp2p: a TCP socket, and a stream through a relay."""
 
 from __future__ import annotations
 
@@ -77,4 +77,4 @@ def punched_stream(plain: socket.socket) -> ReadAheadStream:
 
 
 Carrier = ReadAheadStream | RelayedStream
-"""What carries a connection: a socket or a circuit."""
+"""The carrier of a connection: a socket or a circuit."""

@@ -91,7 +91,7 @@ class GuardedHost(BasicHost):
             await super()._swarm_stream_handler(net_stream)
         except Exception as error:
             if is_of_the_network(error):
-                logger.info("stream of %s dropped: %r", muxed.peer_id, error)
+                logger.debug("stream of %s dropped: %r", muxed.peer_id, error)
             else:
                 logger.exception("stream of %s dropped, because of a bug of this process", muxed.peer_id)
             await net_stream.reset()

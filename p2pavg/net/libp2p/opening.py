@@ -96,6 +96,6 @@ class StreamOpener:
         """
         with watchdog:
             await trio.sleep(NEGOTIATE_SECONDS)
-            logger.info("%s did not answer within %.0f s", peer_id, NEGOTIATE_SECONDS)
+            logger.debug("%s did not answer within %.0f s", peer_id, NEGOTIATE_SECONDS)
             for muxed in used:
                 await muxed.abort()

@@ -1,4 +1,4 @@
-"""How one peer is reached: what it knows of itself, its relays, and the way from a relayed connection to a direct one.
+"""The ways to one peer: its knowledge of itself, its relays, and the step from a relayed connection to a direct one.
 
 Theory of operation
 ===================
@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 import trio
 
 from p2pavg.errors import UnreachableError
+from p2pavg.net.addresses import is_circuit
 from p2pavg.net.libp2p.carriers import RelayedStream
 from p2pavg.net.libp2p.connections import Connections
 from p2pavg.net.libp2p.guarded_yamux import GuardedYamux
@@ -82,6 +83,15 @@ class Reaching:
         self._addresses: tuple[str, ...] = ()
         self._reachability = NOT_ASKED
         self._changed = trio.Event()
+        self._watcher = ReachWatcher(
+            transport,
+            neighbours=self._neighbours,
+            listening=listened,
+            relays=lambda: (self.reservations.relays, self.reservations.addresses),
+            on_change=self._conclude,
+            announce=options.announce,
+            make_mapper=PortMapper if options.port_mapping else None,
+        )
         self.relay = RelayService(
             transport,
             refusal=self._relays_nothing,
@@ -92,7 +102,7 @@ class Reaching:
             transport,
             candidates=self._relay_candidates,
             reached=connections.dialled_addresses,
-            on_change=self._relays_changed,
+            on_change=self._watcher.wake,
         )
         InboundCircuits(transport, lambda peer_id: peer_id in self.reservations.relays, self._adopt_inbound)
         ReachService(transport, self._dial_back)
@@ -110,15 +120,6 @@ class Reaching:
             path_to=self.path_to,
             reachability=lambda: self.reachability,
             direct_addresses=self._direct_addresses,
-        )
-        self._watcher = ReachWatcher(
-            transport,
-            neighbours=self._neighbours,
-            listening=listened,
-            relays=lambda: (self.reservations.relays, self.reservations.addresses),
-            on_change=self._conclude,
-            announce=options.announce,
-            make_mapper=PortMapper if options.port_mapping else None,
         )
         self.whoami = whoami.WhoamiAnswerer()
 
@@ -148,7 +149,7 @@ class Reaching:
 
     @property
     def reachability(self) -> Reachability:
-        """What this peer knows of the ways to itself."""
+        """The ways to this peer, as far as it knows them."""
         return self._reachability
 
     def connected(self, muxed: GuardedYamux) -> None:
@@ -212,9 +213,6 @@ class Reaching:
             return False
         return self._watcher.relays_wanted or not self._listened()
 
-    def _relays_changed(self) -> None:
-        self._watcher.wake()
-
     def lost(self) -> None:
         """Note that a connection has ended."""
         self._watcher.wake()
@@ -235,7 +233,7 @@ class Reaching:
     # -- what other parts ask
 
     def _direct_addresses(self) -> tuple[str, ...]:
-        return tuple(text for text in self.addresses if "/p2p-circuit" not in text)
+        return tuple(text for text in self.addresses if not is_circuit(text))
 
     def _relays_nothing(self) -> str:
         if self._options.relay_limits is None:
@@ -255,7 +253,8 @@ class Reaching:
 
     def _own_side(self) -> OwnSide:
         known = self.reachability
-        return OwnSide(punchable=known.punchable, outer_hosts=known.outer_hosts, sentence=known.sentence)
+        punchable = not known.dialable and bool(known.punch_hosts)
+        return OwnSide(punchable=punchable, outer_hosts=known.punch_hosts, sentence=known.sentence)
 
     async def _predict(self, port: FreshPort) -> int:
         """Return the outer port of a fresh port: the same, or what a peer sees that is asked from this very port."""

@@ -134,6 +134,10 @@ class Libp2pTransport(Transport):
     def reachability(self) -> Reachability:
         return self._reaching.reachability
 
+    @property
+    def relayed_bytes(self) -> int:
+        return self._reaching.relay.budget.carried
+
     async def settle(self) -> None:
         await self._reaching.settle()
 
@@ -145,8 +149,14 @@ class Libp2pTransport(Transport):
         return self._reaching.path_to(peer_id)
 
     def _connected(self, muxed: GuardedYamux) -> None:
-        self._dialler.something_changed()
         self._reaching.connected(muxed)
+        self._dialler.connected(str(muxed.peer_id))
+
+    def watch_connections(self, connected: Callable[[PeerId], None]) -> None:
+        self._dialler.watchers.append(connected)
+
+    def unwatch_connections(self, connected: Callable[[PeerId], None]) -> None:
+        self._dialler.watchers.remove(connected)
 
     async def _open_circuit(self, address: CircuitAddress) -> Stream:
         return await open_circuit(self, address)

@@ -34,9 +34,9 @@ def raise_file_limit() -> int | None:
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
     except (OSError, ValueError) as error:  # e.g. macOS, where kern.maxfilesperproc is lower still
-        logger.info("the limit of open files stays at %d: %s", soft, error)
+        logger.debug("the limit of open files stays at %d: %s", soft, error)
         return soft
-    logger.info("the limit of open files was raised from %d to %d", soft, wanted)
+    logger.debug("the limit of open files was raised from %d to %d", soft, wanted)
     return wanted
 
 

@@ -1,1 +1,1 @@
-"""How other peers can reach this one: what it learns of its own addresses, its router, and the ports that it maps."""
+"""The ways in which others reach this peer: its own addresses, its router, and the ports that it maps there."""

@@ -27,12 +27,13 @@ MAX_DIRECT = 4
 def are_relays_wanted(facts: Facts) -> bool:
     """Return whether a router or a firewall keeps others from dialling this peer, as far as is known.
 
-    A router counts until an endpoint works, so that the peer has relays from the first second.
+    A router counts until an endpoint works, so that the peer has relays from the first second. IPv6 counts like that
+    too, since most homes have a firewall for it.
     """
     version = facts.deciding_version
     if not version or facts.working(version):
         return False
-    return facts.view(version).routed or facts.is_closed(version)
+    return version == 6 or facts.view(version).routed or facts.is_closed(version)
 
 
 def reachability(facts: Facts, announce: Sequence[str], relays: Sequence[str]) -> Reachability:
@@ -46,7 +47,13 @@ def reachability(facts: Facts, announce: Sequence[str], relays: Sequence[str]) -
         kind, sentence = Kind.ANNOUNCED, announced(len(announce))
     else:
         kind, sentence = _kind(facts, len(relays))
-    return Reachability(kind=kind, sentence=sentence, outer_hosts=facts.outer_hosts, relays=tuple(relays))
+    return Reachability(
+        kind=kind,
+        sentence=sentence,
+        outer_hosts=facts.outer_hosts,
+        relays=tuple(relays),
+        punch_hosts=facts.punch_hosts,
+    )
 
 
 def _kind(facts: Facts, relays: int) -> tuple[Kind, str]:
@@ -66,6 +73,8 @@ def _kind(facts: Facts, relays: int) -> tuple[Kind, str]:
     sentence = behind(barrier, relays) if is_closed else BEING_TRIED_SENTENCE
     if version == 4 and facts.working(6):
         sentence += "; public over IPv6"
+    elif version == 4 and barrier not in PUNCHABLE_BARRIERS and facts.punch_hosts:
+        sentence += "; direct connections over IPv6 by hole punching"
     if not is_closed and not facts.view(version).routed:
         return Kind.UNKNOWN, sentence
     return (Kind.PUNCHABLE if barrier in PUNCHABLE_BARRIERS else Kind.RELAYED), sentence
@@ -121,4 +130,8 @@ def _may_be_announced(facts: Facts, endpoint: Endpoint) -> bool:
         return True
     if address.is_loopback:
         return False
+    if address.version == 6 and not facts.view(6).hosts and facts.view(4).routed:
+        return is_private(
+            host
+        )  # no peer can try it, and routers of homes let no IPv6 in that was not asked for
     return is_private(host) or facts.works(endpoint) is not False

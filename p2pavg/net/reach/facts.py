@@ -12,7 +12,7 @@ from p2pavg.net.reach.dial_backs import DialBacks, Endpoint
 from p2pavg.net.reach.observations import Observations, View
 from p2pavg.net.reach.probes import Probes
 from p2pavg.net.reach.questions import Neighbour
-from p2pavg.net.reach.reachability import Barrier
+from p2pavg.net.reach.reachability import PUNCHABLE_BARRIERS, Barrier
 
 VERSIONS = (4, 6)
 """The versions of IP; the first one that a peer of another network was seen over decides."""
@@ -44,6 +44,8 @@ class Facts:
     """The hosts and ports of the listeners, without wildcards, in the order in which they are announced."""
     interfaces: frozenset[str] = frozenset()
     """The IP addresses of this machine."""
+    source6: str = ""
+    """The address of this machine from which connections to other networks go over IPv6; empty if there is none."""
     askable: tuple[Neighbour, ...] = ()
     """The peers with direct connections that are not on this machine, those of different networks first."""
     connected: frozenset[str] = frozenset()
@@ -128,6 +130,18 @@ class Facts:
         return bool(self.view(version).hosts) and all(
             self.works(endpoint) is False for endpoint in self.endpoints(version)
         )
+
+    @property
+    def punch_hosts(self) -> tuple[str, ...]:
+        """The outer hosts of connections whose outer port can be told before.
+
+        Most peers are connected over IPv4, so that no other peer sees this one over IPv6. Routers do not translate IPv6
+        (RFC 6092, section 1), so the address of the machine is the outer one, until a peer says something else.
+        """
+        hosts = [host for host in self.outer_hosts if self.barrier(version_of(host)) in PUNCHABLE_BARRIERS]
+        if self.source6 and not self.view(6).hosts:
+            hosts.append(self.source6)
+        return tuple(hosts)
 
     def barrier(self, version: int) -> Barrier:
         """Return the obstacle to dials from other networks."""

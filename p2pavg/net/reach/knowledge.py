@@ -67,14 +67,18 @@ class Knowledge:
 
     # -- events
 
-    def machine(self, interfaces: Collection[str], listening: Sequence[Endpoint]) -> None:
+    def machine(
+        self, interfaces: Collection[str], listening: Sequence[Endpoint], *, source6: str = ""
+    ) -> None:
         """Note this machine's addresses, and the hosts and ports at which the listeners can be reached from outside.
 
         Args:
             interfaces: all IP addresses of the machine.
             listening: no wildcards; in the order in which they are to be announced.
+            source6: the address from which the machine connects to other networks over IPv6; empty if it cannot.
         """
         facts = self._facts
+        facts.source6 = source6
         before, facts.interfaces = facts.interfaces, frozenset(interfaces)
         facts.listening = tuple(listening)
         facts.meet(self._neighbours)

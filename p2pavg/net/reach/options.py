@@ -1,4 +1,4 @@
-"""What a peer's user says about how the peer is reached."""
+"""The user's settings for the ways in which others reach a peer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAX_RELAY_MBPS = 100_000.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReachOptions:
-    """What a peer's user says about how the peer is reached.
+    """The user's settings for the ways in which others reach a peer.
 
     - ``announce``: addresses at which others can dial this peer, for example a forwarded port, without a peer id.
     - ``port_mapping``: ask the router to forward the port, by UPnP or NAT-PMP.

@@ -37,6 +37,9 @@ class Reachability:
     """The IP addresses at which peers in other networks see this one: IPv4 first, at most two of each version."""
     relays: tuple[str, ...] = ()
     """The ids of the peers that relay for this one."""
+    punch_hosts: tuple[str, ...] = ()
+    """Those of ``outer_hosts`` to which hole punching is likely to succeed. A router that gives IPv4 connections random
+    ports may let IPv6 through as it is, so that a peer that is relayed over IPv4 can be punched over IPv6."""
 
     @property
     def dialable(self) -> bool:

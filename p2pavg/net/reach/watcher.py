@@ -23,6 +23,7 @@ Wiring in a transport
 from __future__ import annotations
 
 import logging
+import socket
 from collections.abc import Callable, Sequence
 
 import psutil
@@ -51,6 +52,9 @@ LOOK_AGAIN_SECONDS = 5.0
 
 WHOAMI_SECONDS = 3.0
 
+_FAR6 = "2001:200::1"
+"""An address of another network (WIDE, Japan). Nothing is sent to it: the system is asked for the way there."""
+
 INBOUND_SECONDS = 2.0
 """The time in which a connection must be seen after a peer says that it has dialled back."""
 
@@ -72,6 +76,20 @@ def machine_hosts() -> list[str]:
     return sorted(set(found))
 
 
+def machine_source6() -> str:
+    """Return the global address from which this machine connects to other networks over IPv6; empty if it cannot.
+
+    A machine may have several addresses, such as temporary ones (RFC 8981). The system chooses, and no packet is sent.
+    """
+    try:
+        with socket.socket(socket.AF_INET6, socket.SOCK_DGRAM) as opened:
+            opened.connect((_FAR6, 9))
+            address = parse_host(opened.getsockname()[0])
+    except OSError:  # no IPv6, or no way to other networks
+        return ""
+    return str(address) if address is not None and address.is_global else ""
+
+
 class ReachWatcher:
     """See the top of this file.
 
@@ -84,6 +102,7 @@ class ReachWatcher:
         announce: addresses that the user has named, without a peer id.
         make_mapper: makes the mapper of ports; ``None`` maps none.
         hosts: returns the IP addresses of this machine.
+        source6: returns the address of its connections over IPv6; see :func:`machine_source6`.
     """
 
     def __init__(
@@ -97,9 +116,11 @@ class ReachWatcher:
         announce: Sequence[str] = (),
         make_mapper: Callable[[Callable[[Mapped | None], None]], PortMapper] | None = PortMapper,
         hosts: Callable[[], Sequence[str]] = machine_hosts,
+        source6: Callable[[], str] = machine_source6,
     ) -> None:
         self._transport = transport
         self._neighbours, self._listening, self._relays, self._hosts = neighbours, listening, relays, hosts
+        self._source6 = source6
         self._on_change = on_change
         self._mapper = None if make_mapper is None or announce else make_mapper(self._mapped)
         self._mapping: trio.CancelScope | None = None
@@ -164,7 +185,7 @@ class ReachWatcher:
     def _look_at_the_machine(self) -> None:
         network = self._knowledge.network
         listening = [(found, port) for host, port in self._listening() for found in reachable_hosts(host)]
-        self._knowledge.machine(self._hosts(), listening)
+        self._knowledge.machine(self._hosts(), listening, source6=self._source6())
         if self._mapping is not None and self._knowledge.network != network:
             self._mapping.cancel()  # the mapping is of another router
 

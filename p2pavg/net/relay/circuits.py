@@ -9,19 +9,17 @@ import trio
 
 from p2pavg.errors import ClosedError, RemoteProtocolError, StreamBrokenError, UnreachableError
 from p2pavg.net.addresses import CircuitAddress
-from p2pavg.net.framing import receive_message, send_message
+from p2pavg.net.framing import send_message
 from p2pavg.net.relay.messages import (
     CIRCUIT_PROTOCOL,
-    MAX_MESSAGE_BYTES,
     PROTOCOL,
     Connect,
     Connected,
     Incoming,
-    Message,
     Refused,
-    decode,
     encode,
 )
+from p2pavg.net.relay.receiving import receive
 from p2pavg.net.transport import PeerId, Stream, Transport
 
 logger = logging.getLogger(__name__)
@@ -50,7 +48,7 @@ async def open_circuit(transport: Transport, address: CircuitAddress) -> Stream:
             if stream.relayed:
                 raise UnreachableError(f"the relay {address.relay} is itself only reached by a relay")  # noqa: TRY301
             await send_message(stream, encode(Connect(address.target)))
-            answer = await _next(stream)
+            answer = await receive(stream)
             if isinstance(answer, Refused):
                 raise UnreachableError(f"the relay {address.relay} gives no circuit: {answer.reason}")  # noqa: TRY301
             if not isinstance(answer, Connected):
@@ -81,7 +79,7 @@ class InboundCircuits:
     async def serve(self, stream: Stream) -> None:
         """Accept one circuit, and let its connection live in this task."""
         with trio.move_on_after(CIRCUIT_SECONDS) as scope:
-            message = await _next(stream)
+            message = await receive(stream)
             if not isinstance(message, Incoming):
                 raise RemoteProtocolError(f"a circuit began with {type(message).__name__}")
             if stream.relayed or not self._is_relay(stream.remote):
@@ -97,10 +95,3 @@ class InboundCircuits:
             logger.info(
                 "a circuit of %s through %s came to nothing: %s", message.source, stream.remote, error
             )
-
-
-async def _next(stream: Stream) -> Message:
-    data = await receive_message(stream, max_bytes=MAX_MESSAGE_BYTES)
-    if data is None:
-        raise StreamBrokenError(f"{stream.remote} closed the stream without an answer")
-    return decode(data)

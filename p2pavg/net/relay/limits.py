@@ -1,4 +1,4 @@
-"""What a relay gives to others: its reservations and circuits, and the bytes that it carries.
+"""The limits of what a relay gives to others: reservations, circuits, and the bytes that it carries.
 
 This module decides; it does no I/O and has no clock. Two rules keep one peer from using up what others need:
 

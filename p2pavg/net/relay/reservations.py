@@ -22,6 +22,7 @@ from p2pavg.net.relay.messages import (
     decode,
     encode,
 )
+from p2pavg.net.relay.receiving import receive
 from p2pavg.net.relay.service import PING_SECONDS
 from p2pavg.net.transport import PeerId, Stream, Transport
 
@@ -147,7 +148,7 @@ class Reservations:
         if stream.relayed:
             raise UnreachableError("the peer is itself only reached by a relay")
         await send_message(stream, encode(Reserve()))
-        answer = await _next(stream)
+        answer = await receive(stream)
         if isinstance(answer, Refused):
             raise UnreachableError(answer.reason)
         if not isinstance(answer, Reserved):
@@ -202,10 +203,3 @@ class _Heard:
     def __init__(self, at: float) -> None:
         self.at = at
         self.end: Exception | None = None
-
-
-async def _next(stream: Stream) -> object:
-    data = await receive_message(stream, max_bytes=MAX_MESSAGE_BYTES)
-    if data is None:
-        raise StreamBrokenError(f"{stream.remote} closed the stream without an answer")
-    return decode(data)

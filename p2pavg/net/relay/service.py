@@ -46,7 +46,6 @@ from p2pavg.net.relay.messages import (
     Connect,
     Connected,
     Incoming,
-    Message,
     Ping,
     Refused,
     Reserve,
@@ -54,6 +53,7 @@ from p2pavg.net.relay.messages import (
     decode,
     encode,
 )
+from p2pavg.net.relay.receiving import receive
 from p2pavg.net.transport import PeerId, Stream, Transport
 from p2pavg.threads.exceptions import bare_exceptions
 
@@ -68,7 +68,7 @@ PIECE_BYTES = 16 * 1024
 
 
 class RelayService:
-    """What one peer does for others that cannot be dialled.
+    """The relay that a peer is for others that cannot be dialled.
 
     Args:
         refusal: returns the reason for which this peer is no relay now; empty if it is one.
@@ -87,7 +87,7 @@ class RelayService:
         self._refusal = refusal
         self._addresses = addresses
         self.budget = RelayBudget(limits or RelayLimits())
-        """What this relay gives at the moment."""
+        """The reservations and circuits of this relay at the moment."""
         self._holders: dict[PeerId, trio.CancelScope] = {}
         self._open: dict[Circuit, trio.CancelScope] = {}
         self._turns: weakref.WeakValueDictionary[str, trio.Lock] = weakref.WeakValueDictionary()
@@ -96,7 +96,7 @@ class RelayService:
     async def serve(self, stream: Stream) -> None:
         """Answer a request for a reservation or a circuit."""
         with trio.move_on_after(ANSWER_SECONDS) as scope:
-            message = await _next(stream)
+            message = await receive(stream)
         if scope.cancelled_caught:
             return
         reason = "a relay is not asked through a relay" if stream.relayed else self._refusal()
@@ -197,7 +197,7 @@ class RelayService:
             if stream.relayed:
                 raise UnreachableError("it is behind another relay")  # noqa: TRY301 - as any other reason
             await send_message(stream, encode(Incoming(source)))
-            answer = await _next(stream)
+            answer = await receive(stream)
             if isinstance(answer, Refused):
                 raise UnreachableError(answer.reason)  # noqa: TRY301
             if not isinstance(answer, Connected):
@@ -258,13 +258,6 @@ class RelayService:
             before = circuit.carried
             await trio.sleep(self.budget.limits.idle_seconds)
         both.cancel()
-
-
-async def _next(stream: Stream) -> Message:
-    data = await receive_message(stream, max_bytes=MAX_MESSAGE_BYTES)
-    if data is None:
-        raise StreamBrokenError(f"{stream.remote} closed the stream without an answer")
-    return decode(data)
 
 
 async def _refuse(stream: Stream, reason: str) -> None:

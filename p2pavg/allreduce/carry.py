@@ -1,0 +1,143 @@
+"""The contributions that go over from one attempt to the next, at one member. No I/O, no clock.
+
+:mod:`p2pavg.allreduce.reuse` decides what goes over. Nothing does in a group without audits, because its reducers keep
+no contribution longer than until its average.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+
+from p2pavg.allreduce.inputs import Coming, Inputs
+from p2pavg.allreduce.messages import Lane
+from p2pavg.allreduce.proofs import Proofs
+from p2pavg.allreduce.reduction import Ledger
+from p2pavg.allreduce.reuse import START, Leftover, Mark, goes_on_at, has_come
+from p2pavg.errors import RemoteProtocolError
+from p2pavg.group.shares import Part
+from p2pavg.vector.buffers import Buffers
+from p2pavg_compression import Codec
+
+
+class Carry:
+    """What an attempt has of the one before, and what it leaves to the next one. Safe to use from any thread.
+
+    Args:
+        inputs: the contributions to this member's share.
+        guard: of the ledger and the inputs.
+        leftover: of the attempt before; ``None`` in the first one.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        inputs: Inputs,
+        codec: Codec,
+        buffers: Buffers,
+        *,
+        proofs: Proofs | None,
+        guard: threading.Condition,
+        leftover: Leftover | None,
+    ) -> None:
+        self.complete: list[int] = []
+        """Parts of this member's share to which all contributions came before; they are to be averaged."""
+        self._ledger = ledger
+        self._inputs = inputs
+        self._codec = codec
+        self._buffers = buffers
+        self._proofs = proofs
+        self._guard = guard
+        self._has: dict[str, Mark] = {}
+        self._goes_on: dict[str, Mark] = {}
+        if leftover is not None and proofs is not None:
+            self._take_contributions(leftover, proofs)
+            self._resume(leftover, proofs)
+
+    def _take_contributions(self, leftover: Leftover, proofs: Proofs) -> None:
+        me, ledger = self._ledger.me, self._ledger
+        own = ledger.parts[me]
+        for contributor in ledger.contributors if own else ():
+            came = leftover.came.get(contributor)
+            if came is None:
+                continue
+            mark = has_come(came, leftover.parts[me], own, self._codec.encoded_nbytes)
+            self._has[contributor] = mark
+            for index in range(mark.parts):
+                self._inputs.take(contributor, index, came.parts[index])
+            if mark.nbytes:
+                begun = came.parts[mark.parts] if mark.parts < len(came.parts) else came.begun
+                coming = self._coming(own[mark.parts], mark.nbytes)
+                coming.payload[: mark.nbytes] = memoryview(begun)[: mark.nbytes]
+                self._inputs.begin(contributor, coming)
+            proofs.have_come(contributor, came.digests[: mark.parts])
+            self.complete = ledger.begin_with(contributor, mark.parts)
+
+    def _resume(self, leftover: Leftover, proofs: Proofs) -> None:
+        for reducer, told in leftover.told.items():
+            if reducer in self._ledger.parts:
+                now, sent = self._ledger.parts[reducer], leftover.sent[reducer]
+                before = leftover.parts[reducer]
+                mark = goes_on_at(told, len(sent), before, now, self._codec.encoded_nbytes)
+                self._goes_on[reducer] = mark
+                proofs.were_sent(reducer, sent[: mark.parts])
+
+    # ------------------------------------------------------------------ in this attempt
+
+    def goes_on_at(self, reducer: str) -> Mark:
+        """Return where this member's contribution to a reducer goes on."""
+        return self._goes_on.get(reducer, START)
+
+    def check_begin(self, contributor: str, mark: Mark) -> None:
+        """Check where a contributor goes on.
+
+        Raises:
+            RemoteProtocolError: something before it has not come.
+        """
+        has = self._has.get(contributor, START)
+        own = self._ledger.parts[self._ledger.me]
+        size = self._codec.encoded_nbytes(own[mark.parts].elements) if mark.parts < len(own) else 0
+        if mark > has or mark.nbytes > size:
+            raise RemoteProtocolError(f"its contribution goes on at {mark}, and has come up to {has}")
+
+    def receive(self, contributor: str, part: Part, mark: Mark) -> Coming:
+        """Return the memory for a part of a contribution, with what has come of it before ``mark``."""
+        skipped = mark.nbytes if part.index == mark.parts else 0
+        with self._guard:
+            if part.index < self._ledger.position(contributor, Lane.CONTRIBUTIONS):
+                return self._coming(part, skipped)  # it has come; what is sent of it is not used
+            coming = self._inputs.begun(contributor, part.index)
+            if coming is None:
+                coming = self._coming(part, skipped)
+                self._inputs.begin(contributor, coming)
+            coming.begin_again(skipped)
+            return coming
+
+    def _coming(self, part: Part, at: int) -> Coming:
+        return Coming(part.index, self._buffers.bytes(self._codec.encoded_nbytes(part.elements)), at)
+
+    # ------------------------------------------------------------------ for the next one
+
+    def mark(self, contributor: str) -> Mark:
+        """Return how far a contribution to this member's share has come, as far as it is kept."""
+        if not self._inputs.keeps or contributor not in self._ledger.contributors:
+            return START
+        with self._guard:
+            return self._inputs.mark(contributor, self._ledger.position(contributor, Lane.CONTRIBUTIONS))
+
+    def leave(self, told: Mapping[str, Mark]) -> Leftover | None:
+        """Return what goes over to the next attempt; ``None`` if nothing does.
+
+        Args:
+            told: how far this member's contribution has come, by the reducers that have told it.
+        """
+        proofs = self._proofs
+        if proofs is None:
+            return None
+        came = {}
+        with self._guard:
+            for contributor in self._ledger.contributors:
+                mark = self._inputs.mark(contributor, self._ledger.position(contributor, Lane.CONTRIBUTIONS))
+                came[contributor] = self._inputs.came(contributor, mark, proofs.came(contributor))
+        sent = {reducer: proofs.sent(reducer) for reducer in self._ledger.parts}
+        return Leftover(self._ledger.parts, came, sent, dict(told))

@@ -1,0 +1,112 @@
+"""The contributions that a later attempt need not send again. Pure: no I/O, no clock.
+
+When a member is lost, the averages that count it are worthless, and the contributions of the others are not. A reducer
+keeps its range in the next attempt (:mod:`p2pavg.group.ranges`). So it keeps what has come for it, and averages it
+again without the lost member.
+
+* **Who decides.** A reducer tells each contributor how far its contribution has come (:class:`Mark`), before it
+  promises to go on. The contributor names in the header of its lane where it goes on: there, or earlier. The reducer
+  refuses a place up to which nothing has come. So the two need not agree, and a lie about it costs the liar only.
+* **What is signed.** The contributor signs the digests of all parts again, for the new attempt and its members: those
+  that it sent before, as it sent them, and those that it sends now. So one signature covers the whole contribution as
+  before, and no signature of an earlier attempt counts in a later one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from p2pavg.group.shares import Part
+from p2pavg.net.transport import Buffer
+
+
+class Mark(NamedTuple):
+    """A place in one member's contribution to one reducer."""
+
+    parts: int
+    """Whole parts before it."""
+    nbytes: int
+    """Encoded bytes of the next part before it."""
+
+    def of(self, part: Part, payload: Buffer) -> memoryview:
+        """Return the bytes of a part that come after this place; the part's index is ``parts`` or more."""
+        return memoryview(payload)[self.nbytes if part.index == self.parts else 0 :]
+
+
+START = Mark(0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """One contribution, as far as it has come in an attempt that has ended."""
+
+    parts: Sequence[Buffer]
+    """Whole parts, from the first one on."""
+    begun: Buffer
+    """The first bytes of the next part."""
+    digests: Sequence[bytes]
+    """Digests of the whole parts; empty bytes in a group without audits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Leftover:
+    """Everything of an attempt that the next one may use, at one member."""
+
+    parts: Mapping[str, Sequence[Part]]
+    """The parts of each reducer's share."""
+    came: Mapping[str, Received]
+    """Contributions to this member's share, by contributor."""
+    sent: Mapping[str, Sequence[bytes]]
+    """Digests of the parts that were sent to each reducer, from the first one on."""
+    told: Mapping[str, Mark]
+    """How far this member's contribution has come, by the reducers that have told it."""
+
+
+def same_parts(before: Sequence[Part], now: Sequence[Part]) -> int:
+    """Return the number of parts at the beginning of two shares that are the same elements."""
+    count = 0
+    for one, other in zip(before, now, strict=False):
+        if one != other:
+            break
+        count += 1
+    return count
+
+
+def goes_on_at(
+    told: Mark, sent: int, before: Sequence[Part], now: Sequence[Part], encoded_nbytes: Callable[[int], int]
+) -> Mark:
+    """Return where a contributor goes on in a later attempt.
+
+    Args:
+        told: how far its contribution has come, as the reducer has told it.
+        sent: whole parts that the contributor has encoded. It believes of no more that they have come.
+        before: parts of the reducer's share in the attempt before.
+        now: parts of its share in this attempt.
+        encoded_nbytes: of the codec.
+    """
+    parts = min(told.parts, sent)
+    mark = told if parts == told.parts and parts < sent else Mark(parts, 0)
+    return _within(mark, same_parts(before, now), now, encoded_nbytes)
+
+
+def has_come(
+    came: Received, before: Sequence[Part], now: Sequence[Part], encoded_nbytes: Callable[[int], int]
+) -> Mark:
+    """Return how much of a contribution a reducer keeps for a later attempt."""
+    return _within(Mark(len(came.parts), len(came.begun)), same_parts(before, now), now, encoded_nbytes)
+
+
+def _within(mark: Mark, same: int, now: Sequence[Part], encoded_nbytes: Callable[[int], int]) -> Mark:
+    """Return the last place up to ``mark`` that means the same in both attempts.
+
+    It is before the end of the last part, because a signature follows that part.
+    """
+    if not now:
+        return START
+    if mark.parts >= same:
+        mark = Mark(same, 0)
+    if mark.parts == len(now):
+        return Mark(len(now) - 1, encoded_nbytes(now[-1].elements))
+    return mark if mark.nbytes <= encoded_nbytes(now[mark.parts].elements) else Mark(mark.parts, 0)

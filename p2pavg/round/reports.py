@@ -1,0 +1,139 @@
+"""Tells the subscribers of an averager how its rounds end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any
+
+import trio
+
+from p2pavg.codes import NoPeersCode
+from p2pavg.group.candidate import Candidate
+from p2pavg.result import Failed, Success
+from p2pavg.round.exchange import Outcome
+from p2pavg.round.timing import Timing
+from p2pavg.telemetry.events import RoundEnded, RoundKind, Way
+from p2pavg.telemetry.hub import Events
+
+
+class RoundReports:
+    """Makes events of the ends of rounds.
+
+    Args:
+        events: delivers them.
+        peer_id: this peer.
+        wall_clock: returns seconds since 1970.
+        excluded: returns the ids of the peers that are excluded from the run.
+    """
+
+    def __init__(
+        self,
+        events: Events,
+        *,
+        run_id: str,
+        peer_id: str,
+        wall_clock: Callable[[], float],
+        excluded: Callable[[], Collection[str]],
+    ) -> None:
+        self._events = events
+        self._run_id = run_id
+        self._peer_id = peer_id
+        self._wall_clock = wall_clock
+        self._excluded = excluded
+
+    def alone(self, reason: str, duration: float, code: NoPeersCode) -> None:
+        """Report a round that found no group."""
+        self._emit(result=RoundKind.NO_PEERS, reason=reason, code=code.value, duration=duration)
+
+    def failed(self, failed: Failed, outcome: Outcome, timing: Timing) -> None:
+        """Report a round whose group came to no result here."""
+        now, roster = trio.current_time(), outcome.roster
+        self._emit(
+            **self._exchanged(outcome, now),
+            result=RoundKind.FAILED,
+            reason=failed.reason,
+            code=failed.code.value,
+            peer=failed.peer,
+            group_id=outcome.group_id.hex(),
+            contributors=_ids(roster.contributors),
+            auxiliaries=_ids(member for member in roster.members if member.auxiliary),
+            lost=_lost(outcome),
+            duration=now - timing.started,
+            exchange_duration=now - timing.exchange_began,
+        )
+
+    def helped(self, outcome: Outcome, timing: Timing) -> None:
+        """Report a round in which this peer was an auxiliary."""
+        now, roster, verdict = trio.current_time(), outcome.roster, outcome.verdict
+        self._emit(
+            **self._exchanged(outcome, now),
+            result=RoundKind.SUCCESS if verdict is None else RoundKind.FAILED,
+            reason="" if verdict is None else verdict.reason,
+            code="" if verdict is None else verdict.code.value,
+            peer=None if verdict is None else verdict.peer_id,
+            group_id=outcome.group_id.hex(),
+            contributors=_ids(roster.contributors),
+            observers=_ids(member for member in roster.holders if member.peer_id in roster.observers),
+            auxiliaries=_ids(member for member in roster.members if member.auxiliary),
+            lost=_lost(outcome),
+            duration=now - timing.exchange_began,  # an auxiliary may wait for its run for days
+            exchange_duration=now - timing.exchange_began,
+            samples=roster.total_weight if verdict is None else 0.0,
+        )
+
+    def succeeded(self, success: Success, outcome: Outcome) -> None:
+        """Report a round that was committed."""
+        self._emit(
+            **self._exchanged(outcome, trio.current_time()),
+            result=RoundKind.SUCCESS,
+            group_id=success.group_id,
+            contributors=success.peers,
+            observers=success.observers,
+            auxiliaries=success.auxiliaries,
+            lost=success.lost,
+            clipped=success.clipped,
+            duration=success.duration,
+            exchange_duration=success.exchange_duration,
+            samples=success.total_weight,
+            own_samples=success.weights.get(self._peer_id, 0.0),
+            metrics=success.metrics,
+        )
+
+    def _exchanged(self, outcome: Outcome, now: float) -> dict[str, Any]:
+        """Return the fields of the event that are the same for every round with a group."""
+        return {
+            "members": _ids(outcome.roster.members),
+            "agreement_duration": _agreement(outcome, now),
+            "sent": outcome.sent,
+            "received": outcome.received,
+            "ways": self._ways(outcome),
+        }
+
+    def _emit(self, **fields: Any) -> None:
+        """Tell the subscribers of the end of a round, whose event has these fields."""
+        excluded = tuple(self._excluded())
+        self._events.emit(
+            RoundEnded(time=self._wall_clock(), run_id=self._run_id, excluded=excluded, **fields)
+        )
+
+    def _ways(self, outcome: Outcome) -> Mapping[str, str]:
+        others = (member.peer_id for member in outcome.roster.members if member.peer_id != self._peer_id)
+        return {peer_id: str(_way(outcome, peer_id)) for peer_id in others}
+
+
+def _agreement(outcome: Outcome, now: float) -> float:
+    return 0.0 if outcome.held_at is None else now - outcome.held_at
+
+
+def _way(outcome: Outcome, peer_id: str) -> Way:
+    if peer_id in outcome.relayed:
+        return Way.RELAYED
+    return Way.STREAM if peer_id in outcome.streamed else Way.LANE
+
+
+def _lost(outcome: Outcome) -> dict[str, str]:
+    return {verdict.peer_id: verdict.reason for verdict in outcome.lost if verdict.peer_id is not None}
+
+
+def _ids(members: Iterable[Candidate]) -> tuple[str, ...]:
+    return tuple(member.peer_id for member in members)

@@ -1,11 +1,24 @@
 """Training with the averager: large batches, local updates with an outer optimizer, error feedback."""
 
 from p2pavg.optim.averaged import AveragedOptimizer
-from p2pavg.optim.display import RunProgress, TensorBoardLog
+from p2pavg.optim.display import RunProgress
 from p2pavg.optim.feedback import ErrorFeedback
+from p2pavg.optim.joined import JoinedOptimizer
 from p2pavg.optim.local import LocalUpdates
+from p2pavg.optim.loggers import FiguresLog, TensorBoardLog, WandbLog
+from p2pavg.optim.mixed import MixedUpdates
 from p2pavg.optim.outer import FedAdagrad, FedAdam, FedYogi
-from p2pavg.optim.recipes import diloco, fedadagrad, fedadam, fedavg, fedprox, fedyogi
+from p2pavg.optim.recipes import (
+    diloco,
+    fedadagrad,
+    fedadam,
+    fedavg,
+    fedprox,
+    fedyogi,
+    gossip,
+    noloco,
+    sparseloco,
+)
 from p2pavg.optim.replicas import ReplicatedOptimizer
 from p2pavg.optim.report import StepReport
 from p2pavg.optim.run_state import RunState
@@ -19,7 +32,10 @@ __all__ = [
     "FedAdagrad",
     "FedAdam",
     "FedYogi",
+    "FiguresLog",
+    "JoinedOptimizer",
     "LocalUpdates",
+    "MixedUpdates",
     "ReplicatedOptimizer",
     "RunProgress",
     "RunState",
@@ -27,12 +43,16 @@ __all__ = [
     "StepReport",
     "SyncError",
     "TensorBoardLog",
+    "WandbLog",
     "diloco",
     "fedadagrad",
     "fedadam",
     "fedavg",
     "fedprox",
     "fedyogi",
+    "gossip",
+    "noloco",
     "shard_config",
+    "sparseloco",
     "sync_parameters",
 ]

@@ -96,10 +96,13 @@ class Attendance:
     Args:
         now: seconds of the clock that all calls use.
         pause_seconds: see :data:`PAUSE_SECONDS`.
+        overlaps: true if peers go on computing while a round runs. Then a peer of the last round may take its result
+            much later than this one, and a peer that is expected in a round need not be due yet.
     """
 
-    def __init__(self, now: float, *, pause_seconds: float = PAUSE_SECONDS) -> None:
+    def __init__(self, now: float, *, pause_seconds: float = PAUSE_SECONDS, overlaps: bool = False) -> None:
         self._pause_seconds = pause_seconds
+        self._overlaps = overlaps
         self._peers: dict[str, _Peer] = {}
         self._missed: dict[str, _Missed] = {}
         self.begin(now)
@@ -163,8 +166,10 @@ class Attendance:
             )  # a companion has observed, and its word is late
             if word.follows and word.state == mine.state:  # it has caught up, and waits as this peer does
                 word = replace(word, follows=False)
-            elif word.follows or (peer in self._companions and now < self._took_at + FOLLOW_SECONDS):
+            elif word.follows or (peer in self._companions and self._takes_soon(word, now)):
+                stays = self._overlaps and word.waiting  # in the round, and computing
                 word = following(word, self._earlier, mine)
+                word = replace(word, waiting=word.waiting or stays)
             last = before.get(peer)
             if last is None or last.progress.state != word.state:
                 if word.state == mine.state and not self.started:
@@ -174,6 +179,10 @@ class Attendance:
             went_on = word.samples != last.progress.samples or word.waiting
             computed_at = now if went_on else last.computed_at
             self._peers[peer] = _Peer(word, last.since, computed_at, observes)
+
+    def _takes_soon(self, word: Progress, now: float) -> bool:
+        """Return whether a peer of the last round will take its result, if it has not done so."""
+        return now < self._took_at + FOLLOW_SECONDS or (self._overlaps and word.waiting)
 
     def _is_absent(self, peer: str, word: Progress, epoch: int, now: float) -> bool:
         """Return whether a peer is ignored because it claimed to be present and did not come to a round."""
@@ -322,7 +331,9 @@ class Attendance:
     def _was_due(self, peer: str, mine: Progress) -> bool:
         """Return whether a peer's word was of this peer's state, or of one that replays the updates up to it."""
         heard = self._peers.get(peer)
-        return heard is not None and heard.progress.state == mine.state
+        if heard is None or heard.progress.state != mine.state:
+            return False
+        return heard.progress.waiting or not self._overlaps
 
     def _judge_newcomers(self, epoch: int) -> None:
         expected = self._due - self._known.keys()

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
-from types import MappingProxyType
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -12,7 +11,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from p2pavg.blocking import Averager
-from p2pavg.errors import P2PAvgError
+from p2pavg.codes import FailedCode
+from p2pavg.errors import AccumulateError, P2PAvgError
+from p2pavg.optim.batches import Batches, SamplesOf
 from p2pavg.optim.digest import digest_of
 from p2pavg.optim.progress import Average
 from p2pavg.optim.recipe import hyperparameters
@@ -44,8 +45,9 @@ class AveragedOptimizer(PeerOptimizer):
     2021 ("Distributed Deep Learning in Open Collaborations").
 
     Args:
-        inner: any torch optimizer that needs no closure. The gradients of its parameters that require one are averaged;
-            a missing gradient counts as zeros.
+        inner: any torch optimizer that needs no closure, or a list of several, each with parameters of its own; see
+            :class:`JoinedOptimizer`. The gradients of its parameters that require one are averaged; a missing gradient
+            counts as zeros.
         averager: averager of a run that averages nothing else. A round includes all peers with the same parameters, at
             most 64, whatever its ``group_size``. It waits for a peer that does not come until ``match_timeout``.
             Anything accumulated in the averager before is discarded.
@@ -57,7 +59,12 @@ class AveragedOptimizer(PeerOptimizer):
         overlap: average in the background while the next batches are computed. Those batches' gradients belong to the
             parameters before the update, so they are up to one update stale.
         peers_to_start: number of peers that this peer waits for before its first update; ``config.min_group_size`` if
-            not given. Without it, two peers that start early would leave the others behind.
+            not given, or ``min_peers``. Without it, two peers that start early would leave the others behind. After one
+            wait of ``sync_timeout``, this peer computes on and looks for them at each step.
+        min_peers: number of peers that an update needs; ``config.min_group_size`` if not given. With 1, a peer that is
+            alone takes updates by itself from the first batch on, and others join later (with ``state``). Two peers
+            that lose each other then go on separately. When they meet, the one with fewer updates fetches the other's
+            state.
         sync_timeout: seconds that a call waits at most for the other peers, and then at most for the round.
         process_group: group of ``torch.distributed``, for a peer of several ranks that hold shards of the parameters
             (FSDP). Each rank has an averager with its :func:`shard_config`. Either all ranks update, or none.
@@ -70,6 +77,12 @@ class AveragedOptimizer(PeerOptimizer):
         check_every: number of updates between two comparisons of the peers' parameter digests; ``None`` or 0 for never.
         state: fetches the run's state when this peer begins late or was left behind, offers it to others, and writes
             checkpoints. Its model counts as ``model``. Without it, a peer that is behind takes no further part.
+        batch_size: number of samples behind each call of :meth:`step` that names none.
+        samples_of: function that returns the number of samples behind a call of :meth:`step` that names none.
+        accumulate: number of calls of :meth:`step`, each after a backward pass, whose gradients autograd adds up, as
+            for a loop that divides its loss by this number. All calls but the last one of these only count their
+            samples, and :meth:`zero_grad` between them changes nothing.
+        measure_updates: measure :attr:`StepReport.update_norm`. It costs a copy of the parameters during each update.
 
     Raises:
         ValueError: an argument is out of range; the message names it.
@@ -77,7 +90,7 @@ class AveragedOptimizer(PeerOptimizer):
 
     def __init__(
         self,
-        inner: Optimizer,
+        inner: Optimizer | Sequence[Optimizer],
         averager: Averager,
         *,
         target_batch_size: float,
@@ -86,6 +99,7 @@ class AveragedOptimizer(PeerOptimizer):
         max_samples_per_peer: float | None = None,
         overlap: bool = False,
         peers_to_start: int | None = None,
+        min_peers: int | None = None,
         sync_timeout: float = 600.0,
         process_group: dist.ProcessGroup | None = None,
         on_update: Callable[[StepReport], None] | None = None,
@@ -93,6 +107,10 @@ class AveragedOptimizer(PeerOptimizer):
         buffers: Collection[str] | None = None,
         check_every: int | None = 10,
         state: RunState | None = None,
+        batch_size: float | None = None,
+        samples_of: SamplesOf | None = None,
+        accumulate: int = 1,
+        measure_updates: bool = False,
     ) -> None:
         super().__init__(
             inner,
@@ -104,7 +122,15 @@ class AveragedOptimizer(PeerOptimizer):
             check_every=check_every,
             process_group=process_group,
             state=state,
+            batches=Batches(batch_size=batch_size, samples_of=samples_of, accumulate=accumulate),
+            measure_updates=measure_updates,
         )
+        codec = averager.config.codec
+        if codec.is_sparse:
+            raise ValueError(
+                f"AveragedOptimizer cannot use the codec {codec.name}: it sends a few values of each gradient, and what"
+                " it leaves out would be lost. Use local updates, such as sparseloco, which keep it for the next round"
+            )
         self._max_grad_norm = (
             None if max_grad_norm is None else checked_amount("max_grad_norm", max_grad_norm)
         )
@@ -129,6 +155,7 @@ class AveragedOptimizer(PeerOptimizer):
             outer=None,
             target=target,
             peers_to_start=peers_to_start,
+            min_peers=min_peers,
             sync_timeout=sync_timeout,
         )
         self.states_loaded = 0
@@ -136,25 +163,7 @@ class AveragedOptimizer(PeerOptimizer):
         averager.declare(self._contribution())
         self._share_states("parameter/", self._parameters, self.inner, self.scheduler)
 
-    def step(self, *, samples: float, metrics: Mapping[str, float] = MappingProxyType({})) -> StepReport:
-        """Accumulate the gradients of one batch, and take the update if it is due.
-
-        Args:
-            samples: size of the batch; the gradients must be the mean over its samples. With a ``process_group``, the
-                total of all its ranks, the same number on each.
-            metrics: measurements on the batch, e.g. ``{"loss": loss.item()}``; 15 at most.
-
-        Returns:
-            Progress of this peer and its run. If ``updated`` is true, the parameters have changed.
-
-        Raises:
-            p2pavg.AccumulateError: a gradient or a metric is not finite, or ``samples`` is not a number above 0;
-                nothing is accumulated. With a ``process_group``, all its ranks raise. If the cause is neither a
-                gradient nor ``samples``, the ranks' earlier accumulated gradients are discarded too.
-            ValueError: ``inner`` trains other parameters than before, a buffer changes without being averaged, or the
-                parameters are not those of the loaded state.
-            p2pavg.ClosedError: the averager is closed.
-        """
+    def _take_batch(self, samples: float, metrics: Mapping[str, float]) -> StepReport:
         self._training.begin()
         self._check_parameters()
         if self._is_following():
@@ -162,15 +171,22 @@ class AveragedOptimizer(PeerOptimizer):
         report = self._step(samples, metrics)
         return self._catch_up() if self._must_follow(report) else report
 
+    def _skip_batch(self) -> StepReport:
+        if self._is_following():
+            return self._catch_up()
+        return self._collect() if self._any_running() else self._training.report(goes_on=False)
+
     def _step(self, samples: float, metrics: Mapping[str, float]) -> StepReport:
         self._parts.mend()
         measured, gradients = self._training.with_speed(metrics), self._contribution()
         self._ranks.check_batch(gradients, samples)
         try:
             self._ranks.on_all(lambda: self._averager.accumulate(gradients, weight=samples, metrics=measured))
-        except P2PAvgError:
+        except P2PAvgError as error:
             if self._ranks.are_several:
                 self._averager.clear()  # only some ranks have accumulated this batch
+            if isinstance(error, AccumulateError) and error.position is not None:
+                raise self._named(error) from None
             raise
         if self._zeroing is not None:
             self._zeroing.stepped()
@@ -193,6 +209,8 @@ class AveragedOptimizer(PeerOptimizer):
         return [local_of(tensor) for tensor in (*gradients, *self._parts.averaged)]
 
     def _average(self, peers: int) -> StepReport:
+        if self._together.goes_alone(peers):
+            return self._take(self._together.alone())
         if self._overlap:
             self._together.begin_round(peers)
             return self._collect()
@@ -201,7 +219,8 @@ class AveragedOptimizer(PeerOptimizer):
     def _collect(self) -> StepReport:
         """Report on the running round; wait for its end if this peer may not compute more before it."""
         if not self._running:  # a rank without a round follows the rank that has one
-            return self._take(Failed(reason="the round of another rank of this peer is still running"))
+            reason = "the round of another rank of this peer is still running"
+            return self._take(Failed(reason=reason, code=FailedCode.OTHER_RANK))
         must_wait = not self._overlap or self._averager.weight >= self._limit
         return self._take(self._together.average(2) if must_wait else self._together.look())
 
@@ -215,15 +234,23 @@ class AveragedOptimizer(PeerOptimizer):
         if len(kinds) > 1:
             return self._training.report(
                 goes_on=goes_on,
-                result=Failed(reason="another rank of this peer has no result", contribution_used=True),
+                result=Failed(
+                    reason="another rank of this peer has no result",
+                    code=FailedCode.OTHER_RANK,
+                    contribution_used=True,
+                ),
             )
         assert isinstance(result.averaged, list)
-        averaged, numbers = digest_of(result.averaged), hyperparameters(self.inner)
+        averaged, numbers, rates = (
+            digest_of(result.averaged),
+            hyperparameters(self.inner),
+            self.learning_rates,
+        )
         norm = self._update(result.averaged)
         self._training.took(result, numbers, averaged, self._parameters)
         self._together.run.say(self._averager.weight, waiting=False)
         self._step_scheduler()
-        report = self._updated(self._training.report(result, norm, goes_on=False))
+        report = self._updated(self._training.report(result, norm, goes_on=False), rates)
         self._took(result)
         return report
 
@@ -237,11 +264,11 @@ class AveragedOptimizer(PeerOptimizer):
 
     def replay(self, averaged: list[torch.Tensor], success: Success) -> None:
         """See :class:`~p2pavg.optim.following.Replays`."""
-        digest, numbers = digest_of(averaged), hyperparameters(self.inner)
+        digest, numbers, rates = digest_of(averaged), hyperparameters(self.inner), self.learning_rates
         norm = self._update(averaged)
         self._training.replayed(success.group_id, numbers, digest, self._parameters)
         self._step_scheduler()
-        self._updated(self._training.report(success, norm, goes_on=True))
+        self._updated(self._training.report(success, norm, goes_on=True), rates)
 
     def _observe(self) -> StepReport:
         """Be in the run's next round without a contribution; return its report. See :class:`PeerOptimizer`."""
@@ -263,26 +290,14 @@ class AveragedOptimizer(PeerOptimizer):
         norm = _norm_of([cast(torch.Tensor, parameter.grad) for parameter in self._parameters])
         if self._max_grad_norm is not None:
             torch.nn.utils.clip_grads_with_norm_(self._parameters, self._max_grad_norm, norm)
-        self.inner.step()
+        self._change(self._parameters, self.inner)
         self.zero_grad()
         return whole_of(norm)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of ``inner``, the schedule and the run: all that a peer needs beside the model's state.
-
-        Do not call it while a round of ``overlap`` runs: the state would be from before its update.
-        """
+    def _state_dict(self) -> dict[str, Any]:
         return self._saved() | {"parameters": digest_of(self._locals()).hex()}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state that this or another peer saved. Load the model's state too, before or after this.
-
-        Accumulated gradients are discarded: they belong to other parameters. The next :meth:`step` checks that the
-        model's parameters belong to the state.
-
-        Raises:
-            ValueError: ``state`` is malformed.
-        """
+    def _load_state_dict(self, state: Mapping[str, Any]) -> None:
         lineage = lineage_of(state)
         origin_of(state)
         check_holds(state, "inner", "parameters")

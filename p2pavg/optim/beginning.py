@@ -60,11 +60,15 @@ class Beginning:
         """
         recipe, parameters = self._recipe(), digest_of(self._parameters())
         changed = False
-        if self._loaded is None:
+        loaded = self._loaded
+        is_first = loaded is not None and not self._together.run.lineage.epoch
+        if loaded is not None and is_first and not self._ranks.all_agree(_is_of(loaded, parameters)):
+            loaded = None
+        if loaded is None:
             changed = self._begin_anew(parameters, recipe)
             self._origin = _origin(parameters, recipe)
         else:
-            self._origin = self._go_on(self._loaded, parameters, recipe)
+            self._origin = self._go_on(loaded, parameters, recipe)
         self.has_begun, self._loaded = True, None
         return changed
 
@@ -81,8 +85,7 @@ class Beginning:
     def _go_on(self, loaded: Mapping[str, Any], parameters: bytes, recipe: Recipe) -> Origin:
         """Continue from a loaded state; return its origin."""
         saved = origin_of(loaded)
-        is_right = loaded.get("parameters") is None or digest_in(loaded, "parameters") == parameters
-        if not self._ranks.all_agree(is_right):
+        if not self._ranks.all_agree(_is_of(loaded, parameters)):
             raise ValueError(
                 "the parameters are not those that the state was saved with: load the model's state that was saved"
                 " beside the optimizer's"
@@ -100,7 +103,8 @@ class Beginning:
     def load(self, state: Mapping[str, Any], lineage: Lineage) -> None:
         """Continue from a loaded state.
 
-        The parameters are compared with it at the next step, since they may be loaded later.
+        The parameters are compared with it at the next step, since they may be loaded later. A state without an update
+        belongs to no parameters: if the next step has others, the run begins with those.
         """
         self._together.is_at(lineage)
         self._loaded, self.has_begun = state, False
@@ -157,6 +161,11 @@ class Beginning:
     def _as_one(self, lineage: Lineage) -> Lineage:
         """Return one common lineage for all ranks of this peer."""
         return replace(lineage, state=bytes.fromhex(self._ranks.as_one(lineage.state.hex())))
+
+
+def _is_of(loaded: Mapping[str, Any], parameters: bytes) -> bool:
+    """Return whether a loaded state was saved with these parameters, as far as it tells."""
+    return loaded.get("parameters") is None or digest_in(loaded, "parameters") == parameters
 
 
 def _origin(parameters: bytes, recipe: Recipe) -> Origin:

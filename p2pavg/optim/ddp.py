@@ -24,6 +24,7 @@ from torch._C._distributed_c10d import GradBucket
 from p2pavg.blocking import Averager
 from p2pavg.encoding import pack
 from p2pavg.errors import AccumulateError, ClosedError, P2PAvgError
+from p2pavg.optim.arguments import check_averager
 from p2pavg.optim.digest import digest_of
 from p2pavg.optim.lineage import Lineage
 from p2pavg.optim.progress import Average
@@ -282,13 +283,14 @@ def peer_gradients(
     Raises:
         ValueError: an argument is out of range, or ``averager`` is missing on rank 0, given elsewhere, or of a config
             with ``participation``; on all ranks.
+        TypeError: ``averager`` is not one of :mod:`p2pavg.blocking`.
         p2pavg.ClosedError: the averager is closed.
     """
     with ExitStack() as stack:
         speaker, wrong = None, None
         try:
             speaker = _speaker_of(averager, parameters, weight, peers_to_start, sync_timeout, stack)
-        except (ValueError, P2PAvgError) as error:
+        except (TypeError, ValueError, P2PAvgError) as error:
             wrong = error
         _raise_on_all(wrong)
         gradients = PeerGradients(speaker)
@@ -306,6 +308,8 @@ def _speaker_of(
     sync_timeout: float,
     stack: ExitStack,
 ) -> _Speaker | None:
+    if averager is not None:
+        check_averager(averager)
     counts = float(dist.get_world_size()) if weight is None else checked_amount("weight", weight)
     if (averager is None) == (dist.get_rank() == 0):
         raise ValueError("averager must be given on rank 0 of the peer, and there alone")
@@ -321,12 +325,13 @@ def _speaker_of(
         target=math.inf,
         peers_to_start=peers_to_start,
         sync_timeout=sync_timeout,
-        alone=True,
+        min_peers=1,
+        pause_seconds=sync_timeout,  # a peer that takes updates alone cannot rejoin, so a pause must not cause that
     )
     return _Speaker(averager, together, counts, stack)
 
 
-def _raise_on_all(wrong: ValueError | P2PAvgError | None) -> None:
+def _raise_on_all(wrong: TypeError | ValueError | P2PAvgError | None) -> None:
     """Raise a rank's error on all ranks. Otherwise the ranks without an error would wait for ever."""
     found: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(found, None if wrong is None else str(wrong))

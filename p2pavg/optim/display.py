@@ -1,18 +1,23 @@
-"""Displays of a training loop's reports: a line in the terminal, curves for TensorBoard."""
+"""Displays of a training loop's reports: a line in the terminal."""
 
 from __future__ import annotations
 
 import math
-import os
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
+from p2pavg.formats import in_bytes
 from p2pavg.optim.report import StepReport
 from p2pavg.optim.waiting import WARN_SECONDS
-from p2pavg.result import Success
+from p2pavg.telemetry.events import AnyEvent, StateMoved, Waits
+from p2pavg.telemetry.hub import OnEvent, Subscription
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+
+class _Subscribable(Protocol):
+    def subscribe(self, callback: OnEvent) -> Subscription: ...
 
 
 class RunProgress:
@@ -29,6 +34,8 @@ class RunProgress:
         target: number of samples, of all peers together, for one update, if it is fixed; finite and above 0. With
             :class:`~p2pavg.optim.LocalUpdates`, peers * steps * samples of a batch.
         metric: name of the metric of :attr:`StepReport.metrics` to show: its mean over the peers of the last update.
+        averager: if given, a transfer of a state has a bar of its own while it runs, and the line says what a call
+            waits for; on a terminal only.
         console: rich console to draw on; standard output if not given. Unless it is a terminal, only the last state is
             drawn.
 
@@ -37,7 +44,12 @@ class RunProgress:
     """
 
     def __init__(
-        self, *, target: float | None = None, metric: str = "loss", console: Console | None = None
+        self,
+        *,
+        target: float | None = None,
+        metric: str = "loss",
+        averager: _Subscribable | None = None,
+        console: Console | None = None,
     ) -> None:
         if target is not None and not 0 < target < math.inf:
             raise ValueError(f"target must be a number of samples above 0, got {target!r}")
@@ -48,18 +60,51 @@ class RunProgress:
         self._metric = metric
         self._value: float | None = None
         text, rest = TextColumn("{task.description}"), TextColumn("{task.fields[rest]}")
-        columns = (text, rest) if target is None else (text, BarColumn(bar_width=20), rest)
+        is_plain = target is None and averager is None
+        columns = (text, rest) if is_plain else (text, BarColumn(bar_width=20), rest)
         self._progress = Progress(*columns, console=console)
         self._task = self._progress.add_task("waiting for the first batch", total=target, rest="")
 
+        self._averager = averager if self._progress.console.is_terminal else None
+        self._subscription: Subscription | None = None
+        self._transfers: dict[str, Any] = {}
+
     def __enter__(self) -> RunProgress:
         self._progress.start()
+        if self._averager is not None:
+            self._subscription = self._averager.subscribe(self._take)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._subscription is not None:
+            self._subscription.cancel()
         self._progress.stop()
+
+    def _take(self, event: AnyEvent) -> None:
+        """Draw the bar of a transfer, and remove it when the transfer is complete; say why a call waits."""
+        if isinstance(event, Waits):
+            self._progress.update(self._task, rest=f"waits {event.seconds:,.0f} s: {event.reason}")
+        if not isinstance(event, StateMoved):
+            return
+        task = self._transfers.get(event.direction)
+        if event.total and event.done >= event.total:
+            if task is not None:
+                self._progress.remove_task(self._transfers.pop(event.direction))
+            return
+        if task is None:
+            names = {"download": "fetching a state", "upload": "sending a state"}
+            task = self._progress.add_task(names[event.direction], rest="")
+            self._transfers[event.direction] = task
+        whole = f" of {in_bytes(event.total)}" if event.total else ""
+        peers = "1 peer" if event.peers == 1 else f"{event.peers} peers"
+        self._progress.update(
+            task,
+            total=event.total or None,
+            completed=event.done,
+            rest=f"{in_bytes(event.done)}{whole}  {in_bytes(event.bytes_per_second)}/s  {peers}",
+        )
 
     def show(self, report: StepReport) -> None:
         """Show the progress of this peer and its run."""
@@ -80,53 +125,3 @@ class RunProgress:
             completed=report.samples if self._target is None else min(report.samples, self._target),
             rest=rest,
         )
-
-
-class TensorBoardLog:
-    """Writes every update's figures for TensorBoard; fits ``on_update=`` of the optimizers.
-
-    The step of all curves is the epoch. The curves are ``metrics/...``, the means over the update's peers;
-    ``grad_norm``; and ``round/...``: contributing ``peers``, their ``samples``, ``seconds``, and this peer's
-    ``bytes_sent`` and ``bytes_received``. Reports without an update are skipped.
-
-    Args:
-        log_dir: the folder, a separate one for each peer; created when missing.
-
-    Raises:
-        ImportError: TensorBoard is not installed; the message says how to install it.
-    """
-
-    def __init__(self, log_dir: str | os.PathLike[str]) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise ImportError("TensorBoardLog needs TensorBoard: pip install tensorboard") from error
-        self._writer: Any = SummaryWriter(os.fspath(log_dir))
-
-    def __call__(self, report: StepReport) -> None:
-        """Write the figures of one report."""
-        result = report.result
-        if not isinstance(result, Success):
-            return
-        figures: dict[str, float] = {f"metrics/{name}": value for name, value in report.metrics.items()}
-        if report.grad_norm is not None:
-            figures["grad_norm"] = report.grad_norm
-        figures["round/peers"] = len(result.peers)
-        figures["round/samples"] = result.total_weight
-        figures["round/seconds"] = result.duration
-        figures["round/bytes_sent"] = result.bytes_sent
-        figures["round/bytes_received"] = result.bytes_received
-        for name, value in figures.items():
-            self._writer.add_scalar(name, value, report.epoch)
-
-    def close(self) -> None:
-        """Flush and close the log; leaving a ``with`` block does it too."""
-        self._writer.close()
-
-    def __enter__(self) -> TensorBoardLog:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()

@@ -21,13 +21,13 @@ from p2pavg.optim.following_news import Attempts, Pace, Teller
 from p2pavg.optim.lineage import Lineage
 from p2pavg.optim.shards import Ranks
 from p2pavg.result import Success
-from p2pavg.state.average import ProvenAverage
 from p2pavg.state.checking import is_finite
 from p2pavg.state.choice import Chosen, choose_snapshot, head_of, named_donors, next_average
 from p2pavg.state.news import StateNews
 from p2pavg.state.progress import StateProgress, amount
-from p2pavg.state.sharing import AverageTransfer, SnapshotTransfer, StateSharing
+from p2pavg.state.sharing import StateSharing
 from p2pavg.state.snapshot import read
+from p2pavg.state.transfers import AverageTransfer, SnapshotTransfer
 
 logger = logging.getLogger(__name__)
 
@@ -349,7 +349,9 @@ class Follower:
         if not self._needs_snapshot:
             self._lose_the_log(now)
         self._attempts.failed(reason, now)
-        logger.warning("this peer could not fetch the run's state: %s", reason)
+        # A donor may have dropped the state since it offered it, so the first failure says little.
+        level = logging.WARNING if self._attempts.count > 1 else logging.INFO
+        logger.log(level, "this peer could not fetch the run's state: %s", reason)
 
     def _drop_snapshot(self) -> None:
         if self._snapshot is not None:
@@ -373,7 +375,7 @@ class Follower:
         first, reason = self._averages[0], f"fetching the average of update {epoch + 1}"
         if first.ended and first.failure:
             return Stand(failed=first.failure), first.failure
-        if first.proof is not None and first.proof.state != self._common.lineage.state:
+        if first.before not in (None, self._common.lineage.state):
             self._lose_the_log(now)  # before the average itself was fetched
             return Stand(), "this peer's updates are not those of the run: it needs a snapshot"
         if not first.ended:
@@ -409,8 +411,8 @@ class Follower:
             self._fail(why or "another rank of this peer cannot use its part of an average", now)
             return self._attempts.failure
         epoch = self._common.lineage.epoch + 1
-        self._owner.replay(averaged, replayed_success(transfer.proven(), averaged))
-        self._sharing.shelf.took(transfer.logged(), epoch)
+        self._owner.replay(averaged, transfer.success(averaged))
+        self._sharing.replayed(transfer, epoch)
         self._sharing.say(wants=True, epoch=epoch)
         return ""
 
@@ -433,25 +435,3 @@ class Follower:
             return f"no peer offers a later state than that of update {epoch}"
         self._lose_the_log(now)
         return f"no peer offers the average of update {epoch + 1} any more; most are at update {head}"
-
-
-def replayed_success(proven: ProvenAverage, averaged: list[torch.Tensor]) -> Success:
-    """Return the result of a round of which this peer was no member, as its certificate describes it."""
-    roster = proven.roster
-    return Success(
-        averaged=averaged,
-        peers=tuple(member.peer_id for member in roster.contributors),
-        weights={member.peer_id: member.weight for member in roster.contributors},
-        total_weight=roster.total_weight,
-        compression_ratio=1.0,
-        bytes_sent=0,
-        bytes_received=sum(proven.sizes),
-        duration=0.0,
-        exchange_duration=0.0,
-        group_id=proven.group_id.hex(),
-        share=(0, 0),
-        metrics=roster.metrics,
-        observers=tuple(m.peer_id for m in roster.holders if m.peer_id in roster.observers),
-        auxiliaries=tuple(member.peer_id for member in roster.members if member.auxiliary),
-        certificate=proven.certificate,
-    )

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from p2pavg.optim.waiting import GrowingPauses
 from p2pavg.state.choice import keeps_up
 from p2pavg.state.progress import StateProgress, cannot_keep_up, span
-from p2pavg.state.sharing import AverageTransfer, SnapshotTransfer, StateSharing
+from p2pavg.state.sharing import StateSharing
+from p2pavg.state.transfers import AverageTransfer, SnapshotTransfer
 
 logger = logging.getLogger(__name__)
 

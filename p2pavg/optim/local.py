@@ -4,43 +4,42 @@ from __future__ import annotations
 
 import logging
 import math
-import warnings
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from p2pavg.blocking import Averager
+from p2pavg.codes import FailedCode
+from p2pavg.optim.anchor import Anchor, Outer
+from p2pavg.optim.batches import Batches, SamplesOf
 from p2pavg.optim.digest import digest_of
-from p2pavg.optim.feedback import ErrorFeedback
+from p2pavg.optim.feedback import ErrorFeedback, feedback_for, warn_of_momentum
+from p2pavg.optim.fragments import fragments_of
+from p2pavg.optim.inner_schedule import advance
+from p2pavg.optim.intervals import Boundaries, SyncEvery
+from p2pavg.optim.local_options import checked_options
+from p2pavg.optim.mending import are_finite, destroyed, mend
+from p2pavg.optim.outer_steps import OuterSteps
 from p2pavg.optim.progress import Average
-from p2pavg.optim.recipe import hyperparameters
 from p2pavg.optim.report import StepReport
 from p2pavg.optim.run_state import RunState
-from p2pavg.optim.state import (
-    check_both,
-    check_holds,
-    checked_amount,
-    checked_count,
-    lineage_of,
-    origin_of,
-)
+from p2pavg.optim.shards import local_of
+from p2pavg.optim.state import check_both, check_holds, checked_amount, lineage_of, origin_of
 from p2pavg.optim.wrapper import PeerOptimizer
-from p2pavg.result import InProgress, RoundResult, Success
-from p2pavg.vector.metrics import MetricMeans, checked_metrics
+from p2pavg.result import Failed, InProgress, NoPeers, RoundResult, Success
+from p2pavg.vector.metrics import checked_metrics
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 logger = logging.getLogger(__name__)
 
-MAX_SCHEDULE_STEPS = 10**7
-"""Steps that an inner schedule is advanced at once, in about a minute. A state from a stranger may claim any update."""
 MAX_RESTORED = 3  # consecutive destroyed steps, after which the others stop waiting for this peer
-
-Outer = Callable[[list[torch.Tensor]], Optimizer]
-"""Factory of the outer optimizer for the anchor's tensors, e.g. ``functools.partial(torch.optim.SGD, lr=1.0)``."""
 
 
 class LocalUpdates(PeerOptimizer):
@@ -52,33 +51,59 @@ class LocalUpdates(PeerOptimizer):
     The inner optimizer keeps its state. With SGD of rate 1 as the outer one this is FedAvg; :mod:`p2pavg.optim.recipes`
     has others. The scheme is algorithm 1 of Reddi et al. 2021 ("Adaptive Federated Optimization").
 
+    With ``delay``, the average is made while the inner steps go on, and with ``fragments``, a part of the model at a
+    time, as in Streaming DiLoCo (Douillard et al. 2025, arXiv 2501.18512). All peers have the same anchor and the same
+    outer optimizer's state after each outer step, as without; their parameters differ by their inner steps.
+
     A round that fails loses nothing: the peer trains on, and its next pseudo-gradient covers everything since the
     anchor. A peer whose anchor differs from most peers' cannot follow: :attr:`StepReport.behind` says so, until the
-    peer loads a state. If a parameter is NaN or infinite after an inner step, this peer returns to the anchor, with a
-    cleaned inner optimizer state. Its work since the last outer step is lost, and :attr:`StepReport.restored` says so.
+    peer loads a state. With ``state``, it takes the outer steps that it has missed, and what it has computed meanwhile
+    counts in its next round. If a parameter is NaN or infinite after an inner step, this peer returns to the anchor,
+    with a cleaned inner optimizer state. Its work since the last outer step is lost, and :attr:`StepReport.restored`
+    says so.
 
     Beside the parameters it keeps float32 vectors on their device: the anchor, and the outer optimizer's state (one
-    vector of momentum, for DiLoCo). The averager keeps one for the contribution. While a round is late and the peer
-    trains on, there is one more.
+    vector of momentum, for DiLoCo). The averager keeps one for the contribution, of a fragment's length. While a round
+    runs and the peer trains on, there is one more of this length, unless ``alpha`` is given.
 
     Args:
-        inner: any torch optimizer of this peer's parameters that needs no closure.
+        inner: any torch optimizer of this peer's parameters that needs no closure, or a list of several, each with
+            parameters of its own; see :class:`JoinedOptimizer`.
         outer: factory of the outer optimizer. It is given the anchor: float32 copies of the parameters, on their
-            devices.
+            devices. With several ``fragments`` a copy may be cut into flat ranges of its elements.
         averager: averager of a run that averages nothing else. A round includes all peers with the same anchor, at most
             64, whatever its ``group_size``. It waits for a peer that does not come until ``match_timeout``.
-        sync_every: number of inner steps between two outer steps, H; the same for all peers.
+        sync_every: number of inner steps between two outer steps, H; or a time such as ``"30s"``, for peers of
+            different speeds. The same for all peers.
+        fragments: number of parts of the model, P, which are averaged in turn: one every ``sync_every / fragments``
+            inner steps. They have the same number of elements, and are made of layers; ``model`` tells their names.
+        delay: number of inner steps for which a round runs in the background, tau; 0 waits for it. The average is
+            applied after so many steps, or with the first later step at which it is there. At the next outer step the
+            peer waits for it, ``sync_timeout`` at most. At most ``sync_every / fragments``.
+        alpha: share of this peer's own parameters when an average is applied: ``alpha * parameters + (1 - alpha) *
+            anchor``. The paper has 0.5 with overlap. ``None`` loses no step: the parameters become the anchor plus the
+            steps since the contribution.
+        offload: keep the anchor, the outer optimizer's state and the contribution in the CPU's memory.
         scheduler: learning-rate scheduler of ``inner`` that needs no metric; stepped with every inner step.
         proximal: mu of FedProx: adds ``mu * (parameter - anchor)`` to each gradient before an inner step (Li et al.
             2020, "Federated Optimization in Heterogeneous Networks", equation 2). 0 adds nothing.
-        feedback: compensates the error of a lossy codec in the pseudo-gradients.
+        feedback: compensates the error of a lossy codec in the pseudo-gradients: an :class:`ErrorFeedback`, or ``True``
+            for one of the averager's codec. If not given, sparse codecs (``TopK``) have one with a beta of 0.95, and
+            others none. A sparse codec cannot do without. Each fragment has a residual of its own.
         peers_to_start: number of peers that this peer waits for before its first outer step; ``config.min_group_size``
             if not given.
+        min_peers: see :class:`AveragedOptimizer`.
         sync_timeout: seconds that a call waits at most for the other peers, and then at most for the round.
+        grace: seconds that peers that are due wait for those that still compute. After it a round begins without these,
+            if the peers that are due are as many as a group needs (``config.min_group_size``, the quorum). Peers that
+            are left out need ``state``. ``None``: for as long as these peers are expected.
+        process_group: group of ``torch.distributed``, for a peer of several ranks that hold shards of the parameters
+            (FSDP); see :class:`AveragedOptimizer`. It cannot be combined with ``delay``.
         on_update: called after every outer step, with its report.
-        model, buffers, check_every, state: see :class:`AveragedOptimizer`; the running statistics are averaged at the
-            outer steps, and the anchors are compared. ``feedback`` cannot be combined with averaged buffers. A peer
-            that fetches the run's state begins at the anchor, with its own inner optimizer.
+        model, buffers, check_every, state, batch_size, samples_of, accumulate, measure_updates: see
+            :class:`AveragedOptimizer`; the running statistics are averaged at the outer steps, and the anchors are
+            compared. ``feedback`` cannot be combined with averaged buffers. A peer that fetches the run's state begins
+            at the anchor, with its own inner optimizer.
 
     Raises:
         ValueError: an argument is out of range; the message names it.
@@ -86,21 +111,32 @@ class LocalUpdates(PeerOptimizer):
 
     def __init__(
         self,
-        inner: Optimizer,
+        inner: Optimizer | Sequence[Optimizer],
         outer: Outer,
         averager: Averager,
         *,
-        sync_every: int,
+        sync_every: SyncEvery,
+        fragments: int = 1,
+        delay: int = 0,
+        alpha: float | None = None,
+        offload: bool = False,
         scheduler: LRScheduler | None = None,
         proximal: float = 0.0,
-        feedback: ErrorFeedback | None = None,
+        feedback: ErrorFeedback | bool | None = None,
         peers_to_start: int | None = None,
+        min_peers: int | None = None,
         sync_timeout: float = 600.0,
+        grace: float | None = None,
+        process_group: dist.ProcessGroup | None = None,
         on_update: Callable[[StepReport], None] | None = None,
         model: torch.nn.Module | None = None,
         buffers: Collection[str] | None = None,
         check_every: int | None = 10,
         state: RunState | None = None,
+        batch_size: float | None = None,
+        samples_of: SamplesOf | None = None,
+        accumulate: int = 1,
+        measure_updates: bool = False,
     ) -> None:
         super().__init__(
             inner,
@@ -110,131 +146,172 @@ class LocalUpdates(PeerOptimizer):
             model=model,
             buffers=buffers,
             check_every=check_every,
+            process_group=process_group,
             state=state,
+            batches=Batches(batch_size=batch_size, samples_of=samples_of, accumulate=accumulate),
+            measure_updates=measure_updates,
         )
-        if (
-            isinstance(proximal, bool)
-            or not isinstance(proximal, int | float)
-            or not 0 <= proximal < math.inf
-        ):
-            raise ValueError(f"proximal must be a number, 0 or more, got {proximal!r}")
-        self._anchor = [p.detach().clone().float() for p in self._parameters]
-        self.outer = outer(self._anchor)
-        stepped = [p for group in self.outer.param_groups for p in group["params"]]
-        if [id(tensor) for tensor in stepped] != [id(tensor) for tensor in self._anchor]:
-            raise ValueError("outer must make an optimizer of exactly the tensors that it is given")
-        self._sync_every = checked_count("sync_every", sync_every)
-        self._proximal = float(proximal)
-        self._feedback = feedback
-        if feedback is not None and self._parts.averaged:
-            raise ValueError("feedback cannot be combined with averaged buffers of a model; give buffers=[]")
+        self._options = checked_options(
+            sync_every=sync_every, fragments=fragments, delay=delay, alpha=alpha, proximal=proximal
+        )
+        chosen = feedback_for(averager.config.codec, feedback)
+        self._check_company(chosen, process_group)
+        names, shapes = self._parts.labels[: len(self._parameters)], [tuple(t.shape) for t in self._locals()]
+        pieces = fragments_of(names, shapes, fragments)
+        self._anchor = Anchor(self._parameters, outer, pieces, offload=bool(offload))
+        self._outer_steps = self._make_outer_steps(chosen)
+        self._has_feedback = chosen is not None
+        warn_of_momentum(averager.config.codec, self.outer)
         self._join(
-            rules=(
-                ("sync_every", self._sync_every),
-                ("proximal", self._proximal),
-                ("outer", _name_of(self.outer)),
-            ),
+            rules=(*self._options.rules(names, pieces), ("outer", type(self.outer).__qualname__)),
             outer=self.outer,
             target=math.inf,
             peers_to_start=peers_to_start,
+            min_peers=min_peers,
             sync_timeout=sync_timeout,
+            overlaps=delay > 0,
+            grace=math.inf if grace is None else checked_amount("grace", grace),
         )
-        self._steps = 0
-        """Inner steps since the last outer step, or since the last attempt at one."""
-        self._samples = 0.0
-        self._contributed = 0.0
-        """Samples behind the last contribution."""
-        self._given: list[torch.Tensor] | None = None
-        """The contributed pseudo-gradients, without the compensation by ``feedback``. They are kept only while a round
-        is late; empty after a return to the anchor, because the parameters no longer contain them."""
+        self._boundaries = Boundaries(self._options.interval)
+        self._rates = self.learning_rates
+        """The rates of the last inner step."""
         self._restored = 0
         """Inner steps since the last one that was not destroyed."""
-        self._fills_at_first_step = not inner.state
-        self._metrics = MetricMeans()
-        averager.declare([*self._anchor, *self._parts.averaged])
-        self._share_states("anchor/", self._anchor, self.outer, None)
+        self._fills_at_first_step = not self.inner.state
+        averager.declare([*self._outer_steps.like, *self._parts.averaged])
+        self._share_states("anchor/", self._anchor.tensors, self.outer, None)
+
+    def _check_company(self, feedback: ErrorFeedback | None, process_group: dist.ProcessGroup | None) -> None:
+        """Raise ValueError for arguments that exclude each other."""
+        if feedback is not None and self._parts.averaged:
+            raise ValueError("feedback cannot be combined with averaged buffers of a model; give buffers=[]")
+        if process_group is not None and self._options.delay:
+            raise ValueError("delay cannot be used with a process_group")
+        if process_group is not None and self._averager.config.participation is not None:
+            # The participants are drawn for every rank separately.
+            raise ValueError("a config with participation cannot be used with a process_group")
+
+    def _make_outer_steps(self, feedback: ErrorFeedback | None) -> OuterSteps:
+        common = (self._options, self._ranks, self._change_anchor)
+        return OuterSteps(self._anchor, self._parts, feedback, *common)
+
+    @property
+    def outer(self) -> Optimizer:
+        """The outer optimizer. Its parameters are the anchor's tensors, or the pieces of its fragments."""
+        return self._anchor.optimizer
 
     @property
     def anchor(self) -> list[torch.Tensor]:
         """A copy of the parameters after the last outer step: float32, in the order of ``inner``'s parameters."""
-        return [tensor.clone() for tensor in self._anchor]
+        return [tensor.clone() for tensor in self._anchor.tensors]
 
-    def step(self, *, samples: float, metrics: Mapping[str, float] = MappingProxyType({})) -> StepReport:
-        """Take an inner step with the present gradients, and an outer step if it is due.
+    @property
+    def _samples(self) -> float:
+        """This peer's samples behind the next pseudo-gradient."""
+        return self._outer_steps.work.samples(self._fragment)
 
-        Args:
-            samples: size of the batch behind the gradients. The sum since the last outer step is this peer's weight.
-            metrics: measurements on the batch, e.g. ``{"loss": loss.item()}``; 15 at most.
+    @property
+    def _fragment(self) -> int:
+        """The fragment of the next outer step."""
+        return self.epoch % self._anchor.fragments
 
-        Returns:
-            Progress of this peer and its run. If ``updated`` is true, an outer step was taken.
+    # ------------------------------------------------------------------ steps
 
-        Raises:
-            ValueError: ``samples`` is not a number above 0, a metric is not a finite number, or a buffer changes
-                without being averaged. Nothing has changed then.
-            p2pavg.ClosedError: the averager is closed.
-        """
+    def _take_batch(self, samples: float, metrics: Mapping[str, float]) -> StepReport:
         weight, measured = checked_amount("samples", samples), checked_metrics(metrics)
-        self._metrics.check_room(self._training.with_speed(measured))
+        self._outer_steps.work.check_room(self._training.with_speed(measured))
+        self._ranks.check_batch([], weight)
         if self._training.begin():
-            self._set_anchor()
+            self._anchor.take()
         self._check_parameters()
         if self._is_following():
             return self._catch_up()
         report = self._step(weight, measured)
         return self._catch_up() if self._must_follow(report) else report
 
+    def _skip_batch(self) -> StepReport:
+        if self._is_following():
+            return self._catch_up()
+        if self._any_running() and self._outer_steps.may_take:
+            return self._take(self._together.look())
+        return self._training.report(goes_on=self._running)
+
     def _step(self, weight: float, measured: Mapping[str, float]) -> StepReport:
-        if self._running and self._given is None:
-            self._given = self._pseudo_gradients()  # the parameters have not changed since the round began
-        self._pull_to_anchor()
+        self._outer_steps.before_inner_step(running=self._running)
+        self._anchor.pull(self._options.proximal)
+        self._rates = self.learning_rates
         self.inner.step()
         if self._zeroing is not None:
             self._zeroing.stepped()
-        if not self._is_finite():
+        if not self._ranks.all_agree(are_finite(self._locals())):
             return self._restore()
         self._restored = 0
-        self._steps += 1
-        self._samples += weight
-        self._metrics.add(measured, weight)
+        self._boundaries.stepped(time.monotonic())
+        self._outer_steps.stepped(weight, measured)
         self._together.computed(weight)
-        due = self._steps >= self._sync_every or self._together.run.is_called
-        self._together.run.say(self._samples, waiting=due)
+        running = self._any_running()
+        due = self._ranks.as_the_first(lambda: self._is_due(running=running))
+        waiting = due or (running and self._options.overlaps)
+        self._together.run.say(self._samples, waiting=waiting)
         self._step_scheduler()
-        if self._running:  # its call ended early, by sync_timeout or Ctrl-C
-            return self._take(self._together.average(2) if due else self._together.look())
-        if not due:
-            return self._training.report(goes_on=self._running)
-        decision = self._together.decide_when_all_are_ready()
+        if running:  # in the background, or its call ended early, by sync_timeout or Ctrl-C
+            return self._collect(due=due)
+        return self._attempt() if due else self._training.report(goes_on=False)
+
+    def _is_due(self, *, running: bool) -> bool:
+        if self._boundaries.is_due(time.monotonic()):
+            return True
+        return not (running and self._options.overlaps) and self._together.run.is_called
+
+    def _collect(self, *, due: bool) -> StepReport:
+        """Take the running round's result, if it is there and not too early; at a boundary, wait for it."""
+        if due:
+            report = self._take(self._together.average(2))
+        elif self._outer_steps.may_take:
+            overlaps = self._options.overlaps
+            report = self._take(self._together.look_on() if overlaps else self._together.look())
+        else:
+            return self._training.report(goes_on=True)
+        if not (due and self._options.overlaps and report.updated):
+            return report
+        if not self._boundaries.is_due(time.monotonic()):
+            return (
+                report  # the group was complete late: its slowest member is due later than this peer expected
+            )
+        self._together.run.say(self._samples, waiting=True)  # the next round begins with the same step
+        following = self._attempt()
+        return following if following.updated else report
+
+    def _attempt(self) -> StepReport:
+        """Average with the others, if enough of them are there: now, or in the background."""
+        decision = self._ranks.as_the_first(self._together.decide_when_all_are_ready)
         if not isinstance(decision, Average):
-            return self._training.report(goes_on=self._running)
-        self._contribute()
-        return self._take(self._together.average(decision.peers))
-
-    @torch.no_grad()
-    def _set_anchor(self) -> None:
-        for anchor, parameter in zip(self._anchor, self._parameters, strict=True):
-            anchor.copy_(parameter)
-
-    @torch.no_grad()
-    def _is_finite(self) -> bool:
-        # One pass and one synchronisation; a maximum propagates NaN.
-        filled = [parameter for parameter in self._parameters if parameter.numel()]
-        largest = torch.nn.utils.get_total_norm(filled, norm_type=math.inf)
-        return bool(torch.isfinite(largest))
+            return self._training.report(goes_on=False)
+        now = time.monotonic()
+        tensors, weight, means = self._outer_steps.contribute(self._fragment, now)
+        self._averager.clear()  # drops a failed round's contribution: the new pseudo-gradients contain it
+        self._averager.accumulate(tensors, weight=weight, metrics=self._training.with_speed(means))
+        del tensors  # the averager has a copy
+        if self._options.overlaps:
+            self._boundaries.passed(now)
+        if self._together.goes_alone(decision.peers):
+            return self._take(self._together.alone())
+        if not self._options.overlaps:
+            return self._take(self._together.average(decision.peers))
+        result = self._together.begin_round(decision.peers)
+        if not isinstance(result, InProgress):
+            return self._take(result)
+        return self._training.report(result, goes_on=True)
 
     @torch.no_grad()
     def _restore(self) -> StepReport:
         """Return to the anchor after an inner step that made a parameter NaN or infinite."""
-        for parameter, anchor in zip(self._parameters, self._anchor, strict=True):
-            parameter.copy_(anchor)
-        self._parts.restore()
-        self._mend_inner()
-        lost, self._samples, self._metrics = self._samples, 0.0, MetricMeans()
-        self._contributed, self._given = 0.0, None if self._given is None else []
+        wrong = destroyed(self._parts.labels, self._locals())
+        lost = self._outer_steps.lose()
+        mend(self.inner, fills_at_first_step=self._fills_at_first_step)
         self._restored += 1
         reason = (
-            "a parameter was NaN or infinite after an inner step: this peer is back at the anchor, and"
+            f"{wrong} was NaN or infinite after an inner step: this peer is back at the anchor, and"
             f" {lost:g} samples since the last outer step are lost"
         )
         logger.warning("%s", reason)
@@ -243,213 +320,132 @@ class LocalUpdates(PeerOptimizer):
         else:
             self._together.run.leave()  # until a step succeeds, no other peer should wait for this one
         self._step_scheduler()
-        return replace(self._training.report(goes_on=self._running), restored=reason)
+        return replace(self._training.report(goes_on=self._any_running()), restored=reason)
 
-    @torch.no_grad()
-    def _mend_inner(self) -> None:
-        """Remove NaN and infinity from the inner optimizer's state."""
-        wrong = [tensor for tensor in _tensors_of(self.inner) if not bool(tensor.isfinite().all())]
-        if wrong and self._fills_at_first_step:
-            self.inner.state.clear()  # as before its first step
-            return
-        for tensor in wrong:  # a state made at construction, e.g. Adagrad's, is not made again if cleared
-            tensor.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
-
-    @torch.no_grad()
-    def _pull_to_anchor(self) -> None:
-        if not self._proximal:
-            return
-        for parameter, anchor in zip(self._parameters, self._anchor, strict=True):
-            if parameter.grad is not None:
-                pull = parameter.float() - anchor
-                parameter.grad.add_(pull.to(parameter.grad.dtype), alpha=self._proximal)
+    # ------------------------------------------------------------------ rounds
 
     def _take(self, result: RoundResult) -> StepReport:
-        if self._steps >= self._sync_every or not isinstance(result, InProgress):
-            self._steps = 0  # after a failure, the next attempt follows after as many steps
+        kinds = set(self._ranks.gather(type(result).__name__))
+        goes_on = InProgress.__name__ in kinds
+        if Success.__name__ in kinds and len(kinds) > 1:
+            self._averager.clear()  # otherwise a later update would hold different steps in different shards
+            result = Failed(
+                reason="another rank of this peer has no result",
+                code=FailedCode.OTHER_RANK,
+                contribution_used=True,
+            )
         if not isinstance(result, Success):
-            if not isinstance(result, InProgress):
-                self._given = None
-            return self._training.report(result, goes_on=self._running)
+            self._missed(result)
+            return self._training.report(result, goes_on=goes_on)
         assert isinstance(result.averaged, list)
-        averaged, numbers = digest_of(result.averaged), hyperparameters(self.outer)
-        norm = self._update(result, result.averaged)
-        self._training.took(result, numbers, averaged, self._anchor)
+        averaged, numbers, now = digest_of(result.averaged), self._anchor.numbers, time.monotonic()
+        sent = self._outer_steps.sent
+        norm = self._outer_steps.update(self._fragment, result, result.averaged, self._averager.peer_id)
+        self._training.took(result, numbers, averaged, self._anchor.tensors)
+        if not self._options.overlaps:
+            self._boundaries.passed(now)
+        elif sent is not None and result.exchange_duration:
+            self._boundaries.align(sent.at + result.duration - result.exchange_duration)
         self._together.run.say(self._samples, waiting=False)
-        report = self._updated(self._training.report(result, norm, goes_on=self._running))
+        report = self._updated(self._training.report(result, norm, goes_on=False), self._rates)
         self._took(result)
         return report
 
-    def _contribute(self) -> None:
-        self._parts.mend()
-        pseudo: Sequence[torch.Tensor] = self._pseudo_gradients()
-        if self._feedback is not None:
-            pseudo = self._feedback.compensate(pseudo)
-        self._averager.clear()  # drops a failed round's contribution: the new pseudo-gradients contain it
-        self._averager.accumulate(
-            [*pseudo, *self._parts.averaged],
-            weight=self._samples,
-            metrics=self._training.with_speed(self._metrics.means),
-        )
-        self._contributed, self._given = self._samples, None
+    def _missed(self, result: RoundResult) -> None:
+        """Note that there is no result, or not yet: the next attempt follows after a whole interval.
 
-    @torch.no_grad()
-    def _pseudo_gradients(self) -> list[torch.Tensor]:
-        # Relative to the anchor in the parameters' dtype: its rounding error is not progress.
-        return [
-            anchor.to(parameter.dtype).float() - parameter.float()
-            for anchor, parameter in zip(self._anchor, self._parameters, strict=True)
-        ]
-
-    @torch.no_grad()
-    def _later(self, *, contributed: bool) -> list[torch.Tensor]:
-        """Return the pseudo-gradients for a later round.
-
-        For a peer that only observed they are all of its pseudo-gradients; for others, the part since the
-        contribution.
+        In the background, this peer looks for a group until it finds one: the others may be at another step.
         """
-        if contributed and self._samples == self._contributed:
-            return []  # the usual case
-        now = self._pseudo_gradients()
-        if not contributed or not self._given:
-            return now
-        return [pseudo - before for pseudo, before in zip(now, self._given, strict=True)]
+        if isinstance(result, InProgress):
+            if self._boundaries.is_due(time.monotonic()):
+                self._boundaries.passed(time.monotonic())
+            return
+        self._outer_steps.missed(result)
+        if not self._options.overlaps:
+            self._boundaries.passed(time.monotonic())
+        elif isinstance(result, NoPeers):
+            self._boundaries.again()
 
-    @torch.no_grad()
-    def _update(self, success: Success, averaged: list[torch.Tensor]) -> float:
-        """Take the outer step; return the averaged pseudo-gradient's L2 norm."""
-        contributed = self._averager.peer_id in success.peers
-        later = self._later(contributed=contributed)
-        self._given = None
-        norm = self._step_outer(averaged)
-        for position, (parameter, anchor) in enumerate(zip(self._parameters, self._anchor, strict=True)):
-            parameter.copy_(anchor - later[position] if later else anchor)
-        if contributed:
-            self._samples -= self._contributed
-            self._metrics = MetricMeans()
-            if self._feedback is not None:
-                self._feedback.delivered(*success.share)
-        return norm
-
-    def _step_outer(self, averaged: list[torch.Tensor]) -> float:
-        """Step the anchor and the averaged buffers; return the averaged pseudo-gradient's L2 norm."""
-        count = len(self._anchor)
-        self._parts.take(averaged[count:])
-        for anchor, average in zip(self._anchor, averaged[:count], strict=True):
-            anchor.grad = average
-        norm = torch.nn.utils.get_total_norm(averaged[:count])
-        self.outer.step()
-        self.outer.zero_grad()
-        return float(norm)
+    def _change_anchor(self, pieces: Sequence[torch.Tensor], outer: Optimizer) -> None:
+        self._change(pieces, outer)
+        if self._update_norm is not None:
+            self._update_norm = self._ranks.norm_of(self._update_norm)
 
     # ------------------------------------------------------------------ states of other peers
 
     def adopted(self) -> None:
         """See :class:`~p2pavg.optim.following.Replays`."""
         self._averager.clear()
-        self._begin_at_anchor()
+        self._outer_steps.begin_at_anchor()
+        self._boundaries.passed(time.monotonic())
+        advance(self.scheduler, self.epoch * self._options.interval.steps)
 
     @torch.no_grad()
     def replay(self, averaged: list[torch.Tensor], success: Success) -> None:
-        """See :class:`~p2pavg.optim.following.Replays`."""
-        digest, numbers = digest_of(averaged), hyperparameters(self.outer)
-        norm = self._step_outer(averaged)
-        self._begin_at_anchor()
-        self._training.replayed(success.group_id, numbers, digest, self._anchor)
-        self._updated(self._training.report(success, norm, goes_on=True))
-
-    @torch.no_grad()
-    def _begin_at_anchor(self) -> None:
-        """Drop the inner steps since the last outer step. The inner schedule goes on where the run's is."""
-        for parameter, anchor in zip(self._parameters, self._anchor, strict=True):
-            parameter.copy_(anchor)
-        self._steps, self._samples, self._contributed = 0, 0.0, 0.0
-        self._metrics, self._given = MetricMeans(), None
-        if self.scheduler is None:
-            return
-        behind = self.epoch * self._sync_every - self.scheduler.last_epoch
-        if behind > MAX_SCHEDULE_STEPS:
-            logger.warning("the inner schedule stays where it is: the run is %d steps ahead of it", behind)
-            return
-        with warnings.catch_warnings():  # torch warns of a schedule that goes on before the first step
-            warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
-            for _ in range(behind):
-                self.scheduler.step()
+        """See :class:`~p2pavg.optim.following.Replays`. The inner steps of this peer count in a later round."""
+        digest, numbers = digest_of(averaged), self._anchor.numbers
+        norm = self._outer_steps.update(
+            self._fragment, success, averaged, self._averager.peer_id, replayed=True
+        )
+        self._boundaries.align(time.monotonic())  # the others have just taken their last one
+        self._training.replayed(success.group_id, numbers, digest, self._anchor.tensors)
+        advance(self.scheduler, self.epoch * self._options.interval.steps)
+        self._updated(self._training.report(success, norm, goes_on=True), self.learning_rates)
 
     def own_state(self) -> dict[str, Any]:
         """See :class:`~p2pavg.optim.states.Owner`."""
-        saved = self.state_dict()
+        saved = self._state_dict()
         names = ("inner", "scheduler", "feedback", "steps", "samples")
         return {name: saved[name] for name in names} | {
-            "parameters": [parameter.detach() for parameter in self._parameters]
+            "parameters": [local_of(parameter).detach() for parameter in self._parameters]
         }
 
     @torch.no_grad()
     def load_own(self, saved: Mapping[str, Any]) -> None:
         """See :class:`~p2pavg.optim.states.Owner`."""
         check_both("scheduler", saved, self.scheduler)
-        check_both("feedback", saved, self._feedback)
-        if [tuple(t.shape) for t in saved["parameters"]] != [tuple(p.shape) for p in self._parameters]:
+        check_both("feedback", saved, self._has_feedback or None)
+        if [tuple(t.shape) for t in saved["parameters"]] != [tuple(p.shape) for p in self._locals()]:
             raise ValueError("it has other parameters")
-        if self._feedback is not None:
-            self._feedback.load_state_dict(saved["feedback"])
+        self._outer_steps.load(saved)
+        self._boundaries.passed(time.monotonic(), steps=int(saved["steps"]))
         self._load_inner(saved)
-        for parameter, kept in zip(self._parameters, saved["parameters"], strict=True):
+        for parameter, kept in zip(self._locals(), saved["parameters"], strict=True):
             parameter.copy_(kept)
-        self._steps, self._samples, self._metrics = saved["steps"], saved["samples"], MetricMeans()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return all that a peer needs beside the model's state to continue from here.
-
-        Another peer that loads it begins at the anchor: this peer's later local steps are left out.
-        """
-        return self._saved() | {
-            "peer_id": self._averager.peer_id,
-            "outer": self.outer.state_dict(),
-            "anchor": self.anchor,
-            "feedback": None if self._feedback is None else self._feedback.state_dict(),
-            "steps": self._steps,
-            "samples": self._samples,
-        }
+    def _state_dict(self) -> dict[str, Any]:
+        return (
+            self._saved()
+            | self._outer_steps.saved()
+            | {
+                "peer_id": self._averager.peer_id,
+                "outer": self.outer.state_dict(),
+                "anchor": self.anchor,
+                "steps": self._boundaries.steps,
+            }
+        )
 
     @torch.no_grad()
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state that this or another peer saved; load the model's state before it.
-
-        From another peer's state, the local steps since the last outer step are left out: the parameters become the
-        anchor. A peer without an identity file has a new id at each start, so its own state counts as another peer's.
-
-        Raises:
-            ValueError: ``state`` is malformed.
-        """
+    def _load_state_dict(self, state: Mapping[str, Any]) -> None:
         lineage = lineage_of(state)
         origin_of(state)
         check_holds(state, "inner", "outer", "anchor", "steps", "samples", "peer_id")
         check_both("scheduler", state, self.scheduler)
-        check_both("feedback", state, self._feedback)
-        anchor, is_mine = state["anchor"], state["peer_id"] == self._averager.peer_id
-        steps, samples = (int(state["steps"]), float(state["samples"])) if is_mine else (0, 0.0)
-        if [tuple(t.shape) for t in anchor] != [tuple(t.shape) for t in self._anchor]:
-            raise ValueError("state: its anchor is of other parameters")
+        check_both("feedback", state, self._has_feedback or None)
+        is_mine = state["peer_id"] == self._averager.peer_id
+        self._anchor.check(state["anchor"])
         # Loads that may raise come first, before the anchor and the lineage change.
-        if is_mine and self._feedback is not None:
-            self._feedback.load_state_dict(state["feedback"])
+        steps = int(state["steps"]) if is_mine else 0
+        if is_mine:
+            self._outer_steps.load(state)
+        else:
+            self._outer_steps.forget()
         self._load_inner(state)
         self.outer.load_state_dict(state["outer"])
-        for mine, saved in zip(self._anchor, anchor, strict=True):
-            mine.copy_(saved)
-        self._steps, self._samples, self._metrics = steps, samples, MetricMeans()
+        self._anchor.load(state["anchor"])
         if not is_mine:
-            for parameter, kept in zip(self._parameters, self._anchor, strict=True):
-                parameter.copy_(kept)
-        self._given = None
+            self._anchor.give()
+        self._boundaries.passed(time.monotonic(), steps=steps)
+        if lineage.epoch == 0 and not steps:  # other parameters at the next step begin the run
+            state = {**state, "parameters": digest_of(self._locals()).hex()}
         self._training.load(state, lineage)
-
-
-def _name_of(optimizer: Optimizer) -> str:
-    return type(optimizer).__qualname__
-
-
-def _tensors_of(optimizer: Optimizer) -> list[torch.Tensor]:
-    kept = (value for state in optimizer.state.values() for value in state.values())
-    return [value for value in kept if isinstance(value, torch.Tensor) and value.is_floating_point()]

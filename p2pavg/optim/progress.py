@@ -132,6 +132,11 @@ class Survey:
     """Ids of the other peers among them that still compute."""
     observers: int = 0
     """Number of peers that are expected in the next round, and will only observe it; this peer not included."""
+    coming: int = 0
+    """Number of peers with this peer's state that are not expected in the next round, such as one that has just fetched
+    the state."""
+    expected: tuple[str, ...] = ()
+    """Ids of the other peers that are expected in the next round of this peer's state."""
     apart: str = ""
     """Known reason why no more peers share this peer's state; empty if there is none."""
 
@@ -157,6 +162,8 @@ def survey(mine: Progress, others: Iterable[Seen]) -> Survey:
         others_wait=bool(expected) and all(other.progress.waiting for other in expected),
         computing=tuple(sorted(other.peer_id for other in expected if not other.progress.waiting)),
         observers=sum(other.observes for other in expected),
+        coming=len(with_me) - len(expected),
+        expected=tuple(sorted(other.peer_id for other in expected)),
         apart=_apart(mine, elsewhere) if seen else "no other peer of this run is seen",
     )
 
@@ -230,6 +237,8 @@ def decide(
     peers_to_start: int = 1,
     least: int = 1,
     settled: bool = True,
+    at_once: bool = False,
+    hurries: bool = False,
 ) -> Decision:
     """Decide what a peer does next.
 
@@ -239,6 +248,8 @@ def decide(
         peers_to_start: number of peers that the first round needs; 1 once the peer has been in a round.
         least: number of peers that any round needs: with fewer, each goes on computing by itself.
         settled: true if the first round may begin, because no new peer has come for a while.
+        at_once: true if rounds run in the background: a peer that is due does not wait until the others are.
+        hurries: true if the peers that are due have waited long enough for those that still compute.
     """
     starting = seen.peers < peers_to_start
     if seen.ahead is not None:
@@ -258,6 +269,13 @@ def decide(
         return Wait(reason) if mine.waiting or seen.samples >= target else Compute(reason)
     if seen.peers < least:
         return Compute(f"{seen.peers} of the {least} peers of a group are there{apart}")
+    ready = seen.peers - len(seen.computing)
+    if hurries and mine.waiting and max(least, 2) <= ready < seen.peers and math.isinf(target):
+        return Average(
+            ready, f"{seen.peers - ready} of {seen.peers} peers still compute after the grace period"
+        )
+    if at_once and mine.waiting:
+        return Average(seen.peers, "the round runs in the background")
     return _when_there(mine, seen, target, apart)
 
 

@@ -17,6 +17,7 @@ from blake3 import blake3
 
 from p2pavg.encoding import pack
 from p2pavg.optim.digest import SHORT_BYTES, tensor_digest
+from p2pavg.optim.joined import parts_of
 
 MAX_FIELDS = 40  # fields of up to 96 bytes, name and text together, fit into a record beside the rest
 MAX_FIELD_CHARS = 64
@@ -104,10 +105,11 @@ def hyperparameters(optimizer: torch.optim.Optimizer) -> Settings:
 
     Options that are ``None`` or ``False`` are left out: later versions of torch add such options.
     """
-    implied = _IMPLIED.get(type(optimizer).__qualname__, frozenset())
     settings = []
-    for index, group in enumerate(optimizer.param_groups):
-        where = "" if len(optimizer.param_groups) == 1 else f" of group {index}"
+    groups = [(part, group) for part in parts_of(optimizer) for group in part.param_groups]
+    for index, (part, group) in enumerate(groups):
+        implied = _IMPLIED.get(type(part).__qualname__, frozenset())
+        where = "" if len(groups) == 1 else f" of group {index}"
         for name in sorted(map(str, group.keys() - _NOT_SETTINGS - implied)):
             if group[name] is not None and group[name] is not False:
                 settings.append((f"{name}{where}", group[name]))

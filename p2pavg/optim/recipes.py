@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -9,15 +10,20 @@ import torch
 from torch.optim import Optimizer
 
 from p2pavg.blocking import Averager
+from p2pavg.optim.intervals import SyncEvery
 from p2pavg.optim.local import LocalUpdates
+from p2pavg.optim.mixed import MixedUpdates
+from p2pavg.optim.mixing import check_rates
 from p2pavg.optim.outer import FedAdagrad, FedAdam, FedYogi
+
+Inner = Optimizer | Sequence[Optimizer]
 
 
 def diloco(
-    inner: Optimizer,
+    inner: Inner,
     averager: Averager,
     *,
-    sync_every: int = 500,
+    sync_every: SyncEvery = 500,
     lr: float = 0.7,
     momentum: float = 0.9,
     **options: Any,
@@ -31,13 +37,24 @@ def diloco(
     return LocalUpdates(inner, outer, averager, sync_every=sync_every, **options)
 
 
-def fedavg(inner: Optimizer, averager: Averager, *, sync_every: int, **options: Any) -> LocalUpdates:
+def sparseloco(
+    inner: Inner, averager: Averager, *, sync_every: SyncEvery = 30, lr: float = 1.0, **options: Any
+) -> LocalUpdates:
+    """SparseLoCo: DiLoCo with few values in few bits (Sarfi et al. 2025, algorithm 1; inner: AdamW).
+
+    The outer optimizer is SGD without momentum: the decay of the feedback's residual takes its place. For
+    ``AveragingConfig(compression="topk")``, with the :class:`ErrorFeedback` that goes with it.
+    """
+    return LocalUpdates(inner, partial(torch.optim.SGD, lr=lr), averager, sync_every=sync_every, **options)
+
+
+def fedavg(inner: Inner, averager: Averager, *, sync_every: SyncEvery, **options: Any) -> LocalUpdates:
     """FedAvg: the parameters' mean, weighted by samples (McMahan et al. 2017, algorithm 1; inner: SGD)."""
     return LocalUpdates(inner, partial(torch.optim.SGD, lr=1.0), averager, sync_every=sync_every, **options)
 
 
 def fedprox(
-    inner: Optimizer, averager: Averager, *, sync_every: int, mu: float, **options: Any
+    inner: Inner, averager: Averager, *, sync_every: SyncEvery, mu: float, **options: Any
 ) -> LocalUpdates:
     """FedProx: FedAvg whose inner steps are pulled towards the anchor (Li et al. 2020, algorithm 2).
 
@@ -48,10 +65,10 @@ def fedprox(
 
 
 def fedadagrad(
-    inner: Optimizer,
+    inner: Inner,
     averager: Averager,
     *,
-    sync_every: int,
+    sync_every: SyncEvery,
     lr: float = 1e-2,
     tau: float = 1e-3,
     **options: Any,
@@ -63,10 +80,10 @@ def fedadagrad(
 
 
 def fedadam(
-    inner: Optimizer,
+    inner: Inner,
     averager: Averager,
     *,
-    sync_every: int,
+    sync_every: SyncEvery,
     lr: float = 1e-2,
     betas: tuple[float, float] = (0.9, 0.99),
     tau: float = 1e-3,
@@ -78,10 +95,10 @@ def fedadam(
 
 
 def fedyogi(
-    inner: Optimizer,
+    inner: Inner,
     averager: Averager,
     *,
-    sync_every: int,
+    sync_every: SyncEvery,
     lr: float = 1e-2,
     betas: tuple[float, float] = (0.9, 0.99),
     tau: float = 1e-3,
@@ -90,3 +107,50 @@ def fedyogi(
     """FedYogi (Reddi et al. 2021, algorithm 2)."""
     outer = partial(FedYogi, lr=lr, betas=betas, tau=tau)
     return LocalUpdates(inner, outer, averager, sync_every=sync_every, **options)
+
+
+def gossip(
+    inner: Inner,
+    averager: Averager,
+    *,
+    sync_every: SyncEvery = 50,
+    **options: Any,
+) -> MixedUpdates:
+    """Gossip: after each round a peer's parameters are the average of its group's.
+
+    The groups are drawn anew for each round (Boyd et al. 2006, "Randomized Gossip Algorithms"; Ryabinin et al. 2021).
+
+    Args:
+        options: further options of :class:`MixedUpdates`, such as ``group_size``.
+    """
+    return MixedUpdates(
+        inner, partial(torch.optim.SGD, lr=1.0), averager, sync_every=sync_every, ahead=1.0, **options
+    )
+
+
+def noloco(
+    inner: Inner,
+    averager: Averager,
+    *,
+    sync_every: SyncEvery = 50,
+    lr: float = 0.7,
+    momentum: float = 0.5,
+    pull: float | None = None,
+    **options: Any,
+) -> MixedUpdates:
+    """NoLoCo: DiLoCo's outer step with one random peer, and a pull to its anchor (Kolehmainen et al. 2025, section 3).
+
+    Args:
+        lr: beta, the rate of the pseudo-gradients.
+        momentum: alpha.
+        pull: gamma, the rate at which a peer's anchor goes to its group's; ``lr`` if not given, as in the authors'
+            program.
+        options: further options of :class:`MixedUpdates`, such as ``group_size``.
+
+    Raises:
+        ValueError: a number is out of range, or the anchors would not come together.
+    """
+    gamma = lr if pull is None else pull
+    check_rates(lr, momentum, gamma, options.get("group_size", 2))
+    outer = partial(torch.optim.SGD, lr=gamma, momentum=momentum)
+    return MixedUpdates(inner, outer, averager, sync_every=sync_every, ahead=lr / gamma, **options)

@@ -7,24 +7,31 @@ averages with peers of any number of ranks, fetches their states, and offers its
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from types import MappingProxyType
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast, overload
 
 import torch
+from torch.optim import Optimizer
 
+from p2pavg.blocking import Averager
 from p2pavg.errors import AccumulateError, ClosedError, P2PAvgError
 from p2pavg.optim.averaged import AveragedOptimizer
+from p2pavg.optim.batches import NO_METRICS
 from p2pavg.optim.local import LocalUpdates
 from p2pavg.optim.report import StepReport
 from p2pavg.optim.shards import Ranks
+from p2pavg.optim.torch_optimizer import TorchOptimizer
 from p2pavg.result import Success
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-_RAISED: tuple[type[Exception], ...] = (AccumulateError, ClosedError, ValueError)
+L = TypeVar("L")
+Groups = list[dict[str, Any]]
+"""Parameter groups whose parameters are given by their positions in the network."""
+
+_RAISED: tuple[type[Exception], ...] = (AccumulateError, ClosedError, ValueError, TypeError)
 """Errors that all ranks raise as they are; the other ranks raise any other one as a RuntimeError."""
 
 
@@ -38,9 +45,21 @@ class _Told:
     error: int | None = None
     """Number of the error's type in :data:`_RAISED`; -1 for any other one, ``None`` without an error."""
     text: str = ""
+    is_pending: bool = False
+    """True if the next backward pass adds to the present gradients."""
+    options: Groups = field(default_factory=list)
+    """The options of the parameter groups, without the parameters."""
 
 
-class ReplicatedOptimizer:
+class _Mirror(Optimizer):
+    """The parameter groups of rank 0's optimizer, on another rank."""
+
+    def step(self, closure: object = None) -> NoReturn:  # noqa: ARG002
+        """Refuse: rank 0 steps for all ranks."""
+        raise RuntimeError("rank 0 of this peer takes the steps: call ReplicatedOptimizer.step on all ranks")
+
+
+class ReplicatedOptimizer(TorchOptimizer):
     """Takes the steps of a peer whose ranks hold the same parameters, as with ``DistributedDataParallel``.
 
     Rank 0 has the peer's averager and optimizer. When it has changed the parameters, it broadcasts them and the model's
@@ -82,7 +101,7 @@ class ReplicatedOptimizer:
     ) -> None:
         import torch.distributed as dist  # needs a torch that was built with it
 
-        self._group = dist.group.WORLD if process_group is None else process_group
+        self._group = process_group or _all_processes()
         self._ranks = Ranks(self._group)
         self._network = network
         self.optimizer = optimizer
@@ -92,7 +111,72 @@ class ReplicatedOptimizer:
         for rank, text in enumerate(found):
             if text:
                 raise ValueError(text if found[dist.get_rank(self._group)] else f"on rank {rank}: {text}")
+        self._mirror = self._mirrored()
+        self._is_pending = False
+        self._become_optimizer()
         self.synchronize()
+
+    @classmethod
+    def of(
+        cls,
+        inner: Optimizer | Sequence[Optimizer],
+        network: torch.nn.Module,
+        averager: Averager | None,
+        *,
+        recipe: Callable[..., AveragedOptimizer | LocalUpdates] = AveragedOptimizer,
+        process_group: dist.ProcessGroup | None = None,
+        **options: Any,
+    ) -> ReplicatedOptimizer:
+        """Make one of the optimizer that a program has on every rank.
+
+        Args:
+            inner: the optimizer of the parameters of ``network``; rank 0's is stepped, the others are not used.
+            network: as for this class.
+            averager: rank 0's; ``None`` on the other ranks.
+            recipe: makes rank 0's optimizer of ``inner``, ``averager`` and ``options``.
+            process_group: as for this class.
+            options: such as ``target_batch_size``.
+
+        Raises:
+            Exception: as ``recipe`` and this class, on the rank concerned; the others raise ValueError.
+        """
+        optimizer: AveragedOptimizer | LocalUpdates | None = None
+        wrong: Exception | None = None
+        try:
+            optimizer = None if averager is None else recipe(inner, averager, **options)
+        except Exception as error:  # noqa: BLE001 - raised below
+            wrong = error  # raised after the other ranks have heard of it: they wait for this one
+        found = Ranks(process_group or _all_processes()).gather("" if wrong is None else _text_of(wrong))
+        if wrong is not None:
+            raise wrong
+        for rank, text in enumerate(found):
+            if text:
+                raise ValueError(f"on rank {rank}: {text}")
+        return cls(optimizer, network, process_group=process_group)
+
+    @property
+    def _stepped(self) -> Optimizer:
+        return self._mirror
+
+    def _mirrored(self) -> Optimizer:
+        """Return rank 0's optimizer, and on the other ranks one with the same groups."""
+        places = {id(parameter): place for place, parameter in enumerate(self._network.parameters())}
+
+        def groups() -> tuple[Groups, dict[str, Any]]:
+            assert self.optimizer is not None
+            found = [
+                {**group, "params": [places[id(parameter)] for parameter in group["params"]]}
+                for group in self.optimizer.param_groups
+            ]
+            return found, dict(self.optimizer.defaults)
+
+        told, defaults = self._ranks.as_the_first(groups)
+        if self.optimizer is not None:
+            return self.optimizer
+        mine = list(self._network.parameters())
+        return _Mirror(
+            [{**group, "params": [mine[place] for place in group["params"]]} for group in told], defaults
+        )
 
     def _wrong(self) -> str:
         """Return the reason for which this rank's arguments cannot be used; empty if they can."""
@@ -114,27 +198,75 @@ class ReplicatedOptimizer:
         return self._epoch
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Zero the gradients of all parameters; call it before each backward pass."""
-        self._network.zero_grad(set_to_none)
+        """Zero the gradients of all parameters; call it before each backward pass.
 
-    def step(self, *, samples: float, metrics: Mapping[str, float] = MappingProxyType({})) -> StepReport:
+        Between two backward passes that the optimizer's ``accumulate`` joins, it leaves them as they are.
+        """
+        if not self._is_pending:
+            self._network.zero_grad(set_to_none)
+
+    @overload  # type: ignore[override]  # torch's step returns nothing without a closure; this one a report
+    def step(
+        self, closure: None = None, *, samples: float | None = None, metrics: Mapping[str, float] = NO_METRICS
+    ) -> StepReport: ...
+
+    @overload
+    def step(
+        self,
+        closure: Callable[[], L],
+        *,
+        samples: float | None = None,
+        metrics: Mapping[str, float] = NO_METRICS,
+    ) -> L: ...
+
+    def step(
+        self,
+        closure: Callable[[], L] | None = None,
+        *,
+        samples: float | None = None,
+        metrics: Mapping[str, float] = NO_METRICS,
+    ) -> StepReport | L:
         """Take rank 0's step, with the gradients that ``DistributedDataParallel`` has left on every rank.
 
         Args:
-            samples: size of the batch of all ranks together; rank 0's number counts.
+            closure: as for the optimizer; called on every rank.
+            samples: size of the batch of all ranks together; rank 0's number counts. If not given, rank 0's optimizer
+                needs ``batch_size`` or ``samples_of``.
             metrics: as for the optimizer; rank 0's count.
 
         Returns:
-            Rank 0's report, on every rank. On the other ranks a result has no averaged tensors.
+            Rank 0's report, on every rank. On the other ranks a result has no averaged tensors. With a closure, its
+            return value; :attr:`report` has the report.
 
         Raises:
-            p2pavg.AccumulateError, p2pavg.ClosedError, ValueError: as the optimizer's ``step``; on all ranks.
+            p2pavg.AccumulateError, p2pavg.ClosedError, TypeError, ValueError: as the optimizer's ``step``; on all
+                ranks.
             RuntimeError: on the other ranks, if rank 0 raised another error.
         """
+        loss: L | None = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        report = self._step(samples, metrics)
+        self._keep(report)
+        return report if closure is None else cast(L, loss)
+
+    def note(self, metrics: Mapping[str, float]) -> None:
+        """Add measurements to those of the next :meth:`step`; rank 0's count.
+
+        Raises:
+            p2pavg.AccumulateError: as the optimizer's ``note``; on rank 0.
+        """
+        if self.optimizer is not None:
+            self.optimizer.note(metrics)
+
+    def _step(self, samples: float | None, metrics: Mapping[str, float]) -> StepReport:
         mine: list[StepReport | Exception] = []
         told = self._ranks.as_the_first(lambda: self._act(samples, metrics, mine))
         if told.changed:
             self._broadcast()
+        self._is_pending = told.is_pending
+        self._take_options(told.options)
         if mine:  # on rank 0
             found = mine[0]
             if isinstance(found, Exception):
@@ -148,10 +280,20 @@ class ReplicatedOptimizer:
         self._epoch = told.report.epoch
         return told.report
 
-    def _act(self, samples: float, metrics: Mapping[str, float], mine: list[StepReport | Exception]) -> _Told:
+    def _take_options(self, told: Sequence[Mapping[str, Any]]) -> None:
+        """Give the groups of the other ranks rank 0's rates, for loops that show them."""
+        if self.optimizer is None:
+            for group, options in zip(self.param_groups, told, strict=False):
+                group.update(options)
+
+    def _act(
+        self, samples: float | None, metrics: Mapping[str, float], mine: list[StepReport | Exception]
+    ) -> _Told:
         """Take the step on rank 0; put its report or error into ``mine``, and return it for the other ranks."""
         assert self.optimizer is not None
         before = self._version()
+        scaled = {name: getattr(self, name) for name in ("found_inf", "grad_scale") if hasattr(self, name)}
+        vars(self.optimizer).update(scaled)  # of a GradScaler
         try:
             report = self.optimizer.step(samples=samples, metrics=metrics)
         except Exception as error:  # noqa: BLE001 - raised again after the other ranks have heard of it
@@ -161,11 +303,22 @@ class ReplicatedOptimizer:
             return _Told(
                 changed=self._version() != before, error=kinds[0] if kinds else other, text=str(error)
             )
+        finally:
+            for name in scaled:
+                delattr(self.optimizer, name)
         mine.append(report)
         result = report.result
         if isinstance(result, Success):
             result = replace(result, averaged=[])
-        return _Told(changed=self._version() != before, report=replace(report, result=result))
+        return _Told(
+            changed=self._version() != before,
+            report=replace(report, result=result),
+            is_pending=self.optimizer.is_pending,
+            options=[
+                {name: value for name, value in group.items() if name != "params"}
+                for group in self.optimizer.param_groups
+            ],
+        )
 
     def _version(self) -> object:
         """Return a value that is another one after the optimizer has changed the parameters."""
@@ -178,6 +331,25 @@ class ReplicatedOptimizer:
         self._epoch = self._ranks.as_the_first(lambda: 0 if self.optimizer is None else self.optimizer.epoch)
         self._broadcast()
 
+    def _state_dict(self) -> dict[str, Any]:
+        """Return rank 0's state; an empty one on the other ranks, which copy rank 0."""
+        return {} if self.optimizer is None else self.optimizer.state_dict()
+
+    def _load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load a state on rank 0; all ranks call it together, and copy rank 0's parameters."""
+        wrong: Exception | None = None
+        try:
+            if self.optimizer is not None:
+                self.optimizer.load_state_dict(state)
+        except Exception as error:  # noqa: BLE001 - raised after the other ranks have heard of it
+            wrong = error
+        told = self._ranks.as_the_first(lambda: None if wrong is None else _text_of(wrong))
+        if wrong is not None:
+            raise wrong
+        if told is not None:
+            raise ValueError(f"on rank 0 of this peer: {told}")
+        self.synchronize()
+
     @torch.no_grad()
     def _broadcast(self) -> None:
         import torch.distributed as dist
@@ -189,3 +361,14 @@ class ReplicatedOptimizer:
         for work in works:
             assert work is not None
             work.wait()
+
+
+def _all_processes() -> dist.ProcessGroup | None:
+    import torch.distributed as dist  # needs a torch that was built with it
+
+    return dist.group.WORLD
+
+
+def _text_of(error: Exception) -> str:
+    """Return the text of an error for the other ranks, which is never empty."""
+    return str(error) or type(error).__name__

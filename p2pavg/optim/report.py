@@ -52,6 +52,19 @@ class StepReport:
     one."""
     restored: str | None = None
     """Reason why this call discarded this peer's work since the last outer step, if it did."""
+    skipped: str | None = None
+    """Reason why this call left its batch out, if it did: gradients that a ``GradScaler`` found to overflow."""
+    learning_rates: tuple[float, ...] = ()
+    """Learning rate of each parameter group of the inner optimizer, with which the update was taken; after an update
+    only. With local updates, those of the last inner step."""
+    update_norm: float | None = None
+    """L2 norm of the parameters' change by the update, over all parameters; after an update, and only with
+    ``measure_updates=True``."""
+
+    consensus_distance: float | None = None
+    """After an outer step of :func:`~p2pavg.optim.noloco` or :func:`~p2pavg.optim.gossip`: the L2 distance between this
+    peer's anchor and the mean of its group's anchors, before the step, as estimated from a random projection to 1,024
+    values: the standard error is 2 %. Other optimizers keep the anchors of all peers the same."""
 
     @property
     def updated(self) -> bool:

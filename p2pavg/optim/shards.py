@@ -7,6 +7,7 @@ with the same number hold the same shard on all peers. They average it in a run 
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -138,6 +139,12 @@ class Ranks:
     def all_agree(self, here: bool) -> bool:
         """Return whether a condition holds on every rank."""
         return all(self.gather(here))
+
+    def norm_of(self, mine: float) -> float:
+        """Return the L2 norm over all ranks' shards; ``mine`` is that of this rank's."""
+        return (
+            mine if self._group is None else math.sqrt(math.fsum(part * part for part in self.gather(mine)))
+        )
 
     def gather(self, mine: T) -> list[T]:
         """Return the values of all ranks, in their order."""

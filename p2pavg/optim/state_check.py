@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from p2pavg.errors import StateError
+from p2pavg.optim.joined import JoinedOptimizer
 from p2pavg.optim.shards import local_of
 
 SWITCHES = frozenset({"foreach", "fused", "capturable", "differentiable"})
@@ -52,6 +53,12 @@ def checked_optimizer(optimizer: Optimizer, saved: object) -> dict[str, Any]:
     """
     groups, states = _parts(saved)
     _check_numbers(optimizer, groups, states)
+    if isinstance(optimizer, JoinedOptimizer):
+        parts = optimizer.parts_of({"param_groups": groups, "state": states})
+        checked = [
+            checked_optimizer(one, part) for one, part in zip(optimizer.optimizers, parts, strict=True)
+        ]
+        return optimizer.whole_of(checked)
     merged = [
         _merged(own, group, index)
         for index, (own, group) in enumerate(zip(optimizer.param_groups, groups, strict=True))
@@ -282,6 +289,9 @@ def _try(own: Callable[[], object], its: Callable[[], object], what: str) -> boo
 
 def _hollow(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> Optimizer:
     """Return an optimizer of the same class, without a state, whose parameters have no data."""
+    if isinstance(optimizer, JoinedOptimizer):
+        parts = zip(optimizer.optimizers, optimizer.split(groups), strict=True)
+        return JoinedOptimizer([_hollow(one, its) for one, its in parts])
     double: Optimizer = object.__new__(type(optimizer))
     filled = [
         {**copy.deepcopy(dict(options)), "params": [_hollow_parameter(p) for p in own["params"]]}

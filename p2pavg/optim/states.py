@@ -11,11 +11,15 @@ import math
 import statistics
 import time
 from collections import deque
+from functools import partial
 
 from p2pavg.blocking import Averager
 from p2pavg.optim.checkpoints import Checkpoints, Owner
 from p2pavg.optim.common_state import CommonState
 from p2pavg.optim.following import Follower, Following
+from p2pavg.optim.news import tell_download
+from p2pavg.optim.pausing import Pausing
+from p2pavg.optim.progress import Survey
 from p2pavg.optim.run_state import RunState
 from p2pavg.optim.shards import Ranks
 from p2pavg.optim.together import Together
@@ -23,6 +27,7 @@ from p2pavg.optim.waiting import GrowingPauses
 from p2pavg.result import Success
 from p2pavg.round.shared_states import ShareSettings
 from p2pavg.state.choice import DonorView, next_average, takes_snapshot
+from p2pavg.state.progress import StateProgress
 from p2pavg.state.snapshot import copy_of
 
 logger = logging.getLogger(__name__)
@@ -88,7 +93,7 @@ class States:
             owner,
             ranks,
             companions=lambda: together.run.companions,
-            on_progress=run_state.on_progress,
+            on_progress=partial(_moved, averager, run_state),
         )
         self._looked_at = self._wanted_at = self._said_at = -UNWANTED_SECONDS
         self._update_times: deque[float] = deque(maxlen=PACE_UPDATES)
@@ -96,11 +101,12 @@ class States:
         self._has_log_size = run_state.log_bytes is not None
         self._drift = GrowingPauses()
         self._rests_until = -math.inf
+        self._pausing = Pausing()
         self._caught_up = 0
         """Times that this peer has caught up since it was in a round."""
         self._fetches_later = False
         self._later_at: float | None = None
-        """When a peer was first seen to have a later checkpoint, or its state was last on its way."""
+        """The time at which a peer was first seen to have a later checkpoint, or its state was last on its way."""
 
     # ------------------------------------------------------------------ offering
 
@@ -128,7 +134,8 @@ class States:
         used_at = max(self._wanted_at, shelf.read_at)
         if shelf.snapshot is not None and now >= used_at + UNWANTED_SECONDS:
             shelf.put(None)
-        due = now >= self._rests_until and takes_snapshot(self._situation(now)), not self._sharing.is_working
+        is_its_turn = self._sharing.gives_snapshots and now >= self._rests_until
+        due = is_its_turn and takes_snapshot(self._situation(now)), not self._sharing.is_working
         ranks = self._ranks.gather(due)
         if ranks[0][0] and all(idle for _, idle in ranks):
             shelf.put(None)  # at most one is held
@@ -155,11 +162,21 @@ class States:
             in_use=now < shelf.read_at + IN_USE_SECONDS,
         )
 
+    def pauses(self, seen: Survey) -> str:
+        """Return the reason why this peer, alone in its run, takes no update now; empty if it takes one."""
+        fetches = any(said.wants for said in self._sharing.news().values())
+        if not self._pausing.is_due(fetches or seen.coming > 0, time.monotonic()):
+            return ""
+        return "another peer joins, and could not replay the next update: it waits for that peer"
+
     def took(self, success: Success) -> None:
-        """Note an update that this peer took in a round."""
+        """Note an update that this peer took in a round, or alone."""
         epoch, now = self._common.lineage.epoch, time.monotonic()
         self._caught_up = 0
-        if self._took_at is not None:
+        if not success.certificate:
+            # No log leads from one update of a peer alone to the next: a snapshot has to be of the present one.
+            self._update_times.clear()
+        elif self._took_at is not None:
             self._update_times.append(now - self._took_at)
         self._took_at = now
         if not self._has_log_size:
@@ -264,3 +281,10 @@ class States:
     def load_newest(self) -> None:
         """Continue from the newest checkpoint, if there is one; see :meth:`Checkpoints.load_newest`."""
         self._checkpoints.load_newest()
+
+
+def _moved(averager: Averager, run_state: RunState, progress: StateProgress) -> None:
+    """Tell the subscribers, and the training loop if it wants to know, of a transfer to this peer."""
+    tell_download(averager, progress)
+    if run_state.on_progress is not None:
+        run_state.on_progress(progress)

@@ -14,9 +14,10 @@ from p2pavg.encoding import pack, unpack
 from p2pavg.errors import P2PAvgError, RemoteProtocolError
 from p2pavg.group.limits import MAX_TIMEOUT_SECONDS
 from p2pavg.membership.certificate import Role
+from p2pavg.optim.arguments import check_averager
 from p2pavg.optim.digest import DIGEST_BYTES, digest_of
 from p2pavg.optim.state import checked_amount
-from p2pavg.records.board import Board
+from p2pavg.records.board import Topic
 from p2pavg.result import Failed, InProgress, NoPeers, Success
 
 logger = logging.getLogger(__name__)
@@ -69,9 +70,11 @@ def sync_parameters(
     Raises:
         SyncError: the timeout has passed, more than one peer is the source, or another peer received other tensors.
             ``tensors`` are unchanged.
+        TypeError: ``averager`` is not one of :mod:`p2pavg.blocking`.
         ValueError: an argument is out of range; the message names it.
         p2pavg.AccumulateError: a tensor cannot be averaged, for example because it is not finite.
     """
+    check_averager(averager)
     kept, until = list(tensors), time.monotonic() + checked_amount("timeout", timeout)
     _check_source(averager, source, source_id)
     longest, access = min(timeout, MAX_TIMEOUT_SECONDS), averager.config.access
@@ -151,7 +154,7 @@ def _until_all_came(
             time.sleep(AGAIN_SECONDS)
 
 
-def _compare(board: Board, me: str, result: Success, digest: bytes, until: float) -> None:
+def _compare(board: Topic, me: str, result: Success, digest: bytes, until: float) -> None:
     """Publish the digest of the received tensors; wait until all others of the round have published the same.
 
     Raises:
@@ -180,7 +183,7 @@ def _peers(ids: list[str]) -> str:
     return f"{len(ids)} peer{'s' if len(ids) > 1 else ''} ({', '.join(ids)})"
 
 
-def _told_of(board: Board, group: bytes) -> dict[str, bytes]:
+def _told_of(board: Topic, group: bytes) -> dict[str, bytes]:
     """Return the digests that peers published for one round; leave out malformed ones."""
     found = {}
     for peer_id, said in board.entries.items():

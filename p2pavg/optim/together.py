@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
+from typing import ClassVar
 
 import torch
 
 from p2pavg.blocking import Averager
+from p2pavg.codes import FailedCode
 from p2pavg.group.limits import MAX_GROUP_SIZE
+from p2pavg.group.meeting import Meeting
+from p2pavg.optim.attendance import PAUSE_SECONDS
 from p2pavg.optim.lineage import Lineage, first_lineage
+from p2pavg.optim.news import tell_waiting
 from p2pavg.optim.progress import Average, Behind, Compute, Decision, Survey, Wait
 from p2pavg.optim.state import checked_amount, checked_count
 from p2pavg.optim.view import RunView
@@ -33,12 +39,19 @@ class Together:
         peers_to_start: number of peers that this peer's first round needs; ``config.min_group_size`` if ``None``.
         sync_timeout: seconds that this peer waits for the others before it begins a round without them, and for a round
             before it continues alone.
-        alone: if true, this peer may take updates alone; otherwise a round needs ``config.min_group_size`` peers.
+        min_peers: number of peers that an update needs; 1 if this peer may take updates alone, and
+            ``config.min_group_size`` if ``None``.
+        pause_seconds: see :class:`RunView`.
         recipe: digest of this peer's recipe.
+        overlaps: true if each peer counts its own steps, and its rounds run in the background.
+        grace: seconds that peers that are due wait for those that still compute; infinite for as long as these are
+            expected.
 
     Raises:
         ValueError: ``peers_to_start`` or ``sync_timeout`` is out of range.
     """
+
+    _view: ClassVar[type[RunView]] = RunView
 
     def __init__(
         self,
@@ -48,21 +61,32 @@ class Together:
         target: float,
         peers_to_start: int | None,
         sync_timeout: float,
-        alone: bool = False,
+        min_peers: int | None = None,
+        pause_seconds: float = PAUSE_SECONDS,
         recipe: bytes = b"",
+        overlaps: bool = False,
+        grace: float = math.inf,
     ) -> None:
         self.averager = averager
-        least = averager.config.min_group_size
-        to_start = least if peers_to_start is None else checked_count("peers_to_start", peers_to_start)
+        smallest = averager.config.min_group_size
+        self._least = smallest if min_peers is None else min_peers
+        to_start = smallest if peers_to_start is None else checked_count("peers_to_start", peers_to_start)
         self.patience = checked_amount("sync_timeout", sync_timeout)
         """Seconds that one call waits at most for other peers."""
+        self._grace = grace
+        self._looks_since = math.inf
+        """The time at which this peer began to look for the group of its background round."""
+        self._meeting: Meeting | None = None
+        """Where the next round's group is looked for, if not among all peers that are ready."""
         self._not_ours = averager.round_state is not None  # an earlier optimizer began this round
-        self.run = RunView(
+        self.run = self._view(
             averager,
             first_lineage(parameters, recipe),
             target=target,
             peers_to_start=to_start,
-            alone_after=sync_timeout if alone else None,
+            least=self._least,
+            pause_seconds=pause_seconds,
+            overlaps=overlaps,
         )
         self.on_look: Callable[[], None] = lambda: None
         """Called at least once a second while this peer waits."""
@@ -71,7 +95,12 @@ class Together:
         self.has_later: Callable[[], str] = lambda: ""
         """Returns the reason why this peer must fetch another state before it goes on, or an empty text; an optimizer
         with a :class:`~p2pavg.optim.RunState` replaces it."""
+        self.pauses: Callable[[Survey], str] = lambda _: ""
+        """Returns the reason why this peer takes no update alone now, or an empty text; an optimizer with a
+        :class:`~p2pavg.optim.RunState` replaces it."""
         self.waiting = Waiting()
+        self._waited_for_start: int | None = None
+        """Number of peers that were there when a call had waited in vain for the peers to start with."""
         self.comes_back = False
         """True if this peer fetches the run's state by itself when it is behind."""
         self._behind, self._split = GrowingPauses(), GrowingPauses()
@@ -79,6 +108,7 @@ class Together:
         self._stopped = False
         self._observes = False
         self._observers = 0  # among the peers that the last decision or round counted
+        self._expected: tuple[str, ...] = ()  # these peers
 
     def computed(self, batch: float) -> None:
         """Note that a batch of this many samples was computed."""
@@ -87,32 +117,55 @@ class Together:
 
     def decide_when_all_are_ready(self) -> Decision:
         """Decide as :meth:`RunView.decide`, but first wait while that is the decision, ``sync_timeout`` at most."""
-        until = time.monotonic() + self.patience
+        began = time.monotonic()
+        until = began + self.patience
         try:
             while True:
                 version = self.run.version
+                self._hurry(began)
                 self.on_look()
                 seen = self.run.survey()
-                self._observers = self._observers_in(seen)
+                self._observers, self._expected = self._observers_in(seen), seen.expected
                 decision, left = self.run.decide(seen), until - time.monotonic()
                 if later := self.has_later():
                     return Compute(later)
+                if isinstance(decision, Average) and self._leaves_no_log(decision, seen):
+                    why = self.pauses(seen)
+                    return Compute(why) if why else decision
                 if not isinstance(decision, Wait):
                     return decision
-                if left <= 0 and seen.peers < self.run.peers_to_start:
+                if seen.peers < self.run.peers_to_start and self._has_waited_to_start(seen.peers, left):
                     return decision
                 if left <= 0:
                     return Average(seen.peers, f"waited {self.patience:g} s: {decision.reason}")
                 self.run.stand_by()
                 self._waits(decision.reason, seen.computing)
-                self.run.wait(version, min(left, LOOK_SECONDS))
+                self.run.wait(version, min(left, self._grace, LOOK_SECONDS))
         finally:
             self._waits_no_more()
+
+    def _hurry(self, began: float) -> None:
+        """Leave out the peers that still compute if the grace period, which began at this time, is over."""
+        if time.monotonic() >= began + self._grace and self.run.has_started:
+            self.run.hurries = True
+
+    def _has_waited_to_start(self, peers: int, left: float) -> bool:
+        """Return whether this peer has waited long enough for the peers to start with, in this call or an earlier one.
+
+        It waits once for ``sync_timeout``, and again whenever another peer has come.
+        """
+        before = self._waited_for_start
+        if left <= 0:
+            self._waited_for_start = peers
+        return left <= 0 or (before is not None and peers <= before)
 
     def _waits(self, reason: str, peers: Sequence[str]) -> None:
         """Note the reason for waiting; warn the user when it lasts."""
         reason = "; ".join(part for part in (reason, self.why()) if part)
-        warning = self.waiting.waits(reason, peers, time.monotonic())
+        now = time.monotonic()
+        warning = self.waiting.waits(reason, peers, now)
+        if self.waiting.is_to_be_told(now):
+            tell_waiting(self.averager, self.waiting)
         if warning is not None:
             logger.warning("this peer %s", warning)
 
@@ -123,14 +176,53 @@ class Together:
 
     # ------------------------------------------------------------------ rounds
 
-    def begin_round(self, peers: int) -> None:
-        """Begin a round in the background; anything accumulated from now on belongs to the next one."""
+    def begin_round(self, peers: int) -> RoundResult:
+        """Begin a round in the background; anything accumulated from now on belongs to the next one.
+
+        Returns InProgress, unless the round has ended at once.
+        """
         logger.debug("epoch %d: averaging with %d peers", self.run.lineage.epoch, peers)
-        self._step(0.0, peers, self.averager, self.run.lineage.state)
+        self._looks_since = time.monotonic()
+        return self._step(0.0, peers, self.averager, self.run.lineage.state)
+
+    def goes_alone(self, peers: int) -> bool:
+        """Return whether a round of so many peers is an update that this peer takes alone."""
+        return peers == 1 and self._least == 1
+
+    def alone(self) -> RoundResult:
+        """Return this peer's own contribution as the average, since no other peer is there."""
+        found = self.averager.take_alone(self.run.lineage.state)
+        return NoPeers(reason="nothing is accumulated") if found is None else found
 
     def look(self) -> RoundResult:
         """Return the running round's result, or InProgress."""
         return self._step(0.0, 2, self.averager, self.run.lineage.state)
+
+    def look_on(self) -> RoundResult:
+        """Return the background round's result, or InProgress; end it if the run has gone on without this peer."""
+        result = self.look()
+        looks = isinstance(result, InProgress) and result.reason != EXCHANGES
+        if looks and not self._stop_if_left_behind(self.averager):
+            self._stop_if_some_compute()
+        return result
+
+    def _stop_if_some_compute(self) -> None:
+        """Cancel matchmaking if the grace period is over, and enough peers are due for a group without the others."""
+        before = self.run.hurries
+        self._hurry(self._looks_since)
+        if self.run.hurries and not before:
+            seen = self.run.survey()
+            decision = self.run.decide(seen)
+            if isinstance(decision, Average) and decision.peers < seen.peers:
+                self._stopped = self.averager.cancel_matchmaking(decision.reason)
+
+    def _stop_if_left_behind(self, averager: Averager) -> bool:
+        """Cancel matchmaking if no other peer will join this one's group; return whether none will."""
+        behind = self.left_behind()
+        later = self.has_later() or ("" if behind is None else behind.reason)
+        if later:
+            self._stopped = averager.cancel_matchmaking(later)
+        return bool(later)
 
     def observe(self) -> RoundResult:
         """Be in the next round without a contribution: the update comes with its result.
@@ -142,7 +234,7 @@ class Together:
         try:
             self.run.follow(True)  # the others must not count on a contribution
             seen = self.run.survey()
-            self._observers = self._observers_in(seen)
+            self._observers, self._expected = self._observers_in(seen), seen.expected
             return self.average(seen.peers)
         finally:
             self._observes = False
@@ -187,14 +279,13 @@ class Together:
             if not isinstance(result, InProgress) or time.monotonic() >= until:
                 return result
             self.on_look()
-            behind = self.left_behind()
-            # No other peer will join a group whose parameters the run has left behind.
-            if later := self.has_later() or ("" if behind is None else behind.reason):
-                self._stopped = averager.cancel_matchmaking(later)
+            if self._stop_if_left_behind(averager):
                 if not self._stopped:
                     return result
             elif result.reason != EXCHANGES:
                 self._look_again(peers, averager, result.reason, is_mine)
+            else:
+                self._waits("; ".join(filter(None, (EXCHANGES, result.waits_for))), ())
 
     def _look_again(self, peers: int, averager: Averager, reason: str, is_mine: bool) -> None:
         """Cancel matchmaking if the group to be formed has changed since this peer began it."""
@@ -211,12 +302,14 @@ class Together:
 
     def _step(self, wait: float, peers: int, averager: Averager, state: bytes) -> RoundResult:
         size = self._group_size(peers)
+        averager.expect(self._expected)
         result = averager.step(
             wait=wait,
             state=state,
             group_size=size,
             contributors=max(size - self._observers, 0),
             observe=self._observes,
+            **({} if self._meeting is None else {"meeting": self._meeting}),
         )
         if isinstance(result, NoPeers) and not self._stopped and not self._observes:
             self.run.came_to_nothing()
@@ -227,7 +320,9 @@ class Together:
         self._not_ours = False
         if isinstance(result, Success):
             return Failed(
-                reason="the round averaged parameters that were replaced meanwhile", contribution_used=True
+                reason="the round averaged parameters that were replaced meanwhile",
+                code=FailedCode.PARAMETERS_REPLACED,
+                contribution_used=True,
             )
         return result
 
@@ -254,6 +349,10 @@ class Together:
                 decision.reason,
             )
         return decision
+
+    def _leaves_no_log(self, decision: Average, seen: Survey) -> bool:
+        """Return whether no peer that joins could replay the update: no group signs its average."""
+        return self.goes_alone(decision.peers) or not self.averager.certifies(seen.expected)
 
     def _warn_of_a_split(self, seen: Survey) -> None:
         """Warn if another part of the run may have split off: both parts may have enough peers to continue."""

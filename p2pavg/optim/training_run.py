@@ -52,6 +52,8 @@ class TrainingRun:
             labels=parts.labels,
             companions=lambda: together.run.companions,
         )
+        self.compares = True
+        """False for peers whose parameters differ by design: nothing is published of them."""
         together.on_look = self.look
 
     @property
@@ -124,6 +126,8 @@ class TrainingRun:
 
     def _tell(self, numbers: Settings, parameters: Sequence[torch.Tensor]) -> None:
         """Let the other peers compare the parameters after an update."""
+        if not self.compares:
+            return
         self.watch.updated(
             self.lineage,
             numbers,

@@ -7,10 +7,12 @@ import time
 from collections import deque
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
+from functools import partial
 
 from p2pavg.blocking import Averager
 from p2pavg.optim.attendance import PAUSE_SECONDS, Attendance
 from p2pavg.optim.lineage import Lineage
+from p2pavg.optim.news import tell_progress
 from p2pavg.optim.progress import (
     MAX_BATCH_SECONDS,
     MAX_SAMPLES,
@@ -72,8 +74,9 @@ class RunView:
         target: number of samples, of all peers together, that make a round due; infinite if every peer counts its own
             steps.
         peers_to_start: number of peers that this peer's first round needs.
-        alone_after: seconds after which a paused peer is not waited for, if this peer may take updates alone; ``None``
-            if it needs ``config.min_group_size`` peers for a round.
+        least: number of peers that an update needs; 1 if this peer may take updates alone.
+        pause_seconds: seconds, at least, after which a peer that computes nothing is not waited for.
+        overlaps: true if each peer counts its own steps, and goes on with them while a round runs.
     """
 
     def __init__(
@@ -83,24 +86,27 @@ class RunView:
         *,
         target: float,
         peers_to_start: int,
-        alone_after: float | None,
+        least: int,
+        pause_seconds: float = PAUSE_SECONDS,
+        overlaps: bool = False,
     ) -> None:
         self.lineage = lineage
         self.peers_to_start = peers_to_start
         self._remembered: frozenset[str] = frozenset()
         self._follows = False
         self._target = target
-        self._least = averager.config.min_group_size if alone_after is None else 1
+        self._least = least
+        self._overlaps = overlaps
+        self.hurries = False
+        """True if the next round is to be without the peers that still compute."""
         self._board = averager.board(TOPIC)
+        self._tell = partial(tell_progress, averager)
         now = time.monotonic()
         self._pace = Pace(now)
-        # A peer that takes updates alone cannot rejoin, so a pause of the others must not cause that.
-        self._attendance = Attendance(
-            now, pause_seconds=PAUSE_SECONDS if alone_after is None else alone_after
-        )
+        self._attendance = Attendance(now, pause_seconds=pause_seconds, overlaps=overlaps)
         self._mine = self._progress(0.0, waiting=False)
         # The others learn of this peer before its first batch, because the first round includes all present peers.
-        self._board.publish(encode_progress(self._mine), now=True)
+        self._publish(now=True)
 
     # ------------------------------------------------------------------ publishing
 
@@ -124,22 +130,28 @@ class RunView:
             samples: samples accumulated since the last update.
             waiting: true if there will be no more until the next update.
         """
-        self._mine = self._progress(samples, waiting=waiting)
-        urgent = isinstance(self.decide(), Average | Wait)
-        self._board.publish(encode_progress(self._mine), now=urgent)
+        before, self._mine = self._mine, self._progress(samples, waiting=waiting)
+        if self._overlaps:  # the round goes on for many steps
+            self._publish(now=waiting and not before.waiting)
+        else:
+            self._publish(now=isinstance(self.decide(), Average | Wait))
 
     def stand_by(self) -> None:
         """Publish that this peer has stopped computing, because it is in a call that waits for the others."""
         if not self._mine.waiting:
             self._mine = replace(self._mine, waiting=True)
-            self._board.publish(encode_progress(self._mine))
+            self._publish()
 
     def follow(self, follows: bool) -> None:
         """Publish whether this peer replays the run's last updates, and will observe the next round."""
         if follows != self._follows:
             self._follows = follows
             self._mine = self._progress(0.0, waiting=follows)
-            self._board.publish(encode_progress(self._mine), now=True)
+            self._publish(now=True)
+
+    def _publish(self, *, now: bool = False) -> None:
+        self._board.publish(encode_progress(self._mine), now=now)
+        self._tell(self._mine)
 
     def leave(self) -> None:
         """Withdraw this peer's progress: no other peer waits for this one until it publishes again."""
@@ -215,6 +227,8 @@ class RunView:
             target=self._target,
             peers_to_start=self.peers_to_start,
             least=self._least,
+            at_once=self._overlaps,
+            hurries=self.hurries,
             settled=self._attendance.is_settled(
                 self._mine, seen.peers, self.peers_to_start, time.monotonic()
             ),
@@ -230,7 +244,7 @@ class RunView:
             after: lineage after the update.
         """
         now = time.monotonic()
-        self._follows = False
+        self._follows = self.hurries = False
         self._pace.rested(now)
         self._attendance.took(companions, self._mine, self._words(), now)
         self.lineage = after

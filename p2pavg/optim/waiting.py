@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 WARN_SECONDS = 10.0  # about the time after which a user wonders why a program stands still
+TELL_SECONDS = 1.0  # between two events of one wait
 MAX_PAUSE_SECONDS = 600.0  # maximum between two warnings: the log of a night shows that it lasted all night
 MAX_NAMED = 5  # peers; they fit on a line of a terminal
 SHORT_ID = 6  # last characters of an id; the first ones are the same for all peers
@@ -50,6 +51,14 @@ class Waiting:
         self.reason: str | None = None
         self.peers: tuple[str, ...] = ()
         self._since: float | None = None
+        self._told_at = -TELL_SECONDS
+
+    def is_to_be_told(self, now: float) -> bool:
+        """Return whether subscribers are to hear of the wait again; if so, the next time is later."""
+        if now < self._told_at + TELL_SECONDS:
+            return False
+        self._told_at = now
+        return True
 
     def waits(self, reason: str, peers: Sequence[str], now: float) -> str | None:
         """Note that the call waits; return a warning if one is due.

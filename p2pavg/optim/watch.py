@@ -7,11 +7,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from functools import partial
 
 from p2pavg.blocking import Averager
 from p2pavg.optim.digest import SHORT_BYTES, short_digests
 from p2pavg.optim.drift import drifted, outnumbered
 from p2pavg.optim.lineage import Lineage
+from p2pavg.optim.news import tell_drift
 from p2pavg.optim.recipe import Rate, Settings, rate_of
 from p2pavg.optim.word import MAX_RATES, TOPIC, Word, differences, encode_word, read_words
 
@@ -43,6 +45,7 @@ class Watch:
         companions: Callable[[], Collection[str]] = frozenset,
     ) -> None:
         self._board = averager.board(TOPIC, LOOK_SECONDS)
+        self._tell = partial(tell_drift, averager)
         self._every = every
         self._labels = tuple(labels)
         self._companions = companions
@@ -65,7 +68,8 @@ class Watch:
         """Publish the recipe with which this peer continues from a lineage; forget what belongs to an earlier one."""
         self._rates.clear()
         self._checks.clear()
-        self._word, self._update, self.drifted, self.outnumbered = word, lineage.epoch, None, False
+        self._word, self._update, self.outnumbered = word, lineage.epoch, False
+        self._note(None)
         self._say()
 
     def updated(self, lineage: Lineage, numbers: Settings, digests: Callable[[], list[bytes]]) -> None:
@@ -126,7 +130,7 @@ class Watch:
             }
             if not theirs:
                 continue
-            self.drifted = drifted(epoch, mine, theirs, self._labels)
+            self._note(drifted(epoch, mine, theirs, self._labels))
             companions = self._companions()
             known = {peer_id: digests for peer_id, digests in theirs.items() if peer_id in companions}
             self.outnumbered = outnumbered(mine, known)
@@ -134,6 +138,11 @@ class Watch:
                 self._logged_at = time.monotonic()
                 logger.error("%s", self.drifted)
             return
+
+    def _note(self, sentence: str | None) -> None:
+        if sentence != self.drifted:
+            self._tell(sentence or "")
+        self.drifted = sentence
 
     def _say(self, *, now: bool = False) -> None:
         if self._word is None:

@@ -2,43 +2,56 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Collection, Mapping
+from abc import abstractmethod
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
 
 import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from p2pavg.blocking import Averager
+from p2pavg.errors import AccumulateError
+from p2pavg.optim.arguments import check_averager, check_min_peers
+from p2pavg.optim.batches import NO_METRICS, Batches
 from p2pavg.optim.checkpoints import Owner
 from p2pavg.optim.common_state import CommonState
+from p2pavg.optim.joined import joined, kind_of
 from p2pavg.optim.lineage import Lineage
 from p2pavg.optim.model import ModelParts
 from p2pavg.optim.recipe import Recipe, Settings, hyperparameters, named
 from p2pavg.optim.report import StepReport
 from p2pavg.optim.run_state import RunState, model_of
-from p2pavg.optim.shards import Ranks, local_of
+from p2pavg.optim.shards import Ranks, local_of, whole_of
 from p2pavg.optim.state import checked_period
 from p2pavg.optim.states import States
 from p2pavg.optim.together import Together
+from p2pavg.optim.torch_optimizer import TorchOptimizer
 from p2pavg.optim.training_run import TrainingRun
+from p2pavg.optim.update_news import tell_update
 from p2pavg.optim.zeroing import ZeroingCheck
 from p2pavg.result import Success
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
+L = TypeVar("L")
 
-class PeerOptimizer:
-    """Wraps a torch optimizer; the base of :class:`AveragedOptimizer` and :class:`LocalUpdates`.
+OVERFLOW = "the GradScaler found gradients of this batch that are not finite: it is left out"
+
+
+class PeerOptimizer(TorchOptimizer):
+    """Wraps a torch optimizer, and is one; the base of :class:`AveragedOptimizer` and :class:`LocalUpdates`.
 
     A run begins at the first :meth:`step`, with the parameters at that time. See
     :class:`~p2pavg.optim.AveragedOptimizer` for the arguments.
 
     Raises:
-        TypeError: ``inner`` needs a closure, ``scheduler`` needs a metric, or ``model`` is not a module.
+        TypeError: ``inner`` needs a closure, ``scheduler`` needs a metric, ``model`` is not a module, or ``averager``
+            is not one of :mod:`p2pavg.blocking`.
         ValueError: ``inner`` has nothing to train, or an argument is out of range; the message names it.
     """
 
@@ -47,7 +60,7 @@ class PeerOptimizer:
 
     def __init__(
         self,
-        inner: Optimizer,
+        inner: Optimizer | Sequence[Optimizer],
         averager: Averager,
         *,
         scheduler: LRScheduler | None,
@@ -57,10 +70,17 @@ class PeerOptimizer:
         check_every: int | None,
         process_group: dist.ProcessGroup | None = None,
         state: RunState | None = None,
+        batches: Batches,
+        measure_updates: bool,
     ) -> None:
+        check_averager(averager)
         model = model_of(model, state)
-        self.inner = inner
+        self.inner = inner = joined(inner, model)
+        self._become_optimizer()
         self.scheduler = scheduler
+        self._batches = batches
+        self._measures_updates = bool(measure_updates)
+        self._update_norm: float | None = None
         if isinstance(inner, torch.optim.LBFGS):
             raise TypeError(
                 "inner evaluates the loss several times per step, which cannot be averaged: LBFGS"
@@ -87,20 +107,25 @@ class PeerOptimizer:
         outer: Optimizer | None,
         target: float,
         peers_to_start: int | None,
+        min_peers: int | None,
         sync_timeout: float,
+        overlaps: bool = False,
+        grace: float = math.inf,
     ) -> None:
         """Join the run, after the arguments are checked."""
+        check_min_peers(min_peers, self._averager.config.min_group_size)
         self._rules = rules
         numbers = hyperparameters(self.inner)
         # The values at this time: a rate that is set by hand before the first step is published with the first update.
         self._numbers = numbers if outer is None else (*numbers, *named("outer", hyperparameters(outer)))
-        self._together = Together(
-            self._averager,
-            self._locals(),
+        self._together = self._coordination(
             target=target,
-            peers_to_start=peers_to_start,
+            peers_to_start=min_peers if peers_to_start is None else peers_to_start,
+            min_peers=min_peers,
             sync_timeout=sync_timeout,
             recipe=self._recipe().digest,
+            overlaps=overlaps,
+            grace=grace,
         )
         self._training = TrainingRun(
             self._together,
@@ -111,10 +136,13 @@ class PeerOptimizer:
             check_every=self._check_every,
         )
 
+    def _coordination(self, **options: Any) -> Together:
+        """Return this optimizer's coordination with the other peers."""
+        return Together(self._averager, self._locals(), **options)
+
     @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The parameter groups of ``inner``."""
-        return self.inner.param_groups
+    def _stepped(self) -> Optimizer:
+        return self.inner
 
     @property
     def lineage(self) -> Lineage:
@@ -127,13 +155,22 @@ class PeerOptimizer:
         return self._together.run.lineage.epoch
 
     @property
+    def is_pending(self) -> bool:
+        """True if the next backward pass adds to the present gradients: see ``accumulate``."""
+        return self._batches.is_pending
+
+    @property
     def are_several(self) -> bool:
         """True if this peer's ranks each have an optimizer, for their own shards."""
         return self._ranks.are_several
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Zero the gradients, as in every torch optimizer; call it before each backward pass."""
-        self.inner.zero_grad(set_to_none=set_to_none)
+        """Zero the gradients, as in every torch optimizer; call it before each backward pass.
+
+        Between two backward passes that ``accumulate`` joins, it leaves them as they are.
+        """
+        if not self._batches.is_pending:
+            self.inner.zero_grad(set_to_none=set_to_none)
 
     def leave(self) -> None:
         """Stop taking part, so that the others do not wait for this peer, until :meth:`step` is called again.
@@ -147,7 +184,7 @@ class PeerOptimizer:
         layout = [[p.requires_grad for p in group["params"]] for group in self.inner.param_groups]
         rules = (
             ("optimizer", type(self).__name__),
-            ("inner", type(self.inner).__qualname__),
+            ("inner", kind_of(self.inner)),
             *self._rules,
             ("scheduler", None if self.scheduler is None else type(self.scheduler).__qualname__),
             ("layout", layout),
@@ -159,6 +196,99 @@ class PeerOptimizer:
         return [local_of(parameter) for parameter in self._parameters]
 
     # ------------------------------------------------------------------ steps
+
+    @overload  # type: ignore[override]  # torch's step returns nothing without a closure; this one a report
+    def step(
+        self, closure: None = None, *, samples: float | None = None, metrics: Mapping[str, float] = NO_METRICS
+    ) -> StepReport: ...
+
+    @overload
+    def step(
+        self,
+        closure: Callable[[], L],
+        *,
+        samples: float | None = None,
+        metrics: Mapping[str, float] = NO_METRICS,
+    ) -> L: ...
+
+    def step(
+        self,
+        closure: Callable[[], L] | None = None,
+        *,
+        samples: float | None = None,
+        metrics: Mapping[str, float] = NO_METRICS,
+    ) -> StepReport | L:
+        """Take one batch, whose gradients the parameters hold, and the update if it is due.
+
+        Args:
+            closure: function that zeroes the gradients, computes the loss and its gradients, and returns the loss. It
+                is called once.
+            samples: size of the batch; the gradients must be the mean over its samples. ``batch_size`` or
+                ``samples_of`` if not given. With a ``process_group``, the total of all its ranks, the same number on
+                each.
+            metrics: measurements on the batch, e.g. ``{"loss": loss.item()}``; 15 at most, with those of :meth:`note`.
+
+        Returns:
+            The report: progress of this peer and its run. If ``updated`` is true, the parameters have changed by an
+            average. With a closure, its return value, as in torch; :attr:`report` has the report.
+
+        Raises:
+            p2pavg.AccumulateError: :class:`AveragedOptimizer` was given a gradient or a metric that is not finite, or
+                ``samples`` that is not a number above 0; nothing is accumulated. With a ``process_group``, all its
+                ranks raise. If the cause is neither a gradient nor ``samples``, the ranks' earlier accumulated
+                gradients are discarded too.
+            TypeError: the number of samples is not known.
+            ValueError: ``inner`` trains other parameters than before, a buffer changes without being averaged, the
+                parameters are not those of the loaded state, or for :class:`LocalUpdates`, ``samples`` is not a number
+                above 0 or a metric is not a finite number. Nothing has changed then.
+            p2pavg.ClosedError: the averager is closed.
+        """
+        loss: L | None = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        report = self._step_batch(samples, metrics)
+        self._keep(report)
+        return report if closure is None else cast(L, loss)
+
+    def _step_batch(self, samples: float | None, metrics: Mapping[str, float]) -> StepReport:
+        batch = self._batches.add(samples, metrics)
+        scaled = getattr(self, "found_inf", None) is not None
+        if batch is None:
+            if scaled:
+                self._batches.drop()
+                raise ValueError(
+                    "accumulate cannot be used with a GradScaler: call scaler.step once for all passes, with the"
+                    " samples of all of them"
+                )
+            return self._training.report(goes_on=self._running)
+        if scaled and not self._ranks.all_agree(not self._overflows()):
+            self._training.begin()
+            self._check_parameters()
+            return replace(self._skip_batch(), skipped=OVERFLOW)
+        self._unscale()
+        return self._take_batch(batch.samples, batch.metrics)
+
+    @abstractmethod
+    def _take_batch(self, samples: float, metrics: Mapping[str, float]) -> StepReport:
+        """Take the present gradients; see :meth:`step`."""
+
+    @abstractmethod
+    def _skip_batch(self) -> StepReport:
+        """Leave the present gradients out, and go on with a round that runs."""
+
+    def note(self, metrics: Mapping[str, float]) -> None:
+        """Add measurements to those of the next :meth:`step`, such as a held-out loss.
+
+        Raises:
+            p2pavg.AccumulateError: a measurement is not a finite number, or there would be more than 15.
+        """
+        self._batches.note(metrics)
+
+    @property
+    def learning_rates(self) -> tuple[float, ...]:
+        """The learning rate of each parameter group of ``inner``; a group without one is left out."""
+        return tuple(float(group["lr"]) for group in self.inner.param_groups if "lr" in group)
 
     def _check_parameters(self) -> None:
         """Raise ValueError if the trained parameters were replaced.
@@ -184,8 +314,28 @@ class PeerOptimizer:
         """True while the end of a round has not been collected, also after Ctrl-C."""
         return self._averager.round_state is not None
 
-    def _updated(self, report: StepReport) -> StepReport:
-        """Call ``on_update`` with the report of an update."""
+    @torch.no_grad()
+    def _change(self, tensors: Sequence[torch.Tensor], optimizer: Optimizer) -> None:
+        """Step an optimizer of these tensors, and measure how far they move if the caller wants to know."""
+        before = [tensor.detach().clone() for tensor in tensors] if self._measures_updates else []
+        optimizer.step()
+        if before:
+            moved = [after.float() - old.float() for after, old in zip(tensors, before, strict=True)]
+            self._update_norm = whole_of(torch.nn.utils.get_total_norm(moved))
+
+    def _named(self, error: AccumulateError) -> AccumulateError:
+        """Return an error that names the parameter of one that names a tensor by its position."""
+        assert error.position is not None
+        label = self._parts.labels[error.position]
+        what = label if error.position >= len(self._parameters) else f"the gradient of {label}"
+        return AccumulateError(
+            str(error).replace(f"tensor {error.position}", what, 1), position=error.position
+        )
+
+    def _updated(self, report: StepReport, rates: tuple[float, ...]) -> StepReport:
+        """Tell the subscribers of an update, taken with these rates, and call ``on_update`` with its report."""
+        report = replace(report, learning_rates=rates, update_norm=self._update_norm)
+        tell_update(self._averager, self.lineage, report)
         if self._on_update is not None:
             self._on_update(report)
         return report
@@ -205,6 +355,7 @@ class PeerOptimizer:
         self._together.on_look = self._look
         self._together.comes_back = True
         self._together.has_later = self._states.has_later
+        self._together.pauses = self._states.pauses
 
     def _look(self) -> None:
         """Compare with the other peers, and offer them states; called between updates."""

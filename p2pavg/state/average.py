@@ -116,14 +116,11 @@ def read_manifest(data: bytes, expected: Expected) -> ProvenAverage:
         raise RemoteProtocolError(
             f"an average that {trusted} members of the run have signed, {MIN_TRUSTED_SIGNERS} are needed"
         )
-    members = tuple(whole.members[position] for position in sorted(commit.members))
-    shares = whole.shares if commit.attempt == 0 else expected.cut_shares(members)
-    roster = whole.only(members, shares)
-    if sum(shares) != expected.elements:
-        raise RemoteProtocolError(f"an average of {sum(shares)} elements")
-    by_share = [
-        parts_of_share(shares, position, expected.codec.granularity) for position in range(len(shares))
-    ]
+    if sum(whole.shares) != expected.elements:
+        raise RemoteProtocolError(f"an average of {sum(whole.shares)} elements")
+    granularity = expected.codec.granularity
+    roster = whole.among(commit.attempt, commit.members, expected.cut_shares, granularity)
+    by_share = [parts_of_share(roster, position, granularity) for position in range(len(roster.members))]
     parts = tuple(part for of_share in by_share for part in of_share)
     digests = _cut(data[_LENGTH.size + length :])
     if len(digests) != len(parts):

@@ -27,7 +27,8 @@ ALIGN_SECONDS = 4.0
 number is a multiple of as many updates as fit into this time, rounded up to a power of two: so most take the same."""
 MAX_ALIGN = 16  # a quarter of the averages that one record names
 SETTLE_SECONDS = 8.0
-"""A joiner takes a snapshot that at most half of its voters offer only after it has waited for this long."""
+"""A joiner takes a snapshot that at most half of its voters offer only after it has waited for this long, unless it is
+half of them and most peers of the run offer the same one."""
 PATIENCE_SECONDS = 60.0
 """While less than half of its voters offer any snapshot, it waits for this long: a donor takes one after its batch, and
 the first one that offers one would decide alone."""
@@ -109,8 +110,11 @@ def choose_snapshot(
 ) -> Chosen:
     """Choose the snapshot that a joiner fetches.
 
-    Among the offers from which a log leads on: the one of most voters, then of the latest update, then the largest
-    root. An update at which less than half of the voters have arrived is not that of the run.
+    Among the offers from which a log leads on: the one of most voters, then of most peers, then of the latest update,
+    then the largest root. An update at which less than half of the voters have arrived is not that of the run.
+
+    Other peers count only between offers of as many voters. Without them, a peer that came after the last snapshot and
+    takes a newer one could decide, and would be its only donor.
 
     Args:
         deciding: the voters, see :func:`voters`.
@@ -131,10 +135,14 @@ def choose_snapshot(
     )
     if not counts:
         return Chosen(None, (), f"{_peers(len(deciding))} asked for a snapshot, and none offers one yet")
-    offer, count = max(counts.items(), key=lambda found: (found[1], found[0].epoch, found[0].root))
+    offering = Counter(said.snapshot for said in news.values() if said.snapshot is not None)
+    offer, count = max(
+        counts.items(), key=lambda found: (found[1], offering[found[0]], found[0].epoch, found[0].root)
+    )
+    half_and_most = 2 * count == len(deciding) and 2 * offering[offer] > len(news)
     patience = SETTLE_SECONDS if 2 * counts.total() >= len(deciding) else PATIENCE_SECONDS
     all_offer = counts.total() == len(deciding)  # no other voter is to come
-    if 2 * count <= len(deciding) and waited < patience and not all_offer:
+    if 2 * count <= len(deciding) and waited < patience and not (all_offer or half_and_most):
         reason = f"{count} of {len(deciding)} peers offer the snapshot of update {offer.epoch}"
         return Chosen(None, (), f"{reason}; more may follow")
     donors = named_donors((peer_id for peer_id, said in news.items() if said.snapshot == offer), deciding)

@@ -22,6 +22,7 @@ from p2pavg.net.limits.rate import UNLIMITED, RateLimit
 from p2pavg.net.transport import PeerId, Stream
 from p2pavg.state.messages import MAX_HELLO_BYTES, Hello, encode_welcome, read_hello, state_key
 from p2pavg.state.serving import Holdings, Offered, Session
+from p2pavg.state.uploads import OnSent
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +67,8 @@ class StateService:
         *,
         upload: RateLimit = UNLIMITED,
         is_busy: Callable[[], bool] = lambda: False,
+        bandwidth: Callable[[], float] = lambda: 0.0,
+        on_sent: OnSent = lambda _peer_id, _count: None,
     ) -> None:
         """Serve what one user of a run holds from now on. Several averagers of one run may each call it once.
 
@@ -73,9 +76,11 @@ class StateService:
             membership: ``None`` if the run is open to anybody.
             upload: the averager's limit, which its rounds share.
             is_busy: returns true while a round exchanges, from any thread. Then pieces wait, for a second at most.
+            bandwidth: returns what this peer's link carries, in Mbit/s, from any thread; 0 if it is not known.
+            on_sent: is told of the bytes of pieces that were sent, from any thread.
         """
         run = self._runs.setdefault(stored_key(run_id, membership), _Run(run_id, membership))
-        run.offered.append(Offered(holdings, upload, is_busy))
+        run.offered.append(Offered(holdings, upload, is_busy, bandwidth, on_sent))
 
     def leave(self, run_id: str, membership: Membership | None, holdings: Holdings) -> None:
         """Take back one :meth:`join`. Running sessions find nothing of it any more."""

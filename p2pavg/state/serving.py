@@ -3,8 +3,8 @@
 The limits are the donor's own: a joiner has a bounded number of open requests, each request a bounded number of pieces,
 and each piece of :data:`SEND_BYTES` must have left within :data:`SEND_SECONDS`. A session has a copy of the one piece
 that it sends: otherwise a slow joiner would keep a whole snapshot in memory that its donor has dropped. Rounds have
-priority: while one needs the link, :data:`SEND_BYTES` wait for up to :data:`YIELD_SECONDS`, and fewer bytes for as much
-less.
+priority: while one needs the link, as many bytes as it carries in :data:`SPARED_SECONDS`, and :data:`SEND_BYTES` at
+most, wait for up to :data:`YIELD_SECONDS`, and fewer bytes for as much less.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from p2pavg.state.messages import (
     read_request,
 )
 from p2pavg.state.session_errors import of_the_remote
+from p2pavg.state.uploads import OnSent
 from p2pavg.threads.workers import in_own_thread
 
 logger = logging.getLogger(__name__)
@@ -50,6 +51,9 @@ SEND_BYTES = 256 * 1024
 SEND_SECONDS = 30.0
 """For 256 KiB to leave: a joiner that reads more slowly than 70 kbit/s loses its session."""
 YIELD_SECONDS = 1.0
+SPARED_SECONDS = 0.1
+"""Of each second of a round that states may use of the link. With as many bytes on every link, states would take half
+of a slow one, and the round would be longer by as much."""
 LANE_SECONDS = 5.0
 """For a direct lane to come about; then the pieces go over the stream."""
 UNSENT_BYTES = 128 * 1024  # that the system may hold: bytes of a round do not wait behind more
@@ -78,6 +82,9 @@ class Offered:
     upload: RateLimit
     is_busy: Callable[[], bool]
     """Returns true while a round exchanges, from any thread."""
+    bandwidth: Callable[[], float] = lambda: 0.0
+    """Returns what this peer's link carries, in Mbit/s, from any thread; 0 if it is not known."""
+    on_sent: OnSent = lambda _peer_id, _count: None
 
 
 class Source(Protocol):
@@ -232,15 +239,15 @@ class Session:
         """Send one frame."""
         async with self._sending:
             await self._send_in_time(header)
-            view = memoryview(data)
-            size = SEND_BYTES if offered is None or offered.upload.unlimited else _LIMITED_BYTES
-            for start in range(0, len(view), size):
-                piece = view[start : start + size]
-                if offered is not None:
-                    if start % SEND_BYTES == 0:
-                        await _give_way(offered.is_busy, yield_seconds(len(view) - start))
-                    await trio.sleep(offered.upload.delay(len(piece)))
+            if offered is None:
+                await self._send_in_time(data)
+                return
+            for piece, seconds in _in_steps(data, offered):
+                await _give_way(offered.is_busy, seconds)
+                await trio.sleep(offered.upload.delay(len(piece)))
                 await self._send_in_time(piece)
+                if offered is not None:
+                    offered.on_sent(self._stream.remote, len(piece))
 
     async def _send_in_time(self, data: Buffer) -> None:
         with trio.move_on_after(SEND_SECONDS) as scope:
@@ -334,14 +341,11 @@ class LaneUse:
     def _send_piece(self, data: Buffer, offered: Offered | None) -> None:
         if offered is None:
             return
-        size = SEND_BYTES if offered.upload.unlimited else _LIMITED_BYTES
-        view = memoryview(data)
-        for start in range(0, len(view), size):
-            if start % SEND_BYTES == 0:
-                self._give_way(offered.is_busy, yield_seconds(len(view) - start))
-            piece = view[start : start + size]
+        for piece, seconds in _in_steps(data, offered):
+            self._give_way(offered.is_busy, seconds)
             self._pause(offered.upload.delay(len(piece)))
             self._send(piece)
+            offered.on_sent(self._lane.remote, len(piece))
 
     def _give_way(self, is_busy: Callable[[], bool], seconds: float) -> None:
         waited = 0.0
@@ -359,9 +363,23 @@ class LaneUse:
         self._sends_since = math.inf
 
 
-def yield_seconds(count: int) -> float:
-    """Return the seconds for which the next ``count`` bytes wait at most while a round exchanges."""
-    return YIELD_SECONDS * min(count, SEND_BYTES) / SEND_BYTES
+def spared_bytes(bandwidth: float) -> int:
+    """Return the bytes that wait for :data:`YIELD_SECONDS` together while a round exchanges.
+
+    Args:
+        bandwidth: of this peer's link, in Mbit/s; 0 if it is not known.
+    """
+    steps = int(SPARED_SECONDS * bandwidth * 1e6 / 8 / _LIMITED_BYTES)
+    return min(max(steps, 1) * _LIMITED_BYTES, SEND_BYTES) if bandwidth else SEND_BYTES
+
+
+def _in_steps(data: Buffer, offered: Offered) -> Iterator[tuple[memoryview, float]]:
+    """Yield data in pieces, each with the seconds for which it waits at most while a round exchanges."""
+    view, spared = memoryview(data), spared_bytes(offered.bandwidth())
+    size = spared if offered.upload.unlimited else _LIMITED_BYTES
+    for start in range(0, len(view), size):
+        waits = 0.0 if start % spared else YIELD_SECONDS * min(len(view) - start, spared) / spared
+        yield view[start : start + size], waits
 
 
 async def _give_way(is_busy: Callable[[], bool], seconds: float) -> None:

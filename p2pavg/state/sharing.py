@@ -6,231 +6,41 @@ the network: a transfer runs in trio's thread, and the loop looks at it from tim
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import math
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import trio
 
-from p2pavg.allreduce.averages import EncodedAverage
-from p2pavg.errors import RemoteProtocolError, StateError
+from p2pavg.errors import RemoteProtocolError
 from p2pavg.net.transport import PeerId
 from p2pavg.records.board import Board
-from p2pavg.state.average import (
-    MAX_MANIFEST_BYTES,
-    Expected,
-    LoggedAverage,
-    ProvenAverage,
-    decode,
-    read_manifest,
-)
+from p2pavg.state.average import MAX_MANIFEST_BYTES, LoggedAverage, ProvenAverage, decode, read_manifest
 from p2pavg.state.blobs import BlobKind
 from p2pavg.state.choice import voters
-from p2pavg.state.fetching import Fetch, Progress, Wanted
+from p2pavg.state.fetching import Fetch, Wanted
 from p2pavg.state.manifest import Manifest
 from p2pavg.state.news import MAX_ADDRESSES, SnapshotOffer, StateNews, encode_news, read_all
-from p2pavg.state.progress import StateProgress, amount, span
 from p2pavg.state.sessions import Sessions
 from p2pavg.state.shelf import HeldSnapshot, Shelf
 from p2pavg.state.sink import FileSink, MemorySink, Sink
+from p2pavg.state.transfers import AverageTransfer, SharedRun, SnapshotTransfer, Transfer
 from p2pavg.state.tree import CHUNK_BYTES, chunk_count, chunk_digests, root_of
 from p2pavg.threads.workers import in_own_thread
 from p2pavg_dht.contact import MAX_ADDRESS_LENGTH
+
+TransferT = TypeVar("TransferT", bound=Transfer)
 
 logger = logging.getLogger(__name__)
 
 MAX_LOGGED = 4
 """Averages of this peer's own rounds that wait to be taken by its optimizer."""
 DOWNLOAD_NAME = "download"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SharedRun:
-    """A run, as states need to know it.
-
-    Args:
-        peer_id: this peer.
-        addresses: returns the addresses at which other peers can dial this one.
-        elements: length of the vector.
-        unflatten: turns a vector into the tensors that the averager averages.
-        members_only: true if the run has an authority.
-        bootstrap: the peers through which this one joined the network.
-        expected: returns the average of a group that this peer can check, by its group id.
-    """
-
-    peer_id: PeerId
-    addresses: Callable[[], Sequence[str]]
-    elements: int
-    unflatten: Callable[[torch.Tensor], list[torch.Tensor]]
-    members_only: bool
-    bootstrap: frozenset[str]
-    expected: Callable[[bytes], Expected]
-
-
-class Transfer:
-    """A blob on its way to this peer. Calls may come from any thread, :meth:`run` belongs to trio."""
-
-    def __init__(self, fetch: Callable[[Transfer], Fetch], token: trio.lowlevel.TrioToken) -> None:
-        self._make = fetch
-        self._token = token
-        self._scope = trio.CancelScope()
-        self._fetch: Fetch | None = None
-        self._donors: Mapping[PeerId, Sequence[str]] = {}
-        self._ended = threading.Event()
-        self._progress: Progress | None = None
-        self.sink: Sink | None = None
-        self.failure = ""
-        """Reason for which it failed; empty before the end, and if it succeeded."""
-
-    @property
-    def ended(self) -> bool:
-        """True if it has succeeded or failed."""
-        return self._ended.is_set()
-
-    @property
-    def stands_still(self) -> bool:
-        """True while no donor is used: each has refused, or cannot be reached."""
-        return self._progress is not None and not self._progress.rates
-
-    def wait(self, timeout: float) -> None:
-        """Block until it has ended, for at most ``timeout`` seconds."""
-        self._ended.wait(timeout)
-
-    def set_donors(self, donors: Mapping[PeerId, Sequence[str]]) -> None:
-        """Replace the donors: addresses by peer id."""
-        if donors != self._donors:
-            self._donors = donors
-            self._soon(self._tell_donors)
-
-    def cancel(self) -> None:
-        """Stop it."""
-        self._soon(self._scope.cancel)
-
-    def _soon(self, function: Callable[[], object]) -> None:
-        with contextlib.suppress(
-            trio.RunFinishedError
-        ):  # the averager is closed; its next call raises ClosedError
-            self._token.run_sync_soon(function)
-
-    def _tell_donors(self) -> None:
-        if self._fetch is not None:
-            self._fetch.set_donors(self._donors)
-
-    def note(self, progress: Progress) -> None:
-        """Take the progress of the transfer; called in trio's thread."""
-        self._progress = progress
-
-    def progress(self, about: StateProgress) -> StateProgress:
-        """Return a progress with the numbers of this transfer."""
-        found = self._progress
-        if found is None:
-            return about
-        rate, left = found.rate, found.seconds_left
-        told = f"{amount(found.done)} of {amount(found.total)}"
-        donors = sum(each > 0 for each in found.rates.values())
-        if rate > 0 and math.isfinite(left):
-            told += f", {amount(rate)}/s from {donors} peer{'s' if donors != 1 else ''}, {span(left)} left"
-        return replace(
-            about,
-            reason=f"{about.reason}: {told}",
-            bytes_done=found.done,
-            bytes_total=found.total,
-            bytes_per_second=rate,
-            seconds_left=left if math.isfinite(left) else None,
-            donors=donors,
-        )
-
-    def abandon(self) -> None:
-        """Note that it cannot run any more."""
-        self.failure = "the averager is closed"
-        self._ended.set()
-
-    async def run(self) -> None:
-        """Fetch the blob."""
-        self.failure = "the transfer was stopped"
-        try:
-            with self._scope:
-                self._fetch = self._make(self)
-                self._fetch.set_donors(self._donors)
-                self.sink = await self._fetch.run()
-                self.failure = ""
-        except StateError as error:
-            self.failure = str(error)
-        finally:
-            self._fetch = None
-            self._ended.set()
-
-
-class SnapshotTransfer(Transfer):
-    """A snapshot on its way."""
-
-    offer: SnapshotOffer
-
-    @contextlib.contextmanager
-    def data(self) -> Iterator[memoryview]:
-        """Lend the bytes of the snapshot, which has succeeded. The memory, or the file, goes with the block."""
-        assert self.sink is not None
-        sink, self.sink = self.sink, None
-        try:
-            yield sink.take()
-        finally:
-            sink.close()
-            if isinstance(sink, FileSink):
-                sink.remove()
-
-
-class AverageTransfer(Transfer):
-    """An average of the log on its way."""
-
-    group_id: bytes
-    _proof: ProvenAverage | None = None
-    _run: SharedRun
-    _codec_of: Expected
-
-    @property
-    def proof(self) -> ProvenAverage | None:
-        """The certificate's content, as soon as it is here and checked."""
-        return self._proof
-
-    def proven(self) -> ProvenAverage:
-        """Return the certificate's content, after the transfer has succeeded."""
-        assert self._proof is not None
-        return self._proof
-
-    def _parts(self) -> tuple[memoryview, ...]:
-        assert self.sink is not None
-        data, at, parts = self.sink.take(), 0, []
-        for size in self.proven().sizes:
-            parts.append(data[at : at + size])
-            at += size
-        return tuple(parts)
-
-    def decode(self) -> list[torch.Tensor]:
-        """Return the averaged tensors.
-
-        Raises:
-            RemoteProtocolError: the bytes do not decode.
-        """
-        vector = torch.empty(self._run.elements)
-        decode(self.proven(), self._parts(), self._codec_of.codec, vector)
-        return self._run.unflatten(vector)
-
-    def logged(self) -> LoggedAverage:
-        """Return it as an entry of this peer's own log."""
-        proof = self.proven()
-        return LoggedAverage(
-            proof.state,
-            proof.group_id,
-            proof.certificate,
-            EncodedAverage(self._parts(), proof.digests),
-        )
 
 
 class StateSharing:
@@ -244,6 +54,9 @@ class StateSharing:
         directory: folder for a download that survives this process; ``None``: downloads are kept in memory.
         nursery: lives as long as the averager.
     """
+
+    belongs_to_several = False
+    """True if several processes share the peer, which then takes their common snapshots and no others."""
 
     def __init__(
         self,
@@ -271,6 +84,21 @@ class StateSharing:
         """Bytes of one average on the wire."""
 
     # ------------------------------------------------------------------ records
+
+    @property
+    def members_only(self) -> bool:
+        """True if the run has an authority."""
+        return self._run.members_only
+
+    @property
+    def bootstrap(self) -> frozenset[str]:
+        """Ids of the peers through which this one joined the network."""
+        return self._run.bootstrap
+
+    @property
+    def gives_snapshots(self) -> bool:
+        """True if this process's optimizer is to take the snapshots that joiners ask for."""
+        return True
 
     @property
     def version(self) -> int:
@@ -372,6 +200,16 @@ class StateSharing:
 
     def fetch_snapshot(self, offer: SnapshotOffer) -> SnapshotTransfer:
         """Begin to fetch a snapshot."""
+        return self._started(self.snapshot_transfer(offer))
+
+    def snapshot_transfer(
+        self, offer: SnapshotOffer, room: Callable[[Manifest], Sink] | None = None
+    ) -> SnapshotTransfer:
+        """Return the transfer of a snapshot, which the caller runs.
+
+        Args:
+            room: makes the place for its chunks; in memory, or in the directory if there is one, if not given.
+        """
         count = chunk_count(offer.size)
 
         def read(data: bytes) -> Manifest:
@@ -381,26 +219,30 @@ class StateSharing:
             last = offer.size - CHUNK_BYTES * (count - 1)
             return Manifest(sizes=[CHUNK_BYTES] * (count - 1) + [last], digests=digests)
 
-        def make(manifest: Manifest) -> Sink:
-            if self._directory is None:
-                return MemorySink(manifest.sizes)
-            return FileSink(self._directory / DOWNLOAD_NAME, manifest.sizes, manifest.digests)
-
+        make = self._room if room is None else room
         wanted = Wanted(BlobKind.SNAPSHOT, offer.root, 32 * count, read)
         transfer = SnapshotTransfer(
             lambda it: Fetch(self._sessions, wanted, make, on_progress=it.note), self._token
         )
         transfer.offer = offer
-        self._start(transfer)
         return transfer
+
+    def _room(self, manifest: Manifest) -> Sink:
+        if self._directory is None:
+            return MemorySink(manifest.sizes)
+        return FileSink(self._directory / DOWNLOAD_NAME, manifest.sizes, manifest.digests)
 
     def fetch_average(self, group_id: bytes) -> AverageTransfer:
         """Begin to fetch an average of the log."""
+        return self._started(self.average_transfer(group_id))
+
+    def average_transfer(self, group_id: bytes) -> AverageTransfer:
+        """Return the transfer of an average of the log, which the caller runs."""
         expected = self._run.expected(group_id)
 
         def read(data: bytes) -> Manifest:
             proof = read_manifest(data, expected)
-            transfer._proof = proof
+            transfer.note_proof(proof)
             return Manifest(sizes=proof.sizes, digests=proof.digests)
 
         wanted = Wanted(BlobKind.AVERAGE, group_id, MAX_MANIFEST_BYTES, read)
@@ -410,12 +252,28 @@ class StateSharing:
             ),
             self._token,
         )
-        transfer.group_id, transfer._run, transfer._codec_of = group_id, self._run, expected
-        self._start(transfer)
+        transfer.belongs_to(self._run, expected)
         return transfer
 
-    def _start(self, transfer: Transfer) -> None:
+    def decoded(self, average: LoggedAverage) -> tuple[ProvenAverage, torch.Tensor]:
+        """Return the content of the certificate of an average of the log, and the averaged vector.
+
+        Raises:
+            RemoteProtocolError: the average does not decode.
+        """
+        expected = self._run.expected(average.group_id)
+        proven = read_manifest(average.manifest(), expected)
+        vector = torch.empty(self._run.elements)
+        decode(proven, average.encoded.parts, expected.codec, vector)
+        return proven, vector
+
+    def replayed(self, transfer: AverageTransfer, epoch: int) -> None:
+        """Note that the optimizer has taken an update from the log: its average is offered, too."""
+        self.shelf.took(transfer.logged(), epoch)
+
+    def _started(self, transfer: TransferT) -> TransferT:
         self._soon(transfer.run, otherwise=transfer.abandon)
+        return transfer
 
     def end(self) -> None:
         """End for another one, which takes its place; called in trio's thread."""

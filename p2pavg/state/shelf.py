@@ -1,4 +1,4 @@
-"""The states that one peer offers to others: at most one snapshot, and the log of the last averages.
+"""The states that one peer offers to others: one snapshot, or two if asked for, and the log of the last averages.
 
 Calls may come from any thread.
 """
@@ -40,6 +40,7 @@ class Shelf:
     def __init__(self, log_bytes: int) -> None:
         self._lock = threading.Lock()
         self._snapshot: HeldSnapshot | None = None
+        self._former: HeldSnapshot | None = None
         self._log: OrderedDict[bytes, LoggedAverage] = OrderedDict()
         self._log_bytes = log_bytes
         self._epoch = 0
@@ -66,6 +67,11 @@ class Shelf:
         with self._lock:
             return tuple(self._log)
 
+    def average(self, group_id: bytes) -> LoggedAverage | None:
+        """Return an average of the log; ``None`` if it is not there."""
+        with self._lock:
+            return self._log.get(group_id)
+
     @property
     def log_first(self) -> int:
         """The update after which the log begins: all averages that came later are offered."""
@@ -86,9 +92,15 @@ class Shelf:
             taken = sum(average.nbytes for average in later)
             return max(taken / self._log_bytes, len(later) / MAX_LOG) if later else 0.0
 
-    def put(self, snapshot: HeldSnapshot | None) -> None:
-        """Replace the snapshot, or drop it."""
+    def put(self, snapshot: HeldSnapshot | None, *, keeps_former: bool = False) -> None:
+        """Replace the snapshot, or drop it.
+
+        Args:
+            keeps_former: true if the one that is replaced stays beside it, for peers that are fetching it. An earlier
+                one than that is dropped.
+        """
         with self._lock:
+            self._former = self._snapshot if keeps_former else None
             self._snapshot = snapshot
 
     def took(self, average: LoggedAverage, epoch: int) -> None:
@@ -104,7 +116,7 @@ class Shelf:
         """Drop everything: the parameters were replaced by those after an update."""
         with self._lock:
             self._log.clear()
-            self._snapshot = None
+            self._snapshot = self._former = None
             self._epoch = epoch
 
     def _shorten(self) -> None:
@@ -121,19 +133,25 @@ class Shelf:
             if kind == BlobKind.AVERAGE:
                 average = self._log.get(blob_id)
                 return None if average is None else average.manifest()
-            held = self._snapshot
-        if kind != BlobKind.SNAPSHOT or held is None or held.offer.root != blob_id:
+            held = self._held(blob_id)
+        if kind != BlobKind.SNAPSHOT or held is None:
             return None
         return b"".join(held.digests)
+
+    def _held(self, root: bytes) -> HeldSnapshot | None:
+        for held in (self._snapshot, self._former):
+            if held is not None and held.offer.root == root:
+                return held
+        return None
 
     def piece(self, kind: int, blob_id: bytes, index: int) -> Buffer | None:
         """Return a piece of a blob; ``None`` if it is not held."""
         with self._lock:
             average = self._log.get(blob_id) if kind == BlobKind.AVERAGE else None
-            held = self._snapshot if kind == BlobKind.SNAPSHOT else None
+            held = self._held(blob_id) if kind == BlobKind.SNAPSHOT else None
         if average is not None and 0 <= index < len(average.encoded.parts):
             return average.encoded.parts[index]
-        if held is None or held.offer.root != blob_id or not 0 <= index < len(held.digests):
+        if held is None or not 0 <= index < len(held.digests):
             return None
         self._read_at = time.monotonic()
         return held.data[index * CHUNK_BYTES : (index + 1) * CHUNK_BYTES]

@@ -69,10 +69,13 @@ class MemorySink:
 
     def __init__(self, sizes: Sequence[int]) -> None:
         self._offsets = [0, *accumulate(sizes)]
+        self._data = self._room(self._offsets[-1])
+
+    def _room(self, size: int) -> memoryview:
         try:
-            self._data = memoryview(bytearray(self._offsets[-1]))
+            return memoryview(bytearray(size))
         except MemoryError:
-            raise StateError(f"there is no memory for a state of {self._offsets[-1]} bytes") from None
+            raise StateError(f"there is no memory for a state of {size} bytes") from None
 
     @property
     def claimed(self) -> Sequence[int]:

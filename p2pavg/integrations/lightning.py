@@ -1,0 +1,143 @@
+"""Training with Lightning: a callback that lets the module's optimizer train with peers.
+
+::
+
+    trainer = Trainer(max_steps=1000, callbacks=[PeerCallback(averager, target_batch_size=4096)])
+    trainer.fit(module, loader)
+
+The module stays as it is. Lightning's checkpoints hold the optimizer's state, with its schedule.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+try:
+    from lightning.pytorch import Callback, LightningModule, Trainer
+except ImportError as error:
+    raise ImportError(
+        "p2pavg.integrations.lightning needs lightning: pip install 'p2pavg[lightning]'"
+    ) from error
+
+from p2pavg.blocking import Averager
+from p2pavg.integrations.samples import batch_size_of
+from p2pavg.optim.averaged import AveragedOptimizer
+from p2pavg.optim.wrapper import PeerOptimizer
+
+
+class PeerCallback(Callback):  # type: ignore[misc]
+    """Wraps the optimizer of a ``LightningModule``, and counts the samples of its batches.
+
+    A schedule that the module steps with its batches (``"interval": "step"``) becomes the optimizer's: with
+    ``AveragedOptimizer`` it is stepped once per update of the run. The training loss travels with the updates, as the
+    metric ``loss``, and the run's progress goes to the trainer's loggers.
+
+    Args:
+        averager: averager of the run.
+        recipe: function that makes the optimizer of the inner one, the averager and ``options``, such as
+            :func:`p2pavg.optim.diloco`.
+        updates: number of updates of the run after which the training ends; ``None`` for the trainer's own limits,
+            which count this peer's batches.
+        options: further arguments of ``recipe``, such as ``target_batch_size``.
+
+    Raises:
+        ValueError: at the beginning of the training, if the module has several optimizers, or a schedule that cannot
+            follow the run's updates, or if the trainer has several processes.
+    """
+
+    def __init__(
+        self,
+        averager: Averager,
+        *,
+        recipe: Callable[..., PeerOptimizer] = AveragedOptimizer,
+        updates: int | None = None,
+        **options: Any,
+    ) -> None:
+        self._averager = averager
+        self._recipe = recipe
+        self._updates = updates
+        self._options = options
+        self._samples = 0
+        self._logged = 0  # the last update that was logged
+        self._optimizer: PeerOptimizer | None = None
+
+    @property
+    def optimizer(self) -> PeerOptimizer:
+        """The optimizer of the run.
+
+        Raises:
+            RuntimeError: the training has not begun.
+        """
+        if self._optimizer is None:
+            raise RuntimeError("the training has not begun: Trainer.fit makes the optimizer")
+        return self._optimizer
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Wrap the module's optimizer, before the trainer restores a checkpoint."""
+        if trainer.world_size > 1:
+            raise ValueError(
+                "PeerCallback is for one process a peer; see p2pavg.optim.ReplicatedOptimizer for more"
+            )
+        if len(trainer.optimizers) != 1:
+            raise ValueError(f"PeerCallback needs a module with one optimizer, got {len(trainer.optimizers)}")
+        options = dict(self._options)
+        if "batch_size" not in options and "samples_of" not in options:
+            options["samples_of"] = self._take_samples
+        schedule = self._taken_schedule(trainer)
+        if schedule is not None:
+            options.setdefault("scheduler", schedule)
+        self._optimizer = self._recipe(trainer.optimizers[0], self._averager, **options)
+        trainer.optimizers = [self._optimizer]
+
+    def _taken_schedule(self, trainer: Trainer) -> Any:
+        """Take the module's schedule from the trainer; return it, or ``None`` if there is none."""
+        configs = trainer.strategy.lr_scheduler_configs
+        if not configs:
+            return None
+        config = configs[0]
+        if len(configs) > 1 or config.interval != "step" or config.frequency != 1 or config.reduce_on_plateau:
+            raise ValueError(
+                "the module's schedule cannot follow the run's updates: return one schedule with"
+                ' {"interval": "step"} from configure_optimizers; it is stepped once per update'
+            )
+        configs.clear()
+        return config.scheduler
+
+    def _take_samples(self) -> int:
+        samples, self._samples = self._samples, 0
+        return samples
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Count the samples of a batch."""
+        self._samples += batch_size_of(batch)
+
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor) -> None:
+        """Give the loss to the run. Lightning has divided it by the number of accumulated batches."""
+        value = float(loss.detach()) * trainer.accumulate_grad_batches
+        if math.isfinite(value):  # the step itself refuses the gradients of such a loss
+            self.optimizer.note({"loss": value})
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Log an update, and end the training after the last one."""
+        report = self.optimizer.report
+        # The report stays for all batches that make one step together.
+        if report is not None and report.updated and report.epoch != self._logged:
+            self._logged = report.epoch
+            figures = {f"run_{name}": value for name, value in report.metrics.items()}
+            figures |= {"run_updates": float(report.epoch), "run_peers": float(report.peers)}
+            for logger in trainer.loggers:
+                logger.log_metrics(figures, step=trainer.global_step)
+        if self._updates is not None and self.optimizer.epoch >= self._updates:
+            trainer.should_stop = True
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Leave the run, so that no other peer waits for this one."""
+        self.optimizer.leave()

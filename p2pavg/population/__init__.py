@@ -1,0 +1,30 @@
+"""Population based training: members train with different hyperparameters and copy the best, without a coordinator."""
+
+from p2pavg.population.concurrent import TrioPopulation, open_population
+from p2pavg.population.history import Generation, History
+from p2pavg.population.lineage import Ancestor
+from p2pavg.population.population import Population
+from p2pavg.population.report import GenerationReport
+from p2pavg.population.rules import check_decision, decide
+from p2pavg.population.settings import PopulationSettings
+from p2pavg.population.space import Choice, LogUniform, Uniform
+from p2pavg.population.words import Decision, Standing, Word
+
+__all__ = [
+    "Ancestor",
+    "Choice",
+    "Decision",
+    "Generation",
+    "GenerationReport",
+    "History",
+    "LogUniform",
+    "Population",
+    "PopulationSettings",
+    "Standing",
+    "TrioPopulation",
+    "Uniform",
+    "Word",
+    "check_decision",
+    "decide",
+    "open_population",
+]

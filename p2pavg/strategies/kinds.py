@@ -1,0 +1,448 @@
+"""The strategies of this version, as frozen values."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, ClassVar
+
+from torch import nn
+from torch.optim import Optimizer
+
+from p2pavg.blocking import Averager
+from p2pavg.errors import ConfigError
+from p2pavg.group.aggregation import resolve_rule
+from p2pavg.group.participation import RandomFraction
+from p2pavg.group.topology import BUTTERFLY, Topology, resolve_topology
+from p2pavg.optim import (
+    AveragedOptimizer,
+    LocalUpdates,
+    diloco,
+    fedadagrad,
+    fedadam,
+    fedavg,
+    fedprox,
+    fedyogi,
+    gossip,
+    noloco,
+    sparseloco,
+)
+from p2pavg.optim.intervals import SyncEvery
+from p2pavg.optim.local_options import checked_options
+from p2pavg.population import Population, PopulationSettings
+from p2pavg.population.settings import Exploit, Explore, Mode
+from p2pavg.population.space import Choice, Range, Uniform
+from p2pavg.strategies.base import Strategy
+
+MEAN = "mean"
+MAX_COUNT = 2**40
+MAX_NUMBER = 1e15
+OPTIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "diloco": ("lr", "momentum"),
+        "sparseloco": ("lr",),
+        "fedavg": (),
+        "fedprox": ("mu",),
+        "fedadagrad": ("lr", "tau"),
+        "fedadam": ("lr", "tau"),
+        "fedyogi": ("lr", "tau"),
+        "gossip": ("group_size",),
+        "noloco": ("lr", "momentum", "pull", "group_size"),
+    }
+)
+"""The rules of :class:`Federated`, which are the recipes of :mod:`p2pavg.optim`, and the numbers that each takes."""
+
+RECIPES: Mapping[str, Callable[..., LocalUpdates]] = MappingProxyType(
+    {
+        "diloco": diloco,
+        "sparseloco": sparseloco,
+        "fedavg": fedavg,
+        "fedprox": fedprox,
+        "fedadagrad": fedadagrad,
+        "fedadam": fedadam,
+        "fedyogi": fedyogi,
+        "gossip": gossip,
+        "noloco": noloco,
+    }
+)
+
+MIXES = frozenset({"gossip", "noloco"})
+"""The rules of which each group has a few peers only."""
+
+_FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class Local(Strategy):
+    """Each peer trains by itself; nothing is averaged. Its optimizer is ``inner``."""
+
+    kind: ClassVar[str] = "local"
+
+    def optimizer(
+        self,
+        model: nn.Module,
+        averager: Averager | None,
+        inner: Optimizer,
+        *,
+        allow: Collection[str] = (),
+        **options: Any,
+    ) -> Optimizer:
+        """Return ``inner``. The averager may be ``None``, and there are no options."""
+        if averager is not None:
+            self._check_config(averager.config)
+        return self._build(model, averager, inner, allow=allow, **options)
+
+    def _build(
+        self,
+        model: nn.Module,  # noqa: ARG002
+        averager: Averager | None,  # noqa: ARG002
+        inner: Optimizer,
+        *,
+        allow: Collection[str] = (),  # noqa: ARG002
+        **options: Any,
+    ) -> Optimizer:
+        if options:
+            raise ConfigError(f"{next(iter(options))} is no option of a local strategy, which has none")
+        return inner
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataParallel(Strategy):
+    """All peers together take one large batch per update, and hold the same parameters.
+
+    Its optimizer is an :class:`~p2pavg.optim.AveragedOptimizer`.
+
+    Args:
+        target_batch_size: samples of all peers together for one update.
+        aggregation: ``"mean"``, or a robust rule as text, such as ``"median"`` (:attr:`AveragingConfig.robust`).
+        topology: ``"butterfly"``, in which each member averages a share, or ``"star"``, in which one averages all
+            (:attr:`AveragingConfig.topology`).
+        max_grad_norm: L2 norm to which the averaged gradient is clipped, if given.
+        overlap: average in the background; updates come one batch late.
+
+    Raises:
+        ConfigError: an argument is out of range; the message begins with its name.
+    """
+
+    kind: ClassVar[str] = "data_parallel"
+
+    target_batch_size: float
+    aggregation: str = MEAN
+    topology: str | Topology = BUTTERFLY.text
+    max_grad_norm: float | None = None
+    overlap: bool = False
+
+    def __post_init__(self) -> None:
+        _check_number("target_batch_size", self.target_batch_size)
+        _check_aggregation(self.aggregation)
+        object.__setattr__(self, "topology", _check_topology(self.topology))
+        if self.max_grad_norm is not None:
+            _check_number("max_grad_norm", self.max_grad_norm)
+        if not isinstance(self.overlap, bool):
+            raise ConfigError(f"overlap must be true or false, got {self.overlap!r}")
+
+    @property
+    def robust(self) -> str | None:
+        """The aggregation as :attr:`AveragingConfig.robust` has it."""
+        return None if self.aggregation == MEAN else self.aggregation
+
+    def _settings(self) -> dict[str, Any]:
+        return {"robust": self.robust, "topology": self.topology}
+
+    def _build(
+        self,
+        model: nn.Module,
+        averager: Averager,
+        inner: Optimizer,
+        *,
+        allow: Collection[str] = (),  # noqa: ARG002 - it runs no function
+        **options: Any,
+    ) -> AveragedOptimizer:
+        return AveragedOptimizer(
+            inner,
+            averager,
+            target_batch_size=self.target_batch_size,
+            max_grad_norm=self.max_grad_norm,
+            overlap=self.overlap,
+            **{"model": model, **options},
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Federated(Strategy):
+    """Each peer trains by itself, and every ``sync_every`` steps all take a common outer step.
+
+    Its optimizer is :class:`~p2pavg.optim.LocalUpdates`.
+
+    Args:
+        rule: ``"diloco"``, ``"sparseloco"``, ``"fedavg"``, ``"fedprox"``, ``"fedadagrad"``, ``"fedadam"``,
+            ``"fedyogi"``, ``"gossip"`` or ``"noloco"``: the recipe of :mod:`p2pavg.optim`.
+        sync_every: inner steps between two outer steps, or a time such as ``"30s"``.
+        fragments, delay, alpha, grace: the model is averaged in parts, in the background, and without the slowest:
+            see :class:`~p2pavg.optim.LocalUpdates`.
+        rounds: outer steps after which training is over (:meth:`is_over`); ``None`` for no end.
+        selection: fraction of the peers that contribute to each outer step, above 0 and at most 1: they are drawn anew
+            for each. The others hold the result.
+        seed: the draws follow from it.
+        options: numbers of the rule, by name, such as ``{"lr": 0.7, "momentum": 0.9}``; the others are the paper's.
+        aggregation, topology: as in :class:`DataParallel`.
+
+    Raises:
+        ConfigError: an argument is out of range; the message begins with its name.
+    """
+
+    kind: ClassVar[str] = "federated"
+
+    rule: str
+    sync_every: SyncEvery
+    fragments: int = 1
+    delay: int = 0
+    alpha: float | None = None
+    grace: float | None = None
+    rounds: int | None = None
+    selection: float = 1.0
+    seed: int = 0
+    options: Mapping[str, float] = field(default_factory=dict, hash=False)
+    aggregation: str = MEAN
+    topology: str | Topology = BUTTERFLY.text
+
+    def __post_init__(self) -> None:
+        if self.rule not in OPTIONS:
+            raise ConfigError(f"rule must be one of {', '.join(OPTIONS)}, got {self.rule!r}")
+        self._check_steps()
+        if self.rounds is not None:
+            _check_count("rounds", self.rounds)
+        try:
+            RandomFraction(self.selection, self.seed)
+        except ConfigError as error:
+            name = "seed" if "seed" in str(error) else "selection"
+            raise ConfigError(f"{name}: {error}") from None
+        _check_options(self.options, OPTIONS[self.rule], self.rule)
+        for name, only in (("selection", 1.0), ("fragments", 1), ("grace", None)):
+            if self.rule in MIXES and getattr(self, name) != only:
+                raise ConfigError(f"{name} must be {only} with {self.rule}, whose rounds have a few peers")
+        if self.rule == "fedprox" and "mu" not in self.options:
+            raise ConfigError("options.mu is missing: fedprox needs the strength of its pull")
+        object.__setattr__(self, "options", MappingProxyType(dict(sorted(self.options.items()))))
+        _check_aggregation(self.aggregation)
+        object.__setattr__(self, "topology", _check_topology(self.topology))
+
+    def _check_steps(self) -> None:
+        for name in ("fragments", "delay") + (() if isinstance(self.sync_every, str) else ("sync_every",)):
+            _check_count(name, getattr(self, name), least=0 if name == "delay" else 1)
+        try:
+            checked_options(
+                sync_every=self.sync_every,
+                fragments=self.fragments,
+                delay=self.delay,
+                alpha=self.alpha,
+                proximal=0.0,
+            )
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        if self.grace is not None:
+            _check_number("grace", self.grace)
+
+    def is_over(self, optimizer: LocalUpdates) -> bool:
+        """Return whether an optimizer has taken all ``rounds``: the condition of a training loop."""
+        return self.rounds is not None and optimizer.epoch >= self.rounds
+
+    @property
+    def robust(self) -> str | None:
+        """The aggregation as :attr:`AveragingConfig.robust` has it."""
+        return None if self.aggregation == MEAN else self.aggregation
+
+    def _settings(self) -> dict[str, Any]:
+        drawn = RandomFraction(self.selection, self.seed) if self.selection < 1 else None
+        return {"robust": self.robust, "participation": drawn, "topology": self.topology}
+
+    def _build(
+        self,
+        model: nn.Module,
+        averager: Averager,
+        inner: Optimizer,
+        *,
+        allow: Collection[str] = (),  # noqa: ARG002 - it runs no function
+        **options: Any,
+    ) -> LocalUpdates:
+        steps = ("sync_every", "fragments", "delay", "alpha", "grace")
+        numbers = {**{name: getattr(self, name) for name in steps}, **self.options}
+        return RECIPES[self.rule](inner, averager, **{"model": model, **options, **numbers})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PopulationBased(Strategy):
+    """Peers train with different hyperparameters, and copy the best: see :class:`p2pavg.population.PopulationSettings`.
+
+    Its optimizer is a :class:`~p2pavg.population.Population`, whose ``step(score)`` comes after that of ``inner``.
+
+    Raises:
+        ConfigError: an argument is out of range; the message begins with its name.
+    """
+
+    kind: ClassVar[str] = "population_based"
+
+    space: Mapping[str, Range] = field(hash=False)
+    interval: int
+    mode: Mode = "min"
+    exploit: Exploit = "truncation"
+    quantile: float = 0.25
+    explore: Explore = "perturb"
+    resample_probability: float = 0.25
+    factors: tuple[float, ...] = (1.2, 0.8)
+    max_lag: int = 5
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "space", self.settings.space)
+
+    @property
+    def settings(self) -> PopulationSettings:
+        """The settings of the population."""
+        return PopulationSettings(
+            space=self.space,
+            interval=self.interval,
+            mode=self.mode,
+            exploit=self.exploit,
+            quantile=self.quantile,
+            explore=self.explore,
+            resample_probability=self.resample_probability,
+            factors=self.factors,
+            max_lag=self.max_lag,
+            seed=self.seed,
+        )
+
+    def _plain(self, name: str) -> Any:
+        if name == "space":
+            return {each: _plain_range(range_) for each, range_ in self.space.items()}
+        return getattr(self, name)
+
+    def _build(
+        self,
+        model: nn.Module,
+        averager: Averager,
+        inner: Optimizer,
+        *,
+        allow: Collection[str] = (),  # noqa: ARG002 - it runs no function
+        **options: Any,
+    ) -> Population:
+        return Population(averager, model, inner, self.settings, **options)
+
+
+@dataclass(frozen=True, slots=True)
+class Custom(Strategy):
+    """A strategy of the caller's own: a function that makes the optimizer.
+
+    The function is imported only if the caller has made this value in its own program, or has allowed the function by
+    its name: a run file, or any other text, may name a function, and never runs it.
+
+    Args:
+        function: ``"module:function"``. It is called as ``function(model, averager, inner, **options)``, and returns
+            the optimizer.
+        options: numbers, texts and truth values for it, by name.
+
+    Raises:
+        ConfigError: an argument is out of range; the message begins with its name.
+    """
+
+    kind: ClassVar[str] = "custom"
+
+    function: str
+    options: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    is_own: bool = field(default=True, init=False, compare=False, repr=False)
+    """False if it was read from a text."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.function, str) or not _FUNCTION.fullmatch(self.function):
+            raise ConfigError(f"function must be like 'module:function', got {self.function!r}")
+        if not isinstance(self.options, Mapping):
+            raise ConfigError(f"options must be a table, got {type(self.options).__name__}")
+        for name, value in self.options.items():
+            if not isinstance(name, str) or not name.isidentifier() or name in ("model", "averager", "inner"):
+                raise ConfigError(f"options has the name {name!r}, which is none of an option")
+            if not isinstance(value, str | int | float | bool):
+                raise ConfigError(f"options.{name} must be a number, text, true or false, got {value!r}")
+        object.__setattr__(self, "options", MappingProxyType(dict(sorted(self.options.items()))))
+
+    def _build(
+        self,
+        model: nn.Module,
+        averager: Averager,
+        inner: Optimizer,
+        *,
+        allow: Collection[str] = (),
+        **options: Any,
+    ) -> Any:
+        return self._load(allow)(model, averager, inner, **{**options, **self.options})
+
+    def _load(self, allow: Collection[str]) -> Callable[..., Any]:
+        """Import the function, if the caller wants it."""
+        if not self.is_own and self.function not in allow:
+            raise ConfigError(
+                f"function: {self.function} stands in a text that this program has read, and is not run for that"
+                f" reason alone. To run it, give allow=({self.function!r},)"
+            )
+        module, _, name = self.function.partition(":")
+        try:
+            function = getattr(importlib.import_module(module), name)
+        except (ImportError, AttributeError) as error:
+            raise ConfigError(f"function: {self.function} cannot be imported: {error}") from None
+        if not callable(function):
+            raise ConfigError(f"function: {self.function} is no function")
+        found: Callable[..., Any] = function
+        return found
+
+
+KINDS: Mapping[str, type[Strategy]] = MappingProxyType(
+    {each.kind: each for each in (Local, DataParallel, Federated, PopulationBased, Custom)}
+)
+"""The kinds, by the name that they have in JSON and TOML."""
+
+
+def _plain_range(range_: Range) -> dict[str, Any]:
+    if isinstance(range_, Choice):
+        return {"kind": "choice", "values": range_.values}
+    kind = "uniform" if isinstance(range_, Uniform) else "log_uniform"
+    return {"kind": kind, "low": float(range_.low), "high": float(range_.high)}
+
+
+def _check_number(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= MAX_NUMBER:
+        raise ConfigError(f"{name} must be a number above 0 and at most {MAX_NUMBER:g}, got {value!r}")
+
+
+def _check_count(name: str, value: object, least: int = 1) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MAX_COUNT:
+        raise ConfigError(f"{name} must be a whole number from {least} to {MAX_COUNT}, got {value!r}")
+
+
+def _check_aggregation(value: object) -> None:
+    if value == MEAN:
+        return
+    if not isinstance(value, str):
+        raise ConfigError(f"aggregation must be text, got {value!r}")
+    try:
+        resolve_rule(value)
+    except ConfigError as error:
+        raise ConfigError(f"aggregation: {error}, or 'mean'") from None
+
+
+def _check_topology(value: object) -> str:
+    try:
+        return resolve_topology(value).text
+    except ConfigError as error:
+        raise ConfigError(f"topology: {error}") from None
+
+
+def _check_options(options: object, allowed: tuple[str, ...], rule: str) -> None:
+    if not isinstance(options, Mapping):
+        raise ConfigError(f"options must be a table of numbers, got {type(options).__name__}")
+    for name, value in options.items():
+        if name not in allowed:
+            raise ConfigError(f"options.{name} is unknown; {rule} has {', '.join(allowed) or 'none'}")
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not number or not 0 <= value <= MAX_NUMBER:
+            raise ConfigError(f"options.{name} must be a number from 0, got {value!r}")

@@ -6,12 +6,15 @@
 from __future__ import annotations
 
 from p2pavg import blocking
+from p2pavg.attached import attach
 from p2pavg.averager import DecentralizedAverager
+from p2pavg.codes import FailedCode, NoPeersCode
 from p2pavg.config import AveragingConfig
 from p2pavg.consensus.certificate import CommitCertificate, verify_certificate
 from p2pavg.errors import (
     AccumulateError,
     AddressError,
+    AttachError,
     BootstrapError,
     BusyError,
     CertificateError,
@@ -25,25 +28,30 @@ from p2pavg.errors import (
 from p2pavg.group.aggregation import CenteredClip, Median, TrimmedMean
 from p2pavg.group.audits import Audits
 from p2pavg.group.participation import ByCapability, Participation, RandomFraction
+from p2pavg.group.topology import Butterfly, Star
+from p2pavg.logs import install_default as _install_default
 from p2pavg.membership.access import RunAccess
 from p2pavg.membership.files import read_run_file
 from p2pavg.membership.run_file import RunFile
 from p2pavg.net.reach.reachability import Reachability
 from p2pavg.peer import Peer, open_peer
 from p2pavg.result import Failed, InProgress, NoPeers, RoundResult, Success, Tensors
-from p2pavg_compression import Bf16, Blockwise8, Codec, CodecError, Fp16, Fp32, Int8
-
-__version__ = "0.1.0"
+from p2pavg.telemetry.members import RunPeer
+from p2pavg.version import __version__ as __version__
+from p2pavg_compression import NF4, Bf16, Blockwise8, Codec, CodecError, Fp16, Fp32, Int4, Int8, TopK
 
 __all__ = [
+    "NF4",
     "AccumulateError",
     "AddressError",
+    "AttachError",
     "Audits",
     "AveragingConfig",
     "Bf16",
     "Blockwise8",
     "BootstrapError",
     "BusyError",
+    "Butterfly",
     "ByCapability",
     "CenteredClip",
     "CertificateError",
@@ -54,14 +62,17 @@ __all__ = [
     "ConfigError",
     "DecentralizedAverager",
     "Failed",
+    "FailedCode",
     "Fp16",
     "Fp32",
     "IdentityError",
     "InProgress",
+    "Int4",
     "Int8",
     "ListenError",
     "Median",
     "NoPeers",
+    "NoPeersCode",
     "P2PAvgError",
     "Participation",
     "Peer",
@@ -70,12 +81,18 @@ __all__ = [
     "RoundResult",
     "RunAccess",
     "RunFile",
+    "RunPeer",
+    "Star",
     "StateError",
     "Success",
     "Tensors",
+    "TopK",
     "TrimmedMean",
+    "attach",
     "blocking",
     "open_peer",
     "read_run_file",
     "verify_certificate",
 ]
+
+_install_default()

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import logging
 import math
-import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, TypeAlias
 
+import torch
 import trio
 
 from p2pavg.allreduce.context import run_context
+from p2pavg.codes import NoPeersCode
 from p2pavg.config import AveragingConfig
 from p2pavg.errors import ClosedError
 from p2pavg.group.bandwidth import BandwidthMeter
 from p2pavg.group.candidate import ready_key
-from p2pavg.group.limits import MAX_GROUP_SIZE, MAX_STATE_BYTES
+from p2pavg.group.meeting import Meeting
 from p2pavg.group.participation import observers
 from p2pavg.group.roster import share_cutter
 from p2pavg.matchmaking.actions import Settings
@@ -29,16 +29,23 @@ from p2pavg.net.reach.reachability import Reachability
 from p2pavg.records.board import LOOK_SECONDS, Board
 from p2pavg.records.boards import Boards
 from p2pavg.records.run_entry import RunEntry
-from p2pavg.result import InProgress, NoPeers, RoundResult, Tensors
+from p2pavg.result import InProgress, NoPeers, RoundResult, Success, Tensors
+from p2pavg.round.alone import take_alone
 from p2pavg.round.host import Host
 from p2pavg.round.joined_run import JoinedRun
 from p2pavg.round.presence import Presence
 from p2pavg.round.roles import Contributor
-from p2pavg.round.round import Round
+from p2pavg.round.round import WARN_SECONDS, Round
 from p2pavg.round.rounds import Rounds, RoundSettings
 from p2pavg.round.shared_states import ShareSettings, open_sharing, shared_run
+from p2pavg.round.statuses import Statuses
+from p2pavg.round.step_plan import StepPlan, checked_plan, checked_wait
+from p2pavg.round.watched import Telemetry
 from p2pavg.state.news import TOPIC
 from p2pavg.state.sharing import StateSharing
+from p2pavg.telemetry.hub import Events, OnEvent, Subscription
+from p2pavg.telemetry.members import RunPeer
+from p2pavg.threads.waits import told_while_waiting
 from p2pavg.vector.accumulation import Accumulation, Given, Schema
 
 if TYPE_CHECKING:
@@ -51,16 +58,6 @@ _CLOSE_SECONDS = 2.0
 
 
 OpenAverager: TypeAlias = "Callable[[AveragingConfig], AbstractAsyncContextManager[DecentralizedAverager]]"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Plan:
-    """The arguments of ``step`` for the round that it starts."""
-
-    state: bytes
-    observes: bool
-    target: int | None
-    contributors: int
 
 
 class DecentralizedAverager:
@@ -94,7 +91,6 @@ class DecentralizedAverager:
             config.access,
             recheck=lambda: None if self._rounds is None else self._rounds.matchmaker.recheck(),
         )
-        self._presence: Presence | None = None
         self._sharing: StateSharing | None = None
         self._round: Round[RoundResult] | None = None
         self._boards = Boards(
@@ -105,11 +101,13 @@ class DecentralizedAverager:
             wall_clock=host.context.wall_clock,
             nursery=nursery,
         )
+        self._watched = Telemetry(host, config, self._run, self._boards, self._meter)
         self._stepping = trio.Lock()
         self._closed = False
         if config.access is None:
             logger.info("run %r is open to anybody: it has no authority", config.run_id)
         nursery.start_soon(self._run.run)
+        nursery.start_soon(self._watched.statuses.run)
 
     @property
     def peer_id(self) -> str:
@@ -118,7 +116,7 @@ class DecentralizedAverager:
 
     @property
     def reachability(self) -> Reachability:
-        """What this peer knows of the ways in which others can reach it; ``reachability.sentence`` says it in words."""
+        """The ways in which others can reach this peer, as far as it knows; ``reachability.sentence`` is in words."""
         return self._host.context.transport.reachability
 
     @property
@@ -135,6 +133,40 @@ class DecentralizedAverager:
         be read from any thread.
         """
         return self._run.excluded
+
+    @property
+    def events(self) -> Events:
+        """Delivers the events of this averager to its subscribers. Optimizers emit theirs through it."""
+        return self._watched.events
+
+    @property
+    def statuses(self) -> Statuses:
+        """The status that this peer publishes, and those of the run's other peers."""
+        return self._watched.statuses
+
+    def subscribe(self, callback: OnEvent) -> Subscription:
+        """Call ``callback`` with every event of this averager from now on.
+
+        It is called in the thread in which the event happens: trio's for rounds and for other peers, the training
+        loop's for updates. So it must return soon, and must not call the averager. An exception that it raises is
+        logged once.
+
+        Args:
+            callback: takes one event of :mod:`p2pavg.telemetry.events`.
+
+        Returns:
+            The subscription; its ``cancel`` ends it.
+        """
+        return self._watched.events.subscribe(callback)
+
+    def members(self) -> tuple[RunPeer, ...]:
+        """Return the peers of the run that publish a status, this one first. May be called from any thread.
+
+        A peer appears within seconds of opening its averager. It is gone at once when it closes the averager, within
+        seconds when its process has ended and it was in this peer's last round, and within 15 s otherwise. What a peer
+        says of itself is its claim: a hostile peer may lie about its own entry, and about no other.
+        """
+        return self._watched.statuses.members()
 
     def declare(self, tensors: Given) -> None:
         """Describe the tensors without accumulating anything, so that :meth:`step` can observe.
@@ -174,6 +206,17 @@ class DecentralizedAverager:
         self._check_open()
         self._accumulation.add(tensors, weight, metrics)
 
+    def accumulate_vector(
+        self, schema: Schema, vector: torch.Tensor, *, weight: float, metrics: Mapping[str, float]
+    ) -> None:
+        """Add the flat float32 vector of tensors whose values are known to be in range; see :meth:`accumulate`.
+
+        Args:
+            schema: of the tensors, on the CPU. A weight of 0 only describes them.
+        """
+        self._check_open()
+        self._accumulation.add_vector(schema, vector, weight, metrics)
+
     @property
     def accumulated(self) -> Tensors | None:
         """A copy of the weighted mean of what waits for the next round; ``None`` when nothing does."""
@@ -197,6 +240,17 @@ class DecentralizedAverager:
         """Forget what was accumulated, also what a round that fails would give back."""
         self._accumulation.clear()
 
+    def take_alone(self, state: bytes) -> Success | None:
+        """Take what is accumulated as the average of this peer alone, without a round; ``None`` if nothing is.
+
+        For an optimizer that takes updates while no other peer is there. No round of this averager may run.
+
+        Args:
+            state: state of the tensors before the update; the result's ``group_id`` depends on it.
+        """
+        self._check_open()
+        return take_alone(self._accumulation, self.peer_id, state)
+
     @property
     def round_state(self) -> bytes | None:
         """The ``state`` of the round that runs or whose result was not collected yet; ``None`` without one."""
@@ -210,6 +264,7 @@ class DecentralizedAverager:
         observe: bool = False,
         group_size: int | None = None,
         contributors: int = 0,
+        meeting: Meeting | None = None,
     ) -> RoundResult:
         """Average, or report the progress of a round that runs.
 
@@ -228,6 +283,7 @@ class DecentralizedAverager:
                 will come; ``config.min_group_size`` to 64.
             contributors: contributors without which such a group is not complete, when it is known that the others only
                 observe; 0 to 64.
+            meeting: where to look for the group, if not among all peers that are ready.
 
         Returns:
             * :class:`~p2pavg.Success`: ``averaged`` is the average of ``peers``; the contribution is used up. Not so
@@ -244,8 +300,8 @@ class DecentralizedAverager:
             ValueError: ``wait`` is negative or not a number, or another argument is out of range.
         """
         self._check_open()
-        plan = _checked_plan(state, observe, group_size, contributors, self.config.min_group_size)
-        deadline = trio.current_time() + _checked_wait(wait)
+        plan = checked_plan(state, observe, group_size, contributors, self.config.min_group_size, meeting)
+        deadline = trio.current_time() + checked_wait(wait)
         await trio.lowlevel.checkpoint()
         with trio.move_on_at(deadline if self._stepping.locked() else math.inf) as scope:
             await self._stepping.acquire()
@@ -269,9 +325,9 @@ class DecentralizedAverager:
         await trio.lowlevel.checkpoint()
         return self._round is not None and self._round.cancel_matchmaking(reason)
 
-    async def _step(self, deadline: float, plan: _Plan) -> RoundResult:
+    async def _step(self, deadline: float, plan: StepPlan) -> RoundResult:
         if self._round is None and not self._begin(plan):
-            return NoPeers(reason="nothing is accumulated")
+            return NoPeers(reason="nothing is accumulated", code=NoPeersCode.NOTHING_ACCUMULATED)
         assert self._round is not None
         while True:
             if (result := self._round.result) is not None:
@@ -280,12 +336,13 @@ class DecentralizedAverager:
             if (report := self._round.take_report()) is not None:
                 return report
             with trio.move_on_at(deadline) as scope:
-                await self._round.changed()
+                async with told_while_waiting(logger, self._round.exchange_word, first=WARN_SECONDS):
+                    await self._round.changed()
             self._check_open()
             if scope.cancelled_caught and self._round.result is None:
                 return self._round.progress()
 
-    def _begin(self, plan: _Plan) -> bool:
+    def _begin(self, plan: StepPlan) -> bool:
         schema = self._accumulation.schema
         if schema is None or (self._accumulation.weight == 0 and not plan.observes):
             return False
@@ -303,8 +360,9 @@ class DecentralizedAverager:
             contribution,
             plan.state,
             on_average=None if self._sharing is None else self._sharing.committed,
+            reports=self._watched.reports,
         )
-        self._round = Round(self._rounds, role, plan.target, plan.contributors)
+        self._round = Round(self._rounds, role, plan.target, plan.contributors, plan.meeting)
         self._nursery.start_soon(self._round.run)
         return True
 
@@ -314,7 +372,7 @@ class DecentralizedAverager:
         codec = config.codec
         aggregation = config.aggregation
         key = ready_key(config.run_id, schema.hash, config.rule, aggregation.text)
-        cut_shares = share_cutter(schema.elements, codec.granularity)
+        cut_shares = share_cutter(schema.elements, codec.granularity, aggregation.topology)
         matchmaker = Matchmaker(
             context,
             key=key,
@@ -341,8 +399,8 @@ class DecentralizedAverager:
             rule=config.rule,
             aggregation=aggregation.text,
         )
-        self._presence = Presence(self._host, self._run.records, config.run_id, entry)
-        self._nursery.start_soon(self._presence.publish)
+        presence = Presence(self._host, self._run.records, config.run_id, entry)
+        self._nursery.start_soon(presence.publish)
         return Rounds(
             run_context(
                 context,
@@ -364,8 +422,9 @@ class DecentralizedAverager:
                 exchange_timeout=config.exchange_timeout,
             ),
             self._tails,
-            self._presence.why_alone,
+            presence.why_alone,
             self._run.accuse,
+            leave=presence.withdraw,
         )
 
     async def board(self, topic: str, look_seconds: float = LOOK_SECONDS) -> Board:
@@ -411,7 +470,15 @@ class DecentralizedAverager:
     ) -> None:
         shared = shared_run(self._host, self._run, self.config, schema)
         async with open_sharing(
-            self._host, self._run, shared, self.config.run_id, settings, board, self._is_exchanging
+            self._host,
+            self._run,
+            shared,
+            self.config.run_id,
+            settings,
+            board,
+            self._is_exchanging,
+            lambda: self.config.bandwidth or self._meter.announced_mbps,
+            self.events.emit,
         ) as sharing:
             task_status.started(sharing)
             await sharing.ended.wait()
@@ -433,10 +500,11 @@ class DecentralizedAverager:
         with trio.CancelScope(shield=True, deadline=trio.current_time() + _CLOSE_SECONDS):
             async with trio.open_nursery() as nursery:
                 self._boards.close(nursery)
-                if self._rounds is not None and self._presence is not None:
+                if self._rounds is not None:
                     nursery.start_soon(self._rounds.matchmaker.withdraw)
                     if self._host.registry.remove_averager(self._rounds.matchmaker.key, self.config.run_id):
-                        nursery.start_soon(self._presence.withdraw)
+                        nursery.start_soon(self._rounds.leave)
+            self._watched.statuses.close()
             self._run.close()
 
     def _check_open(self) -> None:
@@ -446,26 +514,3 @@ class DecentralizedAverager:
 
 def _another_averages(group_size: int) -> InProgress:
     return InProgress(ready_peers=1, target_size=group_size, reason="another thread is averaging")
-
-
-def _checked_plan(
-    state: bytes, observe: bool, group_size: int | None, contributors: int, least: int
-) -> _Plan:
-    if not isinstance(state, bytes) or len(state) > MAX_STATE_BYTES:
-        raise ValueError(f"state must be at most {MAX_STATE_BYTES} bytes, got {state!r}")
-    whole = isinstance(group_size, int) and not isinstance(group_size, bool)
-    if group_size is not None and not (whole and least <= group_size <= MAX_GROUP_SIZE):
-        raise ValueError(
-            f"group_size must be None or a whole number from {least} to {MAX_GROUP_SIZE}, got {group_size!r}"
-        )
-    if not (isinstance(contributors, int) and 0 <= contributors <= MAX_GROUP_SIZE):
-        raise ValueError(f"contributors must be from 0 to {MAX_GROUP_SIZE}, got {contributors!r}")
-    return _Plan(state=state, observes=observe, target=group_size, contributors=contributors)
-
-
-def _checked_wait(wait: float | None) -> float:
-    if wait is None:
-        return math.inf
-    if isinstance(wait, bool) or not isinstance(wait, int | float) or not wait >= 0:
-        raise ValueError(f"wait must be None or a number of seconds, 0 or more, got {wait!r}")
-    return float(min(wait, sys.float_info.max))

@@ -6,25 +6,34 @@ background thread is raised by the next call.
 
 from __future__ import annotations
 
+import atexit
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, ExitStack, contextmanager
 from functools import partial
 from types import MappingProxyType
+from typing import Any, TypeVar
 
 import trio
 
 from p2pavg.averager import DecentralizedAverager
 from p2pavg.config import AveragingConfig
+from p2pavg.group.meeting import Meeting
 from p2pavg.net.reach.reachability import Reachability
 from p2pavg.net.relay.limits import DEFAULT_RELAY_MBPS
 from p2pavg.peer import DEFAULT_LISTEN, open_peer
-from p2pavg.records.board import LOOK_SECONDS, Board
-from p2pavg.result import RoundResult, Tensors
+from p2pavg.records.board import LOOK_SECONDS, Topic
+from p2pavg.result import RoundResult, Success, Tensors
 from p2pavg.round.shared_states import ShareSettings
+from p2pavg.round.statuses import Statuses
 from p2pavg.state.sharing import StateSharing
+from p2pavg.telemetry.hub import Events, OnEvent, Subscription
+from p2pavg.telemetry.members import RunPeer
 from p2pavg.threads.trio_thread import TrioThread
 from p2pavg.vector.accumulation import Given
+
+T = TypeVar("T")
 
 
 class Averager:
@@ -58,6 +67,25 @@ class Averager:
     def reachability(self) -> Reachability:
         """See :attr:`p2pavg.DecentralizedAverager.reachability`."""
         return self._averager.reachability
+
+    @property
+    def events(self) -> Events:
+        """See :attr:`p2pavg.DecentralizedAverager.events`."""
+        return self._averager.events
+
+    @property
+    def statuses(self) -> Statuses:
+        """See :attr:`p2pavg.DecentralizedAverager.statuses`."""
+        return self._averager.statuses
+
+    def subscribe(self, callback: OnEvent) -> Subscription:
+        """See :meth:`p2pavg.DecentralizedAverager.subscribe`."""
+        return self._averager.subscribe(callback)
+
+    def members(self) -> tuple[RunPeer, ...]:
+        """See :meth:`p2pavg.DecentralizedAverager.members`."""
+        self._thread.check()
+        return self._averager.members()
 
     def declare(self, tensors: Given) -> None:
         """See :meth:`p2pavg.DecentralizedAverager.declare`."""
@@ -94,6 +122,11 @@ class Averager:
         """Discard everything accumulated, including what a round that fails would give back."""
         self._averager.clear()
 
+    def take_alone(self, state: bytes) -> Success | None:
+        """See :meth:`p2pavg.DecentralizedAverager.take_alone`; runs in the calling thread."""
+        self._thread.check()
+        return self._averager.take_alone(state)
+
     @property
     def round_state(self) -> bytes | None:
         """See :attr:`p2pavg.DecentralizedAverager.round_state`."""
@@ -107,10 +140,32 @@ class Averager:
         observe: bool = False,
         group_size: int | None = None,
         contributors: int = 0,
+        meeting: Meeting | None = None,
     ) -> RoundResult:
         """See :meth:`p2pavg.DecentralizedAverager.step`. Ctrl-C ends the waiting, not the round."""
         step = partial(self._averager.step, wait=wait, state=state, observe=observe)
-        return self._thread.call(partial(step, group_size=group_size, contributors=contributors))
+        return self._thread.call(
+            partial(step, group_size=group_size, contributors=contributors, meeting=meeting)
+        )
+
+    def expect(self, peers: Collection[str]) -> None:
+        """Name the peers that the next round is to be with.
+
+        A peer needs no such hint: it looks for its partners itself. A process that is attached to a peer passes the
+        hint on, and the peer waits for those of them that are attached to it, too.
+        """
+
+    @property
+    def has_places(self) -> bool:
+        """True if a ``meeting`` may have a place: not for a process that shares its peer with others."""
+        return True
+
+    def certifies(self, peers: Collection[str]) -> bool:  # noqa: ARG002 - an attached process decides by them
+        """Return whether the average of a round with these peers can be proven to others, which may replay it.
+
+        Those of rounds among the processes that are attached to one peer cannot.
+        """
+        return True
 
     def cancel_matchmaking(self, reason: str) -> bool:
         """See :meth:`p2pavg.DecentralizedAverager.cancel_matchmaking`."""
@@ -133,7 +188,20 @@ class Averager:
         finally:
             close()
 
-    def board(self, topic: str, look_seconds: float = LOOK_SECONDS) -> Board:
+    @contextmanager
+    def beside(self, enter: Callable[[DecentralizedAverager], AbstractAsyncContextManager[T]]) -> Iterator[T]:
+        """Run an asynchronous context manager in this averager's trio thread for as long as the block runs.
+
+        Args:
+            enter: returns the context manager; it is given the thread's averager.
+        """
+        value, close = self._thread.call(partial(self._thread.hold, enter, self._averager))
+        try:
+            yield value
+        finally:
+            close()
+
+    def board(self, topic: str, look_seconds: float = LOOK_SECONDS) -> Topic:
         """See :meth:`p2pavg.DecentralizedAverager.board`."""
         return self._thread.call(partial(self._averager.board, topic, look_seconds))
 
@@ -179,3 +247,25 @@ def open_averager(
         yield Averager(thread, thread.start())
     finally:
         thread.stop()
+
+
+def start_averager(config: AveragingConfig | str, **options: Any) -> Averager:
+    """Run a peer with one averager until the program ends, for programs whose training is no block, and notebooks.
+
+    The peer takes its leave when the interpreter exits. Prefer :func:`open_averager` where a block is possible: its
+    peer ends with the training.
+
+    Args:
+        config: the run, and how to average in it; or the run's id, for the default settings.
+        options: as for :func:`open_averager`.
+
+    Raises:
+        AddressError, ListenError, IdentityError, BootstrapError: as :func:`p2pavg.open_peer`.
+    """
+    config = AveragingConfig(run_id=config) if isinstance(config, str) else config
+    stack = ExitStack()
+    averager = stack.enter_context(open_averager(config, **options))
+    # Functions of atexit run after the pools of concurrent.futures have closed, and a peer that leaves needs one.
+    register = getattr(threading, "_register_atexit", atexit.register)
+    register(stack.close)
+    return averager

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from p2pavg.errors import ConfigError
-from p2pavg.group.aggregation import MOST_NORMS, Aggregation, RobustRule, resolve_rule
+from p2pavg.group.aggregation import MOST_NORMS, Aggregation, RobustRule, check_combinable, resolve_rule
 from p2pavg.group.audits import Audits, resolve_audits
 from p2pavg.group.limits import (
     MAX_BANDWIDTH,
@@ -23,8 +23,12 @@ from p2pavg.group.limits import (
 from p2pavg.group.names import is_rule
 from p2pavg.group.numbers import check_number
 from p2pavg.group.participation import Participation, check_tags
+from p2pavg.group.strategy import check_text, mark
+from p2pavg.group.topology import Topology, resolve_topology
 from p2pavg.membership.access import RunAccess
 from p2pavg.membership.files import read_access, read_run_file
+from p2pavg.telemetry.status import MAX_NAME_CHARS
+from p2pavg.telemetry.text import is_harmless
 from p2pavg_compression import Codec, resolve_codec
 
 
@@ -65,6 +69,13 @@ class AveragingConfig:
             excluded from the run with evidence, and :attr:`Success.averaged` of the rounds before stays what it was.
             ``"before"``, ``"before:0.5"``: likewise before each round ends, which takes longer. ``"off"``: no audits.
             All peers of a run need the same value.
+        topology: the members that average: ``"butterfly"`` or :class:`Butterfly`, in which each member averages a share
+            of the vector; ``"star"`` or :class:`Star`, in which the members elect one by announced ``bandwidth`` that
+            averages everything. All peers of a run need the same one: peers with different ones never meet.
+        name: name of this peer for people, such as ``"garage, 3090"``: at most 40 printable characters. The other peers
+            of the run see it (:meth:`DecentralizedAverager.members`); nothing depends on it. Empty: none.
+        strategy: text of the strategy with which the peers of the run train (:mod:`p2pavg.strategies`); empty: none.
+            Peers with different strategies never meet, and hear why. ``Strategy.config`` sets it.
 
     Raises:
         ConfigError: an argument is out of range; the message names it.
@@ -86,11 +97,14 @@ class AveragingConfig:
     robust: str | RobustRule | None = None
     max_norm: float | None = None
     audit: str | Audits = "after"
+    topology: str | Topology = "butterfly"
+    name: str = ""
+    strategy: str = ""
 
     def __post_init__(self) -> None:
         if not _is_text(self.run_id) or not 0 < len(self.run_id) <= MAX_RUN_ID_CHARS:
             raise ConfigError(
-                f"run_id must be text of 1 to {MAX_RUN_ID_CHARS} characters, got {self.run_id!r}"
+                f"run_id must be text of 1 to {MAX_RUN_ID_CHARS} printable characters, got {self.run_id!r}"
             )
         _check_size("group_size", self.group_size, 2, MAX_GROUP_SIZE)
         _check_size("min_group_size", self.min_group_size, 2, self.group_size)
@@ -107,11 +121,17 @@ class AveragingConfig:
             raise ConfigError(f"access must be a RunAccess or None, got {type(self.access).__name__}")
         if self.participation is not None and not isinstance(self.participation, Participation):
             raise ConfigError(f"participation must be None or a rule, got {self.participation!r}")
+        if self.strategy != "":
+            check_text(self.strategy)
         if not is_rule(self.rule):
             raise ConfigError(
                 f"participation: a rule's text has at most {MAX_RULE_CHARS} printable characters"
             )
         check_tags(self.tags)
+        if not isinstance(self.name, str) or not is_harmless(self.name, MAX_NAME_CHARS):
+            raise ConfigError(
+                f"name must be text of at most {MAX_NAME_CHARS} printable characters, got {self.name!r}"
+            )
         if self.max_norm is not None:
             check_number("max_norm", self.max_norm, MOST_NORMS, least=1.0)
         try:
@@ -123,9 +143,14 @@ class AveragingConfig:
         except ConfigError as error:
             raise ConfigError(f"audit: {error}") from None
         try:
+            resolve_topology(self.topology)
+        except ConfigError as error:
+            raise ConfigError(f"topology: {error}") from None
+        try:
             name = resolve_codec(self.compression).name
         except (ValueError, TypeError) as error:
             raise ConfigError(f"compression: {error}") from None
+        check_combinable(self.robust, self.codec)
         if not 0 < len(name) <= MAX_CODEC_CHARS or not name.isprintable():
             raise ConfigError(
                 f"compression: a codec's name has 1 to {MAX_CODEC_CHARS} printable characters: {name!r}"
@@ -157,14 +182,16 @@ class AveragingConfig:
 
     @property
     def rule(self) -> str:
-        """The text of ``participation``; empty without one."""
-        return "" if self.participation is None else self.participation.text
+        """The text of ``participation`` and the mark of the strategy; empty without both."""
+        text = "" if self.participation is None else self.participation.text
+        return " ".join(filter(None, (text, mark(self.strategy))))
 
     @property
     def aggregation(self) -> Aggregation:
-        """The rule by which a group combines its contributions, from ``robust`` and ``max_norm``; and its audits."""
+        """The rule by which a group combines its contributions, from ``robust`` and ``max_norm``; audits, topology."""
         most = None if self.max_norm is None else float(self.max_norm)
-        return Aggregation(resolve_rule(self.robust), most, resolve_audits(self.audit))
+        audits, topology = resolve_audits(self.audit), resolve_topology(self.topology)
+        return Aggregation(resolve_rule(self.robust), most, audits, topology)
 
     @property
     def most_weight(self) -> float:
@@ -183,8 +210,9 @@ class AveragingConfig:
 
 
 def _is_text(value: object) -> bool:
-    # Undecodable bytes of a command line become lone surrogates, which cannot be encoded for the wire.
-    return isinstance(value, str) and not any("\ud800" <= character <= "\udfff" for character in value)
+    # Terminals obey control characters, and a run file may be a stranger's. Undecodable bytes of a command line become
+    # lone surrogates, which are not printable either, and cannot be encoded for the wire.
+    return isinstance(value, str) and value.isprintable()
 
 
 def _check_size(name: str, value: object, least: int, most: int) -> None:

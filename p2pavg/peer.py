@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager, closing
+from functools import partial
 
 import trio
 
@@ -15,12 +16,7 @@ from p2pavg.allreduce.messages import PROTOCOL as EXCHANGE_PROTOCOL
 from p2pavg.averager import DecentralizedAverager
 from p2pavg.config import AveragingConfig
 from p2pavg.context import PeerContext
-from p2pavg.errors import (
-    BootstrapError,
-    ClosedError,
-    RemoteProtocolError,
-    UnreachableError,
-)
+from p2pavg.errors import ClosedError, RemoteProtocolError
 from p2pavg.evidence.messages import PROTOCOL as EVIDENCE_PROTOCOL
 from p2pavg.evidence.service import EvidenceService
 from p2pavg.group.milestones import OnMilestone, ignore
@@ -33,6 +29,7 @@ from p2pavg.net.relay.limits import DEFAULT_RELAY_MBPS
 from p2pavg.net.transport import Stream, Transport
 from p2pavg.records.bandwidth import PROTOCOL as BANDWIDTH_PROTOCOL
 from p2pavg.records.bandwidth import BandwidthService
+from p2pavg.records.bootstrap import BootstrapDials
 from p2pavg.records.calls import RecordCalls
 from p2pavg.records.greeting import Greeter
 from p2pavg.records.hello import PROTOCOL as HELLO_PROTOCOL
@@ -41,7 +38,9 @@ from p2pavg.records.service import RecordService
 from p2pavg.round.registry import Registry
 from p2pavg.state.messages import PROTOCOL as STATE_PROTOCOL
 from p2pavg.state.service import StateService
+from p2pavg.telemetry.hub import Events, OnEvent, Subscription
 from p2pavg.threads.exceptions import bare_exceptions
+from p2pavg.threads.waits import told_while_waiting
 from p2pavg.threads.workers import RunInThread, Workers
 from p2pavg_dht import PROTOCOL as RECORDS_PROTOCOL
 from p2pavg_dht import (
@@ -87,6 +86,8 @@ class Peer:
         self._closed = False
         self.bootstrap: frozenset[str] = frozenset()
         """Ids of the peers through which this one joined the network."""
+        self.events = Events()
+        """The events of all averagers of this peer."""
         self.greeter = Greeter(
             transport,
             wall_clock=wall_clock,
@@ -123,6 +124,10 @@ class Peer:
     def addresses(self) -> list[str]:
         """Addresses at which others can dial this peer; each ends in ``/p2p/<peer id>``."""
         return list(self._transport.addresses)
+
+    def subscribe(self, callback: OnEvent) -> Subscription:
+        """Call ``callback`` with every event of this peer's averagers; see :meth:`DecentralizedAverager.subscribe`."""
+        return self.events.subscribe(callback)
 
     @asynccontextmanager
     async def averager(self, config: AveragingConfig) -> AsyncIterator[DecentralizedAverager]:
@@ -184,36 +189,17 @@ class Peer:
         if not contacts:
             return
         self.bootstrap |= contacts.keys()
-        errors: dict[str, str] = {}
-        with trio.move_on_after(BOOTSTRAP_SECONDS):
-            pause = 0.1
-            while not await self._dial_any(
-                [address for texts in contacts.values() for address in texts], errors
-            ):
-                await trio.sleep(pause)  # its process may be starting too
-                pause = min(2 * pause, 2.0)
-            await self.records.join([Contact(peer_id, tuple(texts)) for peer_id, texts in contacts.items()])
-            return
-        reasons = "; ".join(f"{address}: {reason}" for address, reason in errors.items())
-        raise BootstrapError(
-            f"no bootstrap peer could be reached within {BOOTSTRAP_SECONDS:.0f} s ({reasons})"
-        )
-
-    async def _dial_any(self, addresses: Sequence[str], errors: dict[str, str]) -> bool:
-        async def dial(address: str) -> None:
-            try:
-                await self._transport.dial(address, timeout=_DIAL_SECONDS)
-            except UnreachableError as error:
-                errors[address] = str(error)
-            else:
-                errors.pop(address, None)
-                reached.append(address)
-
-        reached: list[str] = []
-        async with trio.open_nursery() as nursery:
-            for address in addresses:
-                nursery.start_soon(dial, address)
-        return bool(reached)
+        texts = [text for texts in contacts.values() for text in texts]
+        dial = partial(self._transport.dial, timeout=_DIAL_SECONDS)
+        await BootstrapDials(texts, dial, BOOTSTRAP_SECONDS).until_one_answers()
+        async with told_while_waiting(logger, lambda seconds: _looks_up(contacts, seconds)):
+            known = await self.records.join(
+                [Contact(peer_id, tuple(texts)) for peer_id, texts in contacts.items()]
+            )
+        if not known:
+            logger.warning(
+                "the bootstrap peers are connected, and none of them answers for records; this peer goes on asking"
+            )
 
     async def aclose(self) -> None:
         """Withdraw this peer's records. It ends within a second, also when cancelled."""
@@ -239,6 +225,13 @@ class Peer:
         elif isinstance(message, Ask):
             await send_message(stream, encode(Declined("has no averager of this run and schema", over=True)))
             await stream.aclose()
+
+
+def _looks_up(bootstrap: Collection[str], seconds: float) -> str:
+    return (
+        f"looking for the nearest peers of the network for {seconds:.0f} s, through {len(bootstrap)} bootstrap"
+        f" peer{'s' if len(bootstrap) > 1 else ''}"
+    )
 
 
 @asynccontextmanager

@@ -8,6 +8,8 @@ from typing import Literal, TypeAlias
 
 import torch
 
+from p2pavg.codes import FailedCode, NoPeersCode
+
 Path: TypeAlias = Literal["lane", "stream"]
 Tensors: TypeAlias = list[torch.Tensor] | dict[str, torch.Tensor]
 
@@ -38,10 +40,14 @@ class Success:
     exchange_duration: float
     """Seconds of ``duration`` from the group's commit on."""
     group_id: str
-    """Hex of the SHA-256 of the roster with which the group began."""
+    """Hex of the SHA-256 of the roster with which the group began. Of an update that a peer took alone, hex of a digest
+    of its id and its state."""
     share: tuple[int, int]
     """Start and stop, in elements of the flat vector, of the share that this peer reduced. Within it, the peer's own
-    contribution was averaged unencoded; elsewhere, as its codec encoded it."""
+    contribution was averaged unencoded, as within :attr:`taken_over`; elsewhere, and with a sparse codec everywhere, as
+    its codec encoded it."""
+    taken_over: tuple[tuple[int, int], ...] = ()
+    """Further ranges that this peer reduced, in place of members that were lost."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Mean of each metric given to ``accumulate``, by weight, over the ``peers`` that gave it. All members of a group
     have the same means."""
@@ -60,7 +66,7 @@ class Success:
     had delivered everything."""
     certificate: bytes = b""
     """Proof that the members signed that they hold the same bits, at most 272 KiB. Every round gives one:
-    :func:`p2pavg.verify_certificate` checks it anywhere."""
+    :func:`p2pavg.verify_certificate` checks it anywhere. Empty for an update that a peer took alone."""
 
     @property
     def peers_count(self) -> int:
@@ -82,6 +88,8 @@ class InProgress:
     """The group size that is aimed at."""
     reason: str = ""
     """Description of the event that the round waits for."""
+    waits_for: str = ""
+    """While the group exchanges: the members that this peer waits for, and how much they owe, in words."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +97,8 @@ class NoPeers:
     """There is no peer to average with, or nothing to average. The accumulated tensors are kept."""
 
     reason: str = "no other peer is ready"
+    code: NoPeersCode = NoPeersCode.NO_PEER_READY
+    """The reason for programs; ``code.remedy`` says what to do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +110,8 @@ class Failed:
 
     reason: str
     """The cause, with the id of the peer concerned."""
+    code: FailedCode = FailedCode.OTHER
+    """The cause for programs; ``code.remedy`` says what to do."""
     peer: str | None = None
     """Id of the member whose loss or exclusion caused the failure, if there was one."""
     contribution_used: bool | None = False

@@ -16,6 +16,7 @@ from p2pavg.doctor.report import as_json, as_table
 from p2pavg.errors import ConfigError
 from p2pavg.group.limits import MAX_RUN_ID_CHARS
 from p2pavg.net.addresses import parse_listen_address, parse_peer_address
+from p2pavg.net.reach.options import checked_options
 
 FAULTY = 1
 """The exit code when a fault was found. Arguments that make no sense end with 2, as in all commands."""
@@ -27,6 +28,7 @@ def check(options: Options) -> None:
         parse_listen_address(text)
     for text in options.bootstrap:
         parse_peer_address(text)
+    checked_options(options.announce)
     if options.run is not None and options.run_id is not None:
         raise ConfigError("--run and --run-id exclude each other: the run file has the run's id")
     if options.certificate is not None and options.run is None:

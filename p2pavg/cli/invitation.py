@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import secrets
 import time
 from collections.abc import Sequence
@@ -11,6 +10,7 @@ from pathlib import Path
 import trio
 
 from p2pavg.cli.authority import parse_roles, seconds_of, write_new
+from p2pavg.daemon.home import file_name
 from p2pavg.errors import ConfigError
 from p2pavg.files import PRIVATE, PUBLIC, read_text
 from p2pavg.membership.armour import certificate_text
@@ -105,8 +105,8 @@ def join(text: str, *, identity: Path, directory: Path) -> list[str]:
     link = parse_link(text)
     if not directory.is_dir():
         raise ConfigError(f"{directory} is no folder; make it first")
-    run, certificate = trio.run(_redeem, link, load_or_make_seed(identity))
-    name = _file_name(run.run_id)
+    run, certificate = trio.run(redeem_link, link, load_or_make_seed(identity))
+    name = file_name(run.run_id)
     run_file, certificate_file = directory / f"{name}.run", directory / f"{name}.cert"
     _write_same(run_file, run.text, PRIVATE)
     _write_same(certificate_file, certificate_text(certificate), PUBLIC)
@@ -119,17 +119,17 @@ def join(text: str, *, identity: Path, directory: Path) -> list[str]:
     ]
 
 
-async def _redeem(link: Link, seed: bytes) -> tuple[RunFile, Certificate]:
+async def redeem_link(link: Link, seed: bytes) -> tuple[RunFile, Certificate]:
+    """Ask the delegate of a link for the run file and a certificate.
+
+    Raises:
+        InvitationError: the delegate did not admit this peer, or did not answer.
+    """
     from p2pavg.net.libp2p.transport import open_libp2p_transport
 
     with bare_exceptions():
         async with open_libp2p_transport(seed=seed, listen=[], options=ONLY_ASKS) as transport:
             return await redeem(transport, link, now=time.time())
-
-
-def _file_name(run_id: str) -> str:
-    """Return a name for files of a run, whose id may have any characters."""
-    return re.sub(r"[^A-Za-z0-9._-]", "_", run_id)[:64].lstrip(".-") or "run"
 
 
 def _write_same(file: Path, text: str, mode: int) -> None:

@@ -76,6 +76,40 @@ def create(
             metavar="WHEN", help="Audits of averages: after:PROBABILITY, before:PROBABILITY or off."
         ),
     ] = "after",
+    topology: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME", help="Members that average: butterfly, where all do, or star, where one does."
+        ),
+    ] = "butterfly",
+    bandwidth: Annotated[
+        float | None,
+        typer.Option(metavar="MBIT/S", help="Bandwidth that members announce, unless they say otherwise."),
+    ] = None,
+    max_upload_mbps: Annotated[
+        float | None,
+        typer.Option(metavar="MBIT/S", help="Most that members send in rounds, unless they say otherwise."),
+    ] = None,
+    max_download_mbps: Annotated[
+        float | None,
+        typer.Option(
+            metavar="MBIT/S", help="Most that members receive in rounds, unless they say otherwise."
+        ),
+    ] = None,
+    relay_mbps: Annotated[
+        float | None,
+        typer.Option(
+            metavar="MBIT/S",
+            help="What daemons carry for peers that cannot be dialled, unless they say otherwise.",
+        ),
+    ] = None,
+    strategy: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Strategy with which all members train, as .json or .toml: see docs/strategies.md.",
+        ),
+    ] = None,
     bootstrap: Annotated[
         list[str],
         typer.Option(metavar="ADDR", help="Address of a peer that is usually online. Repeatable, 8 at most."),
@@ -97,7 +131,16 @@ def create(
         "robust": robust,
         "max_norm": max_norm,
         "audit": audit,
+        "topology": topology,
+        "bandwidth": bandwidth,
+        "max_upload_mbps": max_upload_mbps,
+        "max_download_mbps": max_download_mbps,
+        "relay_mbps": relay_mbps,
     }
+    if strategy is not None:
+        from p2pavg.cli.strategy import settings_with
+
+        settings = settings_with(settings, strategy)
     _print(make(name, output, bootstrap, settings))
 
 

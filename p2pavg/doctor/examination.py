@@ -26,6 +26,7 @@ from p2pavg.doctor.rules import machine as machine_rules
 from p2pavg.doctor.rules import network as network_rules
 from p2pavg.doctor.rules import run as run_rules
 from p2pavg.doctor.rules import versions
+from p2pavg.doctor.rules.announced import judge_announced
 from p2pavg.doctor.rules.network import Answer, Dialled, Port, PortState
 from p2pavg.errors import ListenError
 from p2pavg.membership.run_file import RunFile
@@ -48,6 +49,7 @@ RUN_SECONDS = 4.0
 PEERS_SECONDS = 3.0
 REACH_SECONDS = 10.0
 """Time to learn the reachability, from joining the network on: a dial that a router drops takes half of it."""
+ANNOUNCED_SECONDS = 12.0
 BANDWIDTH_SECONDS = 4.5
 _EXCHANGE_SECONDS = 60.0  # AveragingConfig's exchange_timeout
 
@@ -62,6 +64,7 @@ class Options:
     run_id: str | None = None
     run: Path | None = None
     certificate: Path | None = None
+    announce: Sequence[str] = ()
     port_mapping: bool = True
 
 
@@ -197,7 +200,9 @@ class _Examination:
         free = [port.address for port in facts.ports if port.state is PortState.FREE]
         seed = secrets.token_bytes(SEED_BYTES)
         async with AsyncExitStack() as stack:
-            reach = ReachOptions(port_mapping=facts.options.port_mapping, relay_limits=None)
+            # An address that the user announces needs no mapping. It is tried, and not announced by the doctor.
+            mapping = facts.options.port_mapping and not facts.options.announce
+            reach = ReachOptions(port_mapping=mapping, relay_limits=None)
             transport = await _listening(stack, seed, free, reach)
             await self._dial(transport)
             # Its clock is corrected as soon as others have told theirs: otherwise all records look expired.
@@ -228,11 +233,15 @@ class _Examination:
         if not reached:
             self._findings += network_rules.judge_reach(None, (), 0, listens=listens)
             self._findings += run_rules.judge_bandwidth([], 0, "", 0.0)
+            self._findings += judge_announced(network.not_tried(facts.options.announce), listens=listens)
             return
         with trio.move_on_after(JOIN_SECONDS):
             await peer.join(reached)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._check, "firewall", REACH_SECONDS + 1.0, reach)
+            if facts.options.announce:
+                announced = partial(self._judge_announced, peer, listens=listens)
+                nursery.start_soon(self._check, "announced", ANNOUNCED_SECONDS, announced)
             with trio.move_on_after(CLOCK_SECONDS):
                 await network.ask_clocks(peer, self._clock.wall_clock, self._note_clocks)
             if facts.run_id is not None:
@@ -269,6 +278,13 @@ class _Examination:
         found = await network.wait_for_reach(peer.context.transport, REACH_SECONDS if outside else 0.0)
         port = facts.ports[0].port if facts.ports else 0
         return network_rules.judge_reach(found, own_hosts, port, listens=listens)
+
+    async def _judge_announced(self, peer: Peer, *, listens: bool) -> list[Finding]:
+        addresses = self._facts.options.announce
+        if not listens:
+            return judge_announced(network.not_tried(addresses), listens=False)
+        tried = await network.try_announced(peer, addresses, ANNOUNCED_SECONDS - 1.0)
+        return judge_announced(tried, listens=True)
 
     async def _judge_bandwidth(self, peer: Peer) -> list[Finding]:
         members = () if self._facts.run is None else self._facts.run.entries.keys()

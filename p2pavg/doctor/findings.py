@@ -23,14 +23,15 @@ ORDER = (
     "firewall",
     "router",
     "port mapping",
+    "announced",
     "run",
     "peers",
     "bandwidth",
 )
 """Names of the findings, in the order in which a report lists them."""
 
-OPTIONAL = frozenset({"run file", "certificate", "peers"})
-"""Names without a finding where the user named no such file, or where no run was found."""
+OPTIONAL = frozenset({"run file", "certificate", "announced", "peers"})
+"""Names without a finding where the user named no such file or address, or where no run was found."""
 
 
 class Level(StrEnum):

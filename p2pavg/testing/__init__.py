@@ -14,6 +14,7 @@ from p2pavg.testing.faults import (
     Stop,
     Throttle,
 )
+from p2pavg.testing.loops import SimulatedLoop, run_loops
 from p2pavg.testing.memory import Inbound, MemoryNetwork, MemoryTransport
 from p2pavg.testing.simulation import run_peers, simulate, simulated_clock, simulated_peer, simulated_peers
 from p2pavg.testing.swarm import LocalSwarm, Member, SwarmProcess
@@ -34,9 +35,11 @@ __all__ = [
     "MemoryTransport",
     "Milestone",
     "Partition",
+    "SimulatedLoop",
     "Stop",
     "SwarmProcess",
     "Throttle",
+    "run_loops",
     "run_peers",
     "simulate",
     "simulated_clock",

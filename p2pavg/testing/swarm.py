@@ -20,13 +20,16 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from importlib.machinery import ModuleSpec
 from types import TracebackType
 from typing import Any, TextIO
 
 from p2pavg import blocking
 from p2pavg.config import AveragingConfig
+from p2pavg.testing.faults import FaultPlan
+from p2pavg.testing.swarm_faults import carrying_out
 
-START_SECONDS = 60.0  # importing torch on a busy machine
+START_SECONDS = 180.0  # importing torch on a busy machine
 _LEAVE_SECONDS = 10.0
 _LOOK_SECONDS = 0.05
 
@@ -176,11 +179,17 @@ class SwarmProcess:
 
 
 def _name_of(work: Callable[[Member], None]) -> str:
-    """Return the name by which a new process can import a function."""
+    """Return the name by which a new process can import a function.
+
+    pytest gives modules of tests names that only its own process can import, so those are found by their files.
+    """
     if "." in work.__qualname__:
         raise ValueError(f"work must be a function of a module's top level, got {work.__qualname__}")
     if work.__module__ != "__main__":
-        return f"{work.__module__}:{work.__name__}"
+        module = sys.modules[work.__module__]
+        if _is_importable(work.__module__, getattr(module, "__file__", None)):
+            return f"{work.__module__}:{work.__name__}"
+        return f"{os.path.abspath(str(module.__file__))}:{work.__name__}"
     main = sys.modules["__main__"]
     spec = main.__spec__
     if spec is not None:  # of `python -m`
@@ -190,12 +199,32 @@ def _name_of(work: Callable[[Member], None]) -> str:
     return f"{os.path.abspath(str(main.__file__))}:{work.__name__}"
 
 
+def _search_path() -> list[str]:
+    """Return the folders in which this process finds modules, as ``multiprocessing`` gives them to its processes."""
+    return [os.path.abspath(entry) for entry in sys.path]
+
+
+def _is_importable(name: str, file: str | None) -> bool:
+    """Return whether a new process with the same search path finds a module by its name, in the same file."""
+    spec: ModuleSpec | None = None
+    path: Sequence[str] | None = None
+    parts = name.split(".")
+    for length in range(1, len(parts) + 1):  # not importlib.util.find_spec, which believes sys.modules
+        found = (finder.find_spec(".".join(parts[:length]), path) for finder in sys.meta_path)
+        spec = next((each for each in found if each is not None), None)
+        if spec is None:
+            return False
+        path = spec.submodule_search_locations
+    return spec is not None and (file is None or spec.origin == file)
+
+
 class LocalSwarm:
     """Processes that run ``work``, each with its index and the addresses of other processes.
 
     Args:
         work: a function of a module's top level, or its name as ``"module:function"``. A new process imports the module
-            from the current folder. A function of the running script is found by the script's file.
+            with this process' search path. A function of the running script, or of a module of tests, is found by its
+            file.
         peers: the number of processes that :meth:`start` starts.
         arguments: JSON values that each process gets as :attr:`Member.arguments`.
 
@@ -234,6 +263,16 @@ class LocalSwarm:
                 process.wait_joined()
         for process in started[1:]:
             process.wait_joined()
+
+    @contextmanager
+    def carrying_out(self, plan: FaultPlan) -> Iterator[None]:
+        """Cause the faults of a plan for as long as the block runs: crashes and stops, at moments from its beginning.
+
+        Raises:
+            ValueError: real processes cannot have one of the faults, or there is no process of that index.
+        """
+        with carrying_out(plan, lambda: self.processes):
+            yield
 
     def wait_ended(self, timeout: float) -> None:
         """Wait until every process has ended by itself.
@@ -295,7 +334,7 @@ class LocalSwarm:
     def _launch(self, index: int, arguments: Mapping[str, Any]) -> SwarmProcess:
         """Start a process. It imports what it needs, and then waits for its index and arguments."""
         process = subprocess.Popen(
-            [sys.executable, "-m", "p2pavg.testing.swarm_process", self.work],
+            [sys.executable, "-m", "p2pavg.testing.swarm_process", self.work, json.dumps(_search_path())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

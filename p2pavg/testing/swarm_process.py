@@ -38,6 +38,8 @@ def _main() -> None:
     reports = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     module, _, name = sys.argv[1].rpartition(":")
+    if len(sys.argv) > 2:
+        sys.path += [entry for entry in json.loads(sys.argv[2]) if entry not in sys.path]
     function: Callable[[Member], None] = getattr(_module(module), name)
     # Import what opening a peer needs, while the first process determines its address.
     importlib.import_module("p2pavg.net.libp2p.transport")

@@ -28,6 +28,7 @@ R = TypeVar("R")
 
 # The timeout of stop(). A peer leaves within 5 s: withdrawing, serving other peers and closing are each bounded.
 STOP_SECONDS = 10.0
+TELL_SECONDS = 3.0  # of closing, after which the log says what it waits for
 
 Live = Callable[[Callable[[R], None], trio.Event], Awaitable[None]]
 """The main function of the thread: it passes the start result to the callback, and returns when the event is set."""
@@ -129,7 +130,16 @@ class TrioThread(Generic[R]):
             return
         self._stopping = True
         self._soon(self._stop.set if self._ready.done() else self._scope.cancel)
-        self._thread.join(STOP_SECONDS)
+        self._thread.join(min(TELL_SECONDS, STOP_SECONDS))
+        if self._thread.is_alive():
+            logger.warning(
+                "closing %s takes longer than %.0f s: it tells its last group how the round ended, and withdraws its"
+                " records; at most %.0f s",
+                self._thread.name,
+                TELL_SECONDS,
+                STOP_SECONDS,
+            )
+            self._thread.join(max(STOP_SECONDS - TELL_SECONDS, 0.0))
         if self._thread.is_alive():
             logger.warning("the thread %s did not end within %.0f s", self._thread.name, STOP_SECONDS)
         if self._error is not None and not self._told:

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
 
 import trio
 
 from p2pavg.allreduce.messages import PROTOCOL as EXCHANGE_PROTOCOL
+from p2pavg.doctor.rules.announced import Announced
 from p2pavg.doctor.rules.network import Reach
 from p2pavg.doctor.rules.run import Measured
 from p2pavg.errors import ClosedError, RemoteProtocolError, StreamBrokenError, UnreachableError
 from p2pavg.evidence.messages import PROTOCOL as EVIDENCE_PROTOCOL
 from p2pavg.matchmaking.messages import PROTOCOL as MATCH_PROTOCOL
+from p2pavg.net.addresses import parse_listen_address
+from p2pavg.net.reach.messages import Outcome
 from p2pavg.net.reach.reachability import NOT_KNOWN_YET, Kind, Reachability
+from p2pavg.net.reach.service import ask_dial_back, look
 from p2pavg.net.transport import Stream, Transport
 from p2pavg.peer import Peer
 from p2pavg.records.bandwidth import PROTOCOL as BANDWIDTH_PROTOCOL
@@ -26,6 +32,10 @@ from p2pavg_dht import Contact
 PROTOCOLS = (RECORDS_PROTOCOL, MATCH_PROTOCOL, EXCHANGE_PROTOCOL, EVIDENCE_PROTOCOL, STATE_PROTOCOL)
 """The protocols whose versions are compared with those of other peers."""
 
+logger = logging.getLogger(__name__)
+
+DIALLING_PEERS = 3
+DIAL_TRIES = 4
 CLOCK_TRIES = 3
 MEASURED_PEERS = 3
 MEASURE_SECONDS = 4.0  # of one peer
@@ -74,6 +84,76 @@ async def wait_for_reach(transport: Transport, seconds: float) -> Reach:
 
 def _is_shown(found: Reachability) -> bool:
     return found.kind is not Kind.UNKNOWN and not found.sentence.startswith(NOT_KNOWN_YET)
+
+
+async def try_announced(peer: Peer, addresses: Collection[str], seconds: float) -> list[Announced]:
+    """Ask a few connected peers to dial the addresses that this peer would announce.
+
+    A peer dials only the host at which it sees this machine, so it is asked for that first.
+
+    Args:
+        seconds: after which what is known by then counts.
+    """
+    transport, wanted = peer.context.transport, not_tried(addresses)
+    asked = [c.peer_id for c in peer.records.contacts if transport.is_connected(c.peer_id)][:DIALLING_PEERS]
+    answers: dict[str, list[_Answer]] = {each.address: [] for each in wanted}
+
+    async def ask(peer_id: str) -> None:
+        for each in wanted:
+            answers[each.address].append(await _dial_back(transport, peer_id, each.host, each.port))
+
+    with trio.move_on_after(seconds):
+        async with trio.open_nursery() as nursery:
+            for peer_id in asked:
+                nursery.start_soon(ask, peer_id)
+    return [
+        replace(
+            each,
+            seen_at=tuple(answer.seen_at for answer in answers[each.address] if answer.seen_at),
+            reached=sum(answer.reached for answer in answers[each.address]),
+            failures=tuple(answer.failure for answer in answers[each.address] if answer.failure),
+        )
+        for each in wanted
+    ]
+
+
+def not_tried(addresses: Collection[str]) -> list[Announced]:
+    """Return addresses of which nothing is known."""
+    parsed = [(text, parse_listen_address(text)) for text in addresses]
+    return [
+        Announced(
+            address=text,
+            host=str(address.value_for_protocol("ip4" if "ip4" in address else "ip6")),
+            port=int(str(address.value_for_protocol("tcp"))),
+        )
+        for text, address in parsed
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    seen_at: str = ""
+    reached: bool = False
+    failure: str = ""
+
+
+async def _dial_back(transport: Transport, peer_id: str, host: str, port: int) -> _Answer:
+    """Ask one peer, again if it is busy with a question that this peer's transport has asked by itself."""
+    try:
+        seen = (await look(transport, peer_id)).host
+        if seen != host:
+            return _Answer(seen)
+        for _ in range(DIAL_TRIES):
+            answer = await ask_dial_back(transport, peer_id, port)
+            if answer.outcome is not Outcome.REFUSED:
+                break
+            await trio.sleep(POLL_SECONDS * 5)
+    except UnreachableError as error:
+        logger.info("%s said nothing about an address to announce: %s", peer_id, error)
+        return _Answer()
+    if answer.outcome is Outcome.REACHED:
+        return _Answer(seen, reached=True)
+    return _Answer(seen, failure=answer.reason[:MAX_ERROR_CHARS] if answer.outcome is Outcome.FAILED else "")
 
 
 async def measure_some(peer: Peer, members: Collection[str]) -> list[Measured]:

@@ -102,7 +102,7 @@ class Dialled:
     detail: str = ""
     """The first words of another service, the id of another peer, or the text of an error."""
     seconds: float = 0.0
-    """How long a dial took that reached the peer."""
+    """The duration of the dial that reached the peer."""
 
 
 def judge_bootstrap(dialled: Sequence[Dialled]) -> list[Finding]:

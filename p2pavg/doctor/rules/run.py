@@ -103,11 +103,11 @@ _PARTS: tuple[tuple[str, Callable[[RunEntry], object], str], ...] = (
         "give all peers the same model, with tensors of the same names, shapes and dtypes",
     ),
     ("codec", lambda entry: entry.codec, "give all peers the same compression=…"),
-    ("participation rule", lambda entry: entry.rule, "give all peers the same participation=…"),
+    ("participation rule", lambda entry: entry.rule, "give all peers the same participation=… and strategy"),
     (
         "aggregation",
         lambda entry: entry.aggregation,
-        "give all peers the same robust=…, max_norm=… and audit=…",
+        "give all peers the same robust=…, max_norm=…, audit=… and topology=…",
     ),
 )
 

@@ -180,7 +180,7 @@ class End:
             with trio.CancelScope() as scope, self.machine.among_served(scope):
                 await handler(stream)
         except (P2PAvgError, trio.BrokenResourceError, trio.ClosedResourceError) as error:
-            logger.info("stream of %s dropped: %r", self.remote, error)
+            logger.debug("stream of %s dropped: %r", self.remote, error)
         except Exception:
             logger.exception("serving %s failed; only this stream of it is reset", self.remote)
         finally:

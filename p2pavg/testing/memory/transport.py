@@ -130,6 +130,12 @@ class MemoryTransport(Transport):
     def is_connected(self, peer_id: PeerId) -> bool:
         return peer_id in self._ends
 
+    def watch_connections(self, connected: Callable[[PeerId], None]) -> None:
+        self._dialler.watchers.append(connected)
+
+    def unwatch_connections(self, connected: Callable[[PeerId], None]) -> None:
+        self._dialler.watchers.remove(connected)
+
     async def disconnect(self, peer_id: PeerId) -> None:
         for end in self._ends.get(peer_id, [])[:]:
             end.hang_up()
@@ -218,7 +224,7 @@ class MemoryTransport(Transport):
         self._met.add(end.remote)
         self._ends.setdefault(end.remote, []).append(end)
         self.machine.nursery.start_soon(end.incoming.run)
-        self._dialler.something_changed()
+        self._dialler.connected(end.remote)
 
     def _forget(self, end: End) -> None:
         self._ends[end.remote].remove(end)

@@ -1,0 +1,87 @@
+"""Metrics that are read at each scrape: peers of the run, exclusions, reachability."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+import trio
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from p2pavg.metrics.sources import Source
+from p2pavg.net.reach.reachability import Kind, Reachability
+from p2pavg.peer import Peer
+from p2pavg.telemetry.members import RunPeer
+
+
+class RunCollector(Collector):
+    """The peers of one averager's run."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+
+    def collect(self) -> Iterator[Metric]:
+        """Return the present values."""
+        run = self._source.config.run_id
+        yield from of_run(run, self._source.members(), self._source.excluded)
+        yield reachability(self._source.reachability)
+
+
+class PeerCollector(Collector):
+    """A peer's place in the network. It is made in the thread of trio, and read in any other one."""
+
+    def __init__(self, peer: Peer) -> None:
+        self._peer = peer
+        self._token = trio.lowlevel.current_trio_token()
+
+    def collect(self) -> Iterator[Metric]:
+        """Return the present values; none once the peer has ended."""
+        try:
+            contacts, relayed = trio.from_thread.run_sync(self._figures, trio_token=self._token)
+        except (trio.RunFinishedError, trio.Cancelled):
+            return
+        yield GaugeMetricFamily(
+            "p2pavg_network_peers", "Peers of the network that answered their last call.", contacts
+        )
+        yield CounterMetricFamily(
+            "p2pavg_relayed_bytes",
+            "Bytes that this peer has carried between others, as their relay.",
+            relayed,
+        )
+        yield reachability(self._peer.context.transport.reachability)
+
+    def describe(self) -> Iterator[Metric]:
+        """Return no names, because the thread of trio, which registers this, cannot call itself."""
+        return iter(())
+
+    def _figures(self) -> tuple[int, int]:
+        return len(self._peer.records.contacts), self._peer.context.transport.relayed_bytes
+
+
+def of_run(run: str, members: Collection[RunPeer], excluded: Collection[str]) -> Iterator[Metric]:
+    """Return the metrics of a run's peers."""
+    figures = {
+        "peers": ("Peers of the run, this one included.", len(members)),
+        "peers_waiting": ("Peers that have computed enough.", sum(member.waiting for member in members)),
+        "peers_behind": ("Peers that catch up with the run.", sum(member.behind for member in members)),
+        "excluded_peers": ("Peers that are excluded because they lied.", len(excluded)),
+        "run_samples_per_second": (
+            "Speed of all peers of the run, by their own words.",
+            sum(member.samples_per_second for member in members),
+        ),
+    }
+    for name, (text, value) in figures.items():
+        family = GaugeMetricFamily(f"p2pavg_{name}", text, labels=["run"])
+        family.add_metric([run], value)
+        yield family
+
+
+def reachability(now: Reachability) -> Metric:
+    """Return how others reach this peer: 1 for the present kind, 0 for all other kinds."""
+    family = GaugeMetricFamily(
+        "p2pavg_reachability", "1 for the way in which others reach this peer.", labels=["kind"]
+    )
+    for kind in Kind:
+        family.add_metric([kind.value], float(kind is now.kind))
+    return family

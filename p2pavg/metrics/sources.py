@@ -1,0 +1,32 @@
+"""The sources of metrics: an averager or a peer, as far as they are the same."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Protocol
+
+from p2pavg.config import AveragingConfig
+from p2pavg.net.reach.reachability import Reachability
+from p2pavg.telemetry.hub import OnEvent, Subscription
+from p2pavg.telemetry.members import RunPeer
+
+
+class Source(Protocol):
+    """An averager: :class:`p2pavg.blocking.Averager` or :class:`p2pavg.DecentralizedAverager`."""
+
+    @property
+    def peer_id(self) -> str: ...
+    @property
+    def config(self) -> AveragingConfig: ...
+    @property
+    def reachability(self) -> Reachability: ...
+    @property
+    def excluded(self) -> Collection[str]: ...
+    def subscribe(self, callback: OnEvent) -> Subscription: ...
+    def members(self) -> tuple[RunPeer, ...]: ...
+
+
+class Subscribable(Protocol):
+    """An averager or a peer: anything with events."""
+
+    def subscribe(self, callback: OnEvent) -> Subscription: ...

@@ -1,0 +1,104 @@
+"""The rounds of a run, merged from the words of their members. No I/O, no clock.
+
+Each word is a claim of one peer. A merged round gives the median of the claims, and who made them.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Iterable
+
+from p2pavg.telemetry.events import RoundKind
+from p2pavg.telemetry.status import PeerStatus, RoundClaim
+
+MAX_ROUNDS = 256
+MAX_CLAIMS = 128
+"""Peers whose words on one round are kept: as many as a group has."""
+MAX_AGE_SECONDS = 600.0
+"""A round that ended longer ago, by its peer's clock, is taken for one that ended now: that clock is off."""
+
+
+class MergedRound:
+    """One round, or one peer's failure to find a group.
+
+    Args:
+        name: the first 8 bytes of the group's id in hex; empty without a group.
+        at: wall clock of this peer, seconds, about when the round ended.
+    """
+
+    def __init__(self, name: str, at: float) -> None:
+        self.name = name
+        self.at = at
+        self.claims: dict[str, RoundClaim] = {}
+
+    def shown(self) -> dict[str, object]:
+        """Return the round as JSON values."""
+        claims = list(self.claims.values())
+        ended = [claim for claim in claims if claim.result is RoundKind.SUCCESS] or claims
+        results = Counter(str(claim.result) for claim in claims)
+        reasons = Counter(claim.reason for claim in claims if claim.reason)
+        lost = Counter(key.hex() for claim in claims for key in claim.lost)
+        return {
+            "group": self.name,
+            "at": self.at,
+            "results": dict(results),
+            "members": _median(claim.members for claim in ended),
+            "contributors": _median(claim.contributors for claim in ended),
+            "duration": _median(claim.duration for claim in ended),
+            "exchange": _median(claim.exchange_duration for claim in ended),
+            "bytes": sum(claim.sent for claim in claims),
+            "clipped": _median(claim.clipped for claim in ended),
+            "lost": [{"key": key, "by": count} for key, count in lost.most_common(8)],
+            "reason": reasons.most_common(1)[0][0] if reasons else "",
+            "by": sorted(self.claims),
+        }
+
+
+class MergedRounds:
+    """The last rounds of a run."""
+
+    def __init__(self) -> None:
+        self._rounds: dict[tuple[str, str], MergedRound] = {}
+
+    def hear(self, peer_id: str, status: PeerStatus, now: float) -> list[MergedRound]:
+        """Note the rounds of a status; return those of which no peer has spoken before."""
+        new = []
+        for claim in reversed(status.rounds):
+            # Without a group, each peer has a round of its own.
+            name = claim.group.hex()
+            key = (name, "") if name else (peer_id, f"{claim.ended:.3f}")
+            known = self._rounds.get(key)
+            if known is None:
+                at = claim.ended if now - MAX_AGE_SECONDS < claim.ended <= now else now
+                known = self._rounds[key] = MergedRound(name, at)
+                new.append(known)
+            if peer_id in known.claims or len(known.claims) < MAX_CLAIMS:
+                known.claims[peer_id] = claim
+        while len(self._rounds) > MAX_ROUNDS:
+            self._forget_one()
+        return new
+
+    def _forget_one(self) -> None:
+        """Forget the oldest of the rounds that one peer alone tells of: of the peer that tells of most such ones.
+
+        So a peer that invents rounds pushes out its own. If there are none, the oldest round goes.
+        """
+        alone = [
+            (key, next(iter(each.claims))) for key, each in self._rounds.items() if len(each.claims) == 1
+        ]
+        counts = Counter(peer_id for _, peer_id in alone)
+        loudest, count = counts.most_common(1)[0] if counts else ("", 0)
+        if count > MAX_ROUNDS // 8:
+            del self._rounds[next(key for key, peer_id in alone if peer_id == loudest)]
+        else:
+            del self._rounds[next(iter(self._rounds))]
+
+    def shown(self, most: int) -> list[dict[str, object]]:
+        """Return the last rounds as JSON values, the newest first."""
+        newest = sorted(self._rounds.values(), key=lambda each: each.at, reverse=True)
+        return [each.shown() for each in newest[:most]]
+
+
+def _median(values: Iterable[float]) -> float:
+    return statistics.median(values)

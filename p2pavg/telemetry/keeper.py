@@ -1,0 +1,210 @@
+"""Keeps one peer's own status up to date, from its events. No I/O, no clock: events carry the time."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from p2pavg.group.limits import MAX_GROUP_SIZE, MAX_MBPS, MAX_MEMBERS, MAX_METRIC, MAX_METRICS, MAX_WEIGHT
+from p2pavg.telemetry.events import (
+    AnyEvent,
+    Drifted,
+    Progressed,
+    RoundEnded,
+    RoundKind,
+    StateMoved,
+    UpdateTaken,
+    Way,
+)
+from p2pavg.telemetry.history import History
+from p2pavg.telemetry.status import (
+    LINEAGE_BYTES,
+    MARKS,
+    MAX_BYTES,
+    MAX_HISTORY,
+    MAX_NAMED,
+    MAX_REASON_CHARS,
+    MAX_ROUNDS,
+    MAX_SECONDS,
+    MAX_SENTENCE_CHARS,
+    Activity,
+    PeerStatus,
+    RoundClaim,
+    TransferClaim,
+)
+from p2pavg.telemetry.text import KEY_BYTES, harmless, key_of
+
+SPEED = "samples_per_second"
+TRANSFER_SECONDS = 5.0
+"""A transfer that has not moved for this long is over."""
+
+
+class StatusKeeper:
+    """Makes a status of events. All methods may be called from any thread.
+
+    Args:
+        begins: the parts of the status that stay as they are.
+    """
+
+    def __init__(self, begins: PeerStatus) -> None:
+        self._lock = threading.Lock()
+        self._status = begins
+        self._version = 0
+        self._rounds: deque[RoundClaim] = deque(maxlen=MAX_ROUNDS)
+        self._history = History(MAX_HISTORY)
+        self._marks: dict[int, tuple[int, bytes]] = {}
+        self._moved: dict[str, StateMoved] = {}
+
+    @property
+    def version(self) -> int:
+        """A number that grows whenever the status changes by an event."""
+        return self._version
+
+    def take(self, event: AnyEvent) -> None:
+        """Note an event."""
+        with self._lock:
+            changes = self._changes(event)
+            if changes is not None:
+                self._status = replace(self._status, **changes)
+                self._version += 1
+
+    def status(
+        self, *, now: float, uptime: float, reach: tuple[str, str], mbps: tuple[float, float]
+    ) -> PeerStatus:
+        """Return the present status.
+
+        Args:
+            now: wall clock, seconds.
+            uptime: seconds since the averager was opened.
+            reach: kind and sentence of the peer's reachability.
+            mbps: measured Mbit/s that the peer can send and receive; 0 if that is not known.
+        """
+        with self._lock:
+            moving = {way: moved for way, moved in self._moved.items() if moved.time + TRANSFER_SECONDS > now}
+            self._moved = moving
+            return replace(
+                self._status,
+                uptime=_within(uptime, MAX_SECONDS),
+                reach=reach[0],
+                reach_sentence=harmless(reach[1], MAX_SENTENCE_CHARS),
+                upload_mbps=_within(mbps[0], MAX_MBPS),
+                download_mbps=_within(mbps[1], MAX_MBPS),
+                rounds=tuple(self._rounds),
+                history=self._history.points,
+                transfers=tuple(_transfer(moved) for moved in moving.values()),
+            )
+
+    def _changes(self, event: AnyEvent) -> dict[str, Any] | None:
+        """Return the fields that an event changes; ``None`` if it changes nothing."""
+        if isinstance(event, RoundEnded):
+            return self._ended(event)
+        if isinstance(event, UpdateTaken):
+            return self._updated(event)
+        if isinstance(event, Progressed):
+            return _progressed(event)
+        if isinstance(event, StateMoved):
+            self._moved[event.direction] = event
+            return {}
+        return {"drift": harmless(event.sentence, MAX_SENTENCE_CHARS)} if isinstance(event, Drifted) else None
+
+    def _ended(self, event: RoundEnded) -> dict[str, Any]:
+        self._rounds.appendleft(_claim(event))
+        before, succeeded = self._status, event.result is RoundKind.SUCCESS
+        changes: dict[str, Any] = {
+            "total_rounds": before.total_rounds + succeeded,
+            "total_failures": before.total_failures + (event.result is RoundKind.FAILED),
+            "total_sent": _count(before.total_sent + sum(event.sent.values()), MAX_BYTES),
+            "total_received": _count(before.total_received + sum(event.received.values()), MAX_BYTES),
+            "total_samples": _within(before.total_samples + event.own_samples, MAX_WEIGHT),
+            "excluded": _keys(event.excluded, MAX_NAMED),
+        }
+        if succeeded:
+            changes |= {
+                "lanes": _partners(event.ways, Way.LANE),
+                "streams": _partners(event.ways, Way.STREAM),
+                "relayed": _partners(event.ways, Way.RELAYED),
+            }
+        if succeeded and not before.lineage:  # without an optimizer, rounds are all there is
+            changes |= self._measured(before.total_rounds + 1, event.metrics)
+        return changes
+
+    def _updated(self, event: UpdateTaken) -> dict[str, Any]:
+        lineage = event.lineage[:LINEAGE_BYTES]
+        self._marks |= {every: (event.epoch, lineage) for every in MARKS if event.epoch % every == 0}
+        earlier = {epoch: state for epoch, state in self._marks.values() if epoch <= event.epoch}
+        return {
+            "epoch": event.epoch,
+            "lineage": lineage,
+            "marks": tuple(sorted(earlier.items())),
+            "grad_norm": _within(event.grad_norm or 0.0, MAX_METRIC),
+            "learning_rate": _within(next(iter(event.learning_rates), 0.0), MAX_METRIC),
+            **self._measured(event.epoch, event.metrics),
+        }
+
+    def _measured(self, epoch: int, metrics: Mapping[str, float]) -> dict[str, Any]:
+        """Note the metrics of an update. The history has the loss, or else the first metric."""
+        found = [(name, value) for name, value in metrics.items() if abs(value) <= MAX_METRIC][:MAX_METRICS]
+        names = [name for name, _ in found if name != SPEED]
+        name = self._status.history_of or next((n for n in names if "loss" in n), next(iter(names), ""))
+        value = dict(found).get(name)
+        if value is not None:
+            self._history.add(epoch, value)
+        return {"metrics": tuple(found), "history_of": name}
+
+
+def _progressed(event: Progressed) -> dict[str, Any]:
+    activity = Activity.WAITING if event.waiting else Activity.COMPUTING
+    return {
+        "epoch": event.epoch,
+        "lineage": event.lineage[:LINEAGE_BYTES],
+        "samples": _within(event.samples, MAX_WEIGHT),
+        "samples_per_second": _within(event.samples_per_second, MAX_WEIGHT),
+        "activity": Activity.FOLLOWING if event.follows else activity,
+    }
+
+
+def _claim(event: RoundEnded) -> RoundClaim:
+    return RoundClaim(
+        group=bytes.fromhex(event.group_id)[:KEY_BYTES],
+        result=event.result,
+        ended=_within(event.time, MAX_SECONDS),
+        duration=_within(event.duration, MAX_SECONDS),
+        exchange_duration=_within(event.exchange_duration, MAX_SECONDS),
+        sent=_count(sum(event.sent.values()), MAX_BYTES),
+        received=_count(sum(event.received.values()), MAX_BYTES),
+        members=_count(len(event.members), MAX_MEMBERS),
+        contributors=_count(len(event.contributors), MAX_GROUP_SIZE),
+        clipped=_count(len(event.clipped), MAX_GROUP_SIZE),
+        lost=_keys(event.lost, MAX_NAMED),
+        reason=harmless(event.reason, MAX_REASON_CHARS),
+    )
+
+
+def _transfer(moved: StateMoved) -> TransferClaim:
+    return TransferClaim(
+        is_upload=moved.direction == "upload",
+        done=_count(moved.done, MAX_BYTES),
+        total=_count(moved.total, MAX_BYTES),
+        bytes_per_second=_within(moved.bytes_per_second, MAX_BYTES),
+        peers=_count(moved.peers, MAX_MEMBERS),
+    )
+
+
+def _partners(ways: Mapping[str, str], way: Way) -> tuple[bytes, ...]:
+    return _keys((peer_id for peer_id, its in ways.items() if its == way), MAX_MEMBERS)
+
+
+def _keys(peer_ids: Iterable[str], most: int) -> tuple[bytes, ...]:
+    return tuple(key_of(peer_id) for peer_id in peer_ids)[:most]
+
+
+def _within(value: float, most: float) -> float:
+    """Return a number from 0 to ``most``: other peers refuse a status with another one. NaN becomes 0."""
+    return min(float(value), most) if value > 0 else 0.0
+
+
+def _count(value: int, most: int) -> int:
+    return min(value, most)

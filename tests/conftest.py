@@ -14,6 +14,8 @@ The suite tries the same examples in every run, so that a failure is caused by t
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
 from itertools import chain, zip_longest
 from typing import Any
 
@@ -25,11 +27,15 @@ settings.register_profile("explore", deadline=None, print_blob=True)
 settings.load_profile("repeatable")
 
 PROCESSES = (
-    ("test_bench", "test_examples", "test_local_swarm", "test_state", "test_swarm"),
+    ("attach/test_deaths", "test_bench", "test_examples", "test_local_swarm", "test_state", "test_swarm"),
     (
+        "attach/test_documented",
+        "attach/test_training",
         "test_blocking_ends",
         "test_chaos",
         "test_cli",
+        "test_daemon",
+        "test_day",
         "test_demo",
         "test_doctor",
         "test_port_mapping",
@@ -66,6 +72,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     computing.sort(key=lambda item: item.nodeid.startswith("tests/unit/"))
     turns = chain.from_iterable(zip_longest(waiting, computing))
     items[:] = [*first, *(item for item in turns if item is not None)]
+
+
+@pytest.fixture(autouse=True)
+def _loggers() -> Iterator[None]:
+    """Give each test the loggers as they were: a command in this process sets their levels and handlers."""
+    loggers = [logging.getLogger(), *(logging.getLogger(name) for name in ("p2pavg", "p2pavg_dht", "libp2p"))]
+    before = [(logger, logger.level, logger.propagate, list(logger.handlers)) for logger in loggers]
+    yield
+    for logger, level, propagate, handlers in before:
+        logger.setLevel(level)
+        logger.propagate, logger.handlers = propagate, handlers
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -13,7 +13,7 @@ from p2pavg import AveragingConfig, RoundResult, Success
 from p2pavg.blocking import Averager, open_averager
 
 LOOPBACK = ["/ip4/127.0.0.1/tcp/0"]
-WATCHDOG_SECONDS = 60.0
+WATCHDOG_SECONDS = 180.0
 
 
 def config(**changes: Any) -> AveragingConfig:

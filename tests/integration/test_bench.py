@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -110,10 +111,28 @@ def test_overlap(bench: Bench) -> None:
     }
 
 
+def test_streaming_measures_training_alone_and_with_peers(bench: Bench) -> None:
+    found = medians(bench("streaming"))
+    kinds = {"alone", "diloco", "diloco in the background", "diloco in fragments"}
+    assert {system for system, _ in found} == kinds
+    assert found["alone", "speed"] == pytest.approx(1.0)
+    assert all(found[kind, "updates"] > 0 for kind in kinds - {"alone"})
+
+
+def test_streaming_measures_what_a_slow_peer_costs_the_others(bench: Bench) -> None:
+    found = medians(bench("streaming", "--unequal", "--peers", "3"))
+    names = {"all alike", "one ten times slower", "one with a tenth of the link"}
+    assert {system for system, _ in found} == names
+    assert all(found[name, "updates"] > 0 for name in names)
+
+
 def test_codecs(bench: Bench) -> None:
     found = medians(bench("codecs"))
     names = {"fp32", "fp16", "bf16", "blockwise8", "int8"}
-    assert set(found) == {(name, figure) for name in names for figure in ("encode", "decode", "error")}
+    if find_spec("numba"):
+        names |= {"blockwise8 torch", "int8 torch"}
+    figures = ("encode", "decode", "accumulate", "error")
+    assert set(found) == {(name, figure) for name in names for figure in figures}
     assert found["fp32", "error"] == 0.0
     assert 0.0 < found["blockwise8", "error"] < 0.05
 
@@ -187,3 +206,11 @@ def test_an_error_has_its_own_line(tmp_path: Path) -> None:
     assert (first["median"], first["min"], first["max"], first["repeats"], first["peers"]) == (2, 1, 3, 3, 4)
     assert second["error"] == "the result is wrong"
     assert report.errors == 1
+
+
+def test_telemetry_measures_rounds_of_both_kinds(bench: Bench) -> None:
+    found = medians(bench("telemetry"))
+    figures = {figure for _, figure in found}
+    assert {"round without telemetry", "round with telemetry", "cost of telemetry, round"} <= figures
+    assert "cost of telemetry, processor time of a member and round" in figures
+    assert all(value > 0 for (_, figure), value in found.items() if figure.startswith("round"))

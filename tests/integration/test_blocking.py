@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from p2pavg import Failed, InProgress, NoPeers, RoundResult, Success
+from p2pavg import Failed, InProgress, NoPeers, NoPeersCode, RoundResult, Success
 from p2pavg.blocking import Averager, open_averager
 from tests.integration.loopback import (
     LOOPBACK,
@@ -142,17 +142,21 @@ def test_the_round_goes_on_after_a_wait_timeout() -> None:
         second.accumulate([torch.ones(4)])
         assert isinstance(second.step(wait=None), Success)
         assert isinstance(first.step(wait=WATCHDOG_SECONDS), Success)
-        assert first.step(wait=None) == NoPeers(reason="nothing is accumulated"), (
-            "a result was returned twice"
-        )
+        assert first.step(wait=None) == NoPeers(
+            reason="nothing is accumulated", code=NoPeersCode.NOTHING_ACCUMULATED
+        ), "a result was returned twice"
 
 
 def test_a_step_without_contribution_does_not_wait() -> None:
     with open_averager(config(match_timeout=1800.0), listen=LOOPBACK) as alone:
-        assert alone.step(wait=None) == NoPeers(reason="nothing is accumulated")
+        assert alone.step(wait=None) == NoPeers(
+            reason="nothing is accumulated", code=NoPeersCode.NOTHING_ACCUMULATED
+        )
         alone.accumulate([torch.ones(2)])
         alone.clear()
-        assert alone.step(wait=None) == NoPeers(reason="nothing is accumulated")
+        assert alone.step(wait=None) == NoPeers(
+            reason="nothing is accumulated", code=NoPeersCode.NOTHING_ACCUMULATED
+        )
 
 
 def test_no_other_peer_within_the_match_timeout() -> None:

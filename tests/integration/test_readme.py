@@ -17,6 +17,8 @@ import torch
 import p2pavg
 import p2pavg.data
 import p2pavg.optim
+import p2pavg.population
+import p2pavg.strategies
 import p2pavg.testing
 from p2pavg.blocking import open_averager
 from p2pavg.optim import StepReport
@@ -97,11 +99,22 @@ def test_the_quickstart_is_the_program_that_the_other_tests_run(page: str) -> No
     assert snippets(page)[0] == snippets("docs/training.md")[0]
 
 
-@pytest.mark.parametrize("position", [0, 1])
+@pytest.mark.parametrize("position", [0, 1, 2])
 def test_the_programs_for_your_own_tests_run(position: int, tmp_path: Path) -> None:
     path = tmp_path / "program.py"
     path.write_text(snippets("docs/testing.md")[position], encoding="utf-8")
     run = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=180)
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+@pytest.mark.parametrize("mode", ["prepend", "importlib"])
+def test_the_documented_test_runs_under_pytest(mode: str, tmp_path: Path) -> None:
+    """pytest is started in the root, and the test is in a folder that no new process can import from."""
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "conftest.py").write_text('pytest_plugins = ["p2pavg.testing.fixtures"]\n', encoding="utf-8")
+    (tmp_path / "tests/test_mine.py").write_text(snippets("docs/testing.md")[3], encoding="utf-8")
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", f"--import-mode={mode}"]
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=180)
     assert run.returncode == 0, run.stdout + run.stderr
 
 
@@ -142,7 +155,9 @@ def test_every_link_outside_the_site_has_a_target(document: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "module", [p2pavg, p2pavg.data, p2pavg.optim, p2pavg.testing], ids=lambda module: module.__name__
+    "module",
+    [p2pavg, p2pavg.data, p2pavg.optim, p2pavg.population, p2pavg.strategies, p2pavg.testing],
+    ids=lambda module: module.__name__,
 )
 def test_every_public_name_is_in_the_reference(module: ModuleType) -> None:
     reference = (ROOT / "docs/reference.md").read_text(encoding="utf-8").splitlines()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -87,6 +88,19 @@ async def test_pieces_go_over_direct_lanes_which_are_kept_for_rounds() -> None:
         assert [len(transport_of(peer)._lanes.lanes) for peer in peers[1:]] == [1, 1], (
             "the kept lanes are used"
         )
+
+
+@watched
+async def test_bytes_over_direct_lanes_are_counted() -> None:
+    blob, sent = Blob(0, 3, 1 << 20, 99), Counter[str]()
+    async with company(1, blob) as (peers, [held], sessions):
+        donor = peers[1].state
+        donor.leave(RUN, None, held)
+        donor.join(RUN, None, held, on_sent=lambda peer_id, count: sent.update({peer_id: count}))
+        await check_fetch(fetch_of(sessions, blob, peers[1:]), blob)
+        assert all(session.over_lane for session in sessions._open.values())
+    assert len(blob.data) <= sent.pop(peers[0].id) < len(blob.data) + 10_000
+    assert not sent
 
 
 @watched

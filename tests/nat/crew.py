@@ -30,6 +30,7 @@ KEEP_LOGS = "P2PAVG_LAB_LOGS"
 IMPORT_SECONDS = 120.0  # of torch and libp2p on a busy machine
 CONNECT_SECONDS = 20.0
 DAEMON_SECONDS = 60.0
+DAEMON_PORT = 4001
 _END_SECONDS = 5.0
 _LAST_LINES = 15
 
@@ -231,12 +232,15 @@ class Crew:
 
     def daemon(self, host: Host, *options: str, entry: str = DAEMON) -> tuple[Process, str]:
         """Start ``p2pavg peer`` with these options; return it with the address that it prints."""
-        process = self.start(host, entry, "peer", "--listen", f"/ip4/{host.address}/tcp/4001", *options)
+        listen = ["--listen", f"/ip4/{host.address}/tcp/{DAEMON_PORT}"]
+        if host.address6:
+            listen += ["--listen", f"/ip6/{host.address6}/tcp/{DAEMON_PORT}"]
+        process = self.start(host, entry, "peer", *listen, *options)
         return process, process.line(DAEMON_SECONDS).strip()
 
     def worker(self, host: Host, **settings: Any) -> Process:
         """Start a peer that averages; :mod:`tests.nat.worker` says with which settings."""
-        settings.setdefault("listen", [host.listen])
+        settings.setdefault("listen", host.listen)
         settings.setdefault("announce", host.announce)
         return self.start(host, "tests.nat.worker:main", json.dumps(settings))
 

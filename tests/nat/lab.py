@@ -4,6 +4,9 @@ The internet is a router in a namespace of its own. Each site has a public netwo
 internet's end and 5.N.0.2 belongs to the site's host or router. miniupnpd takes the ranges for documentation
 (203.0.113.0/24 and others) for private ones, so real addresses stand in: packets of a lab never leave it. All homes
 use the same private network, as most homes do. The internet drops what is sent to a private address without a word.
+
+A lab may have IPv6 beside it. Then each public host, and each host behind a router of the kind ``DUAL``, has a global
+address of it: 2a00:N:1::2 and 2a00:N:2::H. Routers translate no IPv6, and let through what was asked for from inside.
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ from tests.nat.routers import (
     WAN,
     PortMappingDaemon,
     forget_connections,
+    make_filter6,
     make_router,
     mapped_ports,
 )
@@ -61,8 +65,12 @@ class Kind(StrEnum):
     """A router that keeps ports, and maps ports for hosts that ask by UPnP or NAT-PMP."""
     CONE = "cone"
     """A router that keeps ports and drops what comes unasked."""
+    REJECTING = "rejecting"
+    """A router that keeps ports and answers what comes unasked with a reset, as RFC 5382 forbids and some do."""
     SYMMETRIC = "symmetric"
     """A router that gives each connection a random port."""
+    DUAL = "dual"
+    """A router that is symmetric for IPv4, and only filters IPv6; for a lab with IPv6."""
     CGNAT = "cgnat"
     """A router that keeps ports, behind a provider's router that does too."""
 
@@ -104,11 +112,14 @@ class Host:
     namespace: str
     site: Site
     address: str
+    address6: str = ""
+    """The host's address of IPv6; empty if it has none."""
 
     @property
-    def listen(self) -> str:
-        """The address on which a peer of this host listens."""
-        return f"/ip4/0.0.0.0/tcp/{FORWARDED_PORT if self.is_forwarded else 0}"
+    def listen(self) -> list[str]:
+        """The addresses on which a peer of this host listens."""
+        port = FORWARDED_PORT if self.is_forwarded else 0
+        return [f"/ip4/0.0.0.0/tcp/{port}", *(["/ip6/::/tcp/0"] if self.address6 else [])]
 
     @property
     def announce(self) -> list[str]:
@@ -142,8 +153,11 @@ def _plain(address: str) -> str:
 class Lab:
     """A small internet. Made by :func:`lab`."""
 
-    def __init__(self, namespaces: Namespaces, folder: Path, stack: ExitStack, delay_ms: float) -> None:
+    def __init__(
+        self, namespaces: Namespaces, folder: Path, stack: ExitStack, delay_ms: float, ipv6: bool
+    ) -> None:
         self._namespaces = namespaces
+        self._ipv6 = ipv6
         self._stack = stack
         self.folder = folder
         """For the files of the lab, such as the logs of peers."""
@@ -151,6 +165,8 @@ class Lab:
         settings(self._internet, ipv4__ip_forward=1)
         private = ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10")
         ip(self._internet, *(f"route add blackhole {network}" for network in private))
+        if ipv6:
+            settings(self._internet, ipv6__conf__all__forwarding=1)
         self._sites: list[Site] = []
         self._hosts = 0
         self._delay = None
@@ -234,7 +250,8 @@ class Lab:
             self._attach_to_provider(site)
         make_router(
             site.router,
-            symmetric=site.kind is Kind.SYMMETRIC,
+            symmetric=site.kind in (Kind.SYMMETRIC, Kind.DUAL),
+            rejects=site.kind is Kind.REJECTING,
             forward_to=f"{site.lan}.2" if site.kind is Kind.FORWARDED else "",
             port=FORWARDED_PORT,
         )
@@ -259,10 +276,21 @@ class Lab:
             f"address add 5.{index}.0.2/24 dev {interface}",
             f"route add default via 5.{index}.0.1",
         )
+        if self._ipv6:
+            ip(self._internet, f"address add 2a00:{index}:1::1/64 dev site{index} nodad")
+            ip(
+                namespace,
+                f"address add 2a00:{index}:1::2/64 dev {interface} nodad",
+                f"route add default via 2a00:{index}:1::1",
+            )
 
     def _make_lan(self, site: Site) -> None:
         ip(site.router, f"link add name {LAN} type bridge", f"link set {LAN} up")
         ip(site.router, f"address add {site.lan}.1/24 dev {LAN}")
+        if self._has_ipv6(site):
+            ip(site.router, f"address add 2a00:{site.index}:2::1/64 dev {LAN} nodad")
+            ip(self._internet, f"route add 2a00:{site.index}:2::/64 via 2a00:{site.index}:1::2")
+            make_filter6(site.router)
         if site.kind is Kind.UPNP:
             if reason := may_map_ports():
                 raise LabError(reason)
@@ -275,6 +303,7 @@ class Lab:
         site.made += 1
         if site.kind is Kind.PUBLIC:
             host.address = site.public
+            host.address6 = f"2a00:{site.index}:1::2" if self._ipv6 else ""
             self._attach_to_internet(host.namespace, INTERFACE, site.index)
             return
         host.address = f"{site.lan}.{site.made + 1}"
@@ -286,14 +315,25 @@ class Lab:
             f"address add {host.address}/24 dev {INTERFACE}",
             f"route add default via {site.lan}.1",
         )
+        if self._has_ipv6(site):
+            host.address6 = f"2a00:{site.index}:2::{site.made + 1}"
+            ip(
+                host.namespace,
+                f"address add {host.address6}/64 dev {INTERFACE} nodad",
+                f"route add default via 2a00:{site.index}:2::1",
+            )
+
+    def _has_ipv6(self, site: Site) -> bool:
+        return self._ipv6 and site.kind is Kind.DUAL
 
 
 @contextmanager
-def lab(delay_ms: float = 0.0) -> Iterator[Lab]:
+def lab(delay_ms: float = 0.0, *, ipv6: bool = False) -> Iterator[Lab]:
     """Provide a lab without sites, and remove it on every kind of exit.
 
     Args:
         delay_ms: of each packet between two sites, one way.
+        ipv6: give IPv6 to public hosts and to sites of the kind ``DUAL``.
 
     Raises:
         LabError: :func:`tests.nat.namespaces.may_run` says why.
@@ -301,7 +341,7 @@ def lab(delay_ms: float = 0.0) -> Iterator[Lab]:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="p2pavg-lab-")))
         namespaces = stack.enter_context(Namespaces())
-        yield Lab(namespaces, folder, stack, delay_ms)
+        yield Lab(namespaces, folder, stack, delay_ms, ipv6)
 
 
 def _limit(namespace: str, interface: str, rate_mbps: float) -> None:

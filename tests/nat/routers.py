@@ -41,17 +41,21 @@ table inet upnp {
 """
 
 
-def make_router(namespace: str, *, symmetric: bool = False, forward_to: str = "", port: int = 0) -> None:
+def make_router(
+    namespace: str, *, symmetric: bool = False, rejects: bool = False, forward_to: str = "", port: int = 0
+) -> None:
     """Let a namespace translate what leaves by its wide-area interface, and drop what comes unasked.
 
     Args:
         symmetric: each connection gets a random outer port; otherwise the port is kept where it is free.
+        rejects: answer what comes unasked with a reset, instead of dropping it.
         forward_to: the host to which connections to ``port`` are forwarded; empty forwards none.
     """
     # By default, the kernel picks up connections that it has not seen begin. A connection that goes on after its
     # mapping is forgotten would hide the loss.
     settings(namespace, ipv4__ip_forward=1, netfilter__nf_conntrack_tcp_loose=0)
     random = " --random-fully" if symmetric else ""
+    refuse = "-p tcp -j REJECT --reject-with tcp-reset" if rejects else "-j DROP"
     forward = (
         f"-A PREROUTING -i {WAN} -p tcp --dport {port} -j DNAT --to-destination {forward_to}:{port}\n"
         if forward_to
@@ -63,10 +67,22 @@ def make_router(namespace: str, *, symmetric: bool = False, forward_to: str = ""
         "-A FORWARD -m conntrack --ctstate INVALID -j DROP\n"
         "-A FORWARD -m conntrack --ctstate ESTABLISHED,RELATED,DNAT -j ACCEPT\n"
         f"-A FORWARD ! -i {WAN} -j ACCEPT\n"
-        f"-A INPUT -i {WAN} -m conntrack --ctstate NEW,INVALID -j DROP\n"
+        f"-A INPUT -i {WAN} -m conntrack --ctstate NEW,INVALID {refuse}\n"
         "COMMIT\n"
     )
     inside(namespace, "iptables-restore", script=rules)
+
+
+def make_filter6(namespace: str) -> None:
+    """Let a router pass IPv6 on as it is, and drop what comes unasked."""
+    settings(namespace, ipv6__conf__all__forwarding=1)
+    rules = (
+        "*filter\n:FORWARD DROP\n"
+        "-A FORWARD -m conntrack --ctstate ESTABLISHED,RELATED -j ACCEPT\n"
+        f"-A FORWARD ! -i {WAN} -j ACCEPT\n"
+        "COMMIT\n"
+    )
+    inside(namespace, "ip6tables-restore", script=rules)
 
 
 def forget_connections(namespace: str) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 from tests.nat.crew import Crew, Event, Process
 from tests.nat.lab import Host, Kind
 from tests.nat.namespaces import LabError
+from tests.nat.routers import FORWARDED_PORT
 
 DIRECT, MAPPED, PUNCHED, RELAYED = "direct", "mapped", "punched", "relayed"
 WAYS = (DIRECT, MAPPED, PUNCHED, RELAYED)
@@ -58,7 +59,7 @@ class Member:
 
     @property
     def sentence(self) -> str:
-        """What the peer last said of how it can be reached; empty if it said nothing."""
+        """The peer's last sentence on its reachability; empty if there was none."""
         return str(self.reachabilities[-1]["sentence"]) if self.reachabilities else ""
 
     def poll(self) -> None:
@@ -125,6 +126,10 @@ class Team:
                 return False
             time.sleep(_POLL_SECONDS)
 
+    def all_open(self) -> bool:
+        """Return whether each peer has joined the network."""
+        return all(member.peer_id for member in self.members)
+
     def all_succeeded(self, count: int) -> Callable[[], bool]:
         """Return a condition: each peer has so many successful rounds more than now."""
         wanted = [(member, len(member.successes) + count) for member in self.members]
@@ -163,7 +168,7 @@ def _mean(weights: dict[str, float], values: dict[str, float]) -> float:
 
 
 def way(first: Host, second: Host) -> str:
-    """Return how two hosts are connected, as their operating systems show it: one of :data:`WAYS`.
+    """Return the way in which two hosts are connected, as their operating systems show it: one of :data:`WAYS`.
 
     A connection to a public address or a forwarded port is direct, one to a port that a router was asked for is mapped,
     and one to any other port of a router was punched. Without any connection from one to the other, a third peer
@@ -176,6 +181,8 @@ def way(first: Host, second: Host) -> str:
         for _, _, host, port in here.connections():
             if host == there.site.public:
                 ways.append(_way_to(there, port))
+            elif there.address6 and host == there.address6:
+                ways.append(DIRECT if there.site.kind is Kind.PUBLIC else PUNCHED)
     return min(ways, key=WAYS.index, default=RELAYED)
 
 
@@ -184,6 +191,6 @@ def _is_connected(here: Host, address: str) -> bool:
 
 
 def _way_to(host: Host, port: int) -> str:
-    if host.site.kind is Kind.PUBLIC or (host.is_forwarded and f"/{port}" in host.listen):
+    if host.site.kind is Kind.PUBLIC or (host.is_forwarded and port == FORWARDED_PORT):
         return DIRECT
     return MAPPED if port in host.site.mapped_ports() else PUNCHED

@@ -5,7 +5,8 @@ Its only argument is a JSON object:
 * ``bootstrap``, ``listen``, ``announce``, and ``peer`` (further settings of ``open_peer``),
 * ``config``: the settings of :class:`p2pavg.AveragingConfig`,
 * ``value``: the number that this peer contributes in each element; the test computes the mean that it has to find,
-* ``elements`` of the vector, ``pause`` in seconds between two rounds.
+* ``elements`` of the vector, ``pause`` in seconds between two rounds,
+* ``verbose``: log every decision, as it does unless told otherwise.
 
 It averages until its standard input says "stop" or ends. After "hold" it begins no further round, and stays in the
 network. Settings of ``open_peer`` that this version does not know are left out, and reported.
@@ -136,10 +137,12 @@ def main() -> None:
     logging.basicConfig(
         stream=sys.stderr, level=logging.INFO, format="%(asctime)s.%(msecs)03d %(name)s: %(message)s"
     )
-    for name in ("p2pavg", "p2pavg_dht"):
-        logging.getLogger(name).setLevel(logging.DEBUG)
+    settings = json.loads(sys.argv[1])
+    if settings.get("verbose", True):
+        for name in ("p2pavg", "p2pavg_dht"):
+            logging.getLogger(name).setLevel(logging.DEBUG)
     torch.set_num_threads(1)
-    trio.run(Worker(json.loads(sys.argv[1])).run)
+    trio.run(Worker(settings).run)
 
 
 if __name__ == "__main__":

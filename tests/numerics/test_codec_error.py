@@ -56,6 +56,8 @@ MEASURED = {
     "blockwise8:64": (9.50e-3, 1.35e-2, 1.18e-2, 1.67e-2),
     "blockwise8:256": (1.08e-2, 1.53e-2, 1.49e-2, 2.11e-2),
     "blockwise8:4096": (1.30e-2, 1.83e-2, 1.98e-2, 2.84e-2),
+    "int4:64": (1.08e-1, 1.53e-1, 1.84e-1, 2.43e-1),
+    "nf4:64": (9.21e-2, 1.30e-1, 1.25e-1, 1.67e-1),
 }
 
 
@@ -104,3 +106,21 @@ def test_blocks_do_not_affect_each_others_error() -> None:
         decoded = codec.decode(codec.encode(values), ELEMENTS)
         small = slice(ELEMENTS // 2, None)
         assert relative_l2(decoded[small], values[small]) < 0.012
+
+
+#           N(0,1) and Student-t3: error of the values that are sent, and of the whole vector
+SPARSE = {
+    "topk:4096:64:2": (6.48e-2, 9.38e-1, 3.58e-1, 7.98e-1),
+    "topk:4096:64:1": (1.10e-1, 9.39e-1, 4.98e-1, 8.28e-1),
+}
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_values_that_a_sparse_codec_sends(name: str) -> None:
+    codec, found = resolve_codec(name), []
+    for draw in (normal, student_t3):
+        values = draw(torch.Generator().manual_seed(0))
+        decoded = codec.decode(codec.encode(values), ELEMENTS)
+        sent = decoded != 0
+        found += [relative_l2(decoded[sent], values[sent]), relative_l2(decoded, values)]
+    assert found == pytest.approx(SPARSE[name], rel=0.03)

@@ -7,7 +7,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from p2pavg_compression import MAX_MAGNITUDE, Bf16, Blockwise8, Codec, CodecError, Fp16, Fp32, Int8
+from p2pavg_compression import (
+    MAX_MAGNITUDE,
+    NF4,
+    Bf16,
+    Blockwise8,
+    Codec,
+    CodecError,
+    Fp16,
+    Fp32,
+    Int4,
+    Int8,
+    TopK,
+)
 from p2pavg_compression.dynamic_map import LEVELS
 
 CODECS: list[Codec] = [
@@ -18,6 +30,10 @@ CODECS: list[Codec] = [
     Int8(),
     Blockwise8(),
     Blockwise8(block_size=1024),
+    Int4(),
+    NF4(),
+    TopK(chunk=64, k=8),
+    TopK(chunk=256, k=16, bits=1),
 ]
 TINY = 2.0**-126
 
@@ -59,6 +75,13 @@ def bound(codec: Codec, values: torch.Tensor) -> torch.Tensor:
             return block_maxima(exact, size) * (0.5 / 127) * (1 + 2.0**-14) + 127 * TINY
         case Blockwise8(block_size=size):
             return blockwise8_bound(exact, block_maxima(exact, size)) + TINY
+        case Int4(block_size=size):
+            return block_maxima(exact, size) * (0.5 / 7) * (1 + 2.0**-14) + 7 * TINY
+        case NF4(block_size=size):
+            # Half of the widest gap between two levels, which is that from -1 to its neighbour.
+            return block_maxima(exact, size) * ((1 - 0.6961928) / 2 + 2.0**-11) + TINY
+        case TopK(chunk=size):
+            return block_maxima(exact, size) * (1 + 2.0**-8) + TINY
     raise AssertionError(codec)
 
 

@@ -17,6 +17,7 @@ from p2pavg.consensus.votes import (
     Accepted,
     Begin,
     Behind,
+    Came,
     Commit,
     Complete,
     Gather,
@@ -135,6 +136,7 @@ votes: st.SearchStrategy[Vote] = st.one_of(
     st.builds(Left, st.just(-1) | ballots, reasons),
     st.just(Unknown()),
     st.just(Ping()),
+    st.builds(Came, ballots, ballots, ballots),
 )
 
 

@@ -20,6 +20,7 @@ from p2pavg.optim import AveragedOptimizer, RunState
 from p2pavg.optim.digest import digest_of
 from p2pavg.optim.lineage import Lineage
 from p2pavg.result import Success
+from p2pavg.testing.loops import LoopThread, virtual_threads
 from p2pavg.testing.memory import MemoryNetwork
 from p2pavg.testing.simulation import (
     cancel_when_crashed,
@@ -27,7 +28,6 @@ from p2pavg.testing.simulation import (
     simulated_peer,
     simulated_signer,
 )
-from tests.simulation.virtual_threads import LoopThread, virtual_threads
 
 MBIT = 1e6 / 8
 STATE_VECTORS = 3
@@ -243,7 +243,7 @@ class Churn:
 
     # ------------------------------------------------------------------ one training loop
 
-    def _train(self, thread: LoopThread, averager: DecentralizedAverager, life: Life) -> None:
+    def _train(self, thread: LoopThread[None], averager: DecentralizedAverager, life: Life) -> None:
         how = self._how
         model = Model(how.elements)
         adam = torch.optim.Adam(model.parameters(), lr=1e-3, foreach=False)

@@ -20,6 +20,7 @@ from p2pavg.blocking import Averager
 from p2pavg.optim.view import TOPIC
 from p2pavg.records.board import Entry
 from p2pavg.result import InProgress, NoPeers, RoundResult, Success
+from p2pavg.telemetry.hub import Events
 
 END = 900.0  # of virtual time, after which a test has failed
 
@@ -189,6 +190,7 @@ class Player:
         self._result: RoundResult | None = None
         self._result_at = 0.0
         self.boards: dict[str, Board] = {}
+        self.events = Events()
 
     @property
     def averager(self) -> Averager:
@@ -211,6 +213,13 @@ class Player:
         weighted = [tensor.detach() * weight for tensor in tensors]
         self.sum = [a + b for a, b in zip(self.sum, weighted, strict=True)] if self.sum else weighted
         self.weight += weight
+
+    def expect(self, peers: object) -> None:
+        """Need no hint."""
+
+    def certifies(self, peers: object) -> bool:
+        """Return true, as the averager of a peer does."""
+        return True
 
     def step(
         self, *, wait: float, state: bytes, group_size: int, contributors: int = 0, observe: bool = False
@@ -236,6 +245,26 @@ class Player:
         if not isinstance(result, Success):
             self.accumulate(self.given, weight=self.given_weight)
         return result
+
+    def take_alone(self, state: bytes) -> Success | None:
+        if not self.weight:
+            return None
+        averaged, weight = [t / self.weight for t in self.sum], self.weight
+        self.clear()
+        self.stage.groups.append((self.peer_id,))
+        return Success(
+            averaged=averaged,
+            peers=(self.peer_id,),
+            weights={self.peer_id: weight},
+            total_weight=weight,
+            compression_ratio=1.0,
+            bytes_sent=0,
+            bytes_received=0,
+            duration=0.0,
+            exchange_duration=0.0,
+            group_id=f"{len(self.stage.groups):064x}",
+            share=(0, 0),
+        )
 
     def _has_result(self) -> bool:
         return self._result is not None

@@ -102,6 +102,7 @@ async def test_a_peer_whose_certificate_does_not_hold_is_refused_by_name(
         swarm = await step_all(peers, how, after)
     refused = result_of(swarm, outsider)
     assert isinstance(refused, p2pavg.NoPeers)
+    assert refused.code is p2pavg.NoPeersCode.NOT_ADMITTED
     assert "this peer is not admitted to the run" in refused.reason
     assert reason in refused.reason
     for index in {0, 1, 2} - {outsider}:

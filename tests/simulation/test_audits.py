@@ -32,7 +32,12 @@ def many_small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("compression", "robust"),
-    [(None, None), ("int8:64", "trimmed_mean:0.25"), ("blockwise8:64", "centered_clip:1.0:3")],
+    [
+        (None, None),
+        ("int8:64", "trimmed_mean:0.25"),
+        ("blockwise8:64", "centered_clip:1.0:3"),
+        ("topk:64:8", None),
+    ],
 )
 async def test_honest_peers_are_never_accused(
     autojump_clock: MockClock, caplog: pytest.LogCaptureFixture, compression: str | None, robust: str | None
@@ -110,7 +115,7 @@ async def test_one_audit_before_the_end_is_enough(
         return tasks_of(self, *arguments) if self._me == name(auditor) else []  # type: ignore[arg-type]
 
     def every_part(
-        _audits: Audits, _ticket: bytes, _reducer: int, parts: int, _auditors: int
+        _audits: Audits, _ticket: bytes, _reducer: int, parts: int, _auditors: int, stretches: int
     ) -> tuple[int, ...]:
         return tuple(range(parts))
 

@@ -126,7 +126,9 @@ class TestCancelMatchmaking:
             averager.accumulate(ONES, weight=3.0)
             assert isinstance(await averager.step(wait=1.0), p2pavg.InProgress)
             assert await averager.cancel_matchmaking("it is of no use")
-            assert await averager.step(wait=1.0) == p2pavg.NoPeers(reason="it is of no use")
+            assert await averager.step(wait=1.0) == p2pavg.NoPeers(
+                reason="it is of no use", code=p2pavg.NoPeersCode.CANCELLED
+            )
             assert trio.current_time() < 2.0
             assert averager.weight == 3.0
             assert not await averager.cancel_matchmaking("the round is over")
@@ -163,7 +165,7 @@ class TestCancelMatchmaking:
                     result = await averagers[0].step(wait=None)
                 outcomes[stopped] += 1
                 if stopped:
-                    assert result == p2pavg.NoPeers(reason="enough")
+                    assert result == p2pavg.NoPeers(reason="enough", code=p2pavg.NoPeersCode.CANCELLED)
                     assert averagers[0].weight == 1.0
                 else:
                     assert isinstance(result, p2pavg.Success)

@@ -110,6 +110,7 @@ async def test_attempt_ends_with_a_reason_when_reporting_the_loss_raises(
         result = results[peer_id]
         assert isinstance(result, p2pavg.NoPeers)
         assert "raised KeyError here" in result.reason
+        assert result.code is p2pavg.NoPeersCode.NO_GROUP
 
 
 async def test_exception_without_a_message_is_raised(

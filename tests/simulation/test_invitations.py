@@ -283,8 +283,8 @@ class TestHostileDelegates:
             (pack(1, "", b"", b""), "answer is damaged: version is missing"),
             (pack(1, "", b"\xff", b""), "answer is damaged"),
             (pack(1, "", RUN_FILE.text.encode(), b""), "answer is damaged"),
-            (pack(1, "no\x1b[2J\nway", b"", b""), "^no \\[2J way$"),
-            (pack(1, "a" * 4000, b"", b""), "^a{300}$"),
+            (pack(1, "no\x1b[2J\nway", b"", b""), "^no \\[2J way(\n|$)"),
+            (pack(1, "a" * 4000, b"", b""), "^a{300}(\n|$)"),
         ],
     )
     async def test_a_damaged_answer(

@@ -52,10 +52,11 @@ from p2pavg.net.addresses import with_peer_id
 from p2pavg.net.framing import send_message
 from p2pavg.net.transport import Buffer, Stream, Transport
 from p2pavg.peer import Peer
-from p2pavg.round import exchange, voting
+from p2pavg.round import exchange, traffic, voting
 from p2pavg.round.control import Control
 from p2pavg.round.rounds import Rounds
 from p2pavg.round.signing import Signing
+from p2pavg.round.slow_members import SlowMembers
 from p2pavg.round.voting import max_votes
 from p2pavg.testing import MemoryNetwork
 from p2pavg.testing.memory import MemoryTransport
@@ -569,14 +570,13 @@ async def test_members_that_can_form_no_group_end_the_round_without_an_exception
     autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A leader may have placed an auxiliary first in the roster, and left."""
-    only = Roster.only
 
-    def impossible(self: Roster, members: Sequence[Candidate], shares: Sequence[int]) -> Roster:
-        if len(members) < SIZE:
+    def impossible(self: Roster, attempt: int, *_: Any) -> Roster:
+        if attempt:
             raise RemoteProtocolError("a roster that is led by an auxiliary")
-        return only(self, members, shares)
+        return self
 
-    monkeypatch.setattr(Roster, "only", impossible)
+    monkeypatch.setattr(Roster, "among", impossible)
     instead(monkeypatch, "Control", 2, saying(message(b"garbage")))
     swarm = await play()
     for index in honest(2):
@@ -604,10 +604,10 @@ async def test_an_exception_over_a_members_lane_excludes_that_member(
 async def test_an_exception_that_no_message_caused_leaves_the_averager(
     autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def fault(self: exchange._Traffic, current: object) -> None:
+    async def fault(self: traffic.Traffic, current: object) -> None:
         raise KeyError("a rule that is wrong")
 
-    monkeypatch.setattr(exchange._Traffic, "measure", fault)
+    monkeypatch.setattr(traffic.Traffic, "measure", fault)
     with pytest.raises(BaseExceptionGroup) as raised:
         await play()
     assert raised.group_contains(KeyError)
@@ -822,7 +822,7 @@ async def test_a_leader_that_does_not_end_its_round_has_a_strike_and_no_ban(
     """It is present and answers, but never announces the commit."""
     strikes: list[tuple[str | None, bool, bool]] = []
     advance, until_the_end = agreement.advance, exchange.Exchange._until_the_end
-    leave = exchange.Exchange._leave_the_slowest_behind
+    leave = SlowMembers.leave_behind
 
     def hear_no_result(member: Member, event: Event) -> Any:
         held = isinstance(event, Heard) and isinstance(event.vote, Held)
@@ -832,13 +832,13 @@ async def test_a_leader_that_does_not_end_its_round_has_a_strike_and_no_ban(
         self._timeout *= 2 if self._context.transport.peer_id == name(0) else 1
         await until_the_end(self)
 
-    async def wait_for_all(self: exchange.Exchange, began: float) -> None:
-        if self._context.transport.peer_id != name(0):
+    async def wait_for_all(self: SlowMembers, began: float) -> None:
+        if self._voting.member.me != 0:
             await leave(self, began)
 
     monkeypatch.setattr(voting, "advance", hear_no_result)
     monkeypatch.setattr(exchange.Exchange, "_until_the_end", outlast_the_others)
-    monkeypatch.setattr(exchange.Exchange, "_leave_the_slowest_behind", wait_for_all)
+    monkeypatch.setattr(SlowMembers, "leave_behind", wait_for_all)
     monkeypatch.setattr(
         Rounds, "_avoid", lambda _self, v: strikes.append((v.peer_id, v.hostile, v.seconds > 0))
     )
@@ -848,6 +848,7 @@ async def test_a_leader_that_does_not_end_its_round_has_a_strike_and_no_ban(
         result = swarm.results[name(index)]
         assert isinstance(result, p2pavg.Failed)
         assert "led the round and did not end it" in result.reason
+        assert result.code is p2pavg.FailedCode.TIMED_OUT
     assert {strike for strike in strikes if strike[1] or strike[2]} == {(name(0), False, True)}
 
 

@@ -38,7 +38,7 @@ async def test_no_vector_outlives_its_round(autojump_clock: MockClock) -> None:
             alive = [o for o in gc.get_objects() if type(o) is torch.Tensor and o.numel() == ELEMENTS]
             # Two alternating buffers for each of the two peers in this process.
             assert len(alive) <= 4, [(tensor.shape, tensor.dtype) for tensor in alive]
-            assert not any(o._averages._encoded or o._pending for o in held())
+            assert not any(o._averages._encoded or o._inputs._waiting for o in held())
 
     gc.collect()
     gc.disable()
@@ -72,7 +72,7 @@ async def test_failed_round_keeps_its_vector_once(autojump_clock: MockClock) -> 
                 await trio.sleep(10.0)
                 alive = [o for o in gc.get_objects() if type(o) is torch.Tensor and o.numel() == ELEMENTS]
                 assert len(alive) <= 2, "those of this peer and of the stopped one"
-                assert not any(o._averages._encoded or o._pending for o in held())
+                assert not any(o._averages._encoded or o._inputs._waiting for o in held())
                 nursery.cancel_scope.cancel()
     finally:
         gc.enable()

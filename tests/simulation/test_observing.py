@@ -150,10 +150,12 @@ class TestObservers:
     async def test_observing_needs_declared_tensors(self, autojump_clock: MockClock) -> None:
         async with simulated_peer(MemoryNetwork(latency=LAN), 0) as peer, peer.averager(config()) as averager:
             assert await averager.step(wait=None, observe=True) == p2pavg.NoPeers(
-                reason="nothing is accumulated"
+                reason="nothing is accumulated", code=p2pavg.NoPeersCode.NOTHING_ACCUMULATED
             )
             averager.declare([torch.ones(3)])
-            assert await averager.step(wait=None) == p2pavg.NoPeers(reason="nothing is accumulated")
+            nothing = await averager.step(wait=None)
+            assert isinstance(nothing, p2pavg.NoPeers)
+            assert nothing.reason == "nothing is accumulated"
             assert isinstance(await averager.step(wait=0, observe=True), p2pavg.InProgress)
 
     @pytest.mark.parametrize("rule", [None, RandomFraction(0.25)], ids=["observe", "rule"])

@@ -89,6 +89,7 @@ async def test_peers_that_cannot_reach_each_other_get_that_reason(
             (_, first), (_, second) = await average(peers[1:], config(), [0.0, 0.1])
     for result, other in ((first, peers[2]), (second, peers[1])):
         assert isinstance(result, p2pavg.NoPeers)
+        assert result.code is p2pavg.NoPeersCode.UNREACHABLE
         address = other.addresses[0].partition("/p2p/")[0]
         assert "saw 1 other peer and could not reach it: 12D3.." in result.reason
         assert f"{other.id[-6:]} at {address} (timed out)" in result.reason

@@ -13,6 +13,7 @@ import trio
 from trio.testing import MockClock
 
 import p2pavg
+from p2pavg import NoPeersCode
 from p2pavg.net.framing import receive_message, send_message
 from p2pavg.net.transport import Stream
 from p2pavg.peer import Peer, peer_over
@@ -55,18 +56,25 @@ async def step(
         return await averager.step(wait=None, state=state)
 
 
-async def reasons(*calls: Callable[[], Awaitable[p2pavg.RoundResult]]) -> list[str]:
-    """Run rounds at once that find no group; return their reasons."""
+async def reasons(
+    *calls: Callable[[], Awaitable[p2pavg.RoundResult]], codes: Sequence[NoPeersCode | None] = ()
+) -> list[str]:
+    """Run rounds at once that find no group; return their reasons. Check their ``codes``; one in progress has none."""
     found: dict[int, str] = {}
+    named: dict[int, NoPeersCode] = {}
 
     async def run(index: int, call: Callable[[], Awaitable[p2pavg.RoundResult]]) -> None:
         result = await call()
         assert isinstance(result, p2pavg.NoPeers | p2pavg.InProgress), result
         found[index] = result.reason
+        if isinstance(result, p2pavg.NoPeers):
+            named[index] = result.code
 
     async with trio.open_nursery() as nursery:
         for index, call in enumerate(calls):
             nursery.start_soon(run, index, call)
+    if codes:
+        assert [named.get(index) for index in range(len(calls))] == list(codes)
     return [found[index] for index in range(len(calls))]
 
 
@@ -76,7 +84,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 async def test_empty_network(autojump_clock: MockClock, caplog: pytest.LogCaptureFixture) -> None:
     async with simulated_peers(MemoryNetwork(latency=LAN), 1) as (peer,):
-        [reason] = await reasons(partial(step, peer, config()))
+        [reason] = await reasons(partial(step, peer, config()), codes=[NoPeersCode.NO_PEER_READY])
         alone = f"no other peer is in this network; others join with bootstrap=[{peer.addresses[0]!r}]"
     assert alone in reason
     [warned] = warnings(caplog)
@@ -127,6 +135,11 @@ async def test_other_parameters_and_other_architecture(autojump_clock: MockClock
             partial(step, peers[0], config(), state=b"seed 1"),
             partial(step, peers[1], config(), state=b"seed 2"),
             partial(step, peers[2], config(), tensors=ONES * 2),
+            codes=[
+                NoPeersCode.OTHER_PARAMETERS,
+                NoPeersCode.OTHER_PARAMETERS,
+                NoPeersCode.OTHER_SETTINGS,
+            ],
         )
     for reason in (first, second):
         assert "1 peer of this run averages with other parameters (state)" in reason
@@ -144,7 +157,7 @@ async def test_wrong_clock(
         simulated_peers(network, 3) as peers,
         peer_whose_clock_is_off(network, 9, seconds, peers[0].addresses) as wrong,
     ):
-        [reason] = await reasons(partial(step, wrong, config()))
+        [reason] = await reasons(partial(step, wrong, config()), codes=[NoPeersCode.CLOCK_OR_VERSION])
     how = "ahead of" if seconds > 0 else "behind"
     assert f"your clock is 118 s {how} 3 peers" in reason
     said = [warned for warned in warnings(caplog) if warned.startswith("your clock")]
@@ -174,7 +187,9 @@ async def test_a_heavy_peer_is_named_by_the_others_and_gets_the_reason(autojump_
                 averager.accumulate(ONES, weight=1e15)
                 return await averager.step(wait=None)
 
-        first, second = await reasons(partial(step, peer, config(max_weight=1000)), step_heavily)
+        first, second = await reasons(
+            partial(step, peer, config(max_weight=1000)), step_heavily, codes=[NoPeersCode.REFUSED, None]
+        )
     short = f"12D3..{heavy.id[-6:]}"
     assert f"does not meet 1 other peer: {short} (its weight of 1e+15 is above max_weight 1000)" in first
     assert "is above max_weight 1000" in second

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import weakref
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -36,6 +37,7 @@ from p2pavg.state.serving import (
     IDLE_SECONDS,
     SEND_BYTES,
     YIELD_SECONDS,
+    spared_bytes,
 )
 from p2pavg.state.sessions import MAX_FETCHES, Sessions, open_sessions
 from p2pavg.state.sink import FileSink, MemorySink, Sink
@@ -103,6 +105,18 @@ async def test_a_blob_comes_from_one_donor(autojump_clock: MockClock) -> None:
     async with company(1, blob) as (_network, peers, held, sessions):
         await check_fetch(fetch_of(sessions, blob, peers[1:]), blob)
         assert sorted(held[0].sent) == list(range(20))
+
+
+async def test_a_donor_counts_what_it_sends_to_each_joiner(autojump_clock: MockClock) -> None:
+    blob, sent = Blob(0, 5, 100_000), Counter[str]()
+    async with company(1, blob) as (_, peers, [held], sessions):
+        donor = peers[1].state
+        donor.leave(RUN, None, held)
+        donor.join(RUN, None, held, on_sent=lambda peer_id, count: sent.update({peer_id: count}))
+        await check_fetch(fetch_of(sessions, blob, peers[1:]), blob)
+    # The manifest counts, too.
+    assert len(blob.data) <= sent.pop(peers[0].id) < len(blob.data) + 10_000
+    assert not sent
 
 
 async def test_a_blob_that_was_taken_stays_in_no_memory(autojump_clock: MockClock) -> None:
@@ -221,6 +235,22 @@ async def test_small_pieces_wait_as_long_as_large_ones_of_as_many_bytes(autojump
         peers[1].state.join(RUN, None, Held(blob), is_busy=lambda: True)
         seconds = await check_fetch(fetch_of(sessions, blob, peers[1:]), blob)
     assert seconds == pytest.approx(len(blob.data) / SEND_BYTES * YIELD_SECONDS, rel=0.3)
+
+
+async def test_a_round_has_nearly_all_of_a_slow_link(autojump_clock: MockClock) -> None:
+    """256 KiB a second would be half of it."""
+    blob, mbps = Blob(0, 4, 1 << 20), 5.0
+    async with company(1, bandwidth=mbps * 1e6 / 8) as (_network, peers, _held, sessions):
+        peers[1].state.join(RUN, None, Held(blob), is_busy=lambda: True, bandwidth=lambda: mbps)
+        seconds = await check_fetch(fetch_of(sessions, blob, peers[1:]), blob)
+    assert len(blob.data) / seconds < 0.1 * mbps * 1e6 / 8
+
+
+@pytest.mark.parametrize(
+    ("mbps", "spared"), [(0.0, SEND_BYTES), (0.1, 16384), (5.0, 49152), (1e4, SEND_BYTES)]
+)
+def test_what_a_round_leaves_to_states_depends_on_the_link(mbps: float, spared: int) -> None:
+    assert spared_bytes(mbps) == spared
 
 
 # ---------------------------------------------------------------------- donors that fail

@@ -87,6 +87,7 @@ async def test_silent_member_is_dropped_and_learns_it_later(autojump_clock: Mock
     assert isinstance(back, p2pavg.Failed)
     assert back.contribution_used is False
     assert "gave this peer up" in back.reason
+    assert back.code is p2pavg.FailedCode.LEFT_OUT
     check_one_result(list(results.values()), 50_000)
     assert all(isinstance(result, p2pavg.Success) and len(result.peers) == 2 for result in results.values())
     assert max(took.values()) < 5.0
@@ -161,6 +162,7 @@ async def test_last_survivor_keeps_its_contribution(autojump_clock: MockClock) -
     plan = FaultPlan([Fault(Crash(index), After(Milestone.FORMED, of=3, seconds=0.05)) for index in range(3)])
     [alone] = (await run_peers(network, 4, average, plan=plan)).values()
     assert isinstance(alone, p2pavg.Failed)
+    assert alone.code is p2pavg.FailedCode.PEERS_LOST
     assert alone.contribution_used is False
 
 

@@ -120,7 +120,7 @@ async def test_an_exception_of_a_handler_ends_its_lane(
     async def fail(lane: DirectLane) -> None:
         raise error
 
-    caplog.set_level(logging.INFO, "p2pavg.net.lanes.inbound")
+    caplog.set_level(logging.DEBUG, "p2pavg.net.lanes.inbound")
     async with pair() as (here, there):
         there.serve_lanes(fail)
         lane = await lane_to(here, there)
@@ -128,7 +128,7 @@ async def test_an_exception_of_a_handler_ends_its_lane(
         await eventually(lambda: lane.aborted)
         assert not keeper(there).lanes
         (record,) = [found for found in caplog.records if found.name == "p2pavg.net.lanes.inbound"]
-        assert record.levelno == (logging.ERROR if type(error) is RuntimeError else logging.INFO)
+        assert record.levelno == (logging.ERROR if type(error) is RuntimeError else logging.DEBUG)
         assert here.peer_id in record.getMessage()
         await assert_goes_on(there)
 

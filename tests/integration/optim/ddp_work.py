@@ -23,7 +23,7 @@ from p2pavg import Success
 from p2pavg.blocking import Averager, open_averager
 from p2pavg.errors import P2PAvgError
 from p2pavg.files import PUBLIC, replace_file
-from p2pavg.optim import AveragedOptimizer, RunState, shard_config
+from p2pavg.optim import AveragedOptimizer, RunState, diloco, shard_config
 from p2pavg.optim.ddp import ddp_comm_hook, peer_gradients
 from tests.integration.optim.company import LISTEN, Batches, config, loss_of, small_model, vector_of
 
@@ -117,6 +117,57 @@ def shards(how: dict[str, Any]) -> None:
         whole = [cast(Any, parameter).full_tensor().detach() for parameter in network.parameters()]
         parameters = torch.cat([tensor.reshape(-1) for tensor in whole])
         found = {"parameters": parameters.tolist(), "seen": seen, "state": optimizer.lineage.state.hex()}
+        (folder / f"result{peer}.{rank}.json").write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def local_shards(how: dict[str, Any]) -> None:
+    """Train by DiLoCo with sharded parameters, of which each rank averages its shard.
+
+    ``how`` has the number of ``fragments``, and optionally ``breaks_at``: a step in which the second rank's shard has
+    NaN.
+    """
+    folder, peer, rank, ranks = Path(how["folder"]), how["peer"], how["rank"], how["ranks"]
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/rendezvous{peer}", rank=rank, world_size=ranks
+    )
+    network = small_model()
+    fully_shard(network, mesh=init_device_mesh("cpu", (ranks,)))
+    batches = Batches(peer * ranks + rank, BATCH)
+    with open_peer_of(folder, peer, how, rank=rank) as averager:
+        optimizer = diloco(
+            torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9),
+            averager,
+            sync_every=2,
+            fragments=how["fragments"],
+            peers_to_start=how["peers"],
+            process_group=dist.group.WORLD,
+            model=network,
+            measure_updates=True,
+        )
+        updated, restored, norms = [], [], []
+        for step in range(how["steps"]):
+            optimizer.zero_grad()
+            torch.autograd.backward(loss_of(network, batches.next()))
+            if step == how.get("breaks_at") and rank == 1:
+                for parameter in network.parameters():
+                    cast(Any, parameter.grad).to_local().fill_(math.nan)
+            report = optimizer.step(samples=BATCH * ranks)
+            updated.append(report.updated)
+            restored.append(report.restored is not None)
+            norms.append([report.grad_norm, report.update_norm] if report.updated else None)
+        (folder / f"done{peer}.{rank}").touch()
+        wait_until(lambda: len(list(folder.glob("done*"))) == how["peers"] * ranks)
+        whole = [cast(Any, parameter).full_tensor().detach() for parameter in network.parameters()]
+        found = {
+            "parameters": torch.cat([tensor.reshape(-1) for tensor in whole]).tolist(),
+            "updated": updated,
+            "restored": restored,
+            "norms": norms,
+            "state": optimizer.lineage.state.hex(),
+        }
         (folder / f"result{peer}.{rank}.json").write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()

@@ -32,7 +32,8 @@ def optimizer_of(
     """Return rank 0's optimizer."""
     state = RunState(network)
     if how.get("local"):
-        return diloco(torch.optim.AdamW(network.parameters(), lr=0.01), averager, sync_every=2, state=state)
+        options = {"sync_every": 2} | how.get("options", {})
+        return diloco(torch.optim.AdamW(network.parameters(), lr=0.01), averager, state=state, **options)
     inner = torch.optim.AdamW(network.parameters(), lr=0.01)
     target = BATCH * how["total"]
     return AveragedOptimizer(
@@ -49,7 +50,8 @@ def late(how: dict[str, Any]) -> None:
     """Train until all peers are at one update that the late peer names.
 
     ``how``: folder, peer, rank and ranks of this peer, number of peers, ``total`` ranks of all peers. The peer that is
-    ``late`` begins with other parameters when the others have taken three updates. ``local`` takes local updates.
+    ``late`` begins with other parameters when the others have taken three updates. ``local`` takes local updates, with
+    ``options``.
     """
     folder, peer, rank, ranks = Path(how["folder"]), how["peer"], how["rank"], how["ranks"]
     torch.set_num_threads(1)

@@ -142,7 +142,7 @@ def test_drifted_parameters_are_reported_by_both_peers(kind: str) -> None:
         def perturb() -> None:
             if peer and optimizer.epoch >= 5 and not done:
                 done.append(True)
-                tensors = list(model.parameters()) if kind == "large batch" else optimizer._anchor  # type: ignore[union-attr]
+                tensors = list(model.parameters()) if kind == "large batch" else optimizer._anchor.tensors  # type: ignore[union-attr]
                 with torch.no_grad():
                     tensors[1][0] += 1e-3
 

@@ -19,6 +19,7 @@ from p2pavg.optim import AveragedOptimizer
 from p2pavg.optim.ddp import peer_gradients
 from tests.integration.optim import ddp_work
 from tests.integration.optim.company import LISTEN, Batches, config, loss_of, small_model, vector_of
+from tests.integration.optim.test_recipes import Nesterov, load
 
 STEPS = 6
 
@@ -110,6 +111,50 @@ def test_sharded_ranks_average_their_own_shards(tmp_path: Path) -> None:
     assert len({rank["state"] for rank in found}) == 1, "what names the parameters names all shards of them"
     assert all(rank["parameters"] == found[0]["parameters"] for rank in found)
     assert (torch.tensor(found[0]["parameters"]) - vector_of(model)).abs().max() < 1e-5
+
+
+def test_diloco_of_sharded_ranks_matches_one_process(tmp_path: Path) -> None:
+    """Two peers of two FSDP ranks: each averages its shards' pseudo-gradients, and takes the outer steps of them."""
+    plans = [how(2, fragments=1)] * 2
+    processes = start(tmp_path / "shards", plans, ranks=2, work=ddp_work.local_shards)
+    models = [small_model() for _ in range(2)]
+    inners = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in models]
+    batches = [Batches(rank, ddp_work.BATCH) for rank in range(4)]
+    anchor, outer, norms = vector_of(models[0]).double(), Nesterov(0.7, 0.9), []
+    for step in range(STEPS):
+        for peer, (model, inner) in enumerate(zip(models, inners, strict=True)):
+            inner.zero_grad()
+            for each in batches[2 * peer : 2 * peer + 2]:
+                torch.autograd.backward(loss_of(model, each.next()) / 2)
+            inner.step()
+        if step % 2:
+            pseudo = anchor - sum(vector_of(model).double() for model in models) / 2
+            before, anchor = anchor, outer(anchor, pseudo)
+            norms.append([pseudo.norm().item(), (anchor - before).norm().item()])
+            for model in models:
+                load(model, anchor.float())
+    found = results(tmp_path / "shards", processes)
+    assert len(found) == 4
+    assert all(rank["updated"] == [False, True] * (STEPS // 2) for rank in found)
+    assert len({rank["state"] for rank in found}) == 1
+    assert all(rank["parameters"] == found[0]["parameters"] for rank in found)
+    assert (torch.tensor(found[0]["parameters"]) - anchor).abs().max() < 1e-5
+    told = [pair for pair in found[0]["norms"] if pair]
+    assert torch.allclose(torch.tensor(told), torch.tensor(norms), rtol=1e-4), "norms are of all shards"
+
+
+def test_sharded_ranks_return_to_the_anchor_together(tmp_path: Path) -> None:
+    """One rank's shard has NaN, and all ranks of its peer drop the step. The run goes on with its fragments."""
+    plans = [how(2, fragments=2, steps=8, breaks_at=2), how(2, fragments=2, steps=8)]
+    found = results(
+        tmp_path / "shards", start(tmp_path / "shards", plans, ranks=2, work=ddp_work.local_shards)
+    )
+    assert [rank["restored"] for rank in found[:2]] == [[step == 2 for step in range(8)]] * 2
+    assert not any(any(rank["restored"]) for rank in found[2:])
+    assert found[0]["updated"] == found[1]["updated"]
+    assert sum(found[0]["updated"]) >= 6
+    assert all(torch.tensor(rank["parameters"]).isfinite().all() for rank in found)
+    assert found[0]["parameters"] == found[1]["parameters"]
 
 
 def test_sharded_peer_that_comes_late_fetches_each_ranks_state(tmp_path: Path) -> None:

@@ -158,6 +158,30 @@ def test_error_feedback_of_lossy_codecs(with_feedback: bool) -> None:
     assert (max(first, second) > 0) == with_feedback
 
 
+@pytest.mark.parametrize("audit", ["before:1", "after"])
+def test_sparse_values_are_averaged_and_the_others_kept(audit: str) -> None:
+    def work(peer: int, averager: Averager) -> tuple[torch.Tensor, list[float], list[int]]:
+        model, batches = small_model(), Batches(peer, 4)
+        optimizer = optimizer_of(model, averager, 3)
+        residuals, sent, start = [], [], anchor_of(optimizer)
+        for _ in until(optimizer, 4):
+            report = one_step(model, batches, optimizer)
+            if isinstance(report.result, p2pavg.Success):
+                assert not report.result.lost
+                residuals.append(float(optimizer.state_dict()["feedback"]["residual"].norm()))
+                now = anchor_of(optimizer)
+                sent.append(int((now != start).sum()))
+                start = now
+        return vector_of(model), residuals, sent
+
+    found = train_together(work, 3, config(3, compression="topk:64:4", audit=audit))
+    for vector, residuals, sent in found:
+        assert torch.equal(vector, found[0][0])
+        assert min(residuals) > 0
+        chunks = -(-len(vector) // 64)
+        assert all(0 < each <= 4 * chunks for each in sent)
+
+
 def test_saved_state_continues_identically() -> None:
     saved: list[dict[str, Any]] = [{}, {}]
     make = partial(LocalUpdates, sync_every=SYNC_EVERY, peers_to_start=2)

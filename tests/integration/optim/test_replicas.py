@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.integration.optim import replica_work
 from tests.integration.optim.test_ddp import how, results, start
 
+STREAMED = {"sync_every": 4, "fragments": 2, "delay": 1, "offload": True}
 
-@pytest.mark.parametrize("local", [False, True], ids=["averaged", "local"])
+
+@pytest.mark.parametrize(
+    ("local", "options"),
+    [(False, {}), (True, {}), (True, STREAMED)],
+    ids=["averaged", "local", "in fragments"],
+)
 def test_a_late_peer_of_two_ranks_fetches_the_state_of_peers_with_other_numbers_of_ranks(
-    local: bool, tmp_path: Path
+    local: bool, options: dict[str, Any], tmp_path: Path
 ) -> None:
     """A peer of one rank and one of two train; the late one has two, which begin with other parameters."""
     ranks = [1, 2, 2]
-    plans = [how(3, total=sum(ranks), local=local, late=peer == 2) for peer in range(3)]
+    plans = [how(3, total=sum(ranks), local=local, options=options, late=peer == 2) for peer in range(3)]
     processes = start(tmp_path / "peers", plans, ranks, work=replica_work.late)
     found = results(tmp_path / "peers", processes)
     assert len(found) == sum(ranks)

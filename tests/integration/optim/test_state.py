@@ -17,6 +17,7 @@ from tests.integration.optim.joiners import (
     adamw,
     by_diloco,
     by_fedyogi,
+    by_fragments,
     sgd,
 )
 
@@ -53,7 +54,7 @@ def check_joined(story: Story, peer: int) -> None:
 
 @pytest.mark.parametrize(
     ("make", "updates"),
-    [(sgd, 100), (adamw, 40), (by_diloco, 40), (by_fedyogi, 40)],
+    [(sgd, 100), (adamw, 40), (by_diloco, 40), (by_fragments, 40), (by_fedyogi, 40)],
     ids=lambda value: getattr(value, "__name__", None),
 )
 def test_a_peer_that_joins_in_the_middle_ends_with_the_same_bits(
@@ -81,7 +82,7 @@ def test_a_peer_that_joins_in_the_middle_ends_with_the_same_bits(
     )
 
 
-@pytest.mark.parametrize("make", [adamw, by_diloco], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("make", [adamw, by_diloco, by_fragments], ids=lambda make: make.__name__)
 def test_a_peer_that_missed_a_few_updates_comes_back_by_the_log_alone(
     make: Maker, caplog: pytest.LogCaptureFixture
 ) -> None:

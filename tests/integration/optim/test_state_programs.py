@@ -13,16 +13,13 @@ from scripts.fault_search.starts import Program, running
 
 TRAINING = Path(__file__).parents[3] / "docs/training.md"
 LATE_SECONDS = 10.0  # a peer that starts this late has missed updates
-# The updates that all peers take together before they end: each must read the file of the last update before that one.
-# They take ten to a hundred in a second.
-MORE_UPDATES = 200
 WATCHDOG_SECONDS = 200.0
 DIGEST = """
     import hashlib
     print("ended with", hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest())
 """
 LOGGED = """
-import logging, signal, sys
+import logging, os, signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)
 logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s", stream=sys.stdout)
 logging.getLogger("p2pavg.optim").setLevel(logging.INFO)
@@ -30,13 +27,26 @@ logging.getLogger("p2pavg.optim").setLevel(logging.INFO)
 
 
 def program(folder: Path, name: str, state: str = "RunState(model)", identity: bool = False) -> Path:
-    """Write the documented program with this state; return its path. The file ``last`` has the number of updates."""
+    """Write the documented program with this state; return its path.
+
+    The programs end at the first update of all three in which one of them has seen the file ``end``. The metric of that
+    update is the same for its members, so they all end at this one, however late each of them sees the file.
+    """
     found = re.search(r"```python\n(.*?)```", TRAINING.read_text(encoding="utf-8"), flags=re.DOTALL)
     assert found is not None
     text = found.group(1)
     for was, becomes in (
         ("state = RunState(model)", f"state = {state}"),
-        ("epoch < 20:", f"epoch < int(open({str(folder / 'last')!r}).read()):"),
+        ("    while optimizer.epoch < 20:", "    ended = False\n    while not ended:"),
+        (
+            '{"loss": loss.item()}',
+            f'{{"loss": loss.item(), "end": float(os.path.exists({str(folder / "end")!r}))}}',
+        ),
+        (
+            "        if report.updated:",
+            "        if report.updated:\n"
+            '            ended = len(report.result.peers) == 3 and report.metrics["end"] > 0',
+        ),
         (
             "bootstrap=sys.argv[1:])",
             f"bootstrap=sys.argv[1:], identity={str(folder / (name + '.key')) if identity else None!r})",
@@ -47,13 +57,6 @@ def program(folder: Path, name: str, state: str = "RunState(model)", identity: b
     path = folder / f"{name}.py"
     path.write_text(LOGGED + text + DIGEST, encoding="utf-8")
     return path
-
-
-def write_last(folder: Path, updates: int) -> None:
-    """Set the number of updates after which the programs end, in one step."""
-    new = folder / "new"
-    new.write_text(str(updates), encoding="utf-8")
-    new.replace(folder / "last")
 
 
 def wait_for(started: Program, found: Callable[[str], object], what: str) -> str:
@@ -84,7 +87,6 @@ def update_in(line: str) -> int:
 
 def test_a_late_and_a_restarted_process_end_with_the_same_parameters(tmp_path: Path) -> None:
     """Nothing is done by hand: the third process starts late, and the second one is stopped and started again."""
-    write_last(tmp_path, 10**6)
     plain = program(tmp_path, "plain")
     state = f"RunState(model, directory={str(tmp_path / 'state')!r}, every=10)"
     kept = program(tmp_path, "kept", state, identity=True)
@@ -99,10 +101,8 @@ def test_a_late_and_a_restarted_process_end_with_the_same_parameters(tmp_path: P
         second.process.send_signal(signal.SIGINT)
         assert second.wait(time.monotonic() + WATCHDOG_SECONDS), output(second)
         again = stack.enter_context(running([str(kept), address]))
-        joined = wait_for(
-            again, lambda line: is_update_of(3, line), "update of three peers after the restart"
-        )
-        write_last(tmp_path, update_in(joined) + MORE_UPDATES)
+        wait_for(again, lambda line: is_update_of(3, line), "update of three peers after the restart")
+        (tmp_path / "end").touch()
         programs = (first, third, again)
         for started in programs:
             assert started.wait(time.monotonic() + WATCHDOG_SECONDS), output(started)
@@ -116,4 +116,6 @@ def test_a_late_and_a_restarted_process_end_with_the_same_parameters(tmp_path: P
     assert "Traceback" not in output(first) + output(third) + output(again), logs
     assert "Error" not in output(first) + output(third) + output(again), logs
     warned = [line for line in logs.splitlines() if line.startswith("WARNING")]
-    assert not [line for line in warned if "has waited" not in line], logs
+    # Of a busy machine: peers that wait for a process to start, and the end of a peer that tells its last result.
+    of_load = ("has waited", "closing p2pavg takes longer")
+    assert not [line for line in warned if not any(text in line for text in of_load)], logs

@@ -98,7 +98,7 @@ class Tally:
 
     @property
     def tries(self) -> Counter[int]:
-        """How many punches succeeded at the first, second and third try."""
+        """The number of punches that succeeded at the first, second and third try."""
         return Counter(asker["tries"] for asker, _ in self.reports if not asker["error"])
 
 

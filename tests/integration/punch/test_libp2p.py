@@ -21,7 +21,10 @@ def behind_a_router(host: Libp2pTransport, kind: Kind = Kind.PUNCHABLE) -> Punch
     """Let a host believe that it is behind a router that keeps ports, and return its service of punches."""
     reaching = host._reaching
     reaching._reachability = Reachability(
-        kind=kind, sentence=f"behind a {kind} router", outer_hosts=("127.0.0.1",)
+        kind=kind,
+        sentence=f"behind a {kind} router",
+        outer_hosts=("127.0.0.1",),
+        punch_hosts=("127.0.0.1",) if kind is Kind.PUNCHABLE else (),
     )
     reaching.puncher._predict = kept
     service = reaching._improver._puncher

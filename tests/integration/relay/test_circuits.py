@@ -302,3 +302,13 @@ async def test_the_asked_peer_is_refused_by_itself() -> None:
         stream, answer = await ask(here, relay, relay.peer_id)
         await stream.reset()
         assert isinstance(answer, Refused)
+
+
+@watched
+async def test_a_relay_counts_what_it_carries_for_others() -> None:
+    async with relay_and_two() as (relay, here, there):
+        before = relay.relayed_bytes
+        stream = await open_echo(here, there)
+        assert await echoed(stream, b"x" * 100_000) == b"x" * 100_000
+        assert relay.relayed_bytes >= before + 200_000, "both directions"
+        assert here.relayed_bytes == 0

@@ -1,4 +1,4 @@
-"""What hostile peers take from a relay, and from the peers that use it: a bounded amount, and all of it comes back."""
+"""Hostile peers take a bounded amount from a relay and from the peers that use it, and all of it comes back."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from p2pavg.peer import Peer
 from tests.integration.hosts import LOOPBACK, eventually
 from tests.integration.relay.meeting import change_bytes, service_of
 
-WATCHDOG_SECONDS = 60.0
+WATCHDOG_SECONDS = 180.0
 ELEMENTS = 30_000
 
 
@@ -88,12 +88,12 @@ async def test_a_relay_that_lies_within_a_round_causes_no_false_average() -> Non
 
             def lie(piece: bytes) -> bytes:
                 nonlocal lied
-                if lied or len(piece) < 8000:
+                if lied or len(piece) < 2000:  # how much comes at once depends on the load
                     return piece
                 lied += 1
-                return piece[:4000] + bytes([piece[4000] ^ 1]) + piece[4001:]
+                return piece[:1000] + bytes([piece[1000] ^ 1]) + piece[1001:]
 
-            change_bytes(transport_of(relay), lie)
+            change_bytes(transport_of(relay), lie, lie)
             config = config_of(2)
             async with one.averager(config) as first, other.averager(config) as second:
                 results = await average([first, second])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import trio
 
@@ -58,6 +58,12 @@ class Reaches(Transport):
         return self.opened[-1]
 
     def is_connected(self, peer_id: str) -> bool:
+        raise NotImplementedError
+
+    def watch_connections(self, connected: Callable[[str], None]) -> None:
+        raise NotImplementedError
+
+    def unwatch_connections(self, connected: Callable[[str], None]) -> None:
         raise NotImplementedError
 
     async def disconnect(self, peer_id: str) -> None:

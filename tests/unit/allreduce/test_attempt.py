@@ -248,7 +248,7 @@ class TestResult:
         side.attempt.let_go()
         assert side.attempt.averaged.numel() == 0
         assert side.attempt.values._vector is None
-        assert not side.attempt.values._pending
+        assert not side.attempt.values._inputs._waiting
         assert not side.attempt.values._averages._encoded
 
 

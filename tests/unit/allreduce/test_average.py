@@ -5,17 +5,29 @@ from __future__ import annotations
 import itertools
 import math
 
+import numpy as np
 import pytest
 import torch
 
 from p2pavg.allreduce.errors import BadContributionError
-from p2pavg.allreduce.reduction import Contribution, average_part
+from p2pavg.allreduce.norm_check import NormCheck, vector_norm
+from p2pavg.allreduce.reduction import Contribution, average_part, reduce_part
 from p2pavg.errors import RemoteProtocolError
-from p2pavg_compression import MAX_MAGNITUDE, Bf16, Blockwise8, Codec, Fp16, Fp32, Int8
+from p2pavg_compression import MAX_MAGNITUDE, NF4, Bf16, Blockwise8, Codec, Fp16, Fp32, Int4, Int8, TopK
+from p2pavg_dht import Signer
+from tests.unit.group.samples import SIGNERS, candidate, roster
 
-CODECS: list[Codec] = [Fp32(), Fp16(), Bf16(), Int8(block_size=64), Blockwise8(block_size=64)]
+CODECS: list[Codec] = [Fp32(), Fp16(), Bf16(), Int8(block_size=64), Blockwise8(block_size=64), Int4(), NF4()]
 # Twice (in and out) half a step of the coarsest level near a block's maximum, as a fraction of that maximum.
-TOLERANCES = {"fp32": 1e-6, "fp16": 2e-3, "bf16": 1e-2, "int8:64": 1.5e-2, "blockwise8:64": 5e-2}
+TOLERANCES = {
+    "fp32": 1e-6,
+    "fp16": 2e-3,
+    "bf16": 1e-2,
+    "int8:64": 1.5e-2,
+    "blockwise8:64": 5e-2,
+    "int4:64": 0.15,
+    "nf4:64": 0.31,
+}
 
 codecs = pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.name)
 
@@ -105,8 +117,8 @@ def with_value(codec: Codec, bits: int) -> bytearray:
 @pytest.mark.parametrize(
     ("codec", "payload"),
     [
-        *[(codec, bytearray(codec.encode(torch.ones(63)))) for codec in CODECS],
-        *[(codec, bytearray(codec.encode(torch.ones(65)))) for codec in CODECS],
+        *[(codec, bytearray(codec.encode(torch.ones(62)))) for codec in CODECS],
+        *[(codec, bytearray(codec.encode(torch.ones(66)))) for codec in CODECS],
         *[(codec, bytearray()) for codec in CODECS],
         *[(Fp32(), with_value(Fp32(), bits)) for bits in (0x7FC00000, 0x7F800000, 0xFF800000, 0x7F7FFFFF)],
         *[(Fp16(), with_value(Fp16(), bits)) for bits in (0x7C00, 0xFC00, 0x7E00)],
@@ -147,3 +159,50 @@ def test_the_average_of_allowed_values_exceeds_the_limit() -> None:
     for _ in range(10):
         total.add_(torch.tensor([MAX_MAGNITUDE]), alpha=0.1)
     assert total.item() > MAX_MAGNITUDE
+
+
+class TestSparse:
+    """A sum that is rounded otherwise could choose other values, and an honest reducer would look like a liar."""
+
+    CODEC = TopK(chunk=64, k=16)
+
+    def contributions(self) -> list[Contribution]:
+        return [
+            encoded(self.CODEC, signer.peer_id, 1.0 + index, each) for index, (signer, each) in self.given()
+        ]
+
+    def given(self) -> list[tuple[int, tuple[Signer, torch.Tensor]]]:
+        return list(enumerate(zip(SIGNERS, vectors(5, 6400), strict=False)))
+
+    @pytest.mark.parametrize("checked", [False, True])
+    def test_each_product_and_each_sum_is_rounded_by_itself(self, checked: bool) -> None:
+        contributions, total = self.contributions(), torch.zeros(6400)
+        for contribution in contributions:
+            assert not isinstance(contribution.values, torch.Tensor)
+            product = self.CODEC.decode(contribution.values, 6400).numpy() * np.float32(
+                contribution.weight / 15
+            )
+            total += torch.from_numpy(product)
+        candidates = [
+            candidate(index, norm=vector_norm(each), weight=1.0 + index) for index, (_, each) in self.given()
+        ]
+        out, exact = torch.empty(6400), torch.empty(6400)
+        check = NormCheck(roster(candidates)) if checked else None
+        reduce_part(self.CODEC, contributions, 15.0, exact, check=check)
+        assert torch.equal(exact, total)
+        check = NormCheck(roster(candidates)) if checked else None
+        payload = average_part(self.CODEC, contributions, 15.0, out, check=check)
+        assert bytes(payload) == bytes(self.CODEC.encode(total))
+
+    def test_the_average_has_the_size_of_a_contribution(self) -> None:
+        out = torch.empty(6400)
+        payload = average_part(self.CODEC, self.contributions(), 15.0, out)
+        assert len(payload) == self.CODEC.encoded_nbytes(6400)
+        assert out.count_nonzero() == 1600
+
+    def test_a_norm_that_is_too_long_is_found(self) -> None:
+        candidates = [candidate(index, norm=1.0, weight=1.0 + index) for index in range(5)]
+        with pytest.raises(BadContributionError, match="signed a norm of 1"):
+            average_part(
+                self.CODEC, self.contributions(), 15.0, torch.empty(6400), check=NormCheck(roster(candidates))
+            )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
@@ -12,6 +13,8 @@ import torch
 import trio
 
 import p2pavg
+from p2pavg.allreduce.carry import Carry
+from p2pavg.allreduce.reuse import START, Mark
 from p2pavg.consensus.votes import Vote
 from p2pavg.net.limits.rate import RateLimit
 from p2pavg.peer import Peer
@@ -191,6 +194,40 @@ async def test_a_liar_on_a_lane_is_excluded_by_name() -> None:
             lane.change = lambda data: (99).to_bytes(4, "big") if len(data) == 4 else data
 
     await over_lanes(test, prepare=prepare, min_group_size=2)
+
+
+@pytest.mark.parametrize("compression", ["blockwise8", None])
+async def test_a_new_attempt_goes_on_where_the_contributions_were(
+    monkeypatch: pytest.MonkeyPatch, compression: str | None
+) -> None:
+    places: list[Mark] = []
+    check_begin = Carry.check_begin
+
+    def note(self: Carry, contributor: str, mark: Mark) -> None:
+        places.append(mark)
+        check_begin(self, contributor, mark)
+
+    async def test(rounds: Rounds) -> None:
+        results = await rounds.play()
+        liar = rounds.id(1)
+        honest = [result for index, result in enumerate(results) if index != 1]
+        for result in check(honest, [0, 2, 3]):
+            assert set(result.lost) == {liar}
+            assert set(result.paths.values()) == {"lane"}
+        assert any(mark > START for mark in places)
+        assert lane_threads() == []
+
+    def prepare(lane: PairLane, who: str) -> None:
+        frames = itertools.count()
+
+        def lie(data: bytes) -> bytes:
+            return (99).to_bytes(4, "big") if len(data) == 4 and next(frames) > 7 else data
+
+        if who == simulated_signer(1).peer_id:
+            lane.change = lie
+
+    monkeypatch.setattr(Carry, "check_begin", note)
+    await over_lanes(test, size=4, prepare=prepare, min_group_size=2, compression=compression)
 
 
 async def test_a_step_that_is_abandoned_leaves_no_thread_behind() -> None:

@@ -327,3 +327,36 @@ class TestOutOfTime:
         verdict = Ledger(three(), A, 64).overdue(60.0)
         assert verdict.seconds == 60.0
         assert not verdict.hostile
+
+
+class TestHoldsUp:
+    """The contributor that a reducer waits for, while most others wait too."""
+
+    def ledger(self, parts: int = 12) -> Ledger:
+        members = [candidate(index) for index in (0, 1, 2, 4)]
+        return Ledger(roster(members, [parts * PART_ELEMENTS, 0, 0, 0]), A, 64)
+
+    def came(self, *counts: int, parts: int = 12) -> str | None:
+        ledger = self.ledger(parts)
+        for peer_id, count in zip((B, C, LISTENER), counts, strict=True):
+            for _ in range(count):
+                ledger.received(peer_id, CONTRIBUTIONS)
+        return ledger.holds_up()
+
+    def test_one_that_most_others_wait_for(self) -> None:
+        assert self.came(1, 5, 5) == B
+        assert self.came(5, 1, 5) == C
+        assert self.came(1, 5, 2) is None, "half of the others"
+
+    def test_none_while_all_come_alike(self) -> None:
+        assert self.came(0, 0, 0) is None
+        assert self.came(3, 4, 5) is None
+        assert self.came(12, 12, 12) is None
+
+    def test_those_that_have_sent_everything_wait(self) -> None:
+        assert self.came(11, 12, 12) == B
+        assert self.came(0, 1, 1, parts=1) == B
+
+    def test_none_that_is_the_only_one(self) -> None:
+        ledger = Ledger(roster([candidate(0), candidate(1)], [TWO_PARTS, 0]), A, 64)
+        assert ledger.holds_up() is None

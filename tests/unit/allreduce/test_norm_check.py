@@ -17,11 +17,20 @@ from p2pavg.allreduce.errors import FalseNormError, UndecodableError
 from p2pavg.allreduce.norm_check import SLACK, NormCheck, vector_norm
 from p2pavg.allreduce.reduction import Contribution, average_part
 from p2pavg.group.aggregation import Median, RobustRule
-from p2pavg_compression import Bf16, Blockwise8, Codec, Fp16, Fp32, Int8
+from p2pavg_compression import NF4, Bf16, Blockwise8, Codec, Fp16, Fp32, Int4, Int8, TopK
 from tests.unit.group.samples import SIGNERS, candidate, roster
 
 IDS = [signer.peer_id for signer in SIGNERS]
-CODECS: list[Codec] = [Fp32(), Fp16(), Bf16(), Int8(block_size=64), Blockwise8(block_size=64)]
+CODECS: list[Codec] = [
+    Fp32(),
+    Fp16(),
+    Bf16(),
+    Int8(block_size=64),
+    Blockwise8(block_size=64),
+    Int4(),
+    NF4(),
+    TopK(chunk=64, k=16),
+]
 
 
 def check_of(*norms: float) -> NormCheck:
@@ -41,7 +50,7 @@ def test_parts_of_a_share_count_together_and_members_apart() -> None:
     check.take(IDS[1], torch.tensor([1.9]))
     check.take(IDS[0], torch.tensor([1.6]))  # exactly twice the norm
     with pytest.raises(
-        FalseNormError, match=f"{IDS[0]} sent values of a norm of 2.23.* signed a norm of 1$"
+        FalseNormError, match=f"{IDS[0]} sent values of a norm of 2.23.* signed a norm of 1"
     ) as caught:
         check.take(IDS[0], torch.tensor([1.0]))
     assert caught.value.peer_id == IDS[0]

@@ -22,7 +22,7 @@ from p2pavg_compression import Fp32
 from tests.unit.allreduce.laid import Takes
 from tests.unit.group.samples import SIGNERS, candidate, roster
 
-WATCHDOG_SECONDS = 20.0
+WATCHDOG_SECONDS = 120.0
 ME, B, C = (signer.peer_id for signer in SIGNERS[:3])
 PIECES = 4
 SHARE = PIECES * TURN_BYTES // 4

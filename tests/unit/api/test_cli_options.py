@@ -14,9 +14,11 @@ from trio.testing import MockClock
 import p2pavg
 from p2pavg.allreduce.context import RunContext
 from p2pavg.cli import daemon
+from p2pavg.cli.logs import LogFormat, LogLevel
 from p2pavg.cli.main import app
 from p2pavg.group.bandwidth import DEFAULT_MBPS
 from p2pavg.round.auxiliary import assist
+from p2pavg.round.helping import HelpedRounds
 from p2pavg.round.round import Round
 from p2pavg.testing import MemoryNetwork, simulated_peers
 
@@ -30,23 +32,67 @@ CERTIFICATE: dict[str, tuple[list[str], bool, object]] = {
     "key": (["--key"], False, None),
     "output": (["--output", "-o"], False, None),
 }
+LINK: dict[str, tuple[list[str], bool, object]] = {
+    "listen": (["--listen"], True, ["/ip4/0.0.0.0/tcp/0"]),
+    "bootstrap": (["--bootstrap"], True, []),
+    "identity": (["--identity"], False, None),
+    "certificate": (["--certificate"], False, None),
+    "delegate": (["--delegate"], False, False),
+    "bandwidth": (["--bandwidth"], False, None),
+    "max_upload_mbps": (["--max-upload-mbps"], False, None),
+    "max_download_mbps": (["--max-download-mbps"], False, None),
+    "announce": (["--announce"], True, []),
+    "port_mapping": (["--port-mapping"], False, True),
+    "relay_mbps": (["--relay-mbps"], False, 10.0),
+    "attach": (["--attach"], False, None),
+    "home": (["--home"], False, None),
+    "config": (["--config"], False, None),
+    "verbose": (["--verbose", "-v"], False, False),
+    "metrics": (["--metrics"], False, None),
+    "log_format": (["--log-format"], False, LogFormat.TEXT),
+    "log_level": (["--log-level"], False, LogLevel.INFO),
+}
+DAEMON: dict[str, tuple[list[str], bool, object]] = {
+    "run": (["run"], False, None),
+    "home": (["--home"], False, None),
+}
 OPTIONS: dict[str, dict[str, tuple[list[str], bool, object]]] = {
-    "": {"version": (["--version"], False, False)},
-    "peer": {
-        "listen": (["--listen"], True, ["/ip4/0.0.0.0/tcp/0"]),
-        "bootstrap": (["--bootstrap"], True, []),
-        "identity": (["--identity"], False, None),
+    "": {
+        "version": (["--version"], False, False),
+        "install_completion": (["--install-completion"], False, None),
+        "show_completion": (["--show-completion"], False, None),
+        "log_format": (["--log-format"], False, None),
+        "log_level": (["--log-level"], False, None),
+    },
+    "join": LINK
+    | {
+        "run": (["run"], False, None),
+        "link": (["--link"], False, None),
+        "plain": (["--plain"], False, False),
+        "monitor": (["--monitor"], False, None),
+    },
+    "status": DAEMON | {"json": (["--json"], False, False)},
+    "stop": DAEMON | {"timeout": (["--timeout"], False, 70.0)},
+    "peer": LINK
+    | {
         "run_id": (["--run-id"], False, None),
         "run": (["--run"], False, None),
+        "monitor": (["--monitor"], False, None),
+    },
+    "monitor": {
+        "run": (["run"], False, None),
+        "bootstrap": (["--bootstrap"], True, []),
+        "port": (["--port"], False, None),
+        "listen": (["--listen"], False, None),
+        "token_file": (["--token-file"], False, None),
+        "name": (["--name"], True, []),
+        "terminal": (["--terminal"], False, False),
         "certificate": (["--certificate"], False, None),
-        "delegate": (["--delegate"], False, False),
-        "bandwidth": (["--bandwidth"], False, None),
-        "max_upload_mbps": (["--max-upload-mbps"], False, None),
-        "max_download_mbps": (["--max-download-mbps"], False, None),
-        "announce": (["--announce"], True, []),
-        "port_mapping": (["--port-mapping"], False, True),
-        "relay_mbps": (["--relay-mbps"], False, 10.0),
-        "verbose": (["--verbose", "-v"], False, False),
+        "identity": (["--identity"], False, None),
+        "peer_listen": (["--peer-listen"], True, ["/ip4/0.0.0.0/tcp/0"]),
+        "config": (["--config"], False, None),
+        "log_format": (["--log-format"], False, LogFormat.TEXT),
+        "log_level": (["--log-level"], False, LogLevel.WARNING),
     },
     "identity": {"file": (["file"], False, None)},
     "doctor": {
@@ -56,9 +102,12 @@ OPTIONS: dict[str, dict[str, tuple[list[str], bool, object]]] = {
         "run_id": (["--run-id"], False, None),
         "run": (["--run"], False, None),
         "certificate": (["--certificate"], False, None),
+        "announce": (["--announce"], True, []),
         "port_mapping": (["--port-mapping"], False, True),
+        "config": (["--config"], False, None),
         "json": (["--json"], False, False),
         "verbose": (["--verbose", "-v"], False, False),
+        "log_format": (["--log-format"], False, LogFormat.TEXT),
     },
     "run create": {
         "name": (["name"], False, None),
@@ -71,6 +120,12 @@ OPTIONS: dict[str, dict[str, tuple[list[str], bool, object]]] = {
         "robust": (["--robust"], False, None),
         "max_norm": (["--max-norm"], False, None),
         "audit": (["--audit"], False, "after"),
+        "topology": (["--topology"], False, "butterfly"),
+        "bandwidth": (["--bandwidth"], False, None),
+        "max_upload_mbps": (["--max-upload-mbps"], False, None),
+        "max_download_mbps": (["--max-download-mbps"], False, None),
+        "relay_mbps": (["--relay-mbps"], False, None),
+        "strategy": (["--strategy"], False, None),
         "bootstrap": (["--bootstrap"], True, []),
         "output": (["--output", "-o"], False, Path()),
     },
@@ -156,7 +211,11 @@ def test_required_arguments() -> None:
         for name, command in commands().items()
     }
     assert required == {
+        "join": {"run"},
+        "status": set(),
+        "stop": set(),
         "peer": set(),
+        "monitor": {"run"},
         "identity": {"file"},
         "doctor": set(),
         "run create": {"name"},
@@ -202,6 +261,7 @@ def test_link_options_reach_the_auxiliary(
     arguments = ["peer", "--listen", "/ip4/127.0.0.1/tcp/0", "--run-id", "run", *given]
     with pytest.raises(LeftError):
         typer.main.get_command(app).main(arguments, standalone_mode=False)
+    assert isinstance(heard.pop("helping"), HelpedRounds)
     assert heard == {
         "run_id": "run",
         "bandwidth": bandwidth,

@@ -37,6 +37,9 @@ REFUSED: list[tuple[str, object]] = [
     ("run_id", None),
     ("run_id", b"run"),
     ("run_id", "half a \ud800 character"),
+    ("run_id", "clears\x1b[2J"),
+    ("run_id", "two\nlines"),
+    ("run_id", "a C1 \x9b2J"),
     *[
         (name, value)
         for name in ("group_size", "min_group_size")
@@ -54,13 +57,26 @@ REFUSED: list[tuple[str, object]] = [
     *[(name, 1e6 + 1) for name in MBPS],
     ("bandwidth", 0.099),
     ("bandwidth", 100_001),
+    *[("topology", value) for value in ("", "ring", None, 1, "Star")],
     *[("max_weight", value) for value in (0, -1.0, math.nan, math.inf, 1.1e15, "30", True)],
     *[("participation", value) for value in ("half", 0.5, RandomFraction, Rule("x" * 513), Rule("\x1b"))],
     *[("robust", value) for value in ("mean", "", "trimmed_mean:0.5", 0.25, p2pavg.Median)],
+    *[("name", value) for value in (None, b"x", "x" * 41, "\x1b[2J", "a\nb", "half a \ud800 character", 5)],
     *[("tags", value) for value in ("gpu", ["gpu"], ("",), ("x" * 33,), ("a\nb",), (b"gpu",), (5,), None)],
     *[
         ("compression", value)
-        for value in ("gzip", "", "int8:100", "blockwise8:0", "fp32:64", 8, b"fp32", p2pavg.Fp32)
+        for value in (
+            "gzip",
+            "",
+            "int8:100",
+            "topk:64:17",
+            "int4:32",
+            "blockwise8:0",
+            "fp32:64",
+            8,
+            b"fp32",
+            p2pavg.Fp32,
+        )
     ],
 ]
 
@@ -78,6 +94,13 @@ def test_number_of_tags_is_limited() -> None:
         AveragingConfig(run_id="run", tags=("x",) * 17)
 
 
+def test_a_topology_is_part_of_the_aggregation() -> None:
+    by_text, by_object = (AveragingConfig(run_id="run", topology=each) for each in ("star", p2pavg.Star()))
+    assert by_text.aggregation == by_object.aggregation
+    assert by_text.aggregation.text == "topology:star"
+    assert AveragingConfig(run_id="run", topology=p2pavg.Butterfly()).aggregation.text == ""
+
+
 def test_rule_has_its_text() -> None:
     assert AveragingConfig(run_id="run").rule == ""
     capable = ByCapability(tags=("gpu",))
@@ -90,6 +113,14 @@ def test_aggregation_has_the_rules_text() -> None:
     by_object = AveragingConfig(run_id="run", robust=p2pavg.TrimmedMean(0.25))
     assert by_text.aggregation == by_object.aggregation
     assert by_text.aggregation.text == "trimmed_mean:0.25"
+
+
+@pytest.mark.parametrize("robust", ["median", "trimmed_mean", "centered_clip"])
+def test_robust_rules_are_refused_with_a_sparse_codec(robust: str) -> None:
+    with pytest.raises(ConfigError, match=r"^robust cannot be combined with the codec topk:4096:64:2"):
+        AveragingConfig(run_id="run", compression="topk", robust=robust)
+    AveragingConfig(run_id="run", compression="topk", max_norm=2.0, audit="before")
+    AveragingConfig(run_id="run", compression="int4", robust=robust)
 
 
 def test_group_size_is_at_least_min_group_size() -> None:

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[3]
 HEAVY = ("bitsandbytes", "libp2p", "matplotlib")
 
 IMPORT_EVERYTHING = """
-import importlib, pkgutil
+import importlib, importlib.util, pkgutil
 import p2pavg, p2pavg_compression, p2pavg_dht
 names = [
     module.name
@@ -22,8 +22,10 @@ names = [
     for module in pkgutil.walk_packages(package.__path__, package.__name__ + ".")
 ]
 assert len(names) > 50, names
+packages = {"p2pavg.integrations.lightning": "lightning", "p2pavg.integrations.transformers": "transformers"}
 for name in names:
-    importlib.import_module(name)
+    if name not in {"p2pavg.integrations.lightning", "p2pavg.integrations.transformers"}:  # need a framework
+        importlib.import_module(name)
 """
 
 
@@ -36,6 +38,14 @@ def python(code: str) -> subprocess.CompletedProcess[str]:
 def test_importing_the_package_imports_no_slow_module() -> None:
     done = python(f"import p2pavg, sys; print([name for name in {HEAVY} if name in sys.modules])")
     assert (done.returncode, done.stdout, done.stderr) == (0, "[]\n", "")
+
+
+@pytest.mark.parametrize("framework", ["lightning", "transformers"])
+def test_an_integration_without_its_framework_says_what_to_install(framework: str) -> None:
+    code = f"import sys; sys.modules[{framework!r}] = None; import p2pavg.integrations.{framework}"
+    done = python(code)
+    assert done.returncode == 1
+    assert f"ImportError: p2pavg.integrations.{framework} needs {framework}: pip install" in done.stderr
 
 
 def test_importing_a_module_prints_and_warns_nothing() -> None:

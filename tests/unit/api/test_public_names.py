@@ -10,17 +10,21 @@ from typing import Any
 import pytest
 
 import p2pavg
-from p2pavg import blocking
+from p2pavg import blocking, population, strategies
+from p2pavg.attached import AttachedAverager
 
 NAMES = [
+    "NF4",
     "AccumulateError",
     "AddressError",
+    "AttachError",
     "Audits",
     "AveragingConfig",
     "Bf16",
     "Blockwise8",
     "BootstrapError",
     "BusyError",
+    "Butterfly",
     "ByCapability",
     "CenteredClip",
     "CertificateError",
@@ -31,14 +35,17 @@ NAMES = [
     "ConfigError",
     "DecentralizedAverager",
     "Failed",
+    "FailedCode",
     "Fp16",
     "Fp32",
     "IdentityError",
     "InProgress",
+    "Int4",
     "Int8",
     "ListenError",
     "Median",
     "NoPeers",
+    "NoPeersCode",
     "P2PAvgError",
     "Participation",
     "Peer",
@@ -47,14 +54,49 @@ NAMES = [
     "RoundResult",
     "RunAccess",
     "RunFile",
+    "RunPeer",
+    "Star",
     "StateError",
     "Success",
     "Tensors",
+    "TopK",
     "TrimmedMean",
+    "attach",
     "blocking",
     "open_peer",
     "read_run_file",
     "verify_certificate",
+]
+
+POPULATION_NAMES = [
+    "Ancestor",
+    "Choice",
+    "Decision",
+    "Generation",
+    "GenerationReport",
+    "History",
+    "LogUniform",
+    "Population",
+    "PopulationSettings",
+    "Standing",
+    "TrioPopulation",
+    "Uniform",
+    "Word",
+    "check_decision",
+    "decide",
+    "open_population",
+]
+
+STRATEGY_NAMES = [
+    "Custom",
+    "DataParallel",
+    "Federated",
+    "Local",
+    "PopulationBased",
+    "Strategy",
+    "read_json",
+    "read_toml",
+    "strategy_of",
 ]
 
 ACCUMULATE = (
@@ -64,7 +106,8 @@ ACCUMULATE = (
 DECLARE = "(self, tensors: 'Given') -> 'None'"
 STEP = (
     "(self, *, wait: 'float | None', state: 'bytes' = b'', observe: 'bool' = False, "
-    "group_size: 'int | None' = None, contributors: 'int' = 0) -> 'RoundResult'"
+    "group_size: 'int | None' = None, contributors: 'int' = 0, "
+    "meeting: 'Meeting | None' = None) -> 'RoundResult'"
 )
 
 SIGNATURES: list[tuple[Callable[..., Any], str]] = [
@@ -80,6 +123,11 @@ SIGNATURES: list[tuple[Callable[..., Any], str]] = [
         "listen: 'Sequence[str]' = ('/ip4/0.0.0.0/tcp/0',), "
         "identity: 'str | os.PathLike[str] | None' = None, announce: 'Sequence[str]' = (), "
         "port_mapping: 'bool' = True, relay_mbps: 'float' = 10.0) -> 'Iterator[Averager]'",
+    ),
+    (
+        p2pavg.attach,
+        "(address: 'str | os.PathLike[str]', *, name: 'str | None' = None, timeout: 'float' = 15.0) -> "
+        "'Iterator[AttachedPeer]'",
     ),
     (p2pavg.Peer.averager, "(self, config: 'AveragingConfig') -> 'AsyncIterator[DecentralizedAverager]'"),
     (p2pavg.DecentralizedAverager.declare, DECLARE),
@@ -115,6 +163,25 @@ FIELDS: list[tuple[type, list[tuple[str, str, object]]]] = [
             ("robust", "str | RobustRule | None", None),
             ("max_norm", "float | None", None),
             ("audit", "str | Audits", "after"),
+            ("topology", "str | Topology", "butterfly"),
+            ("name", "str", ""),
+            ("strategy", "str", ""),
+        ],
+    ),
+    (
+        p2pavg.RunPeer,
+        [
+            ("peer_id", "str", REQUIRED),
+            ("name", "str", REQUIRED),
+            ("version", "str", REQUIRED),
+            ("role", "str", REQUIRED),
+            ("epoch", "int", REQUIRED),
+            ("samples_per_second", "float", REQUIRED),
+            ("waiting", "bool", REQUIRED),
+            ("behind", "bool", REQUIRED),
+            ("reachability", "str", REQUIRED),
+            ("last_seen", "float", REQUIRED),
+            ("is_self", "bool", False),
         ],
     ),
     (
@@ -131,6 +198,7 @@ FIELDS: list[tuple[type, list[tuple[str, str, object]]]] = [
             ("exchange_duration", "float", REQUIRED),
             ("group_id", "str", REQUIRED),
             ("share", "tuple[int, int]", REQUIRED),
+            ("taken_over", "tuple[tuple[int, int], ...]", ()),
             ("metrics", "Mapping[str, float]", {}),
             ("observers", "tuple[str, ...]", ()),
             ("auxiliaries", "tuple[str, ...]", ()),
@@ -142,13 +210,25 @@ FIELDS: list[tuple[type, list[tuple[str, str, object]]]] = [
     ),
     (
         p2pavg.InProgress,
-        [("ready_peers", "int", REQUIRED), ("target_size", "int", REQUIRED), ("reason", "str", "")],
+        [
+            ("ready_peers", "int", REQUIRED),
+            ("target_size", "int", REQUIRED),
+            ("reason", "str", ""),
+            ("waits_for", "str", ""),
+        ],
     ),
-    (p2pavg.NoPeers, [("reason", "str", "no other peer is ready")]),
+    (
+        p2pavg.NoPeers,
+        [
+            ("reason", "str", "no other peer is ready"),
+            ("code", "NoPeersCode", p2pavg.NoPeersCode.NO_PEER_READY),
+        ],
+    ),
     (
         p2pavg.Failed,
         [
             ("reason", "str", REQUIRED),
+            ("code", "FailedCode", p2pavg.FailedCode.OTHER),
             ("peer", "str | None", None),
             ("contribution_used", "bool | None", False),
         ],
@@ -186,6 +266,16 @@ def test_the_names_of_the_package() -> None:
     assert all(getattr(p2pavg, name).__doc__ for name in NAMES if name not in ("RoundResult", "Tensors"))
 
 
+def test_the_names_of_population() -> None:
+    assert population.__all__ == POPULATION_NAMES
+    assert all(getattr(population, name).__doc__ for name in POPULATION_NAMES)
+
+
+def test_the_names_of_strategies() -> None:
+    assert strategies.__all__ == STRATEGY_NAMES
+    assert all(getattr(strategies, name).__doc__ for name in STRATEGY_NAMES)
+
+
 @pytest.mark.parametrize(
     ("function", "signature"), SIGNATURES, ids=lambda value: getattr(value, "__qualname__", "")
 )
@@ -206,14 +296,32 @@ def test_both_averagers_have_the_same_methods() -> None:
         "excluded": "property",
         "reachability": "property",
         "clear": "method",
+        "take_alone": "method",
         "step": "method",
         "cancel_matchmaking": "method",
         "board": "method",
         "share_states": "method",
         "sibling": "method",
+        "events": "property",
+        "statuses": "property",
+        "subscribe": "method",
+        "members": "method",
     }
-    assert public_names(p2pavg.DecentralizedAverager) == common | {"aclose": "method"}
-    assert public_names(blocking.Averager) == common | {"config": "property"}
+    own = {"aclose": "method", "accumulate_vector": "method"}
+    assert public_names(p2pavg.DecentralizedAverager) == common | own
+    assert public_names(blocking.Averager) == common | {
+        "config": "property",
+        "certifies": "method",
+        "expect": "method",
+        "has_places": "property",
+        "beside": "method",
+    }
+
+
+def test_an_attached_averager_has_its_own_of_everything() -> None:
+    """An inherited one would ask a peer that it does not have."""
+    for name in public_names(blocking.Averager):
+        assert name in vars(AttachedAverager), name
 
 
 def test_peer_has_an_id_and_addresses() -> None:
@@ -221,6 +329,7 @@ def test_peer_has_an_id_and_addresses() -> None:
         "id": "property",
         "addresses": "property",
         "averager": "method",
+        "subscribe": "method",
         "start": "method",
         "join": "method",
         "aclose": "method",

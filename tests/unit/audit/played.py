@@ -19,6 +19,7 @@ from p2pavg.consensus.statements import Statement, result_digest
 from p2pavg.group.aggregation import Aggregation
 from p2pavg.group.audits import Audits
 from p2pavg.group.roster import Roster, share_cutter
+from p2pavg.group.topology import BUTTERFLY, Topology
 from p2pavg.vector.buffers import Buffers
 from p2pavg_compression import Codec
 from tests.unit.group.samples import SIGNERS, candidate, roster
@@ -34,14 +35,16 @@ def vector(index: int) -> torch.Tensor:
     return torch.randn(ELEMENTS, generator=torch.Generator().manual_seed(index))
 
 
-def group_of(codec: Codec, size: int = 3, auxiliary: int | None = None) -> Roster:
+def group_of(
+    codec: Codec, size: int = 3, auxiliary: int | None = None, topology: Topology = BUTTERFLY
+) -> Roster:
     """Return a roster of members with unequal weights."""
     members = []
     for index in range(size):
         changes: dict[str, Any] = {"auxiliary": True} if index == auxiliary else {"weight": 1.0 + index}
         norm = 0.0 if index == auxiliary else float(vector(index).norm())
         members.append(candidate(index, codec=codec.name, norm=norm, **changes))
-    return roster(members, share_cutter(ELEMENTS, codec.granularity)(members))
+    return roster(members, share_cutter(ELEMENTS, codec.granularity, topology)(members))
 
 
 class Played:
@@ -65,10 +68,9 @@ class Played:
     ) -> None:
         self.codec = codec
         self.aggregation = aggregation
-        self.group = group_of(codec, size + (attempt > 0), auxiliary)
-        chosen = self.group.members[:size]
-        shares = share_cutter(ELEMENTS, codec.granularity)(chosen) if attempt else self.group.shares
-        self.members = self.group.only(chosen, shares)
+        self.group = group_of(codec, size + (attempt > 0), auxiliary, aggregation.topology)
+        cut_shares = share_cutter(ELEMENTS, codec.granularity, aggregation.topology)
+        self.members = self.group.among(attempt, range(size), cut_shares, codec.granularity)
         self.subject = Subject(self.group.group_id, attempt, tuple(range(size)), aggregation.text)
         self.values = [self._values(index) for index in range(size)]
         if liar is not None:

@@ -17,6 +17,7 @@ from p2pavg.membership.armour import certificate_text
 from p2pavg.membership.certificate import Role, refusal
 from p2pavg.membership.files import read_certificate_file, read_revocations_file, read_run_file
 from p2pavg.records.identity import load_seed
+from p2pavg.strategies import DataParallel, strategy_of
 from p2pavg_dht import Ed25519Signer
 from p2pavg_dht.identity import peer_id_of
 from tests.unit.cli.commands import Commands
@@ -77,6 +78,24 @@ class TestCreate:
         assert (run.compression, run.max_weight, run.bootstrap) == ("fp16", 500.0, (ADDRESS,))
         assert (run.match_timeout, run.exchange_timeout) == (20.0, 90.0)
         assert (run.robust, run.max_norm) == ("trimmed_mean:0.25", 2.0)
+
+    def test_a_strategy_is_written_with_its_rule(self, p2pavg: Commands) -> None:
+        strategy = DataParallel(target_batch_size=64, aggregation="median")
+        Path("strategy.toml").write_text(strategy.toml)
+        Path("strategy.json").write_text(strategy.json)
+        for name in ("toml", "json"):
+            p2pavg.succeeds("run", "create", name, "--strategy", f"strategy.{name}")
+            run = read_run_file(f"{name}.run")
+            assert (strategy_of(run), run.robust) == (strategy, "median")
+            assert "strategy     data_parallel\n" in p2pavg.succeeds("run", "show", f"{name}.run")
+        Path("strategy.json").write_text('{"version": 1, "kind": "local", "lr": 1}')
+        told = p2pavg.fails("run", "create", "lab", "--strategy", "strategy.json")
+        assert "strategy.json: strategy.lr is unknown" in told
+        told = p2pavg.fails(
+            "run", "create", "lab", "--strategy", "strategy.toml", "--robust", "trimmed_mean:0.1"
+        )
+        assert "robust is 'trimmed_mean:0.1', and the strategy's is 'median'" in told
+        assert not Path("lab.key").exists()
 
     def test_two_runs_share_no_key(self, p2pavg: Commands) -> None:
         for name in ("one", "two"):

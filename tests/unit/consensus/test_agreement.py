@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from p2pavg.codes import FailedCode
 from p2pavg.consensus import agreement, proof
 from p2pavg.consensus.agreement import advance
 from p2pavg.consensus.events import Completed, Dead, Drop, Exclude, GivenUp, Heard, Lost, PassOn, Run, Tell
@@ -481,7 +482,17 @@ class TestTheEnd:
         after, _ = advance(member(2), Lost(0))
         after, _ = advance(after, Heard(1, commit(1)))
         assert after.phase is Phase.FAILED
+        assert after.code is FailedCode.RESULT_MISSED
         assert after.outcome == Complete(0, ALL_MEMBERS)
+
+    def test_a_member_whose_own_share_differs_for_all_others_fails(self) -> None:
+        usual = tuple(bytes([n]) * 32 for n in (0, 1, 2, 3))
+        other = (b"9" * 32, *usual[1:])  # differs in the share of member 0
+        leader, _ = advance(member(0, 4), complete(0, digests=usual))
+        for position in (1, 2, 3):
+            leader, _ = advance(leader, held(position, digests=other))
+        assert leader.phase is Phase.FAILED
+        assert leader.code is FailedCode.RESULTS_DIFFER
 
     def test_a_member_that_has_ended_answers_with_the_outcome(self) -> None:
         done, _ = advance(member(1), complete(1))

@@ -13,6 +13,7 @@ from p2pavg.consensus.votes import (
     Accepted,
     Begin,
     Behind,
+    Came,
     Commit,
     Complete,
     Gather,
@@ -82,6 +83,7 @@ VOTES: dict[str, tuple[Vote, str]] = {
     "left after it had accepted": (Left(6, ""), "93a46c65667406a0"),
     "unknown": (Unknown(), "91a7756e6b6e6f776e"),
     "ping": (Ping(), "91a470696e67"),
+    "came": (Came(3, 2, 200), "94a463616d650302ccc8"),
 }
 
 every_vote = pytest.mark.parametrize(("vote", "golden"), VOTES.values(), ids=VOTES)

@@ -17,6 +17,7 @@ from p2pavg.allreduce.messages import (
     part_frame,
     receive_index,
 )
+from p2pavg.allreduce.reuse import Mark
 from p2pavg.consensus.votes import MAX_BALLOT
 from p2pavg.encoding import pack
 from p2pavg.errors import RemoteProtocolError, StreamBrokenError
@@ -150,17 +151,22 @@ def test_control_characters_of_strangers_are_escaped() -> None:
 @pytest.mark.parametrize(
     ("header", "fields"),
     [
-        (LaneHeader(b"\x07" * 32, Lane.AVERAGES), "010000c400"),
-        (LaneHeader(b"\x07" * 32, Lane.CONTRIBUTIONS, attempt=200), "00ccc800c400"),
-        (LaneHeader(b"\x07" * 32, Lane.PASSED_ON, attempt=3, reducer=5), "020305c400"),
-        (LaneHeader(b"\x07" * 32, Lane.CONTROL), "030000c400"),
-        (LaneHeader(b"\x07" * 32, Lane.PARTS, 9, members=b"\x08" * 16), "050900c410" + "08" * 16),
-        (LaneHeader(b"\x07" * 32, Lane.ASK), "040000c400"),
-        (LaneHeader(b"\x07" * 32, Lane.PASSED_ON, MAX_BALLOT, 255), "02ce80000000ccffc400"),
+        (LaneHeader(b"\x07" * 32, Lane.AVERAGES), "010000c4000000"),
+        (LaneHeader(b"\x07" * 32, Lane.CONTRIBUTIONS, attempt=200), "00ccc800c4000000"),
+        (LaneHeader(b"\x07" * 32, Lane.PASSED_ON, attempt=3, reducer=5), "020305c4000000"),
+        (LaneHeader(b"\x07" * 32, Lane.CONTROL), "030000c4000000"),
+        (LaneHeader(b"\x07" * 32, Lane.PARTS, 9, members=b"\x08" * 16), "050900c410" + "08" * 16 + "0000"),
+        (LaneHeader(b"\x07" * 32, Lane.PARTS, 9, begin=Mark(3, 200)), "050900c40003ccc8"),
+        (
+            LaneHeader(b"\x07" * 32, Lane.PARTS, MAX_BALLOT, 255, b"\x08" * 16, Mark(2**31 - 1, 2**31 - 1)),
+            "05ce80000000ccffc410" + "08" * 16 + "ce7fffffff" * 2,
+        ),
+        (LaneHeader(b"\x07" * 32, Lane.ASK), "040000c4000000"),
+        (LaneHeader(b"\x07" * 32, Lane.PASSED_ON, MAX_BALLOT, 255), "02ce80000000ccffc4000000"),
     ],
 )
 def test_the_header_of_a_lane(header: LaneHeader, fields: str) -> None:
-    assert encode_header(header).hex() == "95c420" + "07" * 32 + fields
+    assert encode_header(header).hex() == "97c420" + "07" * 32 + fields
     assert decode_header(encode_header(header)) == header
     assert len(encode_header(header)) <= MAX_HEADER_BYTES
 
@@ -168,24 +174,33 @@ def test_the_header_of_a_lane(header: LaneHeader, fields: str) -> None:
 @pytest.mark.parametrize(
     "fields",
     [
-        (b"\x07" * 31, 0, 0, 0, b""),
-        (b"\x07" * 33, 0, 0, 0, b""),
-        ("7" * 32, 0, 0, 0, b""),
-        (b"\x07" * 32, len(Lane), 0, 0, b""),
-        (b"\x07" * 32, -1, 0, 0, b""),
-        (b"\x07" * 32, True, 0, 0, b""),
-        (b"\x07" * 32, 0, -1, 0, b""),
-        (b"\x07" * 32, 0, MAX_BALLOT + 1, 0, b""),
-        (b"\x07" * 32, 0, 1.0, 0, b""),
-        (b"\x07" * 32, 0, 0, -1, b""),
-        (b"\x07" * 32, 0, 0, 256, b""),
-        (b"\x07" * 32, 0, 0, None, b""),
-        (b"\x07" * 32, 0, b""),
-        (b"\x07" * 32, 0, 0, b""),
-        (b"\x07" * 32, 0, 0, 0),
-        (b"\x07" * 32, 0, 0, 0, 0, b""),
-        (b"\x07" * 32, 0, 0, 0, b"\x08" * 15),
-        (b"\x07" * 32, 0, 0, 0, "8" * 16),
+        (b"\x07" * 31, 0, 0, 0, b"", 0, 0),
+        (b"\x07" * 33, 0, 0, 0, b"", 0, 0),
+        ("7" * 32, 0, 0, 0, b"", 0, 0),
+        (b"\x07" * 32, len(Lane), 0, 0, b"", 0, 0),
+        (b"\x07" * 32, -1, 0, 0, b"", 0, 0),
+        (b"\x07" * 32, True, 0, 0, b"", 0, 0),
+        (b"\x07" * 32, 0, -1, 0, b"", 0, 0),
+        (b"\x07" * 32, 0, MAX_BALLOT + 1, 0, b"", 0, 0),
+        (b"\x07" * 32, 0, 1.0, 0, b"", 0, 0),
+        (b"\x07" * 32, 0, 0, -1, b"", 0, 0),
+        (b"\x07" * 32, 0, 0, 256, b"", 0, 0),
+        (b"\x07" * 32, 0, 0, None, b"", 0, 0),
+        (b"\x07" * 32, 0, b"", 0, 0),
+        (b"\x07" * 32, 0, 0, b"", 0, 0),
+        (b"\x07" * 32, 0, 0, 0, 0, 0),
+        (b"\x07" * 32, 0, 0, 0, 0, b"", 0, 0),
+        (b"\x07" * 32, 0, 0, 0, b"\x08" * 15, 0, 0),
+        (b"\x07" * 32, 0, 0, 0, "8" * 16, 0, 0),
+        (b"\x07" * 32, 0, 0, 0, b""),
+        (b"\x07" * 32, 0, 9, 0, b"", -1, 0),
+        (b"\x07" * 32, 0, 9, 0, b"", 0, -1),
+        (b"\x07" * 32, 0, 9, 0, b"", 2**31, 0),
+        (b"\x07" * 32, 0, 9, 0, b"", 0, 2**31),
+        (b"\x07" * 32, 0, 9, 0, b"", 0, None),
+        # Nothing came before the first attempt.
+        (b"\x07" * 32, 0, 0, 0, b"", 1, 0),
+        (b"\x07" * 32, 0, 0, 0, b"", 0, 1),
     ],
     ids=str,
 )

@@ -120,6 +120,24 @@ def test_without_parts_or_auditors_no_member_is_drawn(parts: int, auditors: int)
     assert drawn_parts(Audits(1.0), ticket(0), 0, parts, auditors) == ()
 
 
+@given(st.binary(min_size=64, max_size=64), st.integers(0, 127), st.integers(1, 500), st.integers(2, 64))
+def test_each_stretch_of_a_share_is_audited_like_a_share(
+    signature: bytes, reducer: int, parts: int, stretches: int
+) -> None:
+    drawn = drawn_parts(Audits(1.0), signature, reducer, parts, 1, stretches)
+    assert sorted(set(drawn)) == list(drawn)
+    pieces = min(stretches, parts)
+    for piece in range(pieces):
+        start, stop = piece * parts // pieces, (piece + 1) * parts // pieces
+        assert sum(start <= index < stop for index in drawn) == -(-(stop - start) // 3)
+
+
+def test_the_stretches_of_a_share_are_drawn_independently_of_each_other() -> None:
+    found = [drawn_parts(Audits(0.5), ticket(number), 0, 16, 1, 2) for number in range(4_000)]
+    both = sum(any(index < 8 for index in each) and any(index >= 8 for index in each) for each in found)
+    assert both / 4_000 == pytest.approx(0.25, abs=0.03)
+
+
 def test_golden_draws() -> None:
     """All versions of one protocol draw alike; another draw would look like a refused audit."""
     drawn = [drawn_parts(Audits(0.5), ticket(number), 3, 8, 3) for number in range(8)]

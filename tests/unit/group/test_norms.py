@@ -58,9 +58,9 @@ def test_the_median_is_by_weight_and_of_contributors() -> None:
 def test_a_later_attempt_has_the_median_of_its_own_members() -> None:
     group = of_norms([1.0, 1.0, 4.0, 8.0, 8.0])
     assert norm_factors(group, 1.0) == {IDS[3]: 0.5, IDS[4]: 0.5}
-    left = group.only(group.members[1:], [1000] * 4)
+    left = group.among(5, range(1, 5), lambda _members: (1250,) * 4, 1)
     assert norm_factors(left, 1.0) == {IDS[3]: 0.5, IDS[4]: 0.5}
-    left = group.only(group.members[2:], [1000] * 3)
+    left = group.among(5, range(2, 5), lambda _members: (1666, 1667, 1667), 1)
     assert norm_factors(left, 1.0) == {}
 
 

@@ -10,7 +10,7 @@ from p2pavg.encoding import pack
 from p2pavg.errors import RemoteProtocolError
 from p2pavg.group.candidate import Candidate
 from p2pavg.group.limits import MAX_METRIC, MAX_WEIGHT
-from p2pavg.group.roster import Roster, read_roster
+from p2pavg.group.roster import Roster, read_roster, share_cutter
 from p2pavg_dht.record import pack as pack_record
 from tests.unit.group.samples import DEADLINE, OTHER_KEY, candidate, roster
 
@@ -214,10 +214,20 @@ def test_an_auxiliary_helps_with_any_state() -> None:
 
 def test_the_remaining_members_contribute_or_observe_as_before() -> None:
     group = roster([A, SILENT, B, C], proposal=7, observers=[SILENT, C])
-    assert group.only([A, C], [5, 6]) == roster([A, C], [5, 6], proposal=7, observers=[C])
-    assert group.only([A, B], [5, 6]) == roster([A, B], [5, 6], proposal=7)
+
+    def among(*positions: int) -> Roster:
+        return group.among(5, positions, share_cutter(sum(group.shares), 1), 1)
+
+    left = among(0, 3)
+    assert left.members == (A, C)
+    assert left.proposal == 7
+    assert left.observers == {C.peer_id}
+    assert among(0, 2).observers == frozenset()
     with pytest.raises(RemoteProtocolError, match="without a contributor"):
-        group.only([SILENT, C], [5, 6])
+        among(1, 3)
+    assert group.among(0, range(4), share_cutter(0, 1), 1) is group
+    with pytest.raises(RemoteProtocolError, match="first attempt"):
+        group.among(0, range(3), share_cutter(0, 1), 1)
 
 
 class TestMetrics:

@@ -11,8 +11,10 @@ import torch
 import p2pavg
 from p2pavg.blocking import Averager
 from p2pavg.optim import AveragedOptimizer, LocalUpdates, fedavg
+from p2pavg.optim.recipes import Inner
 from p2pavg.records.board import Entry
 from p2pavg.result import InProgress, RoundResult, Success
+from p2pavg.telemetry.hub import Events
 from p2pavg.vector.accumulation import Accumulation
 
 GROUP = "00" * 32
@@ -52,6 +54,7 @@ class Alone:
         self.config = p2pavg.AveragingConfig(**({"run_id": "run"} | changes))
         self.progress_board = Board()
         self.boards: dict[str, Board] = {"progress": self.progress_board}
+        self.events = Events()
         self.round_state: bytes | None = None
         self.runs_for = 0
         """Number of calls during which a round is in progress."""
@@ -64,6 +67,18 @@ class Alone:
 
     def board(self, topic: str, look_seconds: float = 1.0) -> Board:
         return self.boards.setdefault(topic, Board())
+
+    def expect(self, peers: object) -> None:
+        """Need no hint."""
+
+    @property
+    def has_places(self) -> bool:
+        """Return true, as the averager of a peer does."""
+        return True
+
+    def certifies(self, peers: object) -> bool:
+        """Return true, as the averager of a peer does."""
+        return True
 
     def step(self, *, state: bytes, **_: Any) -> RoundResult:
         if self.round_state is None:
@@ -96,18 +111,23 @@ class Alone:
         return averaged
 
 
-def large_batch(averager: Alone, inner: torch.optim.Optimizer, **options: Any) -> AveragedOptimizer:
+def large_batch(averager: Alone, inner: Inner, **options: Any) -> AveragedOptimizer:
     given: dict[str, Any] = {"target_batch_size": 4, "peers_to_start": 2}
     return AveragedOptimizer(inner, cast(Averager, averager), **(given | options))
 
 
-def local(averager: Alone, inner: torch.optim.Optimizer, **options: Any) -> LocalUpdates:
+def local(averager: Alone, inner: Inner, **options: Any) -> LocalUpdates:
     given: dict[str, Any] = {"sync_every": 1, "peers_to_start": 2}
     return fedavg(inner, cast(Averager, averager), **(given | options))
 
 
+def mixed(averager: Alone, inner: Inner, **options: Any) -> LocalUpdates:
+    """Make local updates with the options that one batch and one parameter can have."""
+    return local(averager, inner, **({"offload": True, "alpha": 0.0} | options))
+
+
 Make = Callable[..., AveragedOptimizer | LocalUpdates]
-both = pytest.mark.parametrize("make", [large_batch, local])
+both = pytest.mark.parametrize("make", [large_batch, local, mixed])
 
 
 def parameter(*values: float, dtype: torch.dtype = torch.float32) -> torch.nn.Parameter:

@@ -279,7 +279,7 @@ class TestDrift:
     def test_peers_with_other_parameters_are_reported(
         self, make: Make, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        def same() -> list[torch.Tensor]:
+        def same(_fragment: int) -> list[torch.Tensor]:
             return [torch.full(p.shape, 0.1) for p in plain().parameters()]
 
         averagers, talks, models, optimizers = [], [], [], []
@@ -295,7 +295,7 @@ class TestDrift:
         for update in range(1, 7):
             if update == 4:
                 with torch.no_grad():
-                    changed = models[0][1].bias if make is large_batch else optimizers[0]._anchor[3]  # type: ignore[union-attr, index]
+                    changed = models[0][1].bias if make is large_batch else optimizers[0]._anchor.tensors[3]  # type: ignore[union-attr, index]
                     changed.add_(1e-3)
             # Both peers contribute the same gradients, so both averages are the same, as in one round.
             for model in models:
@@ -303,7 +303,7 @@ class TestDrift:
                     weights.grad = torch.full_like(weights, 0.1)
             for optimizer in optimizers:
                 if isinstance(optimizer, LocalUpdates):
-                    monkeypatch.setattr(optimizer, "_pseudo_gradients", same)
+                    monkeypatch.setattr(optimizer._anchor, "contribution", same)
             for index, optimizer in enumerate(optimizers):
                 assert optimizer.step(samples=4).updated
                 talks[1 - index].others["peer"] = talks[index].mine

@@ -6,8 +6,6 @@ import importlib.util
 import io
 import subprocess
 import sys
-import warnings
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,8 +13,10 @@ import torch
 from rich.console import Console
 
 from p2pavg.optim import StepReport
-from p2pavg.optim.display import RunProgress, TensorBoardLog
-from p2pavg.result import NoPeers, Success
+from p2pavg.optim.display import RunProgress
+from p2pavg.result import Success
+from p2pavg.telemetry.events import StateMoved, Waits
+from tests.unit.metrics.fakes import FakeAverager
 
 needs_tensorboard = pytest.mark.skipif(
     importlib.util.find_spec("tensorboard") is None, reason="tensorboard is not installed"
@@ -110,37 +110,61 @@ def test_importing_the_module_imports_neither_rich_nor_tensorboard() -> None:
     assert found.stdout.strip() == "set()"
 
 
-def test_missing_tensorboard_error_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(ImportError, match="pip install tensorboard"):
-        TensorBoardLog(tmp_path)
+class Screen(Console):
+    """A terminal of 120 columns that writes to a string."""
+
+    def __init__(self, *, terminal: bool = True) -> None:
+        super().__init__(file=io.StringIO(), force_terminal=terminal, width=120)
+
+    @property
+    def text(self) -> str:
+        assert isinstance(self.file, io.StringIO)
+        return self.file.getvalue()
 
 
-@needs_tensorboard
-def test_updates_are_written_for_tensorboard(tmp_path: Path) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # tensorboard's own imports
-        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+def moved(done: int, total: int = 4_000_000, direction: Any = "download") -> StateMoved:
+    return StateMoved(
+        time=1.0,
+        run_id="lab",
+        direction=direction,
+        done=done,
+        total=total,
+        bytes_per_second=1_500_000.0,
+        peers=2,
+    )
 
-        with TensorBoardLog(tmp_path / "peer") as log:
-            log(report(epoch=1, result=success(), grad_norm=2.0, metrics={"loss": 0.5}))
-            log(report(epoch=1))
-            log(report(epoch=1, result=NoPeers()))
-            log(report(epoch=2, result=success(total_weight=44.0), grad_norm=1.0, metrics={"loss": 0.25}))
-        events = EventAccumulator(str(tmp_path / "peer"))
-        events.Reload()
-    found = {
-        name: [(event.step, event.value) for event in events.Scalars(name)]
-        for name in events.Tags()["scalars"]
-    }
-    assert found == {
-        "metrics/loss": [(1, 0.5), (2, 0.25)],
-        "grad_norm": [(1, 2.0), (2, 1.0)],
-        "round/peers": [(1, 2.0), (2, 2.0)],
-        "round/samples": [(1, 40.0), (2, 44.0)],
-        "round/seconds": [(1, 0.5), (2, 0.5)],
-        "round/bytes_sent": [(1, 1000.0), (2, 1000.0)],
-        "round/bytes_received": [(1, 1100.0), (2, 1100.0)],
-    }
+
+def test_the_line_says_why_a_call_waits() -> None:
+    screen, averager = Screen(), FakeAverager()
+    with RunProgress(console=screen, averager=averager) as progress:
+        for seconds in (1.0, 12.4):
+            averager.events.emit(
+                Waits(time=1.0, run_id="lab", reason="1 of 2 peers to start is there", seconds=seconds)
+            )
+        progress._progress.refresh()
+        assert "waits 12 s: 1 of 2 peers to start is there" in screen.text
+
+
+def test_a_transfer_of_a_state_has_a_bar_while_it_runs() -> None:
+    screen, averager = Screen(), FakeAverager()
+    with RunProgress(console=screen, averager=averager) as progress:
+        averager.events.emit(moved(1_000_000))
+        averager.events.emit(moved(10, 0, "upload"))
+        progress._progress.refresh()
+        assert "fetching a state" in screen.text
+        assert "1.0 MB of 4.0 MB  1.5 MB/s  2 peers" in screen.text
+        assert "sending a state" in screen.text
+        averager.events.emit(moved(4_000_000))
+        assert [task.description for task in progress._progress.tasks] == [
+            "waiting for the first batch",
+            "sending a state",
+        ]
+    averager.events.emit(moved(1))
+    assert len(progress._progress.tasks) == 2, "no events after the end"
+
+
+def test_no_bars_of_transfers_outside_a_terminal() -> None:
+    screen, averager = Screen(terminal=False), FakeAverager()
+    with RunProgress(console=screen, averager=averager):
+        averager.events.emit(moved(1_000_000))
+    assert "fetching" not in screen.text

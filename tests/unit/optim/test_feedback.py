@@ -242,8 +242,23 @@ class TestDelivered:
             ValueError, match=rf"^a share from {share[0]} to {share[1]} of a vector of {ELEMENTS} elements"
         ):
             feedback.delivered(*share)
+        with pytest.raises(
+            ValueError, match=rf"^a share from {share[0]} to {share[1]} of a vector of {ELEMENTS} elements"
+        ):
+            feedback.delivered(64, 128, share)
         feedback.delivered(64, 128)
         assert torch.equal(residual_of(feedback), residual_of(other))
+
+    def test_ranges_that_were_taken_over_leave_no_residual_either(self) -> None:
+        feedback, whole = ErrorFeedback("int8"), ErrorFeedback("int8")
+        feedback.compensate(tensors(0))
+        feedback.delivered(0, 64, (128, 192), (192, 256))
+        whole.compensate(tensors(0))
+        whole.delivered(0, 64)
+        left = residual_of(whole).clone()
+        assert left[128:256].any()
+        left[128:256] = 0.0
+        assert torch.allclose(residual_of(feedback), left, atol=1e-6)
 
 
 class TestParts:

@@ -16,11 +16,13 @@ from p2pavg.optim.following import LOST_SECONDS, Follower, Following
 from p2pavg.optim.following_news import MAX_RETRY_SECONDS, RETRY_SECONDS, Pace
 from p2pavg.optim.lineage import Lineage
 from p2pavg.optim.shards import Ranks
+from p2pavg.state.average import ProvenAverage
 from p2pavg.state.choice import MAX_DONORS, SETTLE_SECONDS
 from p2pavg.state.news import SnapshotOffer, StateNews
 from p2pavg.state.progress import StateProgress
 from p2pavg.state.sharing import StateSharing
 from p2pavg.state.snapshot import Content, copy_of
+from p2pavg.state.transfers import replayed_success
 
 
 def state_at(epoch: int) -> bytes:
@@ -120,19 +122,17 @@ class Transfer:
         return memoryview_of(self.content)
 
     @property
-    def proof(self) -> Any:
-        return self.proven() if self.ended else None
+    def before(self) -> bytes | None:
+        return self.state if self.ended else None
 
-    def proven(self) -> Any:
-        return Proven(int.from_bytes(self.group_id, "big") - 1000, self.state)
+    def success(self, averaged: list[torch.Tensor]) -> Any:
+        proven = Proven(int.from_bytes(self.group_id, "big") - 1000, self.state)
+        return replayed_success(cast(ProvenAverage, proven), averaged)
 
     def decode(self) -> list[torch.Tensor]:
         if not self.decodes:
             raise RemoteProtocolError("an averaged part does not decode")
         return self.averaged
-
-    def logged(self) -> Any:
-        return self.group_id
 
 
 class memoryview_of:  # noqa: N801 - a context manager
@@ -189,6 +189,9 @@ class Sharing:
     def fetch_average(self, group_id: bytes) -> Transfer:
         self.averages.append(Transfer(group_id))
         return self.averages[-1]
+
+    def replayed(self, transfer: Transfer, epoch: int) -> None:
+        self.shelf.took(transfer.group_id, epoch)
 
     def look(self) -> None:
         self.looks += 1

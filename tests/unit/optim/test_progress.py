@@ -139,7 +139,7 @@ class TestWords:
             read_progress(pack(*fields))
 
     def test_another_version_is_named(self) -> None:
-        with pytest.raises(RemoteProtocolError, match=r"^progress of version 4$"):
+        with pytest.raises(RemoteProtocolError, match=r"^progress of version 4"):
             read_progress(b"\x99\x04" + ENCODED[2:])
 
     @given(st.binary(max_size=120))
@@ -434,6 +434,35 @@ class TestDecide:
             for i, mine in enumerate(peers)
         ]
         assert not all(isinstance(decision, Wait) for decision in decisions)
+
+
+class TestRoundsInTheBackground:
+    """Peers that count their own steps: the target is infinite."""
+
+    WAITS, COMPUTES = at(state=HERE, samples=8.0, waiting=True), at(state=HERE, samples=4.0, waiting=False)
+
+    def test_a_peer_that_is_due_does_not_wait_for_the_others(self) -> None:
+        seen = survey(self.WAITS, [self.COMPUTES, self.COMPUTES])
+        assert isinstance(decide(self.WAITS, seen, target=math.inf), Wait)
+        found = decide(self.WAITS, seen, target=math.inf, at_once=True)
+        assert isinstance(found, Average)
+        assert found.peers == 3, "the others are expected in the group"
+        computing = survey(self.COMPUTES, [self.WAITS, self.WAITS])
+        assert isinstance(decide(self.COMPUTES, computing, target=math.inf, at_once=True), Compute)
+
+    @pytest.mark.parametrize("at_once", [False, True])
+    def test_after_the_grace_period_a_round_is_among_those_that_are_due(self, at_once: bool) -> None:
+        seen = survey(self.WAITS, [self.WAITS, self.COMPUTES])
+        found = decide(self.WAITS, seen, target=math.inf, least=2, at_once=at_once, hurries=True)
+        assert isinstance(found, Average)
+        assert found.peers == 2
+        assert found.reason == "1 of 3 peers still compute after the grace period"
+
+    def test_fewer_peers_than_the_quorum_wait_on(self) -> None:
+        seen = survey(self.WAITS, [self.WAITS, self.COMPUTES])
+        assert isinstance(decide(self.WAITS, seen, target=math.inf, least=3, hurries=True), Wait)
+        alone = survey(self.WAITS, [self.COMPUTES])
+        assert isinstance(decide(self.WAITS, alone, target=math.inf, least=1, hurries=True), Wait)
 
 
 class TestFollowing:

@@ -78,6 +78,7 @@ class Sharing:
         self.is_working = False
         self.works: list[Callable[[], None]] = []
         self.at_once = True
+        self.gives_snapshots = True
 
     def news(self) -> dict[str, StateNews]:
         return self.others
@@ -173,7 +174,7 @@ class World:
 
     def took(self, epoch: int) -> None:
         self.common.lineage = Lineage(epoch, epoch.to_bytes(32, "big"))
-        success = type("Success", (), {"group_id": "00" * 32})()
+        success = type("Success", (), {"group_id": "00" * 32, "peers_count": 2, "certificate": b"signed"})()
         self.states.took(cast(Success, success))
 
     @property

@@ -16,7 +16,9 @@ from p2pavg.optim.lineage import Lineage
 from p2pavg.optim.progress import Compute, Progress, Wait, encode_progress
 from p2pavg.optim.together import Together
 from p2pavg.records.board import Entry
-from p2pavg.result import Failed, InProgress, RoundResult, Success
+from p2pavg.result import EXCHANGES, Failed, InProgress, RoundResult, Success
+from p2pavg.telemetry.events import AnyEvent, Waits
+from p2pavg.telemetry.hub import Events
 
 PARAMETERS = [torch.ones(3)]
 
@@ -46,6 +48,7 @@ class Rounds:
 
     def __init__(self) -> None:
         self.word = Word()
+        self.events = Events()
         self.round_state: bytes | None = None
         self.results: list[RoundResult] = []
         self.calls = 0
@@ -55,6 +58,13 @@ class Rounds:
 
     def board(self, topic: str) -> Word:
         return self.word
+
+    def expect(self, peers: object) -> None:
+        """Need no hint."""
+
+    def certifies(self, peers: object) -> bool:
+        """Return true, as the averager of a peer does."""
+        return True
 
     def step(self, **_: Any) -> RoundResult:
         self.calls += 1
@@ -182,6 +192,7 @@ def test_result_for_replaced_parameters_is_discarded(company: Company) -> None:
         assert isinstance(result, Failed)
         assert result.contribution_used is True
         assert "replaced" in result.reason
+        assert result.code is p2pavg.FailedCode.PARAMETERS_REPLACED
         company.rounds.round_state = None
         assert isinstance(company.together.average(2), Success)
 
@@ -259,3 +270,16 @@ def test_a_split_of_the_run_is_a_warning_and_not_an_order(
     (warning,) = [record.getMessage() for record in caplog.records]
     assert warning.startswith("3 peers that took none of the last updates with this one")
     assert "the run has split" in warning
+
+
+def test_a_wait_for_an_exchange_names_the_members_that_are_waited_for(company: Company) -> None:
+    exchanging = InProgress(
+        ready_peers=2, target_size=2, reason=EXCHANGES, waits_for="waiting for parts of b (3 parts)"
+    )
+    company.rounds.results = [exchanging, success("a")]
+    heard: list[AnyEvent] = []
+    company.rounds.events.subscribe(heard.append)
+    assert isinstance(company.together.average(2), Success)
+    assert company.together.waiting.reason == "the group exchanges; waiting for parts of b (3 parts)"
+    [told] = [event for event in heard if isinstance(event, Waits)]
+    assert (told.run_id, told.reason) == ("run", company.together.waiting.reason)

@@ -110,6 +110,10 @@ def test_malformed_entry_hides_no_other() -> None:
             "2 peers of this run average by median, you by the weighted mean",
         ),
         (
+            [entry(aggregation="median topology:star")],
+            "1 peer of this run averages as a star, you as a butterfly",
+        ),
+        (
             [entry(codec="fp32")] + [entry(schema_hash=b"\2" * 32, tensors=1)] * 2,
             "2 peers of this run average 1 tensors, you have 97; "
             "1 peer of this run averages with the codec fp32, you with blockwise8:64",

@@ -51,6 +51,9 @@ class NoMoves:
     def take_from(self, source: int, reducers: frozenset[int]) -> None:
         pass
 
+    def came_from(self, position: int) -> None:
+        return None
+
     def reached(self, milestone: Milestone) -> None:
         pass
 

@@ -62,11 +62,11 @@ def roster_of(size: int = 4, **changes: Any) -> Roster:
 ROSTER = roster_of()
 
 
-def encoded_in(shares: Sequence[int], values: torch.Tensor = VALUES) -> tuple[EncodedAverage, bytes]:
-    """Return an average that is cut into these shares, and the digest that members sign."""
+def encoded_in(roster: Roster, values: torch.Tensor = VALUES) -> tuple[EncodedAverage, bytes]:
+    """Return an average that is cut into the roster's shares, and the digest that members sign."""
     parts, digests, of_shares = [], [], []
-    for position in range(len(shares)):
-        cut = parts_of_share(shares, position, CODEC.granularity)
+    for position in range(len(roster.members)):
+        cut = parts_of_share(roster, position, CODEC.granularity)
         payloads = [bytes(CODEC.encode(values[part.start : part.stop])) for part in cut]
         found = [blake3(payload).digest() for payload in payloads]
         of_shares.append(blake3(b"".join(found)).digest(DIGEST_BYTES))
@@ -81,14 +81,17 @@ def logged(
     signers: Sequence[int] = (0, 1, 2, 3),
     attempt: int = 0,
     members: Sequence[int] | None = None,
-    shares: Sequence[int] | None = None,
+    cut: Roster | None = None,
     values: torch.Tensor = VALUES,
 ) -> LoggedAverage:
-    """Return the average of one attempt of a group, with a genuine certificate."""
+    """Return the average of one attempt of a group, with a genuine certificate.
+
+    Args:
+        cut: roster with the shares of the attempt, if they are not those of its members.
+    """
     among = range(len(roster.members)) if members is None else members
-    if shares is None:
-        shares = roster.shares if attempt == 0 else CUT([roster.members[position] for position in among])
-    encoded, digest = encoded_in(shares, values)
+    found = roster.among(attempt, among, CUT, CODEC.granularity) if cut is None else cut
+    encoded, digest = encoded_in(found, values)
     statement = Statement(roster.group_id, attempt, frozenset(among), digest)
     signatures = tuple((one, simulated_signer(one).sign(statement.signed_bytes())) for one in signers)
     certificate = encode_certificate(roster, Commit(attempt, frozenset(among), digest, signatures))
@@ -108,6 +111,13 @@ def expected(roster: Roster = ROSTER, **changes: Any) -> Expected:
 
 
 MANIFEST = logged().manifest()
+
+
+def of_one(members: Sequence[int]) -> Roster:
+    """Return the roster of an attempt in which the first member reduces everything."""
+    found = ROSTER.among(5, members, CUT, CODEC.granularity)
+    whole = (((0, ELEMENTS),), *((),) * (len(members) - 1))
+    return replace(found, shares=(ELEMENTS, *(0,) * (len(members) - 1)), divided=whole)
 
 
 def test_a_genuine_average_is_proven_and_decodes() -> None:
@@ -164,7 +174,7 @@ def test_an_average_of_another_group_run_schema_or_codec_is_refused() -> None:
 
 def test_a_leader_cannot_choose_the_shares_of_a_later_attempt() -> None:
     members = (0, 1, 2)
-    average = logged(attempt=5, members=members, signers=members, shares=(ELEMENTS, 0, 0))
+    average = logged(attempt=5, members=members, signers=members, cut=of_one(members))
     refused(average.manifest(), "other parts|digests of")
 
 
@@ -205,7 +215,7 @@ def test_other_digests_than_the_signed_ones_are_refused(change: Callable[[list[b
 
 def test_digests_that_move_between_shares_are_refused() -> None:
     """The digest of the result covers the shares' digests, not only the row of all parts."""
-    average = logged(attempt=5, members=(0, 1), signers=(0, 1), shares=(ELEMENTS, 0))
+    average = logged(attempt=5, members=(0, 1), signers=(0, 1), cut=of_one((0, 1)))
     refused(average.manifest(), "digests of")
 
 

@@ -197,6 +197,25 @@ class TestSnapshots:
         news = {"a": says(9, offer(8, root=1)), "b": says(9, offer(8, root=2))}
         assert chosen(news, waited=SETTLE_SECONDS) == offer(8, root=2)
 
+    def test_between_as_many_voters_most_peers_decide_and_there_is_no_wait(self) -> None:
+        """A peer that came after the last snapshot takes a newer one, and would be its only donor."""
+        others = {name: says(9, offer(8)) for name in "cdef"}
+        voters_ = {"a": says(9, offer(8)), "b": says(9)}
+        assert chosen(others | voters_, {"a", "b"}) == offer(8)
+        voters_ = {"a": says(9, offer(8)), "b": says(9, offer(9))}
+        found = choose_snapshot(others | voters_, {"a", "b"}, at_least=0, waited=0.0)
+        assert found.offer == offer(8)
+        assert set(found.donors) == set("acdef")
+        # Half of all peers is not most of them, and less than half of the voters is too few.
+        few = {"c": says(9, offer(8)), "d": says(9)}
+        assert chosen(few | {"a": says(9, offer(8)), "b": says(9)}, {"a", "b"}) is None
+        assert chosen(others | {"a": says(9, offer(8)), "b": says(9), "x": says(9)}, {"a", "b", "x"}) is None
+
+    def test_no_crowd_outvotes_more_voters(self) -> None:
+        crowd = {f"sybil{index}": says(9, offer(9, root=666)) for index in range(100)}
+        some = {"a": says(9, offer(8)), "b": says(9, offer(8)), "liar": says(9, offer(9, root=666))}
+        assert chosen(crowd | some, {"a", "b", "liar"}, waited=1e9) == offer(8)
+
     def test_a_snapshot_from_which_no_log_leads_on_is_left(self) -> None:
         assert chosen({"a": says(20, offer(8))}) is None
 

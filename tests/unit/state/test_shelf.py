@@ -177,3 +177,23 @@ class TestServing:
         one = shelf.snapshot
         if one is not None:
             assert shelf.piece(BlobKind.SNAPSHOT, one.offer.root, 1) in (None, b"the last chunk")
+
+
+def test_a_former_snapshot_stays_until_the_next_one_if_it_shall() -> None:
+    shelf = Shelf(1000)
+    found = []
+    for number in range(3):
+        data = memoryview(bytes([number]) * 10)
+        digests = chunk_digests(data)
+        root = root_of(digests, len(data))
+        found.append(
+            HeldSnapshot(SnapshotOffer(epoch=number, state=bytes(32), root=root, size=10), data, digests)
+        )
+    for held_snapshot in found:
+        shelf.put(held_snapshot, keeps_former=True)
+    assert shelf.snapshot is found[2]
+    pieces = [shelf.piece(BlobKind.SNAPSHOT, each.offer.root, 0) for each in found]
+    assert [piece is not None and bytes(piece)[:1] for piece in pieces] == [False, b"\1", b"\2"]
+    assert shelf.manifest(BlobKind.SNAPSHOT, found[1].offer.root) == b"".join(found[1].digests)
+    shelf.put(found[0])
+    assert shelf.piece(BlobKind.SNAPSHOT, found[2].offer.root, 0) is None, "only if it shall"

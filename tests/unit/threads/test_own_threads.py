@@ -15,7 +15,7 @@ import trio.testing
 
 from p2pavg.threads.workers import NICENESS, ToLoop, in_own_thread
 
-WATCHDOG_SECONDS = 30.0
+WATCHDOG_SECONDS = 120.0
 NAME = "a thread of a test"
 
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="priorities of threads are Linux's")

@@ -14,7 +14,7 @@ import trio.testing
 
 from p2pavg.threads.workers import Workers
 
-WATCHDOG_SECONDS = 30.0
+WATCHDOG_SECONDS = 120.0
 
 IN_A_FRESH_PROCESS = """
 import threading, torch, trio

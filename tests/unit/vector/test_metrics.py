@@ -109,14 +109,12 @@ class TestChecks:
 
     @pytest.mark.parametrize("value", [None, "1.0", True, 1j, [1.0]])
     def test_value_that_is_no_number_is_refused_by_name(self, value: Any) -> None:
-        with pytest.raises(AccumulateError, match=r"metric 'loss' must be a number, got \w+$"):
+        with pytest.raises(AccumulateError, match=r"metric 'loss' must be a number, got \w+"):
             checked_metrics({"accuracy": 0.5, "loss": value})
 
     @pytest.mark.parametrize("value", [torch.tensor(1.0), np.array(1.0), np.bool_(True)])
     def test_tensor_error_says_what_to_do(self, value: Any) -> None:
-        with pytest.raises(
-            AccumulateError, match=r"metric 'loss' must be a number, got \S+; use \.item\(\)$"
-        ):
+        with pytest.raises(AccumulateError, match=r"metric 'loss' must be a number, got \S+; use \.item\(\)"):
             checked_metrics({"loss": value})
 
     @pytest.mark.parametrize("name", ["", "x" * 33, "a\nb", "\x1b[2J", 5, None, b"loss", "half \ud800"])

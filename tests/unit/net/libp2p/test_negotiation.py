@@ -23,7 +23,7 @@ from p2pavg.net.libp2p.speed import (
     OneAnswerMultiselect,
 )
 
-WATCHDOG_SECONDS = 30.0
+WATCHDOG_SECONDS = 120.0
 SPOKEN, OTHER, UNKNOWN = TProtocol("/spoken/1"), TProtocol("/other/1"), TProtocol("/unknown/1")
 
 

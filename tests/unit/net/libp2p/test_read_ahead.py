@@ -18,7 +18,7 @@ from p2pavg.net.libp2p.speed import (
     ReadAheadStream,
 )
 
-WATCHDOG_SECONDS = 30.0
+WATCHDOG_SECONDS = 120.0
 
 
 class Counting(trio.abc.HalfCloseableStream):

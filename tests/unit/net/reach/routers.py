@@ -47,6 +47,8 @@ class World:
     interfaces: list[str] = field(default_factory=lambda: [LOOPBACK, HOME])
     outer: str = OUTER
     """The host at which public peers see this one."""
+    source6: str = ""
+    """The address of the machine's connections over IPv6."""
     outer6: str = ""
     """The same for neighbours with an IPv6 address."""
     dialable: set[tuple[str, int]] = field(default_factory=set)
@@ -66,7 +68,7 @@ class World:
         """Tell the machine's addresses and the connected peers."""
         hosts = sorted(self.interfaces, key=LOOPBACK.__eq__)
         listening = [(host, port) for port in self.ports for host in hosts]
-        self.knowledge.machine(self.interfaces, listening)
+        self.knowledge.machine(self.interfaces, listening, source6=self.source6)
         self.knowledge.connected(self.peers)
 
     def settle(self) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from p2pavg.net.reach.facts import Mapped
 from p2pavg.net.reach.knowledge import MAX_OBSERVERS
 from p2pavg.net.reach.probes import Probe
@@ -230,6 +232,35 @@ class TestVersionsOfIp:
         assert world.knowledge.reachability.outer_hosts == (OUTER, V6)
         assert world.knowledge.addresses[0] == world.text(V6)
         assert world.knowledge.relays_wanted
+
+    def test_a_symmetric_router_that_lets_ipv6_through_as_it_is_can_be_punched_over_ipv6(self) -> None:
+        world = World(peers=list(self.PEERS), interfaces=[LOOPBACK, HOME, V6], outer6=V6, router=symmetric)
+        world.settle()
+        reachability = world.knowledge.reachability
+        assert reachability.kind is Kind.RELAYED
+        assert reachability.sentence.endswith("; direct connections over IPv6 by hole punching")
+        assert reachability.outer_hosts == (OUTER, V6)
+        assert reachability.punch_hosts == (V6,)
+
+    def test_a_machine_with_ipv6_that_no_peer_sees_can_be_punched_at_its_own_address(self) -> None:
+        world = World(interfaces=[LOOPBACK, HOME, V6], source6=V6, router=symmetric)
+        world.settle()
+        reachability = world.knowledge.reachability
+        assert reachability.kind is Kind.RELAYED
+        assert reachability.outer_hosts == (OUTER,)
+        assert reachability.punch_hosts == (V6,)
+        assert world.text(V6) not in world.knowledge.addresses, "no peer has tried it, and a router is there"
+
+    def test_what_peers_see_over_ipv6_counts_more_than_the_machine_s_own_address(self) -> None:
+        peers = [replace(peer, port=4001) for peer in self.PEERS]
+        world = World(peers=peers, interfaces=[LOOPBACK, HOME, V6], source6=V6, outer6="2001:db8:9::1")
+        world.settle()
+        assert world.knowledge.reachability.punch_hosts == (OUTER, "2001:db8:9::1")
+
+    def test_a_public_machine_announces_ipv6_that_no_peer_has_tried(self) -> None:
+        world = World(interfaces=[LOOPBACK, OUTER, V6], source6=V6, dialable={(OUTER, PORT)})
+        world.settle()
+        assert world.text(V6) in world.knowledge.addresses
 
     def test_closed_ipv6_does_not_spoil_working_ipv4(self) -> None:
         world = World(

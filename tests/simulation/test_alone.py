@@ -1,0 +1,112 @@
+"""Peers that train alone, with ``min_peers=1``, and lone peers that wait for others; on virtual time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from p2pavg.optim import AveragedOptimizer, LocalUpdates, diloco
+from tests.simulation.stage import Player, Stage
+
+BATCH_SECONDS = 2.0
+
+
+def local(player: Player, weights: torch.nn.Parameter, **options: Any) -> LocalUpdates:
+    return diloco(torch.optim.SGD([weights], lr=0.1), player.averager, sync_every=5, **options)
+
+
+def large_batch(player: Player, weights: torch.nn.Parameter, **options: Any) -> AveragedOptimizer:
+    inner = torch.optim.SGD([weights], lr=0.1)
+    return AveragedOptimizer(inner, player.averager, target_batch_size=40, **options)
+
+
+Make = Callable[..., LocalUpdates | AveragedOptimizer]
+both = pytest.mark.parametrize("make", [local, large_batch])
+
+
+def trains(
+    make: Make, *, batches: int, seconds: float = BATCH_SECONDS, **options: Any
+) -> Callable[[Player], tuple[int, float, float, torch.Tensor]]:
+    """Compute some batches; return the updates, the longest step, the time at the end, and the parameters."""
+
+    def work(player: Player) -> tuple[int, float, float, torch.Tensor]:
+        weights = torch.nn.Parameter(torch.ones(2))
+        optimizer = make(player, weights, **options)
+        longest = 0.0
+        for _ in range(batches):
+            player.sleep(seconds)
+            weights.grad = torch.ones(2)
+            began = player.stage.now
+            optimizer.step(samples=8)
+            longest = max(longest, player.stage.now - began)
+        optimizer.leave()
+        return optimizer.epoch, longest, player.stage.now, weights.detach()
+
+    return work
+
+
+@both
+def test_a_peer_alone_takes_updates_from_the_first_batches_on(
+    stages: Callable[..., Stage], make: Make
+) -> None:
+    stage = stages()
+    stage.enter("a", 0.0, trains(make, batches=20, min_peers=1))
+    ((epoch, longest, _, weights),) = stage.play()
+    assert epoch == 4, "40 samples are 5 batches of 8"
+    assert longest == 0.0, "no step waits for other peers"
+    assert torch.all(weights < 1.0)
+    assert stage.groups == [("a",)] * 4
+
+
+@both
+def test_without_min_peers_a_peer_alone_takes_none(stages: Callable[..., Stage], make: Make) -> None:
+    stage = stages()
+    stage.enter("a", 0.0, trains(make, batches=20, peers_to_start=1))
+    ((epoch, _, _, _),) = stage.play()
+    assert epoch == 0
+    assert stage.groups == []
+
+
+@both
+def test_a_peer_that_others_have_left_goes_on_alone(stages: Callable[..., Stage], make: Make) -> None:
+    stage = stages()
+    stage.enter("a", 0.0, trains(make, batches=60, min_peers=1))
+    stage.enter("b", 0.0, trains(make, batches=12, min_peers=1))
+    (first, _, _, _), (second, _, _, _) = stage.play()
+    assert ("a", "b") in {tuple(sorted(group)) for group in stage.groups}
+    assert stage.groups[-1] == ("a",)
+    assert first > second
+
+
+@both
+def test_two_peers_that_start_together_take_no_update_alone(stages: Callable[..., Stage], make: Make) -> None:
+    """Otherwise each would go on from parameters of its own."""
+    stage = stages()
+    for name, at in (("a", 0.0), ("b", 1.5)):
+        stage.enter(name, at, trains(make, batches=20, min_peers=1))
+    stage.play()
+    assert stage.groups
+    assert tuple(sorted(stage.groups[0])) == ("a", "b")
+
+
+@both
+def test_a_peer_waits_once_for_the_others_to_start(stages: Callable[..., Stage], make: Make) -> None:
+    """Then it computes on, instead of waiting for as long at each later step."""
+    stage = stages()
+    stage.enter("a", 0.0, trains(make, batches=40, sync_timeout=50.0))
+    ((epoch, longest, end, _),) = stage.play()
+    assert epoch == 0
+    assert longest == pytest.approx(50.0)
+    assert end == pytest.approx(40 * BATCH_SECONDS + 50.0)
+
+
+@both
+def test_a_peer_that_comes_after_this_wait_is_met(stages: Callable[..., Stage], make: Make) -> None:
+    stage = stages()
+    for name, at in (("a", 0.0), ("b", 100.0)):
+        stage.enter(name, at, trains(make, batches=60, sync_timeout=50.0))
+    (first, _, _, _), (second, _, _, _) = stage.play()
+    assert first == second > 0

@@ -1,0 +1,46 @@
+"""A caller that waits for an exchange hears for whom, and how much that member owes."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import trio
+from trio.testing import MockClock
+
+import p2pavg
+from p2pavg.peer import Peer
+from p2pavg.result import EXCHANGES
+from p2pavg.testing import At, Fault, FaultPlan, MemoryNetwork, Throttle, run_peers
+from tests.simulation.swarm import LAN, config, values
+
+
+async def test_the_member_that_is_waited_for_is_named(
+    autojump_clock: MockClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Peer 1 has a twenty-fifth of the others' bandwidth."""
+    how = config(group_size=3, exchange_timeout=120.0)
+    seen: list[p2pavg.InProgress] = []
+
+    async def average(peer: Peer, index: int) -> p2pavg.RoundResult:
+        async with peer.averager(how) as averager:
+            averager.accumulate([values(index, 100_000)])
+            if index == 0:
+                result = await averager.step(wait=5.0)
+                assert isinstance(result, p2pavg.InProgress)
+                seen.append(result)
+            return await averager.step(wait=None)
+
+    plan = FaultPlan([Fault(Throttle(1, bandwidth=4e4), At(0.0))])
+    network = MemoryNetwork(latency=LAN, bandwidth=1e6)
+    with trio.fail_after(600.0):
+        results = await run_peers(network, 3, average, plan=plan)
+    assert all(isinstance(result, p2pavg.Success) for result in results.values())
+    [progress] = seen
+    slow = next(peer_id for peer_id in results[0].peers if peer_id in progress.waits_for)  # type: ignore[union-attr]
+    assert progress.reason == EXCHANGES
+    assert f"waiting for parts of {slow} (" in progress.waits_for
+    warned = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    said = [text for text in warned if text.startswith("the round in run 'sim' takes longer than 10 s: ")]
+    assert said, warned
+    assert all("waiting for" in text for text in said)

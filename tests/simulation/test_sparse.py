@@ -1,0 +1,91 @@
+"""Sparse codecs among simulated peers: the reducers' second choice, with auxiliaries, audits and bounded norms."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+import trio
+from trio.testing import MockClock
+
+import p2pavg
+from p2pavg.round.auxiliary import assist
+from p2pavg.testing import MemoryNetwork, simulated_peers
+from p2pavg_compression import TopK
+from tests.simulation.false_averages import Rounds, lie
+from tests.simulation.liars import name
+from tests.simulation.swarm import LAN, Swarm, config, same_bits, tensors_of, values
+
+ELEMENTS = 3_000
+CODEC = TopK(chunk=64, k=8)
+
+
+def turn_around(average: torch.Tensor) -> None:
+    """Change the signs of an average."""
+    average.neg_()
+
+
+def expected(success: p2pavg.Success) -> torch.Tensor:
+    """Return the largest values of the sum of the largest values, with the operations of a reducer."""
+    total = torch.zeros(ELEMENTS)
+    for index in sorted(range(4), key=lambda index: success.peers.index(name(index))):
+        given = CODEC.decode(CODEC.encode(values(index, ELEMENTS)), ELEMENTS)
+        total += given * torch.tensor(success.weights[name(index)] / success.total_weight)
+    return CODEC.decode(CODEC.encode(total), ELEMENTS)
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"max_norm": 3.0}, {"audit": "before:1.0"}, {"audit": "off"}], ids=str
+)
+async def test_members_have_the_largest_values_of_the_sum(
+    autojump_clock: MockClock, changes: dict[str, object]
+) -> None:
+    swarm, how = Swarm(), config(group_size=4, compression=CODEC, **changes)
+    async with simulated_peers(MemoryNetwork(latency=LAN), 4) as peers, trio.open_nursery() as nursery:
+        for index, peer in enumerate(peers):
+            tensors = [values(index, ELEMENTS)]
+            nursery.start_soon(partial(swarm.step_once, peer, index, how, after=0.1 * index, tensors=tensors))
+    found = swarm.successes()
+    assert len(found) == 4
+    assert same_bits(found)
+    assert {result.clipped for result in found} == {()}
+    wanted = expected(found[0])
+    assert torch.equal(tensors_of(found[0])[0], wanted)
+    assert wanted.count_nonzero() <= 8 * -(-ELEMENTS // 64)
+    assert min(result.compression_ratio for result in found) > 8
+
+
+async def test_an_auxiliary_reduces_sparse_values(autojump_clock: MockClock) -> None:
+    how, results = config(group_size=4, compression=CODEC), []
+
+    async def average(peer: p2pavg.Peer, index: int) -> None:
+        async with peer.averager(how) as averager:
+            for _ in range(3):
+                averager.accumulate([values(index, ELEMENTS)], weight=2.0)
+                results.append(await averager.step(wait=None))
+                await trio.sleep(10.0)
+
+    async with (
+        simulated_peers(MemoryNetwork(latency=LAN), 5) as (*workers, helper),
+        trio.open_nursery() as outer,
+    ):
+        outer.start_soon(assist, helper, how.run_id)
+        async with trio.open_nursery() as nursery:
+            for index, peer in enumerate(workers):
+                nursery.start_soon(average, peer, index)
+        outer.cancel_scope.cancel()
+    helped = [result for result in results if isinstance(result, p2pavg.Success) and result.auxiliaries]
+    assert helped
+    for result in helped:
+        assert torch.equal(tensors_of(result)[0], expected(result))
+
+
+async def test_a_reducer_that_sends_other_values_is_met_no_more(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lie(monkeypatch, 2, turn_around)
+    rounds = Rounds(4, 3, audit="after:1.0", compression=CODEC)
+    await rounds.run()
+    for index in (0, 1, 3):
+        assert [len(peers) for peers in rounds.partners(index)] == [4, 3, 3]

@@ -1,0 +1,132 @@
+"""A member takes another one's state in whole, or not at all."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from p2pavg.errors import ConfigError, StateError
+from p2pavg.population.lineage import Ancestor
+from p2pavg.population.weights import Weights
+from p2pavg.state.snapshot import Content, copy_of, read
+
+GENERATIONS = (Ancestor("a", 1, 10, 0.5, {"lr": 0.1}),)
+
+
+def member(seed: int, **options: Any) -> tuple[torch.nn.Module, torch.optim.Optimizer, Weights]:
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1 * (seed + 1))
+    for _ in range(3):
+        optimizer.zero_grad()
+        torch.autograd.backward(model(torch.randn(8, 3)).square().mean())
+        optimizer.step()
+    return model, optimizer, Weights(model, optimizer, options.get("apply"), ["lr", "weight_decay"])
+
+
+def state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    moments = [each[name] for each in optimizer.state.values() for name in sorted(each)]
+    return [tensor.detach().clone() for tensor in (*model.state_dict().values(), *moments)]
+
+
+def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def test_parameters_buffers_and_moments_come_over_to_the_bit() -> None:
+    model, optimizer, weights = member(0)
+    its_model, its_optimizer, its = member(1)
+    data = copy_of(its.content(GENERATIONS))
+    loaded = weights.prepare(read(data))
+    assert not same(state(model, optimizer), state(its_model, its_optimizer))
+    loaded.take()
+    assert same(state(model, optimizer), state(its_model, its_optimizer))
+    assert loaded.ancestors == GENERATIONS
+
+
+def test_a_copy_does_not_change_with_its_donor() -> None:
+    model, optimizer, weights = member(0)
+    _, its_optimizer, its = member(1)
+    weights.prepare(its.content(GENERATIONS)).take()
+    before = state(model, optimizer)
+    for group in its_optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.data.zero_()
+    for moments in its_optimizer.state.values():
+        moments["exp_avg"].zero_()
+    assert same(before, state(model, optimizer))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda c: replace(c, values={**c.values, "kind": "parameter/"}), "no state of a member"),
+        (lambda c: replace(c, values={**c.values, "more": 1}), "no state of a member"),
+        (lambda c: replace(c, values={**c.values, "optimizer": 1}), "no optimizer"),
+        (lambda c: replace(c, values={**c.values, "ancestors": [1]}), "a generation that is malformed"),
+        (lambda c: replace(c, tensors=_without(c, "parameter/0.bias")), "'0.bias'"),
+        (lambda c: replace(c, tensors={**c.tensors, "parameter/9": torch.ones(1)}), "lacks"),
+        (lambda c: replace(c, tensors={**c.tensors, "parameter/0.bias": torch.ones(5)}), "has the shape"),
+        (lambda c: replace(c, tensors={**c.tensors, "parameter/0.bias": torch.full((4,), math.nan)}), "NaN"),
+    ],
+)
+def test_a_state_that_does_not_fit_changes_nothing(spoil: Any, message: str) -> None:
+    model, optimizer, weights = member(0)
+    _, _, its = member(1)
+    before = state(model, optimizer)
+    with pytest.raises(StateError, match=message):
+        weights.prepare(spoil(its.content(GENERATIONS)))
+    assert same(before, state(model, optimizer))
+
+
+def _without(content: Content, name: str) -> dict[str, torch.Tensor]:
+    return {each: tensor for each, tensor in content.tensors.items() if each != name}
+
+
+def test_a_state_of_another_optimizer_is_refused() -> None:
+    _, _, weights = member(0)
+    model = member(1)[0]
+    other = Weights(model, torch.optim.SGD(model.parameters(), lr=0.1), None, ["lr"])
+    with pytest.raises(StateError):
+        weights.prepare(other.content(GENERATIONS))
+
+
+def test_the_own_state_comes_back_also_if_it_is_not_finite() -> None:
+    model, optimizer, weights = member(0)
+    with torch.no_grad():
+        next(model.parameters()).fill_(math.inf)
+    own = copy_of(weights.content(GENERATIONS))
+    before = state(model, optimizer)
+    weights.prepare(member(1)[2].content(GENERATIONS)).take()
+    weights.restore(read(own))
+    assert same(before, state(model, optimizer))
+
+
+def test_hyperparameters_are_set_in_all_groups_or_by_the_caller() -> None:
+    _, optimizer, weights = member(0)
+    weights.apply({"lr": 0.5, "weight_decay": 0.25})
+    assert [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups] == [(0.5, 0.25)]
+    taken: dict[str, Any] = {}
+    model = torch.nn.Linear(1, 1)
+    own = Weights(model, torch.optim.SGD(model.parameters(), lr=0.1), taken.update, ["dropout"])
+    own.apply({"dropout": 0.3})
+    assert taken == {"dropout": 0.3}
+
+
+def test_a_hyperparameter_that_the_optimizer_lacks_is_named() -> None:
+    model = torch.nn.Linear(1, 1)
+    with pytest.raises(ConfigError, match="SGD has no option 'dropout': give apply="):
+        Weights(model, torch.optim.SGD(model.parameters(), lr=0.1), None, ["lr", "dropout"])
+
+
+def test_a_model_or_optimizer_of_another_type_is_refused() -> None:
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module"):
+        Weights(optimizer, optimizer, None, ["lr"])  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"optimizer must be a torch\.optim\.Optimizer"):
+        Weights(model, model, None, ["lr"])  # type: ignore[arg-type]

@@ -1,0 +1,155 @@
+"""Words come back as they were, and strangers' bytes are refused."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from p2pavg.encoding import pack, unpack
+from p2pavg.errors import RemoteProtocolError
+from p2pavg.population import Decision, Word, decide
+from p2pavg.population.lineage import Ancestor, pack_ancestors, read_ancestors
+from p2pavg.population.space import MAX_HYPERPARAMETERS, MAX_NAME_CHARS
+from p2pavg.population.words import (
+    MAX_BASIS,
+    MAX_MEMBER_CHARS,
+    MAX_WORD_BYTES,
+    encode_word,
+    lineage_after,
+    read_word,
+    read_words,
+)
+from tests.unit.population.samples import SETTINGS, population, standing
+
+TYPES = (int, bytes, str, int, int, float, tuple, bytes, bytes, bytes, int, tuple)
+
+
+def word() -> Word:
+    words = population([0.1, 0.2, 0.3, 0.4])
+    mine = words.pop("peer 3")
+    return Word(standing=mine, decision=decide("peer 3", mine, words, SETTINGS))
+
+
+def changed(index: int, value: Any) -> bytes:
+    fields = list(unpack(encode_word(word()), *TYPES))
+    fields[index] = value
+    return pack(*fields)
+
+
+def test_words_come_back_as_they_were() -> None:
+    for each in (word(), Word(standing=standing(1, 0.5))):
+        assert read_word(encode_word(each)) == each
+        assert encode_word(read_word(encode_word(each))) == encode_word(each)
+
+
+def test_the_longest_word_has_room_in_a_record() -> None:
+    pairs = tuple(
+        (f"a{number:0{MAX_NAME_CHARS - 1}}", "v" * MAX_NAME_CHARS) for number in range(MAX_HYPERPARAMETERS)
+    )
+    basis = tuple(number.to_bytes(16, "big") for number in range(MAX_BASIS))
+    decision = Decision(donor=basis[0], hyperparameters=pairs, basis=basis, failed=basis[1:4])
+    longest = Word(
+        standing=standing(1, 0.5, hyperparameters=pairs, member="m" * MAX_MEMBER_CHARS), decision=decision
+    )
+    assert len(encode_word(longest)) <= MAX_WORD_BYTES
+    assert read_word(encode_word(longest)) == longest
+
+
+@pytest.mark.parametrize(
+    ("index", "value"),
+    [
+        (0, 2),
+        (1, b"short"),
+        (2, ""),
+        (2, "m" * (MAX_MEMBER_CHARS + 1)),
+        (2, "red\x1b[31m"),
+        (2, "größe"),
+        (3, 0),
+        (3, 2**60),
+        (4, -1),
+        (5, math.nan),
+        (5, math.inf),
+        (5, 1e101),
+        (5, 1),
+        (6, ()),
+        (6, (("lr", math.nan),)),
+        (6, (("lr", b"bytes"),)),
+        (6, (("lr", 0.1), ("lr", 0.2))),
+        (6, (("z", 0.1), ("a", 0.2))),
+        (6, (("not a name", 0.1),)),
+        (6, (("n" * 25, 0.1),)),
+        (6, (("lr", "t" * 25),)),
+        (6, (("lr",),)),
+        (6, (("lr", (1, 2)),)),
+        (6, ("lr",)),
+        (6, tuple((f"n{number:02}", 0.1) for number in range(17))),
+        (7, b""),
+        (8, bytes(31)),
+        (9, bytes(33)),
+        (10, 0),
+        (10, 2**60),
+        (11, (b"",)),
+        (11, (b"", (("lr", 0.1),), tuple(bytes([n]) * 16 for n in range(65)), ())),
+        (11, (b"", (("lr", 0.1),), (b"2" * 16, b"1" * 16), ())),
+        (11, (b"1" * 16, (("lr", 0.1),), (b"2" * 16,), ())),
+        (11, (b"", (("lr", 0.1),), (b"2" * 16,), (b"3" * 16,))),
+        (11, (b"2" * 16, (("lr", 0.1),), (b"2" * 16,), (b"2" * 16,))),
+        (11, (b"", (("lr", math.inf),), (), ())),
+        (11, (b"", (("lr", 0.1),), (b"short",), ())),
+    ],
+)
+def test_a_field_out_of_range_is_refused(index: int, value: Any) -> None:
+    assert read_word(changed(0, 1)) == word()
+    with pytest.raises(RemoteProtocolError):
+        read_word(changed(index, value))
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_are_a_word_or_refused(data: bytes) -> None:
+    found, refused = read_words({"peer": data})
+    assert len(found) + len(refused) == 1
+
+
+def test_a_malformed_word_costs_its_own_peer_only() -> None:
+    found, refused = read_words({"a": encode_word(word()), "b": b"junk"})
+    assert list(found) == ["a"]
+    assert list(refused) == ["b"]
+
+
+def test_digests_and_lineages_depend_on_all_that_they_name() -> None:
+    one = standing(1, 0.5)
+    assert one.digest != replace(one, score=0.25).digest
+    assert one.digest != replace(one, root=bytes(32)).digest
+    pairs = one.hyperparameters
+    lineage = lineage_after(bytes(32), "peer", 1, pairs)
+    assert (
+        len(
+            {lineage, *(lineage_after(bytes(32), "peer", 2, pairs), lineage_after(lineage, "peer", 1, pairs))}
+        )
+        == 3
+    )
+    assert lineage_after(bytes(32), "other", 1, pairs) != lineage
+
+
+def test_generations_come_back_and_malformed_ones_are_refused() -> None:
+    ancestors = (Ancestor("a", 1, 10, 0.5, {"lr": 0.1}), Ancestor("b", 2, 20, 0.25, {"lr": 0.2}))
+    packed = pack_ancestors(ancestors)
+    assert read_ancestors(packed) == ancestors
+    malformed: list[object] = [
+        None,
+        [[]],
+        [["a", 1, 10, math.nan, {"lr": 0.1}]],
+        [["a", 0, 10, 0.5, {"lr": 0.1}]],
+        [["a", 1, 10, 0.5, {}]],
+        [["a", 1, 10, 0.5, {"not a name": 0.1}]],
+        [["\x1b", 1, 10, 0.5, {"lr": 0.1}]],
+        packed * 600,
+    ]
+    for value in malformed:
+        with pytest.raises(RemoteProtocolError):
+            read_ancestors(value)

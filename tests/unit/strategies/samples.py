@@ -1,0 +1,48 @@
+"""One strategy of each kind, and the function of a custom one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from p2pavg import Star
+from p2pavg.blocking import Averager
+from p2pavg.optim import LocalUpdates, fedavg
+from p2pavg.population import Choice, LogUniform, Uniform
+from p2pavg.strategies import Custom, DataParallel, Federated, Local, PopulationBased, Strategy
+
+FUNCTION = "tests.unit.strategies.samples:often"
+
+STRATEGIES: tuple[Strategy, ...] = (
+    Local(),
+    DataParallel(target_batch_size=64),
+    DataParallel(
+        target_batch_size=64.5, aggregation="median", topology=Star(), max_grad_norm=1.0, overlap=True
+    ),
+    Federated(rule="fedavg", sync_every=4),
+    Federated(rule="diloco", sync_every=4, rounds=3, options={"momentum": 0.5, "lr": 0.5}),
+    Federated(rule="fedprox", sync_every=4, options={"mu": 0.01}, selection=0.5, seed=7),
+    PopulationBased(
+        space={"lr": LogUniform(1e-4, 1.0), "momentum": Uniform(0.0, 0.9), "nesterov": Choice((True, False))},
+        interval=10,
+        exploit="tournament",
+    ),
+    Custom(FUNCTION, {"sync_every": 2}),
+    Federated(rule="diloco", sync_every=8, fragments=2, delay=2, alpha=0.5),
+    Federated(rule="fedavg", sync_every="30s", grace=2.5),
+    Federated(rule="gossip", sync_every=4, options={"group_size": 4}),
+    Federated(rule="noloco", sync_every=4, options={"lr": 0.5, "momentum": 0.3, "pull": 0.6}),
+)
+
+
+def often(
+    model: torch.nn.Module,
+    averager: Averager,
+    inner: torch.optim.Optimizer,
+    *,
+    sync_every: int,
+    **options: Any,
+) -> LocalUpdates:
+    """Make the optimizer of the custom strategy."""
+    return fedavg(inner, averager, sync_every=sync_every, **{"model": model, **options})

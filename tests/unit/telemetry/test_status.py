@@ -1,0 +1,143 @@
+"""A status is read back as it was, and bytes of strangers are a harmless status or an error."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from hashlib import sha256
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from p2pavg.encoding import pack
+from p2pavg.errors import RemoteProtocolError
+from p2pavg.telemetry.events import RoundKind
+from p2pavg.telemetry.status import (
+    MAX_STATUS_BYTES,
+    PeerStatus,
+    RoundClaim,
+    encode_status,
+    read_all,
+    read_status,
+)
+from p2pavg.telemetry.text import harmless, key_of
+from tests.unit.telemetry.statuses import FULL, statuses
+
+GOLDEN = "2aef9291b2b99640cc88e2d2a01ce6ad79c317c03cf63d35c5de43aaa580dba6"
+
+
+def test_golden_bytes() -> None:
+    """A change of the format needs another version, since peers of the old one would not read it."""
+    assert sha256(encode_status(FULL)).hexdigest() == GOLDEN
+    assert encode_status(PeerStatus())[:2].hex() == "dc00"
+
+
+def test_status_is_read_back_as_it_was() -> None:
+    assert read_status(encode_status(FULL)) == FULL
+    assert read_status(encode_status(PeerStatus())) == PeerStatus()
+
+
+@settings(max_examples=150, deadline=None)
+@given(statuses)
+def test_any_status_fits_and_is_read_back_but_for_its_oldest_rounds_and_points(status: PeerStatus) -> None:
+    packed = encode_status(status)
+    assert len(packed) <= MAX_STATUS_BYTES
+    read = read_status(packed)
+    assert status.rounds[: len(read.rounds)] == read.rounds
+    assert status.history[len(status.history) - len(read.history) :] == read.history
+    shortened = ("rounds", "history", "lanes", "streams", "relayed")
+    same = {name: getattr(status, name) for name in shortened}
+    assert replace(read, **same) == status
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.binary(max_size=300) | st.tuples(st.integers(0, 900), st.binary(min_size=1, max_size=4)))
+def test_bytes_of_strangers_are_a_status_or_an_error(given_: bytes | tuple[int, bytes]) -> None:
+    packed = encode_status(FULL)
+    if isinstance(given_, tuple):
+        at, changed = given_
+        value = packed[:at] + changed + packed[at + len(changed) :]
+    else:
+        value = given_
+    try:
+        read = read_status(value)
+    except RemoteProtocolError:
+        return
+    texts = [read.name, read.software, read.role, read.reach, read.reach_sentence, read.drift, *read.roles]
+    texts += [name for name, _ in read.metrics] + [claim.reason for claim in read.rounds]
+    assert all(text.isprintable() for text in texts)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"name": "x" * 41},
+        {"name": "\x1b[2J"},
+        {"name": "right-to-left \u202e"},
+        {"name": "two\nlines"},
+        {"reach_sentence": "\x07"},
+        {"drift": "y" * 201},
+        {"software": "z" * 33},
+        {"roles": ("a",) * 9},
+        {"epoch": -1},
+        {"epoch": 2**53 + 1},
+        {"lineage": b"123"},
+        {"samples_per_second": math.nan},
+        {"samples_per_second": -1.0},
+        {"uptime": math.inf},
+        {"metrics": (("loss", math.inf),)},
+        {"metrics": (("lo\x00ss", 1.0),)},
+        {"metrics": (("loss", 1.0),) * 17},
+        {"history": ((2, 1.0), (1, 1.0))},
+        {"history": tuple((at, 1.0) for at in range(33))},
+        {"rounds": FULL.rounds[:1] * 7},
+        {"lanes": (b"short",)},
+        {"excluded": (bytes(8),) * 9},
+        {"total_sent": -1},
+    ],
+    ids=str,
+)
+def test_statuses_out_of_range_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(RemoteProtocolError):
+        replace(FULL, **wrong)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"group": b"123"},
+        {"duration": -1.0},
+        {"sent": -1},
+        {"members": 129},
+        {"contributors": 65},
+        {"reason": "\x9b31m"},
+        {"lost": (b"short",)},
+    ],
+    ids=str,
+)
+def test_rounds_out_of_range_are_refused(wrong: dict[str, Any]) -> None:
+    good: dict[str, Any] = {"result": RoundKind.FAILED, "ended": 1.0, "duration": 1.0}
+    with pytest.raises(RemoteProtocolError):
+        RoundClaim(**(good | wrong))
+
+
+def test_status_of_another_version_or_longer_than_allowed_is_refused() -> None:
+    packed = encode_status(FULL)
+    with pytest.raises(RemoteProtocolError, match="version"):
+        read_status(packed[:3] + b"\x02" + packed[4:])
+    with pytest.raises(RemoteProtocolError, match="5000 bytes"):
+        read_status(bytes(5000))
+    with pytest.raises(RemoteProtocolError):
+        read_status(pack(1))
+
+
+def test_malformed_statuses_of_some_peers_leave_the_others() -> None:
+    assert read_all({"good": encode_status(FULL), "bad": b"\x00", "empty": b""}) == {"good": FULL}
+
+
+def test_text_for_others_has_no_control_characters() -> None:
+    assert harmless("a\x1b[31m\nb" + "c" * 50, 10) == "a [31m bcc"
+    assert key_of("one") != key_of("two")
+    assert len(key_of("one")) == 8

@@ -34,6 +34,9 @@ def add_arguments(parser: argparse.ArgumentParser, *, small: bool) -> None:
     parser.add_argument(
         "--audits", default="", help="of p2pavg, beside the usual ones, with each codec: off,after:1e-9"
     )
+    parser.add_argument(
+        "--torch", action="store_true", help="p2pavg without compiled codecs, beside it with them"
+    )
     parser.add_argument("--repeats", type=int, default=2 if small else 7)
     parser.add_argument("--hivemind-python", help="one that can import hivemind, or none")
 
@@ -79,7 +82,8 @@ def choose(codecs: list[str], arguments: argparse.Namespace, report: Report) -> 
 def _variants(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Return the settings that are measured beside the usual ones."""
     rules = [{"robust": rule} for rule in arguments.rules.split(",") if rule]
-    return [*rules, *({"audit": audit} for audit in arguments.audits.split(",") if audit)]
+    audits = [{"audit": audit} for audit in arguments.audits.split(",") if audit]
+    return [*rules, *audits, *([{"compiled": False}] if arguments.torch else [])]
 
 
 def measure(systems: list[System], folder: Path, arguments: argparse.Namespace, report: Report) -> Rounds:

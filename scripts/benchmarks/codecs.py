@@ -1,7 +1,8 @@
 """The codecs alone: MB of fp32 that one core encodes and decodes per second, and the error.
 
 Normally distributed values are encoded part by part, as in an exchange. ``bitsandbytes`` is that library's own CPU
-code, with the same format and block size as ``blockwise8``.
+code, with the same format and block size as ``blockwise8``. Where numba is installed, ``torch`` after a codec's name
+means torch's expressions, which do its work until numba has compiled it.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import torch
 
 from p2pavg.group.shares import MAX_PART_ELEMENTS
 from p2pavg_compression import Codec, resolve_codec
+from p2pavg_compression.blocks import BlockCodec
+from p2pavg_compression.kernels import kernels
 from scripts.benchmarks.figures import Report
 
 NAME = "codecs"
@@ -38,7 +41,12 @@ def run(arguments: argparse.Namespace, report: Report) -> None:
         generator = torch.Generator().manual_seed(0)
         values = torch.randn(arguments.parts * MAX_PART_ELEMENTS, generator=generator)
         out = torch.empty_like(values)
-        works = {name: of_codec(resolve_codec(name), values, out) for name in arguments.codecs.split(",")}
+        works: dict[str, Work] = {}
+        for name in arguments.codecs.split(","):
+            codec = resolve_codec(name)
+            works[name] = of_codec(codec, values, out)
+            if compile_now(codec):
+                works[f"{name} torch"] = of_codec(codec, values, out, compiled=False)
         if not arguments.no_bitsandbytes:
             works["bitsandbytes"] = of_bitsandbytes(values, out)
         measure(works, values, out, arguments.repeats, report)
@@ -47,15 +55,25 @@ def run(arguments: argparse.Namespace, report: Report) -> None:
 
 
 Work = dict[str, Callable[[], object]]
-"""The ``encode`` and ``decode`` functions; after both, ``out`` holds the decoded values."""
+"""Functions by name; after ``encode`` and ``decode``, ``out`` holds the decoded values."""
 
 
-def of_codec(codec: Codec, values: torch.Tensor, out: torch.Tensor) -> Work:
+def compile_now(codec: Codec) -> bool:
+    """Compile a codec's loops. Return whether it has any."""
+    if not isinstance(codec, BlockCodec) or not codec.kernel_kind:
+        return False
+    return kernels.wait(codec.kernel_kind, codec.agrees_with) is not None
+
+
+def of_codec(codec: Codec, values: torch.Tensor, out: torch.Tensor, *, compiled: bool = True) -> Work:
     """Return the work of one of this project's codecs."""
     parts, outs = split(values), split(out)
     payloads = [bytearray(codec.encoded_nbytes(part.numel())) for part in parts]
 
+    sums = torch.zeros(MAX_PART_ELEMENTS)
+
     def encode() -> None:
+        kernels.switch(compiled)
         for part, payload in zip(parts, payloads, strict=True):
             codec.encode(part, payload)
 
@@ -63,7 +81,11 @@ def of_codec(codec: Codec, values: torch.Tensor, out: torch.Tensor) -> Work:
         for target, payload in zip(outs, payloads, strict=True):
             codec.decode(payload, target.numel(), target)
 
-    return {"encode": encode, "decode": decode}
+    def accumulate() -> None:
+        for part, payload in zip(parts, payloads, strict=True):
+            codec.accumulate(payload, sums[: part.numel()], 0.25)
+
+    return {"encode": encode, "decode": decode, "accumulate": accumulate}
 
 
 def of_bitsandbytes(values: torch.Tensor, out: torch.Tensor) -> Work:

@@ -22,15 +22,18 @@ SUMMARIES = {
     "allreduce": "one exchange on localhost: time, CPU and memory beside gloo's and hivemind's (2 minutes)",
     "wan": "one exchange over links of a given rate, in network namespaces, as a fraction of what is possible"
     " (6 minutes)",
+    "topology": "a star beside a butterfly, of one fast member among slow ones, in network namespaces (4 minutes)",
     "group": "from the last peer ready to the group's commit (a minute)",
     "cold": "from the start of the processes to the first result on all (2 minutes)",
     "overlap": "what a training loop loses to rounds in the background (4 minutes)",
+    "streaming": "local updates over limited links: samples per second beside training alone (7 minutes)",
     "codecs": "encoding and decoding on one core (a minute)",
     "attack": "training while some workers attack, by robust rule: the loss beside a clean run (15 minutes)",
     "state": "a state fetched by a peer that joins, from one donor and from three, beside hivemind (5 minutes);"
     " what that costs the donors",
     "reduce": "combining one part, by robust rule, beside the weighted mean (a minute)",
     "lookups": "record lookups of simulated peers: calls, time, and attackers that name invented peers (10 minutes)",
+    "telemetry": "rounds with and without logs, metrics and scrapes, in turn (10 minutes)",
     "nat": "peers behind home routers in network namespaces: how they connect, and what is relayed (a minute)",
     "scale": "simulated peers on a virtual clock: time to group, records (a minute)",
 }
@@ -43,6 +46,16 @@ PROGRAMS = {
     ),
     "goodput": Command(
         "scripts.benchmarks.goodput", "what deaths cost a large simulated run", "a quarter of an hour"
+    ),
+    "mixing": Command(
+        "scripts.benchmarks.mixing",
+        "mixing between small groups, simulated: how fast 10 to 1,000 peers come together",
+        "a minute",
+    ),
+    "population": Command(
+        "scripts.benchmarks.population",
+        "population based training beside random search of the same budget",
+        "5 minutes",
     ),
     "training": Command(
         "scripts.benchmarks.training",

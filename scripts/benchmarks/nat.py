@@ -42,6 +42,7 @@ PUNCHED_OF_100 = 95
 SUCCEEDED_OF_100 = 95
 REPAIR_SECONDS = 30.0
 LARGE_ELEMENTS = 4_000_000
+LANE_REPEATS = 5
 _TRIALS = ("matrix", "punch", "forty", "move", "relay_killed", "relay_lies", "forget", "lanes", "pair")
 _MOST_REASONS = 5
 
@@ -75,6 +76,13 @@ def add_arguments(parser: argparse.ArgumentParser, *, small: bool) -> None:
     parser.add_argument("--rounds", type=int, default=2 if small else 20, help="of --forty and --move")
     parser.add_argument("--peers", type=int, default=8 if small else 40, help="of --forty")
     parser.add_argument("--group-size", type=int, default=4 if small else 8, help="of --forty")
+    parser.add_argument(
+        "--pause",
+        type=float,
+        default=0.5,
+        metavar="S",
+        help="of a peer's own work between two rounds of --forty",
+    )
     parser.add_argument("--logs", type=Path, metavar="FOLDER", help="keep the logs of all peers there")
 
 
@@ -169,17 +177,18 @@ def _punch(arguments: argparse.Namespace, report: Report) -> None:
 
 
 def _lanes(arguments: argparse.Namespace, report: Report) -> None:
-    for kinds in ((Kind.PUBLIC, Kind.PUBLIC), (Kind.CONE, Kind.CONE)):
-        found = pair(*kinds, elements=LARGE_ELEMENTS, rounds=5, delay_ms=arguments.delay)
+    kinds = ((Kind.PUBLIC, Kind.PUBLIC), (Kind.CONE, Kind.CONE))
+    seconds: dict[tuple[str, str], list[float]] = {}
+    for first, second in kinds * LANE_REPEATS:  # in turn, since the machine's speed changes
+        found = pair(first, second, elements=LARGE_ELEMENTS, rounds=5, delay_ms=arguments.delay)
         if found.problems:
             report.error(NAME, "p2pavg", f"{found.name}: {'; '.join(found.problems)}")
         else:
-            conditions: dict[str, Any] = {
-                "connected": found.way,
-                "tensors": " ".join(found.paths),
-                "elements": LARGE_ELEMENTS,
-            }
-            report.figure(NAME, "exchange", "s", [found.exchange], **conditions)
+            seconds.setdefault((found.way, " ".join(found.paths)), []).append(found.exchange)
+    for (way, tensors), exchanges in seconds.items():
+        report.figure(
+            NAME, "exchange", "s", exchanges, connected=way, tensors=tensors, elements=LARGE_ELEMENTS
+        )
 
 
 def _move(arguments: argparse.Namespace, report: Report) -> None:
@@ -217,7 +226,7 @@ def _report_fault(name: str, found: FaultOutcome, report: Report) -> None:
 def _forty(arguments: argparse.Namespace, report: Report) -> None:
     whole = sum(FORTY.values())
     kinds = {kind: max(1, round(count * arguments.peers / whole)) for kind, count in FORTY.items()}
-    found = crowd(kinds, rounds=arguments.rounds, group_size=arguments.group_size)
+    found = crowd(kinds, rounds=arguments.rounds, group_size=arguments.group_size, pause=arguments.pause)
     _report_crowd(found, report)
 
 

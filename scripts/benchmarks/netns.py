@@ -50,18 +50,26 @@ def check() -> None:
 
 
 @contextmanager
-def switched(rates_mbps: Sequence[float]) -> Iterator[list[Place]]:
-    """Provide one place for each rate; remove them on every kind of exit."""
+def switched(
+    rates_mbps: Sequence[float], downloads_mbps: Sequence[float] | None = None
+) -> Iterator[list[Place]]:
+    """Provide one place for each rate; remove them on every kind of exit.
+
+    Args:
+        rates_mbps: of each place's sending, in Mbit/s.
+        downloads_mbps: of its receiving; ``None``: the same.
+    """
     _remove_abandoned()
     hub = f"{PREFIX}-{os.getpid()}-hub"
     with ExitStack() as stack:
         _namespace(stack, hub)
         _run("ip", "-n", hub, "link", "add", "switch", "type", "bridge")
         _run("ip", "-n", hub, "link", "set", "switch", "up")
-        yield [_member(stack, hub, index, rate) for index, rate in enumerate(rates_mbps)]
+        both = zip(rates_mbps, downloads_mbps or rates_mbps, strict=True)
+        yield [_member(stack, hub, index, up, down) for index, (up, down) in enumerate(both)]
 
 
-def _member(stack: ExitStack, hub: str, index: int, rate_mbps: float) -> Place:
+def _member(stack: ExitStack, hub: str, index: int, up_mbps: float, down_mbps: float) -> Place:
     name, port, host = f"{PREFIX}-{os.getpid()}-{index}", f"port{index}", f"{SUBNET}.{index + 1}"
     _namespace(stack, name)
     _run("ip", "-n", hub, "link", "add", port, "type", "veth", "peer", "name", INTERFACE, "netns", name)
@@ -72,8 +80,8 @@ def _member(stack: ExitStack, hub: str, index: int, rate_mbps: float) -> Place:
     _run(
         "ip", "-n", name, "route", "change", f"{SUBNET}.0/24", "dev", INTERFACE, "congctl", CONGESTION_CONTROL
     )
-    _limit(name, INTERFACE, rate_mbps)
-    _limit(hub, port, rate_mbps)
+    _limit(name, INTERFACE, up_mbps)
+    _limit(hub, port, down_mbps)
     return Place(host=host, interface=INTERFACE, prefix=("ip", "netns", "exec", name))
 
 

@@ -6,6 +6,9 @@ import torch
 
 import p2pavg
 from p2pavg import blocking
+from p2pavg_compression import resolve_codec
+from p2pavg_compression.kernels import kernels
+from scripts.benchmarks.codecs import compile_now
 from scripts.benchmarks.worker import Line, serve
 
 
@@ -48,7 +51,13 @@ def main() -> None:
     torch.set_num_threads(1)  # several processes share this machine
     line = Line()
     setup = line.told()
-    config = p2pavg.AveragingConfig(run_id="bench", **setup["config"])
+    bandwidths = setup.get("bandwidths")  # of all members, if they announce them
+    bandwidth = None if bandwidths is None else bandwidths[setup["index"]]
+    config = p2pavg.AveragingConfig(run_id="bench", bandwidth=bandwidth, **setup["config"])
+    kernels.switch(setup.get("compiled", True))
+    compile_now(
+        resolve_codec(setup["config"]["compression"])
+    )  # numba's compiler would disturb the first rounds
     with blocking.open_averager(
         config, bootstrap=setup["bootstrap"], listen=[f"/ip4/{setup['host']}/tcp/0"]
     ) as averager:

@@ -16,13 +16,18 @@ HIVEMIND_CODECS = {"fp32": "NONE"}
 
 
 def p2pavg(codec: str, peers: int, *, timeout: float = 60.0, **config: Any) -> System:
-    """Return p2pavg with a group of exactly ``peers``. ``config`` may name a ``robust`` rule, or an ``audit``."""
+    """Return p2pavg with a group of exactly ``peers``. ``config`` may name a ``robust`` rule, or an ``audit``.
+
+    With ``compiled=False``, torch's expressions do the codec's work, also where numba is installed.
+    """
+    compiled = config.pop("compiled", True)
     robust = config.get("robust")
     tolerance = EXACT if isinstance(resolve_codec(codec), Fp32) else EIGHT_BITS
     return System(
-        name=" ".join(["p2pavg", codec, *config.values()]),
+        name=" ".join(["p2pavg", codec, *config.values(), *([] if compiled else ["torch"])]),
         module="scripts.benchmarks.p2pavg_worker",
         arguments={
+            "compiled": compiled,
             "config": {
                 "group_size": peers,
                 "min_group_size": peers,
@@ -30,7 +35,7 @@ def p2pavg(codec: str, peers: int, *, timeout: float = 60.0, **config: Any) -> S
                 "exchange_timeout": timeout,
                 "compression": codec,
                 **config,
-            }
+            },
         },
         tolerance=tolerance if robust is None else NO_MEAN,
     )

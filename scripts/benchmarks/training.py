@@ -2,6 +2,9 @@
 
 scripts/bench training synchronous     four peers with AveragedOptimizer against one process with the fourfold batch
 scripts/bench training table           bytes against loss: DiLoCo and every step, by codec
+scripts/bench training bits            bits a parameter against loss, by codec of local updates
+scripts/bench training feedback        peers with error feedback that are killed and come back, against a calm run
+scripts/bench training mixing          NoLoCo and gossip between pairs beside DiLoCo
 scripts/bench training churn           eight peers, of which one is killed and another joins, again and again
 
 A GPT of 115,000 parameters learns Python's documentation, eight sequences per batch, in processes on this machine.
@@ -23,6 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from p2pavg.testing import LocalSwarm, SwarmProcess
+from scripts.benchmarks import training_bits, training_feedback, training_mixing
 from scripts.benchmarks.training_work import in_one_process
 
 WORK = "scripts.benchmarks.training_work:"
@@ -36,10 +40,12 @@ def main() -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("what", choices=["synchronous", "table", "churn"])
-    parser.add_argument("--peers", type=int, help="4, and 8 for churn, if not given")
+    parser.add_argument("what", choices=["synchronous", "table", "bits", "feedback", "mixing", "churn"])
+    parser.add_argument("--peers", type=int, help="4, and 8 for churn and mixing, if not given")
     parser.add_argument(
-        "--steps", type=int, help="batches of every peer: 200, and 2000 for the table, if not given"
+        "--steps",
+        type=int,
+        help="batches of every peer: 200, 2000 for the table, 600 for bits and feedback, 1000 for mixing",
     )
     parser.add_argument("--sync-every", default="1,10,50", help="H, for the table")
     parser.add_argument(
@@ -51,8 +57,16 @@ def main() -> int:
     parser.add_argument("--codecs", default=",".join(CODECS), help="for the table")
     parser.add_argument("--updates", type=int, default=200, help="of the calm run, for churn")
     parser.add_argument("--every", type=float, default=20.0, help="seconds between two kills, for churn")
+    training_bits.add_arguments(parser)
     given = parser.parse_args()
-    run = {"synchronous": synchronous, "table": table, "churn": churn}[given.what]
+    run = {
+        "synchronous": synchronous,
+        "table": table,
+        "bits": bits,
+        "feedback": feedback,
+        "mixing": mixing,
+        "churn": churn,
+    }[given.what]
     return run(given)
 
 
@@ -162,6 +176,24 @@ def _table(given: argparse.Namespace, checkpoint: str) -> int:
         rows,
     )
     return 0 if ok else 1
+
+
+def bits(given: argparse.Namespace) -> int:
+    """Compare the losses of local updates by codec, and the bits that an exchange takes."""
+    show(*training_bits.bits(given))
+    return 0
+
+
+def feedback(given: argparse.Namespace) -> int:
+    """Compare the losses of a run in which peers are killed and come back, and of a calm one."""
+    show(*training_feedback.feedback(given))
+    return 0
+
+
+def mixing(given: argparse.Namespace) -> int:
+    """Compare local updates that mix between pairs with DiLoCo."""
+    show(*training_mixing.mixing(given))
+    return 0
 
 
 def churn(given: argparse.Namespace) -> int:

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 import p2pavg
 from p2pavg.blocking import Averager
-from p2pavg.optim import AveragedOptimizer, LocalUpdates, StepReport, diloco
+from p2pavg.optim import AveragedOptimizer, LocalUpdates, StepReport, diloco, gossip, noloco
 from p2pavg.testing import Member
 from scripts.demo_gpt.batches import Batches, held_out_windows
 from scripts.demo_gpt.model import GPT, ModelConfig
@@ -36,10 +36,12 @@ class Task:
     Args:
         peers: number of peers among which the text is divided.
         checkpoint: of the model, to begin from.
+        seed: of the batches.
     """
 
     peers: int
     checkpoint: str | None = None
+    seed: int = SEED
 
     @cached_property
     def model(self) -> GPT:
@@ -56,7 +58,7 @@ class Task:
     @cached_property
     def batches(self) -> Batches:
         """Return the batches of every peer."""
-        return Batches(load_text().train, context=CONTEXT, batch_size=BATCH, peers=self.peers, seed=SEED)
+        return Batches(load_text().train, context=CONTEXT, batch_size=BATCH, peers=self.peers, seed=self.seed)
 
     def loss(self, windows: torch.Tensor) -> torch.Tensor:
         """Return the mean cross entropy, in nats per character, of windows (n, CONTEXT + 1)."""
@@ -93,6 +95,7 @@ def in_one_process(
     delay: int = 0,
     checkpoint: str | None = None,
     save_to: str | None = None,
+    seed: int = SEED,
 ) -> tuple[list[float], float]:
     """Train in one process; return the loss of every step on all peers' batches, and the final held-out loss.
 
@@ -102,8 +105,9 @@ def in_one_process(
         delay: number of updates by which each gradient is late.
         checkpoint: of the model, to begin from.
         save_to: file for the final model.
+        seed: of the batches.
     """
-    task = Task(peers, checkpoint)
+    task = Task(peers, checkpoint, seed)
     optimizer = task.optimizer(name)
     losses: list[float] = []
     late: list[list[torch.Tensor | None]] = []
@@ -152,18 +156,19 @@ def averaged(task: Task, averager: Averager, arguments: dict[str, Any], **option
 
 
 def local(task: Task, averager: Averager, arguments: dict[str, Any]) -> LocalUpdates:
-    """Train with DiLoCo."""
-    return diloco(
-        task.optimizer(), averager, sync_every=arguments["sync_every"], peers_to_start=arguments["peers"]
-    )
+    """Train with local updates."""
+    recipe = {"diloco": diloco, "noloco": noloco, "gossip": gossip}[arguments.get("recipe", "diloco")]
+    options: dict[str, Any] = arguments.get("options", {})
+    every, peers = arguments["sync_every"], arguments["peers"]
+    return recipe(task.optimizer(), averager, sync_every=every, peers_to_start=peers, **options)
 
 
 def train(member: Member) -> None:
     """Train on ``steps`` batches; report the results."""
     torch.set_num_threads(1)
     arguments = member.arguments
-    task = Task(arguments["peers"], arguments.get("checkpoint"))
-    sent, losses = 0, []
+    task = Task(arguments["peers"], arguments.get("checkpoint"), arguments.get("seed", SEED))
+    sent, losses, distances = 0, [], []
     with member.averager(config_of(arguments)) as averager:
         make: Callable[..., AveragedOptimizer | LocalUpdates] = (
             averaged if arguments["sync_every"] == 0 else local
@@ -181,12 +186,15 @@ def train(member: Member) -> None:
             if isinstance(report.result, p2pavg.Success):
                 sent += report.result.bytes_sent
                 losses.append(report.metrics["loss"])
+                distances.append(report.consensus_distance)
         member.report(
             epoch=optimizer.epoch,
             losses=losses,
             held_out=task.held_out_loss(),
             digest=task.digest(),
             bytes_sent=sent,
+            distances=distances,
+            norm=float(torch.nn.utils.get_total_norm(list(task.model.parameters()))),
             seconds=time.monotonic() - began,
         )
 
@@ -263,3 +271,15 @@ def load_newest(folder: Path, task: Task, optimizer: AveragedOptimizer) -> None:
         task.model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         return
+
+
+def exchange(member: Member) -> None:
+    """Average a vector of ``elements`` values once; report the bytes that this peer has sent."""
+    torch.set_num_threads(1)
+    arguments = member.arguments
+    values = torch.randn(arguments["elements"], generator=torch.Generator().manual_seed(member.index))
+    with member.averager(config_of(arguments)) as averager:
+        averager.accumulate([values], weight=1.0)
+        result = averager.step(wait=120.0)
+        assert isinstance(result, p2pavg.Success), result
+        member.report(bytes_sent=result.bytes_sent)

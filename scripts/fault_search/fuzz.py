@@ -38,6 +38,7 @@ import p2pavg
 from p2pavg.allreduce import reduction
 from p2pavg.allreduce.messages import PROTOCOL as EXCHANGE_PROTOCOL
 from p2pavg.allreduce.messages import Lane, LaneHeader, encode_header, part_frame
+from p2pavg.allreduce.reuse import START, Mark
 from p2pavg.consensus.choice import next_ballot
 from p2pavg.consensus.member import Member
 from p2pavg.consensus.statements import (
@@ -53,6 +54,7 @@ from p2pavg.consensus.votes import (
     Accepted,
     Begin,
     Behind,
+    Came,
     Commit,
     Complete,
     Gather,
@@ -214,9 +216,14 @@ def some_vote(dice: random.Random, member: Member, signing: Signing) -> Vote:
         lambda: Trouble(other, dice.random() < 0.3, "so it says"),
         lambda: Left(dice.choice([-1, 0, ballot]), "so it says"),
         lambda: Unknown(),
+        lambda: Came(
+            dice.choice([0, member.begun.attempt, attempt]),
+            dice.choice([0, 1, 5, 2**31]),
+            dice.choice([0, 1, 64, 2**31]),
+        ),
     ]
     # Votes that end the round, or the sender's part in it, are rare; otherwise runs would be short.
-    weights = [3, 4, 2, 4, 3, 0.05, 1, 0.03, 0.03]
+    weights = [3, 4, 2, 4, 3, 0.05, 1, 0.03, 0.03, 3]
     while True:
         vote = dice.choices(votes, weights)[0]()
         try:
@@ -380,6 +387,7 @@ class Hostile:
             self.dice.choice(list(Lane)),
             self.dice.choice([0, 0, 1, self.dice.randrange(20)]),
             self.dice.choice([0, 0, self.dice.randrange(8)]),
+            begin=self.dice.choice([START, START, Mark(self.dice.randrange(8), self.dice.randrange(300))]),
         )
         stream = await self.peer.context.transport.open_stream(self._other(), EXCHANGE_PROTOCOL, timeout=1.0)
         await send_message(stream, encode_header(header))

@@ -45,6 +45,11 @@ COMMANDS = {
         "donors and joiners that fail while a state is fetched, in real processes",
         "a quarter of an hour",
     ),
+    "day": Command(
+        "scripts.fault_search.day",
+        "an operator's day: create, invite, start, watch, revoke, move, upgrade, stop, start again",
+        "two minutes",
+    ),
     "starts": Command(
         "scripts.fault_search.starts",
         "starts of the documented program with a third peer that is late",

@@ -1,0 +1,46 @@
+"""Train a small network with accelerate: python loop_accelerate.py model.pt."""
+
+import sys
+from collections.abc import Iterator
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+UPDATES = 60
+
+
+def dataset() -> TensorDataset:
+    """Return inputs (8) and targets (1) of a noisy function, other ones in each process."""
+    inputs = torch.randn(32 * UPDATES, 8)
+    return TensorDataset(inputs, inputs.sin().sum(1, keepdim=True) + 0.05 * torch.randn(len(inputs), 1))
+
+
+def batches() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield batches of 32 without an end."""
+    loader = DataLoader(dataset(), batch_size=32, shuffle=True)
+    while True:
+        yield from loader
+
+
+def main() -> None:
+    torch.manual_seed(0)  # the same first parameters in each process ...
+    net = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 1))
+    torch.seed()  # ... and other data
+    opt = torch.optim.AdamW(net.parameters(), lr=5e-3)
+    accelerator = Accelerator(cpu=True)
+    net, opt = accelerator.prepare(net, opt)
+    data = batches()
+    for _ in range(UPDATES):
+        inputs, targets = next(data)
+        loss = nn.functional.mse_loss(net(inputs), targets)
+        opt.zero_grad()
+        accelerator.backward(loss)
+        opt.step()
+    print(f"loss {loss.item():.4f}")
+    accelerator.save(accelerator.unwrap_model(net).state_dict(), sys.argv[1])
+
+
+if __name__ == "__main__":
+    main()

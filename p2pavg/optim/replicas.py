@@ -179,6 +179,19 @@ class ReplicatedOptimizer(TorchOptimizer):
     def _stepped(self) -> Optimizer:
         return self._mirror
 
+    @property
+    def _step_supports_amp_scaling(self) -> bool:  # type: ignore[override]
+        """Refuse a ``GradScaler``, which asks this first.
+
+        It would look for overflows in the shards on the other ranks, together with rank 0, which has none.
+        """
+        if self._copy is not None:
+            raise ValueError(
+                "a GradScaler cannot scale the gradients of shards that rank 0 takes whole: train with bfloat16, which"
+                " needs none"
+            )
+        return True
+
     def _mirrored(self) -> Optimizer:
         """Return rank 0's optimizer, and on the other ranks one with the same groups."""
         places = {id(parameter): place for place, parameter in enumerate(self._trained.parameters())}
@@ -308,11 +321,6 @@ class ReplicatedOptimizer(TorchOptimizer):
     def _step(self, samples: float | None, metrics: Mapping[str, float]) -> StepReport:
         mine: list[StepReport | Exception] = []
         if self._copy is not None:
-            if hasattr(self, "found_inf"):
-                raise ValueError(
-                    "a GradScaler cannot scale the gradients of shards that rank 0 takes whole: train with bfloat16,"
-                    " which needs none"
-                )
             self._copy.collect()
         told = self._ranks.as_the_first(lambda: self._act(samples, metrics, mine))
         if told.changed:

@@ -99,8 +99,8 @@ class ReplicatedOptimizer(TorchOptimizer):
         network: the module whose parameters the ranks share, without its ``DistributedDataParallel``. Rank 0's
             parameters and buffers replace those of the other ranks.
         process_group: group of ``torch.distributed`` of this peer's ranks; all processes if not given.
-        whole: on rank 0, if ``fully_shard`` has sharded ``network``: a module like it that is not sharded. Its parameters
-            replace those of ``network``. It may be on another device. ``None`` on the other ranks.
+        whole: on rank 0, if ``fully_shard`` has sharded ``network``: a module like it that is not sharded. Its
+            parameters replace those of ``network``. It may be on another device. ``None`` on the other ranks.
 
     Raises:
         ValueError: ``optimizer`` is missing on rank 0, given elsewhere, has a ``process_group``, or trains other

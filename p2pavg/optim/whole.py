@@ -1,9 +1,9 @@
 """Peers whose ranks hold shards of the parameters, and whose first rank also holds them whole.
 
 Peers average their parameters whole, or shard by shard if all peers have equally many ranks. A peer with shards takes
-part in a run of whole parameters as follows: its first rank has a copy of the model, with which it trains like a peer of
-one process. Before each step the gradients of the shards are gathered into the copy, one parameter at a time, and after
-each change the copy's parameters are scattered over the shards.
+part in a run of whole parameters as follows: its first rank has a copy of the model, with which it trains like a peer
+of one process. Before each step the gradients of the shards are gathered into the copy, one parameter at a time, and
+after each change the copy's parameters are scattered over the shards.
 """
 
 from __future__ import annotations
@@ -123,7 +123,9 @@ def reshard(network: nn.Module) -> None:
 def layout_of(module: nn.Module) -> Layout:
     """Return the layout of a module's whole parameters and buffers, in their order."""
     tensors = [*module.named_parameters(), *module.named_buffers()]
-    return {name: (tuple(t.shape), str(t.dtype).removeprefix("torch."), t.requires_grad) for name, t in tensors}
+    return {
+        name: (tuple(t.shape), str(t.dtype).removeprefix("torch."), t.requires_grad) for name, t in tensors
+    }
 
 
 def wrong_network(network: nn.Module, ranks: Sequence[int]) -> str:
@@ -151,7 +153,8 @@ def difference(whole: Layout, network: Layout) -> str:
             lacks = "network" if name in whole else "whole"
             return f"whole must be the module of network before it was sharded: {lacks} has no {name!r}"
         if whole[name] != network[name]:
-            return f"whole must be like network: {name!r} {_told(whole[name])} there, and {_told(network[name])} in network"
+            here, there = _told(network[name]), _told(whole[name])
+            return f"whole must be like network: {name!r} {there} there, and {here} in network"
     if list(whole) != list(network):
         return "whole must have its parameters in the order of network's"
     return ""

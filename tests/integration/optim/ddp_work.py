@@ -89,7 +89,8 @@ def late(how: dict[str, Any]) -> None:
     network = small_model()
     model = DistributedDataParallel(network)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    batches, said, stepped = Batches(peer, BATCH), [], 0
+    batches, stepped = Batches(peer, BATCH), 0
+    said: list[list[str]] = []
     if how.get("late"):
         wait_until((folder / "three").exists)
     with ExitStack() as stack:

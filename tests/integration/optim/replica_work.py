@@ -108,7 +108,9 @@ def late(how: dict[str, Any]) -> None:
 
 def whole_vector(network: torch.nn.Module) -> list[float]:
     """Return all parameters of a module, which may be sharded; call it on all ranks."""
-    return cast(list[float], torch.cat([full_of(p).detach().reshape(-1) for p in network.parameters()]).tolist())
+    return cast(
+        list[float], torch.cat([full_of(p).detach().reshape(-1) for p in network.parameters()]).tolist()
+    )
 
 
 def common_of(optimizer: AveragedOptimizer | LocalUpdates) -> list[float]:

@@ -94,7 +94,9 @@ def test_a_mistake_with_shards_is_raised_on_all_ranks(tmp_path: Path) -> None:
         assert second[place] == first[place].replace("ValueError: ", "ValueError: on rank 0: ")
     assert first[4] == second[4] == "StepReport"
     assert first[5].startswith("AccumulateError: the gradient of ")
-    assert second[5] == f"AccumulateError: on rank 0 of this peer: {first[5].removeprefix('AccumulateError: ')}"
+    assert (
+        second[5] == f"AccumulateError: on rank 0 of this peer: {first[5].removeprefix('AccumulateError: ')}"
+    )
     missing = "AccumulateError: a parameter has a gradient on one rank of this peer, and none on another one"
     assert first[6].startswith(missing)
     assert second[6] == first[6]

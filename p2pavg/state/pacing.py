@@ -2,8 +2,8 @@
 
 Bytes that fill a link wait in a queue in front of it, and so does every other message of the peer. A group is formed
 with messages that answer each other: if each waits a tenth of a second for bytes of a state, the run forms its groups a
-second later, and all its members have waited for one that joins. So a donor fills a slow link in part only, in small
-steps. Several donors fill the joiner's link together.
+second later, and all its members have waited for one that joins. So while a donor is in a round, or looks for the group
+of one, it fills a slow link in part only, in small steps. Several donors fill the joiner's link together.
 """
 
 from __future__ import annotations
@@ -27,14 +27,21 @@ class Pace:
     """The pace of all that one peer sends of states in one run. Threads and tasks may use it at once.
 
     Args:
-        bandwidth: returns what this peer's link carries, in Mbit/s; 0 if it is not known.
+        bandwidth: returns what this peer's link carries, in Mbit/s; 0 if it is not known. It may be too low, if the other
+            members were slow; so nothing is held back while no message of a round can wait.
+        in_round: returns true while this peer is in a round, or looks for its group.
         clock: returns seconds that do not run backwards.
     """
 
     def __init__(
-        self, bandwidth: Callable[[], float], *, clock: Callable[[], float] = lambda: time.monotonic()
+        self,
+        bandwidth: Callable[[], float],
+        in_round: Callable[[], bool],
+        *,
+        clock: Callable[[], float] = lambda: time.monotonic(),
     ) -> None:
         self._bandwidth = bandwidth
+        self._in_round = in_round
         self._clock = clock
         self._lock = threading.Lock()
         self._mbps = 0.0
@@ -42,14 +49,14 @@ class Pace:
 
     @property
     def is_free(self) -> bool:
-        """True if there is no pace to keep: the link is fast, or has not been measured."""
+        """True if there is never a pace to keep: the link is fast, or has not been measured."""
         return not 0 < self._bandwidth() < SLOW_MBPS
 
     def delay(self, count: int) -> float:
         """Take ``count`` bytes, and return the seconds to wait before they may go."""
         mbps = self._bandwidth()
         with self._lock:
-            if not 0 < mbps < SLOW_MBPS:
+            if not 0 < mbps < SLOW_MBPS or not self._in_round():
                 self._bucket = None
                 return 0.0
             if self._bucket is None or mbps != self._mbps:

@@ -85,11 +85,13 @@ class Offered:
     bandwidth: Callable[[], float] = lambda: 0.0
     """Returns what this peer's link carries, in Mbit/s, from any thread; 0 if it is not known."""
     on_sent: OnSent = lambda _peer_id, _count: None
+    in_round: Callable[[], bool] = lambda: False
+    """Returns true while this peer is in a round, or looks for its group, from any thread."""
     pace: Pace = field(init=False)
     """Shared by all sessions."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "pace", Pace(self.bandwidth))
+        object.__setattr__(self, "pace", Pace(self.bandwidth, self.in_round))
 
     def delay(self, count: int) -> float:
         """Take bytes of the limit and of the pace; return the seconds to wait before they may go."""

@@ -254,11 +254,11 @@ async def test_a_round_has_nearly_all_of_a_slow_link(autojump_clock: MockClock) 
     assert len(blob.data) / seconds < 0.1 * mbps * 1e6 / 8
 
 
-async def test_a_donor_fills_a_part_of_a_slow_link(autojump_clock: MockClock) -> None:
-    """Also while no round exchanges: the messages with which a group is formed go over the same link."""
+async def test_a_donor_in_a_round_fills_a_part_of_a_slow_link(autojump_clock: MockClock) -> None:
+    """While a group is formed too: its messages go over the same link."""
     blob, mbps = Blob(0, 4, 1 << 20), 5.0
     async with company(1, bandwidth=FAST_ETHERNET) as (_network, peers, _held, sessions):
-        peers[1].state.join(RUN, None, Held(blob), bandwidth=lambda: mbps)
+        peers[1].state.join(RUN, None, Held(blob), bandwidth=lambda: mbps, in_round=lambda: True)
         seconds = await check_fetch(fetch_of(sessions, blob, peers[1:]), blob)
     assert len(blob.data) * 8 / 1e6 / seconds == pytest.approx(pacing.PART * mbps, rel=0.1)
 

@@ -14,9 +14,10 @@ class Link:
     def __init__(self, mbps: float) -> None:
         self.mbps = mbps
         self.now = 100.0
+        self.in_round = True
 
     def pace(self) -> Pace:
-        return Pace(lambda: self.mbps, clock=lambda: self.now)
+        return Pace(lambda: self.mbps, lambda: self.in_round, clock=lambda: self.now)
 
     def seconds(self, pace: Pace, steps: int) -> float:
         """Return the seconds in which so many steps leave."""
@@ -57,3 +58,12 @@ def test_a_new_measurement_changes_the_pace() -> None:
     slow = link.seconds(pace, 100)
     link.mbps = 10.0
     assert link.seconds(pace, 100) == pytest.approx(slow / 2, rel=0.05)
+
+
+def test_nothing_is_held_back_between_two_rounds() -> None:
+    """The measurement of the link is too low if the other members of the last rounds were slow."""
+    link = Link(5.0)
+    pace = link.pace()
+    assert link.seconds(pace, 100) > 0
+    link.in_round = False
+    assert link.seconds(pace, 100) == 0

@@ -115,7 +115,7 @@ def _wrong(averager: Averager | None, place: PeerMesh) -> str:
     except TypeError as error:
         return str(error)
     run_id = averager.config.run_id
-    if not run_id.endswith(f"/{place.part}"):
+    if place.part and not run_id.endswith(f"/{place.part}"):
         return (
             f"averager is of the run {run_id!r}, and this rank holds the part {place.part!r}: open it with"
             " open_averager(place.config(config))"

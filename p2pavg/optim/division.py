@@ -58,11 +58,14 @@ class Division:
         return self._along(self.copies, coordinates)
 
     def part(self, coordinates: Sequence[int]) -> str:
-        """Return a text that ranks share if they hold the same part, such as ``pp 0 of 2, tp 1 of 2``."""
+        """Return a text that ranks share if they hold the same part, such as ``pp 0 of 2, tp 1 of 2``.
+
+        Dimensions of one rank are left out, so it is empty if no part is divided.
+        """
         return ", ".join(
             f"{name} {at} of {size}"
             for name, size, at in zip(self.names, self.sizes, coordinates, strict=True)
-            if name != self.copies
+            if name != self.copies and size > 1
         )
 
     def groups(self) -> list[list[int]]:

@@ -109,4 +109,4 @@ class PeerMesh:
         Raises:
             ConfigError: the run's id becomes too long.
         """
-        return replace(config, run_id=f"{config.run_id}/{self.part}")
+        return replace(config, run_id=f"{config.run_id}/{self.part}") if self.part else config

@@ -1,0 +1,123 @@
+"""Peers that divide their model among ranks: pipeline stages, tensor parallel parts, HSDP; against one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from p2pavg.strategies import DataParallel, Federated, ModelParallel, Strategy
+from tests.integration.optim import divided_work as work
+from tests.integration.optim.company import Batches, loss_of, vector_of
+from tests.integration.optim.test_ddp import results, start
+from tests.integration.optim.test_recipes import Nesterov, load
+
+STEPS = 5
+CLIP = 0.2
+LARGE = DataParallel(target_batch_size=2 * work.BATCH, max_grad_norm=CLIP)
+STAGES = ModelParallel(training=LARGE, stages=2, microbatches=4)
+
+
+def how(strategy: Strategy, **changes: Any) -> dict[str, Any]:
+    return {"peers": 2, "steps": STEPS, "strategy": strategy.json, "ends": 2} | changes
+
+
+def whole(ranks: list[dict[str, Any]]) -> torch.Tensor:
+    """Return a peer's parameters as one vector, after checking that its ranks of one stage hold the same."""
+    stages = {rank["stage"]: rank["parameters"] for rank in ranks}
+    assert all(rank["parameters"] == stages[rank["stage"]] for rank in ranks)
+    return torch.tensor([value for stage in sorted(stages) for value in stages[stage]])
+
+
+def one_process(batches: list[list[int]]) -> tuple[torch.nn.Module, list[float]]:
+    """Train in one process: each update has the batches of the peers named. Return the norms of the gradients too."""
+    network, norms = work.model(), []
+    inner = work.inner_of(network)
+    drawn = [Batches(peer, work.BATCH) for peer in range(2)]
+    for peers in batches:
+        inner.zero_grad()
+        for peer, each in enumerate(drawn):
+            batch = each.next()
+            if peer in peers:
+                torch.autograd.backward(loss_of(network, batch) / len(peers))
+        norms.append(float(torch.nn.utils.clip_grad_norm_(network.parameters(), CLIP)))
+        if peers:
+            inner.step()
+    return network, norms
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        STAGES,
+        ModelParallel(training=LARGE, tensor=2),
+        ModelParallel(training=LARGE, shards=2, copies=2),
+        ModelParallel(training=LARGE, stages=2, tensor=2, microbatches=2, schedule="gpipe"),
+    ],
+    ids=["pipeline", "tensor", "hsdp", "pipeline of tensor parallel stages"],
+)
+def test_two_peers_match_one_process_with_the_whole_batch(strategy: ModelParallel, tmp_path: Path) -> None:
+    """With clipping, which needs the norm of the whole model: each part counts once, however many ranks hold it."""
+    processes = start(tmp_path / "peers", [how(strategy)] * 2, ranks=strategy.ranks, work=work.train)
+    network, norms = one_process([[0, 1]] * STEPS)
+    assert max(norms) > CLIP
+    found = results(tmp_path / "peers", processes)
+    assert len(found) == 2 * strategy.ranks
+    assert all(rank["epoch"] == STEPS for rank in found)
+    peers = [whole(found[: strategy.ranks]), whole(found[strategy.ranks :])]
+    assert torch.equal(*peers)
+    assert (peers[0] - vector_of(network)).abs().max() < 1e-5
+    assert sum(rank["averages"] for rank in found) == 2 * strategy.ranks // strategy.copies
+    for rank in found:
+        assert torch.allclose(
+            torch.tensor([step["norm"] for step in rank["seen"]]), torch.tensor(norms), rtol=1e-4
+        )
+        assert [step["moved"] for step in rank["seen"]] == [step["moved"] for step in found[0]["seen"]]
+        assert all(step["loss"] is not None for step in rank["seen"] if rank["stage"] == strategy.stages - 1)
+
+
+def test_copies_of_a_parameter_stay_the_same_with_a_lossy_codec(tmp_path: Path) -> None:
+    """Each rank's round rounds in its own way: the ranks take the average of the first rank that holds a part."""
+    strategy = ModelParallel(training=LARGE, tensor=2)
+    plans = [how(strategy, compression="blockwise8")] * 2
+    found = results(tmp_path / "peers", start(tmp_path / "peers", plans, ranks=2, work=work.train))
+    assert torch.equal(whole(found[:2]), whole(found[2:])), "`whole` compares the ranks of each peer"
+
+
+def test_stages_stay_together_when_the_other_peer_is_lost_between_their_rounds(tmp_path: Path) -> None:
+    """One stage has the average with the lost peer, the other has none: neither takes it, and both go on alone."""
+    lost = 2
+    plans = [how(STAGES, alone=True, ends=1), how(STAGES, alone=True, ends=1, dies_at=lost)]
+    found = results(tmp_path / "peers", start(tmp_path / "peers", plans, ranks=2, work=work.train))
+    assert len(found) == 2, "only the first peer's ranks came to an end"
+    updated = [[step["updated"] for step in rank["seen"]] for rank in found]
+    assert updated[0] == updated[1] == [step != lost for step in range(STEPS)]
+    network, _ = one_process([[0, 1]] * lost + [[]] + [[0]] * (STEPS - lost - 1))
+    assert (whole(found) - vector_of(network)).abs().max() < 1e-5
+
+
+def test_diloco_of_stages_matches_one_process(tmp_path: Path) -> None:
+    """Each stage averages its pseudo-gradients, and takes the outer steps of them."""
+    training = Federated(rule="diloco", sync_every=2, options={"lr": 0.7, "momentum": 0.9})
+    strategy = ModelParallel(training=training, stages=2, microbatches=2)
+    plans = [how(strategy, steps=6)] * 2
+    processes = start(tmp_path / "peers", plans, ranks=2, work=work.train)
+    models = [work.model() for _ in range(2)]
+    inners = [work.inner_of(each) for each in models]
+    batches = [Batches(peer, work.BATCH) for peer in range(2)]
+    anchor, outer = vector_of(models[0]).double(), Nesterov(0.7, 0.9)
+    for step in range(6):
+        for each, inner, drawn in zip(models, inners, batches, strict=True):
+            inner.zero_grad()
+            torch.autograd.backward(loss_of(each, drawn.next()))
+            inner.step()
+        if step % 2:
+            anchor = outer(anchor, anchor - sum(vector_of(each).double() for each in models) / 2)
+            for each in models:
+                load(each, anchor.float())
+    found = results(tmp_path / "peers", processes)
+    assert [rank["epoch"] for rank in found] == [3] * 4
+    assert torch.equal(whole(found[:2]), whole(found[2:]))
+    assert (whole(found[:2]) - anchor).abs().max() < 1e-5

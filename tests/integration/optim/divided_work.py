@@ -13,11 +13,19 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from p2pavg.blocking import Averager, open_averager
-from p2pavg.optim import RunState
+from p2pavg.optim import (
+    AveragedOptimizer,
+    PeerMesh,
+    ReplicatedOptimizer,
+    RunState,
+    diloco,
+    divided_optimizer,
+)
 from p2pavg.strategies import DataParallel, ModelParallel, read_json
 from tests.integration.optim.company import LISTEN, Batches, config
 from tests.integration.optim.ddp_work import all_ranks_say, wait_until
@@ -168,7 +176,7 @@ def is_over(how: dict[str, Any], folder: Path, optimizer: Any, batches: int) -> 
     if "late" not in how:
         return batches >= how["steps"]
     if how["late"] and how["rank"] == 0 and optimizer.epoch >= 4 and not (folder / "until").exists():
-        (folder / "until.new").write_text(str(optimizer.epoch + 6))
+        (folder / "until.new").write_text(str(optimizer.epoch + 3))
         (folder / "until.new").rename(folder / "until")
     until = folder / "until"
     return all_ranks_say(until.exists() and optimizer.epoch >= int(until.read_text()))
@@ -214,3 +222,50 @@ def averager_of(
             (folder / f"addresses{rank}.new").write_text(json.dumps(averager.addresses))
             (folder / f"addresses{rank}.new").rename(where)
         yield averager
+
+
+def mistakes(how: dict[str, Any]) -> None:
+    """Make mistakes on the ranks of one peer; write the words of each rank."""
+    folder, rank, said = Path(how["folder"]), how["rank"], {}
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+    place, module = PeerMesh(mesh, stages="pp"), model()[:CUT] if rank == 0 else model()[CUT:]
+    large = {"target_batch_size": BATCH, "peers_to_start": 1}
+
+    def attempt(name: str, act: Callable[[], object]) -> None:
+        try:
+            said[name] = type(act()).__name__
+        except ValueError as error:
+            said[name] = str(error)
+
+    with open_averager(place.config(config(2)), listen=LISTEN) as averager:
+
+        def made(module: nn.Module, averager: Averager | None, **changes: Any) -> object:
+            options = {"inner": inner_of(module), "place": place, "model": module} | large | changes
+            return divided_optimizer(averager=averager, **options)
+
+        frozen, inner = nn.Linear(1, 1), inner_of(module)
+        if rank == 1:
+            inner = inner_of(frozen)
+            frozen.requires_grad_(False)
+        attempt("frozen", lambda: made(frozen if rank else module, averager, inner=inner))
+        attempt("missing", lambda: made(module, None if rank else averager))
+        with open_averager(config(2, run_id="company/pp 0 of 2"), listen=LISTEN) as other:
+            attempt("of another rank", lambda: made(module, other))
+        everyone: dict[str, Any] = {"process_group": dist.group.WORLD}
+        attempt(
+            "no stages",
+            lambda: AveragedOptimizer(inner_of(module), averager, model=module, **everyone, **large),
+        )
+        whole = model()
+
+        def copied() -> object:
+            optimizer = AveragedOptimizer(inner_of(whole), averager, **everyone, **large)
+            return ReplicatedOptimizer(optimizer if rank == 0 else None, whole)
+
+        attempt("copies that divide", copied)
+        attempt("fragments", lambda: diloco(inner_of(whole), averager, sync_every=4, fragments=2, **everyone))
+        attempt("right", lambda: made(module, averager))
+    (folder / f"result0.{rank}.json").write_text(json.dumps({"said": said}))
+    dist.barrier()
+    dist.destroy_process_group()

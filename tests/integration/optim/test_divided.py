@@ -31,21 +31,23 @@ def whole(ranks: list[dict[str, Any]]) -> torch.Tensor:
     return torch.tensor([value for stage in sorted(stages) for value in stages[stage]])
 
 
-def one_process(batches: list[list[int]]) -> tuple[torch.nn.Module, list[float]]:
-    """Train in one process: each update has the batches of the peers named. Return the norms of the gradients too."""
+def one_process(updates: list[list[tuple[int, int]]]) -> tuple[torch.nn.Module, list[float]]:
+    """Train in one process. Each update has some batches, given as (peer, step). Return the gradients' norms too."""
     network, norms = work.model(), []
-    inner = work.inner_of(network)
-    drawn = [Batches(peer, work.BATCH) for peer in range(2)]
-    for peers in batches:
+    inner, drawn = work.inner_of(network), [Batches(peer, work.BATCH) for peer in range(2)]
+    batches = [[each.next() for _ in range(STEPS)] for each in drawn]
+    for update in updates:
         inner.zero_grad()
-        for peer, each in enumerate(drawn):
-            batch = each.next()
-            if peer in peers:
-                torch.autograd.backward(loss_of(network, batch) / len(peers))
+        for peer, step in update:
+            torch.autograd.backward(loss_of(network, batches[peer][step]) / len(update))
         norms.append(float(torch.nn.utils.clip_grad_norm_(network.parameters(), CLIP)))
-        if peers:
-            inner.step()
+        inner.step()
     return network, norms
+
+
+def of_both(steps: int) -> list[list[tuple[int, int]]]:
+    """Return updates with the batches of both peers."""
+    return [[(0, step), (1, step)] for step in range(steps)]
 
 
 @pytest.mark.parametrize(
@@ -61,7 +63,7 @@ def one_process(batches: list[list[int]]) -> tuple[torch.nn.Module, list[float]]
 def test_two_peers_match_one_process_with_the_whole_batch(strategy: ModelParallel, tmp_path: Path) -> None:
     """With clipping, which needs the norm of the whole model: each part counts once, however many ranks hold it."""
     processes = start(tmp_path / "peers", [how(strategy)] * 2, ranks=strategy.ranks, work=work.train)
-    network, norms = one_process([[0, 1]] * STEPS)
+    network, norms = one_process(of_both(STEPS))
     assert max(norms) > CLIP
     found = results(tmp_path / "peers", processes)
     assert len(found) == 2 * strategy.ranks
@@ -93,9 +95,44 @@ def test_stages_stay_together_when_the_other_peer_is_lost_between_their_rounds(t
     found = results(tmp_path / "peers", start(tmp_path / "peers", plans, ranks=2, work=work.train))
     assert len(found) == 2, "only the first peer's ranks came to an end"
     updated = [[step["updated"] for step in rank["seen"]] for rank in found]
-    assert updated[0] == updated[1] == [step != lost for step in range(STEPS)]
-    network, _ = one_process([[0, 1]] * lost + [[]] + [[0]] * (STEPS - lost - 1))
+    # The batch of the step in which the peer was lost is forgotten. Alone, an update needs the batches of two steps.
+    assert updated[0] == updated[1] == [True, True, False, False, True]
+    network, _ = one_process([*of_both(lost), [(0, 3), (0, 4)]])
     assert (whole(found) - vector_of(network)).abs().max() < 1e-5
+
+
+def test_a_peer_of_stages_that_comes_late_fetches_the_state_of_each_stage(tmp_path: Path) -> None:
+    plans = [how(STAGES, late=False, ends=3, peers=3) for _ in range(2)] + [
+        how(STAGES, late=True, ends=3, peers=3)
+    ]
+    found = results(tmp_path / "peers", start(tmp_path / "peers", plans, ranks=2, work=work.train))
+    peers = [whole(found[at : at + 2]) for at in (0, 2, 4)]
+    assert torch.equal(peers[0], peers[1])
+    assert torch.equal(peers[0], peers[2])
+    assert len({rank["epoch"] for rank in found}) == 1
+
+
+def test_a_mistake_on_one_rank_is_raised_on_all_and_says_what_to_do(tmp_path: Path) -> None:
+    """Otherwise the other ranks would wait in a collective for ever."""
+    found = results(tmp_path / "peer", start(tmp_path / "peer", [{}], ranks=2, work=work.mistakes))
+    first, second = (rank["said"] for rank in found)
+    nothing = "inner has no parameters that require a gradient"
+    assert (first["frozen"], second["frozen"]) == (f"on rank 1 of this peer: {nothing}", nothing)
+    assert second["missing"].startswith("averager is missing: each rank of the first copy averages its part")
+    assert first["missing"] == f"on rank 1 of this peer: {second['missing']}"
+    other = (
+        "averager is of the run 'company/pp 0 of 2', and this rank holds the part 'pp 1 of 2': open it with"
+    )
+    assert second["of another rank"].startswith(other)
+    assert first["of another rank"] == f"on rank 1 of this peer: {second['of another rank']}"
+    no_stages = "0.weight of rank 0 and 3.weight of rank 1 of this peer are the same tensor by their layout"
+    assert first["no stages"] == second["no stages"]
+    assert first["no stages"].startswith(no_stages)
+    assert "process_group=PeerMesh(mesh, stages=...)" in first["no stages"]
+    assert "optimizer has a process_group with rank 1" in first["copies that divide"]
+    assert first["fragments"].startswith("fragments must be 1 if ranks of this peer hold the same parameters")
+    assert first["fragments"] == second["fragments"]
+    assert first["right"] == second["right"] == "AveragedOptimizer"
 
 
 def test_diloco_of_stages_matches_one_process(tmp_path: Path) -> None:

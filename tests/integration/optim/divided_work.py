@@ -25,6 +25,7 @@ from p2pavg.optim import (
     RunState,
     diloco,
     divided_optimizer,
+    shard_config,
 )
 from p2pavg.strategies import DataParallel, ModelParallel, read_json
 from tests.integration.optim.company import LISTEN, Batches, config
@@ -257,6 +258,8 @@ def mistakes(how: dict[str, Any]) -> None:
             "no stages",
             lambda: AveragedOptimizer(inner_of(module), averager, model=module, **everyone, **large),
         )
+        attempt("right", lambda: made(module, averager))
+    with open_averager(shard_config(config(2), rank, 2), listen=LISTEN) as averager:
         whole = model()
 
         def copied() -> object:
@@ -265,7 +268,6 @@ def mistakes(how: dict[str, Any]) -> None:
 
         attempt("copies that divide", copied)
         attempt("fragments", lambda: diloco(inner_of(whole), averager, sync_every=4, fragments=2, **everyone))
-        attempt("right", lambda: made(module, averager))
     (folder / f"result0.{rank}.json").write_text(json.dumps({"said": said}))
     dist.barrier()
     dist.destroy_process_group()

@@ -56,9 +56,10 @@ def of_both(steps: int) -> list[list[tuple[int, int]]]:
         STAGES,
         ModelParallel(training=LARGE, tensor=2),
         ModelParallel(training=LARGE, shards=2, copies=2),
+        ModelParallel(training=LARGE, stages=2, shards=2, microbatches=2),
         ModelParallel(training=LARGE, stages=2, tensor=2, microbatches=2, schedule="gpipe"),
     ],
-    ids=["pipeline", "tensor", "hsdp", "pipeline of tensor parallel stages"],
+    ids=["pipeline", "tensor", "hsdp", "pipeline of shards", "pipeline of tensor parallel stages"],
 )
 def test_two_peers_match_one_process_with_the_whole_batch(strategy: ModelParallel, tmp_path: Path) -> None:
     """With clipping, which needs the norm of the whole model: each part counts once, however many ranks hold it."""

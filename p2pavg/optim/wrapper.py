@@ -25,7 +25,7 @@ from p2pavg.optim.mesh import PeerMesh
 from p2pavg.optim.model import ModelParts
 from p2pavg.optim.recipe import Recipe, Settings, hyperparameters, named
 from p2pavg.optim.report import StepReport
-from p2pavg.optim.run_state import RunState, model_of
+from p2pavg.optim.run_state import RunState, model_of, run_state_of
 from p2pavg.optim.shards import Ranks, local_of
 from p2pavg.optim.state import checked_period
 from p2pavg.optim.states import States
@@ -70,12 +70,13 @@ class PeerOptimizer(TorchOptimizer):
         buffers: Collection[str] | None,
         check_every: int | None,
         process_group: dist.ProcessGroup | PeerMesh | None = None,
-        state: RunState | None = None,
+        state: RunState | torch.nn.Module | None = None,
         batches: Batches,
         measure_updates: bool,
     ) -> None:
         check_averager(averager)
-        model = model_of(model, state)
+        run_state = run_state_of(state)
+        model = model_of(model, run_state)
         self.inner = inner = joined(inner, model)
         self._become_optimizer()
         self.scheduler = scheduler
@@ -97,7 +98,7 @@ class PeerOptimizer(TorchOptimizer):
         self._ranks.share(self._parameters, self._parts.labels)
         self._averager = averager
         self._on_update = on_update
-        self._run_state = state
+        self._run_state = run_state
         self._states: States | None = None
         self._zeroing = None if self._ranks.are_several else ZeroingCheck(self._parameters)
         averager.clear()  # contributions of an earlier optimizer

@@ -50,7 +50,8 @@ def layers() -> nn.Sequential:
 
 def stage_of(network: nn.Sequential, stage: int) -> nn.Sequential:
     """Return the layers of one stage."""
-    return network[:2] if stage == 0 else network[2:]
+    modules = list(network)
+    return nn.Sequential(*(modules[:2] if stage == 0 else modules[2:]))
 
 
 def inner_of(module: nn.Module) -> torch.optim.Optimizer:
@@ -113,7 +114,6 @@ def train(how: argparse.Namespace) -> None:
                 losses.append(report.metrics["loss"])  # the mean over both peers
                 if report.epoch % 25 == 0:
                     print(f"peer {how.peer}  update {report.epoch:4}  loss {losses[-1]:.3f}", flush=True)
-        optimizer.leave()
     if how.result is not None:
         found = {"losses": losses, "parameters": [each.tolist() for each in module.parameters()]}
         Path(f"{how.result}.{place.stage}").write_text(json.dumps(found))

@@ -190,8 +190,7 @@ class LocalUpdates(PeerOptimizer):
             raise ValueError("delay cannot be used with a process_group")
         if self._ranks.hold_copies and self._options.fragments > 1:
             raise ValueError(
-                "fragments must be 1 if ranks of this peer hold the same parameters, as with tensor parallelism:"
-                " the ranks would cut them in different ways"
+                "fragments must be 1 if ranks of this peer hold the same parameters, as with tensor parallelism"
             )
         if process_group is not None and self._averager.config.participation is not None:
             # The participants are drawn for every rank separately.

@@ -175,7 +175,7 @@ def any_late(how: dict[str, Any]) -> int:
 def is_over(how: dict[str, Any], folder: Path, optimizer: Any, batches: int) -> bool:
     """Return whether this rank ends: after a number of batches, or at the update that all peers know of."""
     if "late" not in how:
-        return batches >= how["steps"]
+        return batches >= int(how["steps"])
     if how["late"] and how["rank"] == 0 and optimizer.epoch >= 4 and not (folder / "until").exists():
         (folder / "until.new").write_text(str(optimizer.epoch + 3))
         (folder / "until.new").rename(folder / "until")
@@ -231,7 +231,7 @@ def mistakes(how: dict[str, Any]) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
     place, module = PeerMesh(mesh, stages="pp"), model()[:CUT] if rank == 0 else model()[CUT:]
-    large = {"target_batch_size": BATCH, "peers_to_start": 1}
+    large: dict[str, Any] = {"target_batch_size": BATCH, "peers_to_start": 1}
 
     def attempt(name: str, act: Callable[[], object]) -> None:
         try:
@@ -242,7 +242,9 @@ def mistakes(how: dict[str, Any]) -> None:
     with open_averager(place.config(config(2)), listen=LISTEN) as averager:
 
         def made(module: nn.Module, averager: Averager | None, **changes: Any) -> object:
-            options = {"inner": inner_of(module), "place": place, "model": module} | large | changes
+            options: dict[str, Any] = (
+                {"inner": inner_of(module), "place": place, "model": module} | large | changes
+            )
             return divided_optimizer(averager=averager, **options)
 
         frozen, inner = nn.Linear(1, 1), inner_of(module)

@@ -103,7 +103,8 @@ def train(how: dict[str, Any]) -> None:
     """Train one rank of a peer.
 
     ``how``: folder, peer, rank, ranks, peers, steps, strategy (JSON); and optionally ``dies_at``: the step in which the
-    peer's last rank ends in place of its round; ``late``: the peer begins after the others' third update.
+    peer's last rank ends in place of its round; ``late``: the peer begins after the others' third update;
+    ``updates`` to take in place of ``steps``.
     """
     folder, peer, rank, ranks = Path(how["folder"]), how["peer"], how["rank"], how["ranks"]
     torch.set_num_threads(1)
@@ -122,7 +123,7 @@ def train(how: dict[str, Any]) -> None:
         options: dict[str, Any] = {"min_peers": 1} if how.get("alone") else {}
         if isinstance(strategy.training, DataParallel):
             options["max_samples_per_peer"] = BATCH
-        if "late" in how:
+        if "late" in how or "updates" in how:
             options["state"] = RunState(part.module)
         optimizer = strategy.optimizer(
             part.module,
@@ -173,7 +174,9 @@ def any_late(how: dict[str, Any]) -> int:
 
 
 def is_over(how: dict[str, Any], folder: Path, optimizer: Any, batches: int) -> bool:
-    """Return whether this rank ends: after a number of batches, or at the update that all peers know of."""
+    """Return whether this rank ends: after some batches or updates, or at the update that all peers know of."""
+    if "updates" in how:
+        return all_ranks_say(optimizer.epoch >= how["updates"])
     if "late" not in how:
         return batches >= int(how["steps"])
     if how["late"] and how["rank"] == 0 and optimizer.epoch >= 4 and not (folder / "until").exists():

@@ -102,6 +102,19 @@ def test_stages_stay_together_when_the_other_peer_is_lost_between_their_rounds(t
     assert (whole(found) - vector_of(network)).abs().max() < 1e-5
 
 
+def test_two_peers_of_stages_stay_together_when_a_third_is_lost_between_their_rounds(tmp_path: Path) -> None:
+    """Whatever each round of that step came to, the peers that are left have taken the same updates in all stages."""
+    plans = [how(STAGES, peers=3, updates=5) for _ in range(3)]
+    plans[2]["dies_at"] = 2
+    found = results(tmp_path / "peers", start(tmp_path / "peers", plans, ranks=2, work=work.train))
+    assert len(found) == 4, "only two peers' ranks came to an end"
+    assert [rank["epoch"] for rank in found] == [5] * 4
+    assert torch.equal(whole(found[:2]), whole(found[2:]))
+    for peer in (found[:2], found[2:]):
+        first, second = ([step["updated"] for step in rank["seen"]] for rank in peer)
+        assert first == second
+
+
 def test_a_peer_of_stages_that_comes_late_fetches_the_state_of_each_stage(tmp_path: Path) -> None:
     plans = [how(STAGES, late=False, ends=3, peers=3) for _ in range(2)] + [
         how(STAGES, late=True, ends=3, peers=3)

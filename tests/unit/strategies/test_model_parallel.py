@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -12,7 +13,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from p2pavg import AveragingConfig, Star
 from p2pavg.errors import ConfigError
+from p2pavg.optim import AveragedOptimizer, LocalUpdates
 from p2pavg.strategies import DataParallel, Federated, ModelParallel, PopulationBased
+from tests.unit.strategies.test_optimizers import made_by
 
 LARGE = DataParallel(target_batch_size=64, aggregation="median", topology=Star())
 STAGES = ModelParallel(training=LARGE, stages=2, microbatches=4)
@@ -76,6 +79,47 @@ def test_the_schedule_is_the_one_named(schedule: str, kind: str, as_rank: Callab
     made = strategy.pipeline(torch.nn.Linear(2, 1), strategy.place(), torch.nn.functional.mse_loss)
     assert type(made).__name__ == kind
     assert made._n_microbatches == 4
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[None]:
+    """A peer of one rank, whose collectives work."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    ("training", "kind"),
+    [(LARGE, AveragedOptimizer), (Federated(rule="fedavg", sync_every=2), LocalUpdates)],
+    ids=["data parallel", "federated"],
+)
+def test_the_optimizer_is_that_of_the_training(training: DataParallel | Federated, kind: type) -> None:
+    strategy = ModelParallel(training=training)
+    place = strategy.place()
+    assert place.config(strategy.config(AveragingConfig(run_id="lab"))).run_id == "lab", "no part is divided"
+    made = made_by(strategy, strategy.config(AveragingConfig(run_id="lab")), place=place)
+    assert type(made) is kind
+
+
+@pytest.mark.usefixtures("alone")
+def test_an_averager_of_another_strategy_is_refused_by_the_field() -> None:
+    strategy, other = (
+        ModelParallel(training=LARGE),
+        ModelParallel(training=Federated(rule="fedavg", sync_every=2)),
+    )
+    with pytest.raises(ConfigError, match="the run 'lab' has another strategy: training is"):
+        made_by(strategy, other.config(AveragingConfig(run_id="lab")), place=strategy.place())
+    with pytest.raises(ConfigError, match=r"open it with strategy\.config\(config\)"):
+        made_by(strategy, AveragingConfig(run_id="lab"), place=strategy.place())
+    with pytest.raises(
+        ValueError, match="averager is missing: each rank of the first copy averages its part"
+    ):
+        strategy.optimizer(torch.nn.Linear(2, 1), None, cast(Any, None), place=strategy.place())
+    other_thing = cast(Any, torch.nn.Linear(1, 1))
+    with pytest.raises(ValueError, match=r"averager must be one of p2pavg\.blocking, got Linear"):
+        strategy.optimizer(torch.nn.Linear(2, 1), other_thing, cast(Any, None), place=strategy.place())
 
 
 def test_training_of_another_kind_is_refused() -> None:

@@ -158,7 +158,7 @@ class Ranks:
         for index, first in self._sharing.takes:
             found[index] = torch.empty_like(found[index], memory_format=torch.contiguous_format)
             exchanges.append(dist.P2POp(dist.irecv, found[index], group=self._group, group_peer=first))
-        for work in dist.batch_isend_irecv(exchanges):
+        for work in dist.batch_isend_irecv(exchanges) if exchanges else ():
             work.wait()
         return found
 

@@ -13,6 +13,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from p2pavg import AveragingConfig
 from p2pavg.optim import PeerMesh
+from p2pavg.optim.copies import Sharing
+from p2pavg.optim.shards import Ranks
 
 
 @pytest.fixture
@@ -55,6 +57,15 @@ def test_ranks_of_one_part_share_a_run(as_rank: Callable[[int, int], None]) -> N
     assert place.copies_group is None
     whole = PeerMesh(mesh_of((2,), ("dp",)), copies="dp")
     assert whole.config(config) == config
+
+
+def test_a_rank_without_copies_exchanges_nothing(as_rank: Callable[[int, int], None]) -> None:
+    """Other ranks of its peer may have copies, in another stage."""
+    as_rank(0, 2)
+    ranks = Ranks(dist.group.WORLD)
+    ranks.hold_copies, ranks._sharing = True, Sharing((True,))
+    averaged = torch.ones(3)
+    assert ranks.settle([averaged])[0] is averaged
 
 
 def test_a_mesh_without_all_ranks_is_refused_with_what_to_do(as_rank: Callable[[int, int], None]) -> None:

@@ -21,7 +21,7 @@ from p2pavg.optim.averaged import AveragedOptimizer
 from p2pavg.optim.batches import NO_METRICS
 from p2pavg.optim.local import LocalUpdates
 from p2pavg.optim.report import StepReport
-from p2pavg.optim.shards import Ranks
+from p2pavg.optim.shards import Ranks, local_of
 from p2pavg.optim.torch_optimizer import TorchOptimizer
 from p2pavg.optim.whole import WholeCopy, difference, is_sharded, layout_of, reshard, wrong_network
 from p2pavg.result import Success
@@ -95,7 +95,8 @@ class ReplicatedOptimizer(TorchOptimizer):
 
     Args:
         optimizer: on rank 0, an :class:`AveragedOptimizer`, :class:`LocalUpdates` or recipe for the parameters of
-            ``network``, or of ``whole``, without a ``process_group``; ``None`` on the other ranks.
+            ``network``, or of ``whole``; ``None`` on the other ranks. If it has a ``process_group``, that one has no
+            other rank of this one: its ranks hold other parts of the model, see :func:`divided_optimizer`.
         network: the module whose parameters the ranks share, without its ``DistributedDataParallel``. Rank 0's
             parameters and buffers replace those of the other ranks.
         process_group: group of ``torch.distributed`` of this peer's ranks; all processes if not given.
@@ -103,9 +104,9 @@ class ReplicatedOptimizer(TorchOptimizer):
             parameters replace those of ``network``. It may be on another device. ``None`` on the other ranks.
 
     Raises:
-        ValueError: ``optimizer`` is missing on rank 0, given elsewhere, has a ``process_group``, or trains other
-            parameters than those of ``network``; ``whole`` is missing, given elsewhere, or of another model; or
-            ``network`` is sharded over other ranks than those of ``process_group``. On all ranks.
+        ValueError: ``optimizer`` is missing on rank 0, given elsewhere, has a ``process_group`` with other ranks of
+            this one, or trains other parameters than those of ``network``; ``whole`` is missing, given elsewhere, or of
+            another model; or ``network`` is sharded over other ranks than those of ``process_group``. On all ranks.
     """
 
     def __init__(
@@ -126,12 +127,14 @@ class ReplicatedOptimizer(TorchOptimizer):
         self.optimizer = optimizer
         """The peer's optimizer, on rank 0 only."""
         self._epoch = 0
-        reshard(network)
-        found = self._ranks.gather(self._wrong(whole))
+        has_whole = self._ranks.as_the_first(lambda: whole is not None)
+        if has_whole:
+            reshard(network)
+        found = self._ranks.gather(self._wrong(whole, has_whole))
         for rank, text in enumerate(found):
             if text:
                 raise ValueError(text if found[dist.get_rank(self._group)] else f"on rank {rank}: {text}")
-        self._copy = WholeCopy(network, whole, self._ranks, self._group) if is_sharded(network) else None
+        self._copy = WholeCopy(network, whole, self._ranks, self._group) if has_whole else None
         self._mirror = self._mirrored()
         self._is_pending = False
         self._become_optimizer()
@@ -212,41 +215,48 @@ class ReplicatedOptimizer(TorchOptimizer):
             [{**group, "params": [mine[place] for place in group["params"]]} for group in told], defaults
         )
 
-    def _wrong(self, whole: torch.nn.Module | None) -> str:
+    def _wrong(self, whole: torch.nn.Module | None, has_whole: bool) -> str:
         """Return the reason for which this rank's arguments cannot be used; empty if they can."""
         if (self.optimizer is None) == self._ranks.is_first:
             return "optimizer must be given on rank 0 of the peer, and there alone"
-        if wrong := self._wrong_copy(whole):
+        if wrong := self._wrong_copy(whole, has_whole):
             return wrong
         if self.optimizer is None:
             return ""
-        if self.optimizer.are_several:
-            return "optimizer must be made without a process_group: rank 0 averages for all ranks"
+        if others := self.optimizer.ranks.others_in(self._group):
+            return (
+                f"optimizer has a process_group with rank {others[0]}, and that is a rank of the process_group whose"
+                " parameters are copied: make it without a process_group, or with one of ranks that hold other parts"
+            )
         known = {id(parameter) for parameter in self._trained.parameters()}
         trained = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         if not all(id(parameter) in known for parameter in trained):
             return f"optimizer must train parameters of {'network' if whole is None else 'whole'}"
         return ""
 
-    def _wrong_copy(self, whole: torch.nn.Module | None) -> str:
-        """Return the reason for which ``whole`` cannot be used with ``network``; empty if it can."""
+    def _wrong_copy(self, whole: torch.nn.Module | None, has_whole: bool) -> str:
+        """Return the reason for which ``whole`` cannot be used with ``network``; empty if it can.
+
+        Args:
+            has_whole: true if rank 0 has it.
+        """
         import torch.distributed as dist
 
-        sharded = is_sharded(self._network)
-        if not self._ranks.is_first:
-            wrong = "" if whole is None else "whole must be given on rank 0 of the peer, and there alone"
-        elif whole is None:
-            wrong = (
+        if whole is not None and not self._ranks.is_first:
+            return "whole must be given on rank 0 of the peer, and there alone"
+        if has_whole and not is_sharded(self._network):
+            return "whole is for a network whose parameters are sharded: leave it out"
+        if whole is not None and (wrong := difference(layout_of(whole), layout_of(self._network))):
+            return wrong
+        if has_whole:
+            return wrong_network(self._network, dist.get_process_group_ranks(self._group))
+        divides = self.optimizer is not None and self.optimizer.are_several
+        if self.optimizer is not None and not divides and is_sharded(self._network):
+            return (
                 "the parameters of network are sharded: give rank 0 a copy that is not, as whole=, or let each rank"
                 " average its own shard (p2pavg.optim.shard_config)"
             )
-            wrong = wrong if sharded else ""
-        elif not sharded:
-            wrong = "whole is for a network whose parameters are sharded: leave it out"
-        else:
-            wrong = difference(layout_of(whole), layout_of(self._network))
-        ranks = dist.get_process_group_ranks(self._group) if sharded else []
-        return wrong or (wrong_network(self._network, ranks) if sharded else "")
+        return ""
 
     @property
     def epoch(self) -> int:
@@ -419,7 +429,7 @@ class ReplicatedOptimizer(TorchOptimizer):
             return
 
         works = [
-            dist.broadcast(tensor.detach(), group=self._group, group_src=0, async_op=True)
+            dist.broadcast(local_of(tensor.detach()), group=self._group, group_src=0, async_op=True)
             for tensor in (*self._network.parameters(), *self._network.buffers())
         ]
         for work in works:

@@ -109,8 +109,8 @@ def full_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_sharded(network: nn.Module) -> bool:
-    """Return whether a parameter of a module is a DTensor."""
-    return any(hasattr(parameter, "to_local") for parameter in network.parameters())
+    """Return whether this rank holds a part of a parameter of a module."""
+    return any(hasattr(p, "to_local") and local_of(p).numel() != p.numel() for p in network.parameters())
 
 
 def reshard(network: nn.Module) -> None:

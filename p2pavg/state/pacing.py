@@ -2,12 +2,13 @@
 
 Bytes that fill a link wait in a queue in front of it, and so does every other message of the peer. A group is formed
 with messages that answer each other: if each waits a tenth of a second for bytes of a state, the run forms its groups a
-second later, and all its members have waited for one that joins. So while a donor is in a round, or looks for the group
-of one, it fills a slow link in part only, in small steps. Several donors fill the joiner's link together.
+second later, and all its members have waited for one that joins. So a donor fills a slow link in part only, in small
+steps, as long as one round follows another. Several donors fill the joiner's link together.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -18,6 +19,8 @@ SLOW_MBPS = 100.0
 """A faster link empties its queue in a few milliseconds. Its measurement may be far too low, too."""
 PART = 0.75
 """The part of a slow link that states fill. More makes the queue long, and less the transfer."""
+LATELY_SECONDS = 10.0
+"""After a round, for which the messages of the next one may come at any time."""
 STEP_BYTES = 16 * 1024
 """Bytes that are sent at once at a pace, or under a limit: 26 ms of 5 Mbit/s. More would be a burst, and look like
 silence to joiners."""
@@ -27,8 +30,8 @@ class Pace:
     """The pace of all that one peer sends of states in one run. Threads and tasks may use it at once.
 
     Args:
-        bandwidth: returns what this peer's link carries, in Mbit/s; 0 if it is not known. It may be too low, if the other
-            members were slow; so nothing is held back while no message of a round can wait.
+        bandwidth: returns what this peer's link carries, in Mbit/s; 0 if it is not known. It may be too low, if the
+            other members were slow; so nothing is held back when no round was near.
         in_round: returns true while this peer is in a round, or looks for its group.
         clock: returns seconds that do not run backwards.
     """
@@ -45,6 +48,7 @@ class Pace:
         self._clock = clock
         self._lock = threading.Lock()
         self._mbps = 0.0
+        self._until = -math.inf
         self._bucket: TokenBucket | None = None
 
     @property
@@ -56,10 +60,13 @@ class Pace:
         """Take ``count`` bytes, and return the seconds to wait before they may go."""
         mbps = self._bandwidth()
         with self._lock:
-            if not 0 < mbps < SLOW_MBPS or not self._in_round():
+            now = self._clock()
+            if self._in_round():
+                self._until = now + LATELY_SECONDS
+            if not 0 < mbps < SLOW_MBPS or now >= self._until:
                 self._bucket = None
                 return 0.0
             if self._bucket is None or mbps != self._mbps:
                 self._mbps = mbps
                 self._bucket = TokenBucket(PART * mbps * 1e6 / 8 / WIRE_OVERHEAD, STEP_BYTES)
-            return self._bucket.take(self._clock(), count)
+            return self._bucket.take(now, count)

@@ -79,8 +79,8 @@ class StateService:
             is_busy: returns true while a round exchanges, from any thread. Then pieces wait, for a second at most.
             bandwidth: returns what this peer's link carries, in Mbit/s, from any thread; 0 if it is not known.
             on_sent: is told of the bytes of pieces that were sent, from any thread.
-            in_round: returns true while this peer is in a round, or looks for its group, from any thread. Then states
-                fill a slow link in part only.
+            in_round: returns true while this peer is in a round, or looks for its group, from any thread. Then, and
+                for a while afterwards, states fill a slow link in part only.
         """
         run = self._runs.setdefault(stored_key(run_id, membership), _Run(run_id, membership))
         run.offered.append(Offered(holdings, upload, is_busy, bandwidth, on_sent, in_round))

@@ -409,7 +409,6 @@ class DecentralizedAverager:
             settings,
             board,
             self._is_exchanging,
-            lambda: self._round is not None and self._round.result is None,
             lambda: self.config.bandwidth or self._meter.announced_mbps,
             self.events.emit,
         ) as sharing:

@@ -104,7 +104,6 @@ async def open_sharing(
     settings: ShareSettings,
     board: Board,
     is_busy: Callable[[], bool],
-    in_round: Callable[[], bool],
     bandwidth: Callable[[], float],
     emit: OnEvent,
 ) -> AsyncIterator[StateSharing]:
@@ -112,7 +111,6 @@ async def open_sharing(
 
     Args:
         is_busy: returns true while a round exchanges.
-        in_round: returns true while this peer is in a round, or looks for its group.
         bandwidth: returns what this peer's link carries, in Mbit/s; 0 if it is not known.
         emit: takes the events of uploads.
     """
@@ -125,7 +123,6 @@ async def open_sharing(
         is_busy=is_busy,
         bandwidth=bandwidth,
         on_sent=uploads.note,
-        in_round=in_round,
     )
     try:
         async with (

@@ -69,7 +69,6 @@ class StateService:
         is_busy: Callable[[], bool] = lambda: False,
         bandwidth: Callable[[], float] = lambda: 0.0,
         on_sent: OnSent = lambda _peer_id, _count: None,
-        in_round: Callable[[], bool] = lambda: False,
     ) -> None:
         """Serve what one user of a run holds from now on. Several averagers of one run may each call it once.
 
@@ -79,11 +78,9 @@ class StateService:
             is_busy: returns true while a round exchanges, from any thread. Then pieces wait, for a second at most.
             bandwidth: returns what this peer's link carries, in Mbit/s, from any thread; 0 if it is not known.
             on_sent: is told of the bytes of pieces that were sent, from any thread.
-            in_round: returns true while this peer is in a round, or looks for its group, from any thread. Then, and
-                for a while afterwards, states fill a slow link in part only.
         """
         run = self._runs.setdefault(stored_key(run_id, membership), _Run(run_id, membership))
-        run.offered.append(Offered(holdings, upload, is_busy, bandwidth, on_sent, in_round))
+        run.offered.append(Offered(holdings, upload, is_busy, bandwidth, on_sent))
 
     def leave(self, run_id: str, membership: Membership | None, holdings: Holdings) -> None:
         """Take back one :meth:`join`. Running sessions find nothing of it any more."""

@@ -15,7 +15,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import trio
@@ -37,7 +37,6 @@ from p2pavg.state.messages import (
     encode_refusal,
     read_request,
 )
-from p2pavg.state.pacing import STEP_BYTES, Pace
 from p2pavg.state.session_errors import of_the_remote
 from p2pavg.state.uploads import OnSent
 from p2pavg.threads.workers import in_own_thread
@@ -61,6 +60,7 @@ UNSENT_BYTES = 128 * 1024  # that the system may hold: bytes of a round do not w
 LOOK_SECONDS = 1.0
 """Between two looks at a session's limits, and at the joiner's certificate."""
 _BUSY_SECONDS = 0.05
+_LIMITED_BYTES = 16 * 1024  # under a limit: more at once would be a burst, and look like silence to joiners
 _ACKNOWLEDGE_SECONDS = 5.0
 
 
@@ -85,17 +85,6 @@ class Offered:
     bandwidth: Callable[[], float] = lambda: 0.0
     """Returns what this peer's link carries, in Mbit/s, from any thread; 0 if it is not known."""
     on_sent: OnSent = lambda _peer_id, _count: None
-    in_round: Callable[[], bool] = lambda: False
-    """Returns true while this peer is in a round, or looks for its group, from any thread."""
-    pace: Pace = field(init=False)
-    """Shared by all sessions."""
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "pace", Pace(self.bandwidth, self.in_round))
-
-    def delay(self, count: int) -> float:
-        """Take bytes of the limit and of the pace; return the seconds to wait before they may go."""
-        return max(self.upload.delay(count), self.pace.delay(count))
 
 
 class Source(Protocol):
@@ -255,7 +244,7 @@ class Session:
                 return
             for piece, seconds in _in_steps(data, offered):
                 await _give_way(offered.is_busy, seconds)
-                await trio.sleep(offered.delay(len(piece)))
+                await trio.sleep(offered.upload.delay(len(piece)))
                 await self._send_in_time(piece)
                 if offered is not None:
                     offered.on_sent(self._stream.remote, len(piece))
@@ -354,7 +343,7 @@ class LaneUse:
             return
         for piece, seconds in _in_steps(data, offered):
             self._give_way(offered.is_busy, seconds)
-            self._pause(offered.delay(len(piece)))
+            self._pause(offered.upload.delay(len(piece)))
             self._send(piece)
             offered.on_sent(self._lane.remote, len(piece))
 
@@ -380,14 +369,14 @@ def spared_bytes(bandwidth: float) -> int:
     Args:
         bandwidth: of this peer's link, in Mbit/s; 0 if it is not known.
     """
-    steps = int(SPARED_SECONDS * bandwidth * 1e6 / 8 / STEP_BYTES)
-    return min(max(steps, 1) * STEP_BYTES, SEND_BYTES) if bandwidth else SEND_BYTES
+    steps = int(SPARED_SECONDS * bandwidth * 1e6 / 8 / _LIMITED_BYTES)
+    return min(max(steps, 1) * _LIMITED_BYTES, SEND_BYTES) if bandwidth else SEND_BYTES
 
 
 def _in_steps(data: Buffer, offered: Offered) -> Iterator[tuple[memoryview, float]]:
     """Yield data in pieces, each with the seconds for which it waits at most while a round exchanges."""
     view, spared = memoryview(data), spared_bytes(offered.bandwidth())
-    size = spared if offered.upload.unlimited and offered.pace.is_free else STEP_BYTES
+    size = spared if offered.upload.unlimited else _LIMITED_BYTES
     for start in range(0, len(view), size):
         waits = 0.0 if start % spared else YIELD_SECONDS * min(len(view) - start, spared) / spared
         yield view[start : start + size], waits

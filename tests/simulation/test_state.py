@@ -10,7 +10,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import trio
@@ -20,7 +19,6 @@ from p2pavg.errors import StateError
 from p2pavg.net.framing import receive_message, send_message
 from p2pavg.net.transport import Buffer, Stream
 from p2pavg.peer import Peer
-from p2pavg.state import pacing
 from p2pavg.state.donors import PIECE_SECONDS, SILENT_SECONDS, STALLED_SECONDS
 from p2pavg.state.fetching import Fetch, Progress
 from p2pavg.state.manifest import Manifest
@@ -50,12 +48,6 @@ from tests.unit.state.blobs import Blob, Held
 
 RUN = "sim"
 FAST_ETHERNET = 100e6 / 8
-
-
-@pytest.fixture(autouse=True)
-def paced_on_virtual_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let donors keep their pace by the clock of the simulation."""
-    monkeypatch.setattr(pacing, "time", SimpleNamespace(monotonic=trio.current_time))
 
 
 def name(index: int) -> str:
@@ -252,15 +244,6 @@ async def test_a_round_has_nearly_all_of_a_slow_link(autojump_clock: MockClock) 
         peers[1].state.join(RUN, None, Held(blob), is_busy=lambda: True, bandwidth=lambda: mbps)
         seconds = await check_fetch(fetch_of(sessions, blob, peers[1:]), blob)
     assert len(blob.data) / seconds < 0.1 * mbps * 1e6 / 8
-
-
-async def test_a_donor_in_a_round_fills_a_part_of_a_slow_link(autojump_clock: MockClock) -> None:
-    """While a group is formed too: its messages go over the same link."""
-    blob, mbps = Blob(0, 4, 1 << 20), 5.0
-    async with company(1, bandwidth=FAST_ETHERNET) as (_network, peers, _held, sessions):
-        peers[1].state.join(RUN, None, Held(blob), bandwidth=lambda: mbps, in_round=lambda: True)
-        seconds = await check_fetch(fetch_of(sessions, blob, peers[1:]), blob)
-    assert len(blob.data) * 8 / 1e6 / seconds == pytest.approx(pacing.PART * mbps, rel=0.1)
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ class PairLane(DirectLane):
         self.breaks_at: float = float("inf")
         self.change: Callable[[bytes], bytes] = bytes
         self.socket = end
+        self.acknowledgements = 0
 
     def unsent(self) -> int:
         return 0
@@ -77,6 +78,7 @@ class PairLane(DirectLane):
             self.socket.sendall(b"!")
         except OSError as error:
             raise StreamBrokenError(str(error)) from None
+        self.acknowledgements += 1
 
     async def acknowledged(self) -> None:
         await trio.lowlevel.wait_readable(self.socket.fileno())

@@ -140,6 +140,7 @@ async def test_all_members_end_with_the_same_mean_and_no_thread_is_left(
             assert result.bytes_sent == result.bytes_received > ELEMENTS
         assert lane_threads() == []
         assert len(started) == (2 * SIZE * (SIZE - 1) if driver == "threads" else 0)
+        assert sum(lane.acknowledgements for lane in rounds.laid.ends) == SIZE * (SIZE - 1)
 
     await over_lanes(test, compression=compression)
 
@@ -286,6 +287,7 @@ async def test_a_step_that_is_abandoned_leaves_no_thread_behind() -> None:
         await over_lanes(test)
 
 
+@pytest.mark.usefixtures("driver")
 async def test_every_byte_of_a_part_asks_the_limit_in_small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: dict[int, list[int]] = {}
 

@@ -34,7 +34,9 @@ from p2pavg.threads.workers import in_own_thread
 logger = logging.getLogger(__name__)
 
 OPEN_SECONDS = 10.0
-DIRECT_SECONDS = 5.0  # for a direct lane to come about, from either side; then the parts go over a stream
+# For a direct lane to come about, from either side; then the parts go over a stream. A member that sends nothing of its
+# contribution is given up after 4.5 s, so there has to be time for that stream.
+DIRECT_SECONDS = 3.0
 # From this bandwidth on, lanes wait for the processor more than for the link, and taking turns only costs.
 FAST_MBPS = 500.0
 MAX_MEMBERS = 256  # more than a roster has

@@ -6,37 +6,28 @@ import logging
 import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager
-from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 import trio
 
-from p2pavg.allreduce.context import run_context
 from p2pavg.codes import NoPeersCode
 from p2pavg.config import AveragingConfig
 from p2pavg.errors import ClosedError
 from p2pavg.group.bandwidth import BandwidthMeter
-from p2pavg.group.candidate import ready_key
 from p2pavg.group.meeting import Meeting
-from p2pavg.group.participation import observers
-from p2pavg.group.roster import share_cutter
-from p2pavg.matchmaking.actions import Settings
-from p2pavg.matchmaking.matchmaker import Matchmaker
-from p2pavg.net.limits.rate import RateLimit
 from p2pavg.net.reach.reachability import Reachability
 from p2pavg.records.board import LOOK_SECONDS, Board
 from p2pavg.records.boards import Boards
-from p2pavg.records.run_entry import RunEntry
 from p2pavg.result import InProgress, NoPeers, RoundResult, Success, Tensors
 from p2pavg.round.alone import take_alone
+from p2pavg.round.contributing import open_rounds
 from p2pavg.round.host import Host
 from p2pavg.round.joined_run import JoinedRun
-from p2pavg.round.presence import Presence
 from p2pavg.round.roles import Contributor
 from p2pavg.round.round import WARN_SECONDS, Round
-from p2pavg.round.rounds import Rounds, RoundSettings
+from p2pavg.round.rounds import Rounds
 from p2pavg.round.shared_states import ShareSettings, open_sharing, shared_run
 from p2pavg.round.statuses import Statuses
 from p2pavg.round.step_plan import StepPlan, checked_plan, checked_wait
@@ -347,7 +338,9 @@ class DecentralizedAverager:
         if schema is None or (self._accumulation.weight == 0 and not plan.observes):
             return False
         if self._rounds is None:
-            self._rounds = self._prepare(schema)
+            self._rounds = open_rounds(
+                self._host, self._run, self.config, schema, self._meter, self._nursery, self._tails
+            )
         # From here on nothing can fail before the round owns what is taken.
         contribution = None if plan.observes else self._accumulation.take()
         if contribution is None and not plan.observes:  # cleared in another thread meanwhile
@@ -365,67 +358,6 @@ class DecentralizedAverager:
         self._round = Round(self._rounds, role, plan.target, plan.contributors, plan.meeting)
         self._nursery.start_soon(self._round.run)
         return True
-
-    def _prepare(self, schema: Schema) -> Rounds:
-        """Register with the peer. This waits for the first step, because it needs the schema."""
-        config, context = self.config, self._host.context
-        codec = config.codec
-        aggregation = config.aggregation
-        key = ready_key(config.run_id, schema.hash, config.rule, aggregation.text)
-        cut_shares = share_cutter(schema.elements, codec.granularity, aggregation.topology)
-        matchmaker = Matchmaker(
-            context,
-            key=key,
-            settings=Settings(
-                target=config.group_size,
-                minimum=config.min_group_size,
-                match_timeout=config.match_timeout,
-                cut_shares=cut_shares,
-                choose_observers=partial(observers, config.participation),
-                max_weight=config.most_weight,
-                refuses=self._run.refuses,
-            ),
-            codec=codec.name,
-            bandwidth=lambda: self._meter.announced_mbps if config.bandwidth is None else config.bandwidth,
-            records=self._run.records,
-        )
-        self._host.registry.add_averager(key, matchmaker, config.run_id)
-        entry = RunEntry(
-            schema_hash=schema.hash,
-            tensors=len(schema.shapes),
-            elements=schema.elements,
-            codec=codec.name,
-            group_size=config.group_size,
-            rule=config.rule,
-            aggregation=aggregation.text,
-        )
-        presence = Presence(self._host, self._run.records, config.run_id, entry)
-        self._nursery.start_soon(presence.publish)
-        return Rounds(
-            run_context(
-                context,
-                self._host.lobby,
-                codec=codec,
-                aggregation=aggregation,
-                elements=schema.elements,
-                group_size=config.group_size,
-                meter=self._meter,
-                cut_shares=cut_shares,
-                upload=RateLimit(config.max_upload_mbps),
-                download=RateLimit(config.max_download_mbps),
-            ),
-            matchmaker,
-            RoundSettings(
-                run_id=config.run_id,
-                target=config.group_size,
-                minimum=config.min_group_size,
-                exchange_timeout=config.exchange_timeout,
-            ),
-            self._tails,
-            presence.why_alone,
-            self._run.accuse,
-            leave=presence.withdraw,
-        )
 
     async def board(self, topic: str, look_seconds: float = LOOK_SECONDS) -> Board:
         """Return the board of a topic: short texts that the peers of the run publish. One topic has one object.

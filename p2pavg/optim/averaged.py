@@ -76,7 +76,8 @@ class AveragedOptimizer(PeerOptimizer):
         buffers: names of ``model``'s buffers to average, instead of the running statistics.
         check_every: number of updates between two comparisons of the peers' parameter digests; ``None`` or 0 for never.
         state: fetches the run's state when this peer begins late or was left behind, offers it to others, and writes
-            checkpoints. Its model counts as ``model``. Without it, a peer that is behind takes no further part.
+            checkpoints. Its model counts as ``model``. The model itself stands for ``RunState(model)``. Without it, a
+            peer that is behind takes no further part.
         batch_size: number of samples behind each call of :meth:`step` that names none.
         samples_of: function that returns the number of samples behind a call of :meth:`step` that names none.
         accumulate: number of calls of :meth:`step`, each after a backward pass, whose gradients autograd adds up, as
@@ -106,7 +107,7 @@ class AveragedOptimizer(PeerOptimizer):
         model: torch.nn.Module | None = None,
         buffers: Collection[str] | None = None,
         check_every: int | None = 10,
-        state: RunState | None = None,
+        state: RunState | torch.nn.Module | None = None,
         batch_size: float | None = None,
         samples_of: SamplesOf | None = None,
         accumulate: int = 1,

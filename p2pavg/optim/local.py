@@ -132,7 +132,7 @@ class LocalUpdates(PeerOptimizer):
         model: torch.nn.Module | None = None,
         buffers: Collection[str] | None = None,
         check_every: int | None = 10,
-        state: RunState | None = None,
+        state: RunState | torch.nn.Module | None = None,
         batch_size: float | None = None,
         samples_of: SamplesOf | None = None,
         accumulate: int = 1,

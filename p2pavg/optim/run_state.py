@@ -87,17 +87,27 @@ class RunState:
         self._is_used = True
 
 
+def run_state_of(state: RunState | nn.Module | None) -> RunState | None:
+    """Return the :class:`RunState` of an optimizer's argument ``state``, which may be a model instead.
+
+    Raises:
+        TypeError: ``state`` is neither.
+    """
+    if isinstance(state, nn.Module):
+        return RunState(state)
+    if state is not None and not isinstance(state, RunState):
+        raise TypeError(f"state must be a RunState or the model, got {type(state).__name__}")
+    return state
+
+
 def model_of(model: nn.Module | None, state: RunState | None) -> nn.Module | None:
     """Return the model of an optimizer: ``model``, or that of its :class:`RunState`.
 
     Raises:
-        TypeError: ``state`` is no :class:`RunState`.
-        ValueError: the two have different models.
+        ValueError: the two are different models.
     """
     if state is None:
         return model
-    if not isinstance(state, RunState):
-        raise TypeError(f"state must be a RunState, got {type(state).__name__}")
     if model is not None and model is not state.model:
         raise ValueError("model must be the model of the RunState, or left out")
     return state.model

@@ -24,7 +24,7 @@ from p2pavg.optim.lineage import Lineage
 from p2pavg.optim.model import ModelParts
 from p2pavg.optim.recipe import Recipe, Settings, hyperparameters, named
 from p2pavg.optim.report import StepReport
-from p2pavg.optim.run_state import RunState, model_of
+from p2pavg.optim.run_state import RunState, model_of, run_state_of
 from p2pavg.optim.shards import Ranks, local_of, whole_of
 from p2pavg.optim.state import checked_period
 from p2pavg.optim.states import States
@@ -69,12 +69,13 @@ class PeerOptimizer(TorchOptimizer):
         buffers: Collection[str] | None,
         check_every: int | None,
         process_group: dist.ProcessGroup | None = None,
-        state: RunState | None = None,
+        state: RunState | torch.nn.Module | None = None,
         batches: Batches,
         measure_updates: bool,
     ) -> None:
         check_averager(averager)
-        model = model_of(model, state)
+        run_state = run_state_of(state)
+        model = model_of(model, run_state)
         self.inner = inner = joined(inner, model)
         self._become_optimizer()
         self.scheduler = scheduler
@@ -95,7 +96,7 @@ class PeerOptimizer(TorchOptimizer):
         self._ranks = Ranks(process_group)
         self._averager = averager
         self._on_update = on_update
-        self._run_state = state
+        self._run_state = run_state
         self._states: States | None = None
         self._zeroing = None if self._ranks.are_several else ZeroingCheck(self._parameters)
         averager.clear()  # contributions of an earlier optimizer

@@ -27,6 +27,7 @@ from typing import Any, TextIO
 from p2pavg import blocking
 from p2pavg.config import AveragingConfig
 from p2pavg.testing.faults import FaultPlan
+from p2pavg.testing.forking import Process, can_fork, fork_process
 from p2pavg.testing.swarm_faults import carrying_out
 
 START_SECONDS = 180.0  # importing torch on a busy machine
@@ -87,9 +88,7 @@ class Member:
 class SwarmProcess:
     """One process of a swarm, seen from the test."""
 
-    def __init__(
-        self, index: int, process: subprocess.Popen[str], arguments: Mapping[str, Any] | None = None
-    ) -> None:
+    def __init__(self, index: int, process: Process, arguments: Mapping[str, Any] | None = None) -> None:
         self.index = index
         self.process = process
         self.arguments = dict(arguments or {})
@@ -227,12 +226,14 @@ class LocalSwarm:
             file.
         peers: the number of processes that :meth:`start` starts.
         arguments: JSON values that each process gets as :attr:`Member.arguments`.
+        fork: fork the processes from one that has imported torch and p2pavg, which saves four seconds of processor time
+            for each; else start a new interpreter for each. ``None``: fork on Linux, where system libraries allow it.
 
     Use it in a ``with`` block. Leaving the block ends every process, and the processes that they have started. They
     also end when this process dies. A Ctrl-C in the terminal reaches this process only, which then leaves its block.
 
     Raises:
-        ValueError: ``work`` is a function that a new process cannot import.
+        ValueError: ``work`` is a function that a new process cannot import, or this system cannot fork.
     """
 
     def __init__(
@@ -241,9 +242,15 @@ class LocalSwarm:
         *,
         peers: int,
         arguments: Mapping[str, Any] | None = None,
+        fork: bool | None = None,
     ) -> None:
         self.work = work if isinstance(work, str) else _name_of(work)
         self.peers = peers
+        self.fork = can_fork() if fork is None else fork
+        if self.fork and not can_fork():
+            raise ValueError(
+                f"fork must be False or None on {sys.platform}: only Linux can fork such processes"
+            )
         self.arguments = dict(arguments or {})
         self.processes: list[SwarmProcess] = []
         """The processes by index: for each index, the one that was started last."""
@@ -332,14 +339,18 @@ class LocalSwarm:
         return process
 
     def _launch(self, index: int, arguments: Mapping[str, Any]) -> SwarmProcess:
-        """Start a process. It imports what it needs, and then waits for its index and arguments."""
-        process = subprocess.Popen(
-            [sys.executable, "-m", "p2pavg.testing.swarm_process", self.work, json.dumps(_search_path())],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            process_group=0,
-        )
+        """Start a process. It imports the function, and then waits for its index and arguments."""
+        process: Process
+        if self.fork:
+            process = fork_process(self.work, _search_path())
+        else:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "p2pavg.testing.swarm_process", self.work, json.dumps(_search_path())],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                process_group=0,
+            )
         found = SwarmProcess(index, process, arguments)
         self._launched.append(found)
         self.processes[index : index + 1] = [found]

@@ -7,7 +7,7 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.machinery import SourceFileLoader
 from types import ModuleType
 
@@ -33,13 +33,18 @@ def _module(name: str) -> ModuleType:
     return module
 
 
-def _main() -> None:
+def run_member(work: str, path: Sequence[str]) -> None:
+    """Run one process of a swarm, from its setup on standard input to the end of its function.
+
+    Args:
+        work: the function, as ``"module:function"``.
+        path: the folders in which this process looks for modules, after its own.
+    """
     # Standard output carries the reports to the test. Redirect everything that the process prints to standard error.
     reports = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    module, _, name = sys.argv[1].rpartition(":")
-    if len(sys.argv) > 2:
-        sys.path += [entry for entry in json.loads(sys.argv[2]) if entry not in sys.path]
+    module, _, name = work.rpartition(":")
+    sys.path += [entry for entry in path if entry not in sys.path]
     function: Callable[[Member], None] = getattr(_module(module), name)
     # Import what opening a peer needs, while the first process determines its address.
     importlib.import_module("p2pavg.net.libp2p.transport")
@@ -53,4 +58,4 @@ def _main() -> None:
 
 
 if __name__ == "__main__":
-    _main()
+    run_member(sys.argv[1], json.loads(sys.argv[2]))

@@ -24,7 +24,7 @@ def watched(test: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[Non
 
     @functools.wraps(test)
     async def bounded(*args: Any, **kwargs: Any) -> None:
-        with trio.fail_after(30.0):
+        with trio.fail_after(150.0):
             await test(*args, **kwargs)
 
     return bounded

@@ -17,7 +17,13 @@ WATCHDOG_SECONDS = 180.0
 
 
 def config(**changes: Any) -> AveragingConfig:
-    settings: dict[str, Any] = {"run_id": "test", "group_size": 2, "compression": "fp32"}
+    # A busy machine may take ten seconds to open a lane.
+    settings: dict[str, Any] = {
+        "run_id": "test",
+        "group_size": 2,
+        "compression": "fp32",
+        "exchange_timeout": 120.0,
+    }
     return AveragingConfig(**(settings | changes))
 
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import os
 import random
 import resource
+import signal
 import subprocess
 import sys
+import threading
 import time
 
+import numpy
 import psutil
 import torch
 
@@ -225,3 +229,41 @@ def start_another(member: Member) -> None:
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     member.report(pid=child.pid)
     child.wait()
+
+
+def describe_start(member: Member) -> None:
+    """Report with what the process was started, and what differs between two of them."""
+    member.report(
+        pid=os.getpid(),
+        group=os.getpgid(0),
+        folder=os.getcwd(),
+        first_of_path=sys.path[0],
+        variable=os.environ.get("P2PAVG_TEST_VARIABLE"),
+        hashes=hash("p2pavg"),
+        numbers=[random.random(), float(numpy.random.random())],
+        input=os.readlink("/proc/self/fd/0"),
+        open_files=psutil.Process().num_fds(),
+        threads=[thread.name for thread in threading.enumerate()],
+    )
+    member.told(60.0)
+
+
+def end(member: Member) -> None:
+    """Leave a thread and a function for the end of the process, and end as the argument says."""
+
+    def linger() -> None:
+        time.sleep(0.2)
+        member.report(said="thread")
+
+    atexit.register(member.report, said="exit function")
+    threading.Thread(target=linger).start()
+    match member.arguments["end"]:
+        case "return":
+            return
+        case "raise":
+            raise ValueError("wrong")
+        case "interrupt":
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(60.0)
+        case code:
+            sys.exit(code)

@@ -302,7 +302,9 @@ import torch
 from p2pavg import AveragingConfig
 from p2pavg.blocking import open_averager
 from p2pavg.round.round import Round
+from p2pavg.threads import trio_thread
 
+trio_thread.STOP_SECONDS = 1000.0
 changed = Round.changed
 
 async def noticed(self):
@@ -330,7 +332,7 @@ def test_ctrl_c_during_a_waiting_step() -> None:
             assert process.stdout is not None
             assert process.stdout.readline() == "waiting\n"
             process.send_signal(signal.SIGINT)
-            out, err = process.communicate(timeout=9)  # less than STOP_SECONDS
+            out, err = process.communicate(timeout=WATCHDOG_SECONDS)  # less than STOP_SECONDS
         finally:
             process.kill()
     # The interpreter ends like this after an uncaught KeyboardInterrupt.

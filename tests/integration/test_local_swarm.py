@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
-from p2pavg.testing import LocalSwarm, SwarmProcess
-from tests.integration.swarm_work import start_another, stay, talk
+from p2pavg.testing import LocalSwarm, SwarmProcess, forking
+from p2pavg.testing.forking import ForkedProcess, ForkServer
+from tests.integration.swarm_work import describe_start, end, start_another, stay, talk
 
 WORK = "tests.integration.swarm_work:stay"
+starts = pytest.mark.parametrize("fork", [True, False], ids=["forked", "new interpreter"])
+only_linux = pytest.mark.skipif(not forking.can_fork(), reason="processes are forked on Linux only")
 
 
-def test_a_restarted_process_has_its_index_its_arguments_and_its_peer_id(tmp_path: Path) -> None:
-    with LocalSwarm(WORK, peers=0, arguments={"color": "red"}) as swarm:
+@starts
+def test_a_restarted_process_has_its_index_its_arguments_and_its_peer_id(tmp_path: Path, fork: bool) -> None:
+    if fork and not forking.can_fork():
+        pytest.skip("processes are forked on Linux only")
+    with LocalSwarm(WORK, peers=0, arguments={"color": "red"}, fork=fork) as swarm:
         first = swarm.add(arguments={"identity": str(tmp_path / "first.key")})
         second = swarm.add(arguments={"color": "blue"})
         assert first.event(60.0) == {"bootstrap": [], "arguments": first.arguments}
@@ -148,3 +156,112 @@ def test_leaving_ends_the_children_of_the_processes() -> None:
         assert child.is_running()
     psutil.wait_procs([child], timeout=30.0)
     assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+
+
+ENDS = [("return", 0), ("raise", 1), ("interrupt", -2), (0, 0), (7, 7), ("a text", 1)]
+
+
+@pytest.mark.parametrize(
+    ("fork", "how", "code"), [*((True, *each) for each in ENDS), *((False, *each) for each in ENDS[:3])]
+)
+def test_a_process_ends_with_its_code_after_its_threads_and_exit_functions(
+    fork: bool, how: str | int, code: int
+) -> None:
+    if fork and not forking.can_fork():
+        pytest.skip("processes are forked on Linux only")
+    with LocalSwarm(end, peers=0, arguments={"end": how}, fork=fork) as swarm:
+        process = swarm.add(wait=False)
+        assert [event["said"] for event in process.events(150.0)] == ["thread", "exit function"]
+        assert process.process.wait(60.0) == code
+
+
+@only_linux
+class TestForkedProcesses:
+    def test_they_begin_like_a_new_interpreter(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        described = []
+        for fork in (True, True, False):
+            monkeypatch.setenv("P2PAVG_TEST_VARIABLE", f"forked: {fork}")
+            monkeypatch.chdir(tmp_path)
+            # The environment has changed since the last process, so this one has a server of its own.
+            with LocalSwarm(describe_start, peers=0, fork=fork) as swarm:
+                described += [_start_of(swarm) for _ in range(2)]
+        assert [found["variable"] for found in described] == ["forked: True"] * 4 + ["forked: False"] * 2
+        assert all(found["group"] == found["pid"] for found in described)
+        assert {found["folder"] for found in described} == {str(tmp_path)}
+        assert {found["first_of_path"] for found in described} == {str(tmp_path)}
+        assert all(found["input"].startswith("pipe:") for found in described)
+        assert len({found["open_files"] for found in described}) == 1, described
+        assert len({tuple(found["threads"]) for found in described}) == 1
+        for position in range(2):  # two processes draw other random numbers
+            assert len({found["numbers"][position] for found in described}) == 6
+        assert described[0]["hashes"] != described[1]["hashes"]  # not all orders of sets are equal
+
+    def test_the_end_of_their_server_is_an_error(self) -> None:
+        server = ForkServer()
+        process = server.fork(WORK, [os.getcwd()])
+        assert process.poll() is None
+        server._process.kill()
+        with pytest.raises(RuntimeError, match=f"the server that forked process {process.pid} has ended"):
+            process.wait(60.0)
+        with pytest.raises(RuntimeError, match="the server that forks processes has ended"):
+            server.fork(WORK, [os.getcwd()])
+        server.close()
+        _close(process)  # tells it to leave
+
+    def test_a_closed_server_ends_and_its_processes_go_on(self) -> None:
+        server = ForkServer()
+        process = server.fork(WORK, [os.getcwd()])
+        server.close()
+        assert server._process.poll() == 0
+        assert psutil.Process(process.pid).status() != psutil.STATUS_ZOMBIE
+        _close(process)
+
+    def test_signals_do_not_reach_a_process_that_has_ended(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Its id may belong to another process."""
+        with LocalSwarm(stay, peers=0, fork=True) as swarm:
+            process = swarm.add(wait=False).process
+            process.kill()
+            assert process.wait(60.0) == -9
+            monkeypatch.setattr(os, "kill", lambda *_: pytest.fail("signalled"))
+            process.kill()
+
+    def test_they_end_when_the_test_is_killed(self, tmp_path: Path) -> None:
+        script = tmp_path / "killed.py"
+        script.write_text(KILLED)
+        with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True) as run:
+            assert run.stdout is not None
+            children = [psutil.Process(int(word)) for word in run.stdout.readline().split()]
+            assert len(children) == 3
+            run.kill()
+        gone, alive = psutil.wait_procs(children, timeout=120.0)
+        assert not [child for child in alive if child.status() != psutil.STATUS_ZOMBIE], gone
+
+
+KILLED = """
+import time
+
+import psutil
+
+from p2pavg.testing import LocalSwarm
+
+def work(member):
+    member.report(ready=True)
+    time.sleep(1000)
+
+if __name__ == "__main__":
+    with LocalSwarm(work, peers=0, fork=True) as swarm:
+        process = swarm.add(wait=False)
+        process.event(150.0)
+        servers = [child.pid for child in psutil.Process().children()]
+        print(process.process.pid, *servers, flush=True)
+        time.sleep(1000)
+"""
+
+
+def _start_of(swarm: LocalSwarm) -> dict[str, Any]:
+    return swarm.add(wait=False).event(150.0)
+
+
+def _close(process: ForkedProcess) -> None:
+    process.stdin.close()
+    process.stdout.close()

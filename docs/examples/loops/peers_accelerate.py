@@ -8,7 +8,7 @@ from accelerate import Accelerator
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-import p2pavg.optim
+from p2pavg import blocking, optim
 
 UPDATES = 60
 
@@ -31,8 +31,8 @@ def main() -> None:
     net = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 1))
     torch.seed()  # ... and other data
     opt = torch.optim.AdamW(net.parameters(), lr=5e-3)
-    averager = p2pavg.blocking.start_averager("sines", bootstrap=sys.argv[2:])
-    opt = p2pavg.optim.AveragedOptimizer(opt, averager, target_batch_size=96, batch_size=32, min_peers=3)
+    averager = blocking.start_averager("sines", bootstrap=sys.argv[2:])
+    opt = optim.AveragedOptimizer(opt, averager, target_batch_size=96, batch_size=32, min_peers=3, state=net)
     accelerator = Accelerator(cpu=True)
     net, opt = accelerator.prepare(net, opt)
     data = batches()

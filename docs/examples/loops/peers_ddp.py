@@ -36,7 +36,7 @@ def main() -> None:
     torch.seed()  # ... and other data
     opt = torch.optim.AdamW(net.parameters(), lr=5e-3)
     averager = start_averager("sines", bootstrap=sys.argv[2:]) if rank == 0 else None
-    opt = ReplicatedOptimizer.of(opt, net, averager, target_batch_size=96, batch_size=32, min_peers=3)
+    opt = ReplicatedOptimizer.of(opt, net, averager, target_batch_size=96, batch_size=32, state=net)
     model, data = DistributedDataParallel(net), batches()
     while opt.epoch < UPDATES / 3:
         inputs, targets = next(data)

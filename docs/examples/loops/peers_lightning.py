@@ -40,7 +40,7 @@ def main() -> None:
     torch.seed()  # ... and other data
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     averager = p2pavg.blocking.start_averager("sines", bootstrap=sys.argv[2:])
-    peers = PeerCallback(averager, target_batch_size=96, min_peers=3, updates=UPDATES // 3)
+    peers = PeerCallback(averager, target_batch_size=96, min_peers=3, updates=UPDATES // 3, state=module)
     trainer = Trainer(accelerator="cpu", max_steps=UPDATES, callbacks=[peers], **quiet)
     trainer.fit(module, DataLoader(dataset(), batch_size=32, shuffle=True))
     torch.save(module.net.state_dict(), sys.argv[1])

@@ -43,7 +43,8 @@ def main() -> None:
     model = Network()
     opt = torch.optim.AdamW(model.parameters(), lr=5e-3)
     averager = p2pavg.blocking.start_averager("sines", bootstrap=sys.argv[2:])
-    opt = p2pavg.optim.AveragedOptimizer(opt, averager, target_batch_size=96, batch_size=32, min_peers=3)
+    settings = {"target_batch_size": 96, "batch_size": 32, "min_peers": 3, "state": model}
+    opt = p2pavg.optim.AveragedOptimizer(opt, averager, **settings)
     trainer = Trainer(model, args, train_dataset=Sines(), optimizers=(opt, None))
     trainer.add_callback(p2pavg.integrations.transformers.PeerCallback(opt, updates=UPDATES // 3))
     trainer.train()

@@ -55,7 +55,7 @@ def start(
 def results(folder: Path, processes: Sequence[multiprocessing.process.BaseProcess]) -> list[dict[str, Any]]:
     """Return the results of all ranks, peer by peer, after every process has ended by itself."""
     for process in processes:
-        process.join(90)
+        process.join(180)
         assert process.exitcode == 0
     return [json.loads(path.read_text()) for path in sorted(folder.glob("result*.json"))]
 

@@ -9,7 +9,7 @@ import pytest
 from torch import nn
 
 from p2pavg.optim import RunState
-from p2pavg.optim.run_state import model_of
+from p2pavg.optim.run_state import model_of, run_state_of
 from tests.unit.optim.loops import small
 
 
@@ -52,8 +52,18 @@ def test_the_model_of_an_optimizer_is_that_of_its_state() -> None:
     assert model_of(None, state) is model_of(model, state) is model_of(model, None) is model
     with pytest.raises(ValueError, match="the model of the RunState"):
         model_of(small(), state)
-    with pytest.raises(TypeError, match="state must be a RunState"):
-        model_of(model, cast(RunState, "run-state"))
+
+
+def test_a_model_stands_for_its_run_state() -> None:
+    model = small()
+    found = run_state_of(model)
+    assert isinstance(found, RunState)
+    assert found.model is model
+    assert found.directory is None
+    assert run_state_of(found) is found
+    assert run_state_of(None) is None
+    with pytest.raises(TypeError, match="state must be a RunState or the model, got str"):
+        run_state_of(cast(RunState, "run-state"))
 
 
 def test_nothing_is_made_before_it_is_needed(tmp_path: Path) -> None:

@@ -2,10 +2,12 @@
 
 from p2pavg.optim.averaged import AveragedOptimizer
 from p2pavg.optim.display import RunProgress
+from p2pavg.optim.divided import divided_optimizer
 from p2pavg.optim.feedback import ErrorFeedback
 from p2pavg.optim.joined import JoinedOptimizer
 from p2pavg.optim.local import LocalUpdates
 from p2pavg.optim.loggers import FiguresLog, TensorBoardLog, WandbLog
+from p2pavg.optim.mesh import PeerMesh
 from p2pavg.optim.mixed import MixedUpdates
 from p2pavg.optim.outer import FedAdagrad, FedAdam, FedYogi
 from p2pavg.optim.recipes import (
@@ -36,6 +38,7 @@ __all__ = [
     "JoinedOptimizer",
     "LocalUpdates",
     "MixedUpdates",
+    "PeerMesh",
     "ReplicatedOptimizer",
     "RunProgress",
     "RunState",
@@ -45,6 +48,7 @@ __all__ = [
     "TensorBoardLog",
     "WandbLog",
     "diloco",
+    "divided_optimizer",
     "fedadagrad",
     "fedadam",
     "fedavg",

@@ -16,6 +16,8 @@ Outer = Callable[[list[torch.Tensor]], Optimizer]
 """Factory of the outer optimizer for the anchor's tensors, e.g. ``functools.partial(torch.optim.SGD, lr=1.0)``."""
 Change = Callable[[Sequence[torch.Tensor], Optimizer], None]
 """Steps an optimizer of these tensors."""
+NormOf = Callable[[Sequence[torch.Tensor]], float]
+"""Returns the L2 norm of tensors."""
 
 
 class Anchor:
@@ -157,12 +159,13 @@ class Anchor:
             at += piece.numel()
         return [vector]
 
-    def step(self, fragment: int, averaged: Sequence[torch.Tensor], change: Change) -> float:
+    def step(self, fragment: int, averaged: Sequence[torch.Tensor], change: Change, norm_of: NormOf) -> float:
         """Take a fragment's outer step with an average as the gradient; return the average's L2 norm.
 
         Args:
             averaged: with the shapes of :attr:`like`.
             change: steps the outer optimizer.
+            norm_of: returns the norm of tensors, over all ranks of this peer.
         """
         pieces = self._pieces[fragment]
         gradients = list(averaged)
@@ -175,10 +178,10 @@ class Anchor:
             ]
         for piece, gradient in zip(pieces, gradients, strict=True):
             piece.grad = gradient
-        norm = torch.nn.utils.get_total_norm(gradients)
+        norm = norm_of(gradients)
         change(pieces, self.optimizer)
         self.optimizer.zero_grad()
-        return float(norm)
+        return norm
 
     @torch.no_grad()
     def settle(self, fragment: int, away: Sequence[torch.Tensor]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import Optimizer
@@ -15,11 +15,12 @@ from p2pavg.codes import FailedCode
 from p2pavg.errors import AccumulateError, P2PAvgError
 from p2pavg.optim.batches import Batches, SamplesOf
 from p2pavg.optim.digest import digest_of
+from p2pavg.optim.mesh import PeerMesh
 from p2pavg.optim.progress import Average
 from p2pavg.optim.recipe import hyperparameters
 from p2pavg.optim.report import StepReport
 from p2pavg.optim.run_state import RunState
-from p2pavg.optim.shards import local_of, spread_like, whole_of
+from p2pavg.optim.shards import local_of, spread_like
 from p2pavg.optim.state import check_both, check_holds, checked_amount, lineage_of, origin_of
 from p2pavg.optim.wrapper import PeerOptimizer
 from p2pavg.result import Failed, InProgress, RoundResult, Success
@@ -66,8 +67,9 @@ class AveragedOptimizer(PeerOptimizer):
             that lose each other then go on separately. When they meet, the one with fewer updates fetches the other's
             state.
         sync_timeout: seconds that a call waits at most for the other peers, and then at most for the round.
-        process_group: group of ``torch.distributed``, for a peer of several ranks that hold shards of the parameters
-            (FSDP). Each rank has an averager with its :func:`shard_config`. Either all ranks update, or none.
+        process_group: for a peer of several ranks that hold parts of the parameters: a group of ``torch.distributed``
+            if these are shards (FSDP), with an averager of its :func:`shard_config` on each rank; or a
+            :class:`PeerMesh`, see :func:`divided_optimizer`. Either all ranks update, or none.
         on_update: called after every update, with its report.
         model: module whose parameters ``inner`` trains. With it, peers also compare the frozen parameters outside
             ``inner``. The running statistics of normalisation layers are averaged with the gradients (the mean over the
@@ -102,7 +104,7 @@ class AveragedOptimizer(PeerOptimizer):
         peers_to_start: int | None = None,
         min_peers: int | None = None,
         sync_timeout: float = 600.0,
-        process_group: dist.ProcessGroup | None = None,
+        process_group: dist.ProcessGroup | PeerMesh | None = None,
         on_update: Callable[[StepReport], None] | None = None,
         model: torch.nn.Module | None = None,
         buffers: Collection[str] | None = None,
@@ -286,14 +288,15 @@ class AveragedOptimizer(PeerOptimizer):
         """Apply the averaged gradient and buffers; return the gradient's L2 norm."""
         count = len(self._parameters)
         self._parts.take(averaged[count:])
-        for parameter, gradient in zip(self._parameters, averaged[:count], strict=True):
-            parameter.grad = spread_like(parameter, gradient)
-        norm = _norm_of([cast(torch.Tensor, parameter.grad) for parameter in self._parameters])
+        gradients = self._ranks.settle(averaged[:count])
+        norm = self._ranks.norm(gradients)
         if self._max_grad_norm is not None:
-            torch.nn.utils.clip_grads_with_norm_(self._parameters, self._max_grad_norm, norm)
+            _clip(gradients, self._max_grad_norm, norm)
+        for parameter, gradient in zip(self._parameters, gradients, strict=True):
+            parameter.grad = spread_like(parameter, gradient)
         self._change(self._parameters, self.inner)
         self.zero_grad()
-        return whole_of(norm)
+        return norm
 
     def _state_dict(self) -> dict[str, Any]:
         return self._saved() | {"parameters": digest_of(self._locals()).hex()}
@@ -307,6 +310,9 @@ class AveragedOptimizer(PeerOptimizer):
         self._training.load(state, lineage)
 
 
-def _norm_of(gradients: list[torch.Tensor]) -> torch.Tensor:
-    # In float16, whose maximum is 65504, the norm of large gradients would overflow.
-    return torch.nn.utils.get_total_norm([g.float() if g.dtype == torch.float16 else g for g in gradients])
+@torch.no_grad()
+def _clip(gradients: Sequence[torch.Tensor], limit: float, norm: float) -> None:
+    """Scale gradients of this L2 norm down to one of at most ``limit``, as ``torch.nn.utils`` does."""
+    factor = torch.clamp(limit / (torch.tensor(norm) + 1e-6), max=1.0)
+    for gradient in gradients:
+        gradient.mul_(factor.to(gradient.device))

@@ -24,6 +24,7 @@ from p2pavg.optim.inner_schedule import advance
 from p2pavg.optim.intervals import Boundaries, SyncEvery
 from p2pavg.optim.local_options import checked_options
 from p2pavg.optim.mending import are_finite, destroyed, mend
+from p2pavg.optim.mesh import PeerMesh
 from p2pavg.optim.outer_steps import OuterSteps
 from p2pavg.optim.progress import Average
 from p2pavg.optim.report import StepReport
@@ -97,8 +98,8 @@ class LocalUpdates(PeerOptimizer):
         grace: seconds that peers that are due wait for those that still compute. After it a round begins without these,
             if the peers that are due are as many as a group needs (``config.min_group_size``, the quorum). Peers that
             are left out need ``state``. ``None``: for as long as these peers are expected.
-        process_group: group of ``torch.distributed``, for a peer of several ranks that hold shards of the parameters
-            (FSDP); see :class:`AveragedOptimizer`. It cannot be combined with ``delay``.
+        process_group: for a peer of several ranks that hold parts of the parameters; see :class:`AveragedOptimizer`. It
+            cannot be combined with ``delay``, and not with ``fragments`` if ranks hold the same parameters.
         on_update: called after every outer step, with its report.
         model, buffers, check_every, state, batch_size, samples_of, accumulate, measure_updates: see
             :class:`AveragedOptimizer`; the running statistics are averaged at the outer steps, and the anchors are
@@ -127,7 +128,7 @@ class LocalUpdates(PeerOptimizer):
         min_peers: int | None = None,
         sync_timeout: float = 600.0,
         grace: float | None = None,
-        process_group: dist.ProcessGroup | None = None,
+        process_group: dist.ProcessGroup | PeerMesh | None = None,
         on_update: Callable[[StepReport], None] | None = None,
         model: torch.nn.Module | None = None,
         buffers: Collection[str] | None = None,
@@ -181,18 +182,22 @@ class LocalUpdates(PeerOptimizer):
         averager.declare([*self._outer_steps.like, *self._parts.averaged])
         self._share_states("anchor/", self._anchor.tensors, self.outer, None)
 
-    def _check_company(self, feedback: ErrorFeedback | None, process_group: dist.ProcessGroup | None) -> None:
+    def _check_company(self, feedback: ErrorFeedback | None, process_group: object) -> None:
         """Raise ValueError for arguments that exclude each other."""
         if feedback is not None and self._parts.averaged:
             raise ValueError("feedback cannot be combined with averaged buffers of a model; give buffers=[]")
         if process_group is not None and self._options.delay:
             raise ValueError("delay cannot be used with a process_group")
+        if self._ranks.hold_copies and self._options.fragments > 1:
+            raise ValueError(
+                "fragments must be 1 if ranks of this peer hold the same parameters, as with tensor parallelism"
+            )
         if process_group is not None and self._averager.config.participation is not None:
             # The participants are drawn for every rank separately.
             raise ValueError("a config with participation cannot be used with a process_group")
 
     def _make_outer_steps(self, feedback: ErrorFeedback | None) -> OuterSteps:
-        common = (self._options, self._ranks, self._change_anchor)
+        common = (self._options, self._ranks, self._change)
         return OuterSteps(self._anchor, self._parts, feedback, *common)
 
     @property
@@ -365,11 +370,6 @@ class LocalUpdates(PeerOptimizer):
             self._boundaries.passed(time.monotonic())
         elif isinstance(result, NoPeers):
             self._boundaries.again()
-
-    def _change_anchor(self, pieces: Sequence[torch.Tensor], outer: Optimizer) -> None:
-        self._change(pieces, outer)
-        if self._update_norm is not None:
-            self._update_norm = self._ranks.norm_of(self._update_norm)
 
     # ------------------------------------------------------------------ states of other peers
 

@@ -100,7 +100,7 @@ class MixedUpdates(LocalUpdates):
 
     def _make_outer_steps(self, feedback: ErrorFeedback | None) -> OuterSteps:
         assert feedback is None  # sparse codecs are refused
-        common = (self._anchor, self._parts, self._options, self._ranks, self._change_anchor)
+        common = (self._anchor, self._parts, self._options, self._ranks, self._change)
         return MixedSteps(*common, ahead=self._mixing.ahead)
 
     # ------------------------------------------------------------------ steps

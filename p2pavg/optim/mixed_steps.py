@@ -142,4 +142,4 @@ class MixedSteps(OuterSteps):
         gradients = [
             anchor - point for anchor, point in zip(self.anchor.tensors, averaged[:count], strict=True)
         ]
-        return self._ranks.norm_of(self.anchor.step(fragment, gradients, self._change))
+        return self.anchor.step(fragment, gradients, self._change, self._ranks.norm)

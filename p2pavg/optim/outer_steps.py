@@ -152,8 +152,8 @@ class OuterSteps:
     def _step(self, fragment: int, averaged: list[torch.Tensor]) -> float:
         count = len(averaged) - len(self._parts.averaged)
         self._parts.take(averaged[count:])
-        norm = self.anchor.step(fragment, averaged[:count], self._change)
-        return self._ranks.norm_of(norm)
+        settled = self._ranks.settle(averaged[:count])
+        return self.anchor.step(fragment, settled, self._change, self._ranks.norm)
 
     def _delivered(
         self, fragment: int, success: Success, averaged: list[torch.Tensor], *, replayed: bool

@@ -20,7 +20,7 @@ from p2pavg.optim.averaged import AveragedOptimizer
 from p2pavg.optim.batches import NO_METRICS
 from p2pavg.optim.local import LocalUpdates
 from p2pavg.optim.report import StepReport
-from p2pavg.optim.shards import Ranks
+from p2pavg.optim.shards import Ranks, local_of
 from p2pavg.optim.torch_optimizer import TorchOptimizer
 from p2pavg.result import Success
 
@@ -82,14 +82,15 @@ class ReplicatedOptimizer(TorchOptimizer):
 
     Args:
         optimizer: on rank 0, an :class:`AveragedOptimizer`, :class:`LocalUpdates` or recipe for the parameters of
-            ``network``, without a ``process_group``; ``None`` on the other ranks.
+            ``network``; ``None`` on the other ranks. If it has a ``process_group``, that one has no other rank of this
+            one: its ranks hold other parts of the model, see :func:`divided_optimizer`.
         network: the module whose parameters the ranks share, without its ``DistributedDataParallel``. Rank 0's
             parameters and buffers replace those of the other ranks.
         process_group: group of ``torch.distributed`` of this peer's ranks; all processes if not given.
 
     Raises:
-        ValueError: ``optimizer`` is missing on rank 0, given elsewhere, has a ``process_group``, or trains other
-            parameters than those of ``network``; on all ranks.
+        ValueError: ``optimizer`` is missing on rank 0, given elsewhere, has a ``process_group`` with other ranks of
+            this one, or trains other parameters than those of ``network``; on all ranks.
     """
 
     def __init__(
@@ -184,8 +185,11 @@ class ReplicatedOptimizer(TorchOptimizer):
             return "optimizer must be given on rank 0 of the peer, and there alone"
         if self.optimizer is None:
             return ""
-        if self.optimizer.are_several:
-            return "optimizer must be made without a process_group: rank 0 averages for all ranks"
+        if others := self.optimizer.ranks.others_in(self._group):
+            return (
+                f"optimizer has a process_group with rank {others[0]}, and that is a rank of the process_group whose"
+                " parameters are copied: make it without a process_group, or with one of ranks that hold other parts"
+            )
         known = {id(parameter) for parameter in self._network.parameters()}
         trained = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         if not all(id(parameter) in known for parameter in trained):
@@ -355,7 +359,7 @@ class ReplicatedOptimizer(TorchOptimizer):
         import torch.distributed as dist
 
         works = [
-            dist.broadcast(tensor.detach(), group=self._group, group_src=0, async_op=True)
+            dist.broadcast(local_of(tensor.detach()), group=self._group, group_src=0, async_op=True)
             for tensor in (*self._network.parameters(), *self._network.buffers())
         ]
         for work in works:

@@ -1,15 +1,16 @@
-"""Sharded parameters: each rank of a peer averages its own shard of them.
+"""Divided parameters: each rank of a peer averages its own part of them.
 
-With FSDP (``torch.distributed.fsdp.fully_shard``) a parameter is a DTensor, and each rank holds a shard of it. Ranks
-with the same number hold the same shard on all peers. They average it in a run of their own, so no gathering is needed.
+With FSDP (``torch.distributed.fsdp.fully_shard``) a parameter is a DTensor, and each rank holds a shard of it. With
+pipeline stages each rank holds other layers. Ranks with the same number hold the same part on all peers. They average
+it in a run of their own, so no gathering is needed.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
@@ -17,6 +18,9 @@ import torch
 from p2pavg.config import AveragingConfig
 from p2pavg.encoding import pack
 from p2pavg.errors import AccumulateError, P2PAvgError
+from p2pavg.optim.copies import Sharing, are_common, first_difference, sharing_of
+from p2pavg.optim.digest import tensor_digest
+from p2pavg.optim.mesh import PeerMesh
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -59,21 +63,115 @@ def spread_like(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     )
 
 
-def whole_of(value: torch.Tensor) -> float:
-    """Return the number in a tensor, which may be a DTensor; call it on all ranks."""
-    full = getattr(value, "full_tensor", None)
-    return float(value if full is None else full())
+def total_norm(tensors: Sequence[torch.Tensor]) -> float:
+    """Return the L2 norm of this process's parts of all tensors."""
+    # In float16, whose maximum is 65504, the norm of large gradients would overflow.
+    parts = [local_of(tensor) for tensor in tensors]
+    return float(torch.nn.utils.get_total_norm([p.float() if p.dtype == torch.float16 else p for p in parts]))
+
+
+def _place_of(parameter: torch.Tensor, stage: int) -> Hashable:
+    """Return the place of this rank's part of a parameter, by its layout."""
+    if not hasattr(parameter, "to_local"):
+        return (stage,)
+    like = cast(Any, parameter)
+    at = like.device_mesh.get_coordinate() or ()
+    divided = [not placement.is_replicate() for placement in like.placements]
+    return (stage, *(each for each, is_divided in zip(at, divided, strict=False) if is_divided))
+
+
+class RefusedError(ValueError):
+    """Another rank of this peer could not make its optimizer."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Refusal:
+    """The words of a rank that could not make its optimizer."""
+
+    text: str
 
 
 class Ranks:
     """The ranks of one peer, which take all decisions together.
 
     Args:
-        group: group of ``torch.distributed``; ``None`` for a peer of one process.
+        group: group of ``torch.distributed``, or the mesh of a peer that divides its model; ``None`` for a peer of one
+            process.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self._group = group
+    def __init__(self, group: dist.ProcessGroup | PeerMesh | None) -> None:
+        self._group = group.group if isinstance(group, PeerMesh) else group
+        self._stage = group.stage if isinstance(group, PeerMesh) else 0
+        self._sharing: Sharing | None = None
+        self.hold_copies = False
+        """True if any two ranks hold the same part of a parameter."""
+
+    def share(self, parameters: Sequence[torch.Tensor], labels: Sequence[str]) -> None:
+        """Find out which ranks hold the same parts of parameters; call it on all ranks, before :meth:`settle`.
+
+        Args:
+            parameters: this rank's.
+            labels: their names; there may be more of them.
+
+        Raises:
+            ValueError: two ranks hold the same part by its layout, and their values differ.
+        """
+        if self._group is None:
+            return
+        import torch.distributed as dist
+
+        keys = self.gather([_place_of(parameter, self._stage) for parameter in parameters])
+        common = are_common(keys)
+        self.hold_copies = any(common)
+        values = self.gather(
+            [
+                tensor_digest(local_of(parameter)) if is_common else b""
+                for parameter, is_common in zip(parameters, common, strict=False)
+            ]
+        )
+        if differing := first_difference(keys, values):
+            index, one, other = differing
+            names = self.gather(list(labels))
+            raise ValueError(
+                f"{names[one][index]} of rank {one} and {names[other][index]} of rank {other} of this peer are the same"
+                " tensor by their layout, and have different values. If these ranks hold different layers, name the"
+                " dimension of the stages: process_group=PeerMesh(mesh, stages=...). Otherwise begin with the same"
+                " values on both"
+            )
+        self._sharing = sharing_of(keys, dist.get_rank(self._group))
+
+    def settle(self, averaged: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the averages that all ranks of this peer take, where several have averaged the same part.
+
+        Args:
+            averaged: this rank's averages, the first of them in the order of its parameters.
+        """
+        found = list(averaged)
+        if self._sharing is None or not self.hold_copies:
+            return found
+        import torch.distributed as dist
+
+        exchanges = []
+        for index, other in self._sharing.gives:
+            tensor = found[index].contiguous()
+            exchanges.append(dist.P2POp(dist.isend, tensor, group=self._group, group_peer=other))
+        for index, first in self._sharing.takes:
+            found[index] = torch.empty_like(found[index], memory_format=torch.contiguous_format)
+            exchanges.append(dist.P2POp(dist.irecv, found[index], group=self._group, group_peer=first))
+        for work in dist.batch_isend_irecv(exchanges) if exchanges else ():
+            work.wait()
+        return found
+
+    def norm(self, tensors: Sequence[torch.Tensor]) -> float:
+        """Return the L2 norm over all ranks of tensors in the order of the parameters; a shared part counts once."""
+        if self._sharing is None or not self.hold_copies:
+            return self.norm_of(total_norm(tensors))
+        pairs = zip(tensors, self._sharing.is_first, strict=True)
+        return self.norm_of(total_norm([tensor for tensor, is_first in pairs if is_first]))
+
+    def refuse(self, error: Exception) -> None:
+        """Let the other ranks' next :meth:`gather` raise a ValueError: this rank cannot make its optimizer."""
+        self.gather(_Refusal(str(error) or type(error).__name__), is_refusal=True)
 
     def as_the_first(self, decide: Callable[[], T]) -> T:
         """Return the first rank's decision on all ranks."""
@@ -99,6 +197,15 @@ class Ranks:
         import torch.distributed as dist
 
         return dist.get_rank(self._group) == 0
+
+    def others_in(self, group: dist.ProcessGroup | None) -> list[int]:
+        """Return the other ranks of this group that are in another one too, by their numbers among all processes."""
+        if self._group is None or group is None:
+            return []
+        import torch.distributed as dist
+
+        mine = set(dist.get_process_group_ranks(self._group)) - {dist.get_rank()}
+        return sorted(mine & set(dist.get_process_group_ranks(group)))
 
     @property
     def are_several(self) -> bool:
@@ -146,12 +253,23 @@ class Ranks:
             mine if self._group is None else math.sqrt(math.fsum(part * part for part in self.gather(mine)))
         )
 
-    def gather(self, mine: T) -> list[T]:
-        """Return the values of all ranks, in their order."""
+    def gather(self, mine: T, *, is_refusal: bool = False) -> list[T]:
+        """Return the values of all ranks, in their order.
+
+        Args:
+            mine: this rank's value.
+            is_refusal: true for :meth:`refuse`.
+
+        Raises:
+            ValueError: another rank has refused.
+        """
         if self._group is None:
             return [mine]
         import torch.distributed as dist
 
         found: list[T | None] = [None] * dist.get_world_size(self._group)
         dist.all_gather_object(found, mine, group=self._group)
+        for rank, other in enumerate(found):
+            if isinstance(other, _Refusal) and not is_refusal:
+                raise RefusedError(f"on rank {rank} of this peer: {other.text}")
         return cast(list[T], found)

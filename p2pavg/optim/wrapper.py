@@ -21,11 +21,12 @@ from p2pavg.optim.checkpoints import Owner
 from p2pavg.optim.common_state import CommonState
 from p2pavg.optim.joined import joined, kind_of
 from p2pavg.optim.lineage import Lineage
+from p2pavg.optim.mesh import PeerMesh
 from p2pavg.optim.model import ModelParts
 from p2pavg.optim.recipe import Recipe, Settings, hyperparameters, named
 from p2pavg.optim.report import StepReport
 from p2pavg.optim.run_state import RunState, model_of, run_state_of
-from p2pavg.optim.shards import Ranks, local_of, whole_of
+from p2pavg.optim.shards import Ranks, local_of
 from p2pavg.optim.state import checked_period
 from p2pavg.optim.states import States
 from p2pavg.optim.together import Together
@@ -68,7 +69,7 @@ class PeerOptimizer(TorchOptimizer):
         model: torch.nn.Module | None,
         buffers: Collection[str] | None,
         check_every: int | None,
-        process_group: dist.ProcessGroup | None = None,
+        process_group: dist.ProcessGroup | PeerMesh | None = None,
         state: RunState | torch.nn.Module | None = None,
         batches: Batches,
         measure_updates: bool,
@@ -94,6 +95,7 @@ class PeerOptimizer(TorchOptimizer):
         self._check_every = checked_period("check_every", check_every)
         self._parts = ModelParts(model, self._parameters, buffers=buffers, codec=averager.config.codec)
         self._ranks = Ranks(process_group)
+        self._ranks.share(self._parameters, self._parts.labels)
         self._averager = averager
         self._on_update = on_update
         self._run_state = run_state
@@ -162,8 +164,13 @@ class PeerOptimizer(TorchOptimizer):
 
     @property
     def are_several(self) -> bool:
-        """True if this peer's ranks each have an optimizer, for their own shards."""
+        """True if this peer's ranks each have an optimizer, for their own parts of the parameters."""
         return self._ranks.are_several
+
+    @property
+    def ranks(self) -> Ranks:
+        """The ranks of this peer that update together with this one."""
+        return self._ranks
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Zero the gradients, as in every torch optimizer; call it before each backward pass.
@@ -318,11 +325,14 @@ class PeerOptimizer(TorchOptimizer):
     @torch.no_grad()
     def _change(self, tensors: Sequence[torch.Tensor], optimizer: Optimizer) -> None:
         """Step an optimizer of these tensors, and measure how far they move if the caller wants to know."""
-        before = [tensor.detach().clone() for tensor in tensors] if self._measures_updates else []
+        if not self._measures_updates:
+            optimizer.step()
+            return
+        parts = [local_of(tensor.detach()) for tensor in tensors]
+        before = [part.clone() for part in parts]
         optimizer.step()
-        if before:
-            moved = [after.float() - old.float() for after, old in zip(tensors, before, strict=True)]
-            self._update_norm = whole_of(torch.nn.utils.get_total_norm(moved))
+        moved = [after.float() - old.float() for after, old in zip(parts, before, strict=True)]
+        self._update_norm = self._ranks.norm(moved)
 
     def _named(self, error: AccumulateError) -> AccumulateError:
         """Return an error that names the parameter of one that names a tensor by its position."""

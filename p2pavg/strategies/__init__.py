@@ -2,6 +2,7 @@
 
 from p2pavg.strategies.base import Strategy
 from p2pavg.strategies.kinds import Custom, DataParallel, Federated, Local, PopulationBased
+from p2pavg.strategies.model_parallel import ModelParallel
 from p2pavg.strategies.reading import read_json, read_toml, strategy_of
 
 __all__ = [
@@ -9,6 +10,7 @@ __all__ = [
     "DataParallel",
     "Federated",
     "Local",
+    "ModelParallel",
     "PopulationBased",
     "Strategy",
     "read_json",

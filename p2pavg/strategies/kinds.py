@@ -396,12 +396,6 @@ class Custom(Strategy):
         return found
 
 
-KINDS: Mapping[str, type[Strategy]] = MappingProxyType(
-    {each.kind: each for each in (Local, DataParallel, Federated, PopulationBased, Custom)}
-)
-"""The kinds, by the name that they have in JSON and TOML."""
-
-
 def _plain_range(range_: Range) -> dict[str, Any]:
     if isinstance(range_, Choice):
         return {"kind": "choice", "values": range_.values}

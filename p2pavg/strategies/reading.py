@@ -5,16 +5,22 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Mapping
 from dataclasses import MISSING, fields
+from types import MappingProxyType
 from typing import Any
 
 from p2pavg.config import AveragingConfig
 from p2pavg.errors import ConfigError
-from p2pavg.group.strategy import canonical, read_table
+from p2pavg.group.strategy import VERSION, canonical, read_table
 from p2pavg.membership.run_file import RunFile
 from p2pavg.population.space import Choice, LogUniform, Range, Uniform
 from p2pavg.strategies.base import Strategy
-from p2pavg.strategies.kinds import KINDS, Custom, PopulationBased
+from p2pavg.strategies.kinds import Custom, DataParallel, Federated, Local, PopulationBased
+from p2pavg.strategies.model_parallel import ModelParallel
 
+KINDS: Mapping[str, type[Strategy]] = MappingProxyType(
+    {each.kind: each for each in (Local, DataParallel, Federated, PopulationBased, ModelParallel, Custom)}
+)
+"""The kinds, by the name that they have in JSON and TOML."""
 MAX_TOML_CHARS = 8192
 
 _RANGES: dict[str, type[Uniform] | type[LogUniform]] = {"uniform": Uniform, "log_uniform": LogUniform}
@@ -78,6 +84,8 @@ def read_plain(table: Mapping[str, Any]) -> Strategy:
         raise ConfigError(f"strategy.{missing[0]} is missing")
     if kind is PopulationBased:
         given["space"] = _space(given["space"])
+    if kind is ModelParallel:
+        given["training"] = _training(given["training"])
     for name, value in given.items():
         if isinstance(value, list):
             given[name] = tuple(value)
@@ -88,6 +96,19 @@ def read_plain(table: Mapping[str, Any]) -> Strategy:
     if isinstance(found, Custom):
         object.__setattr__(found, "is_own", False)
     return found
+
+
+def _training(table: object) -> Strategy:
+    """Read the strategy inside of one of model parallel peers."""
+    inside = (DataParallel.kind, Federated.kind)
+    if not isinstance(table, Mapping) or table.get("kind") not in inside:
+        raise ConfigError(f"strategy.training.kind must be one of {', '.join(inside)}")
+    if "version" in table:
+        raise ConfigError("strategy.training.version is unknown: strategy.version is for both")
+    try:
+        return read_plain({**table, "version": VERSION})
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("strategy.", "strategy.training.", 1)) from None
 
 
 def _space(space: object) -> dict[str, Range]:

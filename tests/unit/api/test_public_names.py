@@ -92,6 +92,7 @@ STRATEGY_NAMES = [
     "DataParallel",
     "Federated",
     "Local",
+    "ModelParallel",
     "PopulationBased",
     "Strategy",
     "read_json",

@@ -10,7 +10,15 @@ from p2pavg import Star
 from p2pavg.blocking import Averager
 from p2pavg.optim import LocalUpdates, fedavg
 from p2pavg.population import Choice, LogUniform, Uniform
-from p2pavg.strategies import Custom, DataParallel, Federated, Local, PopulationBased, Strategy
+from p2pavg.strategies import (
+    Custom,
+    DataParallel,
+    Federated,
+    Local,
+    ModelParallel,
+    PopulationBased,
+    Strategy,
+)
 
 FUNCTION = "tests.unit.strategies.samples:often"
 
@@ -33,6 +41,10 @@ STRATEGIES: tuple[Strategy, ...] = (
     Federated(rule="fedavg", sync_every="30s", grace=2.5),
     Federated(rule="gossip", sync_every=4, options={"group_size": 4}),
     Federated(rule="noloco", sync_every=4, options={"lr": 0.5, "momentum": 0.3, "pull": 0.6}),
+    ModelParallel(training=DataParallel(target_batch_size=64), stages=2, microbatches=4),
+    ModelParallel(
+        training=Federated(rule="diloco", sync_every=4, options={"lr": 0.5}), shards=2, copies=2, tensor=2
+    ),
 )
 
 

@@ -70,6 +70,11 @@ def changed(strategy: Strategy, **changes: Any) -> str:
     return json.dumps({**json.loads(strategy.json), **changes})
 
 
+def inside(strategy: Strategy, **changes: Any) -> str:
+    """Return a strategy of model parallel peers with changes of the strategy inside of it."""
+    return changed(strategy, training=json.loads(strategy.json)["training"] | changes)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -81,7 +86,42 @@ def changed(strategy: Strategy, **changes: Any) -> str:
         ('{"version": 2, "kind": "local"}', "strategy.version must be 1: this p2pavg reads no other"),
         ('{"version": true, "kind": "local"}', "strategy.version must be 1"),
         ('{"version": 1}', "strategy.kind must be text"),
-        ('{"version": 1, "kind": "model_parallel"}', "strategy.kind must be one of local, data_parallel"),
+        ('{"version": 1, "kind": "pipeline"}', "strategy.kind must be one of local, data_parallel"),
+        ('{"version": 1, "kind": "model_parallel"}', r"strategy\.training is missing"),
+        (changed(STRATEGIES[12], training="mean"), r"strategy\.training\.kind must be one of data_parallel"),
+        (
+            changed(STRATEGIES[12], training={"kind": "custom", "function": "os:system"}),
+            r"training\.kind must be",
+        ),
+        (
+            changed(STRATEGIES[12], training={"kind": "data_parallel"}),
+            r"training\.target_batch_size is missing",
+        ),
+        (inside(STRATEGIES[12], version=1), r"strategy\.training\.version is unknown"),
+        (
+            inside(STRATEGIES[12], target_batch_size=0),
+            r"strategy\.training\.target_batch_size must be a number",
+        ),
+        (inside(STRATEGIES[12], overlap=True), r"strategy\.training\.overlap must be False if ranks divide"),
+        (inside(STRATEGIES[13], rule="gossip", options={}), r"strategy\.training\.rule must not be gossip"),
+        (
+            inside(STRATEGIES[13], delay=2),
+            r"strategy\.training\.delay must be 0 if ranks divide the model, got 2",
+        ),
+        (inside(STRATEGIES[13], selection=0.5), r"strategy\.training\.selection must be 1\.0"),
+        (inside(STRATEGIES[13], fragments=2), r"strategy\.training\.fragments must be 1"),
+        (changed(STRATEGIES[12], stages=0), r"strategy\.stages must be a whole number from 1"),
+        (changed(STRATEGIES[12], copies=True), r"strategy\.copies must be a whole number from 1"),
+        (changed(STRATEGIES[12], stages=2**16, shards=2), r"stages \* copies \* shards \* tensor is 131072"),
+        (
+            changed(STRATEGIES[12], microbatches=1),
+            r"strategy\.microbatches must be at least stages, 2, got 1",
+        ),
+        (
+            changed(STRATEGIES[13], stages=2),
+            r"strategy\.microbatches is missing: give 2 or more for 2 stages",
+        ),
+        (changed(STRATEGIES[12], schedule="zero"), r"strategy\.schedule must be one of 1f1b, gpipe"),
         ('{"version": 1, "kind": "local", "lr": 1}', "strategy.lr is unknown; local has no fields"),
         ('{"version": 1, "kind": "local", "a b": 1}', "the key 'a b', which is no name"),
         ('{"version": 1, "kind": "local", "x": NaN}', "strategy.x must be finite"),

@@ -8,7 +8,7 @@ a stream breaks as well, something is wrong.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import partial
 
 import torch
@@ -18,6 +18,7 @@ from p2pavg.allreduce.errors import BadContributionError
 from p2pavg.allreduce.inputs import Coming
 from p2pavg.allreduce.lane_driver import DirectUse
 from p2pavg.allreduce.lobby import InboundLane, Lanes
+from p2pavg.allreduce.loop_driver import LoopUse, is_small
 from p2pavg.allreduce.messages import FRAME_BYTES, Lane, receive_index
 from p2pavg.allreduce.part_schedule import Step, incoming
 from p2pavg.allreduce.plan import STREAM_KINDS, AttemptPlan
@@ -168,8 +169,9 @@ class Receiver:
 
     async def _over_direct_lane(self, lane: InboundLane, direct: DirectLane) -> None:
         plan = self._plan
-        use = DirectUse(direct, plan.values, plan.context.download, self._signals)
+        use = LoopUse(direct, plan.values, plan.context.download, self._signals)
         self._uses.append(use)
+        small: Callable[[], Awaitable[None]] | None = None
         if lane.header.lane is Lane.PASSED_ON:
             reducer = await self._reducer_to_take(lane)
             work = partial(use.receive_share, reducer, plan.ledger.parts[reducer])
@@ -180,9 +182,15 @@ class Receiver:
             ]
             contributions, averages = expected
             begin = lane.header.begin
-            work = partial(use.receive_parts, incoming(contributions[begin.parts :], averages), begin)
+            steps = incoming(contributions[begin.parts :], averages)
+            work = partial(use.receive_parts, steps, begin)
+            if plan.values.is_on_cpu and is_small([*contributions, *averages], plan.context.download):
+                small = partial(use.receive_small, steps, begin)
         try:
-            await in_own_thread(work, stop=use.stop, name="p2pavg-receive")
+            if small is not None:
+                await small()
+            else:
+                await in_own_thread(work, stop=use.stop, name="p2pavg-receive")
         except StreamBrokenError as error:
             logger.info("the direct lane of %s broke: %s", direct.remote, error)
             self._signals.listener.lane_broke(direct.remote)

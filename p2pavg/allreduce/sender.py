@@ -14,6 +14,7 @@ from functools import partial
 import trio
 
 from p2pavg.allreduce.lane_driver import DirectUse
+from p2pavg.allreduce.loop_driver import LoopUse, is_small
 from p2pavg.allreduce.messages import FRAME_BYTES, PROTOCOL, Lane, LaneHeader, encode_header, part_frame
 from p2pavg.allreduce.part_schedule import outgoing
 from p2pavg.allreduce.plan import AttemptPlan
@@ -33,7 +34,9 @@ from p2pavg.threads.workers import in_own_thread
 logger = logging.getLogger(__name__)
 
 OPEN_SECONDS = 10.0
-DIRECT_SECONDS = 5.0  # for a direct lane to come about, from either side; then the parts go over a stream
+# For a direct lane to come about, from either side; then the parts go over a stream. A member that sends nothing of its
+# contribution is given up after 4.5 s, so there has to be time for that stream.
+DIRECT_SECONDS = 3.0
 # From this bandwidth on, lanes wait for the processor more than for the link, and taking turns only costs.
 FAST_MBPS = 500.0
 MAX_MEMBERS = 256  # more than a roster has
@@ -85,10 +88,15 @@ class Sender:
         if not contributions and not averages:
             return
 
-        def send(use: DirectUse, header: LaneHeader) -> None:
-            use.send_parts(header, plan.me, outgoing(contributions, averages))
+        steps, header = outgoing(contributions, averages), plan.header(Lane.PARTS, begin=begin)
 
-        if await self._over_direct_lane(member, plan.header(Lane.PARTS, begin=begin), send):
+        async def send(use: LoopUse) -> None:
+            if plan.values.is_on_cpu and is_small([*contributions, *averages], plan.context.upload):
+                await use.send_small(header, plan.me, steps)
+            else:
+                await self._in_thread(use, partial(use.send_parts, header, plan.me, steps))
+
+        if await self._over_direct_lane(member, send):
             return
         async with trio.open_nursery() as nursery:
             for lane, parts, send_on in (
@@ -116,9 +124,11 @@ class Sender:
             await self._send_trailer(stream, Lane.AVERAGES, reducer)
 
         header = self._plan.header(Lane.PASSED_ON, self._plan.position(reducer))
-        if not await self._over_direct_lane(
-            member, header, lambda use, header: use.send_share(header, reducer, parts)
-        ):
+
+        async def send_share(use: LoopUse) -> None:
+            await self._in_thread(use, partial(use.send_share, header, reducer, parts))
+
+        if not await self._over_direct_lane(member, send_share):
             await self.over_stream(member, header, send)
 
     async def over_stream(
@@ -142,9 +152,10 @@ class Sender:
         except (UnreachableError, StreamBrokenError, ClosedError) as error:
             self._signals.broken(member.peer_id, error)
 
-    async def _over_direct_lane(
-        self, member: Candidate, header: LaneHeader, send: Callable[[DirectUse, LaneHeader], None]
-    ) -> bool:
+    async def _in_thread(self, use: DirectUse, send: Callable[[], None]) -> None:
+        await in_own_thread(send, stop=use.stop, name="p2pavg-send")
+
+    async def _over_direct_lane(self, member: Candidate, send: Callable[[LoopUse], Awaitable[None]]) -> bool:
         """Return whether everything went over a direct lane."""
         plan, transport = self._plan, self._plan.context.transport
         try:
@@ -155,10 +166,10 @@ class Sender:
             logger.debug("no direct lane to %s: %s", member.peer_id, error)
             return False
         place = (plan.position(member.peer_id) - plan.position(plan.me)) % MAX_MEMBERS
-        use = DirectUse(lane, plan.values, plan.context.upload, self._signals, self._turns, place)
+        use = LoopUse(lane, plan.values, plan.context.upload, self._signals, self._turns, place)
         self._uses.append(use)
         try:
-            await in_own_thread(partial(send, use, header), stop=use.stop, name="p2pavg-send")
+            await send(use)
             await lane.acknowledged()
         except StreamBrokenError as error:
             logger.info("the direct lane to %s broke: %s", member.peer_id, error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Protocol
 
@@ -56,12 +57,14 @@ class Signals:
         self._scope = scope
         self._to_loop: ToLoop | None = None
         self._ready = [trio.Event() for _ in range(parts)]
+        self._loop = 0  # identifier of the event loop's thread
         self._awaited = False  # whether a task on the event loop waits for them
         self._complete = False
 
     def open(self) -> None:
         """Take signals from threads from now on. Call it on the event loop."""
         self._to_loop = ToLoop()
+        self._loop = threading.get_ident()
 
     # ------------------------------------------------------------------ in any thread
 
@@ -90,6 +93,9 @@ class Signals:
         self._soon(self.broken, peer_id, error)
 
     def _soon(self, function: Callable[..., object], *args: object) -> None:
+        if threading.get_ident() == self._loop:
+            function(*args)
+            return
         assert self._to_loop is not None
         self._to_loop(function, *args)
 

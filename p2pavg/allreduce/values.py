@@ -140,6 +140,11 @@ class Values:
         """Return an averaged part as all members have it. It must be there."""
         return self._averages.encoded(reducer, index)
 
+    @property
+    def is_on_cpu(self) -> bool:
+        """True if nothing here waits for a GPU."""
+        return self._vector is None or not self._vector.is_cuda
+
     def is_ready(self, index: int) -> bool:
         """Return whether a part of this member's share has been averaged."""
         return self._ready[index]

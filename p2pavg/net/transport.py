@@ -140,6 +140,20 @@ class DirectLane(abc.ABC):
         """
 
     @abc.abstractmethod
+    async def send_from_loop(self, data: Buffer) -> None:
+        """Send all of ``data`` from trio, while no thread uses the lane. Meant for a few kilobytes.
+
+        A cancelled call leaves the lane unusable.
+
+        Raises:
+            StreamBrokenError: the lane ended; the number of bytes that arrived is unknown.
+        """
+
+    @abc.abstractmethod
+    async def acknowledge_from_loop(self) -> None:
+        """Do what :meth:`acknowledge` does, as :meth:`send_from_loop` does it."""
+
+    @abc.abstractmethod
     def acknowledge(self) -> None:
         """Tell the sender, as the receiver, that everything sent so far has arrived. Raises StreamBrokenError."""
 

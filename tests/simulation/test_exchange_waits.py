@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+from typing import NoReturn
 
 import pytest
 import trio
 from trio.testing import MockClock
 
 import p2pavg
+from p2pavg.errors import UnreachableError
+from p2pavg.net.transport import Transport
 from p2pavg.peer import Peer
 from p2pavg.result import EXCHANGES
 from p2pavg.testing import At, Fault, FaultPlan, MemoryNetwork, Throttle, run_peers
@@ -44,3 +47,28 @@ async def test_the_member_that_is_waited_for_is_named(
     said = [text for text in warned if text.startswith("the round in run 'sim' takes longer than 10 s: ")]
     assert said, warned
     assert all("waiting for" in text for text in said)
+
+
+async def test_lanes_that_never_come_about_cost_no_member_its_round(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a busy machine the first round needs more lanes than can be made in time. Its parts go over streams then."""
+
+    async def search(*_: object, timeout: float, **__: object) -> NoReturn:
+        await trio.sleep(timeout)
+        raise UnreachableError("no direct lane in time")
+
+    monkeypatch.setattr(Transport, "open_lane", search)
+
+    async def average(peer: Peer, index: int) -> p2pavg.RoundResult:
+        async with peer.averager(config(group_size=4)) as averager:
+            averager.accumulate([values(index, 1_000)])
+            return await averager.step(wait=None)
+
+    with trio.fail_after(600.0):
+        results = await run_peers(MemoryNetwork(latency=LAN), 4, average)
+    for result in results.values():
+        assert isinstance(result, p2pavg.Success), result
+        assert result.peers_count == 4
+        assert result.lost == {}
+        assert set(result.paths.values()) == {"stream"}

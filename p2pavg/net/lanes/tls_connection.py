@@ -144,6 +144,22 @@ class TlsConnection:
 
     # -- without waiting
 
+    def send_nowait(self, data: Buffer) -> memoryview:
+        """Encrypt all of ``data``, send what the system accepts now, and return the rest. Raises OSError."""
+        left = memoryview(data)
+        while left:
+            left = left[self.tls.write(left) :]
+        return self.send_rest(memoryview(self._to_send.read()))
+
+    def send_rest(self, encrypted: memoryview) -> memoryview:
+        """Send what the system accepts now of the rest of :meth:`send_nowait`; return what is left. Raises OSError."""
+        if not (_DONT_WAIT or select.select([], [self._socket], [], 0)[1]):
+            return encrypted
+        try:
+            return encrypted[self._socket.send(encrypted, _DONT_WAIT) :]
+        except BlockingIOError:
+            return encrypted
+
     def receive_nowait(self, count: int) -> bytes | None:
         """Return up to ``count`` bytes; ``None`` if no record is complete; empty at the end. Raises OSError."""
         found = self._read_what_is_here(count)

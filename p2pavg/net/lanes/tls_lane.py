@@ -84,6 +84,23 @@ class TlsLane(DirectLane):
                 self.bytes_received += len(found)
         return received
 
+    async def send_from_loop(self, data: Buffer) -> None:
+        self.owed = True
+        await self._send_from_loop(data)
+        self.bytes_sent += len(data)
+
+    async def acknowledge_from_loop(self) -> None:
+        await self._send_from_loop(_ACKNOWLEDGEMENT)
+
+    async def _send_from_loop(self, data: Buffer) -> None:
+        await trio.lowlevel.checkpoint_if_cancelled()
+        with self._shared.using():
+            left = self._connection.send_nowait(data)
+        while left:
+            with self._shared.using():  # if this is cancelled, half a record was sent
+                await trio.lowlevel.wait_writable(self._connection.fileno())
+                left = self._connection.send_rest(left)
+
     def acknowledge(self) -> None:
         with self._shared.using():
             self._connection.send(_ACKNOWLEDGEMENT)

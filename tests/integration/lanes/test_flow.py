@@ -170,3 +170,90 @@ async def test_a_short_read_in_trio_that_ends_early_raises() -> None:
         lane.abort()
         await few.ended.wait()
         await eventually(lambda: few.lanes[0].aborted)
+
+
+FULL = 32 * 1024 * 1024  # more than the buffers of both sides hold
+
+
+class Swallow:
+    """A handler of lanes that reads so many bytes once the test permits, many of them in a thread, and acknowledges."""
+
+    def __init__(self, count: int) -> None:
+        self.let, self.found = trio.Event(), b""
+        self._count = count
+
+    async def __call__(self, lane: DirectLane) -> None:
+        await self.let.wait()
+        if self._count < FULL:
+            self.found = await lane.receive_exactly(self._count)
+        else:
+            room = bytearray(self._count)
+            await in_thread(lane.receive_into, memoryview(room))
+            self.found = bytes(room)
+        await lane.acknowledge_from_loop()
+
+
+@watched
+async def test_bytes_that_were_sent_from_the_loop_arrive_and_are_acknowledged() -> None:
+    async with pair() as (here, there):
+        data = bytes(range(256)) * 16
+        swallow = Swallow(len(data))
+        swallow.let.set()
+        there.serve_lanes(swallow)
+        lane = await lane_to(here, there)
+        for _ in range(3):
+            await lane.send_from_loop(data)
+            await lane.acknowledged()
+            assert swallow.found == data
+        assert lane.bytes_sent == 3 * len(data)
+
+
+@watched
+async def test_a_full_lane_holds_up_the_task_that_sends_and_not_the_loop() -> None:
+    async with pair() as (here, there):
+        swallow = Swallow(FULL)
+        there.serve_lanes(swallow)
+        lane, done = await lane_to(here, there), trio.Event()
+
+        async def send() -> None:
+            await lane.send_from_loop(bytes(FULL))
+            done.set()
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(send)
+            await until_still(lane.unsent)
+            assert not done.is_set()
+            swallow.let.set()
+            await done.wait()
+        await lane.acknowledged()
+        assert swallow.found == bytes(FULL)
+
+
+@watched
+async def test_a_lane_is_dropped_if_it_is_sent_to_half_way() -> None:
+    async with pair() as (here, there):
+        there.serve_lanes(Swallow(FULL))
+        lane = await lane_to(here, there)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(lane.send_from_loop, bytes(FULL))
+            await until_still(lane.unsent)
+            nursery.cancel_scope.cancel()
+        assert lane.aborted
+
+
+@watched
+async def test_abort_wakes_a_task_that_sends() -> None:
+    async with pair() as (here, there):
+        there.serve_lanes(Swallow(FULL))
+        lane, broken = await lane_to(here, there), trio.Event()
+
+        async def send() -> None:
+            with pytest.raises(StreamBrokenError, match="this process dropped it"):
+                await lane.send_from_loop(bytes(FULL))
+            broken.set()
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(send)
+            await until_still(lane.unsent)
+            threading.Thread(target=lane.abort).start()
+            await broken.wait()

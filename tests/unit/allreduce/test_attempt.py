@@ -580,7 +580,7 @@ class TestKeepingDirectLanes:
             return lanes[-1]
 
         async def run(work: Any, *, stop: Callable[[], None], name: str) -> None:
-            use, header = work.args
+            use, header = work.func.__self__, work.args[0]
             assert header.lane is Lane.PARTS
             if use.lane.remote == C:
                 await trio.sleep_forever()
@@ -595,6 +595,7 @@ class TestKeepingDirectLanes:
         monkeypatch.setattr(side.transport, "open_lane", open_lane)
         monkeypatch.setattr(side.transport, "keep_lane", kept.append)
         monkeypatch.setattr("p2pavg.allreduce.sender.in_own_thread", run)
+        monkeypatch.setattr("p2pavg.allreduce.loop_driver.SMALL_ELEMENTS", 0)
         async with side.running():
             await side.comes(B, Lane.CONTRIBUTIONS, part(2.0))
             await side.comes(C, Lane.CONTRIBUTIONS, part(3.0))

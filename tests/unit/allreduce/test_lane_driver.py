@@ -21,6 +21,7 @@ from p2pavg.peer import Peer
 from p2pavg.round.control import Control
 from p2pavg.testing import MemoryNetwork, simulated_peers
 from p2pavg.testing.simulation import simulated_signer
+from p2pavg.threads.workers import in_own_thread
 from tests.unit.allreduce.laid import Laid, PairLane, lanes_among
 
 ELEMENTS = 40_000
@@ -31,6 +32,15 @@ PARTS_OF = 1_024
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("p2pavg.allreduce.reduction.part_size", lambda _elements, _reducers: PARTS_OF)
+
+
+@pytest.fixture(params=["threads", "loop"])
+def driver(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What moves the parts: threads, as with large vectors, or the event loop, as with small ones."""
+    monkeypatch.setattr(
+        "p2pavg.allreduce.loop_driver.SMALL_ELEMENTS", 0 if request.param == "threads" else 2 * ELEMENTS
+    )
+    return str(request.param)
 
 
 def values(index: int) -> torch.Tensor:
@@ -110,7 +120,18 @@ def streamed(result: p2pavg.Success) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize("compression", ["blockwise8", None])
-async def test_all_members_end_with_the_same_mean_and_no_thread_is_left(compression: str | None) -> None:
+async def test_all_members_end_with_the_same_mean_and_no_thread_is_left(
+    compression: str | None, driver: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[str] = []
+
+    async def note(*args: Any, name: str, **kwargs: Any) -> None:
+        started.append(name)
+        await in_own_thread(*args, name=name, **kwargs)
+
+    for end in ("sender", "receiver"):
+        monkeypatch.setattr(f"p2pavg.allreduce.{end}.in_own_thread", note)
+
     async def test(rounds: Rounds) -> None:
         for result in check(await rounds.play(), range(SIZE)):
             assert set(result.paths.values()) == {"lane"}
@@ -118,10 +139,13 @@ async def test_all_members_end_with_the_same_mean_and_no_thread_is_left(compress
             assert result.lost == {}
             assert result.bytes_sent == result.bytes_received > ELEMENTS
         assert lane_threads() == []
+        assert len(started) == (2 * SIZE * (SIZE - 1) if driver == "threads" else 0)
+        assert sum(lane.acknowledgements for lane in rounds.laid.ends) == SIZE * (SIZE - 1)
 
     await over_lanes(test, compression=compression)
 
 
+@pytest.mark.usefixtures("driver")
 async def test_lanes_stay_for_the_next_rounds() -> None:
     async def test(rounds: Rounds) -> None:
         check(await rounds.play(), range(SIZE))
@@ -133,6 +157,7 @@ async def test_lanes_stay_for_the_next_rounds() -> None:
     await over_lanes(test)
 
 
+@pytest.mark.usefixtures("driver")
 @pytest.mark.parametrize("sender", [0, 2])
 @pytest.mark.parametrize("at", [0, 3_000, 30_000])
 async def test_a_broken_lane_costs_no_member_its_round(sender: int, at: int) -> None:
@@ -180,7 +205,7 @@ async def test_a_member_that_cannot_be_reached_directly_gets_its_parts_over_stre
     await over_lanes(test)
 
 
-async def test_a_liar_on_a_lane_is_excluded_by_name() -> None:
+async def test_a_liar_on_a_lane_is_excluded_by_name(driver: str) -> None:
     async def test(rounds: Rounds) -> None:
         results = await rounds.play()
         liar = rounds.id(1)
@@ -190,8 +215,15 @@ async def test_a_liar_on_a_lane_is_excluded_by_name() -> None:
             assert "came where part" in result.lost[liar]
 
     def prepare(lane: PairLane, who: str) -> None:
+        writes = itertools.count()
+
+        def lie(data: bytes) -> bytes:
+            # A thread writes each frame alone. The event loop writes a header and contributions, and then averages.
+            begins_a_part = len(data) == 4 if driver == "threads" else next(writes) > 0
+            return (99).to_bytes(4, "big") + data[4:] if begins_a_part else data
+
         if who == simulated_signer(1).peer_id:
-            lane.change = lambda data: (99).to_bytes(4, "big") if len(data) == 4 else data
+            lane.change = lie
 
     await over_lanes(test, prepare=prepare, min_group_size=2)
 
@@ -255,6 +287,7 @@ async def test_a_step_that_is_abandoned_leaves_no_thread_behind() -> None:
         await over_lanes(test)
 
 
+@pytest.mark.usefixtures("driver")
 async def test_every_byte_of_a_part_asks_the_limit_in_small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: dict[int, list[int]] = {}
 

@@ -8,10 +8,10 @@ import pytest
 
 from p2pavg.group.candidate import Candidate
 from p2pavg.group.roster import Roster
-from p2pavg.matchmaking.actions import Actions, Close, Expect, Send
+from p2pavg.matchmaking.actions import Actions, Close, Expect, Open, Send
 from p2pavg.matchmaking.attempt_state import Phase
 from p2pavg.matchmaking.known_peers import FORGET_SECONDS, HOLD_OFF_SECONDS
-from p2pavg.matchmaking.messages import Accept, Ask, Commit, Declined, Joined, Propose, Refuse, Status
+from p2pavg.matchmaking.messages import Accept, Ask, Commit, Declined, Joined, Nudge, Propose, Refuse, Status
 from p2pavg.matchmaking.rules import Matchmaking
 from p2pavg.matchmaking.timing import (
     ANSWER_SECONDS,
@@ -47,6 +47,10 @@ def declined(actions: Actions) -> Declined:
     return answer
 
 
+def opened(actions: Actions) -> list[tuple[type, Candidate]]:
+    return [(type(action.message), action.candidate) for action in actions if isinstance(action, Open)]
+
+
 def follower_of(leader: Candidate, me: Candidate, *, target: int = 4) -> Matchmaking:
     rules = matchmaking(me, leader, target=target)
     assert rules.state.leader == leader
@@ -77,6 +81,29 @@ class TestForming:
         bus.settle()
         assert first.formed is not None
         assert second.formed is not None
+
+    def test_a_peer_that_asks_an_earlier_candidate_nudges_later_ones_only_if_it_is_declined(self) -> None:
+        early, me, late = (candidate(index, EPOCH + 1 + index) for index in range(3))
+        rules = Matchmaking(me, settings(), EPOCH)
+        assert opened(rules.discovered([early, late], EPOCH)) == [(Ask, early)]
+        answer = rules.told_by_leader(early.peer_id, Declined("full"), EPOCH)
+        assert (Nudge, late) in opened(answer)
+
+    def test_a_peer_whose_question_is_lost_nudges_later_candidates(self) -> None:
+        early, me, late = (candidate(index, EPOCH + 1 + index) for index in range(3))
+        rules = Matchmaking(me, settings(), EPOCH)
+        rules.discovered([early, late], EPOCH)
+        assert (Nudge, late) in opened(rules.lost_leader(early.peer_id, "refused", EPOCH, reachable=False))
+
+    def test_peers_that_begin_at_once_nudge_as_often_as_there_are_peers(self) -> None:
+        bus, sent = Bus(), 0
+        attempts = [bus.announce(index, target=8) for index in range(8)]
+        for attempt in attempts:
+            bus.discover(attempt)
+            sent += len(bus.nudges)
+            bus.settle()
+        assert len({attempt.formed.group_id for attempt in attempts if attempt.formed}) == 1
+        assert sent <= len(attempts)
 
     def test_a_leader_that_finds_an_earlier_one_brings_its_followers(self) -> None:
         bus = Bus()

@@ -1,0 +1,142 @@
+"""The small parts of an attempt over direct lanes: on the event loop, without a thread.
+
+Starting a thread and waking it takes longer than a few kilobytes do. So where a whole lane carries no more than that,
+its parts are moved here: the same bytes in the same order as in :mod:`p2pavg.allreduce.lane_driver`, which the other
+end may use. What is ready goes in one write. Nothing here blocks, whatever the other end does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+from p2pavg.allreduce.errors import BadContributionError
+from p2pavg.allreduce.inputs import Coming
+from p2pavg.allreduce.lane_driver import UNSENT_BYTES, DirectUse, Hears
+from p2pavg.allreduce.messages import FRAME_BYTES, Lane, LaneHeader, encode_header, part_frame
+from p2pavg.allreduce.part_schedule import Step
+from p2pavg.allreduce.proofs import trailer_bytes
+from p2pavg.allreduce.reuse import START, Mark
+from p2pavg.allreduce.turns import Turns
+from p2pavg.allreduce.values import Values, check_index
+from p2pavg.group.milestones import Milestone
+from p2pavg.group.shares import Part
+from p2pavg.net.framing import LENGTH_BYTES
+from p2pavg.net.limits.rate import RateLimit
+from p2pavg.net.transport import Buffer, DirectLane
+
+SMALL_ELEMENTS = 4096
+"""A lane that carries at most so many values needs no thread, and no turn: as fp32 they are half as long as a turn."""
+
+
+def is_small(parts: Iterable[Part], limit: RateLimit) -> bool:
+    """Return whether the event loop may move these parts of one lane."""
+    return limit.unlimited and sum(part.elements for part in parts) <= SMALL_ELEMENTS
+
+
+class HearsOnLoop(Hears, Protocol):
+    """Listener of a lane that is used on the event loop."""
+
+    async def until_ready(self, index: int) -> None:
+        """Wait until a part of this member's share has been averaged."""
+
+
+class LoopUse(DirectUse):
+    """One attempt's use of one direct lane by a task of the event loop. If the task is cancelled, drop the lane."""
+
+    def __init__(
+        self,
+        lane: DirectLane,
+        values: Values,
+        limit: RateLimit,
+        hears: HearsOnLoop,
+        turns: Turns | None = None,
+        place: int = 0,
+    ) -> None:
+        super().__init__(lane, values, limit, hears, turns, place)
+        self._on_loop = hears
+
+    async def send_small(self, header: LaneHeader, me: str, steps: Sequence[Step]) -> None:
+        """Send what :meth:`send_parts` sends.
+
+        Raises:
+            StreamBrokenError: the lane broke.
+        """
+        values, message = self._values, encode_header(header)
+        self.lane.keep_unsent_below(UNSENT_BYTES)
+        ready, sent = bytearray(len(message).to_bytes(LENGTH_BYTES, "big") + message), 0
+        for position, step in enumerate(steps):
+            if step.after is not None and not values.is_ready(step.after):
+                await self._write(ready, steps[sent:position])
+                ready, sent = bytearray(), position
+                await self._on_loop.until_ready(step.after)
+            ready += self._encoded(step, header.begin, me)
+        await self._write(ready, steps[sent:])
+        self.finished = True
+
+    def _encoded(self, step: Step, begin: Mark, me: str) -> bytes:
+        """Return a part with its frame, and the trailer if it is the last one of its kind."""
+        values, remote = self._values, self.lane.remote
+        payload: Buffer
+        if step.kind is Lane.CONTRIBUTIONS:
+            payload = begin.of(step.part, values.contribution(remote, step.part))
+        else:
+            payload = values.encoded(me, step.part.index)
+        trailer = b""
+        if step.last:
+            trailer = values.trailer(step.kind, remote if step.kind is Lane.CONTRIBUTIONS else me)
+        self.moved += FRAME_BYTES + len(payload) + len(trailer)
+        return b"".join((part_frame(step.part.index), payload, trailer))
+
+    async def _write(self, data: bytearray, steps: Sequence[Step]) -> None:
+        if data:
+            await self.lane.send_from_loop(data)
+        for step in steps:
+            contributes = step.kind is Lane.CONTRIBUTIONS
+            self._hears.reached(Milestone.CONTRIBUTION_SENT if contributes else Milestone.AVERAGE_SENT)
+
+    async def receive_small(self, steps: Sequence[Step], begin: Mark = START) -> None:
+        """Receive what :meth:`receive_parts` receives.
+
+        Raises:
+            StreamBrokenError: the lane broke.
+            RemoteProtocolError: the member sent what none sends.
+        """
+        for step in steps:
+            check_index(int.from_bytes(await self.lane.receive_exactly(FRAME_BYTES), "big"), step.part)
+            if step.kind is Lane.CONTRIBUTIONS:
+                await self._take_contribution(step, begin)
+            else:
+                payload, trailer = await self._take(step, self._memory_of(step.part))
+                self._values.receive_average(self.lane.remote, step.part, payload, trailer)
+            self._hears.progressed()
+
+    async def _take_contribution(self, step: Step, begin: Mark) -> None:
+        remote, values = self.lane.remote, self._values
+        if step.after is not None and not values.is_ready(step.after):
+            self._hears.owes(remote, False)
+            await self._on_loop.until_ready(step.after)
+            self._hears.owes(remote, True)
+        comes_again = values.has(remote, step.kind, step.part.index)
+        payload, trailer = await self._take(step, values.carry.receive(remote, step.part, begin))
+        complete = not comes_again and values.contributed(remote, step.part.index, payload, trailer)
+        if step.last:
+            self._hears.owes(remote, False)
+        if complete:
+            try:
+                values.average(step.part.index)
+            except BadContributionError as error:
+                self._hears.blame(error.peer_id, error)
+
+    async def _take(self, step: Step, coming: Coming) -> tuple[Buffer, bytes]:
+        """Return a part, and the bytes that follow it if it is the last one of its kind."""
+        rest = coming.rest
+        after = trailer_bytes(self._values.proofs, step.kind) if step.last else 0
+        found = await self.lane.receive_exactly(len(rest) + after)
+        rest[:] = found[: len(rest)]
+        coming.add(len(rest))
+        self.moved += FRAME_BYTES + len(found)
+        if step.ends:
+            self.finished = True
+            await self.lane.acknowledge_from_loop()
+        return coming.payload, found[len(rest) :]

@@ -263,8 +263,13 @@ class Receiver:
     async def _receive_payload(self, stream: Stream, coming: Coming) -> Buffer:
         rest = coming.rest
         await trio.sleep(self._plan.context.download.delay(len(rest)))
-        await receive_exactly_into(stream, rest, coming.add)
-        self.stream_bytes.add(stream, FRAME_BYTES + len(rest))
+
+        def came(count: int) -> None:
+            coming.add(count)
+            self.stream_bytes.add(stream, count)
+
+        self.stream_bytes.add(stream, FRAME_BYTES)
+        await receive_exactly_into(stream, rest, came)
         return coming.payload
 
     async def _reducer_to_take(self, lane: InboundLane) -> str:

@@ -23,11 +23,11 @@ from torch._C._distributed_c10d import GradBucket
 
 from p2pavg.blocking import Averager
 from p2pavg.encoding import pack
-from p2pavg.errors import AccumulateError, ClosedError, P2PAvgError
+from p2pavg.errors import AccumulateError, BehindError, ClosedError, P2PAvgError
 from p2pavg.optim.arguments import check_averager
 from p2pavg.optim.digest import digest_of
 from p2pavg.optim.lineage import Lineage
-from p2pavg.optim.progress import Average
+from p2pavg.optim.progress import Average, Behind
 from p2pavg.optim.state import checked_amount
 from p2pavg.optim.together import Together
 from p2pavg.result import Failed, InProgress, NoPeers, Success
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 CLOSE_SECONDS = 10.0
 LOOK_SECONDS = 1.0  # between two checks if a pass is still running
-_FAILED, _OK, _ENDED = 0, 1, 2
+_FAILED, _OK, _ENDED, _BEHIND = 0, 1, 2, 3
 _STATE_DOMAIN = "p2pavg/ddp/1"
 
 
@@ -65,6 +65,8 @@ class _Speaker:
         self._groups: list[str] = []
         self._peers = 0  # in the rounds of this backward pass; 0 if there is no round
         self._failed = ""
+        self.behind = ""
+        """The reason why the present pass cannot be averaged any more: the run went on without this peer."""
         self._last: Success | None = None
 
     def average(self, index: int, values: torch.Tensor) -> None:
@@ -89,10 +91,10 @@ class _Speaker:
         self._groups.append(f"{result.group_id} {digest_of(result.averaged).hex()}")
         self._last = result
 
-    def end(self) -> bool:
-        """End the backward pass; return whether its gradients may be used.
+    def end(self) -> int:
+        """End the backward pass; return what became of it.
 
-        They may if every bucket is the peers' mean, or if this peer is alone.
+        Its gradients may be used if every bucket is the peers' mean, or if this peer is alone.
         """
         ok, alone = not self._failed, self._peers == 1
         if alone:
@@ -103,16 +105,18 @@ class _Speaker:
         else:
             logger.warning("the gradients of this step were not averaged: %s", self._failed)
         self.together.run.say(0.0, waiting=False)
-        return ok
+        return _OK if ok else _BEHIND if self.behind else _FAILED
 
     def _begin(self) -> None:
-        self._groups, self._failed = [], ""  # also those of an incomplete pass
+        self._groups, self._failed, self.behind = [], "", ""  # also those of an incomplete pass
         self.together.computed(self._weight)
         self.together.run.say(self._weight, waiting=True)
         decision = self.together.decide_when_all_are_ready()
         self._peers = decision.peers if isinstance(decision, Average) else 0
         if not isinstance(decision, Average):
             self._failed = decision.reason
+        if isinstance(decision, Behind):
+            self.behind = decision.reason
 
     def _state(self) -> bytes:
         """Return the state for the next bucket: peers with different results of an earlier bucket must not meet."""
@@ -140,7 +144,7 @@ class PeerGradients:
         # A group of its own: the thread's collectives must not mix with those of the backward pass.
         self._beside = dist.new_group()
         self._queue: queue.SimpleQueue[_Bucket | None] = queue.SimpleQueue()
-        self._passes: queue.SimpleQueue[tuple[int, bool]] = queue.SimpleQueue()
+        self._passes: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
         self._begun = 0  # backward passes
         self._asked = 0  # the newest of them whose result `averaged` has returned
         self._taken = 0  # buckets
@@ -175,24 +179,29 @@ class PeerGradients:
     def averaged(self) -> bool:
         """Return whether the gradients of the last backward pass are the peers' mean; call it on every rank.
 
-        If not, a peer was lost during the pass, or this peer is behind: skip the optimizer's step and go on with the
-        next batch. For a peer that is alone in its run the result is true, and its gradients are its own.
+        If not, a peer was lost during the pass, or a gradient was not finite: skip the optimizer's step and go on with
+        the next batch. For a peer that is alone in its run the result is true, and its gradients are its own.
 
         Raises:
+            p2pavg.BehindError: the other peers took an update without this one, which cannot take it any more. It is
+                raised for every pass, until the other peers have left.
             RuntimeError: there was no backward pass since the last call, or only passes under ``no_sync()``, or an
                 error ended the pass.
             p2pavg.ClosedError: the averager is closed. Any other error that ended the averaging is raised as it is.
         """
         if self._asked == self._begun:
             raise RuntimeError("no backward pass has reduced its gradients since the last call")
-        averaged = False
+        found = _FAILED
         while self._asked < self._begun:  # skips earlier passes whose result was not read
-            self._asked, averaged = self._next_pass()
+            self._asked, found = self._next_pass()
         if self._error is not None:
             raise self._error
-        return averaged
+        if found == _BEHIND:
+            why = "rank 0 knows why" if self._speaker is None else self._speaker.behind
+            raise BehindError(f"this peer is behind its run, and a hook of gradients cannot catch up: {why}")
+        return found == _OK
 
-    def _next_pass(self) -> tuple[int, bool]:
+    def _next_pass(self) -> tuple[int, int]:
         while True:
             is_idle = self._averaged == self._taken  # read before the queue: no pass is missed
             try:
@@ -222,7 +231,7 @@ class PeerGradients:
                 if not bucket.result.done():
                     bucket.result.set_result(bucket.values)
                 if bucket.is_last:
-                    self._passes.put((bucket.number, False))
+                    self._passes.put((bucket.number, _FAILED))
             self._averaged += 1
 
     def _average(self, bucket: _Bucket) -> None:
@@ -240,14 +249,14 @@ class PeerGradients:
         dist.broadcast(bucket.values, src=0, group=self._beside)
         bucket.result.set_result(bucket.values)
         if bucket.is_last:
-            ok = self._error is None and self._speaker is not None and self._speaker.end()
-            said = torch.tensor(
-                [_OK if ok else _ENDED if self._error else _FAILED], device=bucket.values.device
-            )
+            end = _ENDED if self._error else _FAILED
+            if self._error is None and self._speaker is not None:
+                end = self._speaker.end()
+            said = torch.tensor([end], device=bucket.values.device)
             dist.broadcast(said, src=0, group=self._beside)
             if said.item() == _ENDED and self._error is None:
                 self._error = ClosedError("rank 0 of this peer has stopped averaging")
-            self._passes.put((bucket.number, said.item() == _OK))
+            self._passes.put((bucket.number, int(said.item())))
 
 
 @contextmanager

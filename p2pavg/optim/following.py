@@ -379,6 +379,12 @@ class Follower:
             self._lose_the_log(now)  # before the average itself was fetched
             return Stand(), "this peer's updates are not those of the run: it needs a snapshot"
         if not first.ended:
+            if first.stands_still and not any(first.group_id in said.log for said in news.values()):
+                self._lose_the_log(now)  # it has left all logs while it was fetched
+                return (
+                    Stand(),
+                    f"no peer sends the average of update {epoch + 1} any more: it needs a snapshot",
+                )
             return Stand(), reason
         return Stand(ready=Ready.AVERAGE, epoch=epoch + 1), reason
 

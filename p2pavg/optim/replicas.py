@@ -2,7 +2,8 @@
 
 With ``DistributedDataParallel`` the ranks of a peer reduce their gradients among themselves, so each rank could take
 the same step. Here rank 0 takes it for all of them. To the other peers, such a peer is a peer of one process: it
-averages with peers of any number of ranks, fetches their states, and offers its own.
+averages with peers of any number of ranks, fetches their states, and offers its own. With FSDP the ranks hold shards;
+rank 0 then has a whole copy of the model too (:mod:`p2pavg.optim.whole`).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from p2pavg.optim.local import LocalUpdates
 from p2pavg.optim.report import StepReport
 from p2pavg.optim.shards import Ranks, local_of
 from p2pavg.optim.torch_optimizer import TorchOptimizer
+from p2pavg.optim.whole import WholeCopy, difference, is_sharded, layout_of, reshard, wrong_network
 from p2pavg.result import Success
 
 if TYPE_CHECKING:
@@ -60,7 +62,7 @@ class _Mirror(Optimizer):
 
 
 class ReplicatedOptimizer(TorchOptimizer):
-    """Takes the steps of a peer whose ranks hold the same parameters, as with ``DistributedDataParallel``.
+    """Takes the steps of a peer whose ranks hold the same parameters (``DistributedDataParallel``) or shards (FSDP).
 
     Rank 0 has the peer's averager and optimizer. When it has changed the parameters, it broadcasts them and the model's
     buffers to the other ranks, which need no optimizer. All methods are called on all ranks together::
@@ -80,17 +82,31 @@ class ReplicatedOptimizer(TorchOptimizer):
     The other ranks wait in :meth:`step` for rank 0, which waits for other peers, and fetches the run's state when this
     peer is behind. So the process group's timeout has to be longer than the optimizer's ``sync_timeout``.
 
+    If the ranks hold shards of the parameters, rank 0 needs a whole copy of the model, which its optimizer trains. The
+    gradients are gathered there, and the new parameters scattered, one parameter at a time::
+
+        whole = copy.deepcopy(network) if rank == 0 else None
+        fully_shard(network)
+        optimizer = None
+        if rank == 0:
+            inner = torch.optim.AdamW(whole.parameters())
+            optimizer = AveragedOptimizer(inner, averager, target_batch_size=4096, state=RunState(whole))
+        replicas = ReplicatedOptimizer(optimizer, network, whole=whole)
+
     Args:
         optimizer: on rank 0, an :class:`AveragedOptimizer`, :class:`LocalUpdates` or recipe for the parameters of
-            ``network``; ``None`` on the other ranks. If it has a ``process_group``, that one has no other rank of this
-            one: its ranks hold other parts of the model, see :func:`divided_optimizer`.
+            ``network``, or of ``whole``; ``None`` on the other ranks. If it has a ``process_group``, that one has no
+            other rank of this one: its ranks hold other parts of the model, see :func:`divided_optimizer`.
         network: the module whose parameters the ranks share, without its ``DistributedDataParallel``. Rank 0's
             parameters and buffers replace those of the other ranks.
         process_group: group of ``torch.distributed`` of this peer's ranks; all processes if not given.
+        whole: on rank 0, if ``fully_shard`` has sharded ``network``: a module like it that is not sharded. Its
+            parameters replace those of ``network``. It may be on another device. ``None`` on the other ranks.
 
     Raises:
         ValueError: ``optimizer`` is missing on rank 0, given elsewhere, has a ``process_group`` with other ranks of
-            this one, or trains other parameters than those of ``network``; on all ranks.
+            this one, or trains other parameters than those of ``network``; ``whole`` is missing, given elsewhere, or of
+            another model; or ``network`` is sharded over other ranks than those of ``process_group``. On all ranks.
     """
 
     def __init__(
@@ -99,19 +115,26 @@ class ReplicatedOptimizer(TorchOptimizer):
         network: torch.nn.Module,
         *,
         process_group: dist.ProcessGroup | None = None,
+        whole: torch.nn.Module | None = None,
     ) -> None:
         import torch.distributed as dist  # needs a torch that was built with it
 
         self._group = process_group or _all_processes()
         self._ranks = Ranks(self._group)
         self._network = network
+        self._trained = network if whole is None else whole
+        """The module whose parameters rank 0's optimizer trains."""
         self.optimizer = optimizer
         """The peer's optimizer, on rank 0 only."""
         self._epoch = 0
-        found = self._ranks.gather(self._wrong())
+        has_whole = self._ranks.as_the_first(lambda: whole is not None)
+        if has_whole:
+            reshard(network)
+        found = self._ranks.gather(self._wrong(whole, has_whole))
         for rank, text in enumerate(found):
             if text:
                 raise ValueError(text if found[dist.get_rank(self._group)] else f"on rank {rank}: {text}")
+        self._copy = WholeCopy(network, whole, self._ranks, self._group) if has_whole else None
         self._mirror = self._mirrored()
         self._is_pending = False
         self._become_optimizer()
@@ -159,9 +182,22 @@ class ReplicatedOptimizer(TorchOptimizer):
     def _stepped(self) -> Optimizer:
         return self._mirror
 
+    @property
+    def _step_supports_amp_scaling(self) -> bool:  # type: ignore[override]
+        """Refuse a ``GradScaler``, which asks this first.
+
+        It would look for overflows in the shards on the other ranks, together with rank 0, which has none.
+        """
+        if self._copy is not None:
+            raise ValueError(
+                "a GradScaler cannot scale the gradients of shards that rank 0 takes whole: train with bfloat16, which"
+                " needs none"
+            )
+        return True
+
     def _mirrored(self) -> Optimizer:
         """Return rank 0's optimizer, and on the other ranks one with the same groups."""
-        places = {id(parameter): place for place, parameter in enumerate(self._network.parameters())}
+        places = {id(parameter): place for place, parameter in enumerate(self._trained.parameters())}
 
         def groups() -> tuple[Groups, dict[str, Any]]:
             assert self.optimizer is not None
@@ -179,10 +215,12 @@ class ReplicatedOptimizer(TorchOptimizer):
             [{**group, "params": [mine[place] for place in group["params"]]} for group in told], defaults
         )
 
-    def _wrong(self) -> str:
+    def _wrong(self, whole: torch.nn.Module | None, has_whole: bool) -> str:
         """Return the reason for which this rank's arguments cannot be used; empty if they can."""
         if (self.optimizer is None) == self._ranks.is_first:
             return "optimizer must be given on rank 0 of the peer, and there alone"
+        if wrong := self._wrong_copy(whole, has_whole):
+            return wrong
         if self.optimizer is None:
             return ""
         if others := self.optimizer.ranks.others_in(self._group):
@@ -190,10 +228,34 @@ class ReplicatedOptimizer(TorchOptimizer):
                 f"optimizer has a process_group with rank {others[0]}, and that is a rank of the process_group whose"
                 " parameters are copied: make it without a process_group, or with one of ranks that hold other parts"
             )
-        known = {id(parameter) for parameter in self._network.parameters()}
+        known = {id(parameter) for parameter in self._trained.parameters()}
         trained = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         if not all(id(parameter) in known for parameter in trained):
-            return "optimizer must train parameters of network"
+            return f"optimizer must train parameters of {'network' if whole is None else 'whole'}"
+        return ""
+
+    def _wrong_copy(self, whole: torch.nn.Module | None, has_whole: bool) -> str:
+        """Return the reason for which ``whole`` cannot be used with ``network``; empty if it can.
+
+        Args:
+            has_whole: true if rank 0 has it.
+        """
+        import torch.distributed as dist
+
+        if whole is not None and not self._ranks.is_first:
+            return "whole must be given on rank 0 of the peer, and there alone"
+        if has_whole and not is_sharded(self._network):
+            return "whole is for a network whose parameters are sharded: leave it out"
+        if whole is not None and (wrong := difference(layout_of(whole), layout_of(self._network))):
+            return wrong
+        if has_whole:
+            return wrong_network(self._network, dist.get_process_group_ranks(self._group))
+        divides = self.optimizer is not None and self.optimizer.are_several
+        if self.optimizer is not None and not divides and is_sharded(self._network):
+            return (
+                "the parameters of network are sharded: give rank 0 a copy that is not, as whole=, or let each rank"
+                " average its own shard (p2pavg.optim.shard_config)"
+            )
         return ""
 
     @property
@@ -208,6 +270,8 @@ class ReplicatedOptimizer(TorchOptimizer):
         """
         if not self._is_pending:
             self._network.zero_grad(set_to_none)
+            if self._copy is not None:
+                self._copy.zero_grad(set_to_none)
 
     @overload  # type: ignore[override]  # torch's step returns nothing without a closure; this one a report
     def step(
@@ -266,6 +330,8 @@ class ReplicatedOptimizer(TorchOptimizer):
 
     def _step(self, samples: float | None, metrics: Mapping[str, float]) -> StepReport:
         mine: list[StepReport | Exception] = []
+        if self._copy is not None:
+            self._copy.collect()
         told = self._ranks.as_the_first(lambda: self._act(samples, metrics, mine))
         if told.changed:
             self._broadcast()
@@ -357,6 +423,10 @@ class ReplicatedOptimizer(TorchOptimizer):
     @torch.no_grad()
     def _broadcast(self) -> None:
         import torch.distributed as dist
+
+        if self._copy is not None:
+            self._copy.spread()
+            return
 
         works = [
             dist.broadcast(local_of(tensor.detach()), group=self._group, group_src=0, async_op=True)

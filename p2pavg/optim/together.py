@@ -26,6 +26,9 @@ from p2pavg.result import EXCHANGES, Failed, InProgress, NoPeers, RoundResult, S
 logger = logging.getLogger(__name__)
 
 LOOK_SECONDS = 1.0  # maximum between two looks of a waiting peer, also while its group is being formed
+OBSERVER_LOOK_SECONDS = 0.25
+"""The same for a peer that has caught up, and looks for the group of the next round: if the others end one without it,
+it has to replay that update before they have formed their next group, which takes about a second."""
 
 
 class Together:
@@ -274,11 +277,14 @@ class Together:
         if is_mine:
             self.run.stand_by()
         while True:
-            wait = min(max(until - time.monotonic(), 0.0), LOOK_SECONDS)
+            look = OBSERVER_LOOK_SECONDS if self._observes else LOOK_SECONDS
+            wait = min(max(until - time.monotonic(), 0.0), look)
             result = self._step(wait, peers, averager, state)
             if not isinstance(result, InProgress) or time.monotonic() >= until:
                 return result
             self.on_look()
+            if self._observes and result.reason != EXCHANGES:
+                self.run.look()
             if self._stop_if_left_behind(averager):
                 if not self._stopped:
                     return result

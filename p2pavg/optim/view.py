@@ -204,6 +204,10 @@ class RunView:
         """Block until :attr:`version` is above ``version``, for at most ``timeout`` seconds."""
         self._board.wait(version, timeout)
 
+    def look(self) -> None:
+        """Ask for the words of the other peers now, without waiting for the next regular look."""
+        self._board.look()
+
     def survey(self) -> Survey:
         """Return the run as this peer sees it."""
         seen = self._attendance.hear(self._mine, self._words(), time.monotonic())

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 
 import pytest
+import torch
 import trio
 from trio.testing import MockClock
 
@@ -24,7 +26,8 @@ from p2pavg.records.bandwidth import (
     measure,
 )
 from p2pavg.testing import MemoryNetwork
-from p2pavg.testing.simulation import simulated_signer
+from p2pavg.testing.simulation import simulated_peers, simulated_signer
+from tests.simulation.swarm import Swarm, config
 
 MBPS = 1e6 / 8  # bytes per second
 
@@ -54,6 +57,24 @@ async def test_both_directions_are_measured(autojump_clock: MockClock, up: float
     assert found.up_mbps == pytest.approx(up, rel=0.25)
     assert found.down_mbps == pytest.approx(down, rel=0.25)
     assert found.seconds == pytest.approx(0.02, abs=0.01)
+
+
+@pytest.mark.parametrize(("up", "down"), [(5.0, 20.0), (20.0, 5.0)])
+async def test_a_round_over_streams_measures_the_link(
+    autojump_clock: MockClock, up: float, down: float
+) -> None:
+    """Parts to ten members end together. Counted as a whole, they would look like a link three times as fast."""
+    swarm, count = Swarm(), 10
+    how = config(group_size=count, compression=None, exchange_timeout=60.0)
+    network = MemoryNetwork(latency=(0.01, 0.02), bandwidth=up * MBPS, download=down * MBPS)
+    async with simulated_peers(network, count) as peers, trio.open_nursery() as nursery:
+        for index, peer in enumerate(peers):
+            tensors = [torch.full((200_000,), float(index))]
+            nursery.start_soon(partial(swarm.step_once, peer, index, how, tensors=tensors))
+    assert len(swarm.successes()) == count
+    slower = min(up, down)
+    for averager in swarm.averagers.values():
+        assert 0.6 * slower < averager._meter.announced_mbps < 1.4 * slower
 
 
 async def test_a_slow_link_is_measured_with_few_blocks(autojump_clock: MockClock) -> None:

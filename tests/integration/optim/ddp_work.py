@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from p2pavg import Success
 from p2pavg.blocking import Averager, open_averager
-from p2pavg.errors import P2PAvgError
+from p2pavg.errors import BehindError, P2PAvgError
 from p2pavg.files import PUBLIC, replace_file
 from p2pavg.optim import AveragedOptimizer, RunState, diloco, shard_config
 from p2pavg.optim.ddp import ddp_comm_hook, peer_gradients
@@ -72,6 +72,47 @@ def main(how: dict[str, Any]) -> None:
             optimizer.zero_grad()
     name = f"result{peer}.{rank}.json"
     (folder / name).write_text(json.dumps({"stepped": stepped, "parameters": vector_of(network).tolist()}))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def late(how: dict[str, Any]) -> None:
+    """Train with DDP until the peer that is ``late`` has tried to take part in two backward passes, and has said so.
+
+    It begins when the others have taken three updates.
+    """
+    folder, peer, rank = Path(how["folder"]), how["peer"], how["rank"]
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/rendezvous{peer}", rank=rank, world_size=how["ranks"]
+    )
+    network = small_model()
+    model = DistributedDataParallel(network)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batches, stepped = Batches(peer, BATCH), 0
+    said: list[list[str]] = []
+    if how.get("late"):
+        wait_until((folder / "three").exists)
+    with ExitStack() as stack:
+        averager = stack.enter_context(open_peer_of(folder, peer, how)) if rank == 0 else None
+        gradients = stack.enter_context(
+            peer_gradients(averager, network.parameters(), peers_to_start=2, sync_timeout=60.0)
+        )
+        model.register_comm_hook(gradients, ddp_comm_hook)
+        while not all_ranks_say(len(said) == 2 if how.get("late") else (folder / "said").exists()):
+            torch.autograd.backward(loss_of(model, batches.next()))
+            try:
+                if gradients.averaged():
+                    optimizer.step()
+                    stepped += 1
+            except BehindError as error:
+                said.append([str(error), *error.__notes__])
+            optimizer.zero_grad()
+            if stepped == 3:
+                (folder / "three").touch()
+        if how.get("late"):
+            (folder / "said").touch()
+        (folder / f"result{peer}.{rank}.json").write_text(json.dumps({"said": said, "stepped": stepped}))
     dist.barrier()
     dist.destroy_process_group()
 

@@ -93,6 +93,21 @@ def test_a_gradient_that_overflows_costs_one_step(tmp_path: Path) -> None:
     assert all(rank["parameters"] == found[0]["parameters"] for rank in found)
 
 
+def test_a_peer_that_is_behind_is_told_what_helps_on_all_ranks(tmp_path: Path) -> None:
+    """Without an error, a peer that comes late would compute batches of which none counts, without an end."""
+    plans = [how(3), how(3), how(3, late=True)]
+    found = results(tmp_path / "peers", start(tmp_path / "peers", plans, [1, 1, 2], work=ddp_work.late))
+    first, second = found[2], found[3]
+    assert [rank["stepped"] for rank in (first, second)] == [0, 0]
+    for rank in (first, second):
+        assert len(rank["said"]) == 2, "every pass says so"
+        for text, remedy in rank["said"]:
+            assert text.startswith("this peer is behind its run, and a hook of gradients cannot catch up: ")
+            assert "p2pavg.optim.ReplicatedOptimizer" in remedy
+    assert "2 peers are at epoch" in first["said"][0][0]
+    assert all(rank["stepped"] >= 3 and not rank["said"] for rank in found[:2])
+
+
 def test_sharded_ranks_average_their_own_shards(tmp_path: Path) -> None:
     """Two peers of two FSDP ranks match one process with all four batches, with clipping by the whole norm."""
     clip = 0.05

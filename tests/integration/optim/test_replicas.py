@@ -1,4 +1,4 @@
-"""Peers of several ranks that hold the same parameters: rank 0 trains, and the others copy it."""
+"""Peers of several ranks, which hold the same parameters or shards: rank 0 trains, and the others copy it."""
 
 from __future__ import annotations
 
@@ -50,3 +50,56 @@ def test_an_error_of_rank_0_is_raised_on_all_ranks(tmp_path: Path) -> None:
         assert there == f"{kind}: on rank 0 of this peer: {here.removeprefix(f'{kind}: ')}"
     assert first[5] == "KeyError: 'a mistake in the program'"
     assert second[5] == "RuntimeError: on rank 0 of this peer: 'a mistake in the program'"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "local"),
+    [([1, 1, 2], False), ([2, 2, 1], False), ([1, 2, 2], True)],
+    ids=["shards from one rank", "one rank from shards", "local updates"],
+)
+def test_peers_of_one_rank_and_of_shards_fetch_each_others_states(
+    ranks: list[int], local: bool, tmp_path: Path
+) -> None:
+    """Two peers train, and the last one comes late, with other parameters. All end with the same bits."""
+    plans = [how(3, total=sum(ranks), local=local, late=peer == 2, shards=True) for peer in range(3)]
+    processes = start(tmp_path / "peers", plans, ranks, work=replica_work.late)
+    found = results(tmp_path / "peers", processes)
+    assert len(found) == sum(ranks)
+    firsts = [rank for rank in found if rank["lineage"]]
+    assert len(firsts) == 3
+    assert len({rank["lineage"] for rank in firsts}) == 1
+    assert all(rank["common"] == firsts[0]["common"] for rank in firsts)
+    assert len({rank["epoch"] for rank in found}) == 1
+    if not local:  # between two outer updates, each peer has parameters of its own
+        assert all(rank["rank"] == found[0]["rank"] for rank in found)
+
+
+def test_shards_and_their_whole_copy_are_the_same_with_fsdp_and_hsdp(tmp_path: Path) -> None:
+    """Four ranks: the mean gradient of all of them is in the copy, and the copy's parameters are in the shards."""
+    processes = start(tmp_path / "peer", [how(1)], 4, work=replica_work.there_and_back)
+    found = results(tmp_path / "peer", processes)
+    assert len(found) == 4
+    assert all(max(rank["away"]) < 1e-6 for rank in found)
+
+
+def test_a_mistake_with_shards_is_raised_on_all_ranks(tmp_path: Path) -> None:
+    processes = start(tmp_path / "peer", [how(2)], 2, work=replica_work.sharded_mistakes)
+    first, second = (rank["said"] for rank in results(tmp_path / "peer", processes))
+    assert "the parameters of network are sharded: give rank 0 a copy that is not, as whole=" in first[0]
+    assert "whole must be the module of network before it was sharded: network has no 'weight'" in first[1]
+    assert second[2] == "ValueError: whole must be given on rank 0 of the peer, and there alone"
+    assert first[2] == second[2].replace("ValueError: ", "ValueError: on rank 1: ")
+    assert "whole is for a network whose parameters are sharded: leave it out" in first[3]
+    assert second[3] == first[3]
+    for place in (0, 1):
+        assert second[place] == first[place].replace("ValueError: ", "ValueError: on rank 0: ")
+    assert first[4] == second[4] == "StepReport"
+    assert first[5].startswith("AccumulateError: the gradient of ")
+    assert (
+        second[5] == f"AccumulateError: on rank 0 of this peer: {first[5].removeprefix('AccumulateError: ')}"
+    )
+    missing = "AccumulateError: a parameter has a gradient on one rank of this peer, and none on another one"
+    assert first[6].startswith(missing)
+    assert second[6] == first[6]
+    assert first[7] == second[7]
+    assert first[7].startswith("ValueError: a GradScaler cannot scale the gradients of shards")

@@ -37,6 +37,9 @@ class Board:
     def withdraw(self) -> None:
         self.withdrawn = True
 
+    def look(self) -> None:
+        """Ask no other peer."""
+
     @property
     def entries(self) -> Mapping[str, Entry]:
         return {"other": Entry(self.other or self.mine, 1, 1e12)}

@@ -320,6 +320,22 @@ def test_a_snapshot_that_no_donor_sends_any_more_is_replaced_by_another(world: W
     assert "fetching the state of update 102" in world.advance().reason, "a donor still sends it"
 
 
+def test_an_average_that_left_all_logs_while_it_was_fetched_leads_to_a_snapshot(world: World) -> None:
+    """Otherwise the peer waits for half a minute until the transfer gives up, and falls further behind."""
+    world.run_is_at(9)
+    world.advance()
+    first = world.sharing.averages[0]
+    first.stands_still = True
+    assert "fetching the average of update 4" in world.advance().reason, "a peer still offers it"
+    first.stands_still = False
+    world.run_is_at(12, snapshot=offer_of(12))
+    assert "fetching the average of update 4" in world.advance().reason, "a donor still sends it"
+    first.stands_still = True
+    assert "no peer sends the average of update 4 any more" in world.advance().reason
+    assert all(transfer.cancelled for transfer in world.sharing.averages)
+    assert "fetching the state of update 12" in world.advance().reason
+
+
 def test_an_average_of_another_lineage_leads_to_a_snapshot(world: World) -> None:
     world.run_is_at(5, snapshot=offer_of(5))
     world.advance()

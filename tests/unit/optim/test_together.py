@@ -14,7 +14,7 @@ from p2pavg.blocking import Averager
 from p2pavg.optim.attendance import FOLLOW_SECONDS
 from p2pavg.optim.lineage import Lineage
 from p2pavg.optim.progress import Compute, Progress, Wait, encode_progress
-from p2pavg.optim.together import Together
+from p2pavg.optim.together import LOOK_SECONDS, OBSERVER_LOOK_SECONDS, Together
 from p2pavg.records.board import Entry
 from p2pavg.result import EXCHANGES, Failed, InProgress, RoundResult, Success
 from p2pavg.telemetry.events import AnyEvent, Waits
@@ -31,6 +31,10 @@ class Word:
     def __init__(self) -> None:
         self.entries: dict[str, Entry] = {}
         self.mine: list[bytes] = []
+        self.looks = 0
+
+    def look(self) -> None:
+        self.looks += 1
 
     def publish(self, value: bytes, *, now: bool = False) -> None:
         self.mine.append(value)
@@ -55,6 +59,7 @@ class Rounds:
         self.on_step: Callable[[int], None] = lambda _: None
         self.is_looking = False
         self.stopped: list[str] = []
+        self.waits: list[float] = []
 
     def board(self, topic: str) -> Word:
         return self.word
@@ -66,8 +71,9 @@ class Rounds:
         """Return true, as the averager of a peer does."""
         return True
 
-    def step(self, **_: Any) -> RoundResult:
+    def step(self, *, wait: float, **_: Any) -> RoundResult:
         self.calls += 1
+        self.waits.append(wait)
         self.on_step(self.calls)
         return self.results.pop(0)
 
@@ -213,6 +219,23 @@ def test_search_ends_when_this_peer_is_behind(company: Company, is_looking: bool
     assert company.together.average(2) == (stopped if is_looking else runs)
     assert company.rounds.results == []
     assert company.rounds.stopped == ["1 peer is at epoch 9; 1 with this one at epoch 0"]
+
+
+def test_an_observer_looks_often_whether_the_others_went_on_without_it(company: Company) -> None:
+    """It has about a second to replay the update that it missed, before their next group is formed."""
+    rounds = company.rounds
+    forming = InProgress(ready_peers=2, target_size=2, reason="it looks for peers")
+    exchanging = InProgress(ready_peers=2, target_size=2, reason=EXCHANGES)
+    company.says("a")
+    rounds.results = [forming, forming, exchanging, success("a")]
+    assert isinstance(company.together.observe(), Success)
+    assert rounds.waits == [OBSERVER_LOOK_SECONDS] * 4
+    assert rounds.word.looks == 2, "a peer that has its group asks for nothing"
+    rounds.waits.clear()
+    rounds.results = [forming, success("a")]
+    assert isinstance(company.together.average(2), Success)
+    assert rounds.waits == [LOOK_SECONDS] * 2
+    assert rounds.word.looks == 2
 
 
 def test_round_of_an_earlier_optimizer_is_discarded() -> None:

@@ -10,12 +10,10 @@ from typing import Any, cast
 import trio
 from libp2p.io.exceptions import IOException
 from libp2p.network.connection.exceptions import RawConnError
-from libp2p.security.noise.io import MAX_PLAINTEXT_LENGTH
 from libp2p.stream_muxer.exceptions import MuxedStreamError
 from libp2p.stream_muxer.yamux.yamux import Yamux, YamuxStream
 
 from p2pavg.net.libp2p.carriers import Carrier
-from p2pavg.net.libp2p.packets import use_packets
 from p2pavg.net.libp2p.patient_stream import PatientStream
 from p2pavg.net.libp2p.speed import ReadAheadStream
 
@@ -27,9 +25,6 @@ logger = logging.getLogger(__name__)
 MAX_WINDOW_BYTES = 4 * 1024 * 1024
 MAX_STREAM_BYTES = MAX_WINDOW_BYTES + 64 * 1024
 MAX_CONNECTION_BYTES = 64 * 1024 * 1024
-
-# The timeout of the end of a packet, of which the kernel has taken the beginning. As long as that of other writes.
-FLUSH_SECONDS = 30.0
 
 # Replies (acknowledgements, pongs) to one peer that wait to be written.
 MAX_REPLIES = 256
@@ -105,29 +100,19 @@ class GuardedYamux(Yamux):
         """True if this process has dropped the connection."""
         self._reader: trio.lowlevel.Task | None = None
         self._replies = 0
-        self._outlet = use_packets(self.secured_conn)
-        self._unsent = b""
-        """The end of a packet that the kernel did not take. It goes before everything else."""
 
     async def handle_incoming(self) -> None:
         self._reader = trio.lowlevel.current_task()
         await super().handle_incoming()
 
     async def _write_frame(self, data: bytes) -> None:
-        """Write a frame, at once if the kernel takes it. Where it has to wait, a frame of the reader is left to a task.
+        """Write a frame; a frame of the reader is written by another task.
 
         libp2p's reader writes its replies itself, and so waits for the other side to read. When both directions are
         busy, the two readers wait for each other: a deadlock.
         """
-        reads = trio.lowlevel.current_task() is self._reader
-        if self.write_now(data):
-            if not reads:
-                await (
-                    trio.lowlevel.checkpoint()
-                )  # as libp2p does: a reset then rarely overtakes what was sent before
-            return
-        if not reads or self._nursery is None:
-            await self._write_in_turn(data)
+        if trio.lowlevel.current_task() is not self._reader or self._nursery is None:
+            await super()._write_frame(data)
             return
         if self._replies >= MAX_REPLIES:
             # RawConnError ends the connection. After any other error, libp2p goes on reading.
@@ -135,52 +120,9 @@ class GuardedYamux(Yamux):
         self._replies += 1
         self._nursery.start_soon(self._reply, data)
 
-    def write_now(self, frame: bytes) -> bool:
-        """Write a frame if no other one waits to be written. Return false if nothing of it was written.
-
-        What the kernel does not take of it is written by a task, before anything else.
-        """
-        if self._outlet is None or self._nursery is None or len(frame) > MAX_PLAINTEXT_LENGTH:
-            return False
-        if self._unsent or self._write_lock.locked() or self.event_shutting_down.is_set():
-            return False
-        try:
-            self._unsent = self._outlet.send(frame)
-        except OSError:
-            return False  # the write that waits fails too, and says why
-        if self._unsent:
-            self._nursery.start_soon(self._flush)
-        return True
-
-    async def _flush(self) -> None:
-        try:
-            with trio.move_on_after(FLUSH_SECONDS) as scope:
-                await self._write_in_turn(b"")
-            if scope.cancelled_caught:  # half a packet was sent
-                await self.abort()
-        except (IOException, MuxedStreamError, RawConnError) as error:
-            logger.debug("the rest of a packet to %s was not sent: %r", self.peer_id, error)
-        except Exception:
-            logger.exception("the rest of a packet to %s was not sent", self.peer_id)
-
-    async def _write_in_turn(self, frame: bytes) -> None:
-        async with self._write_lock:
-            if self._unsent:
-                rest, self._unsent = self._unsent, b""
-                await self.carrier.write(rest)
-            if frame:
-                await self.secured_conn.write(frame)
-        await trio.lowlevel.checkpoint()
-
-    async def _read_data_body(self, length: int) -> bytes:
-        session: Any = self.secured_conn
-        if getattr(session, "high_watermark", 0) - getattr(session, "low_watermark", 0) >= length:
-            return bytes(await session.read(length))  # it is there, so it needs no timeout
-        return await super()._read_data_body(length)
-
     async def _reply(self, data: bytes) -> None:
         try:
-            await self._write_in_turn(data)
+            await super()._write_frame(data)
         except (IOException, MuxedStreamError) as error:
             logger.debug("a reply to %s was not sent: %r", self.peer_id, error)
         except Exception:

@@ -46,32 +46,6 @@ class PatientStream(YamuxStream):
                 raise MuxedStreamReset("the other side reset it, or its connection is gone") from error
             raise
 
-    async def read_small(self, most: int) -> bytes:
-        """Wait for bytes of a stream that is open, and take at most ``most``. Return none if it may have ended.
-
-        libp2p's ``read``, to be called then, takes a dozen locks for each message, and formats lines of its log.
-        """
-        while not (self.closed or self.recv_closed or self.reset_received):
-            buffer, event = self.conn.stream_buffers.get(self.stream_id), self._news
-            if buffer is None or event is None or self.conn.event_shutting_down.is_set():
-                break
-            if buffer:
-                taken = bytes(buffer[:most])
-                del buffer[:most]
-                await self._auto_tune_and_send_window_update()
-                return taken
-            if event.is_set():  # of bytes that were taken since
-                event = trio.Event()
-                self.conn.stream_events[self.stream_id] = event
-                if self._news is not event:
-                    break  # the stream has just gone
-            await event.wait()
-        return b""
-
-    @property
-    def _news(self) -> trio.Event | None:
-        return self.conn.stream_events.get(self.stream_id)
-
     async def send_window_update(self, increment: int, skip_lock: bool = False) -> None:  # noqa: ARG002
         """Send a window update from a task of the connection.
 
@@ -119,16 +93,6 @@ class PatientStream(YamuxStream):
         await super().reset()
         self.conn.stream_buffers.get(self.stream_id, bytearray()).clear()
         await self.conn._finalize_stream(self, fully_closed=True)
-
-    def write_now(self, data: bytes) -> bool:
-        """Write all of ``data`` if neither the window nor the connection makes it wait. Return false if it does."""
-        if self.send_closed or self.closed or not 0 < len(data) <= self.send_window:
-            return False
-        header = struct.pack(_yamux.YAMUX_HEADER_FORMAT, 0, _yamux.TYPE_DATA, 0, self.stream_id, len(data))
-        if not self.conn.write_now(header + data):  # type: ignore[attr-defined]
-            return False
-        self.send_window -= len(data)
-        return True
 
     async def write(self, data: bytes) -> None:
         sent = 0

@@ -20,7 +20,7 @@ import trio
 from libp2p.abc import IMultiselectCommunicator
 from libp2p.custom_types import StreamHandlerFn, TProtocol
 from libp2p.io.abc import ReadWriteCloser
-from libp2p.io.exceptions import IncompleteReadError, IOException
+from libp2p.io.exceptions import IOException
 from libp2p.io.trio import TrioTCPStream
 from libp2p.protocol_muxer.exceptions import MultiselectClientError, MultiselectCommunicatorError
 from libp2p.protocol_muxer.multiselect import DEFAULT_NEGOTIATE_TIMEOUT, Multiselect
@@ -32,7 +32,6 @@ from libp2p.utils.varint import encode_delim
 from p2pavg.net.limits.admission import Arrival
 
 READ_AHEAD_BYTES = 64 * 1024
-_LENGTH_BYTES = 2  # of a packet of Noise
 
 
 class EagerLock:
@@ -144,34 +143,6 @@ class ReadAheadStream(TrioTCPStream):
             taken = bytes(self._ahead[:n])
             self._ahead = self._ahead[len(taken) :]
             return taken
-
-    async def read_packet(self) -> bytes:
-        """Return the next packet of Noise, without the two bytes of its length.
-
-        Raises:
-            IncompleteReadError: the stream ended before the packet was complete.
-        """
-        async with self._ahead_lock:
-            pieces, have = [self._ahead], len(self._ahead)
-            try:
-                while have < (wanted := _packet_bytes(pieces)):
-                    found = await super().read(READ_AHEAD_BYTES)
-                    if not found:
-                        raise IncompleteReadError(f"closed {wanted - have} bytes early", wanted, have)
-                    pieces.append(memoryview(found))
-                    have += len(found)
-            finally:
-                if len(pieces) > 1:
-                    self._ahead = memoryview(b"".join(pieces))
-            packet = bytes(self._ahead[_LENGTH_BYTES:wanted])
-            self._ahead = self._ahead[wanted:]
-            return packet
-
-
-def _packet_bytes(pieces: Sequence[memoryview]) -> int:
-    """Return the length of the packet that begins in these pieces, or of its header while that is incomplete."""
-    header = b"".join(pieces)[:_LENGTH_BYTES] if len(pieces[0]) < _LENGTH_BYTES else pieces[0][:_LENGTH_BYTES]
-    return _LENGTH_BYTES + (int.from_bytes(header, "big") if len(header) == _LENGTH_BYTES else 0)
 
 
 class EagerMultiselectClient(MultiselectClient):

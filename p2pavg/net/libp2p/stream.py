@@ -8,7 +8,7 @@ from typing import cast
 import trio
 from libp2p.io.exceptions import IOException
 from libp2p.network.stream.exceptions import StreamEOF
-from libp2p.network.stream.net_stream import NetStream, StreamState
+from libp2p.network.stream.net_stream import NetStream
 from libp2p.stream_muxer.exceptions import MuxedStreamError
 
 from p2pavg.errors import ClosedError, StreamBrokenError
@@ -23,12 +23,6 @@ logger = logging.getLogger(__name__)
 # A write is cut into pieces. Each piece is finished even if its caller is cancelled: half a frame would corrupt the
 # connection for every stream on it. With small pieces, other streams get their turn soon.
 WRITE_PIECE_BYTES = 32 * 1024
-
-# A write that small is tried without a task of its own: one frame, which the kernel mostly takes at once.
-SMALL_BYTES = 4096
-
-_READABLE = (StreamState.INIT, StreamState.OPEN, StreamState.CLOSE_WRITE)
-_WRITABLE = (StreamState.INIT, StreamState.OPEN, StreamState.CLOSE_READ)
 
 # The timeout of one piece. A link of 10 kbit/s moves a piece in 26 s.
 STALL_SECONDS = 30.0
@@ -75,11 +69,6 @@ class Libp2pStream(Stream):
     async def send_all(self, data: Buffer) -> None:
         view = memoryview(data)
         self._check(self._unwritable)
-        if len(view) <= SMALL_BYTES:
-            await trio.lowlevel.checkpoint()  # before the write: a cancelled call has written nothing
-            self._check(self._unwritable)
-            if self._net_stream._state in _WRITABLE and self._patient.write_now(bytes(view)):
-                return
         for start in range(0, len(view), WRITE_PIECE_BYTES):
             done = trio.Event()
             self._lifetime.nursery.start_soon(
@@ -205,9 +194,7 @@ class Libp2pStream(Stream):
         """
         if not self._ahead:
             try:
-                most = max(max_bytes, _READ_AHEAD_BYTES)
-                found = await self._patient.read_small(most) if self._net_stream._state in _READABLE else b""
-                self._ahead = memoryview(found or await self._net_stream.read(most))
+                self._ahead = memoryview(await self._net_stream.read(max(max_bytes, _READ_AHEAD_BYTES)))
             except StreamEOF:
                 return b""
         taken = bytes(self._ahead[:max_bytes])

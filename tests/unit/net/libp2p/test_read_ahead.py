@@ -10,7 +10,7 @@ import trio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from libp2p.io.abc import ReadWriteCloser
-from libp2p.io.exceptions import ConnectionClosedError, IncompleteReadError
+from libp2p.io.exceptions import ConnectionClosedError
 from libp2p.io.trio import TrioTCPStream
 from trio.testing import memory_stream_pair, wait_all_tasks_blocked
 
@@ -192,40 +192,3 @@ async def test_two_concurrent_reads_lose_nothing() -> None:
     found.append(await stream.read(100))
     rest = b"" if b"".join(found).endswith(b"h") else await stream.read(100)
     assert b"".join([*found, rest]) == b"abcdefgh"
-
-
-@given(
-    packets=st.lists(st.binary(max_size=300), max_size=8),
-    sizes=st.lists(st.integers(1, 200), min_size=1),
-    cut=st.integers(0, 3),
-)
-@settings(deadline=None)
-def test_packets_come_whole_however_they_arrive(packets: list[bytes], sizes: list[int], cut: int) -> None:
-    """The last packet may end early, and then there is no packet."""
-    data = b"".join(len(packet).to_bytes(2, "big") + packet for packet in packets)
-    whole, end = list(packets), len(data)
-    if cut and packets:
-        whole, end = packets[:-1], len(data) - min(cut, len(packets[-1]) + 1)
-
-    async def check() -> None:
-        left, right = memory_stream_pair()
-        stream, _ = ahead(right)
-
-        async def send() -> None:
-            at, turn = 0, 0
-            while at < end:
-                step = min(sizes[turn % len(sizes)], end - at)
-                await left.send_all(data[at : at + step])
-                at, turn = at + step, turn + 1
-                await trio.lowlevel.checkpoint()
-            await left.send_eof()
-
-        with trio.fail_after(WATCHDOG_SECONDS):
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(send)
-                for packet in whole:
-                    assert await stream.read_packet() == packet
-                with pytest.raises(IncompleteReadError):
-                    await stream.read_packet()
-
-    trio.run(check)

@@ -110,6 +110,8 @@ class Start:
     """The sentence in which it said that."""
     stuck: int
     """Number of programs that had not ended in time."""
+    unexplained: int
+    """Number of programs that neither reached the last update nor said that they cannot follow."""
     logs: tuple[str, ...]
     """Output of each program."""
 
@@ -158,7 +160,8 @@ def start(late: float, path: Path, *, at_once: int = 2) -> Start:
             heard = (heard[0] - opened[0], heard[1])
         logs = tuple("\n".join(f"{seconds:7.2f} {line}" for seconds, line in peer.lines) for peer in peers)
     seconds, said = (None, "") if heard is None else heard
-    return Start(tuple(ended), seconds, said, stuck, logs)
+    unexplained = sum(peer.first(ENDED) is None and peer.first(BEHIND) is None for peer in peers)
+    return Start(tuple(ended), seconds, said, stuck, unexplained, logs)
 
 
 def _address_of(daemon: Program) -> str:

@@ -17,8 +17,8 @@ import trio
 from p2pavg.allreduce.errors import BadContributionError
 from p2pavg.allreduce.inputs import Coming
 from p2pavg.allreduce.lane_driver import DirectUse
-from p2pavg.allreduce.loop_driver import LoopUse, is_small
 from p2pavg.allreduce.lobby import InboundLane, Lanes
+from p2pavg.allreduce.loop_driver import LoopUse, is_small
 from p2pavg.allreduce.messages import FRAME_BYTES, Lane, receive_index
 from p2pavg.allreduce.part_schedule import Step, incoming
 from p2pavg.allreduce.plan import STREAM_KINDS, AttemptPlan

@@ -155,9 +155,7 @@ class Sender:
     async def _in_thread(self, use: DirectUse, send: Callable[[], None]) -> None:
         await in_own_thread(send, stop=use.stop, name="p2pavg-send")
 
-    async def _over_direct_lane(
-        self, member: Candidate, send: Callable[[LoopUse], Awaitable[None]]
-    ) -> bool:
+    async def _over_direct_lane(self, member: Candidate, send: Callable[[LoopUse], Awaitable[None]]) -> bool:
         """Return whether everything went over a direct lane."""
         plan, transport = self._plan, self._plan.context.transport
         try:

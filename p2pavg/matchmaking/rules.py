@@ -364,8 +364,8 @@ class Matchmaking:
             and (earlier := first_earlier(state, group.followers, now)) is not None
         ):
             actions += self._followed.ask(earlier, now)
-        # A peer that asks an earlier candidate most likely follows it within a round trip, and then leads no group. If each
-        # of a group that begins at once nudged all later ones, these would be as many streams as pairs.
+        # A peer that asks an earlier candidate most likely follows it within a round trip, and then leads no group. If
+        # each of a group that begins at once nudged all later ones, these would be as many streams as pairs.
         if state.phase is Phase.LEADING and not state.me.auxiliary:
             actions += nudges(state, group.followers, now)
         return actions + group.heartbeat(now)

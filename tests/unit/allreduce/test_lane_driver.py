@@ -283,7 +283,7 @@ async def test_a_step_that_is_abandoned_leaves_no_thread_behind() -> None:
             return 3600.0
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("p2pavg.averager.RateLimit", Stuck)
+        patch.setattr("p2pavg.round.contributing.RateLimit", Stuck)
         await over_lanes(test)
 
 
@@ -300,7 +300,7 @@ async def test_every_byte_of_a_part_asks_the_limit_in_small_pieces(monkeypatch: 
             asked.setdefault(id(self), []).append(count)
             return 0.0
 
-    monkeypatch.setattr("p2pavg.averager.RateLimit", Counting)
+    monkeypatch.setattr("p2pavg.round.contributing.RateLimit", Counting)
     monkeypatch.setattr("p2pavg.allreduce.lane_driver.LIMITED_PIECE_BYTES", 256)
 
     async def test(rounds: Rounds) -> None:

@@ -20,6 +20,7 @@ NAMES = [
     "AttachError",
     "Audits",
     "AveragingConfig",
+    "BehindError",
     "Bf16",
     "Blockwise8",
     "BootstrapError",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import multiprocessing.process
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -104,7 +105,8 @@ def test_a_peer_that_is_behind_is_told_what_helps_on_all_ranks(tmp_path: Path) -
         for text, remedy in rank["said"]:
             assert text.startswith("this peer is behind its run, and a hook of gradients cannot catch up: ")
             assert "p2pavg.optim.ReplicatedOptimizer" in remedy
-    assert "2 peers are at epoch" in first["said"][0][0]
+    # It may not have heard of both when it is told.
+    assert re.search(r"(1 peer is|2 peers are) at epoch \d+; 1 with this one at epoch 0", first["said"][0][0])
     assert all(rank["stepped"] >= 3 and not rank["said"] for rank in found[:2])
 
 

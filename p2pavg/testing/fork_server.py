@@ -1,6 +1,6 @@
 """A process that has imported torch and p2pavg, and forks one member of a swarm for each request.
 
-Importing both costs a process four seconds of processor time, and a fork costs a few milliseconds.
+Importing both costs a process seconds of processor time, and a fork costs milliseconds.
 :mod:`p2pavg.testing.forking` starts this program and talks to it over a socket of whole messages, JSON each:
 
 ====================================  ==================================================================
@@ -38,7 +38,7 @@ FILES = 3  # standard input, output and error
 
 @dataclass(frozen=True)
 class Request:
-    """What a new process is to run."""
+    """A function for a new process to run, and the place where it runs."""
 
     work: str
     """The function, as ``"module:function"``."""
@@ -53,42 +53,50 @@ def serve(control: socket.socket) -> Request | None:
     """Fork a process for each request. Return the request in the new process, and ``None`` here, at the end."""
     with selectors.DefaultSelector() as selector:
         selector.register(control, selectors.EVENT_READ)
-        while True:
-            for key, _ in selector.select():
-                try:
+        try:
+            while True:
+                for key, _ in selector.select():
                     if key.fileobj is not control:
-                        _say_ended(control, key.data)
                         selector.unregister(key.fileobj)
                         os.close(key.fd)
+                        _say_ended(control, key.data)
                         continue
                     data, files, _, _ = socket.recv_fds(control, MAX_MESSAGE_BYTES, FILES)
                     if not data:
                         return None
-                    message = json.loads(data)
-                    if "reap" in message:
-                        os.waitpid(message["reap"], 0)
-                        continue
-                    request = Request(**message["fork"])
-                    pid = os.fork()
-                    if not pid:
-                        _become(request, control, selector, files)
+                    if request := _carry_out(json.loads(data), control, selector, files):
                         return request
-                    _note_forked(control, pid, files)
-                except (BrokenPipeError, ConnectionResetError):  # the test was killed
-                    return None
-                selector.register(os.pidfd_open(pid), selectors.EVENT_READ, data=pid)
+        except (BrokenPipeError, ConnectionResetError):  # the test was killed
+            return None
+
+
+def _carry_out(
+    message: dict[str, Any], control: socket.socket, selector: selectors.BaseSelector, files: list[int]
+) -> Request | None:
+    """Do what a message asks for. Return its request in the new process, and ``None`` here."""
+    if "reap" in message:
+        os.waitpid(message["reap"], 0)
+        return None
+    request = Request(**message["fork"])
+    pid = os.fork()
+    if not pid:
+        _become(request, control, selector, files)
+        return request
+    _note_forked(control, pid, files)
+    selector.register(os.pidfd_open(pid), selectors.EVENT_READ, data=pid)
+    return None
 
 
 def _note_forked(control: socket.socket, pid: int, files: list[int]) -> None:
     with suppress(ProcessLookupError, PermissionError):  # the process has done it itself, and may have ended
-        os.setpgid(pid, pid)  # whoever learns the process id may signal the group at once
+        os.setpgid(pid, pid)  # the test, which learns the id now, may signal the group at once
     for file in files:
         os.close(file)
     _send(control, {"pid": pid})
 
 
 def _say_ended(control: socket.socket, pid: int) -> None:
-    # It stays a zombie until the other side knows, so that nobody signals another process with its id.
+    # It stays a zombie until the other side knows, so that no signal for it reaches another process.
     found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     assert found is not None
     code = found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
@@ -157,7 +165,7 @@ def _end_with(code: int) -> NoReturn:
     """
     threading._shutdown()  # type: ignore[attr-defined]  # waits for the threads that are not daemons
     atexit._run_exitfuncs()
-    with suppress(OSError, ValueError):  # nobody listens, or it is closed
+    with suppress(OSError, ValueError):  # its reader is gone, or it is closed
         sys.stdout.flush()
     with suppress(OSError, ValueError):
         sys.stderr.flush()

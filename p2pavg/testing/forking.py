@@ -24,6 +24,7 @@ from typing import IO, Any, Protocol
 _SERVERS = 2
 _CHANGES_WITH_EACH_TEST = "PYTEST_CURRENT_TEST"
 _FORK_SECONDS = 180.0  # importing torch on a busy machine comes before the first fork
+_CLOSE_SECONDS = 10.0
 _MAX_MESSAGE_BYTES = 1 << 16
 
 
@@ -97,7 +98,7 @@ class ForkedProcess:
         self._ended.set()
 
     def note_lost(self) -> None:
-        """Note that nobody will say how the process ends."""
+        """Note that the exit code will never be known."""
         with self._signalling:
             self._server_is_lost = self._code is None
         self._ended.set()
@@ -120,14 +121,15 @@ class ForkServer:
         self._living: dict[int, ForkedProcess] = {}
         self._early: dict[int, int] = {}
         """Exit codes of processes that ended before :meth:`fork` had returned them."""
+        self._is_lost = False
         self._changing = threading.Lock()
         threading.Thread(target=self._listen, daemon=True).start()
 
     def fork(self, work: str, path: Sequence[str]) -> ForkedProcess:
-        """Start a process that runs a function of this process' environment and working directory.
+        """Start a process that runs a function, in this process' environment and working directory.
 
         Raises:
-            RuntimeError: the server has ended.
+            RuntimeError: the server has ended, or did not answer in time and was ended.
         """
         their_input, our_input = os.pipe()
         our_output, their_output = os.pipe()
@@ -139,7 +141,10 @@ class ForkServer:
             with self._asking:
                 socket.send_fds(self._control, [message], [their_input, their_output, 2])
                 pid = self._answers.get(timeout=_FORK_SECONDS)
-        except (OSError, queue.Empty):
+        except OSError:
+            pid = None
+        except queue.Empty:
+            self._process.kill()  # its late answer would be taken for the next one's
             pid = None
         finally:
             os.close(their_input)
@@ -154,8 +159,11 @@ class ForkServer:
         with self._changing:
             self._living[pid] = found
             code = self._early.pop(pid, None)
+            is_lost = self._is_lost
         if code is not None:
             self._end(pid, code)
+        elif is_lost:  # between its answer and now
+            found.note_lost()
         return found
 
     def _listen(self) -> None:
@@ -168,6 +176,7 @@ class ForkServer:
                     self._end(message["ended"], message["code"])
         self._answers.put(None)
         with self._changing:
+            self._is_lost = True
             lost, self._living = self._living, {}
         for process in lost.values():
             process.note_lost()
@@ -183,6 +192,11 @@ class ForkServer:
             self._control.send(json.dumps({"reap": pid}).encode())
 
     @property
+    def is_lost(self) -> bool:
+        """True if the server has ended."""
+        return self._is_lost
+
+    @property
     def is_idle(self) -> bool:
         """True if all processes that it has forked have ended."""
         return not self._living
@@ -191,7 +205,11 @@ class ForkServer:
         """End the server. What it has forked goes on."""
         with suppress(OSError):
             self._control.shutdown(socket.SHUT_RDWR)
-        self._process.wait()
+        try:
+            self._process.wait(_CLOSE_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
         self._control.close()
 
 
@@ -217,7 +235,11 @@ class _Servers:
                 self._drop_idle()
                 self._by_environment[key] = [ForkServer() for _ in range(_SERVERS)]
             servers = self._by_environment[key]
-            return servers[next(self._turns) % len(servers)].fork(work, path)
+            turn = next(self._turns) % len(servers)
+            if servers[turn].is_lost:
+                servers[turn].close()
+                servers[turn] = ForkServer()
+            return servers[turn].fork(work, path)
 
     def _drop_idle(self) -> None:
         for key, servers in list(self._by_environment.items()):
@@ -235,7 +257,19 @@ class _Servers:
 
 
 _servers = _Servers()
-atexit.register(_servers.close)
+_of_parents: list[_Servers] = []
+"""Those of the process that has forked this one by itself: not to be used here, and not to be ended from here."""
+
+
+def _begin_anew() -> None:
+    global _servers
+    _of_parents.append(_servers)
+    _servers = _Servers()
+
+
+atexit.register(lambda: _servers.close())
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_begin_anew)
 
 
 def can_fork() -> bool:

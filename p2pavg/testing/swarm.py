@@ -10,6 +10,7 @@ process that is added later gets the addresses of all running ones, so the first
 from __future__ import annotations
 
 import json
+import logging
 import os
 import queue
 import signal
@@ -29,6 +30,8 @@ from p2pavg.config import AveragingConfig
 from p2pavg.testing.faults import FaultPlan
 from p2pavg.testing.forking import Process, can_fork, fork_process
 from p2pavg.testing.swarm_faults import carrying_out
+
+logger = logging.getLogger(__name__)
 
 START_SECONDS = 180.0  # importing torch on a busy machine
 _LEAVE_SECONDS = 10.0
@@ -226,8 +229,9 @@ class LocalSwarm:
             file.
         peers: the number of processes that :meth:`start` starts.
         arguments: JSON values that each process gets as :attr:`Member.arguments`.
-        fork: fork the processes from one that has imported torch and p2pavg, which saves four seconds of processor time
-            for each; else start a new interpreter for each. ``None``: fork on Linux, where system libraries allow it.
+        fork: fork the processes from one that has imported torch and p2pavg, which saves each of them the seconds of
+            these imports; else start a new interpreter for each. ``None``: fork on Linux, where system libraries allow
+            it.
 
     Use it in a ``with`` block. Leaving the block ends every process, and the processes that they have started. They
     also end when this process dies. A Ctrl-C in the terminal reaches this process only, which then leaves its block.
@@ -369,14 +373,17 @@ class LocalSwarm:
             if found.process.stdin is not None:
                 with suppress(BrokenPipeError):  # the process ended before it read its last message
                     found.process.stdin.close()  # tells the member to leave
-            if found.running:
-                found.resume()
+            with suppress(RuntimeError):  # the server that has forked it has ended; it is killed below
+                if found.running:
+                    found.resume()
         for found in self._launched:
             try:
                 found.process.wait(_LEAVE_SECONDS)
             except subprocess.TimeoutExpired:
                 found.kill()
                 found.process.wait()
+            except RuntimeError as error:
+                logger.warning("%s", error)
             with suppress(ProcessLookupError, PermissionError):  # kill the processes that it has started
                 os.killpg(found.process.pid, signal.SIGKILL)
             if found.process.stdout is not None:

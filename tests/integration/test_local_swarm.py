@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import psutil
 import pytest
@@ -208,6 +210,47 @@ class TestForkedProcesses:
         server.close()
         _close(process)  # tells it to leave
 
+    def test_a_server_that_ends_while_it_answers_is_an_error(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Without a check its process would be waited for without an end."""
+        server = ForkServer()
+
+        class Late(ForkedProcess):
+            def __init__(self, pid: int, stdin: IO[str], stdout: IO[str]) -> None:
+                super().__init__(pid, stdin, stdout)
+                server._process.kill()
+                assert eventually(lambda: server.is_lost)
+
+        monkeypatch.setattr(forking, "ForkedProcess", Late)
+        process = server.fork(WORK, [os.getcwd()])
+        with pytest.raises(RuntimeError, match="its exit code is not known"):
+            process.wait(60.0)
+        server.close()
+        _close(process)
+
+    def test_a_server_that_has_ended_is_replaced(self) -> None:
+        with LocalSwarm(stay, peers=0, fork=True) as swarm:
+            swarm.add()
+            swarm.add(wait=False).process.kill()
+            servers = [server for each in forking._servers._by_environment.values() for server in each]
+            for server in servers:
+                server._process.kill()
+            assert eventually(lambda: all(server.is_lost for server in servers))
+        with LocalSwarm(stay, peers=0, fork=True) as swarm:
+            assert swarm.add().running
+
+    # Python 3.12 and later warn about forks of a process with threads, which this test is about.
+    @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork:DeprecationWarning")
+    def test_a_fork_of_the_test_leaves_the_servers_alone(self) -> None:
+        with LocalSwarm(stay, peers=0, fork=True) as swarm:
+            first = swarm.add(wait=False)
+            pid = os.fork()
+            if pid == 0:
+                forking._servers.close()  # as when this process ends
+                os._exit(0)
+            assert os.waitpid(pid, 0)[1] == 0
+            assert swarm.add().running
+            assert first.running
+
     def test_a_closed_server_ends_and_its_processes_go_on(self) -> None:
         server = ForkServer()
         process = server.fork(WORK, [os.getcwd()])
@@ -256,6 +299,16 @@ if __name__ == "__main__":
         print(process.process.pid, *servers, flush=True)
         time.sleep(1000)
 """
+
+
+def eventually(condition: Callable[[], bool]) -> bool:
+    """Poll for a condition; return false if it does not come true within two minutes."""
+    end = time.monotonic() + 120.0
+    while not condition():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.01)
+    return True
 
 
 def _start_of(swarm: LocalSwarm) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Where a peer looks for a group, if not among all peers of its run. No I/O, no clock."""
+"""The place where a peer looks for a group, if not among all peers of its run. No I/O, no clock."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _DOMAIN = "p2pavg/place/1"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Meeting:
-    """Where, with which peers and for how long a peer looks for one group.
+    """Place, peers and time of a search for one group.
 
     Raises:
         ValueError: a value is out of range.

@@ -36,7 +36,7 @@ def ranges_after_loss(
     each member that is left lacks of the share that it would have if the vector were cut among these members only. So
     no member gets more than the greater of that share and its first one.
 
-    The ranges depend on nothing but the group and the members that are left. So whoever knows these can check a
+    The ranges depend on nothing but the group and the members that are left. So a peer that knows these can check a
     signature of any attempt, without knowing the attempts before it.
 
     Args:

@@ -1,4 +1,4 @@
-"""How the ranks of one peer divide a model: which rank holds which part. No I/O, no clock, no torch."""
+"""The division of a model among the ranks of one peer: which rank holds which part. No I/O, no clock, no torch."""
 
 from __future__ import annotations
 

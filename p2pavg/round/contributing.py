@@ -1,4 +1,4 @@
-"""What the rounds of a run need besides the values: a matchmaker, the settings, and the peer's entry in the run."""
+"""The needs of the rounds of a run, besides the values: a matchmaker, the settings, and the peer's entry in the run."""
 
 from __future__ import annotations
 

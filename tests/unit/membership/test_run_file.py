@@ -121,7 +121,7 @@ def test_the_secret_is_in_no_repr() -> None:
     [
         ("version = 2", "version must be 1, got 2"),
         ("version = true", "version must be 1, got True"),
-        ("topology = 'ring'", "topology: a topology is 'butterfly' or 'star', got 'ring'"),
+        ("topology = 'ring'", "topology: a topology is 'butterfly', 'star' or 'hierarchical', got 'ring'"),
         ("topology = 5", "topology must be text"),
         ("run_id = ''", "run_id must be text of 1 to 128 printable characters, got ''"),
         ("run_id = 5", "run_id must be text .*, got 5"),

@@ -158,6 +158,12 @@ class Attempt:
         return self.receiver.bytes_received
 
     @property
+    def plain_bytes(self) -> int | None:
+        """Bytes of values that this member would move without a codec; ``None`` in an attempt without relays."""
+        routes = self.ledger.routes
+        return None if routes.are_direct else 4 * routes.elements(self.plan.me)
+
+    @property
     def relayed(self) -> set[str]:
         """Those of :attr:`streamed` whose streams went through a relay."""
         return self.sender.stream_bytes.relayed | self.receiver.stream_bytes.relayed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -10,16 +11,22 @@ import trio
 from trio.testing import MockClock
 
 import p2pavg
+from p2pavg.allreduce.sender import Sender
+from p2pavg.allreduce.values import Values
+from p2pavg.group.shares import Part
+from p2pavg.net.transport import Buffer, Stream
 from p2pavg.peer import Peer
 from p2pavg.result import RoundResult, Success
 from p2pavg.testing import (
     After,
+    At,
     Crash,
     Fault,
     FaultPlan,
     MemoryNetwork,
     Milestone,
     Stop,
+    Throttle,
     run_peers,
 )
 from tests.simulation.liars import name
@@ -89,3 +96,185 @@ async def test_the_result_is_the_mean_of_all_members(
         proof = p2pavg.verify_certificate(result.certificate)
         assert proof.weights == result.weights
         assert result.compression_ratio == pytest.approx(1.0, rel=0.05)
+
+
+@pytest.mark.parametrize("topology", ["hierarchical", "butterfly"])
+async def test_each_value_crosses_between_sites_once_in_each_direction(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, topology: str
+) -> None:
+    """In a butterfly, it crosses once for each member of a site."""
+    crossed: Counter[tuple[str, str]] = Counter()
+    send_part, site_by_name = Sender._send_part, {name(index): site for index, site in enumerate(SITES)}
+
+    async def count(self: Sender, stream: Stream, part: Part, payload: Buffer, *moved: Any) -> None:
+        crossed[site_by_name[self._plan.me], site_by_name[stream.remote]] += part.elements
+        await send_part(self, stream, part, payload, *moved)
+
+    monkeypatch.setattr(Sender, "_send_part", count)
+    changes = {} if topology == "hierarchical" else {"topology": topology}
+    check_one_result(list((await play(network(), **changes)).values()), ELEMENTS)
+    times = 1 if topology == "hierarchical" else SIZE // 2
+    assert crossed["lab-a", "lab-b"] == pytest.approx(times * ELEMENTS, rel=0.02)
+    assert crossed["lab-b", "lab-a"] == pytest.approx(times * ELEMENTS, rel=0.02)
+
+
+@pytest.mark.parametrize("compression", ["blockwise8", "int4", "fp16"])
+async def test_the_error_of_a_codec_is_near_that_of_the_butterfly(
+    autojump_clock: MockClock, compression: str
+) -> None:
+    errors = {}
+    for topology in ("hierarchical", "butterfly"):
+        changes = {} if topology == "hierarchical" else {"topology": topology}
+        found = await play(network(), compression=compression, **changes)
+        bits = [tensors_of(result)[0] for result in found.values()]
+        assert all(torch.equal(bits[0], other) for other in bits)
+        errors[topology] = float((bits[0] - mean(range(SIZE), ELEMENTS)).norm())
+    assert 0.0 < errors["hierarchical"] < 1.5 * errors["butterfly"]
+
+
+async def test_observers_relay_and_hold_the_result(autojump_clock: MockClock) -> None:
+    """One site has observers only, and one an observer beside a contributor."""
+    sites, watching = ("a", "a", "b", "b", "c", "a"), (1, 2, 3)
+
+    async def average(peer: Peer, index: int) -> RoundResult:
+        async with peer.averager(sited(sites[index])) as averager:
+            averager.declare([torch.empty(ELEMENTS)])
+            await trio.sleep(0.1 * index)
+            if index not in watching:
+                averager.accumulate([values(index, ELEMENTS)])
+            return await averager.step(wait=None, observe=index in watching)
+
+    found = await run_peers(network(), SIZE, average)
+    check_one_result(list(found.values()), ELEMENTS)
+    for result in found.values():
+        assert isinstance(result, Success)
+        assert set(result.observers) == {name(index) for index in watching}
+
+
+async def test_weights_count_across_sites(autojump_clock: MockClock) -> None:
+    weights = [1.0, 2.0, 30.0, 4.0, 0.5, 6.0]
+
+    async def average(peer: Peer, index: int) -> RoundResult:
+        async with peer.averager(sited(SITES[index])) as averager:
+            await trio.sleep(0.1 * index)
+            averager.accumulate([values(index, ELEMENTS)], weight=weights[index])
+            return await averager.step(wait=None)
+
+    for result in (await run_peers(network(), SIZE, average)).values():
+        assert isinstance(result, Success)
+        assert result.total_weight == sum(weights)
+        expected = mean(range(SIZE), ELEMENTS, weights).float()
+        torch.testing.assert_close(tensors_of(result)[0], expected, rtol=1e-5, atol=1e-6)
+
+
+# ------------------------------------------------------------------ kills and stops
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.02, 0.15, 0.3, 0.45, 0.6, 0.75])
+@pytest.mark.parametrize("victim", [0, 2, 4], ids=["leader", "of its site", "of the other site"])
+async def test_a_member_that_crashes_costs_its_own_contribution_only(
+    autojump_clock: MockClock, victim: int, seconds: float
+) -> None:
+    plan = FaultPlan([Fault(Crash(victim), After(Milestone.FORMED, seconds=seconds))])
+    found = await play(network(), plan)
+    check_one_result(list(found.values()), ELEMENTS)
+    for result in found.values():
+        assert isinstance(result, Success)
+        assert {name(index) for index in range(SIZE) if index != victim} <= set(result.peers)
+        p2pavg.verify_certificate(result.certificate)
+        if seconds > 0.05 and name(victim) not in result.peers:
+            assert name(victim) in result.lost
+
+
+@pytest.mark.parametrize("seconds", [0.1, 0.4])
+async def test_the_loss_of_a_whole_site_leaves_the_other_one_with_its_mean(
+    autojump_clock: MockClock, seconds: float
+) -> None:
+    """The others are the greater part only if the leader is among them."""
+    lost = [index for index, site in enumerate(SITES) if site == "lab-b"]
+    plan = FaultPlan([Fault(Crash(index), After(Milestone.FORMED, of=0, seconds=seconds)) for index in lost])
+    found = await play(network(), plan)
+    check_one_result(list(found.values()), ELEMENTS)
+    assert len(found) == SIZE - len(lost)
+
+
+@pytest.mark.parametrize("milestone", [Milestone.AVERAGE_SENT, Milestone.HOLDING], ids=["averages", "holding"])
+@pytest.mark.parametrize("victim", range(SIZE))
+async def test_a_member_that_crashes_late_may_still_be_in_the_result(
+    autojump_clock: MockClock, victim: int, milestone: Milestone
+) -> None:
+    """Some members hold the result then. They pass on what the lost one would have sent, also as a relay."""
+    plan = FaultPlan([Fault(Crash(victim), After(milestone, of=victim))])
+    found = await play(network(), plan)
+    check_one_result(list(found.values()), ELEMENTS)
+
+
+@pytest.mark.parametrize("stopped", [0, 3], ids=["leader", "follower"])
+async def test_a_silent_member_is_dropped_and_learns_it_later(
+    autojump_clock: MockClock, stopped: int
+) -> None:
+    plan = FaultPlan([Fault(Stop(stopped, seconds=20.0), After(Milestone.FORMED, seconds=0.1))])
+    found = await play(network(), plan, exchange_timeout=60.0)
+    back = found.pop(stopped)
+    assert isinstance(back, p2pavg.Failed)
+    assert back.contribution_used is False
+    check_one_result(list(found.values()), ELEMENTS)
+    assert all(isinstance(result, Success) and result.exchange_duration < 10.0 for result in found.values())
+
+
+# ------------------------------------------------------------------ slow members and lies
+
+
+@pytest.mark.parametrize("slow", [1, 2], ids=["of the other site", "of the leader's site"])
+async def test_a_slow_contributor_is_left_behind_by_its_site(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, slow: int
+) -> None:
+    """Its contribution would take 20 s. Members of the other site see only that sums do not come."""
+    large = 240_000
+    monkeypatch.setattr("p2pavg.allreduce.reduction.part_size", lambda _elements, _reducers: 10_000)
+    plan = FaultPlan([Fault(Throttle(slow, bandwidth=4e4), At(0.0))])
+    found = await play(network(), plan, elements=large, exchange_timeout=20.0)
+    assert isinstance(found.pop(slow), p2pavg.Failed)
+    check_one_result(list(found.values()), large)
+    for result in found.values():
+        assert isinstance(result, Success)
+        assert result.lost.keys() == {name(slow)}
+
+
+async def test_a_relay_whose_sums_do_not_decode_is_excluded(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    liar, sum_of_site = 4, Values.sum_of_site
+
+    def false(self: Values, index: int) -> Buffer:
+        payload = sum_of_site(self, index)
+        return b"\xff" * len(payload) if self._ledger.me == name(liar) else payload
+
+    monkeypatch.setattr(Values, "sum_of_site", false)
+    found = await play(network(), compression="blockwise8")
+    assert isinstance(found.pop(liar), p2pavg.Failed)
+    for result in found.values():
+        assert isinstance(result, Success)
+        assert result.lost.keys() == {name(liar)}
+        assert "a part that does not decode" in result.lost[name(liar)]
+        assert set(result.peers) == {name(index) for index in range(SIZE) if index != liar}
+
+
+@pytest.mark.parametrize("victim", [1, 3])
+async def test_a_relay_that_changes_the_averages_that_it_passes_on_splits_no_group(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, victim: int
+) -> None:
+    """Members that take part in the result hold the same bits, which are the mean of its peers."""
+    liar, send_part = 4, Sender._send_part
+
+    async def change(self: Sender, stream: Stream, part: Part, payload: Buffer, *moved: Any) -> None:
+        passed_on = part not in self._plan.own_parts and self._plan.number == 0
+        if self._plan.me == name(liar) and stream.remote == name(victim) and passed_on:
+            payload = bytes(len(payload))
+        await send_part(self, stream, part, payload, *moved)
+
+    monkeypatch.setattr(Sender, "_send_part", change)
+    found = await play(network(), sites=("a", "b", "a", "b", "b", "a"))
+    results = [result for index, result in found.items() if index != liar and isinstance(result, Success)]
+    assert len(results) >= SIZE - 2
+    check_one_result(results, ELEMENTS)

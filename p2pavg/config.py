@@ -7,7 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from p2pavg.errors import ConfigError
-from p2pavg.group.aggregation import MOST_NORMS, Aggregation, RobustRule, check_codec_for, check_combinable, resolve_rule
+from p2pavg.group.aggregation import (
+    MOST_NORMS,
+    Aggregation,
+    RobustRule,
+    check_codec_for,
+    check_combinable,
+    resolve_rule,
+)
 from p2pavg.group.audits import Audits, resolve_audits
 from p2pavg.group.limits import (
     MAX_BANDWIDTH,

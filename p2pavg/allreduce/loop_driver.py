@@ -79,7 +79,11 @@ class LoopUse(DirectUse):
         values, remote = self._values, self.lane.remote
         payload: Buffer
         if step.kind is Lane.CONTRIBUTIONS:
-            own = values.contribution(remote, step.part) if step.after is None else values.sum_of_site(step.after)
+            own = (
+                values.contribution(remote, step.part)
+                if step.after is None
+                else values.sum_of_site(step.after)
+            )
             payload = begin.of(step.part, own)
         else:
             payload = values.encoded(step.reducer, step.part.index)

@@ -66,7 +66,9 @@ class AttemptPlan:
     def averages_from(self, peer_id: str) -> list[tuple[str, Part]]:
         """Return the averages that another member sends to this one."""
         routes = self.ledger.routes
-        return [(each, part) for each in routes.averages(peer_id, self.me) for part in self.ledger.parts[each]]
+        return [
+            (each, part) for each in routes.averages(peer_id, self.me) for part in self.ledger.parts[each]
+        ]
 
     def _ready_at(self, reducer: str, part: Part) -> int:
         """Return what an average waits for here, as :meth:`~p2pavg.allreduce.values.Values.is_ready` numbers it."""

@@ -72,7 +72,9 @@ class Ledger:
         """Number of the first task of its own share. In those before it, this member is a relay."""
         self.feeders = self.routes.feeders_of(me)
         """The other members that send this one their own contributions. In a butterfly, all contributors."""
-        self.forwards = [(reducer, part) for reducer in self.routes.relayed_by(me) for part in self.parts[reducer]]
+        self.forwards = [
+            (reducer, part) for reducer in self.routes.relayed_by(me) for part in self.parts[reducer]
+        ]
         """The averages that this member passes on to its site, as a relay."""
         others = [member for member in roster.members if member.peer_id != me]
         contributors = {member.peer_id for member in roster.contributors}

@@ -45,7 +45,8 @@ class Routes:
         self._site = {members[at].peer_id: number for number, site in enumerate(sites) for at in site}
         contributors = {member.peer_id for member in roster.contributors}
         self._weights = [
-            {each.peer_id: each.weight for each in site if each.peer_id in contributors} for site in self._sites
+            {each.peer_id: each.weight for each in site if each.peer_id in contributors}
+            for site in self._sites
         ]
         self._holders = {member.peer_id for member in roster.holders}
         found = relays_of(sites, roster.shares, [member.peer_id in self._holders for member in members])

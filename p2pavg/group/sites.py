@@ -63,9 +63,7 @@ def shares_of_sites(elements: int, granularity: int, members: Sequence[Candidate
     return tuple(shares)
 
 
-def relays_of(
-    sites: Sites, shares: Sequence[int], holders: Sequence[bool]
-) -> Mapping[tuple[int, int], int]:
+def relays_of(sites: Sites, shares: Sequence[int], holders: Sequence[bool]) -> Mapping[tuple[int, int], int]:
     """Return the relay of each share in each other site that has members which hold the result.
 
     The largest shares are given out first, each to the holder of the site that has least to relay, compared with its

@@ -89,7 +89,8 @@ def site_of(topology: Topology) -> str:
 def resolve_topology(given: object) -> Topology:
     """Return the topology that a text names; return a topology unchanged.
 
-    Texts are ``"butterfly"``, ``"star"`` and ``"hierarchical"``, which names no site. ``resolve_topology(topology.text) == topology`` for every topology.
+    Texts are ``"butterfly"``, ``"star"`` and ``"hierarchical"``, which names no site. ``resolve_topology(topology.text)
+    == topology`` for every topology.
 
     Raises:
         ConfigError: it is none of these.

@@ -94,9 +94,7 @@ def _attach(stack: ExitStack, hub: str, name: str, port: str, host: str) -> None
 
 
 @contextmanager
-def routed(
-    members: Sequence[int], inside_mbps: float, between_mbps: float
-) -> Iterator[list[Place]]:
+def routed(members: Sequence[int], inside_mbps: float, between_mbps: float) -> Iterator[list[Place]]:
     """Provide places in sites, in the order of the sites; remove them on every kind of exit.
 
     Each site is a switch with a router in one namespace, and the routers meet in a namespace between them. All members

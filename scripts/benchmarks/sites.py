@@ -40,7 +40,9 @@ def run(arguments: argparse.Namespace, report: Report) -> int:
         conditions["bound_seconds"] = round(seconds_at_least(name, members, arguments), 3)
         report.figure(NAME, "exchange", "s", [each.exchange for each in rounds], **conditions)
         report.figure(NAME, "cpu", "s, all members", [each.cpu for each in rounds], **conditions)
-        report.figure(NAME, "memory", "MB above the start", [each.above / 1e6 for each in rounds], **conditions)
+        report.figure(
+            NAME, "memory", "MB above the start", [each.above / 1e6 for each in rounds], **conditions
+        )
         report.figure(NAME, "error", "of the mean's norm", [each.error for each in rounds], **conditions)
     butterfly, sited = (found.get(name, []) for name in TOPOLOGIES)
     if butterfly and len(butterfly) == len(sited):
@@ -60,19 +62,15 @@ def run(arguments: argparse.Namespace, report: Report) -> int:
 def seconds_at_least(topology: str, members: Sequence[int], arguments: argparse.Namespace) -> float:
     """Return the least seconds of an exchange, if only the links between sites cost time.
 
-    With the fraction x of the vector in a site of m of n members, these carry for it 1 + x (k - 2) vectors each way
-    among k sites, and m (1 - x) + x (n - m) in a butterfly, where x is m / n.
+    Among k sites, a site's link carries 1 + (k - 2) / k vectors each way. In a butterfly, for a site of m of n members,
+    it carries m (n - m) / n vectors of contributions each way, and as much of averages.
     """
-    total = sum(members)
-    most = 0.0
-    for count in members:
-        if topology == "butterfly":
-            share = count / total
-            carried = count * (1 - share) + share * (total - count)
-        else:
-            carried = 1 + (len(members) - 2) / len(members)
-        most = max(most, carried)
-    return most * encoded_bytes(arguments.codec, arguments.elements) * 8e-6 / arguments.between
+    total, sites = sum(members), len(members)
+    carried = [2 * count * (total - count) / total for count in members]
+    if topology != "butterfly":
+        carried = [1 + (sites - 2) / sites]
+    nbytes = encoded_bytes(arguments.codec, arguments.elements)
+    return float(max(carried) * nbytes * 8e-6 / arguments.between)
 
 
 def _measure(
@@ -103,9 +101,7 @@ def _measure(
     return found
 
 
-def _system(
-    topology: str, members: Sequence[int], seconds: float, arguments: argparse.Namespace
-) -> System:
+def _system(topology: str, members: Sequence[int], seconds: float, arguments: argparse.Namespace) -> System:
     system = p2pavg(arguments.codec, sum(members), timeout=seconds, audit="off", topology=topology)
     own: dict[str, Any] = {"bandwidths": [arguments.inside] * sum(members)}
     if topology != "butterfly":

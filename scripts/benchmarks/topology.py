@@ -41,9 +41,15 @@ def add_arguments(parser: argparse.ArgumentParser, *, small: bool) -> None:
     parser.add_argument("--elements", type=int, default=100_000 if small else 1_000_000)
     parser.add_argument("--fast", default="1000/1000", help="down/up of the first member, in Mbit/s")
     parser.add_argument("--slow", default="20/5", help="down/up of the others, in Mbit/s")
-    parser.add_argument("--sites", metavar="MEMBERS", help="members of each site, such as 4,4: see --inside, --between")
-    parser.add_argument("--inside", type=float, default=1000.0, help="rate of each link inside a site, in Mbit/s")
-    parser.add_argument("--between", type=float, default=20.0, help="rate of each site's link to the others, in Mbit/s")
+    parser.add_argument(
+        "--sites", metavar="MEMBERS", help="members of each site, such as 4,4: see --inside, --between"
+    )
+    parser.add_argument(
+        "--inside", type=float, default=1000.0, help="rate of each link inside a site, in Mbit/s"
+    )
+    parser.add_argument(
+        "--between", type=float, default=20.0, help="rate of each site's link to the others, in Mbit/s"
+    )
     parser.add_argument("--no-links", action="store_true", help="one machine, whose links have no limits")
     parser.add_argument("--model", action="store_true", help="compute the times only, with a ring and a tree")
     parser.add_argument("--latency", type=float, default=20.0, help="of the model, in milliseconds one way")

@@ -1,8 +1,10 @@
-"""The guarantees of a round of two sites that exchange sums: kills, stops, slow members, lies, and the bytes between."""
+"""The guarantees of a round of sites that exchange sums: kills, stops, slow members, lies, and the bytes between."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ import trio
 from trio.testing import MockClock
 
 import p2pavg
+from p2pavg.allreduce.plan import AttemptPlan
 from p2pavg.allreduce.sender import Sender
 from p2pavg.allreduce.values import Values
 from p2pavg.group.shares import Part
@@ -111,7 +114,7 @@ async def test_each_value_crosses_between_sites_once_in_each_direction(
         await send_part(self, stream, part, payload, *moved)
 
     monkeypatch.setattr(Sender, "_send_part", count)
-    changes = {} if topology == "hierarchical" else {"topology": topology}
+    changes: dict[str, Any] = {} if topology == "hierarchical" else {"topology": topology}
     check_one_result(list((await play(network(), **changes)).values()), ELEMENTS)
     times = 1 if topology == "hierarchical" else SIZE // 2
     assert crossed["lab-a", "lab-b"] == pytest.approx(times * ELEMENTS, rel=0.02)
@@ -124,7 +127,7 @@ async def test_the_error_of_a_codec_is_near_that_of_the_butterfly(
 ) -> None:
     errors = {}
     for topology in ("hierarchical", "butterfly"):
-        changes = {} if topology == "hierarchical" else {"topology": topology}
+        changes: dict[str, Any] = {} if topology == "hierarchical" else {"topology": topology}
         found = await play(network(), compression=compression, **changes)
         bits = [tensors_of(result)[0] for result in found.values()]
         assert all(torch.equal(bits[0], other) for other in bits)
@@ -198,7 +201,9 @@ async def test_the_loss_of_a_whole_site_leaves_the_other_one_with_its_mean(
     assert len(found) == SIZE - len(lost)
 
 
-@pytest.mark.parametrize("milestone", [Milestone.AVERAGE_SENT, Milestone.HOLDING], ids=["averages", "holding"])
+@pytest.mark.parametrize(
+    "milestone", [Milestone.AVERAGE_SENT, Milestone.HOLDING], ids=["averages", "holding"]
+)
 @pytest.mark.parametrize("victim", range(SIZE))
 async def test_a_member_that_crashes_late_may_still_be_in_the_result(
     autojump_clock: MockClock, victim: int, milestone: Milestone
@@ -265,16 +270,46 @@ async def test_a_relay_that_changes_the_averages_that_it_passes_on_splits_no_gro
     autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, victim: int
 ) -> None:
     """Members that take part in the result hold the same bits, which are the mean of its peers."""
-    liar, send_part = 4, Sender._send_part
+    liar, send_averages, send_part = 4, Sender.send_averages, Sender._send_part
+    to_victim: ContextVar[bool] = ContextVar("to_victim", default=False)
+    changed = 0
+
+    async def note(self: Sender, stream: Stream) -> None:
+        is_first = self._plan.me == name(liar) and self._plan.number == 0
+        to_victim.set(is_first and stream.remote == name(victim))
+        await send_averages(self, stream)
 
     async def change(self: Sender, stream: Stream, part: Part, payload: Buffer, *moved: Any) -> None:
-        passed_on = part not in self._plan.own_parts and self._plan.number == 0
-        if self._plan.me == name(liar) and stream.remote == name(victim) and passed_on:
-            payload = bytes(len(payload))
+        nonlocal changed
+        if to_victim.get() and part not in self._plan.own_parts:
+            payload, changed = bytes(len(payload)), changed + 1
         await send_part(self, stream, part, payload, *moved)
 
+    monkeypatch.setattr(Sender, "send_averages", note)
     monkeypatch.setattr(Sender, "_send_part", change)
     found = await play(network(), sites=("a", "b", "a", "b", "b", "a"))
+    assert changed
     results = [result for index, result in found.items() if index != liar and isinstance(result, Success)]
     assert len(results) >= SIZE - 2
     check_one_result(results, ELEMENTS)
+
+
+async def test_a_contribution_from_another_site_excludes_its_sender(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the relay of a site sends its sum: a member that sent its own values too would count twice."""
+    liar, contributions_to = 4, AttemptPlan.contributions_to
+
+    def more(self: AttemptPlan, peer_id: str) -> tuple[Sequence[Part], int | None]:
+        parts, sums_at = contributions_to(self, peer_id)
+        if self.me == name(liar) and not parts:
+            return self.ledger.parts[peer_id], None
+        return parts, sums_at
+
+    monkeypatch.setattr(AttemptPlan, "contributions_to", more)
+    found = await play(network())
+    assert isinstance(found.pop(liar), p2pavg.Failed)
+    check_one_result(list(found.values()), ELEMENTS)
+    for result in found.values():
+        assert isinstance(result, Success)
+        assert "it opened a lane that is not due" in result.lost[name(liar)]

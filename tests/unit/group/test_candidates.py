@@ -159,8 +159,14 @@ def test_candidates_are_ordered_by_auxiliary_then_deadline_then_id() -> None:
         ((5, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (), b"", 0.0, 0), "a reach of 0 with 0 addresses"),
         ((5, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (), b"", 0.0, 1), "a reach of 1 with 0 addresses"),
         ((5, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (), b"", 0.0, 2, b""), "field 13 is bytes"),
-        ((5, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (), b"", 0.0, 2, "l" * 33), "site .* name is too long"),
-        ((5, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (), b"", 0.0, 2, "\n"), "name is too long or not print"),
+        (
+            (5, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (), b"", 0.0, 2, "l" * 33),
+            "site .* name is too long",
+        ),
+        (
+            (5, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (), b"", 0.0, 2, "\n"),
+            "name is too long or not print",
+        ),
         ((5, 1.0, 0.0, 1.0, "fp32", True, (), b"", (), (), b"", 0.0, 2, "lab"), "a site of an auxiliary"),
         ((), "14 fields"),
     ],
@@ -184,7 +190,18 @@ def test_the_ends_of_the_ranges_are_allowed() -> None:
     rest = (b"s" * 32, ("t" * 32,) * 16, measured, b"c" * MAX_CERTIFICATE_BYTES)
     most = read_candidate(
         record_of(
-            0, 5, 0.0, MAX_WEIGHT, MAX_BANDWIDTH, "x" * MAX_CODEC_CHARS, False, (), *rest, MAX_NORM, 2, "l" * 32
+            0,
+            5,
+            0.0,
+            MAX_WEIGHT,
+            MAX_BANDWIDTH,
+            "x" * MAX_CODEC_CHARS,
+            False,
+            (),
+            *rest,
+            MAX_NORM,
+            2,
+            "l" * 32,
         )
     )
     assert (most.state, most.tags, most.metrics, most.certificate) == rest

@@ -45,6 +45,7 @@ LINK: dict[str, tuple[list[str], bool, object]] = {
     "port_mapping": (["--port-mapping"], False, True),
     "relay_mbps": (["--relay-mbps"], False, 10.0),
     "attach": (["--attach"], False, None),
+    "site": (["--site"], False, ""),
     "home": (["--home"], False, None),
     "config": (["--config"], False, None),
     "verbose": (["--verbose", "-v"], False, False),

@@ -257,5 +257,5 @@ class TestRecords:
 
 
 def test_a_wrong_argument_is_named() -> None:
-    with pytest.raises(ConfigError, match="topology: a topology is 'butterfly' or"):
+    with pytest.raises(ConfigError, match="topology: a topology is 'butterfly', 'star' or"):
         DataParallel(target_batch_size=1, topology="ring")

@@ -40,6 +40,12 @@ def test_without_two_sites_of_which_one_has_two_members_all_are_one_site(names: 
     assert butterfly == sited
 
 
+def test_another_topology_takes_no_notice_of_sites() -> None:
+    cut = share_cutter(ELEMENTS, 64, Butterfly())
+    assert cut(members("a", "a", "b")) == cut(members("", "", ""))
+    assert cut(members("a", "a", "b")) != share_cutter(ELEMENTS, 64, Hierarchical())(members("a", "a", "b"))
+
+
 def test_an_auxiliary_is_a_site_of_its_own_without_a_share() -> None:
     group = [*members("a", "a", "b"), candidate(3, auxiliary=True)]
     assert sites_of(group) == ((0, 1), (2,), (3,))

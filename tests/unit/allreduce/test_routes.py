@@ -5,16 +5,21 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from p2pavg.allreduce.messages import Lane
 from p2pavg.allreduce.reduction import Ledger
 from p2pavg.allreduce.routes import Routes
+from p2pavg.allreduce.values import Values
 from p2pavg.errors import RemoteProtocolError
+from p2pavg.group.aggregation import Aggregation
 from p2pavg.group.roster import Roster, share_cutter
 from p2pavg.group.sites import sites_of
 from p2pavg.group.topology import Hierarchical
+from p2pavg.vector.buffers import Buffers
+from p2pavg_compression import Fp32
 from tests.unit.group.samples import candidate, roster
 
 ELEMENTS = 300_000
@@ -143,3 +148,33 @@ def test_a_link_between_two_sites_carries_each_value_once() -> None:
         for receiver in ids[4:]
     )
     assert crossing == ELEMENTS
+
+
+@pytest.mark.parametrize("whole_share", [False, True], ids=["part by part", "passed on"])
+def test_a_relay_passes_on_what_has_come_by_any_way(whole_share: bool) -> None:
+    found, routes = ledgers(group(["a", "a", "b", "b"]))
+    me = list(found)[0]
+    ledger = found[me]
+    ready: list[int] = []
+    values = Values(
+        ledger=ledger,
+        codec=Fp32(),
+        vector=torch.zeros(ELEMENTS),
+        buffers=Buffers(0),
+        on_ready=ready.append,
+        aggregation=Aggregation(audits=None, topology=Hierarchical()),
+    )
+    [reducer] = routes.relayed_by(me)
+    parts = ledger.parts[reducer]
+    first = values.forward_at(reducer)
+    assert first == len(ledger.tasks)
+    numbers = [first + part.index for part in parts]
+    assert not any(map(values.is_ready, numbers))
+    payloads = [bytes(4 * part.elements) for part in parts]
+    if whole_share:
+        values.receive_share(reducer, list(payloads))
+    else:
+        for part, payload in zip(parts, payloads, strict=True):
+            values.receive_average(reducer, part, payload)
+    assert all(map(values.is_ready, numbers))
+    assert ready == numbers

@@ -153,7 +153,7 @@ def test_a_link_between_two_sites_carries_each_value_once() -> None:
 @pytest.mark.parametrize("whole_share", [False, True], ids=["part by part", "passed on"])
 def test_a_relay_passes_on_what_has_come_by_any_way(whole_share: bool) -> None:
     found, routes = ledgers(group(["a", "a", "b", "b"]))
-    me = list(found)[0]
+    me = next(iter(found))
     ledger = found[me]
     ready: list[int] = []
     values = Values(

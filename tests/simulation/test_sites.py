@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from p2pavg.group.shares import Part
 from p2pavg.net.transport import Buffer, Stream
 from p2pavg.peer import Peer
 from p2pavg.result import RoundResult, Success
+from p2pavg.round.auxiliary import assist
 from p2pavg.testing import (
     After,
     At,
@@ -31,6 +33,7 @@ from p2pavg.testing import (
     Stop,
     Throttle,
     run_peers,
+    simulated_peers,
 )
 from tests.simulation.liars import name
 from tests.simulation.swarm import check_one_result, config, mean, tensors_of, values
@@ -319,3 +322,28 @@ async def test_a_contribution_from_another_site_excludes_its_sender(
     for result in found.values():
         assert isinstance(result, Success)
         assert "it opened a lane that is not due" in result.lost[name(liar)]
+
+
+async def test_an_auxiliary_reduces_nothing_between_sites(autojump_clock: MockClock) -> None:
+    """Its traffic would cross the links of all sites. The members end their rounds beside it."""
+    results: dict[int, list[RoundResult]] = {index: [] for index in range(3)}
+
+    async def average(peer: Peer, index: int) -> None:
+        async with peer.averager(sited(("a", "b", "a")[index], group_size=3)) as averager:
+            for _ in range(4):
+                averager.accumulate([values(index, ELEMENTS)])
+                results[index].append(await averager.step(wait=None))
+                await trio.sleep(10.0)
+
+    async with simulated_peers(network(), 4) as (*workers, helper), trio.open_nursery() as outer:
+        outer.start_soon(partial(assist, helper, "sim", bandwidth=1000.0))
+        async with trio.open_nursery() as nursery:
+            for index, peer in enumerate(workers):
+                nursery.start_soon(partial(average, peer, index))
+        outer.cancel_scope.cancel()
+    rounds = list(zip(*results.values(), strict=True))
+    for each in rounds:
+        check_one_result(each, ELEMENTS)
+    assert any(result.auxiliaries for each in rounds for result in each if isinstance(result, Success))
+    shares = [result.share for result in rounds[-1] if isinstance(result, Success)]
+    assert sum(stop - start for start, stop in shares) == ELEMENTS

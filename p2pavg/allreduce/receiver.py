@@ -8,7 +8,7 @@ a stream breaks as well, something is wrong.
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from functools import partial
 
 import torch
@@ -181,8 +181,7 @@ class Receiver:
             work = partial(use.receive_share, reducer, plan.ledger.parts[reducer])
         else:
             begin = lane.header.begin
-            contributions = plan.ledger.contributions_of(lane.remote)
-            steps = incoming(contributions, plan.averages_from(lane.remote), begin.parts)
+            steps = incoming(*self._parts_of(lane.remote), begin.parts)
             work = partial(use.receive_parts, steps, begin)
             if plan.values.is_on_cpu and is_small([step.part for step in steps], plan.context.download):
                 small = partial(use.receive_small, steps, begin)
@@ -200,18 +199,20 @@ class Receiver:
             lane.clean = use.finished
             self._note_arrivals(use)
 
+    def _parts_of(self, peer_id: str) -> tuple[Sequence[Part], list[tuple[str, Part]]]:
+        """Return the contributions and the averages that a member sends to this one."""
+        return self._plan.ledger.contributions_of(peer_id), self._plan.averages_from(peer_id)
+
     async def _over_stream(self, lane: InboundLane, stream: Stream) -> None:
         kind, values = lane.header.lane, self._plan.values
         if kind is Lane.PASSED_ON:
             await self._receive_share(lane, stream)
             return
-        begin, ledger = lane.header.begin, self._plan.ledger
-        steps = (
-            incoming(ledger.contributions_of(stream.remote), [], begin.parts)
-            if kind is Lane.CONTRIBUTIONS
-            else incoming([], self._plan.averages_from(stream.remote))
-        )
-        for step in steps:
+        begin = lane.header.begin
+        contributions, averages = self._parts_of(stream.remote)
+        for step in (
+            incoming(contributions, [], begin.parts) if kind is Lane.CONTRIBUTIONS else incoming([], averages)
+        ):
             check_index(await receive_index(stream), step.part)
             if kind is Lane.CONTRIBUTIONS:
                 await self._receive_contribution(stream, step, begin)

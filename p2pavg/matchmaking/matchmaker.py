@@ -57,6 +57,7 @@ class Matchmaker:
         codec: str,
         bandwidth: Callable[[], float],  # returns the Mbit/s for the next signed candidate
         records: RunRecords,
+        site: str = "",
     ) -> None:
         self._context = context
         self._records = records
@@ -65,6 +66,7 @@ class Matchmaker:
         self._settings = settings
         self._codec = codec
         self._bandwidth = bandwidth
+        self._site = site
         self._attempt: AttemptRunner | None = None
         self._linger = trio.CancelScope()
         self._published = False
@@ -212,6 +214,7 @@ class Matchmaker:
             certificate=self._records.certificate,
             norm=norm,
             reach=_reach_of(self._context.transport.reachability),
+            site=self._site,
         )
 
     def _begin(

@@ -105,6 +105,11 @@ class RecordNode:
         """The peers that answered their last call."""
         return tuple(self._table.live())
 
+    @property
+    def network_size(self) -> int:
+        """About how many peers the network has, this one included: exact for small ones, see `RoutingTable`."""
+        return self._table.network_size()
+
     async def run(self, *, task_status: Started = trio.TASK_STATUS_IGNORED) -> None:
         """Renew own records at TTL/3, expire others, check peers and look for new ones, until cancelled.
 

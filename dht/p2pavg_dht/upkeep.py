@@ -21,8 +21,11 @@ logger = logging.getLogger(__name__)
 # The wall clock may jump (a suspended laptop, a corrected clock), so it is read again this often.
 TICK = 1.0
 SHORTEST_TICK = 0.05
-# The first refresh comes soon after joining, when other peers join too. The interval then doubles each time.
+# The first refresh comes soon after joining, when other peers join too. The interval then doubles each time, and grows
+# fourfold after a refresh that has met no peer: a network in which nothing changes costs next to nothing.
 FIRST_REFRESH = 0.25
+GROWTH = 2.0
+QUIET_GROWTH = 4.0
 LONGEST_REFRESH = 300.0
 # Peers that call but do not answer can occupy at most so many tasks, each for RPC_TIMEOUT.
 CHECKERS = 16
@@ -190,8 +193,10 @@ class Upkeep:
                 await self._refresh_wanted.wait()
                 interval = FIRST_REFRESH
                 await trio.sleep(interval)
+            before = self._table.met
             await self._look_around()
-            interval = min(2 * interval, LONGEST_REFRESH)
+            growth = GROWTH if self._table.met > before else QUIET_GROWTH
+            interval = min(growth * interval, LONGEST_REFRESH)
 
     async def _look_around(self) -> None:
         await self._operations.locate(self._own_point)

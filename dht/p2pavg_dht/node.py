@@ -245,9 +245,17 @@ class RecordNode:
         return answer
 
     async def _renew(self, key: bytes) -> None:
+        """Renew a record. Each answer would name what the others have renewed meanwhile, which no one has asked for."""
         record = self._publications.renew(key, self._now())
-        if record is not None:
-            await self._announce(record, self._also.get(key, ()))
+        if record is None:
+            return
+        also = self._also.get(key, ())
+        self._store.put(record, sender=self._peer_id, now=self._now())
+        outcome = await self._operations.store(record, also, brief=True)
+        for holder in outcome.holders:
+            self._publications.confirmed(record, holder)
+        if outcome.refused:  # perhaps by a newer record of an earlier process of this peer, which an answer shows
+            await self._announce(record, also)
 
     async def _announce(self, record: Record, also: Sequence[Contact]) -> Published:
         """Store `record`. If a newer record of an earlier process of this peer is found, outrank it and repeat."""

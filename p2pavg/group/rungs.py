@@ -64,7 +64,7 @@ def slot_at(now: float) -> int:
 def cell_of(peer_id: str, slot: int, rung: int) -> int:
     """Return the place of a peer on a rung, from 0 to ``FACTOR**rung - 1``. Places of lower rungs contain it."""
     digest = hashlib.sha256(pack(_CELL, peer_id, slot)).digest()
-    return int.from_bytes(digest[:16], "big") * FACTOR**rung >> 128
+    return int.from_bytes(digest[:16], "big") * int(FACTOR**rung) >> 128
 
 
 def cell_key(key: bytes, slot: int, rung: int, cell: int) -> bytes:

@@ -25,6 +25,7 @@ from p2pavg.peer import Peer
 from p2pavg.records.board import board_key
 from p2pavg.records.revocations import revocations_key
 from p2pavg.records.run_entry import RunEntry, read_entries, run_key
+from p2pavg.records.spread_records import find_sample
 from p2pavg_dht import Record
 
 MAX_RECORDS = 512
@@ -55,7 +56,11 @@ class RunReader:
         """Return the run as its records describe it."""
         if self._file is not None:
             self.revocations = await self._newest_revocations(self._file)
-        entries = read_entries(await self._find(run_key(self._run_id)))
+        entries = read_entries(
+            await find_sample(
+                self._find, run_key(self._run_id), self._peer.id, self._peer.records.network_size
+            )
+        )
         said = await self._find(board_key(self._run_id, TOPIC))
         return Run(
             run_id=self._run_id,

@@ -165,7 +165,7 @@ class RecordNode:
         tombstone = self._publications.withdraw(key, self._now())
         also = self._also.pop(key, ())
         if tombstone is not None:
-            await self._announce(tombstone, also)
+            await self._announce_briefly(tombstone, also)
         if key not in self._also:  # not published again meanwhile
             self._store.reserve(key, ())
 
@@ -245,11 +245,14 @@ class RecordNode:
         return answer
 
     async def _renew(self, key: bytes) -> None:
-        """Renew a record. Each answer would name what the others have renewed meanwhile, which no one has asked for."""
+        # Each answer would name all that the other publishers have renewed meanwhile.
         record = self._publications.renew(key, self._now())
         if record is None:
             return
-        also = self._also.get(key, ())
+        await self._announce_briefly(record, self._also.get(key, ()))
+
+    async def _announce_briefly(self, record: Record, also: Sequence[Contact]) -> None:
+        """Store `record` without asking for those of others."""
         self._store.put(record, sender=self._peer_id, now=self._now())
         outcome = await self._operations.store(record, also, brief=True)
         for holder in outcome.holders:

@@ -44,7 +44,12 @@ class KeyedRecords(Protocol):
 
 
 async def find_sample(
-    find: Callable[[bytes], Awaitable[Sequence[Record]]], key: bytes, peer_id: str, network: int
+    find: Callable[[bytes], Awaitable[Sequence[Record]]],
+    key: bytes,
+    peer_id: str,
+    network: int,
+    *,
+    slot: int = 0,
 ) -> list[Record]:
     """Return records of :data:`ENOUGH` publishers or more, or of all that there are.
 
@@ -53,12 +58,13 @@ async def find_sample(
         key: of the common place.
         peer_id: this peer, whose places are read.
         network: about how many peers the network has.
+        slot: time slot of the places; readiness has one (:func:`p2pavg.group.rungs.slot_at`).
     """
     start = rung_for(network)
     ladder = Ladder(start, rung_for(DOUBT * network))
     found: dict[str, Record] = {}
     for rung in [start, *ladder.left]:
-        for record in await find(rung_key(key, peer_id, SLOT, rung)):
+        for record in await find(rung_key(key, peer_id, slot, rung)):
             known = found.get(record.publisher)
             if known is None or known.sequence < record.sequence:
                 found[record.publisher] = record

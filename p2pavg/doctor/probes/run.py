@@ -24,6 +24,7 @@ from p2pavg.optim.word import TOPIC, read_words
 from p2pavg.peer import Peer
 from p2pavg.records.board import board_key
 from p2pavg.records.revocations import revocations_key
+from p2pavg.group.rungs import slot_at
 from p2pavg.records.run_entry import RunEntry, read_entries, run_key
 from p2pavg.records.spread_records import find_sample
 from p2pavg_dht import Record
@@ -78,7 +79,9 @@ class RunReader:
         kinds = Counter((each.schema_hash, each.rule, each.aggregation) for each in entries.values())
         found: dict[str, Candidate] = {}
         for kind, _ in kinds.most_common(MAX_KINDS):
-            for record in await self._find(ready_key(self._run_id, *kind)):
+            key, network = ready_key(self._run_id, *kind), self._peer.records.network_size
+            slot = slot_at(self._now())
+            for record in await find_sample(self._find, key, self._peer.id, network, slot=slot):
                 try:
                     found[record.publisher] = read_candidate(record)
                 except RemoteProtocolError as error:

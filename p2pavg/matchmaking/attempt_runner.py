@@ -213,7 +213,8 @@ class AttemptRunner:
 
     def _take_found(self, key: bytes, records: Sequence[Record]) -> None:
         if key == self._search.said[0]:
-            self._search.seen = max(self._search.seen, len(records))
+            others = sum(record.publisher != self._me.peer_id for record in records)
+            self._search.seen = max(self._search.seen, others)
         self._read(records)
 
     def _patience(self) -> float:

@@ -169,10 +169,9 @@ class SpreadRecords:
         self._note(topic, place, published.records)
         return published
 
-    @staticmethod
-    def _note(topic: _Topic, place: bytes, found: Sequence[Record]) -> None:
+    def _note(self, topic: _Topic, place: bytes, found: Sequence[Record]) -> None:
         if place == topic.keys[-1]:
-            topic.seen = max(topic.seen, len(found))
+            topic.seen = max(topic.seen, sum(record.publisher != self._peer_id for record in found))
 
     async def _step(self, key: bytes, topic: _Topic) -> Published | None:
         """Go on to the next place if the last one is full, or has had too few others for a while."""

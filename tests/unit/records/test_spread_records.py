@@ -126,6 +126,16 @@ async def test_peer_without_enough_others_climbs_to_the_common_place(autojump_cl
     assert not network.watched
 
 
+async def test_own_record_is_no_other_peer(autojump_clock: MockClock) -> None:
+    network = Network(LARGE)
+    network.there[place(2)] = (*records(ENOUGH - 1), record(ME))
+    spread = SpreadRecords(network, ME.peer_id)
+    await spread.publish(KEY, b"v", ttl=15.0)
+    await trio.sleep(CLIMB_SECONDS)
+    await spread.find(KEY)
+    assert network.published == [place(2), place(1)]
+
+
 async def test_reader_climbs_without_publishing(autojump_clock: MockClock) -> None:
     network = Network(LARGE)
     network.there[place(1)] = records(ENOUGH)

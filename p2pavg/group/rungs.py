@@ -15,10 +15,10 @@ record in its place on the rung below as well, and so on until the common place 
 few, it descends: those who see a larger run are further up. A peer keeps what it has published, so in the end it is in
 all of its places, and any two peers have the common one. A small run never leaves rung 0.
 
-**What an attacker can do.** It can invent identities, and so fill a place, or make one peer believe in a larger network.
-Both delay a peer, and neither keeps it away: a peer climbs after :data:`ANYWAY_SECONDS` whatever it has seen, so after a
-few seconds it is in the common place. A place that is full sends it on at once. The number of rungs is limited, and with
-it what a peer publishes.
+**What an attacker can do.** It can invent identities, and so fill a place, or make a peer believe in a larger network.
+Both delay a peer, and neither keeps it away: a peer climbs after :data:`ANYWAY_SECONDS` whatever it has seen, so it is in
+the common place after a few seconds. A place that is full sends it on at once. The number of rungs is limited, and so is
+what a peer publishes.
 """
 
 from __future__ import annotations

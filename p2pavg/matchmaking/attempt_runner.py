@@ -232,8 +232,9 @@ class AttemptRunner:
                     record.publisher, self._on_fault, what="a record", expected=(RemoteProtocolError,)
                 ):
                     # Peers that meet in any place speak of candidates of the place that all of them share.
-                    candidate = read_candidate(replace(record, key=self._me.record.key))
-                    self.rules.state.learn(candidate, self._now())
+                    common = self._me.record.key
+                    shared = record if record.key == common else replace(record, key=common)
+                    self.rules.state.learn(read_candidate(shared), self._now())
             except RemoteProtocolError as error:
                 logger.info("%s published an invalid candidate: %s", record.publisher, error)
         self._do(self.rules.discovered((), self._now()))

@@ -15,8 +15,8 @@ from p2pavg.membership.access import RunAccess
 from p2pavg.monitor.overview import Overview
 from p2pavg.net.transport import PeerId
 from p2pavg.records.board import Board, board_key
-from p2pavg.records.spread_records import WholeRun
 from p2pavg.records.departures import Departures
+from p2pavg.records.spread_records import WholeRun
 from p2pavg.round.host import Host
 from p2pavg.round.joined_run import JoinedRun
 from p2pavg.round.statuses import HeardStatuses, Statuses

@@ -14,6 +14,7 @@ from p2pavg.doctor.rules.run import Run
 from p2pavg.encoding import unpack
 from p2pavg.errors import ClosedError, RemoteProtocolError, StreamBrokenError, UnreachableError
 from p2pavg.group.candidate import Candidate, read_candidate, ready_key
+from p2pavg.group.rungs import slot_at
 from p2pavg.matchmaking.messages import PROTOCOL as MATCH_PROTOCOL
 from p2pavg.membership.certificate import refusal
 from p2pavg.membership.revocation import RevocationList, no_revocations, read_revocations
@@ -24,7 +25,6 @@ from p2pavg.optim.word import TOPIC, read_words
 from p2pavg.peer import Peer
 from p2pavg.records.board import board_key
 from p2pavg.records.revocations import revocations_key
-from p2pavg.group.rungs import slot_at
 from p2pavg.records.run_entry import RunEntry, read_entries, run_key
 from p2pavg.records.spread_records import find_sample
 from p2pavg_dht import Record

@@ -16,9 +16,9 @@ few, it descends: those who see a larger run are further up. A peer keeps what i
 all of its places, and any two peers have the common one. A small run never leaves rung 0.
 
 **What an attacker can do.** It can invent identities, and so fill a place, or make a peer believe in a larger network.
-Both delay a peer, and neither keeps it away: a peer climbs after :data:`ANYWAY_SECONDS` whatever it has seen, so it is in
-the common place after a few seconds. A place that is full sends it on at once. The number of rungs is limited, and so is
-what a peer publishes.
+Both delay a peer, and neither keeps it away: a peer climbs after :data:`ANYWAY_SECONDS` whatever it has seen, so it is
+in the common place after a few seconds. A place that is full sends it on at once. The number of rungs is limited, and
+so is what a peer publishes.
 """
 
 from __future__ import annotations

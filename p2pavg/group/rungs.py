@@ -7,7 +7,7 @@ Theory of operation
 
 A *rung* is a number of places: rung 0 is the common place of all peers, and each further rung divides every place of
 the one below into four. A peer's place on a rung follows from its id and the time (:data:`SLOT_SECONDS`), so no
-coordinator is needed. :func:`rung_for` chooses the rung on which a place has 24 to 96 of the run's peers, or enough for
+coordinator is needed. :func:`rung_for` chooses the rung on which a place has 20 to 80 of the run's peers, or enough for
 a group.
 
 **Peers that see different sizes meet.** A peer that finds too few others in its place climbs: it publishes the same
@@ -31,8 +31,9 @@ from p2pavg.encoding import pack
 
 FACTOR = 4
 """Places of a rung in each place of the rung below."""
-LEAST = 24
-"""Peers in a place on average, at least: three groups of eight."""
+LEAST = 20
+"""Peers in a place on average, at least: two or three groups of eight. Groups of a place form one after the other, so a
+crowded place costs more time than one that is nearly empty."""
 MAX_RUNG = 8
 """65,536 places, enough for a million peers."""
 SLOT_SECONDS = 300.0

@@ -120,10 +120,10 @@ def test_patience() -> None:
     [
         (2, 6, 8, 1),  # too few for a group of eight
         (2, 7, 8, 2),
-        (2, 94, 8, 2),
-        (2, 95, 8, 3),  # with this peer as many as four places need
+        (2, 78, 8, 2),
+        (2, 79, 8, 3),  # with this peer as many as four places need
         (0, 0, 8, 0),
-        (0, 95, 8, 1),
+        (0, 79, 8, 1),
         (MAX_RUNG, 500, 8, MAX_RUNG),
     ],
 )

@@ -257,9 +257,8 @@ class RecordNode:
         outcome = await self._operations.store(record, also, brief=True)
         for holder in outcome.holders:
             self._publications.confirmed(record, holder)
-        if (
-            outcome.refused
-        ):  # perhaps by a newer record of an earlier process of this peer, which an answer shows
+        # Perhaps a newer record of an earlier process of this peer is held. A full answer shows it.
+        if outcome.refused:
             await self._announce(record, also)
 
     async def _announce(self, record: Record, also: Sequence[Contact]) -> Published:

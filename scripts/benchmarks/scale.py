@@ -88,7 +88,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, small: bool) -> None:
     parser.add_argument(
         "--peers",
         default="6" if small else "10,100",
-        help="one run for each number; a thousand take some ten minutes",
+        help="one run for each number; a hundred take a minute or two, and more take longer than in proportion",
     )
     parser.add_argument("--group-size", type=int, default=3 if small else 8)
     parser.add_argument("--rounds", type=int, default=1)

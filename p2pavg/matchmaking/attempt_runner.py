@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import replace
 from functools import partial
 
 import trio
@@ -231,10 +230,7 @@ class AttemptRunner:
                 with guarded(
                     record.publisher, self._on_fault, what="a record", expected=(RemoteProtocolError,)
                 ):
-                    # Peers that meet in any place speak of candidates of the place that all of them share.
-                    common = self._me.record.key
-                    shared = record if record.key == common else replace(record, key=common)
-                    self.rules.state.learn(read_candidate(shared), self._now())
+                    self.rules.state.learn(read_candidate(record), self._now())
             except RemoteProtocolError as error:
                 logger.info("%s published an invalid candidate: %s", record.publisher, error)
         self._do(self.rules.discovered((), self._now()))

@@ -59,7 +59,7 @@ class Cells:
         shares: number of parts of the parameters whose holders average with their counterparts, 1 to 64. A cell with
             fewer members gives some of them several shares.
         delay: number of updates between the beginning of the outer averages and the mix that applies them, 0 to
-            ``every``. With 0, training waits for the outer averages; otherwise they run in the background.
+            below ``every``. With 0, training waits for the outer averages; otherwise they run in the background.
         timeout: seconds from the beginning of the outer averages after which a mix waits for them no longer. A share
             whose average is not there is not mixed this time.
         patience: seconds for which a cell may have too few peers before they move to another cell.
@@ -86,8 +86,11 @@ class Cells:
             raise ValueError(f"shares must be from 1 to {MAX_SHARES}, got {self.shares}")
         if isinstance(self.delay, bool) or not isinstance(self.delay, int):
             raise ValueError(f"delay must be a whole number of updates, got {self.delay!r}")
-        if not 0 <= self.delay <= self.every:
-            raise ValueError(f"delay must be from 0 to every, {self.every}, got {self.delay}")
+        if not 0 <= self.delay < self.every:
+            raise ValueError(
+                f"delay must be from 0 to below every, which is {self.every}, got {self.delay}: the outer averages"
+                " begin after an update with gradients"
+            )
         checked_amount("timeout", self.timeout)
         checked_amount("patience", self.patience)
 

@@ -17,7 +17,6 @@ import p2pavg
 from p2pavg.averager import DecentralizedAverager
 from p2pavg.optim import CellOptimizer, Cells, RunState, StepReport
 from p2pavg.optim.digest import digest_of
-from p2pavg.optim.lineage import Lineage
 from p2pavg.result import Success
 from p2pavg.testing.loops import LoopThread, virtual_threads
 from p2pavg.testing.simulation import simulate
@@ -69,14 +68,16 @@ class CellCourse(Course):
     """Contributors of each update, by cell and epoch."""
     losses: list[tuple[float, int, int, float]] = field(default_factory=list)
     """Time, cell, epoch and held-out loss after each mix, of its first peer."""
-    spread: list[float] = field(default_factory=list)
-    """At the end, the distance of each cell's parameters from their mean."""
-    last: dict[int, tuple[Lineage, torch.Tensor]] = field(default_factory=dict)
-    """Of each cell, the newest parameters that were seen."""
+    after_mix: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
+    """The parameters after each mix, by cell and epoch."""
 
     def loss_at(self, epoch: int) -> list[float]:
-        """Return the held-out loss of each cell at the mix of an epoch."""
+        """Return the held-out loss of each cell after the mix of an epoch."""
         return [loss for _, _, at, loss in self.losses if at == epoch]
+
+    def newcomers(self) -> list[Life]:
+        """Return the peers that began after the start and took an update with others."""
+        return [life for life in self.joiners() if life.updates]
 
 
 class Network(torch.nn.Module):
@@ -181,6 +182,9 @@ class CellChurn(Churn):
         now, distance = self._clock.current_time(), report.consensus_distance
         assert distance is not None
         self.course.mixes[report.cell, report.epoch] = Mix(now, report.cell, report.epoch, report.mixed, distance)
+        self.course.after_mix[report.cell, report.epoch] = torch.cat(
+            [parameter.detach().reshape(-1) for parameter in model.parameters()]
+        )
         self.course.losses.append((now, report.cell, report.epoch, self._task.loss(model)))
 
     def _note_update(
@@ -200,12 +204,7 @@ class CellChurn(Churn):
         values = [parameter.detach() for parameter in model.parameters()]
         states = optimizer.state
         momenta = [states[p]["momentum_buffer"] for p in model.parameters() if states[p].get("momentum_buffer") is not None]
-        lineage = optimizer.lineage
-        self.course.bits.setdefault(lineage.state, set()).add(digest_of([*values, *momenta]))
-        known = self.course.last.get(optimizer.cell)
-        if known is None or known[0].epoch < lineage.epoch:
-            flat = torch.cat([value.reshape(-1) for value in values])
-            self.course.last[optimizer.cell] = lineage, flat
+        self.course.bits.setdefault(optimizer.lineage.state, set()).add(digest_of([*values, *momenta]))
 
 
 def play_cells(setting: CellSetting) -> CellCourse:
@@ -219,3 +218,27 @@ def play_cells(setting: CellSetting) -> CellCourse:
 
     torch.set_num_threads(1)
     return simulate(main, seed=setting.seed)
+
+
+def cell_findings(course: CellCourse) -> list[str]:
+    """Return a sentence for each cell whose peers differ."""
+    found = [
+        f"the peers of update {epoch} of cell {cell} are of {len(states)} lineages"
+        for (cell, epoch), states in course.states.items()
+        if len(states) > 1
+    ]
+    return found + [
+        f"peers of the lineage {state.hex()[:8]}… hold {len(bits)} different states"
+        for state, bits in course.bits.items()
+        if len(bits) > 1
+    ]
+
+
+def compared(course: CellCourse, calm: CellCourse) -> list[tuple[int, float, float]]:
+    """Return each epoch after whose mix both runs have losses, with the mean of the cells in each."""
+    epochs = sorted({epoch for _, _, epoch, _ in course.losses} & {epoch for _, _, epoch, _ in calm.losses})
+    return [(epoch, _mean(course.loss_at(epoch)), _mean(calm.loss_at(epoch))) for epoch in epochs]
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)

@@ -78,7 +78,7 @@ class Between:
             if stop > start and not self._is_busy(averager):
                 outer = _Outer(averager, values_of(tensors, start, stop))
                 averager.clear()
-                averager.accumulate([outer.values])
+                averager.accumulate([outer.values], weight=1.0)
                 self._outers[share] = outer
                 self._look(outer, 0.0, live)
 

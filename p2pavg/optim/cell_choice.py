@@ -1,4 +1,4 @@
-"""The board on which the peers of a run say which cell they are in: how newcomers choose, and how cells hear of others."""
+"""The board on which the peers of a run name their cells: newcomers choose by it, and cells hear of others."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from p2pavg.optim.cells import (
     read_news,
     refuge,
     reported,
+    sizes_of,
     speakers,
 )
 from p2pavg.result import Success
@@ -26,7 +27,7 @@ TOPIC = "cells"
 LOOK_SECONDS = 5.0  # between two looks of a member
 CHOICE_LOOK_SECONDS = 1.0
 SETTLE_SECONDS = 3.0
-"""A newcomer listens for this long before it chooses, and the peers of a start until no other one has come for as long."""
+"""A newcomer listens for this long before it chooses. The peers of a start listen until none has come for as long."""
 
 
 class CellBoard:
@@ -106,8 +107,9 @@ class CellBoard:
             self._board.withdraw()
 
     def live(self, cell: int) -> int:
-        """Return the number of cells that train, as far as this peer knows, with its own."""
-        return len({cell, *reported(self.news().values())})
+        """Return the number of cells that have enough peers to train, as far as this peer knows, and its own."""
+        sizes = sizes_of(self.news().values(), self._cells.count)
+        return len({cell, *(each for each, size in enumerate(sizes) if size >= self._least)})
 
     def refuge(self, cell: int) -> int | None:
         """Return the cell to which this one's members move if it is too small; ``None`` if there is none."""

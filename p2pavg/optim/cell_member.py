@@ -91,9 +91,7 @@ class CellMember(AveragedOptimizer):
         mix = self._mix()
         if not mix.updated:
             return replace(report, behind=mix.behind)
-        return replace(
-            report, epoch=mix.epoch, mixed=mix.mixed, consensus_distance=mix.consensus_distance
-        )
+        return replace(report, epoch=mix.epoch, mixed=mix.mixed, consensus_distance=mix.consensus_distance)
 
     def _mix(self) -> StepReport:
         """Contribute what the outer averages change, and take the cell's sum of it; return the report."""

@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 L = TypeVar("L")
 
+
 class CellOptimizer(TorchOptimizer):
     """An :class:`AveragedOptimizer` for runs of any size: cells of up to 64 peers, which average with each other.
 
@@ -102,7 +103,8 @@ class CellOptimizer(TorchOptimizer):
         folder = self._given.directory
         if folder is None or not folder.is_dir():
             return None
-        kept = [(path.stat().st_mtime, cell) for cell in range(self.cells.count) if (path := folder / _name(cell)).is_dir()]
+        paths = [(cell, folder / _name(cell)) for cell in range(self.cells.count)]
+        kept = [(path.stat().st_mtime, cell) for cell, path in paths if path.is_dir()]
         return max(kept)[1] if kept else None
 
     def _join(self, cell: int) -> CellMember:
@@ -300,7 +302,9 @@ def _check_company(averager: Averager, cells: object, options: Mapping[str, Any]
     if not averager.has_places:
         raise ValueError("a process that shares its peer with others has no cells: give it a peer of its own")
     if config.participation is not None:
-        raise ValueError("a config with participation cannot be used with cells: each member of a mix contributes")
+        raise ValueError(
+            "a config with participation cannot be used with cells: each member of a mix contributes"
+        )
     if config.robust is not None:
         raise ValueError(
             "a config with robust cannot be used with cells: in a mix, one member alone has each share, and a robust"

@@ -1,28 +1,28 @@
-"""Cells: a run of more peers than one group, divided into synchronous runs that average with each other. No I/O, no clock.
+"""Cells: a run of more peers than one group, as synchronous runs that average with each other. No I/O, no clock.
 
 Theory of operation
 -------------------
 
-**The problem.** A round has 64 members at most, so :class:`~p2pavg.optim.AveragedOptimizer` trains at most 64 peers. More
-of them divide into cells. The peers of a cell take every update together and hold the same bits. After ``every`` updates,
-the cells average their parameters: local SGD among cells (Stich 2019; two levels as in Lin et al. 2020, "Don't Use Large
-Mini-batches, Use Local SGD"), whose members are clusters.
+**The problem.** A round has 64 members at most, so :class:`~p2pavg.optim.AveragedOptimizer` trains at most 64 peers.
+More of them divide into cells. The peers of a cell take every update together and hold the same bits. After ``every``
+updates, the cells average their parameters: local SGD (Stich 2019) among cells, in two levels as in Lin et al. 2020
+("Don't Use Large Mini-batches, Use Local SGD").
 
 **Nothing passes through one member.** The parameters are one flat vector of ``shares`` shares. In each cell, one member
-holds each share, by its rank in the roster of the cell's last update (:func:`holders`). The holders of share j in all
-cells average it in a round of their own. So each holder moves a part of the vector, and the loss of a holder costs this
-mix its share.
+holds each share; which one follows from the roster of the cell's last update (:func:`holders`). The holders of share j
+in all cells average it in a round of their own. So each holder moves a part of the vector, and the loss of a holder
+costs this mix its share.
 
 **The mix.** Back in the cell, the members take one more update, the *mix*. Each contributes, for its shares, the outer
-average minus the values that it contributed to it, and zeros elsewhere. The weighted sum of the contributions is what the
-outer averages change. All members add it to their parameters. The mix is an update like any other: the agreement of its
-round gives all members the same bits or none of them anything, it has an epoch, and the log of averages has it, so a peer
-that comes late replays it. Which updates are mixes follows from the epoch alone (:meth:`Cells.is_mix`).
+average minus the values that it contributed to it, and zeros elsewhere. The weighted sum of the contributions is what
+the outer averages change. All members add it to their parameters. The mix is an update like any other: the agreement of
+its round gives all members the same bits or none of them anything, it has an epoch, and the log of averages has it, so
+a peer that comes late replays it. Which updates are mixes follows from the epoch alone (:meth:`Cells.is_mix`).
 
-**Which cell a newcomer takes.** A few members of each cell publish its size (:func:`speakers`), and newcomers publish what
-they have chosen. A newcomer fills the cell that is too small to train, then opens an empty cell if enough newcomers come
-with it, and otherwise takes the smallest (:func:`choose_cell`). Newcomers that choose at once take turns in the order of
-a hash of their ids.
+**Which cell a newcomer takes.** A few members of each cell publish its size (:func:`speakers`), and newcomers publish
+what they have chosen. A newcomer fills the cell that is too small to train. It opens an empty cell if enough newcomers
+come with it, and takes the smallest cell otherwise (:func:`choose_cell`). Newcomers that choose at once take turns in
+the order of a hash of their ids.
 """
 
 from __future__ import annotations
@@ -84,12 +84,10 @@ class Cells:
         checked_count("every", self.every)
         if checked_count("shares", self.shares) > MAX_SHARES:
             raise ValueError(f"shares must be from 1 to {MAX_SHARES}, got {self.shares}")
-        if isinstance(self.delay, bool) or not isinstance(self.delay, int):
-            raise ValueError(f"delay must be a whole number of updates, got {self.delay!r}")
-        if not 0 <= self.delay < self.every:
+        if type(self.delay) is not int or not 0 <= self.delay < self.every:
             raise ValueError(
-                f"delay must be from 0 to below every, which is {self.every}, got {self.delay}: the outer averages"
-                " begin after an update with gradients"
+                f"delay must be a whole number from 0 to below every, {self.every}, got {self.delay!r}: the outer"
+                " averages begin after an update with gradients"
             )
         checked_amount("timeout", self.timeout)
         checked_amount("patience", self.patience)
@@ -125,7 +123,9 @@ def outer_run(run_id: str, share: int) -> str:
 
 def outer_state(cells: Cells, elements: int) -> bytes:
     """Return the state of outer averages: holders of runs with other settings do not meet."""
-    return hashlib.sha256(pack(_OUTER, cells.count, cells.every, cells.shares, cells.delay, elements)).digest()
+    return hashlib.sha256(
+        pack(_OUTER, cells.count, cells.every, cells.shares, cells.delay, elements)
+    ).digest()
 
 
 def bounds_of(share: int, shares: int, elements: int) -> tuple[int, int]:
@@ -134,10 +134,10 @@ def bounds_of(share: int, shares: int, elements: int) -> tuple[int, int]:
 
 
 def holders(roster: Collection[str], shares: int) -> tuple[str, ...]:
-    """Return the holder of each share: the same at all members, evenly spread, and few change when a peer comes or goes.
+    """Return the holder of each share: the same at all members, and few change when a peer comes or goes.
 
-    Each share goes to the peer with the smallest hash of both that has room (rendezvous hashing, Thaler and Ravishankar
-    1998, with bounded loads).
+    Each share goes to the peer with room for it that has the smallest hash of both (rendezvous hashing, Thaler and
+    Ravishankar 1998, with bounded loads).
 
     Args:
         roster: ids of the contributors of a cell's update, at least one.

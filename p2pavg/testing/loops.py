@@ -11,8 +11,8 @@ import contextlib
 import sys
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from functools import partial
 from contextlib import AbstractAsyncContextManager
+from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 from unittest.mock import patch

@@ -48,7 +48,9 @@ def main() -> int:
     parser.add_argument("--log", action="store_true", help="with the optimizers' log")
     given = parser.parse_args()
     logging.basicConfig(
-        level=logging.INFO if given.log else logging.CRITICAL, format="%(name)s %(message)s", stream=sys.stdout
+        level=logging.INFO if given.log else logging.CRITICAL,
+        format="%(name)s %(message)s",
+        stream=sys.stdout,
     )
     churn = CellSetting(
         peers=given.peers,
@@ -73,7 +75,9 @@ def main() -> int:
     for epoch, loss, calm in compared(*courses):
         print(f"| {epoch} | {loss:.4f} | {calm:.4f} | {loss / calm - 1:+.2%} |")
         if abs(loss / calm - 1) > LOSS:
-            wrong.append(f"after {epoch} updates, the loss with churn is {loss / calm - 1:+.2%} from that without")
+            wrong.append(
+                f"after {epoch} updates, the loss with churn is {loss / calm - 1:+.2%} from that without"
+            )
     print(f"{len(wrong)} findings in {time.monotonic() - began:.0f} s", *wrong, sep="\n  ")
     return int(bool(wrong))
 

@@ -181,29 +181,31 @@ class CellChurn(Churn):
             return
         now, distance = self._clock.current_time(), report.consensus_distance
         assert distance is not None
-        self.course.mixes[report.cell, report.epoch] = Mix(now, report.cell, report.epoch, report.mixed, distance)
+        self.course.mixes[report.cell, report.epoch] = Mix(
+            now, report.cell, report.epoch, report.mixed, distance
+        )
         self.course.after_mix[report.cell, report.epoch] = torch.cat(
             [parameter.detach().reshape(-1) for parameter in model.parameters()]
         )
         self.course.losses.append((now, report.cell, report.epoch, self._task.loss(model)))
 
-    def _note_update(
-        self, life: Life, report: StepReport, optimizer: CellOptimizer, model: Network
-    ) -> None:
+    def _note_update(self, life: Life, report: StepReport, optimizer: CellOptimizer, model: Network) -> None:
         assert isinstance(report.result, Success)
         where = optimizer.cell, optimizer.epoch
         self.course.states.setdefault(where, set()).add(optimizer.lineage.state)
         self.course.sizes.setdefault(where, len(report.result.peers))
         self.course.samples.setdefault(len(self.course.samples), (self._clock.current_time(), 0.0))
-        life.updates.append(Update(self._clock.current_time(), optimizer.epoch, life.peer_id in report.result.weights))
+        life.updates.append(
+            Update(self._clock.current_time(), optimizer.epoch, life.peer_id in report.result.weights)
+        )
         self._note_parameters(optimizer, model)
         if not self._started.is_set():
             self._token.run_sync_soon(self._started.set)
 
     def _note_parameters(self, optimizer: CellOptimizer, model: Network) -> None:
         values = [parameter.detach() for parameter in model.parameters()]
-        states = optimizer.state
-        momenta = [states[p]["momentum_buffer"] for p in model.parameters() if states[p].get("momentum_buffer") is not None]
+        kept = [optimizer.state[parameter].get("momentum_buffer") for parameter in model.parameters()]
+        momenta = [momentum for momentum in kept if momentum is not None]
         self.course.bits.setdefault(optimizer.lineage.state, set()).add(digest_of([*values, *momenta]))
 
 

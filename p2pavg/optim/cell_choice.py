@@ -106,6 +106,10 @@ class CellBoard:
             self._said = None
             self._board.withdraw()
 
+    def small(self, cell: int, members: int) -> None:
+        """Say that this peer's cell has too few members to train: newcomers fill it."""
+        self._say(cell, members)
+
     def live(self, cell: int) -> int:
         """Return the number of cells that have enough peers to train, as far as this peer knows, and its own."""
         sizes = sizes_of(self.news().values(), self._cells.count)

@@ -256,6 +256,7 @@ class CellOptimizer(TorchOptimizer):
             return
         if self._small_since is None:
             self._small_since = now
+        self._board.small(self.cell, report.peers)
         if now < self._small_since + self.cells.patience:
             return
         other = self._board.refuge(self.cell)

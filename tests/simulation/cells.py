@@ -39,8 +39,8 @@ class CellSetting(Setting):
     batch_seconds: tuple[float, float] = (0.8, 1.2)
     upload: float = 50.0
     download: float = 50.0
-    updates: int | None = None
-    """Updates after which each peer ends; ``None``: the run ends by time."""
+    sinks: int | None = None
+    """A cell of which all peers but one are killed after its first mix, instead of other kills."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,9 @@ class CellCourse(Course):
     after_mix: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
     """The parameters after each mix, by cell and epoch."""
 
+    survivor: Life | None = None
+    """The last peer of the cell that sinks."""
+
     def loss_at(self, epoch: int) -> list[float]:
         """Return the held-out loss of each cell after the mix of an epoch."""
         return [loss for _, _, at, loss in self.losses if at == epoch]
@@ -92,7 +95,8 @@ class Network(torch.nn.Module):
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """Return the logits."""
-        return self.second(torch.tanh(self.first(inputs)))
+        logits: torch.Tensor = self.second(torch.tanh(self.first(inputs)))
+        return logits
 
 
 class Task:
@@ -146,6 +150,20 @@ class CellChurn(Churn):
             nursery.cancel_scope.cancel()
         return course
 
+    async def _churn(self, nursery: trio.Nursery) -> None:
+        if self._how.sinks is None:
+            await super()._churn(nursery)
+        while not any(cell == self._how.sinks for cell, _ in self.course.mixes):
+            await trio.sleep(0.1)
+        members = [
+            life for life in self._alive.values() if self.course.cells.get(life.peer_id) == self._how.sinks
+        ]
+        for life in members[1:]:
+            life.killed = True
+            self._network.crash(life.peer_id)
+        self.course.survivor = members[0]
+        await trio.sleep_forever()
+
     def _train(self, thread: LoopThread[None], averager: DecentralizedAverager, life: Life) -> None:
         how = self._how
         model = Network(how.hidden, how.seed)
@@ -163,11 +181,11 @@ class CellChurn(Churn):
             on_update=lambda report: self._note_mix(report, model),
         )
         try:
-            while how.updates is None or optimizer.epoch < how.updates:
+            while True:
                 thread.sleep(seconds)
                 inputs, labels = self._task.draw(dice, how.batch)
                 optimizer.zero_grad()
-                functional.cross_entropy(model(inputs), labels).backward()
+                torch.autograd.backward(functional.cross_entropy(model(inputs), labels))
                 report = optimizer.step(samples=float(how.batch))
                 self.course.cells[life.peer_id] = optimizer.cell
                 if report.updated:

@@ -86,3 +86,15 @@ def test_churn_costs_less_than_one_percent_of_loss(churned: CellCourse) -> None:
     assert len(rows) >= 2
     for epoch, loss, alone in rows:
         assert loss == pytest.approx(alone, rel=0.01), epoch
+
+
+def test_last_member_of_a_cell_moves_to_another_one_and_takes_its_state() -> None:
+    cells = Cells(count=2, every=3, shares=4, patience=3.0)
+    course = play_cells(replace(CALM, peers=5, seconds=45.0, cells=cells, sinks=0))
+    assert course.survivor is not None
+    assert course.cells[course.survivor.peer_id] == 1
+    epochs = {epoch for cell, epoch in course.states if cell == 1}
+    assert course.survivor.updates[-1].epoch in epochs
+    assert course.survivor.updates[-1].at > course.ended - 10.0
+    assert course.survivor.updates[-1].contributed
+    assert not cell_findings(course)

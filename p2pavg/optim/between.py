@@ -147,7 +147,7 @@ class Between:
                 match_timeout=half,
                 exchange_timeout=min(config.exchange_timeout, self._cells.timeout),
                 compression=None,  # values of parameters, of which a coarse codec would lose what training has moved
-                max_norm=None,
+                robust=self._cells.robust,
             )
             self._averagers[share] = self._base.open_sibling(mine)
         return self._averagers[share][0]

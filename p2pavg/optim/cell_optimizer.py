@@ -309,7 +309,12 @@ def _check_company(averager: Averager, cells: object, options: Mapping[str, Any]
     if config.robust is not None:
         raise ValueError(
             "a config with robust cannot be used with cells: in a mix, one member alone has each share, and a robust"
-            " rule would take it for a lie"
+            " rule would take it for a lie. Cells(robust=...) is for the averages between cells"
+        )
+    if config.max_norm is not None:
+        raise ValueError(
+            "a config with max_norm cannot be used with cells: in a mix, most members contribute zeros, and the"
+            " others would be shortened to that"
         )
     if cells.timeout >= config.match_timeout:
         raise ValueError(

@@ -33,7 +33,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from p2pavg.encoding import pack, unpack
-from p2pavg.errors import RemoteProtocolError
+from p2pavg.errors import ConfigError, RemoteProtocolError
+from p2pavg.group.aggregation import RobustRule, resolve_rule
 from p2pavg.group.limits import MAX_GROUP_SIZE
 from p2pavg.optim.recipe import Settings
 from p2pavg.optim.state import checked_amount, checked_count
@@ -51,7 +52,7 @@ _OUTER = "p2pavg/cells/outer/1"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cells:
-    """The cells of a synchronous run; all peers of the run give the same, but for ``patience``.
+    """The cells of a synchronous run; all peers of the run give the same, but for ``timeout`` and ``patience``.
 
     Args:
         count: number of cells, 2 to 64. A cell has at most 64 peers.
@@ -63,6 +64,8 @@ class Cells:
         timeout: seconds from the beginning of the outer averages after which a mix waits for them no longer. A share
             whose average is not there is not mixed this time.
         patience: seconds for which a cell may have too few peers before they move to another cell.
+        robust: rule that combines the values of the cells in the outer averages, as in :class:`p2pavg.AveragingConfig`;
+            ``None``: their mean. Against one cell's holder that lies, three cells are needed, and better five.
 
     Raises:
         ValueError: an argument is out of range; the message names it.
@@ -74,6 +77,7 @@ class Cells:
     delay: int = 0
     timeout: float = 15.0
     patience: float = 60.0
+    robust: str | RobustRule | None = None
 
     def __post_init__(self) -> None:
         if not 2 <= checked_count("count", self.count) <= MAX_GROUP_SIZE:
@@ -91,6 +95,10 @@ class Cells:
             )
         checked_amount("timeout", self.timeout)
         checked_amount("patience", self.patience)
+        try:
+            resolve_rule(self.robust)
+        except ConfigError as error:
+            raise ConfigError(f"robust: {error}") from None
 
     @property
     def rules(self) -> Settings:
@@ -100,6 +108,7 @@ class Cells:
             ("mix every", self.every),
             ("shares", self.shares),
             ("mix delay", self.delay),
+            ("mix rule", "mean" if (rule := resolve_rule(self.robust)) is None else rule.text),
         )
 
     def is_mix(self, epoch: int) -> bool:

@@ -49,6 +49,7 @@ class Cell(Alone):
 
     def open_sibling(self, config: p2pavg.AveragingConfig) -> tuple[Averager, Callable[[], None]]:
         self.opened.append(Counterpart(run_id=config.run_id, compression=None))
+        self.opened[-1].config = config
         return cast(Averager, self.opened[-1]), lambda: None
 
     def step(self, *, state: bytes, **options: Any) -> RoundResult:
@@ -137,6 +138,14 @@ def test_counterparts_that_send_what_is_not_finite_move_nothing(monkeypatch: pyt
     training.step()
     assert training.step().mixed == 0.0
     assert training.values.tolist() == [-0.5] * 8
+
+
+def test_a_robust_rule_is_for_the_outer_averages() -> None:
+    training = Training(Cells(count=3, every=2, shares=4, robust="median"))
+    training.step()
+    training.step()
+    assert {each.config.robust for each in training.cell.opened} == {"median"}
+    assert {each.config.run_id for each in training.cell.opened} == {f"run/share {share}" for share in HELD}
 
 
 def test_without_another_cell_no_outer_average_begins() -> None:
@@ -236,6 +245,7 @@ def make(config: dict[str, Any] | None = None, **options: Any) -> None:
         ({}, {"min_peers": 1}, "min_peers cannot be used with cells"),
         ({}, {"process_group": object()}, "process_group cannot be used with cells"),
         ({"robust": "median"}, {}, "a config with robust cannot be used with cells"),
+        ({"max_norm": 3.0}, {}, "a config with max_norm cannot be used with cells"),
         ({"participation": p2pavg.RandomFraction(0.5)}, {}, "a config with participation cannot be used"),
         ({"match_timeout": 15.0}, {}, "timeout is 15 s, and must be below the config's match_timeout"),
         ({}, {"state": None}, "state must be the model or a RunState"),

@@ -105,6 +105,11 @@ def test_a_range_is_a_copy_in_float32() -> None:
     assert values.tolist() == [1.0, 1.0]
 
 
+def test_peers_with_other_rules_have_other_recipes() -> None:
+    changes: list[dict[str, Any]] = [{}, {"every": 9}, {"shares": 9}, {"delay": 9}, {"robust": "median"}, {"count": 9}]
+    assert len({Cells(**{"count": 4, **change}).rules for change in changes}) == len(changes)
+
+
 def test_holders_of_runs_with_other_settings_do_not_meet() -> None:
     states = {outer_state(cells, 100) for cells in (CELLS, Cells(count=5), Cells(count=4, every=9))}
     assert len(states | {outer_state(CELLS, 101)}) == 4
@@ -225,6 +230,7 @@ def test_news_out_of_range_is_left_out(cell: int, members: int) -> None:
         ({"delay": 50}, "delay must be a whole number from 0 to below every"),
         ({"delay": True}, "delay must be a whole number from 0"),
         ({"timeout": 0.0}, "timeout must be a number above 0"),
+        ({"robust": "mode"}, "robust: "),
         ({"patience": float("nan")}, "patience must be a number above 0"),
     ],
 )

@@ -180,6 +180,33 @@ def test_a_mix_that_fails_changes_nothing_and_is_tried_again() -> None:
     assert sorted(set(training.values.tolist())) == [-0.5, 0.25]
 
 
+def test_a_peer_that_replays_the_updates_holds_the_same_bits() -> None:
+    here, late = Training(), Training()
+    here.step(gradient=0.3)
+    here.step(gradient=0.7)
+    late.member._training.begin()
+    for report in here.reports:
+        assert isinstance(report.result, Success)
+        late.member.replay([tensor.clone() for tensor in report.result.averaged], report.result)
+    assert late.member.lineage == here.member.lineage
+    assert torch.equal(late.values, here.values)
+    assert late.reports[-1].mixed == here.reports[-1].mixed
+    assert late.reports[-1].consensus_distance == here.reports[-1].consensus_distance
+
+
+def test_a_contribution_to_a_mix_that_was_missed_is_in_no_later_update() -> None:
+    here, missed = Training(), Training()
+    missed.cell.fails_at = 2
+    for training in (here, missed):
+        training.step()
+        training.step()
+    assert missed.cell.weight == 1.0
+    mix = here.reports[-1].result
+    missed.member.replay([tensor.clone() for tensor in mix.averaged], mix)
+    assert missed.cell.weight == 0.0
+    assert torch.equal(missed.values, here.values)
+
+
 def test_a_schedule_counts_updates_with_gradients() -> None:
     values = torch.nn.Parameter(torch.zeros(8))
     inner = SGD([values], lr=1.0)

@@ -106,7 +106,14 @@ def test_a_range_is_a_copy_in_float32() -> None:
 
 
 def test_peers_with_other_rules_have_other_recipes() -> None:
-    changes: list[dict[str, Any]] = [{}, {"every": 9}, {"shares": 9}, {"delay": 9}, {"robust": "median"}, {"count": 9}]
+    changes: list[dict[str, Any]] = [
+        {},
+        {"every": 9},
+        {"shares": 9},
+        {"delay": 9},
+        {"robust": "median"},
+        {"count": 9},
+    ]
     assert len({Cells(**{"count": 4, **change}).rules for change in changes}) == len(changes)
 
 

@@ -1,7 +1,8 @@
 """Local updates by codec: the bits of an exchange against the loss, with workers in one process.
 
 A worker trains as a peer does. What the peers do together is called without a network: error feedback, encoding, the
-reducer's average and its encoding, and the outer step. The bits are those of real peers on this machine.
+reducer's average and its encoding, and the outer step, also of fragments and with a delay. The bits are those of real
+peers on this machine.
 """
 
 from __future__ import annotations
@@ -19,10 +20,13 @@ from typing import Any
 import torch
 
 from p2pavg.allreduce.reduction import Contribution, average_part
+from p2pavg.optim.anchor import Anchor
 from p2pavg.optim.feedback import feedback_for
+from p2pavg.optim.fragments import fragments_of
+from p2pavg.optim.joined import joined
 from p2pavg.testing import LocalSwarm
 from p2pavg_compression import resolve_codec
-from scripts.benchmarks.training_work import Task, in_one_process
+from scripts.benchmarks.training_work import SIZES, Task, in_one_process
 
 SYNC_EVERY = 30
 ELEMENTS = 2**24
@@ -37,16 +41,24 @@ class Row:
     lr: float = 1.0
     momentum: float = 0.0
     feedback: bool | None = None
+    fragments: int = 1
+    delay: int = 0
+    """Inner steps between a contribution and its average."""
+    inner: str = "adamw"
 
 
 ROWS = (
     Row("DiLoCo", "fp32", 0.7, 0.9),
     Row("outer SGD, rate 1", "fp32"),
+    Row("outer SGD, rate 1", "blockwise8"),
+    Row("outer SGD, rate 1, with feedback", "int4", feedback=True),
+    Row("SparseLoCo, 3 %", "topk:4096:123"),
     Row("SparseLoCo, 1.6 %", "topk:4096:64"),
     Row("SparseLoCo, 1 %", "topk:4096:41"),
-    Row("SparseLoCo, 3 %", "topk:4096:123"),
-    Row("outer SGD, rate 1, with feedback", "int4", feedback=True),
-    Row("outer SGD, rate 1", "blockwise8"),
+    Row("outer SGD, rate 1, 3 fragments, delay 5", "fp32", fragments=3, delay=5),
+    Row("SparseLoCo, 1.6 %, 3 fragments, delay 5", "topk:4096:64", fragments=3, delay=5),
+    Row("outer SGD, rate 1, Muon inside", "fp32", inner="muon"),
+    Row("SparseLoCo, 1.6 %, Muon inside", "topk:4096:64", inner="muon"),
 )
 
 
@@ -57,11 +69,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--checkpoint", help="file of a model to begin from, instead of first steps, for bits"
     )
     parser.add_argument("--processes", type=int, default=2, help="at a time, for bits")
+    parser.add_argument("--size", choices=list(SIZES), default="small", help="of the GPT, for bits [small]")
+    parser.add_argument(
+        "--rows", help="numbers of the rows after the first one, for example 2,6; default: all, for bits"
+    )
 
 
 def bits(given: argparse.Namespace) -> tuple[str, Sequence[str], Sequence[Sequence[str]]]:
     """Return title, columns and rows of the comparison."""
     peers, steps = given.peers or 4, given.steps or 600
+    chosen: list[Row | None] = (
+        [*ROWS, None]
+        if given.rows is None
+        else [ROWS[0], *(ROWS[int(number) - 1] for number in given.rows.split(","))]
+    )
     context = multiprocessing.get_context("spawn")
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -69,14 +90,16 @@ def bits(given: argparse.Namespace) -> tuple[str, Sequence[str], Sequence[Sequen
     ):
         checkpoint = given.checkpoint or f"{folder}/checkpoint"
         if not given.checkpoint:
-            pool.submit(in_one_process, peers, given.first_steps, save_to=checkpoint).result()
+            pool.submit(
+                in_one_process, peers, given.first_steps, save_to=checkpoint, size=given.size
+            ).result()
         seeds = range(1, given.seeds + 1)
         jobs: dict[Row | None, list[Future[float]]] = {
             row: [
-                pool.submit(held_out, row, peers, steps, given.first_steps, checkpoint, seed)
+                pool.submit(held_out, row, peers, steps, given.first_steps, checkpoint, seed, given.size)
                 for seed in seeds
             ]
-            for row in (*ROWS, None)
+            for row in chosen
         }
         losses = {row: [job.result() for job in _told(row, found)] for row, found in jobs.items()}
     dense = statistics.fmean(losses[ROWS[0]])
@@ -92,8 +115,8 @@ def bits(given: argparse.Namespace) -> tuple[str, Sequence[str], Sequence[Sequen
         for row, found in losses.items()
     ]
     title = (
-        f"{peers} workers, {steps} batches each from a checkpoint of {given.first_steps}, averages every"
-        f" {SYNC_EVERY} steps, {given.seeds} seeds"
+        f"a {given.size} GPT, {peers} workers, {steps} batches each from a checkpoint of {given.first_steps},"
+        f" averages every {SYNC_EVERY} steps, {given.seeds} seeds"
     )
     columns = ("", "codec", "bits a parameter", "held-out loss", "from .. to", "against DiLoCo")
     return title, columns, rows
@@ -104,62 +127,94 @@ def _told(row: Row | None, jobs: list[Future[float]]) -> list[Future[float]]:
     return jobs
 
 
-def held_out(row: Row | None, peers: int, steps: int, first: int, checkpoint: str, seed: int) -> float:
+def held_out(
+    row: Row | None, peers: int, steps: int, first: int, checkpoint: str, seed: int, size: str
+) -> float:
     """Train; return the held-out loss. Without a row, one process takes all batches step by step."""
     torch.set_num_threads(1)
     if row is None:
-        return in_one_process(peers, steps, first=first, checkpoint=checkpoint, seed=seed)[1]
-    workers = [Worker(peers, index, checkpoint, seed, row) for index in range(peers)]
-    codec = resolve_codec(row.codec)
-    anchor = workers[0].vector().requires_grad_()
-    outer = torch.optim.SGD([anchor], lr=row.lr, momentum=row.momentum, nesterov=row.momentum > 0)
-    averaged = torch.empty(anchor.numel())
-    for start in range(first, first + steps, SYNC_EVERY):
-        contributions = []
+        return in_one_process(peers, steps, first=first, checkpoint=checkpoint, seed=seed, size=size)[1]
+    workers = [Worker(index, Task(peers, checkpoint, seed, size), row) for index in range(peers)]
+    every = SYNC_EVERY // row.fragments
+    running: tuple[int, int, torch.Tensor] | None = None  # the step that takes it, its fragment, the average
+    for done in range(1, steps + 1):
         for worker in workers:
-            pseudo = worker.train(anchor.detach(), start)
-            contributions.append(Contribution(str(worker.index), 1.0, codec.encode(pseudo)))
-        average_part(codec, contributions, float(peers), averaged)
-        for worker in workers:
-            if worker.feedback is not None:
-                worker.feedback.delivered(0, 0, averaged=[averaged])
-        anchor.grad = averaged.clone()
-        outer.step()
-    workers[0].set(anchor.detach())
+            worker.train(first + done - 1)
+        if done % every == 0:
+            fragment = (done // every - 1) % row.fragments
+            running = (done + row.delay, fragment, average(row, workers, fragment))
+        if running is not None and (running[0] == done or done == steps):
+            for worker in workers:
+                worker.take(*running[1:])
+            running = None
+    workers[0].anchor.give()
     return workers[0].task.held_out_loss()
 
 
+def average(row: Row, workers: Sequence[Worker], fragment: int) -> torch.Tensor:
+    """Return the workers' average of a fragment."""
+    codec = resolve_codec(row.codec)
+    vectors = [worker.contribute(fragment) for worker in workers]
+    contributions = [
+        Contribution(str(index), 1.0, codec.encode(vector)) for index, vector in enumerate(vectors)
+    ]
+    averaged = torch.empty(vectors[0].numel())
+    average_part(codec, contributions, float(len(workers)), averaged)
+    return averaged
+
+
 class Worker:
-    """One peer's model, inner optimizer and feedback."""
+    """One peer's model, inner optimizer, anchor and feedback."""
 
-    def __init__(self, peers: int, index: int, checkpoint: str, seed: int, row: Row) -> None:
+    def __init__(self, index: int, task: Task, row: Row) -> None:
         self.index = index
-        self.task = Task(peers, checkpoint, seed)
-        self.feedback = feedback_for(resolve_codec(row.codec), row.feedback)
-        self._inner = self.task.optimizer()
+        self.task = task
+        self.row = row
+        self._inner = joined(task.optimizers(row.inner), task.model)
+        names, parameters = zip(*task.model.named_parameters(), strict=True)
+        pieces = fragments_of(names, [tuple(parameter.shape) for parameter in parameters], row.fragments)
 
-    def vector(self) -> torch.Tensor:
-        """Return a copy of the parameters, flat."""
-        return torch.cat([parameter.detach().reshape(-1) for parameter in self.task.model.parameters()])
+        def outer(tensors: Sequence[torch.Tensor]) -> torch.optim.Optimizer:
+            return torch.optim.SGD(tensors, lr=row.lr, momentum=row.momentum, nesterov=row.momentum > 0)
 
-    @torch.no_grad()
-    def set(self, vector: torch.Tensor) -> None:
-        """Copy a flat vector into the parameters."""
-        parameters = list(self.task.model.parameters())
-        pieces = torch.split(vector, [parameter.numel() for parameter in parameters])
-        for parameter, piece in zip(parameters, pieces, strict=True):
-            parameter.copy_(piece.view_as(parameter))
+        self.anchor = Anchor(parameters, outer, pieces)
+        codec = resolve_codec(row.codec)
+        self._feedback = [feedback_for(codec, row.feedback) for _ in range(row.fragments)]
+        self._sent: list[torch.Tensor] = []
+        """The fragment's parameters as they were when it was contributed."""
 
-    def train(self, anchor: torch.Tensor, start: int) -> torch.Tensor:
-        """Take the inner steps from the anchor; return the contribution."""
-        self.set(anchor)
-        for step in range(start, start + SYNC_EVERY):
-            self._inner.zero_grad()
-            torch.autograd.backward(self.task.loss(self.task.batches.of_peer(self.index, step)))
-            torch.nn.utils.clip_grad_norm_(self.task.model.parameters(), 1.0)
-            self._inner.step()
-        pseudo = anchor - self.vector()
-        return pseudo if self.feedback is None else self.feedback.compensate([pseudo])[0]
+    def train(self, step: int) -> None:
+        """Take an inner step."""
+        self._inner.zero_grad()
+        torch.autograd.backward(self.task.loss(self.task.batches.of_peer(self.index, step)))
+        torch.nn.utils.clip_grad_norm_(self.task.model.parameters(), 1.0)
+        self._inner.step()
+
+    def contribute(self, fragment: int) -> torch.Tensor:
+        """Return the pseudo-gradient of a fragment, flat."""
+        self._sent = self.anchor.copy(fragment)
+        pseudo = torch.cat([tensor.reshape(-1) for tensor in self.anchor.contribution(fragment)])
+        feedback = self._feedback[fragment]
+        return pseudo if feedback is None else feedback.compensate([pseudo])[0]
+
+    def take(self, fragment: int, averaged: torch.Tensor) -> None:
+        """Take the outer step of a fragment, and keep the inner steps since the contribution."""
+        feedback = self._feedback[fragment]
+        if feedback is not None:
+            feedback.delivered(0, 0, averaged=[averaged])
+        later = self.anchor.since(fragment, self._sent)
+        like = self.anchor.like
+        cut = torch.split(averaged.clone(), [tensor.numel() for tensor in like])
+        gradients = [part.view(tensor.shape) for part, tensor in zip(cut, like, strict=True)]
+        self.anchor.step(
+            fragment, gradients, _step, lambda tensors: float(torch.nn.utils.get_total_norm(tensors))
+        )
+        self.anchor.settle(fragment, later)
+
+
+def _step(pieces: Sequence[torch.Tensor], optimizer: torch.optim.Optimizer) -> None:
+    del pieces  # those of the other fragments have no gradients
+    optimizer.step()
 
 
 def bits_a_parameter(peers: int, codec: str) -> float:

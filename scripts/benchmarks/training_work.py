@@ -22,8 +22,12 @@ from scripts.demo_gpt.batches import Batches, held_out_windows
 from scripts.demo_gpt.model import GPT, ModelConfig
 from scripts.demo_gpt.text import load_text
 
-CONTEXT = 32
 BATCH = 8
+SIZES = {
+    "small": {"context": 32, "width": 64, "heads": 4, "layers": 2},
+    "large": {"context": 64, "width": 160, "heads": 4, "layers": 4},
+}
+"""Of the GPT: 115,000 and 1.3 million parameters."""
 HELD_OUT = 512
 LR = 3e-3
 SEED = 1
@@ -37,19 +41,24 @@ class Task:
         peers: number of peers among which the text is divided.
         checkpoint: of the model, to begin from.
         seed: of the batches.
+        size: of the model, one of :data:`SIZES`.
     """
 
     peers: int
     checkpoint: str | None = None
     seed: int = SEED
+    size: str = "small"
+
+    @property
+    def context(self) -> int:
+        """Return the number of characters from which the model predicts the next one."""
+        return SIZES[self.size]["context"]
 
     @cached_property
     def model(self) -> GPT:
         """Return the initial model."""
         text = load_text()
-        config = ModelConfig(
-            vocabulary_size=len(text.vocabulary), context=CONTEXT, width=64, heads=4, layers=2
-        )
+        config = ModelConfig(vocabulary_size=len(text.vocabulary), **SIZES[self.size])
         model = GPT(config, seed=SEED)
         if self.checkpoint is not None:
             model.load_state_dict(torch.load(self.checkpoint))
@@ -58,17 +67,19 @@ class Task:
     @cached_property
     def batches(self) -> Batches:
         """Return the batches of every peer."""
-        return Batches(load_text().train, context=CONTEXT, batch_size=BATCH, peers=self.peers, seed=self.seed)
+        return Batches(
+            load_text().train, context=self.context, batch_size=BATCH, peers=self.peers, seed=self.seed
+        )
 
     def loss(self, windows: torch.Tensor) -> torch.Tensor:
-        """Return the mean cross entropy, in nats per character, of windows (n, CONTEXT + 1)."""
+        """Return the mean cross entropy, in nats per character, of windows (n, context + 1)."""
         scores = self.model(windows[:, :-1])
         return functional.cross_entropy(scores.flatten(0, 1), windows[:, 1:].flatten())
 
     @torch.no_grad()
     def held_out_loss(self) -> float:
         """Return the loss on held-out text."""
-        windows = held_out_windows(load_text().held_out, context=CONTEXT, count=HELD_OUT)
+        windows = held_out_windows(load_text().held_out, context=self.context, count=HELD_OUT)
         return float(self.loss(windows))
 
     def digest(self) -> str:
@@ -84,6 +95,18 @@ class Task:
             return torch.optim.SGD(self.model.parameters(), lr=0.3, momentum=0.9)
         return torch.optim.AdamW(self.model.parameters(), lr=LR, betas=(0.9, 0.95))
 
+    def optimizers(self, name: str) -> list[torch.optim.Optimizer]:
+        """Return the inner optimizers: one, or Muon for the blocks' matrices and AdamW for the rest."""
+        if name != "muon":
+            return [self.optimizer(name)]
+        named = dict(self.model.named_parameters())
+        matrices = [weights for key, weights in named.items() if "blocks." in key and weights.ndim == 2]
+        rest = [weights for key, weights in named.items() if not ("blocks." in key and weights.ndim == 2)]
+        return [
+            torch.optim.Muon(matrices, lr=LR, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
+            torch.optim.AdamW(rest, lr=LR, betas=(0.9, 0.95)),
+        ]
+
 
 def in_one_process(
     peers: int,
@@ -96,6 +119,7 @@ def in_one_process(
     checkpoint: str | None = None,
     save_to: str | None = None,
     seed: int = SEED,
+    size: str = "small",
 ) -> tuple[list[float], float]:
     """Train in one process; return the loss of every step on all peers' batches, and the final held-out loss.
 
@@ -106,8 +130,9 @@ def in_one_process(
         checkpoint: of the model, to begin from.
         save_to: file for the final model.
         seed: of the batches.
+        size: of the model.
     """
-    task = Task(peers, checkpoint, seed)
+    task = Task(peers, checkpoint, seed, size)
     optimizer = task.optimizer(name)
     losses: list[float] = []
     late: list[list[torch.Tensor | None]] = []

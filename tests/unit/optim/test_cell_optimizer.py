@@ -187,6 +187,7 @@ def test_a_peer_that_replays_the_updates_holds_the_same_bits() -> None:
     late.member._training.begin()
     for report in here.reports:
         assert isinstance(report.result, Success)
+        assert isinstance(report.result.averaged, list)
         late.member.replay([tensor.clone() for tensor in report.result.averaged], report.result)
     assert late.member.lineage == here.member.lineage
     assert torch.equal(late.values, here.values)
@@ -202,6 +203,8 @@ def test_a_contribution_to_a_mix_that_was_missed_is_in_no_later_update() -> None
         training.step()
     assert missed.cell.weight == 1.0
     mix = here.reports[-1].result
+    assert isinstance(mix, Success)
+    assert isinstance(mix.averaged, list)
     missed.member.replay([tensor.clone() for tensor in mix.averaged], mix)
     assert missed.cell.weight == 0.0
     assert torch.equal(missed.values, here.values)

@@ -246,7 +246,8 @@ def choose_cell(me: str, news: Mapping[str, CellNews], *, count: int, least: int
     """Return the cell that a newcomer takes; ``None`` if all are full.
 
     All newcomers that are undecided take turns, in the order of a hash of their ids, so peers that see the same choose
-    different cells.
+    different cells. Before any cell trains, all newcomers take turns again: so those that start together need to have
+    seen the same peers, and not the same choices.
 
     Args:
         me: id of the newcomer.
@@ -254,8 +255,9 @@ def choose_cell(me: str, news: Mapping[str, CellNews], *, count: int, least: int
         least: number of peers that a cell needs to train.
     """
     others = {peer: each for peer, each in news.items() if peer != me}
-    sizes = sizes_of(others.values(), count)
-    undecided = [peer for peer, each in others.items() if each.cell == UNDECIDED]
+    trains = bool(reported(others.values()))
+    sizes = sizes_of(others.values(), count) if trains else [0] * count
+    undecided = [peer for peer, each in others.items() if each.cell == UNDECIDED or not trains]
     turns = sorted([me, *undecided], key=lambda peer: _hash(_ORDER, peer))
     for turn, peer in enumerate(turns):
         cell = _next_cell(peer, sizes, coming=len(turns) - turn, least=least)

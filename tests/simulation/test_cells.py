@@ -63,7 +63,7 @@ def test_outer_averages_in_the_background_do_not_undo_the_updates_meanwhile() ->
 
 @pytest.fixture(scope="module")
 def churned() -> CellCourse:
-    return play_cells(replace(CALM, peers=20, seconds=17.0, every=5.0))
+    return play_cells(replace(CALM, peers=20, seconds=19.5, every=5.0))
 
 
 def test_kills_and_joins_leave_each_cell_with_one_state(churned: CellCourse) -> None:
@@ -81,9 +81,9 @@ def test_peers_that_join_later_replay_mixes_and_hold_the_cells_bits(churned: Cel
 
 
 def test_churn_costs_less_than_one_percent_of_loss(churned: CellCourse) -> None:
-    calm = play_cells(replace(CALM, peers=20, seconds=9.0))
+    calm = play_cells(replace(CALM, peers=20, seconds=13.0))
     rows = compared(churned, calm)
-    assert len(rows) >= 2
+    assert rows[-1][0] >= 8, "no mix after the first kills"
     for epoch, loss, alone in rows:
         assert loss == pytest.approx(alone, rel=0.01), epoch
 

@@ -143,6 +143,18 @@ def test_peers_that_choose_at_once_fill_the_cells_evenly(count: int, peers: int)
         assert max(sizes) - min(sizes) <= 1
 
 
+@given(peers=st.integers(2, 12), data=st.data())
+def test_peers_that_start_choose_alike_whatever_the_others_have_said(peers: int, data: st.DataObject) -> None:
+    ids = [f"new {number}" for number in range(peers)]
+    plan = {
+        me: choose_cell(me, {peer: member(UNDECIDED, 0) for peer in ids if peer != me}, count=3, least=2)
+        for me in ids
+    }
+    me = data.draw(st.sampled_from(ids))
+    said = {peer: member(data.draw(st.sampled_from([UNDECIDED, 0, 1, 2])), 0) for peer in ids if peer != me}
+    assert choose_cell(me, said, count=3, least=2) == plan[me]
+
+
 def test_a_newcomer_takes_the_smallest_cell_that_trains() -> None:
     news = {"a": member(0, 9), "b": member(1, 7), "c": member(2, 8), "d": member(3, 9)}
     assert choose_cell("me", news, count=4, least=2) == 1

@@ -72,7 +72,7 @@ def test_kills_and_joins_leave_each_cell_with_one_state(churned: CellCourse) -> 
 
 
 def test_peers_that_join_later_replay_mixes_and_hold_the_cells_bits() -> None:
-    course = play_cells(replace(CALM, peers=8, seconds=21.0, every=9.0))
+    course = play_cells(replace(CALM, peers=8, seconds=29.0, every=10.0))
     came = course.newcomers()
     assert came
     for life in came:

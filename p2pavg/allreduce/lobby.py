@@ -16,6 +16,7 @@ from types import TracebackType
 import trio
 
 from p2pavg.allreduce.messages import MAX_HEADER_BYTES, Lane, LaneHeader, decode_header
+from p2pavg.allreduce.resting import REST_SECONDS, RestingStreams
 from p2pavg.consensus.votes import Ping, Unknown, Vote, encode_vote
 from p2pavg.errors import RemoteProtocolError, StreamBrokenError
 from p2pavg.net.framing import LENGTH_BYTES, receive_message, send_message
@@ -26,6 +27,9 @@ logger = logging.getLogger(__name__)
 HEADER_SECONDS = 10.0
 MAX_WAITING_LANES = 8  # of one peer in one group, that no attempt has taken yet
 MAX_REMEMBERED = 256  # rounds that ended
+MAX_RESTING_INBOUND = (
+    2  # streams of votes of one peer between two rounds; it keeps one, and may just open another
+)
 
 HowItEnded = Callable[[str], Vote]
 """Answer to a peer that asks how a round ended."""
@@ -42,9 +46,9 @@ class InboundLane:
         self.stream = stream
         self.header = header
         self.finished = trio.Event()
-        """Set by the task that took the lane; a stream is reset after it."""
+        """Set by the task that took the lane; a stream that is not ``clean`` is reset after it."""
         self.clean = False
-        """Of a direct lane: whether all that was sent for this header was read."""
+        """Whether all that was sent for this header was read, so that another header may follow."""
 
     @property
     def remote(self) -> str:
@@ -157,6 +161,9 @@ class Lobby:
 
     def __init__(self) -> None:
         self.groups: dict[bytes, ExpectedGroup] = {}
+        self.resting = RestingStreams()
+        """Streams of votes that this peer opened, between two rounds."""
+        self._rests: Counter[str] = Counter()  # streams of votes that each peer opened, between two rounds
         self.on_members: Callable[[frozenset[str]], None] = lambda _: None
         """Is told the peer ids of each group that has committed."""
         self.audited: dict[bytes, ServeAudit] = {}
@@ -188,12 +195,10 @@ class Lobby:
             self._ended.popitem(last=False)
 
     async def serve(self, stream: Stream) -> None:
-        """One inbound stream of the exchange protocol."""
-        with trio.move_on_after(HEADER_SECONDS) as scope:
-            message = await receive_message(stream, max_bytes=MAX_HEADER_BYTES)
-        if scope.cancelled_caught or message is None:
+        """One inbound stream of the exchange protocol; one of votes serves a round after another."""
+        header = await _header_within(HEADER_SECONDS, stream)
+        if header is None:
             return
-        header = decode_header(message)
         if header.lane is Lane.ASK:
             await self._answer(stream, header.group_id)
             return
@@ -203,11 +208,26 @@ class Lobby:
             return
         if header.lane is Lane.STATE:
             raise RemoteProtocolError("pieces of states go over a direct lane or a stream of their own")
+        may_rest = await self._serve_round(stream, header) and header.lane is Lane.CONTROL
+        while may_rest and self._rests[stream.remote] < MAX_RESTING_INBOUND:
+            self._rests[stream.remote] += 1
+            try:
+                header = await _header_within(REST_SECONDS, stream)
+            finally:
+                self._rests -= Counter([stream.remote])  # without those that have none left
+            if header is None:
+                return
+            if header.lane is not Lane.CONTROL:
+                raise RemoteProtocolError("a stream of votes goes on with something else")
+            may_rest = await self._serve_round(stream, header)
+
+    async def _serve_round(self, stream: Stream, header: LaneHeader) -> bool:
+        """Hand a stream to the round that its header names; return whether it was read to the end of its use."""
         group = self.groups.get(header.group_id)
         if group is None:
             logger.debug("%s opened a lane of a group that is not expected", stream.remote)
-            return
-        await group.arrived(stream, header)
+            return False
+        return await group.arrived(stream, header)
 
     async def serve_lane(self, lane: DirectLane) -> None:
         """A direct lane on which another use begins."""
@@ -236,6 +256,13 @@ class Lobby:
         with trio.move_on_after(HEADER_SECONDS):
             await send_message(stream, encode_vote(answer))
             await stream.aclose()
+
+
+async def _header_within(seconds: float, stream: Stream) -> LaneHeader | None:
+    """Return the header that comes on a stream; ``None`` if none comes in time, or the stream ends."""
+    with trio.move_on_after(seconds) as scope:
+        message = await receive_message(stream, max_bytes=MAX_HEADER_BYTES)
+    return None if scope.cancelled_caught or message is None else decode_header(message)
 
 
 async def _receive_header(lane: DirectLane) -> bytes:

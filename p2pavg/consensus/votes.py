@@ -174,7 +174,17 @@ class Came:
     """Encoded bytes of the next part that have come."""
 
 
-Vote: TypeAlias = Gather | Promise | Behind | Begin | Held | Commit | Trouble | Left | Unknown | Ping | Came
+@dataclass(frozen=True, slots=True)
+class Rest:
+    """The member's last word of the round. When both sides have said it, the stream may carry the next round's votes.
+
+    It is no part of the agreement: see :mod:`p2pavg.allreduce.resting`.
+    """
+
+
+Vote: TypeAlias = (
+    Gather | Promise | Behind | Begin | Held | Commit | Trouble | Left | Unknown | Ping | Came | Rest
+)
 
 
 def encode_vote(vote: Vote) -> bytes:
@@ -213,6 +223,8 @@ def encode_vote(vote: Vote) -> bytes:
             return pack("ping")
         case Came(attempt, parts, nbytes):
             return pack("came", attempt, parts, nbytes)
+        case Rest():
+            return pack("rest")
 
 
 def decode_vote(message: bytes, size: int) -> Vote:
@@ -372,6 +384,7 @@ _READERS: dict[str, tuple[tuple[type, ...], Callable[..., Vote]]] = {
     "left": ((int, str), lambda read, ballot, reason: Left(read.ballot(ballot, -1), read.reason(reason))),
     "unknown": ((), lambda _read: Unknown()),
     "ping": ((), lambda _read: Ping()),
+    "rest": ((), lambda _read: Rest()),
     "came": (
         (int, int, int),
         lambda read, attempt, parts, nbytes: Came(

@@ -1,21 +1,23 @@
 """The streams on which the members of a group vote, and the members that are silent on them for too long.
 
 One stream a pair, opened by the later of the two in the roster. It is kept for the whole round; when it ends, or is
-silent for too long, the other member is lost, for good.
+silent for too long, the other member is lost, for good. When both have said their last word, the stream rests until the
+next round of the two: :mod:`p2pavg.allreduce.resting`.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import deque
-from typing import Protocol
+from typing import Protocol, cast
 
 import trio
 
-from p2pavg.allreduce.lobby import ExpectedGroup
+from p2pavg.allreduce.lobby import ExpectedGroup, InboundLane
 from p2pavg.allreduce.messages import PROTOCOL, Lane, LaneHeader, encode_header
+from p2pavg.allreduce.resting import RestingStreams
 from p2pavg.consensus.failure_detector import PING_SECONDS, Pace
-from p2pavg.consensus.votes import MAX_VOTE_BYTES, Ping, Vote, decode_vote, encode_vote
+from p2pavg.consensus.votes import MAX_VOTE_BYTES, Ping, Rest, Vote, decode_vote, encode_vote
 from p2pavg.errors import (
     ClosedError,
     RefusedError,
@@ -63,6 +65,12 @@ class _Line:
     def __init__(self, pace: Pace) -> None:
         self.pace = pace
         self.unsent: deque[Vote] = deque()
+        self.unanswered: list[Vote] = []
+        """Sent on a stream on which nothing of this round has come yet."""
+        self.heard = False
+        """Whether something of this round has come on the present stream."""
+        self.rested = False
+        """Whether the other side has said its last word."""
         self.changed = trio.Event()
         self.ending = False
         self.scope = trio.CancelScope()
@@ -79,6 +87,7 @@ class Control:
     """This member's streams to all others.
 
     Args:
+        resting: streams of earlier rounds that may be used again.
         part_bytes: of the largest part.
         max_silence: seconds that a member may be silent at most, however slow its link.
     """
@@ -89,11 +98,13 @@ class Control:
         transport: Transport,
         roster: Roster,
         group: ExpectedGroup,
+        resting: RestingStreams,
         hears: Hears,
         part_bytes: int,
         max_silence: float,
     ) -> None:
         self._transport = transport
+        self._resting = resting
         self._roster = roster
         self._group = group
         self._hears = hears
@@ -189,7 +200,8 @@ class Control:
                 header = LaneHeader(self._group.group_id, Lane.ASK)
                 await send_message(stream, encode_header(header))
                 answer = await receive_message(stream, max_bytes=MAX_VOTE_BYTES)
-                return None if answer is None else decode_vote(answer, len(self._roster.members))
+                vote = None if answer is None else decode_vote(answer, len(self._roster.members))
+                return None if isinstance(vote, Rest) else vote  # which is no answer
             except (StreamBrokenError, ClosedError, RemoteProtocolError) as error:
                 logger.debug("%s gave no answer: %s", member.peer_id, error)
             finally:
@@ -202,6 +214,9 @@ class Control:
         line, member = self._lines[position], self._roster.members[position]
         line.taken = True
         with line.scope:
+            rested = await self._resting.take(member.peer_id)
+            if rested is not None and await self._used_again(position, rested):
+                return
             try:
                 stream = await self._transport.open_stream(
                     member.peer_id,
@@ -214,11 +229,33 @@ class Control:
                 self._hears.lost(position, str(error))
                 return
             try:
-                await send_message(stream, encode_header(LaneHeader(self._group.group_id, Lane.CONTROL)))
+                await self._begin(position, stream)
             except (StreamBrokenError, ClosedError) as error:
                 self._hears.lost(position, str(error))
-                return
-            await self._talk(position, stream)
+
+    async def _used_again(self, position: int, stream: Stream) -> bool:
+        """Vote on a stream that has rested; return False if the other side had closed it, so that it takes another.
+
+        It had closed it if the stream ends before it has said anything. What was sent until then is sent again.
+        """
+        line = self._lines[position]
+        try:
+            await self._begin(position, stream, is_new=False)
+        except (StreamBrokenError, ClosedError) as error:
+            logger.debug("a resting stream to %s has ended: %s", stream.remote, error)
+            line.unsent.extendleft(reversed(line.unanswered))
+            return False
+        return True
+
+    async def _begin(self, position: int, stream: Stream, *, is_new: bool = True) -> None:
+        """Name the group on a stream, vote on it, and let it rest."""
+        try:
+            await send_message(stream, encode_header(LaneHeader(self._group.group_id, Lane.CONTROL)))
+        except BaseException:
+            await stream.reset()
+            raise
+        if await self._talk(position, stream, is_new=is_new):
+            await self._resting.keep(stream)
 
     async def _accept(self, nursery: trio.Nursery) -> None:
         while True:
@@ -230,38 +267,62 @@ class Control:
                 inbound.finished.set()
                 continue
             line.taken = True
-            nursery.start_soon(self._talk_inbound, position, inbound.stream, inbound.finished)
+            nursery.start_soon(self._talk_inbound, position, inbound)
 
-    async def _talk_inbound(self, position: int, stream: Stream, finished: trio.Event) -> None:
+    async def _talk_inbound(self, position: int, inbound: InboundLane) -> None:
         try:
             with self._lines[position].scope:
-                await self._talk(position, stream)
+                inbound.clean = await self._talk(
+                    position, cast(Stream, inbound.stream)
+                )  # never a direct lane
         finally:
-            finished.set()
+            inbound.finished.set()
 
-    async def _talk(self, position: int, stream: Stream) -> None:
-        """Read and write until the line is dropped, or has ended."""
+    async def _talk(self, position: int, stream: Stream, *, is_new: bool = True) -> bool:
+        """Read and write until the line is dropped, or both sides have said their last word; return whether they have.
+
+        Unless they have, the stream is closed.
+
+        Raises:
+            StreamBrokenError: a stream that is not new has ended before anything came on it.
+        """
         line = self._lines[position]
+        line.heard = is_new
+        has_spoken = may_rest = False
+        broken = ""
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._listen, position, stream, nursery.cancel_scope)
                 await self._speak(line, stream)
-                await stream.aclose()
-                nursery.cancel_scope.cancel()
+                has_spoken = True
+            may_rest = has_spoken and line.rested
         except* (StreamBrokenError, ClosedError) as errors:
-            self._hears.lost(position, str(errors.exceptions[0]))
+            broken = str(errors.exceptions[0])
         except* RemoteProtocolError as errors:
             self._hears.lost(position, f"it broke the protocol: {errors.exceptions[0]}", hostile=True)
         finally:
-            line.done.set()
-            await stream.reset()
+            has_ended = bool(broken) and not line.heard
+            if not has_ended:
+                line.done.set()
+            if not may_rest:
+                # Closed, what was sent still arrives; the other side may be slower than the last word may take.
+                await (stream.aclose() if has_spoken else stream.reset())
+        if has_ended:
+            raise StreamBrokenError(broken)
+        if broken:
+            self._hears.lost(position, broken)
+        return may_rest
 
     async def _speak(self, line: _Line, stream: Stream) -> None:
         while True:
             if line.unsent:
-                await send_message(stream, encode_vote(line.unsent.popleft()))
+                vote = line.unsent.popleft()
+                if not line.heard:
+                    line.unanswered.append(vote)
+                await send_message(stream, encode_vote(vote))
                 continue
             if line.ending:
+                await send_message(stream, encode_vote(Rest()))
                 return
             changed = line.changed
             with trio.move_on_after(PING_SECONDS) as scope:
@@ -270,12 +331,19 @@ class Control:
                 await send_message(stream, encode_vote(Ping()))
 
     async def _listen(self, position: int, stream: Stream, scope: trio.CancelScope) -> None:
-        pace = self._lines[position].pace
+        line = self._lines[position]
         while (message := await receive_message(stream, max_bytes=MAX_VOTE_BYTES)) is not None:
-            pace.arrived(trio.current_time(), len(message), data=False)
+            line.pace.arrived(trio.current_time(), len(message), data=False)
+            line.heard = True
             vote = decode_vote(message, len(self._roster.members))
+            if isinstance(vote, Rest):
+                line.rested = True
+                self._hears.lost(position, "it has ended the round")  # which matters only if this one has not
+                return
             if not isinstance(vote, Ping):
                 self._hears.heard(position, vote)
+        if not line.heard:
+            raise StreamBrokenError("it had closed the stream")
         self._hears.lost(position, "it closed its stream")
         scope.cancel()
 

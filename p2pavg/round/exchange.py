@@ -136,6 +136,7 @@ class Exchange:
             transport=context.transport,
             roster=roster,
             group=group,
+            resting=context.lobby.resting,
             hears=self._voting,
             part_bytes=context.codec.encoded_nbytes(
                 min(part_size(sum(roster.shares), len(roster.members)), max(roster.shares))

@@ -26,6 +26,7 @@ from p2pavg.consensus.votes import (
     Members,
     Ping,
     Promise,
+    Rest,
     Trouble,
     Unknown,
     Vote,
@@ -136,6 +137,7 @@ votes: st.SearchStrategy[Vote] = st.one_of(
     st.builds(Left, st.just(-1) | ballots, reasons),
     st.just(Unknown()),
     st.just(Ping()),
+    st.just(Rest()),
     st.builds(Came, ballots, ballots, ballots),
 )
 

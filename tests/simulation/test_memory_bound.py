@@ -15,6 +15,7 @@ from p2pavg.allreduce.attempt import Attempt
 from p2pavg.allreduce.lobby import MAX_WAITING_LANES, Lobby
 from p2pavg.allreduce.messages import PROTOCOL, Lane, LaneHeader, encode_header
 from p2pavg.allreduce.part_schedule import MAX_WAITING_PARTS
+from p2pavg.allreduce.resting import RestingStreams
 from p2pavg.consensus.votes import MAX_VOTE_BYTES, Gather, Vote
 from p2pavg.errors import StreamBrokenError, UnreachableError
 from p2pavg.group.roster import Roster
@@ -191,6 +192,7 @@ def control(transport: Transport, hears: Hearing) -> Control:
         transport=transport,
         roster=ROSTER,
         group=Lobby().expect(ROSTER.group_id),
+        resting=RestingStreams(),
         hears=hears,
         part_bytes=1024,
         max_silence=10.0,

@@ -68,6 +68,18 @@ class GuardedSwarm(Swarm):
         super()._init_connection_management()
         self.auto_connector = _IdleConnector(self)
 
+    async def _notify(self, method: str, *args: Any) -> None:
+        """Call the observers one after another.
+
+        libp2p makes a nursery with a task for each of them, also for every stream that opens or closes. It waits for
+        all of them too, so an observer that blocks holds up its caller there as well.
+        """
+        for notifee in list(self.notifees):
+            try:
+                await getattr(notifee, method)(self, *args)
+            except Exception:
+                logger.exception("%s.%s failed", type(notifee).__name__, method)
+
     async def add_conn(self, muxed_conn: IMuxedConn, direction: str = "unknown") -> SwarmConn:
         assert isinstance(muxed_conn, GuardedYamux)
         expected = muxed_conn.carrier.expected

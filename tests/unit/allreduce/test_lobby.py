@@ -12,6 +12,7 @@ from trio.testing import MockClock, wait_all_tasks_blocked
 from p2pavg.allreduce.lobby import (
     HEADER_SECONDS,
     MAX_REMEMBERED,
+    MAX_RESTING_INBOUND,
     MAX_WAITING_LANES,
     HowItEnded,
     InboundLane,
@@ -19,6 +20,7 @@ from p2pavg.allreduce.lobby import (
     Lobby,
 )
 from p2pavg.allreduce.messages import MAX_HEADER_BYTES, Lane, LaneHeader, encode_header
+from p2pavg.allreduce.resting import REST_SECONDS
 from p2pavg.consensus.votes import Commit, Ping, Unknown, Vote, decode_vote
 from p2pavg.errors import RemoteProtocolError
 from p2pavg.net.framing import receive_message
@@ -444,3 +446,102 @@ class TestAsking:
             for _ in range(2 * MOST_LANES):
                 await answer(lobby)
             assert await streams_of(group.controls) == []
+
+
+class Dialogue(Silent):
+    """An inbound stream on which a peer sends one header after another."""
+
+    def __init__(self, remote: str = "a member") -> None:
+        super().__init__(b"", remote)
+        self._sent, self._to_read = trio.open_memory_channel[bytes](10)
+
+    def say(self, lane: Lane, group_id: bytes = GROUP) -> None:
+        """Send a header."""
+        self._sent.send_nowait(framed(encode_header(LaneHeader(group_id, lane))))
+
+    async def receive_some(self, max_bytes: int) -> bytes:
+        if not self._said:
+            self._said = await self._to_read.receive()
+        return await SaidBefore.receive_some(self, max_bytes)
+
+
+async def after_a_round(lobby: Lobby, served: Inbound, stream: Dialogue) -> None:
+    """Let a stream serve a round of votes to its end."""
+    with lobby.expect(GROUP) as group:
+        stream.say(Lane.CONTROL)
+        await served.come(stream)
+        [lane] = await taken(group.controls)
+        lane.clean = True
+        lane.finished.set()
+        await wait_all_tasks_blocked()
+
+
+class TestResting:
+    async def test_a_stream_of_votes_serves_one_round_after_another(self) -> None:
+        lobby, stream = Lobby(), Dialogue()
+        async with inbound(lobby) as served:
+            await after_a_round(lobby, served, stream)
+            with lobby.expect(OTHER_GROUP) as group:
+                stream.say(Lane.CONTROL, OTHER_GROUP)
+                assert await streams_of(group.controls) == [stream]
+                assert await served.kept() == [stream]
+            assert await served.kept() == []  # the second round did not end with a last word
+
+    async def test_a_stream_whose_round_had_no_last_word_is_closed(self) -> None:
+        lobby, stream = Lobby(), Dialogue()
+        async with inbound(lobby) as served:
+            with lobby.expect(GROUP) as group:
+                stream.say(Lane.CONTROL)
+                await served.come(stream)
+                [lane] = await taken(group.controls)
+                lane.finished.set()
+            assert await served.kept() == []
+
+    async def test_a_stream_of_parts_serves_one_attempt(self) -> None:
+        lobby, stream = Lobby(), Dialogue()
+        async with inbound(lobby) as served:
+            with lobby.expect(GROUP) as group:
+                stream.say(Lane.PARTS)
+                await served.come(stream)
+                [lane] = await taken(group.lanes(0))
+                lane.clean = True
+                lane.finished.set()
+            assert await served.kept() == []
+
+    async def test_a_stream_rests_for_a_bounded_time(self, autojump_clock: MockClock) -> None:
+        lobby, stream = Lobby(), Dialogue()
+        async with inbound(lobby) as served:
+            await after_a_round(lobby, served, stream)
+            await trio.sleep(REST_SECONDS - 1.0)
+            assert await served.kept() == [stream]
+            await trio.sleep(2.0)
+            assert await served.kept() == []
+
+    async def test_votes_of_an_unexpected_group_close_the_stream(self) -> None:
+        lobby, stream = Lobby(), Dialogue()
+        async with inbound(lobby) as served:
+            await after_a_round(lobby, served, stream)
+            stream.say(Lane.CONTROL, OTHER_GROUP)
+            assert await served.kept() == []
+            assert served.refused == []
+
+    @pytest.mark.parametrize("lane", [lane for lane in Lane if lane is not Lane.CONTROL])
+    async def test_anything_but_votes_on_a_resting_stream_breaks_the_protocol(self, lane: Lane) -> None:
+        lobby, stream = Lobby(), Dialogue()
+        async with inbound(lobby) as served:
+            await after_a_round(lobby, served, stream)
+            stream.say(lane)
+            assert await served.kept() == []
+            assert served.refused == [stream]
+
+    async def test_one_peer_has_few_resting_streams(self, autojump_clock: MockClock) -> None:
+        lobby, others = Lobby(), Dialogue("another")
+        streams = [Dialogue() for _ in range(MAX_RESTING_INBOUND + 1)]
+        async with inbound(lobby) as served:
+            for stream in [*streams, others]:
+                await after_a_round(lobby, served, stream)
+            assert await served.kept() == [*streams[:-1], others]
+            await trio.sleep(REST_SECONDS + 1.0)
+            again = Dialogue()
+            await after_a_round(lobby, served, again)
+            assert await served.kept() == [again]

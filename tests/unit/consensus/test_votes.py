@@ -22,6 +22,7 @@ from p2pavg.consensus.votes import (
     Members,
     Ping,
     Promise,
+    Rest,
     Trouble,
     Unknown,
     Vote,
@@ -83,6 +84,7 @@ VOTES: dict[str, tuple[Vote, str]] = {
     "left after it had accepted": (Left(6, ""), "93a46c65667406a0"),
     "unknown": (Unknown(), "91a7756e6b6e6f776e"),
     "ping": (Ping(), "91a470696e67"),
+    "rest": (Rest(), "91a472657374"),
     "came": (Came(3, 2, 200), "94a463616d650302ccc8"),
 }
 

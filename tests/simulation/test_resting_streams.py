@@ -1,0 +1,138 @@
+"""Streams of votes that serve one round after another."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import pytest
+import trio
+from trio.testing import MockClock
+
+import p2pavg
+from p2pavg.allreduce import lobby
+from p2pavg.allreduce.resting import REST_SECONDS
+from p2pavg.consensus.votes import Ping, Rest, encode_vote
+from p2pavg.net.transport import Stream
+from p2pavg.peer import Peer
+from p2pavg.round import control
+from p2pavg.round.control import Control
+from p2pavg.testing import MemoryNetwork, simulated_peers
+from tests.simulation.swarm import LAN, config, same_bits, values
+
+PEERS = 4
+PAIRS = PEERS * (PEERS - 1) // 2
+
+
+class Opened:
+    """Counts the streams of votes that all peers open."""
+
+    def __init__(self, patched: pytest.MonkeyPatch) -> None:
+        self.count = 0
+        original = Control._begin
+
+        async def begin(votes: Control, position: int, stream: Stream, *, is_new: bool = True) -> None:
+            self.count += is_new
+            await original(votes, position, stream, is_new=is_new)
+
+        patched.setattr(Control, "_begin", begin)
+
+    def since(self) -> int:
+        """Return how many were opened since the last call."""
+        count, self.count = self.count, 0
+        return count
+
+
+class Rounds:
+    """Rounds of the same peers, one after another."""
+
+    def __init__(self, opened: Opened) -> None:
+        self.opened: list[int] = []
+        """Streams that each round has opened."""
+        self.results: list[list[p2pavg.RoundResult]] = []
+        self._opened = opened
+
+    async def run(self, pauses: Sequence[float]) -> None:
+        """Run one round, and another one after each pause."""
+        how = config(group_size=PEERS)
+        async with simulated_peers(MemoryNetwork(latency=LAN), PEERS) as peers:
+            begin = [trio.Event() for _ in range(len(pauses) + 1)]
+            ended = [Counter[int]() for _ in begin]
+            self.results = [[] for _ in begin]
+            async with trio.open_nursery() as nursery:
+                for index, peer in enumerate(peers):
+                    nursery.start_soon(self._live, peer, index, how, begin, ended)
+                for number, pause in enumerate([0.0, *pauses]):
+                    await trio.sleep(pause)
+                    self._opened.since()
+                    begin[number].set()
+                    while ended[number].total() < PEERS:
+                        await trio.sleep(0.1)
+                    self.opened.append(self._opened.since())
+
+    async def _live(
+        self,
+        peer: Peer,
+        index: int,
+        how: p2pavg.AveragingConfig,
+        begin: list[trio.Event],
+        ended: list[Counter[int]],
+    ) -> None:
+        async with peer.averager(how) as averager:
+            for number, event in enumerate(begin):
+                await event.wait()
+                averager.accumulate([values(index)])
+                self.results[number].append(await averager.step(wait=None))
+                ended[number][index] += 1
+
+    def check(self) -> None:
+        """Check that every round had all members, and one result."""
+        for results in self.results:
+            successes = [result for result in results if isinstance(result, p2pavg.Success)]
+            assert [result.peers_count for result in successes] == [PEERS] * PEERS, results
+            assert same_bits(successes)
+
+
+async def test_the_next_round_opens_no_streams(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pairs of the second round may be the other way round: who opens depends on the roster."""
+    rounds = Rounds(Opened(monkeypatch))
+    await rounds.run([1.0] * 5)
+    rounds.check()
+    assert rounds.opened[0] == PAIRS
+    assert rounds.opened[-1] == 0
+    assert sum(rounds.opened[1:]) <= PAIRS
+
+
+async def test_streams_that_rest_for_too_long_are_opened_anew(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rounds = Rounds(Opened(monkeypatch))
+    await rounds.run([REST_SECONDS])
+    rounds.check()
+    assert rounds.opened == [PAIRS, PAIRS]
+
+
+async def test_a_stream_that_the_other_side_has_closed_costs_no_member(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other side waits for a shorter time than this one believes. The votes are sent again on new streams."""
+    monkeypatch.setattr(lobby, "REST_SECONDS", 0.5)
+    rounds = Rounds(Opened(monkeypatch))
+    await rounds.run([5.0, 5.0])
+    rounds.check()
+    assert rounds.opened == [PAIRS] * 3
+
+
+async def test_a_member_that_says_no_last_word_costs_nothing(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as one that was killed at the end of the round. Its streams are closed after a bounded time."""
+    monkeypatch.setattr(
+        control, "encode_vote", lambda vote: encode_vote(Ping() if isinstance(vote, Rest) else vote)
+    )
+    rounds = Rounds(Opened(monkeypatch))
+    await rounds.run([1.0, 5.0])
+    rounds.check()
+    assert rounds.opened == [PAIRS] * 3

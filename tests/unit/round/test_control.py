@@ -1,0 +1,254 @@
+"""The stream of votes from one member to another, between a round's end and the next round."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import trio
+from trio.testing import MockClock, wait_all_tasks_blocked
+
+from p2pavg.allreduce.lobby import Lobby
+from p2pavg.allreduce.messages import decode_header
+from p2pavg.allreduce.resting import RestingStreams
+from p2pavg.consensus.votes import Behind, Ping, Rest, Unknown, Vote, decode_vote, encode_vote
+from p2pavg.errors import StreamBrokenError
+from p2pavg.net.transport import Buffer, Stream
+from p2pavg.round.control import FLUSH_SECONDS, Control
+from tests.unit.allreduce.attempts import A, B, C, Reaches, three
+from tests.unit.allreduce.streams import SaidBefore
+
+GATHER = Behind(1)
+
+
+def framed(message: bytes) -> bytes:
+    return len(message).to_bytes(4, "big") + message
+
+
+class Line(Stream):
+    """One member's stream to another one, whose side the test plays."""
+
+    def __init__(self, remote: str) -> None:
+        self.remote = remote
+        self.ended = ""
+        """How this side has ended it."""
+        self.received = bytearray()
+        self._said, self._unread = trio.open_memory_channel[bytes](20)
+        self._rest = b""
+
+    def say(self, vote: Vote) -> None:
+        self._said.send_nowait(framed(encode_vote(vote)))
+
+    def close(self) -> None:
+        """Close the other side's half."""
+        self._said.send_nowait(b"")
+
+    def break_off(self) -> None:
+        """Reset the stream from the other side."""
+        self._said.close()
+
+    @property
+    def heard(self) -> list[Vote]:
+        """The votes that came from the member, after the header."""
+        messages, rest = [], bytes(self.received)
+        while rest:
+            count = int.from_bytes(rest[:4], "big")
+            messages.append(rest[4 : 4 + count])
+            rest = rest[4 + count :]
+        assert decode_header(messages[0]).group_id == three().group_id
+        return [decode_vote(message, 3) for message in messages[1:]]
+
+    async def send_all(self, data: Buffer) -> None:
+        await trio.lowlevel.checkpoint()
+        self.received += bytes(data)
+
+    async def receive_some(self, max_bytes: int) -> bytes:
+        if not self._rest:
+            try:
+                self._rest = await self._unread.receive()
+            except trio.EndOfChannel:
+                raise StreamBrokenError("the other side reset it") from None
+        taken, self._rest = self._rest[:max_bytes], self._rest[max_bytes:]
+        return taken
+
+    async def aclose(self) -> None:
+        self.ended = self.ended or "closed"
+
+    async def reset(self) -> None:
+        self.ended = self.ended or "reset"
+
+
+class Opens(Reaches):
+    """A transport that opens one given stream to each peer."""
+
+    def __init__(self, peer_id: str, streams: Sequence[Stream]) -> None:
+        super().__init__(peer_id, unreachable=[])
+        self.asked: list[str] = []
+        self._streams = {stream.remote: stream for stream in streams}
+
+    async def open_stream(
+        self,
+        peer_id: str,
+        protocol: str,
+        *,
+        addresses: Sequence[str] = (),
+        timeout: float,
+        wait_inbound: bool = False,
+    ) -> Stream:
+        await trio.lowlevel.checkpoint()
+        self.asked.append(peer_id)
+        return self._streams[peer_id]
+
+
+class Member:
+    """Hears the votes that come."""
+
+    def __init__(self) -> None:
+        self.votes: list[Vote] = []
+        self.lost_members: dict[int, str] = {}
+
+    def heard(self, position: int, vote: Vote) -> None:
+        self.votes.append(vote)
+
+    def lost(
+        self,
+        position: int,
+        reason: str,
+        *,
+        hostile: bool = False,
+        silent: bool = False,
+        reachable: bool = False,
+    ) -> None:
+        self.lost_members.setdefault(position, reason)
+
+    def missing(self, position: int) -> None:
+        """Ask no one."""
+
+
+class Side:
+    """The second member of three: it opens a stream to the first one, and the third one is out of it."""
+
+    def __init__(self, *streams: Stream) -> None:
+        self.resting = RestingStreams()
+        self.member = Member()
+        self.transport = Opens(B, streams)
+        self.control = Control(
+            transport=self.transport,
+            roster=three(),
+            group=Lobby().expect(three().group_id),
+            resting=self.resting,
+            hears=self.member,
+            part_bytes=100,
+            max_silence=20.0,
+        )
+        self.control.drop(2)
+
+    async def end_politely(self, line: Line) -> None:
+        """End the round on both sides."""
+        self.control.end()
+        await wait_all_tasks_blocked()
+        line.say(Rest())
+        await wait_all_tasks_blocked()
+
+
+async def test_a_stream_rests_when_both_sides_have_said_their_last_word(autojump_clock: MockClock) -> None:
+    line = Line(A)
+    side = Side(line)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(side.control.run)
+        await wait_all_tasks_blocked()
+        side.control.tell(0, GATHER)
+        line.say(Unknown())
+        await side.end_politely(line)
+        assert line.heard == [GATHER, Rest()]
+        assert side.member.votes == [Unknown()]
+        assert await side.resting.take(A) is line
+        assert line.ended == ""
+
+
+async def test_a_last_word_that_does_not_come_closes_the_stream_so_that_votes_still_arrive(
+    autojump_clock: MockClock,
+) -> None:
+    line = Line(A)
+    side = Side(line)
+    began = trio.current_time()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(side.control.run)
+        await wait_all_tasks_blocked()
+        side.control.tell(0, GATHER)
+        side.control.end()
+    assert trio.current_time() - began == pytest.approx(FLUSH_SECONDS)
+    assert line.heard == [GATHER, Rest()]
+    assert line.ended == "closed"
+    assert len(side.resting) == 0
+
+
+async def test_a_dropped_member_gets_its_stream_reset(autojump_clock: MockClock) -> None:
+    line = Line(A)
+    side = Side(line)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(side.control.run)
+        await wait_all_tasks_blocked()
+        side.control.drop(0)
+    assert line.ended == "reset"
+    assert len(side.resting) == 0
+
+
+async def test_a_last_word_in_the_middle_of_a_round_loses_the_member(autojump_clock: MockClock) -> None:
+    line = Line(A)
+    side = Side(line)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(side.control.run)
+        await wait_all_tasks_blocked()
+        line.say(Rest())
+        await wait_all_tasks_blocked()
+        assert "ended the round" in side.member.lost_members[0]
+        side.control.drop(0)
+
+
+@pytest.mark.parametrize("how", ["close", "break_off"])
+async def test_votes_on_a_stream_that_had_ended_are_sent_again_on_a_new_one(
+    how: str, autojump_clock: MockClock
+) -> None:
+    old, new = Line(A), Line(A)
+    side = Side(new)
+    await side.resting.keep(old)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(side.control.run)
+        await wait_all_tasks_blocked()
+        side.control.tell(0, GATHER)
+        await wait_all_tasks_blocked()
+        assert old.heard == [GATHER]
+        assert side.transport.asked == []
+        getattr(old, how)()
+        await wait_all_tasks_blocked()
+        assert old.ended
+        assert new.heard == [GATHER]
+        assert side.member.lost_members == {}
+        side.control.tell(0, Unknown())
+        await side.end_politely(new)
+        assert new.heard == [GATHER, Unknown(), Rest()]
+        assert await side.resting.take(A) is new
+
+
+@pytest.mark.parametrize("how", ["close", "break_off"])
+async def test_a_used_stream_that_ends_after_it_was_heard_loses_the_member(
+    how: str, autojump_clock: MockClock
+) -> None:
+    line = Line(A)
+    side = Side()
+    await side.resting.keep(line)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(side.control.run)
+        await wait_all_tasks_blocked()
+        line.say(Ping())
+        await wait_all_tasks_blocked()
+        getattr(line, how)()
+        await wait_all_tasks_blocked()
+        assert list(side.member.lost_members) == [0]
+        assert side.transport.asked == []
+
+
+async def test_a_last_word_is_no_answer_to_a_question(autojump_clock: MockClock) -> None:
+    side = Side(SaidBefore(framed(encode_vote(Rest())), C))
+    assert await side.control.ask(2) is None

@@ -216,7 +216,7 @@ def test_news_comes_as_it_was_said() -> None:
 
 
 def test_peers_with_other_cells_are_counted_and_not_believed() -> None:
-    said = {"a": encode_news(news_of(Cells(count=5), 4, 9)), "b": pack(2, 0, 1, 4, 50, 8, 0)}
+    said = {"a": encode_news(news_of(Cells(count=5), 1, 9)), "b": pack(2, 0, 1, 4, 50, 8, 0)}
     assert read_news(said, CELLS) == ({}, 2)
 
 

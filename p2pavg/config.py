@@ -7,7 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from p2pavg.errors import ConfigError
-from p2pavg.group.aggregation import MOST_NORMS, Aggregation, RobustRule, check_combinable, resolve_rule
+from p2pavg.group.aggregation import (
+    MOST_NORMS,
+    Aggregation,
+    RobustRule,
+    check_codec_for,
+    check_combinable,
+    resolve_rule,
+)
 from p2pavg.group.audits import Audits, resolve_audits
 from p2pavg.group.limits import (
     MAX_BANDWIDTH,
@@ -151,6 +158,7 @@ class AveragingConfig:
         except (ValueError, TypeError) as error:
             raise ConfigError(f"compression: {error}") from None
         check_combinable(self.robust, self.codec)
+        check_codec_for(self.aggregation.topology, self.codec)
         if not 0 < len(name) <= MAX_CODEC_CHARS or not name.isprintable():
             raise ConfigError(
                 f"compression: a codec's name has 1 to {MAX_CODEC_CHARS} printable characters: {name!r}"

@@ -105,6 +105,11 @@ class RecordNode:
         """The peers that answered their last call."""
         return tuple(self._table.live())
 
+    @property
+    def network_size(self) -> int:
+        """About how many peers the network has, this one included: exact for small ones, see `RoutingTable`."""
+        return self._table.network_size()
+
     async def run(self, *, task_status: Started = trio.TASK_STATUS_IGNORED) -> None:
         """Renew own records at TTL/3, expire others, check peers and look for new ones, until cancelled.
 
@@ -160,7 +165,7 @@ class RecordNode:
         tombstone = self._publications.withdraw(key, self._now())
         also = self._also.pop(key, ())
         if tombstone is not None:
-            await self._announce(tombstone, also)
+            await self._announce_briefly(tombstone, also)
         if key not in self._also:  # not published again meanwhile
             self._store.reserve(key, ())
 
@@ -240,9 +245,21 @@ class RecordNode:
         return answer
 
     async def _renew(self, key: bytes) -> None:
+        # Each answer would name all that the other publishers have renewed meanwhile.
         record = self._publications.renew(key, self._now())
-        if record is not None:
-            await self._announce(record, self._also.get(key, ()))
+        if record is None:
+            return
+        await self._announce_briefly(record, self._also.get(key, ()))
+
+    async def _announce_briefly(self, record: Record, also: Sequence[Contact]) -> None:
+        """Store `record` without asking for those of others."""
+        self._store.put(record, sender=self._peer_id, now=self._now())
+        outcome = await self._operations.store(record, also, brief=True)
+        for holder in outcome.holders:
+            self._publications.confirmed(record, holder)
+        # Perhaps a newer record of an earlier process of this peer is held. A full answer shows it.
+        if outcome.refused:
+            await self._announce(record, also)
 
     async def _announce(self, record: Record, also: Sequence[Contact]) -> Published:
         """Store `record`. If a newer record of an earlier process of this peer is found, outrank it and repeat."""

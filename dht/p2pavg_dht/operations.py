@@ -67,17 +67,23 @@ class Operations:
         await self._locate(self._lookup(point, seeds), point)
 
     async def store(
-        self, record: Record, also: Sequence[Contact] = (), known: Sequence[Record] = ()
+        self,
+        record: Record,
+        also: Sequence[Contact] = (),
+        known: Sequence[Record] = (),
+        *,
+        brief: bool = False,
     ) -> StoreRound:
         """Send `record` to the K nearest peers, and to nearer ones that their answers name.
 
         If the nearest peers are known, this is one wave of calls. If not, they are looked up first, so that
         no copies are left at peers on the way. The contacts in `also` are called at once in any case; their answers
-        name no records. Answers leave out the records in `known`.
+        name no records. Answers leave out the records in `known`. With `brief`, they name no records and no peers.
         """
         point = key_point(record.key)
         outcome = StoreRound()
-        request = Store(self._client.addresses(), (record,), marks_of(known))
+        marks = b"" if brief else marks_of(known)
+        request = Store(self._client.addresses(), (record,), marks, brief)
         async with self._beside(point, also, replace(request, known=b"", brief=True), outcome.note):
             if not self._known(point):
                 lookup = self._lookup(point)

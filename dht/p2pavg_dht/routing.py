@@ -10,6 +10,7 @@ All times here are seconds on a monotonic clock.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from heapq import nsmallest
 
 from p2pavg_dht.contact import Contact
 from p2pavg_dht.distance import BITS, K, bucket_of, nearest, peer_point
@@ -17,6 +18,11 @@ from p2pavg_dht.distance import BITS, K, bucket_of, nearest, peer_point
 # The paper's k = 20. It is more than K, so that K live contacts remain if some of them are dead.
 BUCKET_CAPACITY = 20
 TOTAL_CONTACTS = 1024
+# A larger network is estimated, not counted: some buckets are full then, and not all of its peers are known.
+COUNTED = 48
+# Lookups of the own point find the K nearest peers, and are found by as many on the other side.
+ESTIMATE_FROM = 16
+MOST_PEERS = 1 << 24
 FIRST_BACKOFF = 2.0
 LONGEST_BACKOFF = 300.0
 # A contact is given up after 2 + 4 + ... + 256 s, about eight minutes of silence.
@@ -54,9 +60,12 @@ class RoutingTable:
     def __init__(self, own_id: str) -> None:
         self._own_id = own_id
         self._own_point = peer_point(own_id)
-        self._buckets: list[dict[str, _Known]] = [{} for _ in range(BITS + 1)]
+        # A bucket is there from its first contact on: a run of a thousand peers fills about ten of them.
+        self._buckets: dict[int, dict[str, _Known]] = {}
         # By contact, not by peer id: a wrong address that a stranger has named must not affect the right one.
         self._backoffs: dict[Contact, _Backoff] = {}
+        self.met = 0
+        """The number of contacts that have entered the table so far."""
 
     def live(self) -> list[Contact]:
         """Return the contacts that answered their last call. In each bucket, the longest known come first."""
@@ -134,8 +143,23 @@ class RoutingTable:
         if len(surroundings) < K:
             return []
         first = bucket_of(self._own_point, peer_point(surroundings[-1].peer_id))
-        lives = [sum(map(self._live, bucket.values())) for bucket in self._buckets]
-        return [number for number in range(first, BITS + 1) if lives[number] < K]
+        lives = {number: sum(map(self._live, bucket.values())) for number, bucket in self._buckets.items()}
+        return [number for number in range(first, BITS + 1) if lives.get(number, 0) < K]
+
+    def network_size(self) -> int:
+        """Return about how many peers the network has, this one included.
+
+        A network of up to COUNTED peers is counted, as far as it is known. A larger one is estimated from the
+        distance of the ESTIMATE_FROM nearest peers: their points are random, so n peers have the k-th nearest one
+        at k/n of the space. The standard error is a quarter. Identities that someone makes near this peer raise the
+        number for this peer alone, so it may only choose where to look first.
+        """
+        live = self.live()
+        if len(live) < COUNTED:
+            return len(live) + 1
+        distances = nsmallest(ESTIMATE_FROM, (self._own_point ^ peer_point(c.peer_id) for c in live))
+        estimate = (ESTIMATE_FROM - 1) * (1 << BITS) // max(distances[-1], 1)
+        return max(min(estimate, MOST_PEERS), len(live)) + 1
 
     def _due_at(self, known: _Known) -> float:
         backoff = self._backoffs.get(known.contact)
@@ -145,13 +169,13 @@ class RoutingTable:
         return self._bucket(peer_id).get(peer_id)
 
     def _live(self, known: _Known) -> bool:
-        return known.contact not in self._backoffs
+        return not self._backoffs or known.contact not in self._backoffs
 
     def _all(self) -> Iterator[_Known]:
-        return (known for bucket in self._buckets for known in bucket.values())
+        return (known for number in sorted(self._buckets) for known in self._buckets[number].values())
 
     def _bucket(self, peer_id: str) -> dict[str, _Known]:
-        return self._buckets[bucket_of(self._own_point, peer_point(peer_id))]
+        return self._buckets.setdefault(bucket_of(self._own_point, peer_point(peer_id)), {})
 
     def _enter(self, bucket: dict[str, _Known], contact: Contact, now: float) -> bool:
         if contact.peer_id == self._own_id or not self._has_room(bucket):
@@ -160,13 +184,14 @@ class RoutingTable:
         if self._full(bucket) and weakest is not None:
             del bucket[weakest.peer_id]
         bucket[contact.peer_id] = _Known(contact, now)
+        self.met += 1
         return True
 
     def _has_room(self, bucket: dict[str, _Known]) -> bool:
         return not self._full(bucket) or self._weakest(bucket) is not None
 
     def _full(self, bucket: dict[str, _Known]) -> bool:
-        return len(bucket) >= BUCKET_CAPACITY or sum(map(len, self._buckets)) >= TOTAL_CONTACTS
+        return len(bucket) >= BUCKET_CAPACITY or sum(map(len, self._buckets.values())) >= TOTAL_CONTACTS
 
     def _weakest(self, bucket: dict[str, _Known]) -> _Known | None:
         failing = [known for known in bucket.values() if not self._live(known)]

@@ -21,9 +21,14 @@ logger = logging.getLogger(__name__)
 # The wall clock may jump (a suspended laptop, a corrected clock), so it is read again this often.
 TICK = 1.0
 SHORTEST_TICK = 0.05
-# The first refresh comes soon after joining, when other peers join too. The interval then doubles each time.
+# The first refresh comes soon after joining, when other peers join too. The interval then doubles each time, and grows
+# fourfold after a refresh that has met no peer: a network in which nothing changes costs next to nothing.
 FIRST_REFRESH = 0.25
+GROWTH = 2.0
+QUIET_GROWTH = 4.0
 LONGEST_REFRESH = 300.0
+# Buckets with few peers are filled after peers were met, and at refreshes as rare as this one. Most have no more peers.
+LONG_REFRESH = 30.0
 # Peers that call but do not answer can occupy at most so many tasks, each for RPC_TIMEOUT.
 CHECKERS = 16
 MOST_WAITING = 256
@@ -183,17 +188,23 @@ class Upkeep:
                     self._publications.confirmed(record, contact.peer_id)
 
     async def _refresh(self) -> None:
-        interval = FIRST_REFRESH
+        interval, met = FIRST_REFRESH, -1
         while True:
             self._refresh_wanted = trio.Event()
             with trio.move_on_after(interval):
                 await self._refresh_wanted.wait()
                 interval = FIRST_REFRESH
+                met = -1
                 await trio.sleep(interval)
-            await self._look_around()
-            interval = min(2 * interval, LONGEST_REFRESH)
+            before = self._table.met
+            await self._look_around(everywhere=before > met or interval >= LONG_REFRESH)
+            met = before
+            growth = GROWTH if self._table.met > before else QUIET_GROWTH
+            interval = min(growth * interval, LONGEST_REFRESH)
 
-    async def _look_around(self) -> None:
+    async def _look_around(self, *, everywhere: bool) -> None:
+        """Look for the nearest peers, and with `everywhere` for peers of each bucket that has few."""
         await self._operations.locate(self._own_point)
-        for bucket in self._table.buckets_to_refresh():
-            await self._operations.locate(flipped(self._own_point, bucket))
+        if everywhere:
+            for bucket in self._table.buckets_to_refresh():
+                await self._operations.locate(flipped(self._own_point, bucket))

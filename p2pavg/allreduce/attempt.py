@@ -19,6 +19,9 @@ and sends these bytes to every holder (all-gather). All decode the same bytes.
 * A reducer is lost after it has sent its averages to some members. One of these passes them on
   (:meth:`Attempt.pass_on`).
 
+**Sites.** With several sites, contributions and averages go through relays (:mod:`p2pavg.allreduce.routes`). What a
+relay makes of its site's contributions is encoded once, and is kept until the attempt ends.
+
 **Why this way.** A fault is only reported here. What follows from it is one decision for the whole group
 (:mod:`p2pavg.consensus.agreement`), which may begin another attempt: an attempt is never repaired. What the next one
 takes over are contributions, as the bytes that came (:mod:`p2pavg.allreduce.reuse`), and no average.
@@ -26,7 +29,7 @@ takes over are contributions, as the bytes that came (:mod:`p2pavg.allreduce.reu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from typing import Protocol
 
@@ -47,6 +50,8 @@ from p2pavg.allreduce.signals import Signals
 from p2pavg.allreduce.values import Values
 from p2pavg.group.milestones import OnMilestone
 from p2pavg.group.roster import Roster
+from p2pavg.group.sites import sites_of
+from p2pavg.group.topology import Hierarchical
 
 
 class Reports(Protocol):
@@ -100,10 +105,12 @@ class Attempt:
         me = context.transport.peer_id
         self.number = number
         self.roster = roster
-        self.ledger = Ledger(roster, me, context.codec.granularity)
+        sites = sites_of(roster.members) if isinstance(context.aggregation.topology, Hierarchical) else None
+        self.ledger = Ledger(roster, me, context.codec.granularity, sites)
         self.scope = trio.CancelScope()
         """Cancel it to end the attempt."""
-        self.signals = Signals(_OneAttempt(self, reports), me, len(self.ledger.parts[me]), self.scope)
+        count = len(self.ledger.tasks) + len(self.ledger.forwards)
+        self.signals = Signals(_OneAttempt(self, reports), self.ledger.feeders, count, self.scope)
         self.values = Values(
             ledger=self.ledger,
             codec=context.codec,
@@ -151,6 +158,12 @@ class Attempt:
         return self.receiver.bytes_received
 
     @property
+    def plain_bytes(self) -> int | None:
+        """Bytes of values that this member would move without a codec; ``None`` in an attempt without relays."""
+        routes = self.ledger.routes
+        return None if routes.are_direct else 4 * routes.elements(self.plan.me)
+
+    @property
     def relayed(self) -> set[str]:
         """Those of :attr:`streamed` whose streams went through a relay."""
         return self.sender.stream_bytes.relayed | self.receiver.stream_bytes.relayed
@@ -173,17 +186,15 @@ class Attempt:
                 nursery.start_soon(self.receiver.run, nursery)
                 self.sender.start(nursery)
                 for member in self.roster.members:
-                    contributes = self.ledger.expects(member.peer_id, Lane.CONTRIBUTIONS) > 0
-                    self.signals.note_owes(member.peer_id, contributes)
-                if self.ledger.contributors:
-                    await self._average(self.values.carry.complete)
-                else:  # no other member contributes
-                    await self._average(part.index for part in self.plan.own_parts)
+                    if member.peer_id != self.plan.me:
+                        contributes = self.ledger.expects(member.peer_id, Lane.CONTRIBUTIONS) > 0
+                        self.signals.note_owes(member.peer_id, contributes)
+                await self._average([*self.values.carry.complete, *self.ledger.unfed])
                 self.signals.check_complete()
                 await trio.sleep_forever()
 
     async def _average(self, parts: Iterable[int]) -> None:
-        """Average parts of this member's share whose contributions are all there from the beginning."""
+        """Do tasks of this member whose contributions are all there from the beginning."""
         for index in parts:
             try:
                 await self.plan.context.run_in_thread(self.values.average, index)
@@ -203,13 +214,16 @@ class Attempt:
         """
         return self.values.carry.leave(told)
 
-    def pass_on(self, reducers: Iterable[str], to: Iterable[str]) -> None:
-        """Send members the whole shares of reducers, as the same bytes. This member has the whole result."""
-        self.sender.pass_on(reducers, to)
+    def pass_on(self, lost: Collection[str], to: Iterable[str]) -> None:
+        """Send members the whole shares that lost members would have sent, as the same bytes.
 
-    def take_from(self, source: str, reducers: Iterable[str]) -> None:
-        """Take the shares of reducers from this member from now on. Parts that other members pass on are not read."""
-        self.receiver.take_from(source, reducers)
+        This member has the whole result.
+        """
+        self.sender.pass_on(lost, to)
+
+    def take_from(self, source: str, lost: Collection[str]) -> None:
+        """Take the shares that lost members would have sent from this member from now on."""
+        self.receiver.take_from(source, lost)
 
     def note_arrivals(self) -> None:
         """Report what has come over direct lanes, as a sign of life. Call it now and then."""

@@ -104,7 +104,7 @@ class Carry:
         """Return the memory for a part of a contribution, with what has come of it before ``mark``."""
         skipped = mark.nbytes if part.index == mark.parts else 0
         with self._guard:
-            if part.index < self._ledger.position(contributor, Lane.CONTRIBUTIONS):
+            if self._ledger.has(contributor, Lane.CONTRIBUTIONS, part.index):
                 return self._coming(part, skipped)  # it has come; what is sent of it is not used
             coming = self._inputs.begun(contributor, part.index)
             if coming is None:

@@ -1,10 +1,11 @@
-"""Combines the contributions to one share, part by part, by the rule of the group. No I/O, no clock.
+"""Combines the contributions to one share, or of one site, part by part, by the rule of the group. No I/O, no clock.
 
 Safe to use from any thread.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -22,10 +23,22 @@ from p2pavg_compression import Codec
 
 
 class Combiner:
-    """The rule by which one reducer combines contributions, and what it remembers of them from part to part."""
+    """The rule by which one reducer combines contributions, and what it remembers of them from part to part.
 
-    def __init__(self, roster: Roster, aggregation: Aggregation, codec: Codec, buffers: Buffers) -> None:
-        self._roster = roster
+    Args:
+        weights: of the contributions that are combined, by the peer ids of their senders.
+    """
+
+    def __init__(
+        self,
+        roster: Roster,
+        aggregation: Aggregation,
+        codec: Codec,
+        buffers: Buffers,
+        weights: Mapping[str, float],
+    ) -> None:
+        self._weights = weights
+        self._total_weight = math.fsum(weights.values())
         self._robust = aggregation.robust
         self._factors = norm_factors(roster, aggregation.max_norm)
         self._norm_check = None if aggregation.max_norm is None else NormCheck(roster)
@@ -48,19 +61,14 @@ class Combiner:
             BadContributionError: a member's part does not decode, or is longer than the member signed.
         """
         contributions = [
-            Contribution(
-                member.peer_id,
-                member.weight,
-                values[member.peer_id],
-                self._factors.get(member.peer_id, 1.0),
-            )
-            for member in self._roster.contributors
+            Contribution(peer_id, weight, values[peer_id], self._factors.get(peer_id, 1.0))
+            for peer_id, weight in self._weights.items()
         ]
         with self._one_at_a_time:
             return average_part(
                 self._codec,
                 contributions,
-                self._roster.total_weight,
+                self._total_weight,
                 out,
                 robust=self._robust,
                 check=self._norm_check,

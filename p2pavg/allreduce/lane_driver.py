@@ -103,9 +103,8 @@ class DirectUse:
 
     # ------------------------------------------------------------------ out
 
-    def send_parts(self, header: LaneHeader, me: str, steps: Sequence[Step]) -> None:
-        """Send contributions to a reducer's share, then the averages of this member's own, each as soon as it is
-        ready.
+    def send_parts(self, header: LaneHeader, steps: Sequence[Step]) -> None:
+        """Send contributions to a member's tasks, then averages, each as soon as it is ready.
 
         Args:
             steps: as :func:`~p2pavg.allreduce.part_schedule.outgoing` returns them.
@@ -117,8 +116,12 @@ class DirectUse:
         values, room = self._values, None
         for step in steps:
             if step.kind is Lane.CONTRIBUTIONS:
-                room = room or values.room(step.part)
-                payload = values.contribution(self.lane.remote, step.part, room)
+                if step.after is not None:  # the mean of a site
+                    self._await_ready(step.after)
+                    payload = values.sum_of_site(step.after)
+                else:
+                    room = room or values.room(step.part)
+                    payload = values.contribution(self.lane.remote, step.part, room)
                 self._send_part(step.part, header.begin.of(step.part, payload))
                 if step.last:
                     self._send_trailer(values.trailer(step.kind, self.lane.remote))
@@ -127,9 +130,9 @@ class DirectUse:
                 self._phase = 1
                 if step.after is not None:
                     self._await_ready(step.after)
-                self._send_part(step.part, values.encoded(me, step.part.index))
+                self._send_part(step.part, values.encoded(step.reducer, step.part.index))
                 if step.last:
-                    self._send_trailer(values.trailer(step.kind, me))
+                    self._send_trailer(values.trailer(step.kind, step.reducer))
                 self._hears.reached(Milestone.AVERAGE_SENT)
         self.finished = True
 
@@ -189,7 +192,7 @@ class DirectUse:
                 self._receive_contribution(step, begin)
             else:
                 payload, trailer = self._receive_part(step, self._memory_of(step.part))
-                self._values.receive_average(self.lane.remote, step.part, payload, trailer)
+                self._values.receive_average(step.reducer, step.part, payload, trailer)
             self._hears.progressed()
 
     def receive_share(self, reducer: str, parts: Sequence[Part]) -> None:

@@ -38,7 +38,7 @@ class HearsOnLoop(Hears, Protocol):
     """Listener of a lane that is used on the event loop."""
 
     async def until_ready(self, index: int) -> None:
-        """Wait until a part of this member's share has been averaged."""
+        """Wait for what :meth:`~p2pavg.allreduce.values.Values.is_ready` numbers so."""
 
 
 class LoopUse(DirectUse):
@@ -56,7 +56,7 @@ class LoopUse(DirectUse):
         super().__init__(lane, values, limit, hears, turns, place)
         self._on_loop = hears
 
-    async def send_small(self, header: LaneHeader, me: str, steps: Sequence[Step]) -> None:
+    async def send_small(self, header: LaneHeader, steps: Sequence[Step]) -> None:
         """Send what :meth:`send_parts` sends.
 
         Raises:
@@ -70,21 +70,26 @@ class LoopUse(DirectUse):
                 await self._write(ready, steps[sent:position])
                 ready, sent = bytearray(), position
                 await self._on_loop.until_ready(step.after)
-            ready += self._encoded(step, header.begin, me)
+            ready += self._encoded(step, header.begin)
         await self._write(ready, steps[sent:])
         self.finished = True
 
-    def _encoded(self, step: Step, begin: Mark, me: str) -> bytes:
+    def _encoded(self, step: Step, begin: Mark) -> bytes:
         """Return a part with its frame, and the trailer if it is the last one of its kind."""
         values, remote = self._values, self.lane.remote
         payload: Buffer
         if step.kind is Lane.CONTRIBUTIONS:
-            payload = begin.of(step.part, values.contribution(remote, step.part))
+            own = (
+                values.contribution(remote, step.part)
+                if step.after is None
+                else values.sum_of_site(step.after)
+            )
+            payload = begin.of(step.part, own)
         else:
-            payload = values.encoded(me, step.part.index)
+            payload = values.encoded(step.reducer, step.part.index)
         trailer = b""
         if step.last:
-            trailer = values.trailer(step.kind, remote if step.kind is Lane.CONTRIBUTIONS else me)
+            trailer = values.trailer(step.kind, remote if step.kind is Lane.CONTRIBUTIONS else step.reducer)
         self.moved += FRAME_BYTES + len(payload) + len(trailer)
         return b"".join((part_frame(step.part.index), payload, trailer))
 
@@ -108,7 +113,7 @@ class LoopUse(DirectUse):
                 await self._take_contribution(step, begin)
             else:
                 payload, trailer = await self._take(step, self._memory_of(step.part))
-                self._values.receive_average(self.lane.remote, step.part, payload, trailer)
+                self._values.receive_average(step.reducer, step.part, payload, trailer)
             self._hears.progressed()
 
     async def _take_contribution(self, step: Step, begin: Mark) -> None:

@@ -12,8 +12,9 @@ Two drivers carry this out: :mod:`p2pavg.allreduce.lane_driver` in a thread, on 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 from p2pavg.allreduce.messages import Lane
 from p2pavg.group.shares import Part
@@ -31,40 +32,54 @@ class Step:
     """``CONTRIBUTIONS`` or ``AVERAGES``."""
     part: Part
     after: int | None
-    """Index of the part of this member's own share that must be averaged before; ``None`` if it waits for nothing."""
+    """What this member must have before, as :meth:`~p2pavg.allreduce.values.Values.is_ready` numbers it: one of its
+    tasks done, or an average to pass on; ``None`` if the part waits for nothing."""
     last: bool
     """True for the last part of its kind: the sender owes none of this kind after it."""
     ends: bool
     """True for the last part on the lane."""
+    reducer: str = ""
+    """Of an average: the member that has made it."""
 
 
-def outgoing(contributions: Sequence[Part], averages: Sequence[Part]) -> list[Step]:
-    """Return the order in which a member sends its contributions to a reducer, and the averages of its own share."""
-    return _steps(contributions, [None] * len(contributions), averages, [part.index for part in averages])
+Average: TypeAlias = tuple[str, Part, int | None]
+"""An average on a lane: the member that has made it, the part of that one's share, and what it waits for."""
 
 
-def incoming(contributions: Sequence[Part], averages: Sequence[Part]) -> list[Step]:
-    """Return the order in which a member receives contributions to its own share, and the averages of a reducer's."""
-    ahead = [part.index - MAX_WAITING_PARTS for part in contributions]
-    after = [index if index >= 0 else None for index in ahead]
-    return _steps(contributions, after, averages, [None] * len(averages))
-
-
-def _steps(
-    contributions: Sequence[Part],
-    contributions_after: Sequence[int | None],
-    averages: Sequence[Part],
-    averages_after: Sequence[int | None],
+def outgoing(
+    contributions: Sequence[Part], averages: Sequence[Average], sums_at: int | None = None
 ) -> list[Step]:
-    steps = [
-        Step(kind, part, after, last=position == len(parts) - 1, ends=False)
-        for kind, parts, waits in (
-            (Lane.CONTRIBUTIONS, contributions, contributions_after),
-            (Lane.AVERAGES, averages, averages_after),
-        )
-        for position, (part, after) in enumerate(zip(parts, waits, strict=True))
-    ]
-    if steps:
-        end = steps[-1]
-        steps[-1] = Step(end.kind, end.part, end.after, end.last, ends=True)
-    return steps
+    """Return the order in which a member sends its contributions to another one's tasks, and averages.
+
+    Args:
+        sums_at: the contributions are means of this member's site: number of its task that makes the first of them.
+            ``None``: they are its own values, and wait for nothing.
+    """
+    after = [None if sums_at is None else sums_at + index for index in range(len(contributions))]
+    return _steps(zip(contributions, after, strict=True), averages)
+
+
+def incoming(
+    contributions: Sequence[Part], averages: Sequence[tuple[str, Part]], skipped: int = 0
+) -> list[Step]:
+    """Return the order in which a member receives contributions to its tasks, and averages of reducers.
+
+    Args:
+        skipped: number of contributions that came in an earlier attempt.
+    """
+    ahead = [None] * MAX_WAITING_PARTS + [part.index for part in contributions]
+    waits = list(zip(contributions, ahead, strict=False))[skipped:]
+    return _steps(waits, [(reducer, part, None) for reducer, part in averages])
+
+
+def _steps(contributions: Iterable[tuple[Part, int | None]], averages: Iterable[Average]) -> list[Step]:
+    kinds = (
+        [Step(Lane.CONTRIBUTIONS, part, after, False, False) for part, after in contributions],
+        [Step(Lane.AVERAGES, part, after, False, False, reducer) for reducer, part, after in averages],
+    )
+    for steps in filter(None, kinds):
+        steps[-1] = replace(steps[-1], last=True)
+    found = [step for steps in kinds for step in steps]
+    if found:
+        found[-1] = replace(found[-1], ends=True)
+    return found

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from p2pavg.allreduce.context import RunContext
 from p2pavg.allreduce.messages import Lane, LaneHeader
+from p2pavg.allreduce.part_schedule import Average
 from p2pavg.allreduce.reduction import Ledger
 from p2pavg.allreduce.reuse import START, Mark
 from p2pavg.allreduce.values import Values
@@ -41,6 +42,38 @@ class AttemptPlan:
     def own_parts(self) -> Sequence[Part]:
         """The parts of this member's share."""
         return self.ledger.parts[self.me]
+
+    def contributions_to(self, peer_id: str) -> tuple[Sequence[Part], int | None]:
+        """Return the tasks of a member to which this one contributes.
+
+        Return with them the number of this member's task that makes the first contribution, if they are means of its
+        site; ``None`` if they are its own values.
+        """
+        routes = self.ledger.routes
+        parts = routes.contributions(self.me, peer_id)
+        if parts and self.me in routes.senders_of_sums(peer_id):
+            return parts, routes.first_sum(self.me, peer_id)
+        return (parts if self.contributes else ()), None
+
+    def averages_to(self, peer_id: str) -> list[Average]:
+        """Return the averages that this member sends to another one, and what each waits for."""
+        return [
+            (reducer, part, self._ready_at(reducer, part))
+            for reducer in self.ledger.routes.averages(self.me, peer_id)
+            for part in self.ledger.parts[reducer]
+        ]
+
+    def averages_from(self, peer_id: str) -> list[tuple[str, Part]]:
+        """Return the averages that another member sends to this one."""
+        routes = self.ledger.routes
+        return [
+            (each, part) for each in routes.averages(peer_id, self.me) for part in self.ledger.parts[each]
+        ]
+
+    def _ready_at(self, reducer: str, part: Part) -> int:
+        """Return what an average waits for here, as :meth:`~p2pavg.allreduce.values.Values.is_ready` numbers it."""
+        first = self.values.forward_at(reducer)
+        return part.index + (self.ledger.first_own if first is None else first)
 
     def header(self, lane: Lane, reducer: int = 0, begin: Mark = START) -> LaneHeader:
         """Return the header of a lane that this member opens."""

@@ -8,7 +8,7 @@ a stream breaks as well, something is wrong.
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from functools import partial
 
 import torch
@@ -81,8 +81,12 @@ class Receiver:
             use.noted += count
             self._signals.listener.arrived(use.lane.remote, count)
 
-    def take_from(self, source: str, reducers: Iterable[str]) -> None:
-        """Take the shares of reducers from this member from now on. Parts that other members pass on are not read."""
+    def take_from(self, source: str, lost: Collection[str]) -> None:
+        """Take the shares that lost members would have sent from this member from now on.
+
+        Parts that other members pass on are not read.
+        """
+        reducers = self._plan.ledger.routes.cut_off(self._plan.me, lost)
         self._sources.update(dict.fromkeys(reducers, source))
         self._source_named.set()
         self._source_named = trio.Event()
@@ -176,15 +180,10 @@ class Receiver:
             reducer = await self._reducer_to_take(lane)
             work = partial(use.receive_share, reducer, plan.ledger.parts[reducer])
         else:
-            expected = [
-                self._parts_of(lane.remote, kind) if plan.ledger.expects(lane.remote, kind) else []
-                for kind in STREAM_KINDS
-            ]
-            contributions, averages = expected
             begin = lane.header.begin
-            steps = incoming(contributions[begin.parts :], averages)
+            steps = incoming(*self._parts_of(lane.remote), begin.parts)
             work = partial(use.receive_parts, steps, begin)
-            if plan.values.is_on_cpu and is_small([*contributions, *averages], plan.context.download):
+            if plan.values.is_on_cpu and is_small([step.part for step in steps], plan.context.download):
                 small = partial(use.receive_small, steps, begin)
         try:
             if small is not None:
@@ -200,8 +199,9 @@ class Receiver:
             lane.clean = use.finished
             self._note_arrivals(use)
 
-    def _parts_of(self, peer_id: str, lane: Lane) -> Sequence[Part]:
-        return self._plan.ledger.parts[peer_id if lane is Lane.AVERAGES else self._plan.me]
+    def _parts_of(self, peer_id: str) -> tuple[Sequence[Part], list[tuple[str, Part]]]:
+        """Return the contributions and the averages that a member sends to this one."""
+        return self._plan.ledger.contributions_of(peer_id), self._plan.averages_from(peer_id)
 
     async def _over_stream(self, lane: InboundLane, stream: Stream) -> None:
         kind, values = lane.header.lane, self._plan.values
@@ -209,17 +209,19 @@ class Receiver:
             await self._receive_share(lane, stream)
             return
         begin = lane.header.begin
-        parts = self._parts_of(stream.remote, kind)[begin.parts :]
-        for step in incoming(parts, []) if kind is Lane.CONTRIBUTIONS else incoming([], parts):
+        contributions, averages = self._parts_of(stream.remote)
+        for step in (
+            incoming(contributions, [], begin.parts) if kind is Lane.CONTRIBUTIONS else incoming([], averages)
+        ):
             check_index(await receive_index(stream), step.part)
             if kind is Lane.CONTRIBUTIONS:
                 await self._receive_contribution(stream, step, begin)
                 self._signals.check_complete()
                 continue
             payload, trailer = await self._receive_part(stream, step, self._memory_of(step.part))
-            if not values.has(stream.remote, kind, step.part.index):  # it came over a direct lane that broke
+            if not values.has(step.reducer, kind, step.part.index):  # it came over a direct lane that broke
                 await self._plan.context.run_in_thread(
-                    values.receive_average, stream.remote, step.part, payload, trailer
+                    values.receive_average, step.reducer, step.part, payload, trailer
                 )
             self._signals.check_complete()
 

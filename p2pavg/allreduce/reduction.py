@@ -15,11 +15,13 @@ from p2pavg.allreduce.messages import Lane
 from p2pavg.allreduce.norm_check import NormCheck
 from p2pavg.allreduce.part_schedule import MAX_WAITING_PARTS
 from p2pavg.allreduce.robust import combine
+from p2pavg.allreduce.routes import Routes
 from p2pavg.codes import FailedCode
 from p2pavg.errors import RemoteProtocolError
 from p2pavg.group.aggregation import RobustRule
 from p2pavg.group.roster import Roster
 from p2pavg.group.shares import Part, cut_into_parts, part_size
+from p2pavg.group.sites import Sites
 from p2pavg.net.transport import Buffer
 from p2pavg_compression import MAX_MAGNITUDE, Codec, CodecError
 
@@ -46,9 +48,13 @@ def parts_of_share(roster: Roster, position: int, granularity: int) -> tuple[Par
 
 
 class Ledger:
-    """The parts that one member expects from every other member."""
+    """The parts that one member expects from every other member.
 
-    def __init__(self, roster: Roster, me: str, granularity: int) -> None:
+    Args:
+        sites: of the roster's members; ``None``: they are one site, which is a butterfly or a star.
+    """
+
+    def __init__(self, roster: Roster, me: str, granularity: int, sites: Sites | None = None) -> None:
         self.roster = roster
         self.me = me
         position = roster.position(me)
@@ -59,87 +65,131 @@ class Ledger:
             for index, member in enumerate(roster.members)
         }
         """The parts of each member's share."""
+        self.routes = Routes(roster, self.parts, sites)
+        self.tasks = self.routes.tasks_of(me)
+        """The parts that this member reduces. In a butterfly, those of its share."""
+        self.first_own = self.routes.first_own(me)
+        """Number of the first task of its own share. In those before it, this member is a relay."""
+        self.feeders = self.routes.feeders_of(me)
+        """The other members that send this one their own contributions. In a butterfly, all contributors."""
+        self.forwards = [
+            (reducer, part) for reducer in self.routes.relayed_by(me) for part in self.parts[reducer]
+        ]
+        """The averages that this member passes on to its site, as a relay."""
         others = [member for member in roster.members if member.peer_id != me]
         contributors = {member.peer_id for member in roster.contributors}
         self.contributors = [member.peer_id for member in others if member.peer_id in contributors]
         """The other members that contribute."""
         self.holders = [member.peer_id for member in others if not member.auxiliary]
         """The other members that want the whole result."""
-        self._next: dict[tuple[str, Lane], int] = {}
-        self._expected: dict[tuple[str, Lane], int] = {}
+        self._due: dict[str, Sequence[Part]] = {}
+        self._came: dict[str, int] = {}
+        """Number of parts that have come of each contributor."""
+        self._averaged: dict[str, int] = {}
+        """Number of averages that have come of each reducer, from any member."""
+        self._served: dict[str, list[str]] = {}
+        self._missing = [0] * len(self.tasks)
         for member in others:
-            sends = len(self.parts[me]) if member.peer_id in contributors else 0
-            self._expected[member.peer_id, Lane.CONTRIBUTIONS] = sends
-            reduces = len(self.parts[member.peer_id]) if self.holding else 0
-            self._expected[member.peer_id, Lane.AVERAGES] = reduces
-        self._missing = [len(self.contributors)] * len(self.parts[me])
-        self._own_left = len(self.parts[me])
+            peer_id = member.peer_id
+            self._due[peer_id] = self.routes.contributions(peer_id, me)
+            self._served[peer_id] = self.routes.averages(peer_id, me) if self.holding else []
+            for part in self._due[peer_id]:
+                self._missing[part.index] += 1
+        self.unfed = [index for index, missing in enumerate(self._missing) if missing == 0]
+        """The tasks to which no other member contributes."""
+        self._own_left = len(self.tasks)
 
     def expects(self, peer_id: str, lane: Lane) -> int:
         """Return the number of parts that a member sends to this one on a lane."""
-        return self._expected.get((peer_id, lane), 0)
+        if lane is Lane.CONTRIBUTIONS:
+            return len(self._due.get(peer_id, ()))
+        served = self._served.get(peer_id, ()) if lane is Lane.AVERAGES else ()
+        return sum(len(self.parts[reducer]) for reducer in served)
+
+    def contributions_of(self, peer_id: str) -> Sequence[Part]:
+        """Return the tasks of this member to which another one contributes."""
+        return self._due.get(peer_id, ())
 
     def owed_by(self, peer_id: str) -> int:
         """Return the number of parts that are still to come from a member."""
-        return sum(
-            self._expected.get((peer_id, lane), 0) - self._next.get((peer_id, lane), 0)
-            for lane in (Lane.CONTRIBUTIONS, Lane.AVERAGES)
-        )
+        averages = sum(self._left_of(reducer) for reducer in self._served.get(peer_id, ()))
+        return self._contributions_owed_by(peer_id) + averages
+
+    def _contributions_owed_by(self, peer_id: str) -> int:
+        return len(self._due.get(peer_id, ())) - self._came.get(peer_id, 0)
+
+    def _left_of(self, reducer: str) -> int:
+        return len(self.parts[reducer]) - self._averaged.get(reducer, 0)
 
     @property
     def inbound_lanes(self) -> int:
         """Number of lanes that other members open to this one."""
-        return sum(expected > 0 for expected in self._expected.values())
+        return sum(self.expects(peer_id, lane) > 0 for peer_id in self._peers() for lane in Lane)
 
     def due(self, peer_id: str, lane: Lane) -> Part:
-        """Return the next part of a lane.
+        """Return the next contribution of a member, or the next average of a reducer.
 
         Raises:
             RemoteProtocolError: no further part is due.
         """
-        position = self._next.get((peer_id, lane), 0)
-        if position >= self.expects(peer_id, lane):
+        if lane is Lane.CONTRIBUTIONS:
+            parts, position = self._due.get(peer_id, ()), self._came.get(peer_id, 0)
+        else:
+            wanted = self.holding and lane is Lane.AVERAGES and peer_id != self.me
+            parts = self.parts.get(peer_id, ()) if wanted else ()
+            position = self._averaged.get(peer_id, 0)
+        if position >= len(parts):
             raise RemoteProtocolError(f"a part of {lane.name.lower()} came where none was due")
-        return self.parts[peer_id if lane is Lane.AVERAGES else self.me][position]
+        return parts[position]
 
     def begin_with(self, contributor: str, parts: int) -> list[int]:
         """Note that so many parts of a contributor came in an earlier attempt.
 
         Return the indices of those that all contributors have sent by now.
         """
-        self._next[contributor, Lane.CONTRIBUTIONS] = parts
+        self._came[contributor] = parts
         for index in range(parts):
             self._missing[index] -= 1
         return [index for index in range(parts) if self._missing[index] == 0]
 
     def position(self, peer_id: str, lane: Lane) -> int:
-        """Return the number of parts of a lane that have come."""
-        return self._next.get((peer_id, lane), 0)
+        """Return the number of parts that have come: contributions of a member, or averages of a reducer."""
+        return (self._came if lane is Lane.CONTRIBUTIONS else self._averaged).get(peer_id, 0)
+
+    def has(self, peer_id: str, lane: Lane, index: int) -> bool:
+        """Return whether a part has come: a contribution of a member, or an average of a reducer."""
+        position = self.position(peer_id, lane)
+        if lane is Lane.CONTRIBUTIONS and position:
+            return index <= self._due[peer_id][position - 1].index
+        return index < position
 
     def received(self, peer_id: str, lane: Lane) -> bool:
-        """Note that the due part has come. Return whether it was the last contribution to a part of our share."""
+        """Note that the due part has come. Return whether it was the last contribution to one of our tasks."""
         index = self.due(peer_id, lane).index
-        self._next[peer_id, lane] = index + 1
         if lane is Lane.AVERAGES:
+            self._averaged[peer_id] = index + 1
             return False
+        self._came[peer_id] = self._came.get(peer_id, 0) + 1
         self._missing[index] -= 1
         return self._missing[index] == 0
 
     def lacks(self, reducer: str) -> bool:
         """Return whether averages of a reducer are still to come, from any member."""
-        return self._next.get((reducer, Lane.AVERAGES), 0) < self.expects(reducer, Lane.AVERAGES)
+        wanted = self.holding and reducer != self.me and reducer in self.parts
+        return wanted and self._left_of(reducer) > 0
 
     def received_share(self, reducer: str) -> None:
         """Note that the averages of a whole share came from another member than its reducer."""
-        self._next[reducer, Lane.AVERAGES] = self.expects(reducer, Lane.AVERAGES)
+        if self.holding and reducer != self.me:
+            self._averaged[reducer] = len(self.parts[reducer])
 
     def averaged_own(self) -> None:
-        """Note that a part of our own share has been averaged."""
+        """Note that one of our tasks is done."""
         self._own_left -= 1
 
     @property
     def own_is_averaged(self) -> bool:
-        """True when all parts of our own share have been averaged."""
+        """True when all of our tasks are done."""
         return self._own_left == 0
 
     @property
@@ -161,8 +211,8 @@ class Ledger:
 
         ``None`` if there is none: contributions come as fast as this member's own link lets them.
         """
-        came = {peer_id: self._next.get((peer_id, Lane.CONTRIBUTIONS), 0) for peer_id in self.contributors}
-        parts = len(self.parts[self.me])
+        came = {peer_id: self._came.get(peer_id, 0) for peer_id in self.feeders}
+        parts = len(self.tasks)
         slowest = min(came, key=lambda peer_id: came[peer_id], default=None)
         if slowest is None or came[slowest] == parts:
             return None
@@ -189,9 +239,8 @@ class Ledger:
         return ", ".join(f"{peer_id} ({self.owed_by(peer_id)} parts)" for peer_id in owing)
 
     def _delays(self, peer_id: str) -> tuple[int, int]:
-        contributions = self.expects(peer_id, Lane.CONTRIBUTIONS) - self._next.get(
-            (peer_id, Lane.CONTRIBUTIONS), 0
-        )
+        # A relay that owes the mean of its site may be waiting itself, like a reducer that owes averages.
+        contributions = self._contributions_owed_by(peer_id) if peer_id in self.feeders else 0
         return (contributions, self.owed_by(peer_id))
 
     def _peers(self) -> list[str]:

@@ -8,7 +8,7 @@ its sender begins again on streams.
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Collection, Iterable
 from functools import partial
 
 import trio
@@ -83,18 +83,19 @@ class Sender:
         """Send a member its contributions and averages."""
         plan = self._plan
         begin = plan.values.carry.goes_on_at(member.peer_id) if plan.contributes else START
-        contributions = plan.ledger.parts[member.peer_id][begin.parts :] if plan.contributes else []
-        averages = [] if member.auxiliary else plan.own_parts
+        contributions, sums_at = plan.contributions_to(member.peer_id)
+        contributions, averages = contributions[begin.parts :], plan.averages_to(member.peer_id)
         if not contributions and not averages:
             return
 
-        steps, header = outgoing(contributions, averages), plan.header(Lane.PARTS, begin=begin)
+        steps = outgoing(contributions, averages, sums_at)
+        header = plan.header(Lane.PARTS, begin=begin)
 
         async def send(use: LoopUse) -> None:
-            if plan.values.is_on_cpu and is_small([*contributions, *averages], plan.context.upload):
-                await use.send_small(header, plan.me, steps)
+            if plan.values.is_on_cpu and is_small([step.part for step in steps], plan.context.upload):
+                await use.send_small(header, steps)
             else:
-                await self._in_thread(use, partial(use.send_parts, header, plan.me, steps))
+                await self._in_thread(use, partial(use.send_parts, header, steps))
 
         if await self._over_direct_lane(member, send):
             return
@@ -107,12 +108,15 @@ class Sender:
                     at = begin if lane is Lane.CONTRIBUTIONS else START
                     nursery.start_soon(self.over_stream, member, plan.header(lane, begin=at), send_on)
 
-    def pass_on(self, reducers: Iterable[str], to: Iterable[str]) -> None:
-        """Send members the whole shares of reducers, as the same bytes. This member has the whole result."""
+    def pass_on(self, lost: Collection[str], to: Iterable[str]) -> None:
+        """Send members the whole shares that lost members would have sent, as the same bytes.
+
+        This member has the whole result.
+        """
         members = {member.peer_id: member for member in self._plan.roster.members}
-        for reducer in reducers:
-            for peer_id in to:
-                if self._nursery is not None and self._plan.ledger.parts[reducer]:
+        for peer_id in to:
+            for reducer in self._plan.ledger.routes.cut_off(peer_id, lost):
+                if self._nursery is not None:
                     self._nursery.start_soon(self._send_share, members[peer_id], reducer)
 
     async def _send_share(self, member: Candidate, reducer: str) -> None:
@@ -184,26 +188,33 @@ class Sender:
         return True
 
     async def send_contributions(self, stream: Stream) -> None:
-        """Send this member's values of a reducer's share."""
+        """Send this member's values, or the means of its site, to another one's tasks."""
         plan = self._plan
         begin = plan.values.carry.goes_on_at(stream.remote)
+        contributions, sums_at = plan.contributions_to(stream.remote)
         with self._precedence.contributing():
-            for step in outgoing(plan.ledger.parts[stream.remote][begin.parts :], []):
-                payload = await plan.context.run_in_thread(plan.values.contribution, stream.remote, step.part)
+            for step in outgoing(contributions[begin.parts :], [], sums_at):
+                if step.after is None:
+                    contribution = partial(plan.values.contribution, stream.remote, step.part)
+                    payload = await plan.context.run_in_thread(contribution)
+                else:
+                    await self._signals.until_ready(step.after)
+                    payload = plan.values.sum_of_site(step.after)
                 await self._send_part(stream, step.part, begin.of(step.part, payload), self._precedence.moved)
                 self._signals.listener.reached(Milestone.CONTRIBUTION_SENT)
             await self._send_trailer(stream, Lane.CONTRIBUTIONS, stream.remote)
 
     async def send_averages(self, stream: Stream) -> None:
-        """Send the averages of this member's share, each as soon as it is ready."""
+        """Send averages, each as soon as it is ready."""
         plan = self._plan
-        for step in outgoing([], plan.own_parts):
+        for step in outgoing([], plan.averages_to(stream.remote)):
             if step.after is not None:
                 await self._signals.until_ready(step.after)
             await self._precedence.until_free()
-            await self._send_part(stream, step.part, plan.values.encoded(plan.me, step.part.index))
+            await self._send_part(stream, step.part, plan.values.encoded(step.reducer, step.part.index))
             self._signals.listener.reached(Milestone.AVERAGE_SENT)
-        await self._send_trailer(stream, Lane.AVERAGES, plan.me)
+            if step.last:
+                await self._send_trailer(stream, Lane.AVERAGES, step.reducer)
 
     async def _send_trailer(self, stream: Stream, kind: Lane, reducer: str) -> None:
         trailer = self._plan.values.trailer(kind, reducer)

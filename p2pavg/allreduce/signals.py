@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Protocol
 
 import trio
@@ -45,18 +45,21 @@ class Signals:
 
     Args:
         values: what this member holds of the attempt; set by the owner, since the values report here.
-        parts: number of parts of this member's share.
+        count: of what can be ready: see :meth:`~p2pavg.allreduce.values.Values.is_ready`.
+        feeders: members that send this one their own contributions, and wait for no other member before that.
         scope: of the attempt. After it was cancelled nothing is complete any more.
     """
 
     values: Values
 
-    def __init__(self, listener: Listener, me: str, parts: int, scope: trio.CancelScope) -> None:
+    def __init__(
+        self, listener: Listener, feeders: Collection[str], count: int, scope: trio.CancelScope
+    ) -> None:
         self.listener = listener
-        self._me = me
+        self._feeders = frozenset(feeders)
         self._scope = scope
         self._to_loop: ToLoop | None = None
-        self._ready = [trio.Event() for _ in range(parts)]
+        self._ready = [trio.Event() for _ in range(count)]
         self._loop = 0  # identifier of the event loop's thread
         self._awaited = False  # whether a task on the event loop waits for them
         self._complete = False
@@ -69,7 +72,7 @@ class Signals:
     # ------------------------------------------------------------------ in any thread
 
     def averaged(self, index: int) -> None:
-        """Note that a part of this member's share has been averaged."""
+        """Note that something is ready: see :meth:`~p2pavg.allreduce.values.Values.is_ready`."""
         if self._awaited:
             self._soon(self._ready[index].set)
         self.progressed()
@@ -102,7 +105,7 @@ class Signals:
     # ------------------------------------------------------------------ on the event loop
 
     async def until_ready(self, index: int) -> None:
-        """Wait until a part of this member's share has been averaged."""
+        """Wait for what :meth:`~p2pavg.allreduce.values.Values.is_ready` numbers so."""
         with self.values.changed:  # a thread has said that it is ready, or will see that a task waits
             self._awaited = True
             if self.values.is_ready(index):
@@ -111,7 +114,7 @@ class Signals:
 
     def note_owes(self, peer_id: str, yes: bool) -> None:
         """Tell the listener whether a member's contribution is waited for."""
-        if peer_id != self._me:
+        if not yes or peer_id in self._feeders:
             self.listener.owes(peer_id, yes)
 
     def check_complete(self) -> None:

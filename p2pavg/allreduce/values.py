@@ -7,7 +7,7 @@ here may be called from any thread.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from blake3 import blake3
@@ -41,7 +41,7 @@ class Values:
         vector: float32, the length of the shares together, on any device; this member's weighted mean. Not changed.
             Only contributors have one.
         aggregation: how the group combines contributions.
-        on_ready: is told of each part of this member's share that has been averaged, in the thread that did it.
+        on_ready: is told of each number that is ready from now on (:meth:`is_ready`), in the thread that did it.
         proofs: signs what this member sends, and checks what the others signed; ``None`` in a group without audits.
         leftover: contributions of the attempt before.
     """
@@ -60,20 +60,26 @@ class Values:
     ) -> None:
         self.proofs = proofs
         self._ledger = ledger
-        self._combiner = Combiner(ledger.roster, aggregation, codec, buffers)
+        of_site, of_share = ledger.routes.weights_at(ledger.me)
+        self._combiner = Combiner(ledger.roster, aggregation, codec, buffers, of_share)
+        self._site_combiner = Combiner(ledger.roster, aggregation, codec, buffers, of_site)
         self._codec = codec
         self._vector = vector
         self._buffers = buffers
         self._on_ready = on_ready
         self._own_parts = ledger.parts[ledger.me]
         self._averages = Averages(ledger, codec, buffers)
-        self._inputs = Inputs(len(self._own_parts), keeps=proofs is not None)
-        self._ready = [False] * len(self._own_parts)
+        self._inputs = Inputs(len(ledger.tasks), keeps=proofs is not None)
+        self._sums: list[Buffer] = [b""] * ledger.first_own
+        self._forwards = {reducer: len(ledger.tasks) for reducer, _ in ledger.forwards}
+        for index, (reducer, part) in enumerate(ledger.forwards):
+            self._forwards[reducer] = len(ledger.tasks) + index - part.index
+        self._ready = [False] * (len(ledger.tasks) + len(ledger.forwards))
         self._passed: set[str] = set()  # reducers whose whole share has come from another one
         # A share is decoded from one source at a time: its reducer's lane, or what another one passes on of it.
         self._decoding = {peer_id: threading.Lock() for peer_id in ledger.parts}
         self.changed = threading.Condition()
-        """Guards the ledger and what is held; notified when a part of this member's share has been averaged."""
+        """Guards the ledger and what is held; notified when something is ready: see :meth:`is_ready`."""
         self.carry = Carry(
             ledger, self._inputs, codec, buffers, proofs=proofs, guard=self.changed, leftover=leftover
         )
@@ -83,6 +89,7 @@ class Values:
         self._vector = None
         self._averages.let_go()
         self._inputs.let_go()
+        self._sums.clear()
 
     @property
     def averaged(self) -> torch.Tensor:
@@ -126,6 +133,14 @@ class Values:
             self.proofs.sends(reducer, part.index, payload)
         return payload
 
+    def sum_of_site(self, index: int) -> Buffer:
+        """Return the mean of this member's site that one of its tasks has made. It must be ready."""
+        return self._sums[index]
+
+    def forward_at(self, reducer: str) -> int | None:
+        """Return the number of the first average of a reducer that this member passes on; ``None`` if it does not."""
+        return self._forwards.get(reducer)
+
     def trailer(self, kind: Lane, reducer: str) -> bytes:
         """Return the bytes that follow the last part of a kind, about a reducer's share. All parts must be there."""
         if self.proofs is None:
@@ -146,7 +161,10 @@ class Values:
         return self._vector is None or not self._vector.is_cuda
 
     def is_ready(self, index: int) -> bool:
-        """Return whether a part of this member's share has been averaged."""
+        """Return whether one of this member's tasks is done, or an average has come that it passes on.
+
+        Its tasks have the first numbers, and the averages those after them: see :meth:`forward_at`.
+        """
         return self._ready[index]
 
     def waiting(self, peer_id: str) -> int:
@@ -157,9 +175,9 @@ class Values:
     # ------------------------------------------------------------------ in
 
     def has(self, peer_id: str, lane: Lane, index: int) -> bool:
-        """Return whether a part has come already."""
+        """Return whether a part has come already: a contribution of a member, or an average of a reducer."""
         with self.changed:
-            return index < self._ledger.position(peer_id, lane)
+            return self._ledger.has(peer_id, lane, index)
 
     def buffer(self, part: Part) -> memoryview:
         """Return memory for a part that is to be received."""
@@ -183,20 +201,25 @@ class Values:
             return self._ledger.received(peer_id, Lane.CONTRIBUTIONS)
 
     def average(self, index: int) -> None:
-        """Average a part of this member's share.
+        """Do one of this member's tasks: average a part of its share, or reduce a part of its site as a relay.
 
         Raises:
             BadContributionError: a member's part does not decode, or is longer than the member signed.
         """
-        part = self._own_parts[index]
+        part, place = self._ledger.tasks[index], index - self._ledger.first_own
         own = self.own_input(part)
         values: dict[str, torch.Tensor | Buffer] = {**self._inputs.waiting(index)}
         if own is not None:
             values[self._ledger.me] = own
-        encoded = self._combiner.combine(values, self._averages.values_of(part))
-        digest = blake3(encoded).digest()
+        if place < 0:
+            encoded, digest = self._site_combiner.combine(values, torch.empty(part.elements)), b""
+            self._sums[index] = encoded
+        else:
+            encoded = self._combiner.combine(values, self._averages.values_of(part))
+            digest = blake3(encoded).digest()
         with self.changed:
-            self._averages.keep(self._ledger.me, index, encoded, digest)
+            if place >= 0:
+                self._averages.keep(self._ledger.me, place, encoded, digest)
             self._inputs.averaged(index)
             self._ledger.averaged_own()
             self._ready[index] = True
@@ -236,6 +259,19 @@ class Values:
             self._check_output(reducer, trailer)
             with self.changed:
                 self._ledger.received(reducer, Lane.AVERAGES)
+            self._note_forwards(reducer, (part,))
+
+    def _note_forwards(self, reducer: str, parts: Sequence[Part]) -> None:
+        """Note that averages of a reducer have come, in case that this member passes them on."""
+        first = self._forwards.get(reducer)
+        if first is None:
+            return
+        with self.changed:
+            for part in parts:
+                self._ready[first + part.index] = True
+            self.changed.notify_all()
+        for part in parts:
+            self._on_ready(first + part.index)
 
     def _check_output(self, reducer: str, trailer: bytes) -> None:
         if self.proofs is not None and trailer:
@@ -257,3 +293,4 @@ class Values:
             self._check_output(reducer, trailer)
             with self.changed:
                 self._ledger.received_share(reducer)
+            self._note_forwards(reducer, self._ledger.parts[reducer])

@@ -31,7 +31,7 @@ from p2pavg.attached.messages import (
     short,
 )
 from p2pavg.attached.segments import check_platform
-from p2pavg.attached.settings import check_shareable, read_config, read_schema
+from p2pavg.attached.settings import at_site, check_shareable, read_config, read_schema
 from p2pavg.attached.shared_run import SharedRun
 from p2pavg.attached.state_requests import STATE_REQUESTS, take_state_request
 from p2pavg.control.unix import accept_unix, locked
@@ -84,7 +84,11 @@ class SharedPeer:
 
 @asynccontextmanager
 async def share_peer(
-    peer: Peer, address: str | os.PathLike[str], *, accesses: Mapping[str, RunAccess] | None = None
+    peer: Peer,
+    address: str | os.PathLike[str],
+    *,
+    accesses: Mapping[str, RunAccess] | None = None,
+    site: str = "",
 ) -> AsyncIterator[SharedPeer]:
     """Let processes of this machine and user attach to a peer, for as long as the block runs.
 
@@ -95,6 +99,7 @@ async def share_peer(
         peer: the peer.
         address: ``unix:PATH`` or a path, of at most 107 bytes. Only this user can connect to the socket.
         accesses: keys and certificates of this peer, by the id of the run, for runs that have an authority.
+        site: name of this peer's site, for runs whose topology has sites; see :class:`p2pavg.Hierarchical`.
 
     Raises:
         ConfigError: the path is too long, or the system is not Linux.
@@ -105,7 +110,7 @@ async def share_peer(
     with _owning(path):
         listener = _listen(path)
         made = os.stat(path)
-        visits = _Visits(peer, dict(accesses or {}))
+        visits = _Visits(peer, dict(accesses or {}), site)
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(visits.run, listener)
@@ -171,8 +176,9 @@ def _remove_stale(path: str) -> None:
 class _Visits:
     """The attached processes, and the runs that they take part in."""
 
-    def __init__(self, peer: Peer, accesses: Mapping[str, RunAccess]) -> None:
+    def __init__(self, peer: Peer, accesses: Mapping[str, RunAccess], site: str = "") -> None:
         self.peer = peer
+        self.site = site
         self.accesses = accesses
         self.guests: dict[str, Guest] = {}
         self._runs: dict[str, SharedRun] = {}
@@ -249,7 +255,7 @@ class _Visits:
                 await run.ended.wait()
                 run = None
             if run is None:
-                run = SharedRun(self.peer, config)
+                run = SharedRun(self.peer, at_site(config, self.site))
                 assert self._nursery is not None
                 await self._nursery.start(self._run, run)
                 if self._finishes:

@@ -12,6 +12,7 @@ import torch
 from p2pavg.config import AveragingConfig
 from p2pavg.errors import ConfigError, RemoteProtocolError
 from p2pavg.group.audits import resolve_audits
+from p2pavg.group.topology import Hierarchical, site_of
 from p2pavg.membership.access import RunAccess
 from p2pavg.vector.accumulation import MAX_TENSORS, Schema
 from p2pavg_compression import CodecError, resolve_codec
@@ -41,6 +42,11 @@ _FIELDS = (*_SHARED, "name")
 
 def check_shareable(config: AveragingConfig) -> None:
     """Raise ConfigError if processes that share a peer cannot average by this configuration."""
+    if site_of(config.aggregation.topology):
+        raise ConfigError(
+            "a process that is attached to a peer cannot name a site, which is the peer's: start the peer with --site,"
+            " and give the process topology='hierarchical'"
+        )
     if config.participation is not None:
         raise ConfigError(
             "a process that is attached to a peer cannot use participation: it selects peers, and this process is a"
@@ -60,6 +66,13 @@ def check_shareable(config: AveragingConfig) -> None:
         raise ConfigError(
             f"a process that is attached to a peer can use only the codecs that p2pavg has, got {config.codec.name!r}"
         )
+
+
+def at_site(config: AveragingConfig, site: str) -> AveragingConfig:
+    """Return the configuration of a peer in a site; unchanged if its topology has no sites."""
+    if isinstance(config.aggregation.topology, Hierarchical):
+        return replace(config, topology=Hierarchical(site))
+    return config
 
 
 def plain_settings(config: AveragingConfig) -> dict[str, Any]:

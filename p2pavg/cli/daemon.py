@@ -21,6 +21,7 @@ from p2pavg.config import AveragingConfig
 from p2pavg.daemon.home import Home
 from p2pavg.daemon.life import DaemonProcess, Part, join_again
 from p2pavg.errors import ConfigError
+from p2pavg.group.topology import Hierarchical
 from p2pavg.membership.access import RunAccess
 from p2pavg.membership.certificate import Role
 from p2pavg.membership.files import read_access, read_run_file
@@ -123,6 +124,8 @@ class DaemonOptions:
     """Like the two limits, in Mbit/s; see :func:`p2pavg.round.auxiliary.assist`."""
     max_upload_mbps: float | None = None
     max_download_mbps: float | None = None
+    site: str = ""
+    """Name of this peer's site, for attached processes; see :class:`p2pavg.Hierarchical`."""
     home: Home | None = None
     """Folder with its control socket, its port, and the peers that it knew."""
     attach: str | os.PathLike[str] | None = None
@@ -148,6 +151,11 @@ class DaemonOptions:
             max_upload_mbps=self.max_upload_mbps,
             max_download_mbps=self.max_download_mbps,
         )
+        Hierarchical(self.site)
+        if self.site and self.attach is None:
+            raise ConfigError(
+                "site needs attach: a peer that helps a run, or only keeps its records, has no contribution of its own"
+            )
 
     @property
     def access(self) -> RunAccess | None:
@@ -212,7 +220,7 @@ async def _live(options: DaemonOptions, life: DaemonProcess) -> None:
         ) as peer,
         nullcontext()
         if options.attach is None
-        else share_peer(peer, options.attach, accesses=accesses) as shared,
+        else share_peer(peer, options.attach, accesses=accesses, site=options.site) as shared,
         life.began(peer),
         serving_metrics(peer, options.metrics, [part.run_id] if part.run_id else []),
         serving_monitor(peer, options.monitor, part.run_id or None, options.access),

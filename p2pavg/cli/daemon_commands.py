@@ -23,6 +23,7 @@ from p2pavg.cli.options import (
     ListenOption,
     MappingOption,
     RelayOption,
+    SiteOption,
     UploadOption,
     VerboseOption,
     with_defaults,
@@ -78,6 +79,7 @@ def join(
     port_mapping: MappingOption = True,
     relay_mbps: RelayOption = DEFAULT_RELAY_MBPS,
     attach: AttachOption = None,
+    site: SiteOption = "",
     plain: Annotated[
         bool, typer.Option("--plain", help="Write log lines, also on a terminal, in place of the live view.")
     ] = False,
@@ -109,6 +111,7 @@ def join(
         run_peer(
             DaemonOptions(
                 attach=attach,
+                site=site,
                 listen=listen,
                 bootstrap=bootstrap,
                 identity=files.identity,

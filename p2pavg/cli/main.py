@@ -38,6 +38,7 @@ from p2pavg.cli.options import (
     ListenOption,
     MappingOption,
     RelayOption,
+    SiteOption,
     UploadOption,
     VerboseOption,
     with_defaults,
@@ -122,6 +123,7 @@ def peer(
     port_mapping: MappingOption = True,
     relay_mbps: RelayOption = DEFAULT_RELAY_MBPS,
     attach: AttachOption = None,
+    site: SiteOption = "",
     home: HomeOption = None,
     config: ConfigOption = None,  # noqa: ARG001 - its callback uses it
     verbose: VerboseOption = False,
@@ -152,6 +154,7 @@ def peer(
                 run_id=run_id,
                 member=member,
                 attach=attach,
+                site=site,
                 home=folder,
                 metrics=metrics,
                 monitor=monitor,

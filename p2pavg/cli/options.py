@@ -65,6 +65,13 @@ AttachOption = Annotated[
         help="Let training processes of this machine and user share this peer, at this Unix socket.",
     ),
 ]
+SiteOption = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME",
+        help="Site of this machine, such as a laboratory, for attached processes in runs with --topology hierarchical.",
+    ),
+]
 HomeOption = Annotated[
     Path | None,
     typer.Option(

@@ -79,7 +79,9 @@ def create(
     topology: Annotated[
         str,
         typer.Option(
-            metavar="NAME", help="Members that average: butterfly, where all do, or star, where one does."
+            metavar="NAME",
+            help="Members that average: butterfly, where all do; star, where one does; or hierarchical, where those of"
+            " a site do before sites exchange sums, with --audit off.",
         ),
     ] = "butterfly",
     bandwidth: Annotated[

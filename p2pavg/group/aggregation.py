@@ -13,7 +13,7 @@ from p2pavg.errors import ConfigError
 from p2pavg.group.audits import Audits, resolve_audits
 from p2pavg.group.limits import MAX_ROBUST_CHARS
 from p2pavg.group.numbers import check_number, read_number
-from p2pavg.group.topology import BUTTERFLY, Topology, resolve_topology
+from p2pavg.group.topology import BUTTERFLY, Hierarchical, Topology, resolve_topology
 from p2pavg_compression import Codec
 
 MAX_ITERATIONS = 16
@@ -163,6 +163,8 @@ class Aggregation:
     def __post_init__(self) -> None:
         if self.max_norm is not None:
             check_number("max_norm", self.max_norm, MOST_NORMS, least=1.0)
+        if isinstance(self.topology, Hierarchical):
+            _check_for_sites(self)
 
     @property
     def text(self) -> str:
@@ -187,6 +189,32 @@ def check_combinable(robust: object, codec: Codec) -> None:
         raise ConfigError(
             f"robust cannot be combined with the codec {codec.name}: most peers send no value for an element, so that a"
             " median is 0 and an honest value looks like a lie; max_norm and audits work with every codec"
+        )
+
+
+def _check_for_sites(aggregation: Aggregation) -> None:
+    """Raise ConfigError if a group of sites cannot keep what the aggregation promises."""
+    with_sites = "with topology 'hierarchical'"
+    if aggregation.robust is not None:
+        raise ConfigError(
+            f"robust must be None {with_sites}: a robust rule compares contributions, and other sites see sums only"
+        )
+    if aggregation.max_norm is not None:
+        raise ConfigError(
+            f"max_norm must be None {with_sites}: a reducer cannot check the norms of another site's contributions"
+        )
+    if aggregation.audits is not None:
+        raise ConfigError(
+            f"audit must be 'off' {with_sites}: an auditor cannot tell a false sum of a site from a true one"
+        )
+
+
+def check_codec_for(topology: Topology, codec: Codec) -> None:
+    """Raise ConfigError if a topology cannot use a codec."""
+    if isinstance(topology, Hierarchical) and codec.is_sparse:
+        raise ConfigError(
+            f"compression cannot be {codec.name} with topology 'hierarchical': it would leave out most of each site's"
+            " sum again, and no peer's error feedback knows of that; take another codec, such as 'blockwise8'"
         )
 
 

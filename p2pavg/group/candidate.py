@@ -30,8 +30,8 @@ from p2pavg_dht import ContactError, Record, RecordError, Signer, sign_record, v
 from p2pavg_dht.contact import check_addresses
 from p2pavg_dht.record import unpack as unpack_record
 
-_KEY_DOMAIN = "p2pavg/ready/5"  # new with each protocol of an exchange: peers of two protocols form no group
-_VERSION = 4
+_KEY_DOMAIN = "p2pavg/ready/6"  # new with each protocol of an exchange: peers of two protocols form no group
+_VERSION = 5
 
 
 def ready_key(run_id: str, schema_hash: bytes, rule: str = "", aggregation: str = "") -> bytes:
@@ -77,6 +77,8 @@ class Candidate:
     """Euclidean norm of the peer's contribution; 0 if the run bounds no norms (:mod:`p2pavg.group.norms`)."""
     reach: Reach
     """Way to connect to the peer. A peer without an address can only be relayed."""
+    site: str
+    """Name of the site that the peer says it is in; empty if it names none (:mod:`p2pavg.group.sites`)."""
     record: Record = field(repr=False)
 
     @property
@@ -116,6 +118,7 @@ def sign_candidate(
     certificate: bytes = b"",
     norm: float = 0.0,
     reach: Reach = Reach.DIALABLE,
+    site: str = "",
 ) -> Candidate:
     """Sign this peer's own candidate. Without an address, the peer counts as relayed whatever ``reach`` is."""
     value = pack(
@@ -132,6 +135,7 @@ def sign_candidate(
         certificate,
         float(norm),
         int(reach if addresses else Reach.RELAYED),
+        site,
     )
     record = sign_record(
         signer, key=key, sequence=int(deadline * 1e6), expiration_time=expiration_time, value=value
@@ -159,8 +163,9 @@ def read_candidate(record: Record) -> Candidate:
         certificate,
         norm,
         reach,
+        site,
     ) = unpack(
-        record.value, int, float, float, float, str, bool, tuple, bytes, tuple, tuple, bytes, float, int
+        record.value, int, float, float, float, str, bool, tuple, bytes, tuple, tuple, bytes, float, int, str
     )
     if version != _VERSION:
         raise RemoteProtocolError(f"readiness of version {version}")
@@ -186,6 +191,8 @@ def read_candidate(record: Record) -> Candidate:
         raise RemoteProtocolError(error.reason) from None
     if reach not in tuple(Reach) or (reach != Reach.RELAYED and not addresses):
         raise RemoteProtocolError(f"a reach of {reach} with {len(addresses)} addresses")
+    if site and (auxiliary or not is_name(site)):
+        raise RemoteProtocolError("a site of an auxiliary, or one whose name is too long or not printable")
     return Candidate(
         peer_id=record.publisher,
         deadline=deadline,
@@ -200,6 +207,7 @@ def read_candidate(record: Record) -> Candidate:
         certificate=certificate,
         norm=norm,
         reach=Reach(reach),
+        site=site,
         record=record,
     )
 

@@ -14,8 +14,9 @@ from p2pavg.group.candidate import Candidate, link_of, read_signed_candidate
 from p2pavg.group.limits import MAX_MEMBERS
 from p2pavg.group.ranges import Range, ranges_after_loss, whole_ranges
 from p2pavg.group.shares import fastest_shares, largest_fraction, levelled
+from p2pavg.group.sites import shares_of_sites
 from p2pavg.group.star import elect
-from p2pavg.group.topology import BUTTERFLY, Star, Topology
+from p2pavg.group.topology import BUTTERFLY, Hierarchical, Star, Topology
 from p2pavg_dht.record import pack as pack_record
 
 _ROSTER_DOMAIN = b"p2pavg-roster/2\0"
@@ -33,6 +34,11 @@ def share_cutter(
         if isinstance(topology, Star):
             reducer = elect(members, elements)
             return tuple(elements if position == reducer else 0 for position in range(len(members)))
+        of_sites = (
+            shares_of_sites(elements, granularity, members) if isinstance(topology, Hierarchical) else None
+        )
+        if of_sites is not None:
+            return of_sites
         links = levelled([link_of(member) for member in members])
         return fastest_shares(elements, links, granularity, largest_fraction(links))
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Iterable
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import partial
 
 import trio
@@ -26,6 +27,7 @@ from p2pavg.matchmaking.actions import (
 from p2pavg.matchmaking.link import Link
 from p2pavg.matchmaking.messages import PROTOCOL, Accept, Ask, Message, Nudge, Refuse, encode
 from p2pavg.matchmaking.rules import Matchmaking
+from p2pavg.matchmaking.search import Search
 from p2pavg.net.blame import guarded
 from p2pavg.net.framing import send_message
 from p2pavg.net.transport import Stream
@@ -55,6 +57,7 @@ class AttemptRunner:
         on_expect: Callable[[bytes | None], None],
         on_fault: Callable[[str, Exception], None],
         has_moved: Callable[[], bool],
+        search: Search,
     ) -> None:
         self._context = context
         self._records = records
@@ -62,6 +65,7 @@ class AttemptRunner:
         self.rules = rules
         self._on_fault = on_fault
         self._has_moved = has_moved
+        self._search = search
         self._on_report = on_report
         self._on_expect = on_expect
         self._started = (now, trio.current_time())
@@ -168,22 +172,55 @@ class AttemptRunner:
     async def _announce(self) -> None:
         """Publish this peer's record, which returns the other peers' records; then poll at growing intervals.
 
-        Records that others store here are read at once. A lookup among hostile keepers can take seconds.
+        The record goes to one place after the other, until there is a group (:mod:`p2pavg.group.rungs`). Each poll
+        looks at one of them. Records that others store here are read at once: a lookup among hostile keepers can take
+        seconds.
         """
-        records, key = self._records, self._me.record.key
-        records.watch(key, lambda: self._read(records.held(key)))
+        records, search, watched = self._records, self._search, deque[bytes]()
         try:
-            published = await records.publish(key, self._me.record.value, ttl=RECORD_TTL_SECONDS)
-            self._read(published.records)
-            pause = _POLL_FIRST_SECONDS
+            pause = 0.0
+            rung: int | None = search.ladder.start
             while True:
-                await trio.sleep(pause)
-                self._read(await records.find(key))
-                if self._has_moved():
-                    self._do(self.rules.moved(self._now()))
-                pause = min(2 * pause, _POLL_MOST_SECONDS)
+                if rung is not None:
+                    watched.appendleft(await self._publish_on(rung))
+                    pause = _POLL_FIRST_SECONDS
+                    stepped = trio.current_time()
+                    poll_at = stepped + pause
+                await trio.sleep_until(min(poll_at, stepped + self._patience()))
+                if trio.current_time() >= poll_at:
+                    self._take_found(watched[0], await records.find(watched[0]))
+                    watched.rotate(-1)
+                    if self._has_moved():
+                        self._do(self.rules.moved(self._now()))
+                    pause = min(2 * pause, _POLL_MOST_SECONDS)
+                    poll_at = trio.current_time() + pause
+                due = trio.current_time() >= stepped + self._patience()
+                rung = search.ladder.take(full=search.full) if due else None
         finally:
-            records.unwatch(key)
+            for key in search.said:
+                records.unwatch(key)
+
+    async def _publish_on(self, rung: int) -> bytes:
+        """Publish this peer's record in its place on a rung; return the key."""
+        records, key = self._records, self._search.key_on(rung)
+        self._search.said.append(key)
+        records.watch(key, lambda: self._read(records.held(key)))
+        published = await records.publish(key, self._me.record.value, ttl=RECORD_TTL_SECONDS)
+        self._search.full = len(published.refused) >= published.stored
+        self._take_found(key, published.records)
+        return key
+
+    def _take_found(self, key: bytes, records: Sequence[Record]) -> None:
+        if key == self._search.said[0]:
+            others = sum(record.publisher != self._me.peer_id for record in records)
+            self._search.seen = max(self._search.seen, others)
+        self._read(records)
+
+    def _patience(self) -> float:
+        """Return the seconds from one place to the next, as far as this peer knows now."""
+        state = self.rules.state
+        enough = state.others_there(self._now()) + 1 >= state.settings.target
+        return self._search.ladder.patience(enough=enough, follows=state.follows, full=self._search.full)
 
     def _read(self, records: Iterable[Record]) -> None:
         for record in records:

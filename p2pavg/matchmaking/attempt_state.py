@@ -70,6 +70,16 @@ class AttemptState:
         """The reason for which other peers refuse this one as a member of the run, or ``None``."""
         return None if self.settings.refuses is None else self.settings.refuses(self.me, self.looked)
 
+    def others_there(self, now: float) -> int:
+        """Return the number of other peers that could be in a group with this one, as far as it sees."""
+        return sum(
+            known.candidate is not None
+            and not known.candidate.auxiliary
+            and known.candidate.fits(self.me)
+            and known.is_there(now)
+            for known in self.peers
+        )
+
     def learn(self, candidate: Candidate, now: float) -> None:
         """Take in a candidate from its record."""
         if candidate.peer_id == self.me.peer_id or not plausible(candidate, now):

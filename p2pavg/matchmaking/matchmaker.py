@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
@@ -15,6 +15,7 @@ from p2pavg.group.candidate import Candidate, sign_candidate
 from p2pavg.group.meeting import EVERYWHERE, Meeting, key_at
 from p2pavg.group.reach import Reach
 from p2pavg.group.roster import Roster
+from p2pavg.group.rungs import Ladder, slot_at
 from p2pavg.matchmaking.actions import (
     GaveUp,
     Refuses,
@@ -26,6 +27,7 @@ from p2pavg.matchmaking.attempt_runner import ATTEMPT_SECONDS, AttemptRunner
 from p2pavg.matchmaking.memory import Memory
 from p2pavg.matchmaking.messages import Ask, Declined, Nudge, encode
 from p2pavg.matchmaking.rules import Matchmaking
+from p2pavg.matchmaking.search import Search, ladder_for, rung_after
 from p2pavg.net.addresses import is_circuit
 from p2pavg.net.dialling import MAX_ADDRESSES_DIALLED
 from p2pavg.net.framing import send_message
@@ -57,6 +59,7 @@ class Matchmaker:
         codec: str,
         bandwidth: Callable[[], float],  # returns the Mbit/s for the next signed candidate
         records: RunRecords,
+        site: str = "",
     ) -> None:
         self._context = context
         self._records = records
@@ -65,9 +68,11 @@ class Matchmaker:
         self._settings = settings
         self._codec = codec
         self._bandwidth = bandwidth
+        self._site = site
         self._attempt: AttemptRunner | None = None
         self._linger = trio.CancelScope()
-        self._published = False
+        self._said: list[bytes] = []
+        self._rung: int | None = None
         self._banned: dict[str, tuple[str, float]] = {}
         self._memory = Memory()
 
@@ -151,7 +156,7 @@ class Matchmaker:
         if self._attempt is not None:
             raise RuntimeError("an attempt runs already")
         self._linger.cancel()
-        self._go_to(key_at(self._key, meeting.place))
+        self._place_key = key_at(self._key, meeting.place)
         settings = self._settings_for(meeting, target, contributors)
         outcome: Roster | GaveUp | Renew = Renew("the first attempt")
         moves = 0
@@ -159,19 +164,42 @@ class Matchmaker:
             while isinstance(outcome, Renew):
                 me = self._sign(settings, weight, auxiliary, state, tags, metrics, norm, outcome.deadline)
                 moves += outcome.deadline is not None
-                self._attempt = self._begin(me, settings, on_report, on_expect, may_move=moves < MAX_MOVES)
-                outcome = await self._attempt.run()
+                search = self._search_in(meeting, settings.target)
+                self._attempt = self._begin(
+                    me, settings, on_report, on_expect, search, may_move=moves < MAX_MOVES
+                )
+                try:
+                    outcome = await self._attempt.run()
+                finally:
+                    self._leave(search, settings.target)
             return outcome
         finally:
             self._attempt = None
             self._context.nursery.start_soon(self._withdraw_unless_renewed)
 
-    def _go_to(self, key: bytes) -> None:
-        """Look in another place from now on; leave no record in the last one."""
-        if key != self._place_key and self._published:
-            self._published = False
-            self._context.nursery.start_soon(self._records.withdraw, self._place_key)
-        self._place_key = key
+    def _search_in(self, meeting: Meeting, target: int) -> Search:
+        """Return the places of an attempt. A meeting's own place is small enough already."""
+        ladder = Ladder(0, 0) if meeting.place else ladder_for(self._records.network_size, target, self._rung)
+        slot = slot_at(self._context.wall_clock())
+        search = Search(self._context.signer.peer_id, self._place_key, slot, ladder)
+        first = search.key_on(ladder.start)
+        self._forget(key for key in self._said if key != first)
+        self._said = [first]
+        return search
+
+    def _leave(self, search: Search, target: int) -> None:
+        """Leave the places of an attempt, but for the first one: the next attempt is likely to begin there."""
+        self._forget(search.said[1:])
+        if search.key == self._key and search.said:
+            self._rung = rung_after(search, target)
+
+    def _forget(self, keys: Iterable[bytes]) -> None:
+        for key in keys:
+            self._context.nursery.start_soon(self._withdraw_left, key)
+
+    async def _withdraw_left(self, key: bytes) -> None:
+        if key not in self._said:  # the next attempt may begin where this one has ended
+            await self._records.withdraw(key)
 
     def _settings_for(self, meeting: Meeting, target: int | None, contributors: int) -> Settings:
         usual = self._settings
@@ -212,6 +240,7 @@ class Matchmaker:
             certificate=self._records.certificate,
             norm=norm,
             reach=_reach_of(self._context.transport.reachability),
+            site=self._site,
         )
 
     def _begin(
@@ -220,6 +249,7 @@ class Matchmaker:
         settings: Settings,
         on_report: Callable[[Report], None],
         on_expect: Callable[[bytes | None], None],
+        search: Search,
         *,
         may_move: bool,
     ) -> AttemptRunner:
@@ -230,7 +260,6 @@ class Matchmaker:
                 rules.state.peers.ban(peer_id, reason)
             else:
                 del self._banned[peer_id]
-        self._published = True
         return AttemptRunner(
             self._context,
             self._records,
@@ -241,6 +270,7 @@ class Matchmaker:
             on_expect,
             self._blame,
             lambda: may_move and self._has_moved(me),
+            search,
         )
 
     def _has_moved(self, me: Candidate) -> bool:
@@ -271,9 +301,9 @@ class Matchmaker:
     async def withdraw(self) -> None:
         """Withdraw the readiness record, if there is one."""
         self._linger.cancel()
-        if self._published:
-            self._published = False
-            await self._records.withdraw(self._place_key)
+        said, self._said = self._said, []
+        for key in said:
+            await self._records.withdraw(key)
 
     async def _withdraw_unless_renewed(self) -> None:
         with trio.CancelScope() as self._linger:

@@ -13,7 +13,13 @@ from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
 from p2pavg.errors import ConfigError
-from p2pavg.group.aggregation import MOST_NORMS, check_combinable, resolve_rule
+from p2pavg.group.aggregation import (
+    MOST_NORMS,
+    Aggregation,
+    check_codec_for,
+    check_combinable,
+    resolve_rule,
+)
 from p2pavg.group.audits import resolve_audits
 from p2pavg.group.limits import (
     MAX_AUDIT_CHARS,
@@ -58,7 +64,7 @@ class RunFile:
         compression: name of the codec.
         robust: text of the rule that combines contributions; ``None``: the weighted mean.
         audit: text of the audits of averages, such as ``"after:0.125"``.
-        topology: text of the topology, such as ``"star"``.
+        topology: text of the topology, such as ``"star"``. ``"hierarchical"`` needs an ``audit`` of ``"off"``.
         bandwidth, max_upload_mbps, max_download_mbps: what members announce and use, in Mbit/s, unless they say
             otherwise; see :class:`~p2pavg.AveragingConfig`.
         relay_mbps: what members carry for peers that cannot be dialled, in Mbit/s, unless they say otherwise.
@@ -115,6 +121,11 @@ class RunFile:
         _check_rule("topology", self.topology, MAX_TOPOLOGY_CHARS, resolve_topology)
         _check_compression(self.compression)
         check_combinable(self.robust, resolve_codec(self.compression))
+        rule, topology = resolve_rule(self.robust), resolve_topology(self.topology)
+        Aggregation(
+            rule, self.max_norm, resolve_audits(self.audit), topology
+        )  # raises if they do not fit together
+        check_codec_for(topology, resolve_codec(self.compression))
         _check_bootstrap(self.bootstrap)
         if self.strategy != "":
             check_text(self.strategy)

@@ -16,6 +16,7 @@ from p2pavg.monitor.overview import Overview
 from p2pavg.net.transport import PeerId
 from p2pavg.records.board import Board, board_key
 from p2pavg.records.departures import Departures
+from p2pavg.records.spread_records import WholeRun
 from p2pavg.round.host import Host
 from p2pavg.round.joined_run import JoinedRun
 from p2pavg.round.statuses import HeardStatuses, Statuses
@@ -194,12 +195,13 @@ async def board_source(host: Host, run_id: str, access: RunAccess | None) -> Asy
     with bare_exceptions(), closing(JoinedRun(host, run_id, access, recheck=lambda: None)) as run:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(run.run)
+            whole = WholeRun(run.records)
             board = Board(
-                run.records,
+                whole,
                 key=board_key(run_id, TOPIC),
                 peer_id=host.id,
                 wall_clock=context.wall_clock,
-                look_seconds=LOOK_SECONDS,
+                look_seconds=LOOK_SECONDS * whole.pauses,
             )
             nursery.start_soon(board.run)
             contacts = _Publishers(host, board)

@@ -10,6 +10,11 @@ from p2pavg.net.transport import Transport
 from p2pavg.records.board import Board, board_key
 from p2pavg.records.departures import Departures
 from p2pavg.records.run_records import RunRecords
+from p2pavg.records.spread_records import SpreadRecords
+from p2pavg.telemetry.status import TOPIC as STATUS
+
+SAMPLED = frozenset({STATUS})
+"""Topics of which a peer of a large run reads the entries of some others only."""
 
 
 class Boards:
@@ -33,6 +38,7 @@ class Boards:
         nursery: trio.Nursery,
     ) -> None:
         self._records = records
+        self._spread = SpreadRecords(records, peer_id)
         self._run_id = run_id
         self._peer_id = peer_id
         self._wall_clock = wall_clock
@@ -46,7 +52,7 @@ class Boards:
             self._nursery.start_soon(self._departures.run)
         if topic not in self._boards:
             self._boards[topic] = Board(
-                self._records,
+                self._spread if topic in SAMPLED else self._records,
                 key=board_key(self._run_id, topic),
                 peer_id=self._peer_id,
                 wall_clock=self._wall_clock,

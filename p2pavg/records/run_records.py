@@ -40,6 +40,8 @@ OPENED_AT_ONCE = 32
 class RecordNode(Protocol):
     """The part of :class:`p2pavg_dht.RecordNode` that a run uses."""
 
+    @property
+    def network_size(self) -> int: ...
     async def publish(
         self, key: bytes, value: bytes, *, ttl: float, also: Sequence[Contact] = ()
     ) -> Published: ...
@@ -90,6 +92,11 @@ class RunRecords:
     def membership(self) -> Membership | None:
         """The members of the run; ``None`` if it is open to anybody."""
         return self._membership
+
+    @property
+    def network_size(self) -> int:
+        """About how many peers the network has; the run has no more."""
+        return self._node.network_size
 
     def met(self, members: Iterable[Candidate]) -> None:
         """Note the other members of a round that has ended."""

@@ -24,6 +24,7 @@ from p2pavg.membership.certificate import Role
 from p2pavg.net.limits.rate import RateLimit
 from p2pavg.records.boards import Boards
 from p2pavg.records.run_entry import RunEntry, read_entries, run_key
+from p2pavg.records.spread_records import find_sample
 from p2pavg.round.helping import HelpedRounds
 from p2pavg.round.host import Host
 from p2pavg.round.joined_run import JoinedRun
@@ -106,7 +107,9 @@ async def _assist(
         nursery.start_soon(run.run)
         nursery.start_soon(_end_when_left, helping, nursery.cancel_scope, tails.cancel_scope)
         while True:
-            published = read_entries(await run.records.find(run_key(run_id)))
+            published = read_entries(
+                await find_sample(run.records.find, run_key(run_id), host.id, run.records.network_size)
+            )
             helping.run_peers = frozenset(published) - {host.id}
             helping.looked.set()
             entries = _most_common(published)

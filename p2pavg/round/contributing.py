@@ -12,6 +12,7 @@ from p2pavg.group.bandwidth import BandwidthMeter
 from p2pavg.group.candidate import ready_key
 from p2pavg.group.participation import observers
 from p2pavg.group.roster import share_cutter
+from p2pavg.group.topology import site_of
 from p2pavg.matchmaking.actions import Settings
 from p2pavg.matchmaking.matchmaker import Matchmaker
 from p2pavg.net.limits.rate import RateLimit
@@ -58,6 +59,7 @@ def open_rounds(
         codec=codec.name,
         bandwidth=lambda: meter.announced_mbps if config.bandwidth is None else config.bandwidth,
         records=run.records,
+        site=site_of(aggregation.topology),
     )
     host.registry.add_averager(key, matchmaker, config.run_id)
     entry = RunEntry(

@@ -32,7 +32,7 @@ from p2pavg.errors import RemoteProtocolError
 from p2pavg.group.milestones import Milestone
 from p2pavg.group.roster import Roster
 from p2pavg.group.shares import part_size
-from p2pavg.group.topology import Star
+from p2pavg.group.topology import Hierarchical, Star
 from p2pavg.round.attempt_news import AttemptNews
 from p2pavg.round.audits import Finding, OnFinding, RoundAudits
 from p2pavg.round.control import Control
@@ -81,6 +81,8 @@ class Outcome:
     sent: Mapping[str, int] = field(default_factory=dict)
     """``bytes_sent`` by :class:`~p2pavg.telemetry.events.Way`."""
     received: Mapping[str, int] = field(default_factory=dict)
+    plain_bytes: int | None = None
+    """Bytes of values that this member would move without a codec, in an attempt with relays; ``None`` without them."""
     held_at: float | None = None
     """Trio's clock when this member held the whole result; ``None`` if it never did."""
 
@@ -218,6 +220,7 @@ class Exchange:
             attempt=lambda: self._attempt,
             held_at=lambda: self._held_at,
             is_star=_is_star(self._context),
+            has_sites=isinstance(self._context.aggregation.topology, Hierarchical),
         )
 
     def waits_for(self) -> str:
@@ -371,6 +374,7 @@ class Exchange:
             received=dict(self._traffic.received),
             relayed=frozenset(self._attempt.relayed),
             held_at=self._held_at or None,
+            plain_bytes=self._attempt.plain_bytes,
             group_id=self._roster.group_id,
             certificate=_certificate(self._roster, committed),
             signers=0 if committed is None else len(committed.signatures),

@@ -8,6 +8,7 @@ from p2pavg.codes import NoPeersCode
 from p2pavg.records.hello import no_peer_of_the_run
 from p2pavg.records.run_entry import RUN_TTL_SECONDS, RunEntry, encode_entry, read_entries, run_key, why_apart
 from p2pavg.records.run_records import RunRecords
+from p2pavg.records.spread_records import SpreadRecords
 from p2pavg.round.host import Host
 from p2pavg.round.rounds import Alone
 
@@ -24,13 +25,15 @@ class Presence:
 
     def __init__(self, host: Host, records: RunRecords, run_id: str, entry: RunEntry) -> None:
         self._host = host
-        self._records = records
+        self._records = SpreadRecords(records, host.id)
         self._run_id = run_id
         self._entry = entry
 
     async def publish(self) -> None:
         """Publish the entry, which stays until :meth:`withdraw`."""
-        await self._records.publish(run_key(self._run_id), encode_entry(self._entry), ttl=RUN_TTL_SECONDS)
+        key = run_key(self._run_id)
+        await self._records.publish(key, encode_entry(self._entry), ttl=RUN_TTL_SECONDS)
+        await self._records.settle(key)
 
     async def withdraw(self) -> None:
         """Withdraw the entry."""

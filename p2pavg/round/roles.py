@@ -304,7 +304,8 @@ def _success(
     roster, now = outcome.roster, trio.current_time()
     position = roster.position(peer_id)
     links = [(member in roster.contributors, member in roster.holders) for member in roster.members]
-    plain, ranges = fp32_bytes(roster.shares, position, links), roster.ranges[position]
+    plain = fp32_bytes(roster.shares, position, links) if outcome.plain_bytes is None else outcome.plain_bytes
+    ranges = roster.ranges[position]
     others = [member.peer_id for member in roster.members if member.peer_id != peer_id]
     return Success(
         averaged=averaged,

@@ -15,8 +15,8 @@ from p2pavg.round.voting import Voting
 # Left for another attempt, however short the first was: finding out takes round trips.
 LAST_ATTEMPT_SECONDS = 5.0
 STAR_PATIENCE = 0.4
-"""Part of a round's time after which the reducer of a star leaves a slow contributor behind. The leader acts at half of
-the time: it cannot see whether the reducer is slow, or waits."""
+"""Part of a round's time after which the reducer of a star, or a member of a site, leaves a slow contributor behind.
+The leader acts at half of the time: it cannot see whether the reducer is slow, or waits."""
 
 _LATE = "it is too slow for the others to end in time"
 
@@ -30,6 +30,7 @@ class SlowMembers:
         attempt: returns the attempt that runs.
         held_at: returns the time at which this member held the whole result; 0 if it does not.
         is_star: true if one member reduces for all.
+        has_sites: true if relays reduce for their sites, so that only they see the contributions of a site.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class SlowMembers:
         attempt: Callable[[], Attempt | None],
         held_at: Callable[[], float],
         is_star: bool,
+        has_sites: bool = False,
     ) -> None:
         self._voting = voting
         self._positions = positions
@@ -48,25 +50,29 @@ class SlowMembers:
         self._attempt = attempt
         self._held_at = held_at
         self._is_star = is_star
+        self._has_sites = has_sites
 
     async def leave_behind(self, began: float) -> None:
         """Drop slow members of a round that began at this time.
 
         A leader drops two kinds of members. With half of the time gone: the slowest member that still owes more
         than half of its parts. Once the leader holds the whole result: the members that do not, as late as another
-        attempt allows. In a star, the reducer drops a contributor that the others wait for before that.
+        attempt allows. In a star, the reducer drops a contributor that the others wait for before that. So do the
+        members of a site: those of other sites see only that the sums of the site do not come.
         """
         before = None
-        if self._is_star:
+        if self._is_star or self._has_sites:
             await trio.sleep_until(began + self._timeout * STAR_PATIENCE)
             before = self._attempt()
             self._leave_a_contributor()
         await trio.sleep_until(began + self._timeout / 2)
         if self._voting.leads(Phase.EXCHANGING):
-            if not self._is_star:
-                self._leave_the_slowest()
-            elif self._attempt() is before:  # else a contributor was left behind a moment ago
+            if before is not None and self._attempt() is not before:
+                return  # a contributor was left behind a moment ago
+            if self._is_star:
                 self._leave_the_reducer()
+            else:
+                self._leave_the_slowest()
         elif self._voting.leads(Phase.HOLDING):
             if self._voting.reduces_all and 2 * len(self._lacking()) > self._voting.member.size - 1:
                 self._give_up()
@@ -77,7 +83,7 @@ class SlowMembers:
         attempt = self._attempt()
         if (
             attempt is None
-            or not self._voting.reduces_all
+            or not (self._voting.reduces_all or self._has_sites)
             or self._voting.member.phase is not Phase.EXCHANGING
         ):
             return

@@ -22,7 +22,8 @@ SUMMARIES = {
     "allreduce": "one exchange on localhost: time, CPU and memory beside gloo's and hivemind's (2 minutes)",
     "wan": "one exchange over links of a given rate, in network namespaces, as a fraction of what is possible"
     " (6 minutes)",
-    "topology": "a star beside a butterfly, of one fast member among slow ones, in network namespaces (4 minutes)",
+    "topology": "a star beside a butterfly, of one fast member among slow ones, in network namespaces (4 minutes);"
+    " with --sites, a hierarchy of sites beside a butterfly",
     "group": "from the last peer ready to the group's commit (a minute)",
     "cold": "from the start of the processes to the first result on all (2 minutes)",
     "overlap": "what a training loop loses to rounds in the background (4 minutes)",

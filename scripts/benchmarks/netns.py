@@ -18,6 +18,10 @@ from scripts.benchmarks.crew import Place
 PREFIX = "p2pavg-bench"
 INTERFACE = "eth0"
 SUBNET = "10.77.0"
+SITES = "10.78"
+"""Of the sites of :func:`routed`, and the links between their routers."""
+BETWEEN = "10.79"
+UPLINK = "wan"
 
 # The default of most systems. BBR, the default of some, leaves a fifth of such a short path unused when several
 # connections share it.
@@ -71,18 +75,80 @@ def switched(
 
 def _member(stack: ExitStack, hub: str, index: int, up_mbps: float, down_mbps: float) -> Place:
     name, port, host = f"{PREFIX}-{os.getpid()}-{index}", f"port{index}", f"{SUBNET}.{index + 1}"
-    _namespace(stack, name)
-    _run("ip", "-n", hub, "link", "add", port, "type", "veth", "peer", "name", INTERFACE, "netns", name)
-    _run("ip", "-n", hub, "link", "set", port, "master", "switch", "up")
-    _run("ip", "-n", name, "address", "add", f"{host}/24", "dev", INTERFACE)
-    _run("ip", "-n", name, "link", "set", INTERFACE, "up")
-    _run("ip", "-n", name, "link", "set", "lo", "up")
+    _attach(stack, hub, name, port, host)
     _run(
         "ip", "-n", name, "route", "change", f"{SUBNET}.0/24", "dev", INTERFACE, "congctl", CONGESTION_CONTROL
     )
     _limit(name, INTERFACE, up_mbps)
     _limit(hub, port, down_mbps)
     return Place(host=host, interface=INTERFACE, prefix=("ip", "netns", "exec", name))
+
+
+def _attach(stack: ExitStack, hub: str, name: str, port: str, host: str) -> None:
+    _namespace(stack, name)
+    _run("ip", "-n", hub, "link", "add", port, "type", "veth", "peer", "name", INTERFACE, "netns", name)
+    _run("ip", "-n", hub, "link", "set", port, "master", "switch", "up")
+    _run("ip", "-n", name, "address", "add", f"{host}/24", "dev", INTERFACE)
+    _run("ip", "-n", name, "link", "set", INTERFACE, "up")
+    _run("ip", "-n", name, "link", "set", "lo", "up")
+
+
+@contextmanager
+def routed(members: Sequence[int], inside_mbps: float, between_mbps: float) -> Iterator[list[Place]]:
+    """Provide places in sites, in the order of the sites; remove them on every kind of exit.
+
+    Each site is a switch with a router in one namespace, and the routers meet in a namespace between them. All members
+    of a site share its router's link, which is limited at both of its ends.
+
+    Args:
+        members: number of places of each site.
+        inside_mbps: rate of each place's own link, each way, in Mbit/s.
+        between_mbps: rate of each router's link to the others, each way.
+    """
+    _remove_abandoned()
+    core = f"{PREFIX}-{os.getpid()}-core"
+    with ExitStack() as stack:
+        _namespace(stack, core)
+        _forward(core)
+        places = []
+        for site, count in enumerate(members):
+            hub = f"{PREFIX}-{os.getpid()}-site{site}"
+            _site(stack, core, hub, site, between_mbps)
+            for index in range(count):
+                places.append(_inmate(stack, hub, site, index, inside_mbps))
+        yield places
+
+
+def _site(stack: ExitStack, core: str, hub: str, site: int, mbps: float) -> None:
+    _namespace(stack, hub)
+    _forward(hub)
+    _run("ip", "-n", hub, "link", "add", "switch", "type", "bridge")
+    _run("ip", "-n", hub, "address", "add", f"{SITES}.{site}.254/24", "dev", "switch")
+    _run("ip", "-n", hub, "link", "set", "switch", "up")
+    port = f"site{site}"
+    _run("ip", "-n", core, "link", "add", port, "type", "veth", "peer", "name", UPLINK, "netns", hub)
+    for namespace, device, last in ((core, port, 1), (hub, UPLINK, 2)):
+        _run("ip", "-n", namespace, "address", "add", f"{BETWEEN}.{site}.{last}/30", "dev", device)
+        _run("ip", "-n", namespace, "link", "set", device, "up")
+        _limit(namespace, device, mbps)
+    _run("ip", "-n", core, "route", "add", f"{SITES}.{site}.0/24", "via", f"{BETWEEN}.{site}.2")
+    _run("ip", "-n", hub, "route", "add", "default", "via", f"{BETWEEN}.{site}.1")
+
+
+def _inmate(stack: ExitStack, hub: str, site: int, index: int, mbps: float) -> Place:
+    name, port, host = f"{hub}-{index}", f"port{index}", f"{SITES}.{site}.{index + 1}"
+    _attach(stack, hub, name, port, host)
+    _run(
+        *("ip", "-n", name, "route", "add", "default", "via", f"{SITES}.{site}.254"),
+        *("congctl", CONGESTION_CONTROL),
+    )
+    _limit(name, INTERFACE, mbps)
+    _limit(hub, port, mbps)
+    return Place(host=host, interface=INTERFACE, prefix=("ip", "netns", "exec", name))
+
+
+def _forward(namespace: str) -> None:
+    _run("ip", "netns", "exec", namespace, "sysctl", "-q", "-w", "net.ipv4.ip_forward=1")
 
 
 def _namespace(stack: ExitStack, name: str) -> None:

@@ -53,7 +53,9 @@ def main() -> None:
     setup = line.told()
     bandwidths = setup.get("bandwidths")  # of all members, if they announce them
     bandwidth = None if bandwidths is None else bandwidths[setup["index"]]
-    config = p2pavg.AveragingConfig(run_id="bench", bandwidth=bandwidth, **setup["config"])
+    sites = setup.get("sites")  # of all members, if they are in sites
+    topology = {} if sites is None else {"topology": p2pavg.Hierarchical(sites[setup["index"]])}
+    config = p2pavg.AveragingConfig(run_id="bench", bandwidth=bandwidth, **setup["config"] | topology)
     kernels.switch(setup.get("compiled", True))
     compile_now(
         resolve_codec(setup["config"]["compression"])

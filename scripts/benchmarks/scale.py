@@ -7,6 +7,7 @@ virtual; ``wall time`` is the duration of the simulation.
 from __future__ import annotations
 
 import argparse
+import gc
 import random
 import time
 from collections.abc import Callable
@@ -24,6 +25,8 @@ NAME = "scale"
 LATENCY = (0.005, 0.05)
 READY_WITHIN = 1.0
 ELEMENTS = 64
+RARE_COLLECTIONS = (200_000, 50, 100)
+"""Thresholds of the garbage collector. With Python's own, it looks through a thousand peers all the time."""
 
 
 class Swarm:
@@ -40,6 +43,7 @@ class Swarm:
             match_timeout=arguments.match_timeout,
         )
         self.calls = 0
+        self.bytes = 0
         self.to_group: list[float] = []
         self.sizes: list[int] = []
         self.held: list[int] = []
@@ -67,9 +71,11 @@ class Swarm:
             self.held.append(records_held(peer))
 
     def counted(self, answer: Callable[[str, bytes], bytes], sender: str, request: bytes) -> bytes:
-        """Count a call from one peer's record node to another's."""
+        """Count a call from one peer's record node to another's, and its bytes both ways."""
         self.calls += 1
-        return answer(sender, request)
+        answered = answer(sender, request)
+        self.bytes += len(request) + len(answered)
+        return answered
 
 
 def records_held(peer: Peer) -> int:
@@ -82,7 +88,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, small: bool) -> None:
     parser.add_argument(
         "--peers",
         default="6" if small else "10,100",
-        help="one run for each number; a thousand take more than a quarter of an hour",
+        help="one run for each number; a hundred take a minute or two, and more take longer than in proportion",
     )
     parser.add_argument("--group-size", type=int, default=3 if small else 8)
     parser.add_argument("--rounds", type=int, default=1)
@@ -92,14 +98,16 @@ def add_arguments(parser: argparse.ArgumentParser, *, small: bool) -> None:
 
 def run(arguments: argparse.Namespace, report: Report) -> None:
     """Simulate, and report."""
-    threads = torch.get_num_threads()
+    threads, thresholds = torch.get_num_threads(), gc.get_threshold()
     torch.set_num_threads(1)
+    gc.set_threshold(*RARE_COLLECTIONS)
     try:
         for peers in map(int, arguments.peers.split(",")):
             report.note(f"{NAME}: {peers} peers")
             simulate_one(peers, arguments, report)
     finally:
         torch.set_num_threads(threads)
+        gc.set_threshold(*thresholds)
 
 
 def simulate_one(peers: int, arguments: argparse.Namespace, report: Report) -> None:
@@ -125,5 +133,7 @@ def simulate_one(peers: int, arguments: argparse.Namespace, report: Report) -> N
     report.figure(NAME, "records held by a peer", "", swarm.held, **sizes)
     calls = swarm.calls / peers / arguments.rounds
     report.figure(NAME, "record calls per peer and round", "", [calls], **sizes)
+    kilobytes = swarm.bytes / 1000 / peers / arguments.rounds
+    report.figure(NAME, "record bytes per peer and round", "kB", [kilobytes], **sizes)
     report.figure(NAME, "steps without a result", "", [swarm.without], **sizes)
     report.figure(NAME, "wall time", "s", [wall], **sizes)

@@ -1,5 +1,7 @@
 """A star beside a butterfly: real processes on links of given rates, or on this machine without limits.
 
+With ``--sites``, a hierarchy beside a butterfly: the members of each site share a thin link to the other sites.
+
 With ``--model``, nothing is started: the times follow from a model of links, also those of a ring and of a tree.
 
 The first member has a fast link, and the others slow ones. All members announce what their links carry in the slower
@@ -19,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from p2pavg.group.shares import MemberLink, best_fractions, largest_fraction, levelled
+from scripts.benchmarks import sites
 from scripts.benchmarks.crew import Crew, CrewError, Measured, Place, System
 from scripts.benchmarks.figures import Report
 from scripts.benchmarks.netns import NoNamespacesError, check, switched
@@ -38,6 +41,15 @@ def add_arguments(parser: argparse.ArgumentParser, *, small: bool) -> None:
     parser.add_argument("--elements", type=int, default=100_000 if small else 1_000_000)
     parser.add_argument("--fast", default="1000/1000", help="down/up of the first member, in Mbit/s")
     parser.add_argument("--slow", default="20/5", help="down/up of the others, in Mbit/s")
+    parser.add_argument(
+        "--sites", metavar="MEMBERS", help="members of each site, such as 4,4: see --inside, --between"
+    )
+    parser.add_argument(
+        "--inside", type=float, default=1000.0, help="rate of each link inside a site, in Mbit/s"
+    )
+    parser.add_argument(
+        "--between", type=float, default=20.0, help="rate of each site's link to the others, in Mbit/s"
+    )
     parser.add_argument("--no-links", action="store_true", help="one machine, whose links have no limits")
     parser.add_argument("--model", action="store_true", help="compute the times only, with a ring and a tree")
     parser.add_argument("--latency", type=float, default=20.0, help="of the model, in milliseconds one way")
@@ -48,6 +60,8 @@ def add_arguments(parser: argparse.ArgumentParser, *, small: bool) -> None:
 
 def run(arguments: argparse.Namespace, report: Report) -> int:
     """Measure and report; return 2 if there are no network namespaces."""
+    if arguments.sites is not None:
+        return sites.run(arguments, report)
     links = [_rates(arguments.fast)] + [_rates(arguments.slow)] * (arguments.peers - 1)
     if arguments.model:
         _model(links, arguments, report)

@@ -127,8 +127,8 @@ def iter_events(process: SwarmProcess) -> Iterator[dict[str, Any]]:
 
 
 @contextmanager
-def trials(compression: str | None, elements: int) -> Iterator[Trials]:
-    """Start four processes whose vectors have ``elements`` elements."""
+def trials(compression: str | None, elements: int, *, sites: bool = False) -> Iterator[Trials]:
+    """Start four processes whose vectors have ``elements`` elements, with ``sites`` in two sites in turn."""
     config = {
         "group_size": PEERS,
         "min_group_size": 2,
@@ -136,7 +136,9 @@ def trials(compression: str | None, elements: int) -> Iterator[Trials]:
         "exchange_timeout": 30.0,
         "compression": compression,
     }
-    arguments = {"elements": elements, "config": config}
+    if sites:
+        config["audit"] = "off"
+    arguments = {"elements": elements, "config": config, "sites": ["a", "b"] if sites else []}
     with LocalSwarm("tests.integration.swarm_work:survive", peers=PEERS, arguments=arguments) as swarm:
         swarm.start()
         yield Trials(swarm, 1e-6 if compression is None else 0.02, list(swarm.processes))

@@ -77,6 +77,13 @@ def test_a_process_that_is_killed_or_stopped_costs_its_own_contribution_only(com
             assert trial.took < 25.0, trial  # of the 30 s after which the group would give up
 
 
+def test_a_member_of_a_site_that_is_killed_or_stopped_costs_its_own_contribution_only() -> None:
+    with trials("blockwise8", 64 * TILE, sites=True) as tried:
+        for signal, role, moment in [("SIGKILL", "follower", 0.3), ("SIGSTOP", "leader", 0.6)]:
+            trial = tried.lose(signal, role, moment)
+            assert trial.took < 25.0, trial
+
+
 def test_memory_and_files_do_not_grow_with_the_rounds() -> None:
     config = {"group_size": 3, "min_group_size": 3, "match_timeout": 40.0}
     for events in run("soak", 3, elements=100_000, rounds=40, config=config):

@@ -14,6 +14,7 @@ from p2pavg.doctor.rules.run import Run
 from p2pavg.encoding import unpack
 from p2pavg.errors import ClosedError, RemoteProtocolError, StreamBrokenError, UnreachableError
 from p2pavg.group.candidate import Candidate, read_candidate, ready_key
+from p2pavg.group.rungs import slot_at
 from p2pavg.matchmaking.messages import PROTOCOL as MATCH_PROTOCOL
 from p2pavg.membership.certificate import refusal
 from p2pavg.membership.revocation import RevocationList, no_revocations, read_revocations
@@ -25,6 +26,7 @@ from p2pavg.peer import Peer
 from p2pavg.records.board import board_key
 from p2pavg.records.revocations import revocations_key
 from p2pavg.records.run_entry import RunEntry, read_entries, run_key
+from p2pavg.records.spread_records import find_sample
 from p2pavg_dht import Record
 
 MAX_RECORDS = 512
@@ -55,7 +57,11 @@ class RunReader:
         """Return the run as its records describe it."""
         if self._file is not None:
             self.revocations = await self._newest_revocations(self._file)
-        entries = read_entries(await self._find(run_key(self._run_id)))
+        entries = read_entries(
+            await find_sample(
+                self._find, run_key(self._run_id), self._peer.id, self._peer.records.network_size
+            )
+        )
         said = await self._find(board_key(self._run_id, TOPIC))
         return Run(
             run_id=self._run_id,
@@ -73,7 +79,9 @@ class RunReader:
         kinds = Counter((each.schema_hash, each.rule, each.aggregation) for each in entries.values())
         found: dict[str, Candidate] = {}
         for kind, _ in kinds.most_common(MAX_KINDS):
-            for record in await self._find(ready_key(self._run_id, *kind)):
+            key, network = ready_key(self._run_id, *kind), self._peer.records.network_size
+            slot = slot_at(self._now())
+            for record in await find_sample(self._find, key, self._peer.id, network, slot=slot):
                 try:
                     found[record.publisher] = read_candidate(record)
                 except RemoteProtocolError as error:

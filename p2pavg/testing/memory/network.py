@@ -178,9 +178,8 @@ class MemoryNetwork:
 
     def _listener_at(self, location: str) -> MemoryTransport | None:
         """Return the peer at an address, if one is in the network."""
-        return next(
-            (found for found in self._peers.values() if self._locations.of(found.peer_id) == location), None
-        )
+        peer_id = self._locations.peer_at(location)
+        return None if peer_id is None else self._peers.get(peer_id)
 
     def _leave(self, transport: MemoryTransport) -> None:
         if self._peers.get(transport.peer_id) is transport:

@@ -89,7 +89,7 @@ class Sender:
         )
 
     def send(self, use: DirectUse) -> None:
-        use.send_parts(HEADER, ME, outgoing(self._ledger.parts[use.lane.remote], []))
+        use.send_parts(HEADER, outgoing(self._ledger.parts[use.lane.remote], []))
 
     def start(self, use: DirectUse) -> threading.Thread:
         thread = threading.Thread(target=self.send, args=(use,), daemon=True)

@@ -45,6 +45,7 @@ LINK: dict[str, tuple[list[str], bool, object]] = {
     "port_mapping": (["--port-mapping"], False, True),
     "relay_mbps": (["--relay-mbps"], False, 10.0),
     "attach": (["--attach"], False, None),
+    "site": (["--site"], False, ""),
     "home": (["--home"], False, None),
     "config": (["--config"], False, None),
     "verbose": (["--verbose", "-v"], False, False),
@@ -317,3 +318,15 @@ async def test_out_of_range_options_are_refused_like_an_averagers(name: str) -> 
     async with simulated_peers(MemoryNetwork(), 1) as (peer,):
         with pytest.raises(p2pavg.ConfigError, match=rf"^{name} must be a number (above 0|from 0.1 to)"):
             await assist(peer, "sim", **{name: -1.0})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("site", "attach", "words"),
+    [("lab-a", None, "site needs attach"), ("\n", "/tmp/a.sock", "site must be a name of at most 32 bytes")],
+)
+def test_a_site_is_of_attached_processes(site: str, attach: str | None, words: str) -> None:
+    options = daemon.DaemonOptions(
+        listen=[], bootstrap=[], identity=None, run_id=None, site=site, attach=attach
+    )
+    with pytest.raises(p2pavg.ConfigError, match=words):
+        options.check()

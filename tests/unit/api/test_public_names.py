@@ -39,6 +39,7 @@ NAMES = [
     "FailedCode",
     "Fp16",
     "Fp32",
+    "Hierarchical",
     "IdentityError",
     "InProgress",
     "Int4",

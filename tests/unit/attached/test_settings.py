@@ -8,6 +8,7 @@ import torch
 
 import p2pavg
 from p2pavg.attached.settings import (
+    at_site,
     check_shareable,
     difference,
     encode_config,
@@ -18,6 +19,7 @@ from p2pavg.attached.settings import (
     read_schema,
 )
 from p2pavg.errors import RemoteProtocolError
+from p2pavg.group.topology import site_of
 from p2pavg.vector.accumulation import schema_of
 
 FULL = p2pavg.AveragingConfig(
@@ -49,6 +51,16 @@ def test_a_configuration_comes_back(config: p2pavg.AveragingConfig) -> None:
 def test_every_setting_is_sent_or_belongs_to_the_peer() -> None:
     settings = set(p2pavg.AveragingConfig.__dataclass_fields__)
     assert settings - plain_settings(FULL).keys() == {"participation", "access"}
+
+
+def test_the_site_is_the_peers_own() -> None:
+    config = p2pavg.AveragingConfig(run_id="x", topology="hierarchical", audit="off")
+    found = read_config(encode_config(config), {})
+    assert site_of(at_site(found, "lab-a").aggregation.topology) == "lab-a"
+    assert at_site(FULL, "lab-a") is FULL
+    with pytest.raises(p2pavg.ConfigError, match="start the peer with --site"):
+        check_shareable(at_site(config, "lab-a"))
+    check_shareable(config)
 
 
 @pytest.mark.parametrize(

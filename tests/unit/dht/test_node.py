@@ -450,3 +450,44 @@ async def test_an_error_other_than_the_networks_is_raised() -> None:
     owner, _ = node(broken)
     with pytest.RaisesGroup(ZeroDivisionError):
         await owner.join([contact(ALICE)])
+
+
+async def test_renewals_and_withdrawals_ask_for_no_answer(autojump_clock: MockClock) -> None:
+    # Each publisher of a large board would read what all others have renewed, eight times over.
+    renewing, script = node(keeping(record(ALICE)))
+    async with trio.open_nursery() as nursery:
+        await nursery.start(renewing.run)  # type: ignore[arg-type]
+        await renewing.join([contact(ALICE)])
+        await renewing.publish(KEY, b"v", ttl=60.0)
+        script.asked.clear()
+        await renewing._renew(KEY)
+        await renewing.withdraw(KEY)
+        nursery.cancel_scope.cancel()
+    stores = [request for _, request in script.asked if isinstance(request, Store)]
+    assert [request.brief for request in stores] == [True, True]
+    assert [request.records[0].withdrawn for request in stores] == [False, True]
+    assert all(not request.known for request in stores)
+
+
+@pytest.mark.parametrize("withdraws", [False, True])
+async def test_refused_renewal_asks_for_the_newer_record_and_outranks_it(withdraws: bool) -> None:
+    newer = sign_record(ME, key=KEY, sequence=2**62, expiration_time=NOW + 100.0, value=b"earlier process")
+    told: list[Store] = []
+
+    async def answer(_: Contact, request: bytes) -> bytes:
+        match decode_request(request):
+            case Store(_, records, _, brief) as store:
+                told.append(store)
+                held = max([newer, *records], key=lambda each: each.rank)
+                outcome = "" if held in records else "replayed: a newer record of this publisher is held"
+                return encode(Stored((), () if brief else (held,), (outcome,), 0))
+            case _:
+                return encode(Located(()))
+
+    restarted, _ = node(answer)
+    await restarted.join([contact(ALICE)])
+    restarted._publications.announce(KEY, b"v", ttl=60.0, now=NOW)
+    await (restarted.withdraw(KEY) if withdraws else restarted._renew(KEY))
+    assert [request.brief for request in told] == [True, False, False]
+    assert told[-1].records[0].rank > newer.rank
+    assert told[-1].records[0].withdrawn is withdraws

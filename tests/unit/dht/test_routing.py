@@ -1,8 +1,11 @@
+import statistics
+
 from p2pavg_dht import Contact, Ed25519Signer
 from p2pavg_dht.distance import BITS, K, bucket_of, flipped, key_point, nearest, peer_point
 from p2pavg_dht.routing import (
     BUCKET_CAPACITY,
     CHECK_INTERVAL,
+    COUNTED,
     FORGIVENESS_INTERVAL,
     LONGEST_BACKOFF,
     MOST_BACKOFFS,
@@ -168,3 +171,28 @@ def test_buckets_beyond_the_nearest_peers_are_refreshed() -> None:
     assert BITS not in buckets
     surroundings = [bucket_of(OWN_POINT, peer_point(peer.peer_id)) for peer in table.nearest(OWN_POINT)]
     assert all(bucket >= surroundings[-1] for bucket in buckets)
+
+
+def test_a_small_network_is_counted() -> None:
+    for count in (0, 1, K, 30, COUNTED - 1):
+        assert table_of(OTHERS[:count]).network_size() == count + 1
+
+
+def test_a_large_network_is_estimated_from_the_nearest_peers() -> None:
+    estimates = []
+    everyone = [Contact(Ed25519Signer(number.to_bytes(32, "big")).peer_id) for number in range(600)]
+    for own in everyone[:20]:
+        table = RoutingTable(own.peer_id)
+        for peer in everyone:
+            table.succeeded(peer, 0.0)
+        assert len(table.live()) < 200
+        estimates.append(table.network_size())
+    assert 450 < statistics.mean(estimates) < 800
+    assert sum(300 < estimate < 1200 for estimate in estimates) >= 17
+
+
+def test_refused_contacts_are_no_part_of_the_network() -> None:
+    table = table_of(OTHERS[:30])
+    for peer in OTHERS[:10]:
+        table.failed(peer, 100.0)
+    assert table.network_size() == 21

@@ -27,7 +27,7 @@ ADDRESSES = ("/ip4/192.0.2.0/tcp/4001",)
 def test_the_key_never_changes() -> None:
     assert (
         ready_key("albert-base", bytes(32)).hex()
-        == "bc33e1ed206e780ca7571523a39737cc33fc6ae28fc2adb5e33602681cfd21a5"
+        == "2c0f4a332f3ead9d5770efd655bf919b8369dd20b57281a3cd532aa0bafeb00f"
     )
 
 
@@ -100,69 +100,79 @@ def test_candidates_are_ordered_by_auxiliary_then_deadline_then_id() -> None:
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ((3, 1.0, 1.0, 1.0, "fp32", False, ADDRESSES), "readiness of version 3"),
-        ((4, -1.0, 1.0, 1.0, "fp32", False, ADDRESSES), "deadline out of range"),
-        ((4, math.nan, 1.0, 1.0, "fp32", False, ADDRESSES), "not finite"),
-        ((4, math.inf, 1.0, 1.0, "fp32", False, ADDRESSES), "not finite"),
-        ((4, 1.0, -1.0, 1.0, "fp32", False, ADDRESSES), "weight -1.0 of a peer"),
-        ((4, 1.0, 1.0, 1.0, "fp32", True, ADDRESSES), "weight 1.0 of an auxiliary"),
-        ((4, 1.0, MAX_WEIGHT * 1.01, 1.0, "fp32", False, ADDRESSES), "weight"),
-        ((4, 1.0, math.nan, 1.0, "fp32", False, ADDRESSES), "not finite"),
-        ((4, 1.0, 1, 1.0, "fp32", False, ADDRESSES), "field 2 is int"),
-        ((4, 1.0, 1.0, -5.0, "fp32", False, ADDRESSES), "bandwidth"),
-        ((4, 1.0, 1.0, MIN_BANDWIDTH * 0.99, "fp32", False, ADDRESSES), "a bandwidth of 0.099 Mbit/s"),
-        ((4, 1.0, 1.0, MAX_BANDWIDTH * 1.01, "fp32", False, ADDRESSES), "bandwidth"),
-        ((4, 1.0, 1.0, 1.0, "", False, ADDRESSES), "codec"),
-        ((4, 1.0, 1.0, 1.0, "x" * (MAX_CODEC_CHARS + 1), False, ADDRESSES), "codec"),
-        ((4, 1.0, 1.0, 1.0, "fp32\x1b[2J", False, ADDRESSES), "codec"),
-        ((4, 1.0, 1.0, 1.0, "fp32", 0, ADDRESSES), "field 5 is int"),
-        ((4, 1.0, 1.0, 1.0, "fp32", False, ("no address",)), "an address is printable ASCII"),
-        ((4, 1.0, 1.0, 1.0, "fp32", False, ("/a b",)), "an address is printable ASCII"),
-        ((4, 1.0, 1.0, 1.0, "fp32", False, (5,)), "an address is a text"),
-        ((4, 1.0, 1.0, 1.0, "fp32", False, ("/a",) * 17), "at most 16 addresses"),
-        ((4, 1.0, 1.0, 1.0, "fp32", False), "13 fields"),
-        ((4, 1.0, 1.0, 1.0, "fp32", False, (), b"x" * 33, (), ()), "a state of 33 bytes"),
-        ((4, 1.0, 1.0, 1.0, "fp32", False, (), "x", (), ()), "field 7 is str"),
-        ((4, 1.0, 1.0, 1.0, "fp32", False, (), b"", ("x",) * 17, ()), "tags"),
-        ((4, 1.0, 1.0, 1.0, "fp32", False, (), b"", ("x" * 33,), ()), "tags"),
-        ((4, 1.0, 1.0, 1.0, "fp32", False, (), b"", ("",), ()), "tags"),
-        ((4, 1.0, 1.0, 1.0, "fp32", False, (), b"", ("\x1b",), ()), "tags"),
-        ((4, 1.0, 1.0, 1.0, "fp32", False, (), b"", (5,), ()), "field 0 is int"),
-        ((4, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (("x", 1.0),) * 17), "17 metrics"),
-        ((4, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (("x", 1.0),) * 2), "metrics whose names"),
-        ((4, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (("y", 1.0), ("x", 1.0))), "metrics whose names"),
-        ((4, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (("\x1b", 1.0),)), "metrics whose names"),
-        ((4, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (("x", math.nan),)), "not finite"),
-        ((4, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (("x", 1.1e100),)), "a metric out of range"),
-        ((4, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (("x", 1),)), "field 1 is int"),
-        ((4, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (("x",),)), "2 fields"),
-        ((4, 1.0, 1.0, 1.0, "fp32", False, (), b"", "gpu", ()), "field 8 is str"),
-        ((4, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (("x" * 33, 1.0),)), "metrics whose names"),
-        ((4, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (("", 1.0),)), "metrics whose names"),
-        ((4, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (("x", 1.0), ("x", 2.0))), "metrics whose names"),
-        ((4, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), ((5, 1.0),)), "field 0 is int"),
-        ((4, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), ("x",)), "field 0 is str"),
-        ((4, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), "x"), "field 9 is str"),
-        ((4, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (), b"", 0.0, 2, ()), "13 fields"),
-        ((4, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (), b"", -1.0), "a norm of -1 of a contribution"),
-        ((4, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (), b"", 2.0**119), "a norm of 6.64614e\\+35"),
-        ((4, 1.0, 0.0, 1.0, "fp32", False, (), b"", (), (), b"", 1.0), "a norm of 1 of no contribution"),
-        ((4, 1.0, 0.0, 1.0, "fp32", True, (), b"", (), (), b"", 1.0), "a norm of 1 of no contribution"),
-        ((4, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (), b"", math.nan), "not finite"),
-        ((4, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (), b"", 1), "field 11 is int"),
-        ((4, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (), "x", 0.0), "field 10 is str"),
-        ((4, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (), b"x" * 641, 0.0), "a certificate of 641 bytes"),
-        ((4, 1.0, 1.0, 1.0, "fp32", False, ADDRESSES, b"", (), (), b"", 0.0, 3), "a reach of 3 with 1 addr"),
-        ((4, 1.0, 1.0, 1.0, "fp32", False, ADDRESSES, b"", (), (), b"", 0.0, -1), "a reach of -1"),
-        ((4, 1.0, 1.0, 1.0, "fp32", False, ADDRESSES, b"", (), (), b"", 0.0, 0.0), "field 12 is float"),
-        ((4, 1.0, 1.0, 1.0, "fp32", False, ADDRESSES, b"", (), (), b"", 0.0, True), "field 12 is bool"),
-        ((4, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (), b"", 0.0, 0), "a reach of 0 with 0 addresses"),
-        ((4, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (), b"", 0.0, 1), "a reach of 1 with 0 addresses"),
-        ((), "13 fields"),
+        ((4, 1.0, 1.0, 1.0, "fp32", False, ADDRESSES), "readiness of version 4"),
+        ((5, -1.0, 1.0, 1.0, "fp32", False, ADDRESSES), "deadline out of range"),
+        ((5, math.nan, 1.0, 1.0, "fp32", False, ADDRESSES), "not finite"),
+        ((5, math.inf, 1.0, 1.0, "fp32", False, ADDRESSES), "not finite"),
+        ((5, 1.0, -1.0, 1.0, "fp32", False, ADDRESSES), "weight -1.0 of a peer"),
+        ((5, 1.0, 1.0, 1.0, "fp32", True, ADDRESSES), "weight 1.0 of an auxiliary"),
+        ((5, 1.0, MAX_WEIGHT * 1.01, 1.0, "fp32", False, ADDRESSES), "weight"),
+        ((5, 1.0, math.nan, 1.0, "fp32", False, ADDRESSES), "not finite"),
+        ((5, 1.0, 1, 1.0, "fp32", False, ADDRESSES), "field 2 is int"),
+        ((5, 1.0, 1.0, -5.0, "fp32", False, ADDRESSES), "bandwidth"),
+        ((5, 1.0, 1.0, MIN_BANDWIDTH * 0.99, "fp32", False, ADDRESSES), "a bandwidth of 0.099 Mbit/s"),
+        ((5, 1.0, 1.0, MAX_BANDWIDTH * 1.01, "fp32", False, ADDRESSES), "bandwidth"),
+        ((5, 1.0, 1.0, 1.0, "", False, ADDRESSES), "codec"),
+        ((5, 1.0, 1.0, 1.0, "x" * (MAX_CODEC_CHARS + 1), False, ADDRESSES), "codec"),
+        ((5, 1.0, 1.0, 1.0, "fp32\x1b[2J", False, ADDRESSES), "codec"),
+        ((5, 1.0, 1.0, 1.0, "fp32", 0, ADDRESSES), "field 5 is int"),
+        ((5, 1.0, 1.0, 1.0, "fp32", False, ("no address",)), "an address is printable ASCII"),
+        ((5, 1.0, 1.0, 1.0, "fp32", False, ("/a b",)), "an address is printable ASCII"),
+        ((5, 1.0, 1.0, 1.0, "fp32", False, (5,)), "an address is a text"),
+        ((5, 1.0, 1.0, 1.0, "fp32", False, ("/a",) * 17), "at most 16 addresses"),
+        ((5, 1.0, 1.0, 1.0, "fp32", False), "14 fields"),
+        ((5, 1.0, 1.0, 1.0, "fp32", False, (), b"x" * 33, (), ()), "a state of 33 bytes"),
+        ((5, 1.0, 1.0, 1.0, "fp32", False, (), "x", (), ()), "field 7 is str"),
+        ((5, 1.0, 1.0, 1.0, "fp32", False, (), b"", ("x",) * 17, ()), "tags"),
+        ((5, 1.0, 1.0, 1.0, "fp32", False, (), b"", ("x" * 33,), ()), "tags"),
+        ((5, 1.0, 1.0, 1.0, "fp32", False, (), b"", ("",), ()), "tags"),
+        ((5, 1.0, 1.0, 1.0, "fp32", False, (), b"", ("\x1b",), ()), "tags"),
+        ((5, 1.0, 1.0, 1.0, "fp32", False, (), b"", (5,), ()), "field 0 is int"),
+        ((5, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (("x", 1.0),) * 17), "17 metrics"),
+        ((5, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (("x", 1.0),) * 2), "metrics whose names"),
+        ((5, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (("y", 1.0), ("x", 1.0))), "metrics whose names"),
+        ((5, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (("\x1b", 1.0),)), "metrics whose names"),
+        ((5, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (("x", math.nan),)), "not finite"),
+        ((5, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (("x", 1.1e100),)), "a metric out of range"),
+        ((5, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (("x", 1),)), "field 1 is int"),
+        ((5, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (("x",),)), "2 fields"),
+        ((5, 1.0, 1.0, 1.0, "fp32", False, (), b"", "gpu", ()), "field 8 is str"),
+        ((5, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (("x" * 33, 1.0),)), "metrics whose names"),
+        ((5, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (("", 1.0),)), "metrics whose names"),
+        ((5, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (("x", 1.0), ("x", 2.0))), "metrics whose names"),
+        ((5, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), ((5, 1.0),)), "field 0 is int"),
+        ((5, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), ("x",)), "field 0 is str"),
+        ((5, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), "x"), "field 9 is str"),
+        ((5, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (), b"", 0.0, 2, "", ()), "14 fields"),
+        ((5, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (), b"", -1.0), "a norm of -1 of a contribution"),
+        ((5, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (), b"", 2.0**119), "a norm of 6.64614e\\+35"),
+        ((5, 1.0, 0.0, 1.0, "fp32", False, (), b"", (), (), b"", 1.0), "a norm of 1 of no contribution"),
+        ((5, 1.0, 0.0, 1.0, "fp32", True, (), b"", (), (), b"", 1.0), "a norm of 1 of no contribution"),
+        ((5, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (), b"", math.nan), "not finite"),
+        ((5, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (), b"", 1), "field 11 is int"),
+        ((5, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (), "x", 0.0), "field 10 is str"),
+        ((5, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (), b"x" * 641, 0.0), "a certificate of 641 bytes"),
+        ((5, 1.0, 1.0, 1.0, "fp32", False, ADDRESSES, b"", (), (), b"", 0.0, 3), "a reach of 3 with 1 addr"),
+        ((5, 1.0, 1.0, 1.0, "fp32", False, ADDRESSES, b"", (), (), b"", 0.0, -1), "a reach of -1"),
+        ((5, 1.0, 1.0, 1.0, "fp32", False, ADDRESSES, b"", (), (), b"", 0.0, 0.0), "field 12 is float"),
+        ((5, 1.0, 1.0, 1.0, "fp32", False, ADDRESSES, b"", (), (), b"", 0.0, True), "field 12 is bool"),
+        ((5, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (), b"", 0.0, 0), "a reach of 0 with 0 addresses"),
+        ((5, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (), b"", 0.0, 1), "a reach of 1 with 0 addresses"),
+        ((5, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (), b"", 0.0, 2, b""), "field 13 is bytes"),
+        (
+            (5, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (), b"", 0.0, 2, "l" * 33),
+            "site .* name is too long",
+        ),
+        (
+            (5, 1.0, 1.0, 1.0, "fp32", False, (), b"", (), (), b"", 0.0, 2, "\n"),
+            "name is too long or not print",
+        ),
+        ((5, 1.0, 0.0, 1.0, "fp32", True, (), b"", (), (), b"", 0.0, 2, "lab"), "a site of an auxiliary"),
+        ((), "14 fields"),
     ],
 )
 def test_a_genuine_record_with_an_invalid_field_is_refused(fields: tuple[object, ...], reason: str) -> None:
-    rest = (b"", (), (), b"", 0.0, 2)
+    rest = (b"", (), (), b"", 0.0, 2, "")
     record = record_of(0, *fields, *(rest[len(fields) - 7 :] if len(fields) >= 7 else ()))
     with pytest.raises(RemoteProtocolError, match=reason):
         read_candidate(record)
@@ -179,10 +189,24 @@ def test_the_ends_of_the_ranges_are_allowed() -> None:
     measured = tuple((f"{index:032}", -1e100) for index in range(16))
     rest = (b"s" * 32, ("t" * 32,) * 16, measured, b"c" * MAX_CERTIFICATE_BYTES)
     most = read_candidate(
-        record_of(0, 4, 0.0, MAX_WEIGHT, MAX_BANDWIDTH, "x" * MAX_CODEC_CHARS, False, (), *rest, MAX_NORM, 2)
+        record_of(
+            0,
+            5,
+            0.0,
+            MAX_WEIGHT,
+            MAX_BANDWIDTH,
+            "x" * MAX_CODEC_CHARS,
+            False,
+            (),
+            *rest,
+            MAX_NORM,
+            2,
+            "l" * 32,
+        )
     )
     assert (most.state, most.tags, most.metrics, most.certificate) == rest
     assert most.norm == MAX_NORM
+    assert most.site == "l" * 32
     assert (most.weight, most.bandwidth, most.deadline, most.addresses) == (
         MAX_WEIGHT,
         MAX_BANDWIDTH,
@@ -190,7 +214,7 @@ def test_the_ends_of_the_ranges_are_allowed() -> None:
         (),
     )
     least = read_candidate(
-        record_of(0, 4, 0.0, 5e-324, MIN_BANDWIDTH, "x", False, (), b"", (), (), b"", 0.0, 2)
+        record_of(0, 5, 0.0, 5e-324, MIN_BANDWIDTH, "x", False, (), b"", (), (), b"", 0.0, 2, "")
     )
     assert (least.weight, least.bandwidth) == (5e-324, MIN_BANDWIDTH)
 

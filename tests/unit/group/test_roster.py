@@ -40,7 +40,7 @@ def test_a_packed_roster_is_read_back(group: Roster) -> None:
 def test_the_group_id_never_changes() -> None:
     assert (
         roster([A, B, AUXILIARY], [100, 0, 900], proposal=7).group_id.hex()
-        == "44415c8b81db8a9ada4cfe8513af7b794aa08efc06dd7f2a7e33c367c06b0591"
+        == "0a190e840b7ada9b2ab77d5045dce49dd5608642b1b7a966df63f17ea40ede94"
     )
 
 

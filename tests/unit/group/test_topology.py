@@ -40,7 +40,7 @@ def test_a_topology_is_read_from_its_text(topology: Topology) -> None:
 
 @pytest.mark.parametrize("wrong", ["", "ring", "Star", "star:1", None, 1, Star, b"star"])
 def test_other_topologies_are_refused(wrong: object) -> None:
-    with pytest.raises(ConfigError, match="a topology is 'butterfly' or 'star'"):
+    with pytest.raises(ConfigError, match="a topology is 'butterfly', 'star' or 'hierarchical'"):
         resolve_topology(wrong)
 
 

@@ -104,6 +104,8 @@ def test_a_run_file_names_its_topology_unless_it_is_the_usual_one() -> None:
     assert "topology" not in run_file().text
     assert 'topology = "star"' in run_file(topology="star").text.splitlines()
     assert run_file(topology="star").settings["topology"] == "star"
+    sited = run_file(topology="hierarchical", audit="off")
+    assert parse_run_file(sited.text).settings["topology"] == "hierarchical"
 
 
 def test_settings_that_are_left_out_have_their_defaults() -> None:
@@ -121,7 +123,8 @@ def test_the_secret_is_in_no_repr() -> None:
     [
         ("version = 2", "version must be 1, got 2"),
         ("version = true", "version must be 1, got True"),
-        ("topology = 'ring'", "topology: a topology is 'butterfly' or 'star', got 'ring'"),
+        ("topology = 'hierarchical'", "audit must be 'off' with topology 'hierarchical'"),
+        ("topology = 'ring'", "topology: a topology is 'butterfly', 'star' or 'hierarchical', got 'ring'"),
         ("topology = 5", "topology must be text"),
         ("run_id = ''", "run_id must be text of 1 to 128 printable characters, got ''"),
         ("run_id = 5", "run_id must be text .*, got 5"),

@@ -134,7 +134,7 @@ def inside(strategy: Strategy, **changes: Any) -> str:
         (changed(STRATEGIES[1], target_batch_size="64"), r"strategy\.target_batch_size must be a number"),
         (
             changed(STRATEGIES[1], topology="ring"),
-            r"strategy\.topology: a topology is 'butterfly' or 'star', got 'ring'",
+            r"strategy\.topology: a topology is 'butterfly', 'star' or 'hierarchical', got 'ring'",
         ),
         (changed(STRATEGIES[1], aggregation="best"), r"strategy\.aggregation: a rule is"),
         (changed(STRATEGIES[1], overlap=1), r"strategy\.overlap must be true or false"),
@@ -257,5 +257,5 @@ class TestRecords:
 
 
 def test_a_wrong_argument_is_named() -> None:
-    with pytest.raises(ConfigError, match="topology: a topology is 'butterfly' or"):
+    with pytest.raises(ConfigError, match="topology: a topology is 'butterfly', 'star' or"):
         DataParallel(target_batch_size=1, topology="ring")

@@ -1,0 +1,132 @@
+"""Large runs: readiness, statuses and run entries are spread over places, and peers meet whatever size they see."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import partial
+
+import pytest
+import trio
+from trio.testing import MockClock
+
+import p2pavg
+from p2pavg.group import rungs
+from p2pavg.peer import Peer
+from p2pavg.records import spread_records
+from p2pavg.testing import MemoryNetwork, simulated_peers
+from p2pavg_dht import Record
+from p2pavg_dht.routing import RoutingTable
+from p2pavg_dht.storage import RecordStore, Refusal
+from tests.simulation.swarm import LAN, Swarm, config, values
+
+
+def believe(monkeypatch: pytest.MonkeyPatch, sizes: dict[str, int]) -> None:
+    """Let each peer believe in a network of some size."""
+    monkeypatch.setattr(RoutingTable, "network_size", lambda table: sizes[table._own_id])
+
+
+async def step(peers: list[Peer], how: p2pavg.AveragingConfig, *, apart: float = 0.0) -> Swarm:
+    """Let each peer take one step, each ``apart`` seconds after the one before."""
+    swarm = Swarm()
+    async with trio.open_nursery() as nursery:
+        for index, peer in enumerate(peers):
+            nursery.start_soon(partial(swarm.step_once, peer, index, how, after=apart * index))
+    return swarm
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        pytest.param([10, 10, 500, 500, 5_000, 10**6], id="all sizes"),
+        pytest.param([10, 10, 10, 10, 10, 10**7], id="one is deceived"),
+        pytest.param([10**7] * 6, id="all are deceived"),
+        pytest.param([500, 500, 500, 500, 500, 10], id="one sees too few"),
+    ],
+)
+async def test_peers_that_see_runs_of_other_sizes_meet(
+    sizes: list[int], monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
+) -> None:
+    async with simulated_peers(MemoryNetwork(latency=LAN), 6) as peers:
+        believe(monkeypatch, {peer.id: size for peer, size in zip(peers, sizes, strict=True)})
+        swarm = await step(peers, config(group_size=6, match_timeout=60.0), apart=0.1)
+    assert {result.peers_count for result in swarm.successes()} == {6}
+    assert len(swarm.successes()) == 6
+    # A rung takes a quarter of a second, and there are eight. The deadline is a minute away.
+    assert max(swarm.ended.values()) - max(swarm.began.values()) < 15.0
+
+
+async def test_second_round_begins_where_the_first_has_met(
+    monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
+) -> None:
+    took: list[list[float]] = [[], []]
+
+    async def twice(peer: Peer, index: int) -> None:
+        async with peer.averager(config(group_size=3)) as averager:
+            for durations in took:
+                averager.accumulate([values(index)])
+                result = await averager.step(wait=None)
+                assert isinstance(result, p2pavg.Success)
+                assert result.peers_count == 3
+                durations.append(result.duration)
+
+    async with simulated_peers(MemoryNetwork(latency=LAN), 3) as peers:
+        believe(monkeypatch, {peer.id: 100 for peer in peers})  # one rung above the common place
+        async with trio.open_nursery() as nursery:
+            for index, peer in enumerate(peers):
+                nursery.start_soon(twice, peer, index)
+    assert max(took[0]) > rungs.STEP_SECONDS
+    assert max(took[1]) < rungs.STEP_SECONDS
+
+
+async def test_records_of_a_large_run_are_spread(
+    monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
+) -> None:
+    monkeypatch.setattr(rungs, "LEAST", 4)  # four peers in a place make a large run
+    monkeypatch.setattr(spread_records, "ENOUGH", 2)
+    most: Counter[bytes] = Counter()
+
+    def counted(store: RecordStore, record: Record, *, sender: str, now: float) -> str | None:
+        refusal = put(store, record, sender=sender, now=now)
+        most[record.key] = max(most[record.key], store._by_key[record.key].records)
+        return refusal
+
+    put = RecordStore.put
+    monkeypatch.setattr(RecordStore, "put", counted)
+    async with simulated_peers(MemoryNetwork(latency=LAN), 20) as peers:
+        believe(monkeypatch, {peer.id: 20 for peer in peers})
+        await trio.sleep(2.0)
+        swarm = await step(peers, config(group_size=2, match_timeout=30.0))
+    assert {result.peers_count for result in swarm.successes()} == {2}
+    assert len(swarm.successes()) == 20
+    # Readiness, run entries and statuses in four places each, but for the few that see too few others there.
+    assert len(most) >= 12
+    assert max(most.values()) <= 10
+
+
+async def test_flooded_place_keeps_no_peers_apart(
+    monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
+) -> None:
+    flooded: set[bytes] = set()
+
+    def without_room(store: RecordStore, record: Record, *, sender: str, now: float) -> str | None:
+        if record.key in flooded and not record.withdrawn:
+            return Refusal.KEY_FULL
+        return put(store, record, sender=sender, now=now)
+
+    put, place = RecordStore.put, rungs.cell_key
+
+    def on_a_rung(key: bytes, slot: int, rung: int, cell: int) -> bytes:
+        found = place(key, slot, rung, cell)
+        if rung == 1:
+            flooded.add(found)
+        return found
+
+    monkeypatch.setattr(RecordStore, "put", without_room)
+    monkeypatch.setattr(rungs, "cell_key", on_a_rung)
+    async with simulated_peers(MemoryNetwork(latency=LAN), 4) as peers:
+        believe(monkeypatch, {peer.id: 100 for peer in peers})
+        swarm = await step(peers, config(group_size=4, match_timeout=60.0))
+    assert len(flooded) > 0
+    assert [result.peers_count for result in swarm.successes()] == [4] * 4
+    # The keepers' refusal sends each of them on before it would look for more peers in that place.
+    assert max(swarm.ended.values()) - max(swarm.began.values()) < rungs.STEP_SECONDS

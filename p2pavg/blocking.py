@@ -182,11 +182,19 @@ class Averager:
         Use it for other tensors, or for the same tensors in another run. Two averagers of one run with the same tensors
         disturb each other.
         """
-        averager, close = self._thread.call(partial(self._thread.hold, self._averager.sibling, config))
+        averager, close = self.open_sibling(config)
         try:
-            yield Averager(self._thread, averager)
+            yield averager
         finally:
             close()
+
+    def open_sibling(self, config: AveragingConfig) -> tuple[Averager, Callable[[], None]]:
+        """Open another averager of the same peer, as :meth:`sibling` does; return it, and the function that closes it.
+
+        It closes with this one at the latest. Call the function in any thread but the averager's.
+        """
+        averager, close = self._thread.call(partial(self._thread.hold, self._averager.sibling, config))
+        return Averager(self._thread, averager), close
 
     @contextmanager
     def beside(self, enter: Callable[[DecentralizedAverager], AbstractAsyncContextManager[T]]) -> Iterator[T]:

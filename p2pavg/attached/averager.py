@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import AbstractAsyncContextManager, contextmanager
+from contextlib import AbstractAsyncContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from types import MappingProxyType
 from typing import TypeVar, cast
@@ -370,6 +370,11 @@ class AttachedAverager(Averager):
         self._check()
         with open_channel(self._link, config) as averager:
             yield averager
+
+    def open_sibling(self, config: AveragingConfig) -> tuple[Averager, Callable[[], None]]:
+        """Open another averager of this process, for another run; return it, and the function that closes it."""
+        stack = ExitStack()
+        return stack.enter_context(self.sibling(config)), stack.close
 
     def board(self, topic: str, look_seconds: float = LOOK_SECONDS) -> Topic:
         """See :meth:`p2pavg.DecentralizedAverager.board`. It shows the other processes of the peer, too."""

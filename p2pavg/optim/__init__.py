@@ -1,6 +1,8 @@
 """Training with the averager: large batches, local updates with an outer optimizer, error feedback."""
 
 from p2pavg.optim.averaged import AveragedOptimizer
+from p2pavg.optim.cell_optimizer import CellOptimizer
+from p2pavg.optim.cells import Cells
 from p2pavg.optim.display import RunProgress
 from p2pavg.optim.divided import divided_optimizer
 from p2pavg.optim.feedback import ErrorFeedback
@@ -30,6 +32,8 @@ from p2pavg.state.progress import StateProgress
 
 __all__ = [
     "AveragedOptimizer",
+    "CellOptimizer",
+    "Cells",
     "ErrorFeedback",
     "FedAdagrad",
     "FedAdam",

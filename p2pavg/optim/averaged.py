@@ -249,7 +249,7 @@ class AveragedOptimizer(PeerOptimizer):
             hyperparameters(self.inner),
             self.learning_rates,
         )
-        norm = self._update(result.averaged)
+        norm = self._update(result.averaged, result)
         self._training.took(result, numbers, averaged, self._parameters)
         self._together.run.say(self._averager.weight, waiting=False)
         self._step_scheduler()
@@ -268,7 +268,7 @@ class AveragedOptimizer(PeerOptimizer):
     def replay(self, averaged: list[torch.Tensor], success: Success) -> None:
         """See :class:`~p2pavg.optim.following.Replays`."""
         digest, numbers, rates = digest_of(averaged), hyperparameters(self.inner), self.learning_rates
-        norm = self._update(averaged)
+        norm = self._update(averaged, success)
         self._training.replayed(success.group_id, numbers, digest, self._parameters)
         self._step_scheduler()
         self._updated(self._training.report(success, norm, goes_on=True), rates)
@@ -284,8 +284,8 @@ class AveragedOptimizer(PeerOptimizer):
     def load_own(self, saved: Mapping[str, Any]) -> None:
         """See :class:`~p2pavg.optim.states.Owner`."""
 
-    def _update(self, averaged: list[torch.Tensor]) -> float:
-        """Apply the averaged gradient and buffers; return the gradient's L2 norm."""
+    def _update(self, averaged: list[torch.Tensor], success: Success) -> float:  # noqa: ARG002 - for subclasses
+        """Apply the averaged gradient and buffers of a round; return the gradient's L2 norm."""
         count = len(self._parameters)
         self._parts.take(averaged[count:])
         gradients = self._ranks.settle(averaged[:count])

@@ -64,7 +64,13 @@ class StepReport:
     consensus_distance: float | None = None
     """After an outer step of :func:`~p2pavg.optim.noloco` or :func:`~p2pavg.optim.gossip`: the L2 distance between this
     peer's anchor and the mean of its group's anchors, before the step, as estimated from a random projection to 1,024
-    values: the standard error is 2 %. Other optimizers keep the anchors of all peers the same."""
+    values: the standard error is 2 %. Other optimizers keep the anchors of all peers the same.
+    After a mix of :class:`~p2pavg.optim.CellOptimizer`: the L2 distance between the cell's values and the cells' mean,
+    over the values that were mixed."""
+    mixed: float | None = None
+    """After a mix of :class:`~p2pavg.optim.CellOptimizer`: the part of the values, 0 to 1, that was mixed."""
+    cell: int | None = None
+    """This peer's cell, from 0 on, with :class:`~p2pavg.optim.CellOptimizer`."""
 
     @property
     def updated(self) -> bool:

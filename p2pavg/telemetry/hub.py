@@ -75,10 +75,14 @@ class Events:
 
     def emit(self, event: AnyEvent) -> None:
         """Deliver an event to all subscribers, in this thread."""
-        for subscription in self._subscriptions:  # a tuple, which never changes
-            subscription.deliver(event)
+        self.pass_on(event)
         if self._parent is not None:
             self._parent.emit(event)
+
+    def pass_on(self, event: AnyEvent) -> None:
+        """Deliver an event to the subscribers of this object, and not to the parent, which has it already."""
+        for subscription in self._subscriptions:  # a tuple, which never changes
+            subscription.deliver(event)
 
     def _remove(self, subscription: Subscription) -> None:
         with self._lock:

@@ -11,9 +11,10 @@ import contextlib
 import sys
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 from unittest.mock import patch
 
 import outcome
@@ -30,6 +31,9 @@ from p2pavg.testing import simulation
 from p2pavg.testing.faults import FaultPlan
 from p2pavg.testing.memory import MemoryNetwork
 from p2pavg.threads.trio_thread import TrioThread
+
+if TYPE_CHECKING:
+    from trio_typing import TaskStatus  # whose stubs mypy prefers to trio's own
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -55,6 +59,7 @@ class LoopThread(Generic[T]):
         self._request: Callable[[], Awaitable[Any]] | None = None
         self._answer: outcome.Outcome[Any] = outcome.Value(None)
         self._ended: outcome.Outcome[T] | None = None
+        self._nursery: trio.Nursery | None = None
 
     # ------------------------------------------------------------------ in trio
 
@@ -62,11 +67,20 @@ class LoopThread(Generic[T]):
         """Run the loop to its end, and return its result. If the caller is cancelled, it ends in its present call."""
         thread = threading.Thread(target=self._main, name="simulated training", daemon=True)
         thread.start()
+        async with trio.open_nursery() as nursery:
+            self._nursery = nursery
+            await self._take_turns(thread)
+            nursery.cancel_scope.cancel()
+        thread.join()
+        assert self._ended is not None
+        return self._ended.unwrap()
+
+    async def _take_turns(self, thread: threading.Thread) -> None:
         while True:
             self._turn.release()
             self._handed_over.acquire()
             if self._ended is not None:
-                break
+                return
             assert self._request is not None
             try:
                 self._answer = outcome.Value(await self._request())
@@ -77,8 +91,28 @@ class LoopThread(Generic[T]):
                 raise
             except Exception as error:  # noqa: BLE001 - the loop gets it
                 self._answer = outcome.Error(error)
-        thread.join()
-        return self._ended.unwrap()
+
+    async def hold(
+        self, enter: Callable[..., AbstractAsyncContextManager[R]], *args: object
+    ) -> tuple[R, Callable[[], None]]:
+        """Enter ``enter(*args)``; return its value, and a function for the loop that leaves it and waits."""
+        assert self._nursery is not None
+        leave, left = trio.Event(), trio.Event()
+
+        async def live(task_status: TaskStatus[R]) -> None:
+            try:
+                async with enter(*args) as what:
+                    task_status.started(what)
+                    await leave.wait()
+            finally:
+                left.set()
+
+        async def close() -> None:
+            leave.set()
+            await left.wait()
+
+        what: R = await self._nursery.start(live)
+        return what, partial(self.call, close)
 
     # ------------------------------------------------------------------ in the thread
 

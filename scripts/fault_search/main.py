@@ -40,6 +40,11 @@ COMMANDS = {
         "a run of 40 peers that are killed and replaced, on virtual time",
         "an hour",
     ),
+    "cells": Command(
+        "scripts.fault_search.cells",
+        "synchronous cells whose peers are killed and replaced, on virtual time",
+        "a quarter of an hour",
+    ),
     "state": Command(
         "scripts.fault_search.state",
         "donors and joiners that fail while a state is fetched, in real processes",

@@ -318,6 +318,7 @@ def test_both_averagers_have_the_same_methods() -> None:
         "expect": "method",
         "has_places": "property",
         "beside": "method",
+        "open_sibling": "method",
     }
 
 

@@ -116,7 +116,7 @@ def _difference(mine: RunEntry, other: RunEntry) -> str:
     if other.rule != mine.rule:
         return "with another participation rule than yours"
     if topology_in(other.aggregation) != topology_in(mine.aggregation):
-        return f"as a {topology_in(other.aggregation)}, you as a {topology_in(mine.aggregation)}"
+        return f"with the topology {topology_in(other.aggregation)}, you with {topology_in(mine.aggregation)}"
     if other.aggregation != mine.aggregation:
         return f"by {other.aggregation or MEAN}, you by {mine.aggregation or MEAN}"
     return f"with the codec {other.codec}, you with {mine.codec}"

@@ -126,7 +126,7 @@ async def test_peers_with_another_topology_never_meet_and_hear_why(autojump_cloc
             await trio.sleep(10.0)
 
     await run_peers(MemoryNetwork(latency=LAN), 2, look)
-    for index, words in enumerate(("as a star, you as a butterfly", "as a butterfly, you as a star")):
+    for index, words in enumerate(("topology star, you with butterfly", "topology butterfly, you with star")):
         result = results[index]
         assert isinstance(result, p2pavg.NoPeers)
         assert result.code is p2pavg.NoPeersCode.OTHER_SETTINGS

@@ -111,7 +111,7 @@ def test_malformed_entry_hides_no_other() -> None:
         ),
         (
             [entry(aggregation="median topology:star")],
-            "1 peer of this run averages as a star, you as a butterfly",
+            "1 peer of this run averages with the topology star, you with butterfly",
         ),
         (
             [entry(codec="fp32")] + [entry(schema_hash=b"\2" * 32, tensors=1)] * 2,

@@ -160,7 +160,9 @@ def test_a_slow_peer_takes_part_and_a_late_one_joins(options: dict[str, Any]) ->
         )
         for _ in until(optimizer, 10**6):
             reached[peer] = optimizer.epoch
-            if min(reached) >= enough and all(mine):  # who ends earlier takes the states with it that others lack
+            if min(reached) >= enough and all(
+                mine
+            ):  # who ends earlier takes the states with it that others lack
                 break
             report = one_step(model, batches, optimizer)
             time.sleep(0.2 if peer == 1 else 0.02)  # a batch's time, as on machines of different speeds

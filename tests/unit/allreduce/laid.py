@@ -24,6 +24,8 @@ class PairLane(DirectLane):
         self.change: Callable[[bytes], bytes] = bytes
         self.socket = end
         self.acknowledgements = 0
+        self.owed = False
+        """True while the receiver has not acknowledged what was sent."""
 
     def unsent(self) -> int:
         return 0
@@ -35,6 +37,7 @@ class PairLane(DirectLane):
         """Do nothing: the pair has room for a part."""
 
     def send(self, data: Buffer) -> None:
+        self.owed = True
         if self.bytes_sent + len(data) > self.breaks_at:
             self.abort()
         try:
@@ -84,6 +87,7 @@ class PairLane(DirectLane):
         await trio.lowlevel.wait_readable(self.socket.fileno())
         if not self.socket.recv(1):
             raise StreamBrokenError("it ended unacknowledged")
+        self.owed = False
 
     def abort(self) -> None:
         try:
@@ -168,7 +172,16 @@ class Laid:
 
     def keep(self, sender: str, lane: DirectLane) -> None:
         assert isinstance(lane, PairLane)
-        self._idle.setdefault((sender, lane.remote), []).append(lane)
+        self._nursery.start_soon(self._keep, sender, lane)
+
+    async def _keep(self, sender: str, lane: PairLane) -> None:
+        try:
+            if lane.owed:  # its attempt ended before: the receiver may still end the lane
+                await lane.acknowledged()
+        except (StreamBrokenError, OSError):
+            lane.abort()
+        else:
+            self._idle.setdefault((sender, lane.remote), []).append(lane)
 
     async def _attend(self, peer: Peer, lane: PairLane) -> None:
         try:

@@ -48,7 +48,7 @@ class InboundLane:
         self.finished = trio.Event()
         """Set by the task that took the lane; a stream that is not ``clean`` is reset after it."""
         self.clean = False
-        """Whether all that was sent for this header was read, so that another header may follow."""
+        """True if all that was sent for this header was read, so that another header may follow."""
 
     @property
     def remote(self) -> str:

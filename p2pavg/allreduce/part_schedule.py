@@ -32,8 +32,8 @@ class Step:
     """``CONTRIBUTIONS`` or ``AVERAGES``."""
     part: Part
     after: int | None
-    """What this member must have before, as :meth:`~p2pavg.allreduce.values.Values.is_ready` numbers it: one of its
-    tasks done, or an average to pass on; ``None`` if the part waits for nothing."""
+    """Number, as in :meth:`~p2pavg.allreduce.values.Values.is_ready`, of what must be ready before: one of this
+    member's tasks, or an average to pass on; ``None`` if the part waits for nothing."""
     last: bool
     """True for the last part of its kind: the sender owes none of this kind after it."""
     ends: bool

@@ -45,8 +45,11 @@ ANYWAY_SECONDS = 2.0
 FOLLOWING_SECONDS = 4.0
 """The same for a peer that follows a leader: the leader climbs for its group."""
 
+DOUBT = 2
+"""The run may be so many times as large as it seems."""
+
 _PLACE = "p2pavg/rung/1"
-_CELL = "p2pavg/rung/cell/1"
+_NUMBER = "p2pavg/rung/cell/1"
 
 
 def rung_for(peers: int, wanted: int = 0) -> int:
@@ -62,20 +65,20 @@ def slot_at(now: float) -> int:
     return int(now // SLOT_SECONDS)
 
 
-def cell_of(peer_id: str, slot: int, rung: int) -> int:
+def place_of(peer_id: str, slot: int, rung: int) -> int:
     """Return the place of a peer on a rung, from 0 to ``FACTOR**rung - 1``. Places of lower rungs contain it."""
-    digest = hashlib.sha256(pack(_CELL, peer_id, slot)).digest()
+    digest = hashlib.sha256(pack(_NUMBER, peer_id, slot)).digest()
     return int.from_bytes(digest[:16], "big") * int(FACTOR**rung) >> 128
 
 
-def cell_key(key: bytes, slot: int, rung: int, cell: int) -> bytes:
+def place_key(key: bytes, slot: int, rung: int, place: int) -> bytes:
     """Return the key of the records of one place. The common place has ``key`` itself, at all times."""
-    return key if rung == 0 else hashlib.sha256(pack(_PLACE, key, slot, rung, cell)).digest()
+    return key if rung == 0 else hashlib.sha256(pack(_PLACE, key, slot, rung, place)).digest()
 
 
 def rung_key(key: bytes, peer_id: str, slot: int, rung: int) -> bytes:
     """Return the key of the records of a peer's place on a rung."""
-    return cell_key(key, slot, rung, cell_of(peer_id, slot, rung))
+    return place_key(key, slot, rung, place_of(peer_id, slot, rung))
 
 
 @dataclass(slots=True)
@@ -116,6 +119,18 @@ class Ladder:
         rung = deeper[0] if full and deeper else self.left[0]
         self.left.remove(rung)
         return rung
+
+
+def ladder_for(network: int, wanted: int = 0, last: int | None = None) -> Ladder:
+    """Return the order in which a peer tries its rungs.
+
+    Args:
+        network: about how many peers the network has: a run has no more.
+        wanted: see :func:`rung_for`.
+        last: the rung to which the peer's last search has led; ``None`` for its first.
+    """
+    deepest = rung_for(DOUBT * network, wanted)
+    return Ladder(rung_for(network, wanted) if last is None else min(last, deepest), deepest)
 
 
 def adapted(rung: int, seen: int, wanted: int) -> int:

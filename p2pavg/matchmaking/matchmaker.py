@@ -15,7 +15,7 @@ from p2pavg.group.candidate import Candidate, sign_candidate
 from p2pavg.group.meeting import EVERYWHERE, Meeting, key_at
 from p2pavg.group.reach import Reach
 from p2pavg.group.roster import Roster
-from p2pavg.group.rungs import Ladder, slot_at
+from p2pavg.group.rungs import Ladder, ladder_for, slot_at
 from p2pavg.matchmaking.actions import (
     GaveUp,
     Refuses,
@@ -27,7 +27,7 @@ from p2pavg.matchmaking.attempt_runner import ATTEMPT_SECONDS, AttemptRunner
 from p2pavg.matchmaking.memory import Memory
 from p2pavg.matchmaking.messages import Ask, Declined, Nudge, encode
 from p2pavg.matchmaking.rules import Matchmaking
-from p2pavg.matchmaking.search import Search, ladder_for, rung_after
+from p2pavg.matchmaking.search import Search, rung_after
 from p2pavg.net.addresses import is_circuit
 from p2pavg.net.dialling import MAX_ADDRESSES_DIALLED
 from p2pavg.net.framing import send_message

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from p2pavg.group.rungs import Ladder, adapted, rung_for, rung_key
-
-DOUBT = 2
-"""The run may be so many times as large as it seems."""
+from p2pavg.group.rungs import Ladder, adapted, rung_key
 
 
 @dataclass(slots=True)
@@ -33,19 +30,6 @@ class Search:
     def key_on(self, rung: int) -> bytes:
         """Return the key of this peer's place on a rung."""
         return rung_key(self.key, self.peer_id, self.slot, rung)
-
-
-def ladder_for(network: int, target: int, last: int | None) -> Ladder:
-    """Return the rungs of an attempt.
-
-    Args:
-        network: about how many peers the network has: a run has no more.
-        target: number of members of a group.
-        last: the rung that the attempt before has led to; ``None`` for the first attempt.
-    """
-    deepest = rung_for(DOUBT * network, target)
-    start = rung_for(network, target) if last is None else min(last, deepest)
-    return Ladder(start, deepest)
 
 
 def rung_after(search: Search, target: int) -> int:

@@ -25,7 +25,7 @@ class _Outer:
 
     averager: Averager
     values: torch.Tensor
-    """What this peer contributed."""
+    """The values that this peer contributed."""
     difference: torch.Tensor | None = None
     """The average minus the values; ``None`` while there is none."""
     ended: bool = False

@@ -31,7 +31,7 @@ SETTLE_SECONDS = 3.0
 
 
 class CellBoard:
-    """What one peer says of its cell, and hears of all cells; not thread-safe.
+    """The news that one peer tells of its cell, and hears of all cells; not thread-safe.
 
     Args:
         averager: averager of the whole run.

@@ -81,6 +81,7 @@ class CellOptimizer(TorchOptimizer):
         if run_state is None:
             raise ValueError("state must be the model or a RunState of it: a peer fetches its cell's state")
         run_state.claim()
+        timeout = checked_amount("sync_timeout", sync_timeout)
         least = averager.config.min_group_size
         to_start = 2 * least if peers_to_start is None else checked_count("peers_to_start", peers_to_start)
         self.cells = cells
@@ -89,12 +90,11 @@ class CellOptimizer(TorchOptimizer):
         self._given = run_state
         self._inner = inner
         self._options = {**options, "target_batch_size": target_batch_size, "sync_timeout": sync_timeout}
-        self._patience = checked_amount("sync_timeout", sync_timeout)
         self._small_since: float | None = None
         self._board = CellBoard(averager, cells)
         cell = self._remembered()
         if cell is None:
-            cell = self._board.choose(peers_to_start=to_start, timeout=self._patience)
+            cell = self._board.choose(peers_to_start=to_start, timeout=timeout)
         self._member = self._join(cell)
         self._become_optimizer()
 
@@ -112,19 +112,7 @@ class CellOptimizer(TorchOptimizer):
         config = replace(self._averager.config, run_id=cell_run(self._averager.config.run_id, cell))
         averager, self._close_averager = self._averager.open_sibling(config)
         averager.subscribe(self._averager.events.pass_on)
-        given = self._given
-        state = RunState(
-            given.model,
-            None if given.directory is None else given.directory / _name(cell),
-            every=given.every,
-            keep=given.keep,
-            log_bytes=given.log_bytes,
-            upload_mbps=given.upload_mbps,
-            download_mbps=given.download_mbps,
-            scaler=given.scaler,
-            on_progress=given.on_progress,
-        )
-        state.extras = given.extras
+        state = self._given.inside(_name(cell))
         member = CellMember(
             self._inner,
             averager,
@@ -135,7 +123,7 @@ class CellOptimizer(TorchOptimizer):
             state=state,
             **self._options,
         )
-        given.extras = state.extras  # those of the checkpoint, if there was one
+        self._given.extras = state.extras  # those of the checkpoint, if there was one
         return member
 
     def _leave_cell(self) -> None:

@@ -172,7 +172,7 @@ def speakers(roster: Collection[str]) -> frozenset[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CellNews:
-    """What one peer publishes of its cell.
+    """The news that one peer publishes of its cell.
 
     Raises:
         RemoteProtocolError: a number is out of range.

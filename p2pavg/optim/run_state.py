@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -85,6 +86,13 @@ class RunState:
         if self._is_used:
             raise ValueError("state: this RunState belongs to another optimizer; make one for each")
         self._is_used = True
+
+    def inside(self, name: str) -> RunState:
+        """Return a copy for another optimizer, whose directory is a folder of this one's. It shares the extras."""
+        found = copy.copy(self)
+        found.directory = None if self.directory is None else self.directory / name
+        found._is_used = False
+        return found
 
 
 def run_state_of(state: RunState | nn.Module | None) -> RunState | None:

@@ -13,15 +13,13 @@ from typing import Protocol
 
 import trio
 
-from p2pavg.group.rungs import FACTOR, Ladder, cell_key, rung_for, rung_key
+from p2pavg.group.rungs import FACTOR, Ladder, ladder_for, place_key, rung_key
 from p2pavg_dht import Published, Record
 
 ENOUGH = 8
 """Other peers in a place that make a sample. With fewer, the next larger place is read as well."""
 CLIMB_SECONDS = 2.0
 """A peer waits so long for others in its place. The peers of a run may all have begun just now."""
-DOUBT = 2
-"""The run may be so many times as large as it seems."""
 SLOT = 0
 """Places of these records do not change with time: some records live long, and few readers know all of a run."""
 MAX_AT_ONCE = 8
@@ -60,10 +58,9 @@ async def find_sample(
         network: about how many peers the network has.
         slot: time slot of the places; readiness has one (:func:`p2pavg.group.rungs.slot_at`).
     """
-    start = rung_for(network)
-    ladder = Ladder(start, rung_for(DOUBT * network))
+    ladder = ladder_for(network)
     found: dict[str, Record] = {}
-    for rung in [start, *ladder.left]:
+    for rung in [ladder.start, *ladder.left]:
         for record in await find(rung_key(key, peer_id, slot, rung)):
             known = found.get(record.publisher)
             if known is None or known.sequence < record.sequence:
@@ -155,10 +152,8 @@ class SpreadRecords:
     def _topic(self, key: bytes) -> _Topic:
         topic = self._topics.get(key)
         if topic is None:
-            network = self._records.network_size
-            start = rung_for(network)
-            ladder = Ladder(start, rung_for(DOUBT * network))
-            places = [rung_key(key, self._peer_id, SLOT, start)]
+            ladder = ladder_for(self._records.network_size)
+            places = [rung_key(key, self._peer_id, SLOT, ladder.start)]
             topic = self._topics[key] = _Topic(ladder, places, trio.current_time())
         return topic
 
@@ -204,8 +199,10 @@ class WholeRun:
         return max(1.0, len(self._places(b"")) / MAX_AT_ONCE)
 
     def _places(self, key: bytes) -> list[bytes]:
-        top = min(rung_for(DOUBT * self._records.network_size), MAX_WHOLE_RUNG)
-        return [cell_key(key, SLOT, rung, cell) for rung in range(top + 1) for cell in range(FACTOR**rung)]
+        top = min(ladder_for(self._records.network_size).deepest, MAX_WHOLE_RUNG)
+        return [
+            place_key(key, SLOT, rung, number) for rung in range(top + 1) for number in range(FACTOR**rung)
+        ]
 
     async def publish(self, key: bytes, value: bytes, *, ttl: float) -> Published:
         """Publish in the common place."""

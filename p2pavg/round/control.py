@@ -68,9 +68,9 @@ class _Line:
         self.unanswered: list[Vote] = []
         """Sent on a stream on which nothing of this round has come yet."""
         self.heard = False
-        """Whether something of this round has come on the present stream."""
+        """True if something of this round has come on the present stream, or it is new."""
         self.rested = False
-        """Whether the other side has said its last word."""
+        """True if the other side has said its last word."""
         self.changed = trio.Event()
         self.ending = False
         self.scope = trio.CancelScope()
@@ -272,9 +272,8 @@ class Control:
     async def _talk_inbound(self, position: int, inbound: InboundLane) -> None:
         try:
             with self._lines[position].scope:
-                inbound.clean = await self._talk(
-                    position, cast(Stream, inbound.stream)
-                )  # never a direct lane
+                stream = cast(Stream, inbound.stream)  # direct lanes carry no votes
+                inbound.clean = await self._talk(position, stream)
         finally:
             inbound.finished.set()
 

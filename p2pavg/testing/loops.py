@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from functools import partial
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 from unittest.mock import patch
 
 import outcome
@@ -30,10 +30,8 @@ from p2pavg.state import sharing, transfers
 from p2pavg.testing import simulation
 from p2pavg.testing.faults import FaultPlan
 from p2pavg.testing.memory import MemoryNetwork
+from p2pavg.threads.holding import hold_in
 from p2pavg.threads.trio_thread import TrioThread
-
-if TYPE_CHECKING:
-    from trio_typing import TaskStatus  # whose stubs mypy prefers to trio's own
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -84,34 +82,20 @@ class LoopThread(Generic[T]):
             assert self._request is not None
             try:
                 self._answer = outcome.Value(await self._request())
-            except trio.Cancelled:
+            except Exception as error:  # noqa: BLE001 - the loop gets it
+                self._answer = outcome.Error(error)
+            except BaseException:  # a Cancelled, or a nursery's group of them
                 self._answer = outcome.Error(Ended())
                 self._turn.release()
                 thread.join()
                 raise
-            except Exception as error:  # noqa: BLE001 - the loop gets it
-                self._answer = outcome.Error(error)
 
     async def hold(
         self, enter: Callable[..., AbstractAsyncContextManager[R]], *args: object
     ) -> tuple[R, Callable[[], None]]:
         """Enter ``enter(*args)``; return its value, and a function for the loop that leaves it and waits."""
         assert self._nursery is not None
-        leave, left = trio.Event(), trio.Event()
-
-        async def live(task_status: TaskStatus[R]) -> None:
-            try:
-                async with enter(*args) as what:
-                    task_status.started(what)
-                    await leave.wait()
-            finally:
-                left.set()
-
-        async def close() -> None:
-            leave.set()
-            await left.wait()
-
-        what: R = await self._nursery.start(live)
+        what, close = await hold_in(self._nursery, enter, *args)
         return what, partial(self.call, close)
 
     # ------------------------------------------------------------------ in the thread

@@ -15,11 +15,12 @@ import trio
 
 from p2pavg.errors import ClosedError
 from p2pavg.threads.exceptions import bare_exceptions
+from p2pavg.threads.holding import hold_in
 from p2pavg.threads.workers import be_nice
 
 if TYPE_CHECKING:
     # libp2p installs trio-typing, whose stubs mypy prefers to trio's own.
-    from trio_typing import TaskStatus
+    pass
 
 logger = logging.getLogger(__name__)
 
@@ -95,21 +96,7 @@ class TrioThread(Generic[R]):
         Call this in the thread, and the returned function in any other thread.
         """
         assert self._nursery is not None
-        leave, left = trio.Event(), trio.Event()
-
-        async def live(task_status: TaskStatus[T]) -> None:
-            try:
-                async with enter(*args) as what:
-                    task_status.started(what)
-                    await leave.wait()
-            finally:
-                left.set()
-
-        async def close() -> None:
-            leave.set()
-            await left.wait()
-
-        what: T = await self._nursery.start(live)
+        what, close = await hold_in(self._nursery, enter, *args)
         return what, partial(self._close_held, close)
 
     def _close_held(self, close: Callable[[], Awaitable[None]]) -> None:

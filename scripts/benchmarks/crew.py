@@ -12,10 +12,12 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from scripts.benchmarks.figures import Report
 
 ROOT = Path(__file__).parents[2]
 START_SECONDS = 90.0  # importing torch in many processes on a busy machine
@@ -239,3 +241,28 @@ class Crew:
         if not measured.error <= self.system.tolerance:
             raise CrewError(f"the result is wrong: relative L2 error {measured.error:.2g}")
         return measured
+
+
+def rounds_in_turn(
+    crews: Mapping[str, Crew], stack: ExitStack, repeats: int, report: Report, benchmark: str
+) -> dict[str, list[Measured]]:
+    """Start each crew, which the stack ends, and let them run one round each in turn; report those that fail."""
+    started: dict[str, Crew] = {}
+    for name, crew in crews.items():
+        report.note(f"{benchmark}: starting {name}")
+        try:
+            stack.enter_context(crew)
+            crew.ready()
+            crew.round()  # connections, buffers
+            started[name] = crew
+        except CrewError as error:
+            report.error(benchmark, name, str(error))
+            crew.end()
+    found: dict[str, list[Measured]] = {}
+    for _ in range(repeats):
+        for name, crew in started.items():
+            try:
+                found.setdefault(name, []).append(crew.round())
+            except CrewError as error:
+                report.error(benchmark, name, str(error))
+    return found

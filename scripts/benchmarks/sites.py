@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from scripts.benchmarks.crew import Crew, CrewError, Measured, Place, System
+from scripts.benchmarks.crew import Crew, Measured, Place, System, rounds_in_turn
 from scripts.benchmarks.figures import Report
 from scripts.benchmarks.netns import NoNamespacesError, check, routed
 from scripts.benchmarks.systems import encoded_bytes, p2pavg
@@ -77,29 +77,14 @@ def _measure(
     members: Sequence[int], places: list[Place], folder: Path, arguments: argparse.Namespace, report: Report
 ) -> dict[str, list[Measured]]:
     setup = {"elements": arguments.elements, "vectors": str(folder)}
-    found: dict[str, list[Measured]] = {}
     with ExitStack() as stack:
         crews: dict[str, Crew] = {}
         # The same for both: their processes take as long to start.
         seconds = 120.0 + PATIENCE * seconds_at_least("butterfly", members, arguments)
         for name in TOPOLOGIES:
             crew = Crew(_system(name, members, seconds, arguments), places, setup, seconds=2 * seconds)
-            report.note(f"{NAME}: starting {name}")
-            try:
-                stack.enter_context(crew)
-                crew.ready()
-                crew.round()  # connections, buffers
-                crews[name] = crew
-            except CrewError as error:
-                report.error(NAME, name, str(error))
-                crew.end()
-        for _ in range(arguments.repeats):
-            for name, crew in crews.items():
-                try:
-                    found.setdefault(name, []).append(crew.round())
-                except CrewError as error:
-                    report.error(NAME, name, str(error))
-    return found
+            crews[name] = crew
+        return rounds_in_turn(crews, stack, arguments.repeats, report, NAME)
 
 
 def _system(topology: str, members: Sequence[int], seconds: float, arguments: argparse.Namespace) -> System:

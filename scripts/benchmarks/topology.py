@@ -22,7 +22,7 @@ from typing import Any
 
 from p2pavg.group.shares import MemberLink, best_fractions, largest_fraction, levelled
 from scripts.benchmarks import sites
-from scripts.benchmarks.crew import Crew, CrewError, Measured, Place, System
+from scripts.benchmarks.crew import Crew, Measured, Place, System, rounds_in_turn
 from scripts.benchmarks.figures import Report
 from scripts.benchmarks.netns import NoNamespacesError, check, switched
 from scripts.benchmarks.schedules import duration, reduced_by, ring, tree
@@ -129,28 +129,13 @@ def _measure(
     report: Report,
 ) -> dict[str, list[Measured]]:
     setup = {"elements": arguments.elements, "vectors": str(folder)}
-    found: dict[str, list[Measured]] = {}
     with ExitStack() as stack:
         crews: dict[str, Crew] = {}
         for name in TOPOLOGIES:
             seconds = 60.0 + PATIENCE * seconds_at_least(name, links, _nbytes(arguments))
             crew = Crew(_system(name, links, seconds, arguments), places, setup, seconds=2 * seconds)
-            report.note(f"{NAME}: starting {name}")
-            try:
-                stack.enter_context(crew)
-                crew.ready()
-                crew.round()  # connections, buffers
-                crews[name] = crew
-            except CrewError as error:
-                report.error(NAME, name, str(error))
-                crew.end()
-        for _ in range(arguments.repeats):
-            for name, crew in crews.items():
-                try:
-                    found.setdefault(name, []).append(crew.round())
-                except CrewError as error:
-                    report.error(NAME, name, str(error))
-    return found
+            crews[name] = crew
+        return rounds_in_turn(crews, stack, arguments.repeats, report, NAME)
 
 
 def _system(

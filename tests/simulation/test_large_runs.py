@@ -113,7 +113,7 @@ async def test_flooded_place_keeps_no_peers_apart(
             return Refusal.KEY_FULL
         return put(store, record, sender=sender, now=now)
 
-    put, place = RecordStore.put, rungs.cell_key
+    put, place = RecordStore.put, rungs.place_key
 
     def on_a_rung(key: bytes, slot: int, rung: int, cell: int) -> bytes:
         found = place(key, slot, rung, cell)
@@ -122,7 +122,7 @@ async def test_flooded_place_keeps_no_peers_apart(
         return found
 
     monkeypatch.setattr(RecordStore, "put", without_room)
-    monkeypatch.setattr(rungs, "cell_key", on_a_rung)
+    monkeypatch.setattr(rungs, "place_key", on_a_rung)
     async with simulated_peers(MemoryNetwork(latency=LAN), 4) as peers:
         believe(monkeypatch, {peer.id: 100 for peer in peers})
         swarm = await step(peers, config(group_size=4, match_timeout=60.0))

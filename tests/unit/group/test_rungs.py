@@ -19,8 +19,8 @@ from p2pavg.group.rungs import (
     STEP_SECONDS,
     Ladder,
     adapted,
-    cell_key,
-    cell_of,
+    place_key,
+    place_of,
     rung_for,
     rung_key,
     slot_at,
@@ -46,7 +46,7 @@ def test_places_have_enough_peers_for_a_group_and_no_more_than_a_key_holds(peers
 
 
 def test_peers_spread_evenly_over_the_places_of_a_rung() -> None:
-    found = Counter(cell_of(peer, 7, 2) for peer in PEERS)
+    found = Counter(place_of(peer, 7, 2) for peer in PEERS)
     assert set(found) == set(range(FACTOR**2))
     assert max(found.values()) < 2 * len(PEERS) / FACTOR**2
 
@@ -54,20 +54,20 @@ def test_peers_spread_evenly_over_the_places_of_a_rung() -> None:
 def test_places_of_a_rung_lie_in_those_of_the_rung_below() -> None:
     for peer in PEERS[:50]:
         for rung in range(MAX_RUNG):
-            assert cell_of(peer, 3, rung + 1) // FACTOR == cell_of(peer, 3, rung)
+            assert place_of(peer, 3, rung + 1) // FACTOR == place_of(peer, 3, rung)
 
 
 def test_neighbours_change_with_the_time() -> None:
     assert slot_at(SLOT_SECONDS - 0.1) == 0
     assert slot_at(SLOT_SECONDS) == 1
-    assert any(cell_of(peer, 0, 2) != cell_of(peer, 1, 2) for peer in PEERS[:20])
+    assert any(place_of(peer, 0, 2) != place_of(peer, 1, 2) for peer in PEERS[:20])
 
 
 def test_keys_of_places_are_frozen_and_differ() -> None:
     assert rung_key(KEY, "peer", 5, 0) == KEY
-    assert cell_key(KEY, 5, 2, 9).hex() == "be0292bfd1c03cdeda18b86a4e9f5d1eead0d1fffcbd51488b14dbebd52be24f"
-    keys = [cell_key(KEY, slot, rung, cell) for slot in (0, 1) for rung in (1, 2) for cell in range(4)]
-    assert len({*keys, cell_key(b"o" * 32, 0, 1, 0)}) == len(keys) + 1
+    assert place_key(KEY, 5, 2, 9).hex() == "be0292bfd1c03cdeda18b86a4e9f5d1eead0d1fffcbd51488b14dbebd52be24f"
+    keys = [place_key(KEY, slot, rung, cell) for slot in (0, 1) for rung in (1, 2) for cell in range(4)]
+    assert len({*keys, place_key(b"o" * 32, 0, 1, 0)}) == len(keys) + 1
 
 
 def tried(ladder: Ladder, *, full: bool = False) -> list[int]:

@@ -31,7 +31,7 @@ class Line(Stream):
     def __init__(self, remote: str) -> None:
         self.remote = remote
         self.ended = ""
-        """How this side has ended it."""
+        """``"closed"`` or ``"reset"`` once this side has ended it."""
         self.received = bytearray()
         self._said, self._unread = trio.open_memory_channel[bytes](20)
         self._rest = b""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractAsyncContextManager
 from types import MappingProxyType
 from typing import TYPE_CHECKING, TypeAlias
@@ -76,6 +76,7 @@ class DecentralizedAverager:
             max_upload_mbps=config.max_upload_mbps, max_download_mbps=config.max_download_mbps
         )
         self._rounds: Rounds | None = None
+        self._expected: frozenset[str] = frozenset()
         self._run = JoinedRun(
             host,
             config.run_id,
@@ -304,6 +305,15 @@ class DecentralizedAverager:
         finally:
             self._stepping.release()
 
+    def expect(self, peers: Collection[str]) -> None:
+        """Name the other peers that the rounds are to be with from now on; an empty collection names none.
+
+        A group that this peer leads keeps their places: another contributor comes on top of them, and the group waits
+        for them as it would without it. Call it before :meth:`step` begins a round, from any thread.
+        """
+        # A process that shares its peer with others is known as PEER_ID/NAME. Groups consist of peers.
+        self._expected = frozenset(peer.partition("/")[0] for peer in peers) - {self.peer_id}
+
     async def cancel_matchmaking(self, reason: str) -> bool:
         """End the round that runs, if it has no group yet.
 
@@ -355,7 +365,7 @@ class DecentralizedAverager:
             on_average=None if self._sharing is None else self._sharing.committed,
             reports=self._watched.reports,
         )
-        self._round = Round(self._rounds, role, plan.target, plan.contributors, plan.meeting)
+        self._round = Round(self._rounds, role, plan.target, plan.contributors, plan.meeting, self._expected)
         self._nursery.start_soon(self._round.run)
         return True
 

@@ -149,11 +149,8 @@ class Averager:
         )
 
     def expect(self, peers: Collection[str]) -> None:
-        """Name the peers that the next round is to be with.
-
-        A peer needs no such hint: it looks for its partners itself. A process that is attached to a peer passes the
-        hint on, and the peer waits for those of them that are attached to it, too.
-        """
+        """See :meth:`p2pavg.DecentralizedAverager.expect`."""
+        self._averager.expect(peers)
 
     @property
     def has_places(self) -> bool:

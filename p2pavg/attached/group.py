@@ -46,6 +46,8 @@ class Begin:
     """Number of them without whose contributions the group is not complete."""
     target: int
     """Processes and other peers together."""
+    others: frozenset[str] = frozenset()
+    """Ids of the other peers that the processes expect, if all of them have said so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,11 +153,18 @@ class LocalGroup:
             remote=min(remote, MAX_GROUP_SIZE - 1),
             remote_contributors=min(max(wanted - len(contributors), 0), remote),
             target=len(members) + remote,
+            others=self._others(party),
         )
+
+    def _others(self, party: Mapping[str, Request]) -> frozenset[str]:
+        """Return the ids of the other peers that a party expects; none if one of its processes has not said so."""
+        if any(request.siblings is None for request in party.values()):
+            return frozenset()
+        return frozenset().union(*(request.others for request in party.values()))
 
     def _remote(self, party: Mapping[str, Request]) -> int:
         if all(request.siblings is not None for request in party.values()):
-            return len(frozenset().union(*(request.others for request in party.values())))
+            return len(self._others(party))
         target = max(request.step.target for request in party.values()) or self.group_size
         return max(target - len(party), 0)
 

@@ -293,6 +293,7 @@ class SharedRounds:
         self._averager.accumulate_vector(self.schema, self._vector, weight=weight, metrics=means.means)
         size = min(max(1 + plan.remote, self._config.min_group_size), MAX_GROUP_SIZE)
         contributors = plan.remote_contributors + bool(parts) if plan.remote_contributors else 0
+        self._averager.expect(plan.others)
         self._looks = True
         try:
             while True:

@@ -101,6 +101,9 @@ class Settings:
     contributors: int = 0
     """Members with a weight above 0 without which a group is not complete. So an observer that came unexpected takes no
     contributor's place."""
+    expected: frozenset[str] = frozenset()
+    """Ids of the other peers that the group is to be with, if they are known. A contributor that is not among them
+    takes the place of none of them: the group waits for them as it would without it."""
     minimum: int
     match_timeout: float  # seconds
     cut_shares: Callable[[Sequence[Candidate]], tuple[int, ...]]

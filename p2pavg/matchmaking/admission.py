@@ -67,7 +67,15 @@ def _has_room(state: AttemptState, group: OwnGroup, candidate: Candidate) -> boo
         return auxiliaries < min(target, MAX_MEMBERS - target - 1)
     if candidate.weight == 0 and state.settings.contributors:
         return _has_room_to_observe(state, group)
+    if candidate.peer_id not in state.settings.expected and _holds_places(state, group):
+        return False
     return not group.is_full or _is_missing(state, group, candidate)
+
+
+def _holds_places(state: AttemptState, group: OwnGroup) -> bool:
+    """Return whether the expected members that have not joined need all the places that the largest group has left."""
+    missing = state.settings.target - (group.holders - group.extra)
+    return bool(state.settings.expected) and 0 < MAX_GROUP_SIZE - group.holders <= missing
 
 
 def _has_room_to_observe(state: AttemptState, group: OwnGroup) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
@@ -137,6 +137,7 @@ class Matchmaker:
         norm: float = 0.0,
         target: int | None = None,
         contributors: int = 0,
+        expected: Collection[str] = (),
         meeting: Meeting = EVERYWHERE,
         on_report: Callable[[Report], None],
         on_expect: Callable[[bytes | None], None],
@@ -149,6 +150,7 @@ class Matchmaker:
             state, tags, metrics, norm: see :class:`~p2pavg.group.candidate.Candidate`.
             target: number of members that this group aims at; ``None`` takes that of the settings.
             contributors: number of contributors without which the group is not complete.
+            expected: ids of the other peers that the group is to be with, if they are known.
             meeting: where the group is looked for.
             on_report: called at the end of each match timeout that passes without a group.
             on_expect: called with the group whose streams may arrive from now on.
@@ -157,7 +159,7 @@ class Matchmaker:
             raise RuntimeError("an attempt runs already")
         self._linger.cancel()
         self._place_key = key_at(self._key, meeting.place)
-        settings = self._settings_for(meeting, target, contributors)
+        settings = self._settings_for(meeting, target, contributors, frozenset(expected))
         outcome: Roster | GaveUp | Renew = Renew("the first attempt")
         moves = 0
         try:
@@ -201,12 +203,15 @@ class Matchmaker:
         if key not in self._said:  # the next attempt may begin where this one has ended
             await self._records.withdraw(key)
 
-    def _settings_for(self, meeting: Meeting, target: int | None, contributors: int) -> Settings:
+    def _settings_for(
+        self, meeting: Meeting, target: int | None, contributors: int, expected: frozenset[str]
+    ) -> Settings:
         usual = self._settings
         return replace(
             usual,
             target=target or usual.target,
             contributors=contributors,
+            expected=expected,
             match_timeout=meeting.patience or usual.match_timeout,
             refuses=_refusing(usual.refuses, meeting.avoid) if meeting.avoid else usual.refuses,
         )

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from p2pavg.group.candidate import Candidate
+from p2pavg.group.limits import MAX_GROUP_SIZE
 from p2pavg.group.roster import Roster
 from p2pavg.matchmaking.actions import Actions, Close, Expect, Formed, Send
 from p2pavg.matchmaking.attempt_state import AttemptState, Phase
@@ -34,9 +35,26 @@ class OwnGroup:
 
     @property
     def is_full(self) -> bool:
-        """True if the group has as many members that want the result as it aims at, and enough contributors."""
+        """True if the group has as many members that want the result as it aims at, and enough contributors.
+
+        Contributors that nobody expected come on top, up to the largest group.
+        """
+        settings, extra = self._state.settings, self.extra
+        return self.holders >= MAX_GROUP_SIZE or (
+            self.holders - extra >= settings.target and self.contributors - extra >= settings.contributors
+        )
+
+    @property
+    def extra(self) -> int:
+        """Number of contributors that take no expected member's place: what the expected ones leave is open to all."""
         settings = self._state.settings
-        return self.holders >= settings.target and self.contributors >= settings.contributors
+        if not settings.expected:
+            return 0
+        unexpected = sum(
+            follower.weight > 0 and follower.peer_id not in settings.expected
+            for follower in self.followers.values()
+        )
+        return max(unexpected - max(settings.target - 1 - len(settings.expected), 0), 0)
 
     @property
     def contributors(self) -> int:

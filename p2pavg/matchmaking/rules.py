@@ -26,7 +26,9 @@ enough others are ready to fill the group, and one that can be dialled while rel
 (:mod:`p2pavg.matchmaking.places`). A peer whose reach changes while it is in no group begins a new attempt.
 
 **The commit** has two phases. A group is complete at ``target`` members that want the result; auxiliaries do not count.
-After the leader's deadline ``minimum`` of them are enough. At least one must have something to contribute.
+After the leader's deadline ``minimum`` of them are enough. At least one must have something to contribute. A leader
+that knows with whom its group is to be (``expected``) keeps their places: other contributors come on top of the target,
+so a newcomer displaces none of them.
 
 * The leader proposes a roster (``Propose``). Each follower checks it and answers ``Accept`` or ``Refuse``.
 * When all followers have accepted, the leader commits (``Commit``). It drops a follower that refuses or does not answer

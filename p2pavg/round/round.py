@@ -7,6 +7,7 @@ peer brings to the round, and what it makes of the outcome.
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
 from typing import Generic, TypeVar
 
 import trio
@@ -38,6 +39,7 @@ class Round(Generic[ResultT]):
         target: members to aim at; ``None`` takes the run's setting.
         contributors: contributors without which the group is not complete.
         meeting: where the group is looked for; among all peers that are ready if ``None``.
+        expected: ids of the other peers that the group is to be with, if they are known.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class Round(Generic[ResultT]):
         target: int | None = None,
         contributors: int = 0,
         meeting: Meeting | None = None,
+        expected: Collection[str] = (),
     ) -> None:
         self.role = role
         self.result: ResultT | None = None
@@ -56,6 +59,7 @@ class Round(Generic[ResultT]):
         self._target = target
         self._contributors = contributors
         self._meeting = meeting or EVERYWHERE
+        self._expected = expected
         self._started = trio.current_time()
         self._roster: Roster | None = None
         self._running: Exchange | None = None
@@ -149,6 +153,7 @@ class Round(Generic[ResultT]):
                     norm=offer.norm,
                     target=self._target,
                     contributors=self._contributors,
+                    expected=self._expected,
                     meeting=self._meeting,
                     on_report=self._on_report,
                     on_expect=self._on_expect,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -61,6 +61,9 @@ class LonelyAverager:
         pass
 
     def accumulate_vector(self, *_: object, **__: object) -> None:
+        pass
+
+    def expect(self, peers: Collection[str]) -> None:
         pass
 
     async def step(self, *, wait: float, **_: object) -> RoundResult:

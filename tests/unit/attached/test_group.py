@@ -131,6 +131,7 @@ class TestOtherPeers:
         found = local.decide(0.0)
         assert isinstance(found, Begin)
         assert (found.remote, found.target) == (2, 4)
+        assert found.others == {"R", "S"}
 
     def test_without_a_hint_other_peers_fill_the_group(self) -> None:
         local = group("a", "b")
@@ -139,6 +140,7 @@ class TestOtherPeers:
         found = local.decide(0.0)
         assert isinstance(found, Begin)
         assert found.remote == 2
+        assert not found.others
 
     def test_a_full_group_of_processes_needs_no_other_peer(self) -> None:
         local = group("a", "b", group_size=2)

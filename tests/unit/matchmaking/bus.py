@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -36,11 +36,16 @@ SIGNERS = [Ed25519Signer(bytes([index + 1]) * 32) for index in range(40)]
 
 
 def settings(
-    target: int = 4, minimum: int = 2, rule: Participation | None = None, contributors: int = 0
+    target: int = 4,
+    minimum: int = 2,
+    rule: Participation | None = None,
+    contributors: int = 0,
+    expected: Collection[str] = (),
 ) -> Settings:
     return Settings(
         target=target,
         contributors=contributors,
+        expected=frozenset(expected),
         minimum=minimum,
         match_timeout=MATCH_TIMEOUT,
         cut_shares=share_cutter(1000, 64),
@@ -126,6 +131,7 @@ class Bus:
         target: int = 4,
         minimum: int = 2,
         contributors: int = 0,
+        expected: Collection[str] = (),
         weight: float = 1.0,
         state: bytes = b"",
         tags: tuple[str, ...] = (),
@@ -144,7 +150,7 @@ class Bus:
             addresses=addresses,
             reach=reach,
         )
-        how = settings(target, minimum, rule, contributors)
+        how = settings(target, minimum, rule, contributors, expected)
         if auxiliary:
             how = replace(how, choose_observers=None)
         memory = self.memories.setdefault(me.peer_id, Memory())
@@ -156,6 +162,7 @@ class Bus:
             target=target,
             minimum=minimum,
             contributors=contributors,
+            expected=expected,
             weight=weight,
             state=state,
             tags=tags,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from p2pavg.group.candidate import Candidate
+from p2pavg.group.limits import MAX_GROUP_SIZE
 from p2pavg.group.participation import ByCapability, Participation, RandomFraction
 from p2pavg.group.roster import Roster
 from p2pavg.matchmaking.actions import Actions, Open, Send
@@ -23,9 +25,10 @@ from p2pavg.matchmaking.messages import (
     Refuse,
     Status,
 )
+from p2pavg.matchmaking.own_group import OwnGroup
 from p2pavg.matchmaking.rules import Matchmaking
 from p2pavg.matchmaking.timing import DUE_SECONDS
-from tests.unit.matchmaking.bus import EPOCH, MATCH_TIMEOUT, Attempt, Bus, candidate, settings
+from tests.unit.matchmaking.bus import EPOCH, MATCH_TIMEOUT, SIGNERS, Attempt, Bus, candidate, settings
 
 
 def ready(bus: Bus, index: int, **how: Any) -> Attempt:
@@ -315,3 +318,55 @@ class TestTarget:
         assert first.formed is not None
         assert first.formed == second.formed
         assert bus.now < EPOCH + 1
+
+
+class TestExpectedMembers:
+    """Groups that know with whom they are to be: a newcomer that contributes must not displace one of them."""
+
+    def test_an_unexpected_contributor_takes_no_expected_members_place(self) -> None:
+        bus = Bus()
+        ids = [signer.peer_id for signer in SIGNERS]
+        leader = ready(bus, 0, target=2, expected=ids[1:2])
+        newcomer = ready(bus, 2, target=3, expected=ids[:2])
+        assert leader.active
+        expected = ready(bus, 1, target=2, expected=ids[:1])
+        assert leader.formed is not None, "at once"
+        assert [member.peer_id for member in leader.formed.members] == [ids[0], ids[2], ids[1]]
+        assert leader.formed == newcomer.formed == expected.formed
+
+    def test_places_that_the_expected_members_leave_are_open_to_all(self) -> None:
+        bus = Bus()
+        ids = [signer.peer_id for signer in SIGNERS]
+        attempts = [ready(bus, index, target=3, expected=ids[1:2]) for index in range(2)]
+        attempts.append(ready(bus, 5, target=3))
+        assert all(attempt.formed for attempt in attempts), "at once"
+
+    def test_without_the_expected_members_the_group_goes_ahead_at_the_deadline(self) -> None:
+        bus = Bus()
+        leader = ready(bus, 0, target=2, expected=[SIGNERS[1].peer_id])
+        newcomer = ready(bus, 2, target=2)
+        assert leader.active
+        bus.run(MATCH_TIMEOUT)
+        assert leader.formed is not None
+        assert leader.formed == newcomer.formed
+
+    def test_strangers_leave_room_for_all_expected_members_of_the_largest_group(self) -> None:
+        bus = Bus()
+        expected = [SIGNERS[index].peer_id for index in range(10)] + [f"peer {i}" for i in range(46)]
+        leader = ready(bus, 0, target=1 + len(expected), expected=expected)
+        for index in range(10, 30):
+            ready(bus, index, target=64)
+        strangers = MAX_GROUP_SIZE - 1 - len(expected)
+        assert len(leader.rules.group.followers) == strangers == leader.rules.group.extra
+        for index in range(1, 10):
+            ready(bus, index, target=64)
+        assert len(leader.rules.group.followers) == strangers + 9
+
+    def test_the_largest_group_is_complete_whoever_is_missing(self) -> None:
+        state = matchmaking(candidate(0, EPOCH + 1)).state
+        state.settings = replace(state.settings, target=2, expected=frozenset(["somebody"]))
+        group = OwnGroup(state)
+        group.followers = {f"peer {index}": candidate(1, EPOCH + 2) for index in range(MAX_GROUP_SIZE - 1)}
+        assert group.is_full
+        group.followers.popitem()
+        assert not group.is_full

@@ -98,11 +98,12 @@ async def run_peers(
     *,
     plan: FaultPlan | None = None,
     kinds: Sequence[Kind] = (),
+    join_every: float = 0.0,
 ) -> dict[int, T]:
     """Run ``work(peer, index)`` on ``count`` peers at once, while a plan causes faults.
 
     The plan begins when all peers have joined. The work of a peer that crashes is cancelled. ``kinds`` has the
-    reachability of each peer; the first one must be dialable.
+    reachability of each peer; the first one must be dialable. One peer joins every ``join_every`` virtual seconds.
 
     Returns:
         The result of each peer's work by index, without the peers that crashed.
@@ -142,6 +143,8 @@ async def run_peers(
         others = [trio.Event() for _ in range(1, count)]
         for index, done in enumerate(others, 1):
             nursery.start_soon(live, index, addresses, done)
+            if join_every:
+                await trio.sleep(join_every)
         for done in others:
             await done.wait()
         if plan is not None:

@@ -1,7 +1,9 @@
 """Many simulated peers: the real matchmaker and record node on a virtual clock, over a network in memory.
 
-All peers want groups of one size. In each round, each becomes ready at a random moment within a second. Seconds are
-virtual; ``wall time`` is the duration of the simulation.
+The peers join the network one after the other, and then open their averagers one after the other. When all have done
+so, the rounds begin. All peers want groups of one size. In each round, each becomes ready at a random moment within a
+second. Seconds are virtual; ``wall time`` is the duration of the simulation. Calls and bytes of a round are those from
+its begin until this peer's result; those of the start are until the rounds begin.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import gc
 import random
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -29,10 +32,20 @@ RARE_COLLECTIONS = (200_000, 50, 100)
 """Thresholds of the garbage collector. With Python's own, it looks through a thousand peers all the time."""
 
 
+@dataclass(slots=True)
+class Traffic:
+    """Calls of record nodes, and their bytes both ways."""
+
+    calls: int = 0
+    bytes: int = 0
+
+
 class Swarm:
     """One run with a number of peers, and its counters."""
 
-    def __init__(self, arguments: argparse.Namespace) -> None:
+    def __init__(self, peers: int, arguments: argparse.Namespace) -> None:
+        self.peers = peers
+        self.every = arguments.join_every
         self.rounds = arguments.rounds
         self.dice = random.Random(arguments.seed)
         self.network = MemoryNetwork(seed=arguments.seed, latency=LATENCY)
@@ -42,8 +55,11 @@ class Swarm:
             min_group_size=2,
             match_timeout=arguments.match_timeout,
         )
-        self.calls = 0
-        self.bytes = 0
+        self.start = Traffic()
+        self.traffic = self.start
+        """What is counted now."""
+        self._open = 0
+        self._all_open = trio.Event()
         self.to_group: list[float] = []
         self.sizes: list[int] = []
         self.held: list[int] = []
@@ -55,7 +71,10 @@ class Swarm:
         answer: Callable[[str, bytes], bytes] = peer.records.answer
         vars(peer.records)["answer"] = partial(self.counted, answer)
         values = torch.full((ELEMENTS,), float(index))
+        await trio.sleep(self.every * index)
         async with peer.averager(self.config) as averager:
+            averager.declare([values])
+            await self.all_open()
             for _ in range(self.rounds):
                 await trio.sleep(self.dice.uniform(0.0, READY_WITHIN))
                 averager.accumulate([values])
@@ -70,11 +89,19 @@ class Swarm:
             # Counted while the others' records are alive: the load of a peer in the middle of a run.
             self.held.append(records_held(peer))
 
+    async def all_open(self) -> None:
+        """Wait until all peers have opened their averagers. What they send from then on is that of the rounds."""
+        self._open += 1
+        if self._open == self.peers:
+            self.traffic = Traffic()
+            self._all_open.set()
+        await self._all_open.wait()
+
     def counted(self, answer: Callable[[str, bytes], bytes], sender: str, request: bytes) -> bytes:
         """Count a call from one peer's record node to another's, and its bytes both ways."""
-        self.calls += 1
         answered = answer(sender, request)
-        self.bytes += len(request) + len(answered)
+        self.traffic.calls += 1
+        self.traffic.bytes += len(request) + len(answered)
         return answered
 
 
@@ -88,11 +115,14 @@ def add_arguments(parser: argparse.ArgumentParser, *, small: bool) -> None:
     parser.add_argument(
         "--peers",
         default="6" if small else "10,100",
-        help="one run for each number; a hundred take a minute or two, and more take longer than in proportion",
+        help="one run for each number",
     )
     parser.add_argument("--group-size", type=int, default=3 if small else 8)
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--match-timeout", type=float, default=30.0)
+    parser.add_argument(
+        "--join-every", type=float, default=0.02, help="virtual seconds between the starts of two peers"
+    )
     parser.add_argument("--seed", type=int, default=0)
 
 
@@ -115,8 +145,8 @@ def simulate_one(peers: int, arguments: argparse.Namespace, report: Report) -> N
     began = time.monotonic()
 
     async def main() -> Swarm:
-        swarm = Swarm(arguments)
-        await run_peers(swarm.network, peers, swarm.live)
+        swarm = Swarm(peers, arguments)
+        await run_peers(swarm.network, peers, swarm.live, join_every=swarm.every)
         return swarm
 
     swarm = simulate(main, seed=arguments.seed)
@@ -131,9 +161,9 @@ def simulate_one(peers: int, arguments: argparse.Namespace, report: Report) -> N
     report.figure(NAME, "ready to group, 95th percentile", "s, virtual", found, median=late, **sizes)
     report.figure(NAME, "group's members", "", swarm.sizes, **sizes)
     report.figure(NAME, "records held by a peer", "", swarm.held, **sizes)
-    calls = swarm.calls / peers / arguments.rounds
-    report.figure(NAME, "record calls per peer and round", "", [calls], **sizes)
-    kilobytes = swarm.bytes / 1000 / peers / arguments.rounds
-    report.figure(NAME, "record bytes per peer and round", "kB", [kilobytes], **sizes)
+    for what, traffic, times in (("round", swarm.traffic, arguments.rounds), ("start", swarm.start, 1)):
+        report.figure(NAME, f"record calls per peer and {what}", "", [traffic.calls / peers / times], **sizes)
+        kilobytes = traffic.bytes / 1000 / peers / times
+        report.figure(NAME, f"record bytes per peer and {what}", "kB", [kilobytes], **sizes)
     report.figure(NAME, "steps without a result", "", [swarm.without], **sizes)
     report.figure(NAME, "wall time", "s", [wall], **sizes)

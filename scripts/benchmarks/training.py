@@ -5,6 +5,7 @@ scripts/bench training table           bytes against loss: DiLoCo and every step
 scripts/bench training bits            bits a parameter against loss, by codec of local updates
 scripts/bench training feedback        peers with error feedback that are killed and come back, against a calm run
 scripts/bench training mixing          NoLoCo and gossip between pairs beside DiLoCo
+scripts/bench training pairs           the same with workers in one process, whatever the load of the machine
 scripts/bench training churn           eight peers, of which one is killed and another joins, again and again
 
 A GPT of 115,000 parameters learns Python's documentation, eight sequences per batch, in processes on this machine.
@@ -26,7 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 from p2pavg.testing import LocalSwarm, SwarmProcess
-from scripts.benchmarks import training_bits, training_feedback, training_mixing
+from scripts.benchmarks import training_bits, training_feedback, training_mixing, training_pairs
 from scripts.benchmarks.training_work import in_one_process
 
 WORK = "scripts.benchmarks.training_work:"
@@ -40,12 +41,14 @@ def main() -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("what", choices=["synchronous", "table", "bits", "feedback", "mixing", "churn"])
-    parser.add_argument("--peers", type=int, help="4, and 8 for churn and mixing, if not given")
+    parser.add_argument(
+        "what", choices=["synchronous", "table", "bits", "feedback", "mixing", "pairs", "churn"]
+    )
+    parser.add_argument("--peers", type=int, help="4, and 8 for churn, mixing and pairs, if not given")
     parser.add_argument(
         "--steps",
         type=int,
-        help="batches of every peer: 200, 2000 for the table, 600 for bits and feedback, 1000 for mixing",
+        help="batches of every peer: 200, 2000 for the table, 600 for bits and feedback, 1000 for mixing and pairs",
     )
     parser.add_argument("--sync-every", default="1,10,50", help="H, for the table")
     parser.add_argument(
@@ -65,6 +68,7 @@ def main() -> int:
         "bits": bits,
         "feedback": feedback,
         "mixing": mixing,
+        "pairs": pairs,
         "churn": churn,
     }[given.what]
     return run(given)
@@ -193,6 +197,12 @@ def feedback(given: argparse.Namespace) -> int:
 def mixing(given: argparse.Namespace) -> int:
     """Compare local updates that mix between pairs with DiLoCo."""
     show(*training_mixing.mixing(given))
+    return 0
+
+
+def pairs(given: argparse.Namespace) -> int:
+    """Compare the losses of local updates that mix in small groups with DiLoCo's."""
+    show(*training_pairs.pairs(given))
     return 0
 
 

@@ -25,7 +25,7 @@ from p2pavg.optim.feedback import feedback_for
 from p2pavg.optim.fragments import fragments_of
 from p2pavg.optim.joined import joined
 from p2pavg.testing import LocalSwarm
-from p2pavg_compression import resolve_codec
+from p2pavg_compression import Codec, resolve_codec
 from scripts.benchmarks.training_work import SIZES, Task, in_one_process
 
 SYNC_EVERY = 30
@@ -45,6 +45,8 @@ class Row:
     delay: int = 0
     """Inner steps between a contribution and its average."""
     inner: str = "adamw"
+    nesterov: bool = True
+    """Of the outer step's momentum."""
 
 
 ROWS = (
@@ -153,13 +155,16 @@ def held_out(
 
 def average(row: Row, workers: Sequence[Worker], fragment: int) -> torch.Tensor:
     """Return the workers' average of a fragment."""
-    codec = resolve_codec(row.codec)
-    vectors = [worker.contribute(fragment) for worker in workers]
+    return combined(resolve_codec(row.codec), [worker.contribute(fragment) for worker in workers])
+
+
+def combined(codec: Codec, vectors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the average of vectors as a round gives it: each is encoded, and so is the average."""
     contributions = [
         Contribution(str(index), 1.0, codec.encode(vector)) for index, vector in enumerate(vectors)
     ]
     averaged = torch.empty(vectors[0].numel())
-    average_part(codec, contributions, float(len(workers)), averaged)
+    average_part(codec, contributions, float(len(vectors)), averaged)
     return averaged
 
 
@@ -175,7 +180,8 @@ class Worker:
         pieces = fragments_of(names, [tuple(parameter.shape) for parameter in parameters], row.fragments)
 
         def outer(tensors: Sequence[torch.Tensor]) -> torch.optim.Optimizer:
-            return torch.optim.SGD(tensors, lr=row.lr, momentum=row.momentum, nesterov=row.momentum > 0)
+            nesterov = row.nesterov and row.momentum > 0
+            return torch.optim.SGD(tensors, lr=row.lr, momentum=row.momentum, nesterov=nesterov)
 
         self.anchor = Anchor(parameters, outer, pieces)
         codec = resolve_codec(row.codec)

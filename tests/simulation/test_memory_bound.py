@@ -16,7 +16,7 @@ from p2pavg.allreduce.lobby import MAX_WAITING_LANES, Lobby
 from p2pavg.allreduce.messages import PROTOCOL, Lane, LaneHeader, encode_header
 from p2pavg.allreduce.part_schedule import MAX_WAITING_PARTS
 from p2pavg.allreduce.resting import RestingStreams
-from p2pavg.consensus.votes import MAX_VOTE_BYTES, Gather, Vote
+from p2pavg.consensus.votes import MAX_VOTE_BYTES, Gather
 from p2pavg.errors import StreamBrokenError, UnreachableError
 from p2pavg.group.roster import Roster
 from p2pavg.net.framing import send_message
@@ -28,6 +28,7 @@ from p2pavg.testing.simulation import run_on_loop
 from tests.simulation.liars import SIZE, check_exact, honest, instead, name, play
 from tests.simulation.swarm import LAN
 from tests.unit.group.samples import SIGNERS, candidate
+from tests.unit.round.hearing import Hearing
 
 
 @pytest.fixture(autouse=True)
@@ -133,31 +134,6 @@ async def test_refused_lanes_leave_no_memory(autojump_clock: MockClock, lane: La
 
 
 # ---------------------------------------------------------------------- votes
-
-
-class Hearing:
-    """Keeps the reports about the members."""
-
-    def __init__(self) -> None:
-        self.lost_members: list[tuple[int, str, bool]] = []
-        self.votes: list[Vote] = []
-
-    def heard(self, position: int, vote: Vote) -> None:
-        self.votes.append(vote)
-
-    def lost(
-        self,
-        position: int,
-        reason: str,
-        *,
-        hostile: bool = False,
-        silent: bool = False,
-        reachable: bool = False,
-    ) -> None:
-        self.lost_members.append((position, reason, hostile))
-
-    def missing(self, position: int) -> None:
-        pass
 
 
 class Counting(Stream):

@@ -17,6 +17,7 @@ from p2pavg.net.transport import Buffer, Stream
 from p2pavg.round.control import FLUSH_SECONDS, Control
 from tests.unit.allreduce.attempts import A, B, C, Reaches, three
 from tests.unit.allreduce.streams import SaidBefore
+from tests.unit.round.hearing import Hearing
 
 GATHER = Behind(1)
 
@@ -100,37 +101,12 @@ class Opens(Reaches):
         return self._streams[peer_id]
 
 
-class Member:
-    """Hears the votes that come."""
-
-    def __init__(self) -> None:
-        self.votes: list[Vote] = []
-        self.lost_members: dict[int, str] = {}
-
-    def heard(self, position: int, vote: Vote) -> None:
-        self.votes.append(vote)
-
-    def lost(
-        self,
-        position: int,
-        reason: str,
-        *,
-        hostile: bool = False,
-        silent: bool = False,
-        reachable: bool = False,
-    ) -> None:
-        self.lost_members.setdefault(position, reason)
-
-    def missing(self, position: int) -> None:
-        """Ask no one."""
-
-
 class Side:
     """The second member of three: it opens a stream to the first one, and the third one is out of it."""
 
     def __init__(self, *streams: Stream) -> None:
         self.resting = RestingStreams()
-        self.member = Member()
+        self.member = Hearing()
         self.transport = Opens(B, streams)
         self.control = Control(
             transport=self.transport,
@@ -202,7 +178,7 @@ async def test_a_last_word_in_the_middle_of_a_round_loses_the_member(autojump_cl
         await wait_all_tasks_blocked()
         line.say(Rest())
         await wait_all_tasks_blocked()
-        assert "ended the round" in side.member.lost_members[0]
+        assert "ended the round" in side.member.lost_members[0][1]
         side.control.drop(0)
 
 
@@ -224,7 +200,7 @@ async def test_votes_on_a_stream_that_had_ended_are_sent_again_on_a_new_one(
         await wait_all_tasks_blocked()
         assert old.ended
         assert new.heard == [GATHER]
-        assert side.member.lost_members == {}
+        assert side.member.lost_members == []
         side.control.tell(0, Unknown())
         await side.end_politely(new)
         assert new.heard == [GATHER, Unknown(), Rest()]
@@ -245,7 +221,7 @@ async def test_a_used_stream_that_ends_after_it_was_heard_loses_the_member(
         await wait_all_tasks_blocked()
         getattr(line, how)()
         await wait_all_tasks_blocked()
-        assert list(side.member.lost_members) == [0]
+        assert [position for position, _, _ in side.member.lost_members] == [0]
         assert side.transport.asked == []
 
 

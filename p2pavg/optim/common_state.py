@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.optim import Optimizer
@@ -23,6 +23,7 @@ from p2pavg.state.snapshot import Content
 
 OPTIMIZER = "optimizer"
 SCHEDULER = "scheduler"
+EXTRA = "extra"
 STATE_FACTOR = 8
 """Limit of an optimizer's state in a received snapshot, in multiples of the parameters' bytes. Adam's has 2; 8 leave
 room for states of another dtype. 64 MiB are allowed in any case."""
@@ -30,6 +31,20 @@ MIN_STATE_BYTES = 2**26
 MAX_UPDATES = 2**40
 """The latest update of a state that is taken: centuries at the fastest pace. Numbers of updates stay far below the
 largest that words may name."""
+
+
+class Extra(Protocol):
+    """Plain values that all peers of a lineage share, besides those of the optimizer."""
+
+    def kept(self) -> Any:
+        """Return the present values, for a state."""
+
+    def prepare(self, value: object) -> Callable[[], None]:
+        """Check those of another state; return the function that takes them, which does not fail.
+
+        Raises:
+            StateError: they are malformed, or do not fit.
+        """
 
 
 class CommonState:
@@ -42,6 +57,7 @@ class CommonState:
         optimizer: takes the common steps.
         scheduler: its schedule, if it has one.
         training: the lineage.
+        extra: further values, if there are any.
     """
 
     def __init__(
@@ -52,6 +68,7 @@ class CommonState:
         optimizer: Optimizer,
         scheduler: LRScheduler | None,
         training: TrainingRun,
+        extra: Extra | None = None,
     ) -> None:
         self._prefix = prefix
         self._tensors = tensors
@@ -59,6 +76,7 @@ class CommonState:
         self._optimizer = optimizer
         self._scheduler = scheduler
         self._training = training
+        self._extra = extra
 
     @property
     def lineage(self) -> Lineage:
@@ -86,6 +104,8 @@ class CommonState:
         if self._scheduler is not None:
             more, told[SCHEDULER] = flatten(self._scheduler.state_dict(), SCHEDULER)
             tensors = {**tensors, **more}
+        if self._extra is not None:
+            told[EXTRA] = self._extra.kept()
         local = {name: local_of(tensor) for name, tensor in tensors.items()}
         return Content(tensors={**self._named(), **local}, values=told)
 
@@ -110,7 +130,9 @@ class CommonState:
             raise StateError("the state is that of another kind of optimizer")
         if (SCHEDULER in values) != (self._scheduler is not None):
             raise StateError("only one of the state and this optimizer has a scheduler")
-        if unknown := sorted(values.keys() - {"kind", OPTIMIZER, SCHEDULER, "lineage", "origin"}):
+        if (EXTRA in values) != (self._extra is not None):
+            raise StateError("only one of the state and this optimizer is of a team of a population")
+        if unknown := sorted(values.keys() - {"kind", OPTIMIZER, SCHEDULER, EXTRA, "lineage", "origin"}):
             raise StateError(f"the state has the entry {unknown[0]!r}, which is unknown here")
         check(
             content,
@@ -135,9 +157,12 @@ class CommonState:
             saved = _state_dict(content, SCHEDULER, copy=True)
             schedule = checked_schedule(self._scheduler, self._optimizer, optimizer["param_groups"], saved)
         run = {name: values[name] for name in ("lineage", "origin")}
+        take_extra = None if self._extra is None else self._extra.prepare(values[EXTRA])
 
         def take() -> None:
             self._take(named, content, optimizer, schedule)
+            if take_extra is not None:
+                take_extra()
             self._training.load(run, lineage)
             self._training.begin()
 

@@ -179,6 +179,12 @@ class Follower:
         self._needs_snapshot = self._needs_snapshot or snapshot
         self._is_useless = self._is_useless or snapshot
 
+    def reload(self) -> None:
+        """Follow because the others have changed the state by something that no average tells: fetch a later one."""
+        self.begin()
+        self._lose_the_log(time.monotonic())
+        self._is_useless = True
+
     def advance(self, *, behind: bool, over: bool = False) -> Following:
         """Do what can be done now, without waiting for the network.
 

@@ -188,6 +188,16 @@ class States:
         self._looked_at = now - LOOK_SECONDS
         self._checkpoints.took(epoch)
 
+    def replaced(self) -> None:
+        """Note that all peers of the run have replaced the common state alike, by something that no average tells.
+
+        What this peer has offered until now leads to no state of the run.
+        """
+        epoch = self._common.lineage.epoch
+        self._sharing.shelf.put(None)
+        self._sharing.shelf.begin(epoch)
+        self._say(time.monotonic())
+
     # ------------------------------------------------------------------ following
 
     @property

@@ -18,7 +18,7 @@ from p2pavg.errors import AccumulateError
 from p2pavg.optim.arguments import check_averager, check_min_peers
 from p2pavg.optim.batches import NO_METRICS, Batches
 from p2pavg.optim.checkpoints import Owner
-from p2pavg.optim.common_state import CommonState
+from p2pavg.optim.common_state import CommonState, Extra
 from p2pavg.optim.joined import joined, kind_of
 from p2pavg.optim.lineage import Lineage
 from p2pavg.optim.mesh import PeerMesh
@@ -359,7 +359,9 @@ class PeerOptimizer(TorchOptimizer):
         """Offer states to other peers, and continue from the newest checkpoint, if there is one."""
         if self._run_state is None:
             return
-        common = CommonState(prefix, tensors, self._parts, optimizer, scheduler, self._training)
+        common = CommonState(
+            prefix, tensors, self._parts, optimizer, scheduler, self._training, self._extra()
+        )
         owner = cast(Owner, self)
         self._states = States(self._run_state, self._averager, common, owner, self._together, self._ranks)
         self._states.load_newest()
@@ -367,6 +369,10 @@ class PeerOptimizer(TorchOptimizer):
         self._together.comes_back = True
         self._together.has_later = self._states.has_later
         self._together.pauses = self._states.pauses
+
+    def _extra(self) -> Extra | None:
+        """Return further values of the state that all peers of a lineage share."""
+        return None
 
     def _look(self) -> None:
         """Compare with the other peers, and offer them states; called between updates."""

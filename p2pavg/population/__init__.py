@@ -8,10 +8,15 @@ from p2pavg.population.report import GenerationReport
 from p2pavg.population.rules import check_decision, decide
 from p2pavg.population.settings import PopulationSettings
 from p2pavg.population.space import Choice, LogUniform, Uniform
+from p2pavg.population.team_history import TeamHistory
+from p2pavg.population.team_rules import check_ballot
+from p2pavg.population.team_words import Ballot, TeamWord
+from p2pavg.population.teams import TeamPopulation, TeamReport
 from p2pavg.population.words import Decision, Standing, Word
 
 __all__ = [
     "Ancestor",
+    "Ballot",
     "Choice",
     "Decision",
     "Generation",
@@ -21,9 +26,14 @@ __all__ = [
     "Population",
     "PopulationSettings",
     "Standing",
+    "TeamHistory",
+    "TeamPopulation",
+    "TeamReport",
+    "TeamWord",
     "TrioPopulation",
     "Uniform",
     "Word",
+    "check_ballot",
     "check_decision",
     "decide",
     "open_population",

@@ -14,7 +14,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from p2pavg.averager import DecentralizedAverager
-from p2pavg.population.core import Core, Evaluate, Options, Pause
+from p2pavg.population.copying import Pause
+from p2pavg.population.core import Core, Evaluate, Options
 from p2pavg.population.history import History
 from p2pavg.population.lineage import Ancestor
 from p2pavg.population.report import GenerationReport

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from p2pavg.errors import ConfigError, StateError
+from p2pavg.population.copying import LOOK_SECONDS, Donors, Pause, donors_of, fetch
 from p2pavg.population.history import History
 from p2pavg.population.lineage import MAX_ANCESTORS, Ancestor
 from p2pavg.population.report import GenerationReport
@@ -37,31 +38,17 @@ from p2pavg.state.progress import amount
 from p2pavg.state.sharing import StateSharing
 from p2pavg.state.shelf import HeldSnapshot
 from p2pavg.state.snapshot import copy_of, read
-from p2pavg.state.transfers import SnapshotTransfer, Transfer
+from p2pavg.state.transfers import SnapshotTransfer
 from p2pavg.state.tree import chunk_digests, root_of
 
 logger = logging.getLogger(__name__)
 
-LOOK_SECONDS = 0.5  # between two looks at words and transfers, when nothing is heard
-STILL_SECONDS = 8.0
-"""A copy is given up when no donor has been of use for so long."""
 MAX_TRIES = 3
 """Members that one peer tries to copy at the end of a generation; after that it keeps its own weights."""
 MAX_DISTRUSTED = 256
 """Members whose weights were worse than they said, or unusable; the earliest are forgotten."""
 ORIGIN = bytes(32)
 """Lineage of weights that have not been trained."""
-
-
-@dataclass(frozen=True, slots=True)
-class Pause:
-    """The core has to wait: for another peer's word, or for a transfer."""
-
-    version: int
-    """The board's, before the core looked."""
-    seconds: float
-    """At most."""
-    transfer: Transfer | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,32 +333,18 @@ class Core:
     def _fetch(
         self, transfer: SnapshotTransfer, donor: str, its: Standing
     ) -> Generator[Pause, float | None, str]:
-        began = useful = self._clock()
-        while not transfer.ended:
-            version, now = self._board.version, self._clock()
+        def donors() -> Donors:
             self.look()
-            donors = self._donors(donor, its.root)
-            transfer.set_donors(donors)
-            useful = useful if transfer.stands_still else now
-            if donor not in self._heard.words and donors.keys() == {donor}:
-                return "it has left"
-            if now - useful > STILL_SECONDS:
-                return f"it has not sent anything of use for {STILL_SECONDS:.0f} s"
-            if now - began > self._options.copy_timeout:
-                return f"the copy took longer than copy_timeout, {self._options.copy_timeout:g} s"
-            yield Pause(version, LOOK_SECONDS, transfer)
-        return transfer.failure
+            return donors_of(self._sharing, (donor,), its.root)
 
-    def _donors(self, donor: str, root: bytes) -> dict[str, tuple[str, ...]]:
-        """Return the addresses of the member's publisher, and of all other peers that offer the same snapshot."""
-        news = self._sharing.news()
-        same = {
-            peer: said.addresses
-            for peer, said in news.items()
-            if said.snapshot is not None and said.snapshot.root == root
-        }
-        own = news.get(donor)
-        return {donor: () if own is None else own.addresses, **same}
+        return fetch(
+            transfer,
+            donors=donors,
+            has_left=lambda found: donor not in self._heard.words and found.keys() == {donor},
+            version=lambda: self._board.version,
+            clock=self._clock,
+            timeout=self._options.copy_timeout,
+        )
 
     def _take_back(self) -> None:
         """Load this member's own weights, of the end of this generation."""

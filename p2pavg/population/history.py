@@ -99,11 +99,8 @@ class History:
         Raises:
             ValueError: there is no such hyperparameter, or its values are texts.
         """
+        check_shown(name, self._settings)
         range_ = self._settings.space.get(name)
-        if range_ is None and name != "score":
-            raise ValueError(f"name must be score or one of {', '.join(self._settings.space)}, got {name!r}")
-        if isinstance(range_, Choice) and any(isinstance(value, str) for value in range_.values):
-            raise ValueError(f"{name} has texts as values, which have no place on an axis")
         curves: dict[str, Curve] = {}
         best = self.best
         for each in self.generations:
@@ -121,6 +118,15 @@ class History:
                 donor, its = known[made.donor]
                 jumps.append(Jump(donor, its.generation, peer, word.standing.generation))
         return draw(name, curves, jumps, is_log=isinstance(range_, LogUniform))
+
+
+def check_shown(name: str, settings: PopulationSettings) -> None:
+    """Raise ValueError if a picture cannot show something of this name."""
+    range_ = settings.space.get(name)
+    if range_ is None and name != "score":
+        raise ValueError(f"name must be score or one of {', '.join(settings.space)}, got {name!r}")
+    if isinstance(range_, Choice) and any(isinstance(value, str) for value in range_.values):
+        raise ValueError(f"{name} has texts as values, which have no place on an axis")
 
 
 def _generation(peer_id: str, word: Word, known: Mapping[bytes, tuple[str, Standing]]) -> Generation:

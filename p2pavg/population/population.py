@@ -13,7 +13,8 @@ from torch.optim import Optimizer
 
 from p2pavg.blocking import Averager
 from p2pavg.optim.arguments import check_averager
-from p2pavg.population.core import Core, Evaluate, Options, Pause
+from p2pavg.population.copying import Pause
+from p2pavg.population.core import Core, Evaluate, Options
 from p2pavg.population.history import History
 from p2pavg.population.lineage import Ancestor
 from p2pavg.population.report import GenerationReport

@@ -95,6 +95,7 @@ def decide(
     settings: PopulationSettings,
     *,
     failed: Collection[bytes] = (),
+    seed: bytes = b"",
 ) -> Decision:
     """Return the decision of a member at the end of a generation.
 
@@ -103,9 +104,10 @@ def decide(
         mine: its word.
         others: the words that count, by peer id, at most 64.
         failed: digests of words whose weights this member could not copy.
+        seed: of the draws; from the words, if it is empty.
     """
     basis = tuple(sorted(word.digest for word in others.values()))
-    draws = Draws(pack(_DRAWS, settings.digest, me, mine.digest, basis))
+    draws = Draws(seed or pack(_DRAWS, settings.digest, me, mine.digest, basis))
     barred = set(failed)
     choose = _tournament if settings.exploit == "tournament" else _truncation
     donor, reason = choose(me, mine, others, settings, draws, barred)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -47,6 +47,7 @@ class Weights:
         optimizer: its state goes with them.
         apply: sets hyperparameters; ``None`` sets the options of these names in all parameter groups of the optimizer.
         names: the hyperparameters.
+        buffers: names of the buffers that are copied; ``None`` for all.
 
     Raises:
         ConfigError: the optimizer lacks an option of such a name, and ``apply`` is not given.
@@ -54,7 +55,12 @@ class Weights:
     """
 
     def __init__(
-        self, model: nn.Module, optimizer: Optimizer, apply: Apply | None, names: Sequence[str]
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        apply: Apply | None,
+        names: Sequence[str],
+        buffers: Collection[str] | None = None,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
@@ -70,6 +76,7 @@ class Weights:
         self._model = model
         self._optimizer = optimizer
         self._apply = apply
+        self._buffers = buffers
 
     def apply(self, hyperparameters: Mapping[str, Value]) -> None:
         """Set the hyperparameters for the training that follows."""
@@ -130,4 +137,9 @@ class Weights:
 
     def _named(self) -> dict[str, torch.Tensor]:
         parameters = {f"parameter/{name}": tensor.detach() for name, tensor in self._model.named_parameters()}
-        return parameters | {f"buffer/{name}": tensor for name, tensor in self._model.named_buffers()}
+        chosen = self._buffers
+        return parameters | {
+            f"buffer/{name}": tensor
+            for name, tensor in self._model.named_buffers()
+            if chosen is None or name in chosen
+        }

@@ -1,4 +1,4 @@
-"""The strategies of this version, as frozen values."""
+"""The strategies of this version that have no file of their own, as frozen values."""
 
 from __future__ import annotations
 
@@ -32,9 +32,6 @@ from p2pavg.optim import (
 )
 from p2pavg.optim.intervals import SyncEvery
 from p2pavg.optim.local_options import checked_options
-from p2pavg.population import Population, PopulationSettings
-from p2pavg.population.settings import Exploit, Explore, Mode
-from p2pavg.population.space import Choice, Range, Uniform
 from p2pavg.strategies.base import Strategy
 
 MEAN = "mean"
@@ -273,65 +270,6 @@ class Federated(Strategy):
         return RECIPES[self.rule](inner, averager, **{"model": model, **options, **numbers})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PopulationBased(Strategy):
-    """Peers train with different hyperparameters, and copy the best: see :class:`p2pavg.population.PopulationSettings`.
-
-    Its optimizer is a :class:`~p2pavg.population.Population`, whose ``step(score)`` comes after that of ``inner``.
-
-    Raises:
-        ConfigError: an argument is out of range; the message begins with its name.
-    """
-
-    kind: ClassVar[str] = "population_based"
-
-    space: Mapping[str, Range] = field(hash=False)
-    interval: int
-    mode: Mode = "min"
-    exploit: Exploit = "truncation"
-    quantile: float = 0.25
-    explore: Explore = "perturb"
-    resample_probability: float = 0.25
-    factors: tuple[float, ...] = (1.2, 0.8)
-    max_lag: int = 5
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "space", self.settings.space)
-
-    @property
-    def settings(self) -> PopulationSettings:
-        """The settings of the population."""
-        return PopulationSettings(
-            space=self.space,
-            interval=self.interval,
-            mode=self.mode,
-            exploit=self.exploit,
-            quantile=self.quantile,
-            explore=self.explore,
-            resample_probability=self.resample_probability,
-            factors=self.factors,
-            max_lag=self.max_lag,
-            seed=self.seed,
-        )
-
-    def _plain(self, name: str) -> Any:
-        if name == "space":
-            return {each: _plain_range(range_) for each, range_ in self.space.items()}
-        return getattr(self, name)
-
-    def _build(
-        self,
-        model: nn.Module,
-        averager: Averager,
-        inner: Optimizer,
-        *,
-        allow: Collection[str] = (),  # noqa: ARG002 - it runs no function
-        **options: Any,
-    ) -> Population:
-        return Population(averager, model, inner, self.settings, **options)
-
-
 @dataclass(frozen=True, slots=True)
 class Custom(Strategy):
     """A strategy of the caller's own: a function that makes the optimizer.
@@ -394,13 +332,6 @@ class Custom(Strategy):
             raise ConfigError(f"function: {self.function} is no function")
         found: Callable[..., Any] = function
         return found
-
-
-def _plain_range(range_: Range) -> dict[str, Any]:
-    if isinstance(range_, Choice):
-        return {"kind": "choice", "values": range_.values}
-    kind = "uniform" if isinstance(range_, Uniform) else "log_uniform"
-    return {"kind": kind, "low": float(range_.low), "high": float(range_.high)}
 
 
 def _check_number(name: str, value: object) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import MISSING, fields
 from types import MappingProxyType
 from typing import Any
@@ -14,8 +14,9 @@ from p2pavg.group.strategy import VERSION, canonical, read_table
 from p2pavg.membership.run_file import RunFile
 from p2pavg.population.space import Choice, LogUniform, Range, Uniform
 from p2pavg.strategies.base import Strategy
-from p2pavg.strategies.kinds import Custom, DataParallel, Federated, Local, PopulationBased
+from p2pavg.strategies.kinds import Custom, DataParallel, Federated, Local
 from p2pavg.strategies.model_parallel import ModelParallel
+from p2pavg.strategies.population import PopulationBased
 
 KINDS: Mapping[str, type[Strategy]] = MappingProxyType(
     {each.kind: each for each in (Local, DataParallel, Federated, PopulationBased, ModelParallel, Custom)}
@@ -85,7 +86,9 @@ def read_plain(table: Mapping[str, Any]) -> Strategy:
     if kind is PopulationBased:
         given["space"] = _space(given["space"])
     if kind is ModelParallel:
-        given["training"] = _training(given["training"])
+        given["training"] = _training(given["training"], (DataParallel.kind, Federated.kind))
+    if kind is PopulationBased and "training" in given:
+        given["training"] = _training(given["training"], (DataParallel.kind,))
     for name, value in given.items():
         if isinstance(value, list):
             given[name] = tuple(value)
@@ -98,9 +101,8 @@ def read_plain(table: Mapping[str, Any]) -> Strategy:
     return found
 
 
-def _training(table: object) -> Strategy:
-    """Read the strategy inside of one of model parallel peers."""
-    inside = (DataParallel.kind, Federated.kind)
+def _training(table: object, inside: Collection[str]) -> Strategy:
+    """Read the strategy inside of another one, which is of one of these kinds."""
     if not isinstance(table, Mapping) or table.get("kind") not in inside:
         raise ConfigError(f"strategy.training.kind must be one of {', '.join(inside)}")
     if "version" in table:

@@ -14,7 +14,7 @@ from p2pavg import AveragingConfig, NoPeers
 from p2pavg.codes import NoPeersCode
 from p2pavg.optim import AveragedOptimizer, LocalUpdates
 from p2pavg.peer import Peer
-from p2pavg.population import LogUniform, Population
+from p2pavg.population import LogUniform, Population, TeamPopulation
 from p2pavg.result import RoundResult
 from p2pavg.strategies import (
     Custom,
@@ -43,6 +43,9 @@ STRATEGIES: list[Strategy] = [
     ),
     Federated(rule="fedprox", sync_every=2, rounds=UPDATES, options={"mu": 0.01}, selection=0.5),
     PopulationBased(space={"lr": LogUniform(1e-3, 1e-1)}, interval=3),
+    PopulationBased(
+        space={"lr": LogUniform(1e-3, 1e-1)}, interval=3, training=DataParallel(target_batch_size=16)
+    ),
     Custom(FUNCTION, {"sync_every": 2}),
 ]
 
@@ -67,7 +70,9 @@ def train(loop: SimulatedLoop, strategy: Strategy) -> tuple[float, float, torch.
         torch.autograd.backward(loss)
         steps += 1
         loop.sleep(0.5)
-        if isinstance(optimizer, Population):
+        if isinstance(optimizer, TeamPopulation):
+            optimizer.step(lambda: float((model.weight.detach() - wanted).square().mean()), samples=8)
+        elif isinstance(optimizer, Population):
             inner.step()
             optimizer.step(lambda: float((model.weight.detach() - wanted).square().mean()))
         elif isinstance(optimizer, AveragedOptimizer | LocalUpdates):
@@ -81,13 +86,15 @@ def train(loop: SimulatedLoop, strategy: Strategy) -> tuple[float, float, torch.
 
 
 def _options(strategy: Strategy) -> dict[str, Any]:
+    if isinstance(strategy, PopulationBased) and strategy.training is not None:
+        return {"team": "one", "start": {"lr": 0.02}, "peers_to_start": PEERS}
     if isinstance(strategy, PopulationBased):
         return {"wait": 10.0, "members": PEERS, "start": {"lr": 0.02}}
     return {} if isinstance(strategy, Local) else {"peers_to_start": PEERS}
 
 
 def _is_over(optimizer: Any, steps: int) -> bool:
-    if isinstance(optimizer, Population):
+    if isinstance(optimizer, Population | TeamPopulation):
         return optimizer.generation >= UPDATES
     if isinstance(optimizer, AveragedOptimizer | LocalUpdates):
         return optimizer.epoch >= UPDATES
@@ -104,7 +111,8 @@ async def test_a_strategy_from_json_and_toml_trains(autojump_clock: MockClock, s
     assert len(results) == PEERS
     for first, last, _ in results.values():
         assert last < first
-    if strategy.kind in ("data_parallel", "federated", "custom"):
+    in_a_team = isinstance(strategy, PopulationBased) and strategy.training is not None
+    if strategy.kind in ("data_parallel", "federated", "custom") or in_a_team:
         assert torch.equal(results[0][2], results[1][2]), "the same bits on both peers"
 
 

@@ -72,6 +72,7 @@ NAMES = [
 
 POPULATION_NAMES = [
     "Ancestor",
+    "Ballot",
     "Choice",
     "Decision",
     "Generation",
@@ -81,9 +82,14 @@ POPULATION_NAMES = [
     "Population",
     "PopulationSettings",
     "Standing",
+    "TeamHistory",
+    "TeamPopulation",
+    "TeamReport",
+    "TeamWord",
     "TrioPopulation",
     "Uniform",
     "Word",
+    "check_ballot",
     "check_decision",
     "decide",
     "open_population",

@@ -28,7 +28,7 @@ from torch.optim.lr_scheduler import (
 )
 
 from p2pavg.errors import StateError
-from p2pavg.optim.common_state import MAX_UPDATES, CommonState
+from p2pavg.optim.common_state import MAX_UPDATES, CommonState, Extra
 from p2pavg.optim.outer import FedYogi
 from p2pavg.state.nested import flatten
 from p2pavg.state.snapshot import Content, copy_of, read
@@ -71,7 +71,9 @@ SCHEDULES: dict[str, Schedule] = {
 class Peer:
     """One peer's model, optimizer and common state."""
 
-    def __init__(self, inner: str, schedule: str = "none", *, steps: int = 0) -> None:
+    def __init__(
+        self, inner: str, schedule: str = "none", *, steps: int = 0, extra: Extra | None = None
+    ) -> None:
         self.model = small()
         made = OPTIMIZERS[inner](list(self.model.parameters()))
         scheduler = SCHEDULES[schedule](made)
@@ -85,6 +87,7 @@ class Peer:
             made,
             scheduler,
             self.optimizer._training,
+            extra,
         )
 
     def everything(self) -> list[Any]:
@@ -131,6 +134,43 @@ def test_a_peer_that_takes_a_state_goes_on_like_its_donor(
             batch(peer.model, peer.optimizer)
     assert same(joiner.common.content().tensors, donor.common.content().tensors)
     assert joiner.optimizer.lineage == donor.optimizer.lineage
+
+
+class Count:
+    """Further values of a state: a number."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def kept(self) -> Any:
+        return self.number
+
+    def prepare(self, value: object) -> Callable[[], None]:
+        if type(value) is not int:
+            raise StateError("it is no number")
+
+        def take() -> None:
+            self.number = value
+
+        return take
+
+
+def test_further_values_go_with_a_state() -> None:
+    donor, joiner = Peer("Adam", steps=2, extra=Count(7)), Peer("Adam", extra=(count := Count(0)))
+    content = donor.sent()
+    take = joiner.common.prepare(content)
+    assert count.number == 0, "nothing changes before the whole state is checked"
+    take()
+    assert count.number == 7
+    with pytest.raises(StateError, match="it is no number"):
+        joiner.common.prepare(replace(content, values={**content.values, "extra": "7"}))
+
+
+def test_only_peers_that_both_have_further_values_take_each_others_states() -> None:
+    one, other = Peer("Adam", steps=2, extra=Count(7)), Peer("Adam", steps=2)
+    for giver, taker in ((one, other), (other, one)):
+        with pytest.raises(StateError, match="of a team of a population"):
+            taker.common.prepare(giver.sent())
 
 
 def test_nothing_of_a_state_refers_to_the_bytes_that_it_came_as() -> None:

@@ -45,6 +45,11 @@ STRATEGIES: tuple[Strategy, ...] = (
     ModelParallel(
         training=Federated(rule="diloco", sync_every=4, options={"lr": 0.5}), shards=2, copies=2, tensor=2
     ),
+    PopulationBased(
+        space={"lr": LogUniform(1e-4, 1.0)},
+        interval=10,
+        training=DataParallel(target_batch_size=64, aggregation="median"),
+    ),
 )
 
 

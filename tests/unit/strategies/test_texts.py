@@ -219,6 +219,24 @@ def test_a_custom_strategy_from_a_text_is_not_the_callers_own() -> None:
         assert found == own
 
 
+def test_a_population_of_teams_has_the_strategy_inside_of_its_teams() -> None:
+    strategy = STRATEGIES[-1]
+    assert isinstance(strategy, PopulationBased)
+    assert strategy.training is not None
+    config = strategy.config(AveragingConfig(run_id="lab"))
+    assert config.robust == "median"
+    assert "[strategy.training]" in strategy.toml
+    assert read_toml(strategy.toml) == strategy
+    with pytest.raises(ConfigError, match=r"strategy\.training\.kind must be one of data_parallel"):
+        read_json(inside(strategy, kind="federated"))
+    with pytest.raises(ConfigError, match=r"strategy\.training\.overlap must be False"):
+        read_json(inside(strategy, overlap=True))
+    with pytest.raises(ConfigError, match=r"strategy\.training\.target_batch_size must be a number"):
+        read_json(inside(strategy, target_batch_size=0))
+    with pytest.raises(ConfigError, match="training must be DataParallel"):
+        PopulationBased(space=strategy.space, interval=3, training="mean")  # type: ignore[arg-type]
+
+
 def test_choices_keep_their_types() -> None:
     strategy = PopulationBased(space={"kind": Choice((1, 1.5, "one", True))}, interval=3)
     found = read_toml(strategy.toml)

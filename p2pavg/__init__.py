@@ -29,7 +29,7 @@ from p2pavg.errors import (
 from p2pavg.group.aggregation import CenteredClip, Median, TrimmedMean
 from p2pavg.group.audits import Audits
 from p2pavg.group.participation import ByCapability, Participation, RandomFraction
-from p2pavg.group.topology import Butterfly, Hierarchical, Star
+from p2pavg.group.topology import Butterfly, Gossip, Hierarchical, Star
 from p2pavg.logs import install_default as _install_default
 from p2pavg.membership.access import RunAccess
 from p2pavg.membership.files import read_run_file
@@ -67,6 +67,7 @@ __all__ = [
     "FailedCode",
     "Fp16",
     "Fp32",
+    "Gossip",
     "Hierarchical",
     "IdentityError",
     "InProgress",

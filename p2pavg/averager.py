@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from types import MappingProxyType
 from typing import TYPE_CHECKING, TypeAlias
@@ -16,7 +16,10 @@ from p2pavg.codes import NoPeersCode
 from p2pavg.config import AveragingConfig
 from p2pavg.errors import ClosedError
 from p2pavg.group.bandwidth import BandwidthMeter
-from p2pavg.group.meeting import Meeting
+from p2pavg.group.gossip import ROUND, Rotation
+from p2pavg.group.meeting import Meeting, Stage, stages_at
+from p2pavg.group.topology import Gossip
+from p2pavg.membership.certificate import Role
 from p2pavg.net.reach.reachability import Reachability
 from p2pavg.records.board import LOOK_SECONDS, Board
 from p2pavg.records.boards import Boards
@@ -71,7 +74,11 @@ class DecentralizedAverager:
         self._open_averager = open_averager
         self._nursery = nursery
         self._tails = tails
-        self._accumulation = Accumulation(config.max_weight)
+        self._rotation: Rotation | None = None
+        if isinstance(config.aggregation.topology, Gossip):
+            self._rotation = Rotation(host.id, config.group_size, config.match_timeout)
+        own_metrics = () if self._rotation is None else (ROUND,)
+        self._accumulation = Accumulation(config.max_weight, own_metrics)
         self._meter = BandwidthMeter(
             max_upload_mbps=config.max_upload_mbps, max_download_mbps=config.max_download_mbps
         )
@@ -256,7 +263,7 @@ class DecentralizedAverager:
         observe: bool = False,
         group_size: int | None = None,
         contributors: int = 0,
-        meeting: Meeting | None = None,
+        meeting: Meeting | Sequence[Stage] | None = None,
     ) -> RoundResult:
         """Average, or report the progress of a round that runs.
 
@@ -275,7 +282,8 @@ class DecentralizedAverager:
                 will come; ``config.min_group_size`` to 64.
             contributors: contributors without which such a group is not complete, when it is known that the others only
                 observe; 0 to 64.
-            meeting: where to look for the group, if not among all peers that are ready.
+            meeting: where to look for the group, one place after the other if several are given; by default among all
+                peers that are ready, or where the topology says.
 
         Returns:
             * :class:`~p2pavg.Success`: ``averaged`` is the average of ``peers``; the contribution is used up. Not so
@@ -292,7 +300,7 @@ class DecentralizedAverager:
             ValueError: ``wait`` is negative or not a number, or another argument is out of range.
         """
         self._check_open()
-        plan = checked_plan(state, observe, group_size, contributors, self.config.min_group_size, meeting)
+        plan = checked_plan(state, observe, group_size, contributors, self.config, meeting)
         deadline = trio.current_time() + checked_wait(wait)
         await trio.lowlevel.checkpoint()
         with trio.move_on_at(deadline if self._stepping.locked() else math.inf) as scope:
@@ -333,6 +341,8 @@ class DecentralizedAverager:
         while True:
             if (result := self._round.result) is not None:
                 self._round = None
+                if self._rotation is not None and isinstance(result, Success):
+                    self._rotation.took(result.peers, result.weights, result.metrics)
                 return result
             if (report := self._round.take_report()) is not None:
                 return report
@@ -355,6 +365,7 @@ class DecentralizedAverager:
         contribution = None if plan.observes else self._accumulation.take()
         if contribution is None and not plan.observes:  # cleared in another thread meanwhile
             return False
+        stages, metrics = self._places(plan)
         role = Contributor(
             self._rounds.context,
             self.config,
@@ -364,10 +375,18 @@ class DecentralizedAverager:
             plan.state,
             on_average=None if self._sharing is None else self._sharing.committed,
             reports=self._watched.reports,
+            metrics=metrics,
         )
-        self._round = Round(self._rounds, role, plan.target, plan.contributors, plan.meeting, self._expected)
+        self._round = Round(self._rounds, role, plan.target, plan.contributors, stages, self._expected)
         self._nursery.start_soon(self._round.run)
         return True
+
+    def _places(self, plan: StepPlan) -> tuple[Sequence[Stage], Mapping[str, float]]:
+        """Return where the group of a round is looked for, and the metrics that the topology adds."""
+        if plan.stages is not None or self._rotation is None:
+            return plan.stages or stages_at(None), {}
+        trains = sum(peer.role != Role.AUXILIARY for peer in self.members())
+        return self._rotation.stages(trains), self._rotation.metrics
 
     async def board(self, topic: str, look_seconds: float = LOOK_SECONDS) -> Board:
         """Return the board of a topic: short texts that the peers of the run publish. One topic has one object.

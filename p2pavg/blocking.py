@@ -19,7 +19,7 @@ import trio
 
 from p2pavg.averager import DecentralizedAverager
 from p2pavg.config import AveragingConfig
-from p2pavg.group.meeting import Meeting
+from p2pavg.group.meeting import Meeting, Stage
 from p2pavg.net.reach.reachability import Reachability
 from p2pavg.net.relay.limits import DEFAULT_RELAY_MBPS
 from p2pavg.peer import DEFAULT_LISTEN, open_peer
@@ -140,7 +140,7 @@ class Averager:
         observe: bool = False,
         group_size: int | None = None,
         contributors: int = 0,
-        meeting: Meeting | None = None,
+        meeting: Meeting | Sequence[Stage] | None = None,
     ) -> RoundResult:
         """See :meth:`p2pavg.DecentralizedAverager.step`. Ctrl-C ends the waiting, not the round."""
         step = partial(self._averager.step, wait=wait, state=state, observe=observe)

@@ -26,12 +26,13 @@ from p2pavg.group.limits import (
     MAX_TIMEOUT_SECONDS,
     MAX_WEIGHT,
     MIN_BANDWIDTH,
+    USUAL_GROUP_SIZE,
 )
 from p2pavg.group.names import is_rule
 from p2pavg.group.numbers import check_number
 from p2pavg.group.participation import Participation, check_tags
 from p2pavg.group.strategy import check_text, mark
-from p2pavg.group.topology import Topology, resolve_topology
+from p2pavg.group.topology import Gossip, Topology, resolve_topology, size_of_groups
 from p2pavg.membership.access import RunAccess
 from p2pavg.membership.files import read_access, read_run_file
 from p2pavg.telemetry.status import MAX_NAME_CHARS
@@ -45,7 +46,8 @@ class AveragingConfig:
 
     Args:
         run_id: name of the training run. Peers with different run ids never meet.
-        group_size: number of members that a group aims at, 2 to 64, auxiliaries not counted.
+        group_size: number of members that a group aims at, 2 to 64, auxiliaries not counted. With the
+            topology gossip it becomes ``degree + 1``: leave it out then.
         min_group_size: number of members that suffices once ``match_timeout`` has passed, 2 to ``group_size``.
         match_timeout: seconds that a peer looks for a full group before it accepts a smaller one.
         exchange_timeout: seconds after which an exchange that is not complete has failed.
@@ -78,7 +80,10 @@ class AveragingConfig:
             All peers of a run need the same value.
         topology: the members that average: ``"butterfly"`` or :class:`Butterfly`, in which each member averages a share
             of the vector; ``"star"`` or :class:`Star`, in which the members elect one by announced ``bandwidth`` that
-            averages everything. All peers of a run need the same one: peers with different ones never meet.
+            averages everything; ``"hierarchical"`` or :class:`Hierarchical`, in which sites average before they
+            exchange sums; ``"gossip"`` or :class:`Gossip`, in which a peer averages with a few others in each round,
+            and with other ones in the next. All peers of a run need the same one: peers with different ones never
+            meet.
         name: name of this peer for people, such as ``"garage, 3090"``: at most 40 printable characters. The other peers
             of the run see it (:meth:`DecentralizedAverager.members`); nothing depends on it. Empty: none.
         strategy: text of the strategy with which the peers of the run train (:mod:`p2pavg.strategies`); empty: none.
@@ -89,7 +94,7 @@ class AveragingConfig:
     """
 
     run_id: str
-    group_size: int = 4
+    group_size: int = USUAL_GROUP_SIZE
     min_group_size: int = 2
     match_timeout: float = 30.0
     exchange_timeout: float = 60.0
@@ -113,7 +118,12 @@ class AveragingConfig:
             raise ConfigError(
                 f"run_id must be text of 1 to {MAX_RUN_ID_CHARS} printable characters, got {self.run_id!r}"
             )
+        try:
+            topology = resolve_topology(self.topology)
+        except ConfigError as error:
+            raise ConfigError(f"topology: {error}") from None
         _check_size("group_size", self.group_size, 2, MAX_GROUP_SIZE)
+        object.__setattr__(self, "group_size", size_of_groups(topology, self.group_size))
         _check_size("min_group_size", self.min_group_size, 2, self.group_size)
         check_number("match_timeout", self.match_timeout, MAX_TIMEOUT_SECONDS)
         check_number("exchange_timeout", self.exchange_timeout, MAX_TIMEOUT_SECONDS)
@@ -149,10 +159,10 @@ class AveragingConfig:
             resolve_audits(self.audit)
         except ConfigError as error:
             raise ConfigError(f"audit: {error}") from None
-        try:
-            resolve_topology(self.topology)
-        except ConfigError as error:
-            raise ConfigError(f"topology: {error}") from None
+        if isinstance(topology, Gossip) and self.participation is not None:
+            raise ConfigError(
+                f"participation must be None with the topology {topology.text!r}: all of a small group contribute"
+            )
         try:
             name = resolve_codec(self.compression).name
         except (ValueError, TypeError) as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from types import MappingProxyType
@@ -22,7 +22,7 @@ from p2pavg.averager import DecentralizedAverager
 from p2pavg.blocking import Averager
 from p2pavg.config import AveragingConfig
 from p2pavg.errors import AttachError, BusyError, ClosedError, ConfigError
-from p2pavg.group.meeting import Meeting
+from p2pavg.group.meeting import Meeting, Stage
 from p2pavg.net.reach.reachability import Reachability
 from p2pavg.records.board import LOOK_SECONDS, Topic
 from p2pavg.result import InProgress, NoPeers, RoundResult, Success, Tensors
@@ -237,7 +237,7 @@ class AttachedAverager(Averager):
         observe: bool = False,
         group_size: int | None = None,
         contributors: int = 0,
-        meeting: Meeting | None = None,
+        meeting: Meeting | Sequence[Stage] | None = None,
     ) -> RoundResult:
         """See :meth:`p2pavg.DecentralizedAverager.step`.
 
@@ -253,7 +253,7 @@ class AttachedAverager(Averager):
             raise ValueError(
                 "a process that shares its peer with others looks for groups in the common place only"
             )
-        plan = checked_plan(state, observe, group_size, contributors, self._config.min_group_size)
+        plan = checked_plan(state, observe, group_size, contributors, self._config)
         seconds = checked_wait(wait)
         end = time.monotonic() + min(seconds, threading.TIMEOUT_MAX)
         if not self._stepping.acquire(timeout=min(seconds, threading.TIMEOUT_MAX)):

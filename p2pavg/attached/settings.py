@@ -12,7 +12,7 @@ import torch
 from p2pavg.config import AveragingConfig
 from p2pavg.errors import ConfigError, RemoteProtocolError
 from p2pavg.group.audits import resolve_audits
-from p2pavg.group.topology import Hierarchical, site_of
+from p2pavg.group.topology import Gossip, Hierarchical, site_of
 from p2pavg.membership.access import RunAccess
 from p2pavg.vector.accumulation import MAX_TENSORS, Schema
 from p2pavg_compression import CodecError, resolve_codec
@@ -46,6 +46,11 @@ def check_shareable(config: AveragingConfig) -> None:
         raise ConfigError(
             "a process that is attached to a peer cannot name a site, which is the peer's: start the peer with --site,"
             " and give the process topology='hierarchical'"
+        )
+    if isinstance(config.aggregation.topology, Gossip):
+        raise ConfigError(
+            "a process that is attached to a peer cannot use the topology gossip: its peer would look for one group of"
+            " all of its processes; open an averager of its own with p2pavg.blocking.open_averager"
         )
     if config.participation is not None:
         raise ConfigError(

@@ -80,8 +80,9 @@ def create(
         str,
         typer.Option(
             metavar="NAME",
-            help="Members that average: butterfly, where all do; star, where one does; or hierarchical, where those of"
-            " a site do before sites exchange sums, with --audit off.",
+            help="Members that average: butterfly, where all do; star, where one does; hierarchical, where those of"
+            " a site do before sites exchange sums, with --audit off; or gossip:DEGREE, where a peer averages with so"
+            " many others, and with other ones in the next round.",
         ),
     ] = "butterfly",
     bandwidth: Annotated[

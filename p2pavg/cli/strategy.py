@@ -7,7 +7,7 @@ from typing import Any
 
 from p2pavg.errors import ConfigError
 from p2pavg.files import read_text
-from p2pavg.group.topology import BUTTERFLY
+from p2pavg.group.topology import BUTTERFLY, resolve_topology
 from p2pavg.strategies import DataParallel, Federated, Strategy, read_json, read_toml
 from p2pavg.strategies.reading import MAX_TOML_CHARS
 
@@ -27,7 +27,7 @@ def settings_with(settings: dict[str, Any], file: Path) -> dict[str, Any]:
                 f"robust is {settings['robust']!r}, and the strategy's is {rule!r}: leave --robust out"
             )
         found["robust"] = rule
-        if settings["topology"] not in (BUTTERFLY.text, strategy.topology):
+        if resolve_topology(settings["topology"]).text not in (BUTTERFLY.text, strategy.topology):
             raise ConfigError(
                 f"topology is {settings['topology']!r}, and the strategy's is {strategy.topology!r}: leave --topology"
                 " out"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 MAX_GROUP_SIZE = 64
+USUAL_GROUP_SIZE = 4  # that a group aims at, if a configuration says nothing
 MAX_MEMBERS = 2 * MAX_GROUP_SIZE
 """Largest number of members of a roster: half for contributors and observers, half for auxiliaries."""
 MAX_RUN_ID_CHARS = 128

@@ -1,9 +1,10 @@
-"""The place where a peer looks for a group, if not among all peers of its run. No I/O, no clock."""
+"""The places where a peer looks for a group, if not among all peers of its run. No I/O, no clock."""
 
 from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from p2pavg.encoding import pack
@@ -33,6 +34,29 @@ class Meeting:
         patience = self.patience
         if patience is not None and not 0 < patience < math.inf:
             raise ValueError(f"patience must be a number of seconds above 0, or None, got {patience!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One part of a search: a place, and the time after which the next part begins."""
+
+    meeting: Meeting
+    seconds: float = math.inf
+    """Seconds; infinite for the last stage."""
+
+
+def stages_at(where: Meeting | Sequence[Stage] | None) -> tuple[Stage, ...]:
+    """Return the stages of a search: at one place, at several in turn, or among all peers that are ready for ``None``.
+
+    Raises:
+        ValueError: there is no stage, or one but the last has no end.
+    """
+    if where is None or isinstance(where, Meeting):
+        return (Stage(where or EVERYWHERE),)
+    stages = tuple(where)
+    if not stages or not all(0 < stage.seconds < math.inf for stage in stages[:-1]):
+        raise ValueError(f"meeting must have at least one stage, and all but the last an end, got {stages!r}")
+    return stages
 
 
 EVERYWHERE = Meeting()

@@ -2,7 +2,8 @@
 
 The topologies are data here, with the text that all peers of a run share. No I/O, no clock, no random source.
 :mod:`p2pavg.group.star` elects the reducer of a star, :mod:`p2pavg.group.shares` cuts the shares of a butterfly, and
-:mod:`p2pavg.group.sites` those of sites.
+:mod:`p2pavg.group.sites` those of sites. :mod:`p2pavg.group.gossip` says where a peer looks for the small groups of
+gossip.
 """
 
 from __future__ import annotations
@@ -11,8 +12,11 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from p2pavg.errors import ConfigError
-from p2pavg.group.limits import MAX_NAME_CHARS
+from p2pavg.group.limits import MAX_GROUP_SIZE, MAX_NAME_CHARS, USUAL_GROUP_SIZE
 from p2pavg.group.names import is_name
+
+GRID = "grid"
+_GOSSIP = "gossip"
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +79,51 @@ class Hierarchical:
         return "hierarchical"
 
 
-Topology: TypeAlias = Butterfly | Star | Hierarchical
+@dataclass(frozen=True, slots=True)
+class Gossip:
+    """Each round is among a few peers, and the next one among others. A group averages like a butterfly.
+
+    So a run may have any number of peers, and no peer waits for all. The peers' averages differ: each round brings them
+    nearer to each other. The document on topologies says how fast, and what it costs.
+
+    Args:
+        degree: number of peers that this one averages with in each round, 1 to 63.
+        graph: the peers that may meet in a round. ``"grid"`` is the only one: peers with the same coordinate look for
+            each other, and each peer draws its coordinate anew for every round, from its id and the round's number
+            (:mod:`p2pavg.group.gossip`). Rings, exponential graphs and tori need peers that are numbered without
+            gaps. Peers come and go, and none gives out numbers.
+
+    Raises:
+        ConfigError: an argument is out of range; the message names it.
+    """
+
+    degree: int = 1
+    graph: str = GRID
+
+    def __post_init__(self) -> None:
+        whole = isinstance(self.degree, int) and not isinstance(self.degree, bool)
+        if not whole or not 1 <= self.degree < MAX_GROUP_SIZE:
+            raise ConfigError(
+                f"degree must be a whole number from 1 to {MAX_GROUP_SIZE - 1}, got {self.degree!r}"
+            )
+        if self.graph != GRID:
+            raise ConfigError(
+                f"graph must be {GRID!r}, which is the only one, got {self.graph!r}: other graphs need peers that are"
+                " numbered without gaps, and no peer gives out numbers"
+            )
+
+    @property
+    def group_size(self) -> int:
+        """Members of a group: this peer and those that it averages with."""
+        return self.degree + 1
+
+    @property
+    def text(self) -> str:
+        """The topology as text, such as ``"gossip:1:grid"``."""
+        return f"{_GOSSIP}:{self.degree}:{self.graph}"
+
+
+Topology: TypeAlias = Butterfly | Star | Hierarchical | Gossip
 
 BUTTERFLY = Butterfly()
 _BY_TEXT: dict[str, Topology] = {each.text: each for each in (BUTTERFLY, Star(), Hierarchical())}
@@ -89,16 +137,54 @@ def site_of(topology: Topology) -> str:
 def resolve_topology(given: object) -> Topology:
     """Return the topology that a text names; return a topology unchanged.
 
-    Texts are ``"butterfly"``, ``"star"`` and ``"hierarchical"``, which names no site. ``resolve_topology(topology.text)
-    == topology`` for every topology.
+    Texts are ``"butterfly"``, ``"star"``, ``"hierarchical"``, which names no site, and ``"gossip"``, or
+    ``"gossip:DEGREE"``. ``resolve_topology(topology.text) == topology`` for every topology.
 
     Raises:
         ConfigError: it is none of these.
     """
-    if isinstance(given, Butterfly | Star | Hierarchical):
+    if isinstance(given, Butterfly | Star | Hierarchical | Gossip):
         return given
     found = _BY_TEXT.get(given) if isinstance(given, str) else None
+    if found is None and isinstance(given, str):
+        found = _gossip_of(given)
     if found is None:
-        *others, last = map(repr, _BY_TEXT)
-        raise ConfigError(f"a topology is {', '.join(others)} or {last}, got {given!r}")
+        names = ", ".join(map(repr, _BY_TEXT))
+        raise ConfigError(f"a topology is {names}, '{_GOSSIP}' or '{_GOSSIP}:DEGREE', got {given!r}")
     return found
+
+
+def _gossip_of(text: str) -> Gossip | None:
+    """Return the gossip that a text names, ``None`` if it is another text."""
+    name, *numbers = text.split(":")
+    if name != _GOSSIP or len(numbers) > 2:
+        return None
+    degree = numbers[0] if numbers else "1"
+    # isdigit() also accepts the digits of other scripts; leading zeros would give one topology several texts.
+    if not (degree.isascii() and degree.isdigit() and len(degree) <= 2 and str(int(degree)) == degree):
+        return None
+    return Gossip(int(degree), *numbers[1:])
+
+
+def size_of_groups(topology: Topology, given: int) -> int:
+    """Return the number of members that groups of a topology aim at: as given, or as the topology says.
+
+    Args:
+        given: the size that a configuration has; :data:`USUAL_GROUP_SIZE` if its author gave none.
+
+    Raises:
+        ConfigError: the topology says another size.
+    """
+    if not isinstance(topology, Gossip):
+        return given
+    if given not in (USUAL_GROUP_SIZE, topology.group_size):
+        raise ConfigError(
+            f"group_size is {given}, and groups of the topology {topology.text!r} have {topology.group_size} members:"
+            " leave group_size out, or give a degree that is one less than it"
+        )
+    return topology.group_size
+
+
+def among_all(topology: Topology) -> Topology:
+    """Return the topology for a round of all peers of a run: gossip has no such rounds, so it becomes a butterfly."""
+    return BUTTERFLY if isinstance(topology, Gossip) else topology

@@ -33,9 +33,10 @@ from p2pavg.group.limits import (
     MAX_TOPOLOGY_CHARS,
     MAX_WEIGHT,
     MIN_BANDWIDTH,
+    USUAL_GROUP_SIZE,
 )
 from p2pavg.group.strategy import canonical, check_text, read_table, toml_lines
-from p2pavg.group.topology import BUTTERFLY, resolve_topology
+from p2pavg.group.topology import BUTTERFLY, resolve_topology, size_of_groups
 from p2pavg.membership.access import SECRET_BYTES
 from p2pavg.membership.certificate import AUTHORITY_BYTES
 from p2pavg_compression import resolve_codec
@@ -64,7 +65,8 @@ class RunFile:
         compression: name of the codec.
         robust: text of the rule that combines contributions; ``None``: the weighted mean.
         audit: text of the audits of averages, such as ``"after:0.125"``.
-        topology: text of the topology, such as ``"star"``. ``"hierarchical"`` needs an ``audit`` of ``"off"``.
+        topology: text of the topology, such as ``"star"``. ``"hierarchical"`` needs an ``audit`` of ``"off"``;
+            ``"gossip"`` needs no ``group_size``.
         bandwidth, max_upload_mbps, max_download_mbps: what members announce and use, in Mbit/s, unless they say
             otherwise; see :class:`~p2pavg.AveragingConfig`.
         relay_mbps: what members carry for peers that cannot be dialled, in Mbit/s, unless they say otherwise.
@@ -79,7 +81,7 @@ class RunFile:
     run_id: str
     authority: bytes
     secret: bytes = field(repr=False)
-    group_size: int = 4
+    group_size: int = USUAL_GROUP_SIZE
     min_group_size: int = 2
     match_timeout: float = 30.0
     exchange_timeout: float = 60.0
@@ -100,7 +102,10 @@ class RunFile:
         _check_text("run_id", self.run_id, MAX_RUN_ID_CHARS)
         _check_bytes("authority", self.authority, AUTHORITY_BYTES)
         _check_bytes("secret", self.secret, SECRET_BYTES)
+        _check_rule("topology", self.topology, MAX_TOPOLOGY_CHARS, resolve_topology)
+        topology = resolve_topology(self.topology)
         _check_size("group_size", self.group_size, MAX_GROUP_SIZE)
+        object.__setattr__(self, "group_size", size_of_groups(topology, self.group_size))
         _check_size("min_group_size", self.min_group_size, self.group_size)
         _check_number("match_timeout", self.match_timeout, MAX_TIMEOUT_SECONDS)
         _check_number("exchange_timeout", self.exchange_timeout, MAX_TIMEOUT_SECONDS)
@@ -118,13 +123,10 @@ class RunFile:
         if self.relay_mbps is not None and self.relay_mbps != 0:  # 0: relay nothing
             _check_number("relay_mbps", self.relay_mbps, MAX_BANDWIDTH)
         _check_rule("audit", self.audit, MAX_AUDIT_CHARS, resolve_audits)
-        _check_rule("topology", self.topology, MAX_TOPOLOGY_CHARS, resolve_topology)
         _check_compression(self.compression)
         check_combinable(self.robust, resolve_codec(self.compression))
-        rule, topology = resolve_rule(self.robust), resolve_topology(self.topology)
-        Aggregation(
-            rule, self.max_norm, resolve_audits(self.audit), topology
-        )  # raises if they do not fit together
+        # It raises an error if they do not fit together.
+        Aggregation(resolve_rule(self.robust), self.max_norm, resolve_audits(self.audit), topology)
         check_codec_for(topology, resolve_codec(self.compression))
         _check_bootstrap(self.bootstrap)
         if self.strategy != "":

@@ -5,6 +5,8 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 
 from p2pavg.averager import DecentralizedAverager
+from p2pavg.blocking import Averager
+from p2pavg.group.topology import Gossip
 from p2pavg.optim.state import checked_count
 
 
@@ -17,6 +19,16 @@ def check_min_peers(min_peers: int | None, smallest: int) -> None:
         raise ValueError(
             f"min_peers is {min_peers}, and the config's min_group_size is {smallest}: fewer peers form no group."
             " Give 1, with a min_group_size of 2, for a peer that also trains alone"
+        )
+
+
+def check_meets_all(averager: Averager) -> None:
+    """Raise ValueError if rounds of this averager are among a few peers, and need to be among all of the run."""
+    topology = averager.config.aggregation.topology
+    if isinstance(topology, Gossip):
+        raise ValueError(  # noqa: TRY004 - its type is right
+            f"averager has the topology {topology.text!r}, in which peers differ, and here all peers of a run hold the"
+            " same parameters: train with p2pavg.optim.gossip or noloco, or give the config topology='butterfly'"
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, TypeVar, cast, overload
 
@@ -12,7 +13,7 @@ import torch
 from torch.optim import Optimizer
 
 from p2pavg.blocking import Averager
-from p2pavg.optim.arguments import check_averager
+from p2pavg.optim.arguments import check_averager, check_meets_all
 from p2pavg.optim.batches import NO_METRICS
 from p2pavg.optim.cell_choice import CellBoard
 from p2pavg.optim.cell_member import CellMember
@@ -76,6 +77,7 @@ class CellOptimizer(TorchOptimizer):
         **options: Any,
     ) -> None:
         check_averager(averager)
+        check_meets_all(averager)
         _check_company(averager, cells, options)
         run_state = run_state_of(state)
         if run_state is None:
@@ -95,7 +97,7 @@ class CellOptimizer(TorchOptimizer):
         cell = self._remembered()
         if cell is None:
             cell = self._board.choose(peers_to_start=to_start, timeout=timeout)
-        self._member = self._join(cell)
+        self._member = self._join(cell, continues=True)
         self._become_optimizer()
 
     def _remembered(self) -> int | None:
@@ -107,29 +109,40 @@ class CellOptimizer(TorchOptimizer):
         kept = [(path.stat().st_mtime, cell) for cell, path in paths if path.is_dir()]
         return max(kept)[1] if kept else None
 
-    def _join(self, cell: int) -> CellMember:
+    def _join(self, cell: int, *, continues: bool) -> CellMember:
+        """Become a member of a cell.
+
+        Args:
+            continues: from this peer's newest checkpoint of the cell. A peer that moves has newer values in its loop
+                than an old checkpoint has, and fetches the cell's state.
+        """
         self._board.take(cell)
-        config = replace(self._averager.config, run_id=cell_run(self._averager.config.run_id, cell))
-        averager, self._close_averager = self._averager.open_sibling(config)
-        averager.subscribe(self._averager.events.pass_on)
-        state = self._given.inside(_name(cell))
-        member = CellMember(
-            self._inner,
-            averager,
-            base=self._averager,
-            cells=self.cells,
-            cell=cell,
-            live=lambda: self._board.live(cell),
-            state=state,
-            **self._options,
-        )
-        self._given.extras = state.extras  # those of the checkpoint, if there was one
+        with ExitStack() as stack:
+            stack.callback(self._board.leave)
+            config = replace(self._averager.config, run_id=cell_run(self._averager.config.run_id, cell))
+            averager, close = self._averager.open_sibling(config)
+            stack.callback(close)
+            averager.subscribe(self._averager.events.pass_on)
+            member = CellMember(
+                self._inner,
+                averager,
+                base=self._averager,
+                cells=self.cells,
+                cell=cell,
+                live=lambda: self._board.live(cell),
+                state=self._given.inside(_name(cell), continues=continues),
+                **self._options,
+            )
+            stack.pop_all()  # it is this object's from now on
+        self._close_averager = close
         return member
 
-    def _leave_cell(self) -> None:
+    def _move(self, cell: int) -> None:
+        """Become a member of another cell."""
         self._member.leave()
         self._member.close()
         self._close_averager()
+        self._member = self._join(cell, continues=False)
 
     # ------------------------------------------------------------------ as an optimizer
 
@@ -258,8 +271,7 @@ class CellOptimizer(TorchOptimizer):
             other,
         )
         self._small_since = None
-        self._leave_cell()
-        self._member = self._join(other)
+        self._move(other)
 
     # ------------------------------------------------------------------ saved states
 
@@ -271,8 +283,7 @@ class CellOptimizer(TorchOptimizer):
         if isinstance(cell, bool) or not isinstance(cell, int) or not 0 <= cell < self.cells.count:
             raise ValueError(f"state: it is of no cell of this run: {cell!r}")
         if cell != self.cell:
-            self._leave_cell()
-            self._member = self._join(cell)
+            self._move(cell)
         self._member.load_state_dict({name: value for name, value in state.items() if name != "cell"})
 
 

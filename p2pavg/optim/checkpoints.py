@@ -113,7 +113,9 @@ class Checkpoints:
         Raises:
             StateError: it does not fit this peer's model, optimizer or settings; the message says why.
         """
-        path = None if self._folder is None else self._folder.newest()
+        if self._folder is None or not self._settings.continues:
+            return
+        path = self._folder.newest()
         if path is None:
             return
         found = read_checkpoint(path, verified=True)

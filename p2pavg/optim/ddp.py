@@ -24,7 +24,7 @@ from torch._C._distributed_c10d import GradBucket
 from p2pavg.blocking import Averager
 from p2pavg.encoding import pack
 from p2pavg.errors import AccumulateError, BehindError, ClosedError, P2PAvgError
-from p2pavg.optim.arguments import check_averager
+from p2pavg.optim.arguments import check_averager, check_meets_all
 from p2pavg.optim.digest import digest_of
 from p2pavg.optim.lineage import Lineage
 from p2pavg.optim.progress import Average, Behind
@@ -319,6 +319,7 @@ def _speaker_of(
 ) -> _Speaker | None:
     if averager is not None:
         check_averager(averager)
+        check_meets_all(averager)
     counts = float(dist.get_world_size()) if weight is None else checked_amount("weight", weight)
     if (averager is None) == (dist.get_rank() == 0):
         raise ValueError("averager must be given on rank 0 of the peer, and there alone")

@@ -11,16 +11,10 @@ from typing import Any, ClassVar
 import torch
 
 from p2pavg.blocking import Averager
+from p2pavg.group.gossip import next_round, rounds_of_others, stages_of
+from p2pavg.group.meeting import Meeting, Stage
 from p2pavg.optim.lineage import Lineage
-from p2pavg.optim.mixing import (
-    ROUND,
-    MixingOptions,
-    is_too_far,
-    lag_behind,
-    next_round,
-    rounds_of_others,
-    stages_of,
-)
+from p2pavg.optim.mixing import ROUND, MixingOptions, is_too_far, lag_behind
 from p2pavg.optim.progress import Average, Behind, Compute, Decision
 from p2pavg.optim.together import LOOK_SECONDS, Together
 from p2pavg.optim.view import RunView
@@ -76,9 +70,6 @@ class Meetings(Together):
     ) -> None:
         super().__init__(averager, parameters, **options)
         self._mixing = mixing
-        self._stages = stages_of("", 0, 1, (), mixing)
-        self._stage = 0
-        self._stage_since = 0.0
         self._last_group: frozenset[str] = frozenset()
         self._has_waited = False
         self._why = ""
@@ -191,45 +182,31 @@ class Meetings(Together):
             return None
         self._stopped = True
         self.is_looking = False
-        return self._at_place(STOP_SECONDS)
+        return self._go_on(STOP_SECONDS)
 
     def _poll(self, wait: float) -> RoundResult:
         """Look for a group, in one place after the other, or at the round that has one."""
         if self.averager.round_state is None:
-            self._plan()
-        result = self._at_place(wait)
+            self._why = ""
+            self._stages = stages_of(
+                self.averager.peer_id,
+                self.run.lineage.epoch,
+                self.run.survey().peers,
+                self._last_group,
+                group_size=self._mixing.group_size,
+                seconds=self._mixing.partner_timeout,
+                patience=self._mixing.partner_timeout,
+            )
+        result = self._go_on(wait)
         if isinstance(result, NoPeers) and self.averager.weight > 0:
+            # It found no group in any place: it looks again in the last one, among all peers.
             self._why = result.reason
-            self._next_stage()
-            return self._at_place(0.0)
-        is_over = time.monotonic() >= self._stage_since + self._stages[self._stage].seconds
-        if self.is_looking and is_over and self.averager.cancel_matchmaking("it looks in another place"):
-            self._stopped = True
-            stopped = self._at_place(STOP_SECONDS)
-            if not isinstance(stopped, NoPeers):
-                return stopped
-            self._next_stage()
-            return self._at_place(0.0)
+            self._stages = (Stage(Meeting(patience=self._mixing.partner_timeout)),)
+            return self._go_on(0.0)
         return result
 
-    def _plan(self) -> None:
-        """Choose the places of the round that begins now."""
-        self._stages = stages_of(
-            self.averager.peer_id,
-            self.run.lineage.epoch,
-            self.run.survey().peers,
-            self._last_group,
-            self._mixing,
-        )
-        self._stage, self._stage_since, self._why = 0, time.monotonic(), ""
-
-    def _next_stage(self) -> None:
-        """Look in the next place; in the last one, look again."""
-        self._stage = min(self._stage + 1, len(self._stages) - 1)
-        self._stage_since = time.monotonic()
-
-    def _at_place(self, wait: float) -> RoundResult:
-        self._meeting = self._stages[self._stage].meeting
+    def _go_on(self, wait: float) -> RoundResult:
+        """Begin the round, or look at the one that runs."""
         result = self._step(wait, self._mixing.group_size, self.averager, self.run.lineage.state)
         self.is_looking = isinstance(result, InProgress) and result.reason != EXCHANGES
         if self.is_looking and isinstance(result, InProgress) and self._why:

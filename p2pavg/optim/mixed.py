@@ -17,7 +17,7 @@ from p2pavg.optim.intervals import SyncEvery
 from p2pavg.optim.local import LocalUpdates
 from p2pavg.optim.meetings import Meetings
 from p2pavg.optim.mixed_steps import MixedSteps, check_sketch
-from p2pavg.optim.mixing import ROUND, checked_mixing
+from p2pavg.optim.mixing import ROUND, checked_mixing, group_size_in
 from p2pavg.optim.outer_steps import OuterSteps
 from p2pavg.optim.report import StepReport
 from p2pavg.optim.together import Together
@@ -50,7 +50,8 @@ class MixedUpdates(LocalUpdates):
             buffers, batch_size, samples_of, accumulate, measure_updates: see :class:`LocalUpdates`. The averager's
             codec must not be sparse: whole parameters are averaged, which have no small part that matters most.
         ahead: multiple of this peer's progress since its anchor that it contributes.
-        group_size: number of peers that average together, 2 to 64.
+        group_size: number of peers that average together, 2 to 64. If not given, 2, or what the topology of the
+            averager says if that is :class:`p2pavg.Gossip`.
         partner_timeout: seconds for which a call waits for partners.
         peers_to_start: number of peers that this peer waits for before its first outer step, for ``sync_timeout`` at
             most; 1, itself, if not given.
@@ -63,6 +64,7 @@ class MixedUpdates(LocalUpdates):
             anchor; the message names it.
     """
 
+    _is_mixed = True
     _together: Meetings
     _outer_steps: MixedSteps
 
@@ -74,7 +76,7 @@ class MixedUpdates(LocalUpdates):
         *,
         sync_every: SyncEvery,
         ahead: float = 1.0,
-        group_size: int = 2,
+        group_size: int | None = None,
         partner_timeout: float = 5.0,
         max_lag: int = 32,
         **options: Any,
@@ -82,7 +84,7 @@ class MixedUpdates(LocalUpdates):
         config = averager.config
         _check_company(averager, options)
         self._mixing = checked_mixing(
-            group_size=group_size,
+            group_size=group_size_in(config, group_size),
             partner_timeout=partner_timeout,
             max_lag=max_lag,
             ahead=ahead,

@@ -1,52 +1,28 @@
 """Mixing: peers whose parameters differ average in small groups, with other peers in each round. No I/O, no clock.
 
-Theory of operation
--------------------
+The peers' anchors differ, and each round brings them nearer: groups of g random peers divide the mean squared distance
+from the mean by g. :mod:`p2pavg.group.gossip` has the places where groups are found, and counts the rounds.
 
-**The problem.** A run of many peers cannot be one group: a group has 64 members at most, and waits for its slowest. In
-gossip, each peer averages with a few others in each round, and with others in the next. The peers' anchors differ, and
-each round brings them nearer: groups of g random peers divide the mean squared distance from the mean by g.
-
-**Cells.** No coordinator says who meets whom. A peer draws its cell of a round from its id and the round's number, and
-looks for a group among the readiness records of this cell. The number of cells is a power of two that leaves two to
-four groups' worth of peers in each. All peers with about the same view of the run's size compute the same one. A peer's
-coordinates on the grid of Moshpit (Ryabinin et al. 2021, arXiv 2103.03239) do not change: with whole lines as groups
-that is exact after d rounds, but with pairs the differences between lines shrink in one round of d only. So
-the coordinates are drawn anew for each round (``scripts/bench mixing`` compares the two).
-
-**Leftovers.** A cell may have one peer, or an odd one, or peers that count other cells. A peer without a partner after
-a while looks in a cell eight times as large, among all that did the same, and so on until the common place of the
-run. So few peers look in any one place, and a free peer finds any other one in the end. It avoids the members of its
-last group for as long: otherwise peers of one speed would meet each other only.
-
-**Rounds.** A peer counts its outer steps. Groups bring the counts together: after a step each member continues from the
-count of the member that was furthest. Peers that are more than ``max_lag`` rounds apart do not average: a peer that
-comes with the first parameters would pull its partner half the way back.
+Peers that are more than ``max_lag`` rounds apart do not average: a peer that comes with the first parameters would pull
+its partner half the way back.
 """
 
 from __future__ import annotations
 
-import hashlib
-import math
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 
-from p2pavg.encoding import pack
+from p2pavg.config import AveragingConfig
 from p2pavg.group.limits import MAX_GROUP_SIZE
-from p2pavg.group.meeting import Meeting
+from p2pavg.group.topology import Gossip
 from p2pavg.optim.recipe import Settings
 from p2pavg.optim.state import checked_amount, checked_count
 
 ROUND = "outer_step"
 """Metric of a contribution: the number of this peer's outer steps."""
-MAX_CELLS = 2**20
-WIDER = 8
-"""A peer without a group looks in a cell that is so many times as large: about one in eight is left over."""
-_CELL = "p2pavg/mixing/cell/1"
-_PLACE = "p2pavg/mixing/place/1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +62,23 @@ def checked_mixing(
     )
 
 
+def group_size_in(config: AveragingConfig, given: int | None) -> int:
+    """Return the members of a group: as given, by the topology, or 2.
+
+    Raises:
+        ValueError: the topology says another number.
+    """
+    topology = config.aggregation.topology
+    if not isinstance(topology, Gossip):
+        return 2 if given is None else given
+    if given not in (None, topology.group_size):
+        raise ValueError(
+            f"group_size is {given}, and groups of the averager's topology {topology.text!r} have"
+            f" {topology.group_size}: leave group_size out, or give a degree that is one less"
+        )
+    return topology.group_size
+
+
 def contraction(momentum: float, pull: float, group_size: int) -> float:
     """Return the factor by which a round multiplies the anchors' mean squared distance, in the long run.
 
@@ -115,51 +108,6 @@ def check_rates(lr: float, momentum: float, pull: float, group_size: int) -> Non
         )
 
 
-def cells_for(peers: int, group_size: int) -> int:
-    """Return the number of cells for a number of peers: a power of two, with two to four groups' worth in each.
-
-    A cell with an average of m peers leaves about 1/(2m) of them over if groups are pairs. One cell is enough until
-    there are four groups.
-    """
-    groups = max(peers, 1) / max(group_size, 2)
-    return 1 if groups < 4 else min(2 ** int(math.log2(groups / 2)), MAX_CELLS)
-
-
-def cell_of(peer_id: str, round_number: int, cells: int) -> int:
-    """Return the cell of a peer in a round, from 0 to ``cells - 1``."""
-    digest = hashlib.sha256(pack(_CELL, peer_id, round_number)).digest()
-    return int.from_bytes(digest[:16], "big") % cells
-
-
-def place_of(peer_id: str, round_number: int, cells: int) -> bytes:
-    """Return the name of the place where a peer looks for its group of a round; empty if there is one cell only."""
-    if cells == 1:
-        return b""
-    return hashlib.sha256(pack(_PLACE, round_number, cells, cell_of(peer_id, round_number, cells))).digest()
-
-
-def rounds_of_others(own: float, mean: float, weights: Mapping[str, float], me: str) -> float:
-    """Return the weighted mean of the other members' round numbers, from that of all members.
-
-    Args:
-        own: this peer's number, as it was contributed.
-        mean: weighted mean of the group's numbers.
-        weights: weight of each contributor, by peer id.
-        me: this peer.
-    """
-    total = math.fsum(weights.values())
-    others = math.fsum(weight for peer, weight in weights.items() if peer != me)
-    return (mean * total - own * weights.get(me, 0.0)) / others if others > 0 else own
-
-
-def next_round(own: int, others: float, max_lag: int) -> int:
-    """Return a peer's round number after a round with peers whose mean number is ``others``.
-
-    It grows by ``max_lag + 1`` at most, whatever the others claim.
-    """
-    return max(own, min(math.ceil(others - 1e-6), own + max_lag)) + 1
-
-
 def is_too_far(own: float, others: float, max_lag: int) -> bool:
     """Return whether the other members of a group are so many rounds away that their average is of no use."""
     return not abs(others - own) <= max_lag
@@ -175,41 +123,3 @@ def lag_behind(own: int, others: Iterable[int], max_lag: int) -> int:
     found = list(others)
     lag = statistics.median_low(found) - own if found else 0
     return int(lag) if lag > max_lag else 0
-
-
-@dataclass(frozen=True, slots=True)
-class Stage:
-    """One part of a peer's search for its group."""
-
-    meeting: Meeting
-    seconds: float
-    """Time after which the next stage begins; infinite for the last one."""
-
-
-def stages_of(
-    peer_id: str,
-    round_number: int,
-    peers: int,
-    last_group: Iterable[str],
-    options: MixingOptions,
-) -> tuple[Stage, ...]:
-    """Return the places where a peer looks for its group of a round, one after the other.
-
-    Args:
-        peers: number of peers of the run, as far as this peer knows, this one included.
-        last_group: the other members of this peer's last group.
-    """
-    widths = [cells_for(peers, options.group_size)]
-    while widths[-1] > 1:
-        widths.append(widths[-1] // WIDER)
-    avoid = frozenset(last_group) if peers > options.group_size else frozenset()
-    seconds = options.partner_timeout / len(widths)
-    searches = [
-        Stage(
-            Meeting(place=place_of(peer_id, round_number, max(cells, 1)), avoid=avoid, patience=seconds),
-            seconds,
-        )
-        for cells in widths
-    ]
-    last = Stage(Meeting(patience=options.partner_timeout), math.inf)
-    return (*searches, last) if avoid or len(searches) > 1 else (last,)

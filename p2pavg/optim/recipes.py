@@ -13,7 +13,7 @@ from p2pavg.blocking import Averager
 from p2pavg.optim.intervals import SyncEvery
 from p2pavg.optim.local import LocalUpdates
 from p2pavg.optim.mixed import MixedUpdates
-from p2pavg.optim.mixing import check_rates
+from p2pavg.optim.mixing import check_rates, group_size_in
 from p2pavg.optim.outer import FedAdagrad, FedAdam, FedYogi
 
 Inner = Optimizer | Sequence[Optimizer]
@@ -151,6 +151,6 @@ def noloco(
         ValueError: a number is out of range, or the anchors would not come together.
     """
     gamma = lr if pull is None else pull
-    check_rates(lr, momentum, gamma, options.get("group_size", 2))
+    check_rates(lr, momentum, gamma, group_size_in(averager.config, options.get("group_size")))
     outer = partial(torch.optim.SGD, lr=gamma, momentum=momentum)
     return MixedUpdates(inner, outer, averager, sync_every=sync_every, ahead=lr / gamma, **options)

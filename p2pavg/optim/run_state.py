@@ -76,10 +76,20 @@ class RunState:
         self.download_mbps = download_mbps
         self.scaler = scaler
         self.on_progress = on_progress
-        self.extras: dict[str, Any] = {}
+        self.continues = True
+        """False: the optimizer does not continue from a checkpoint that is in the directory, and writes them only."""
+        self._loop: dict[str, dict[str, Any]] = {"extras": {}}
+        self._is_used = False
+
+    @property
+    def extras(self) -> dict[str, Any]:
         """Values of the training loop that belong into checkpoints, such as ``extras["data_position"]``: numbers,
         texts, bytes, lists, dicts and tensors. After a start from a checkpoint, those of the checkpoint."""
-        self._is_used = False
+        return self._loop["extras"]
+
+    @extras.setter
+    def extras(self, extras: dict[str, Any]) -> None:
+        self._loop["extras"] = extras  # copies of this object share them
 
     def claim(self) -> None:
         """Note that an optimizer uses this object; raise ValueError if another one does."""
@@ -87,10 +97,15 @@ class RunState:
             raise ValueError("state: this RunState belongs to another optimizer; make one for each")
         self._is_used = True
 
-    def inside(self, name: str) -> RunState:
-        """Return a copy for another optimizer, whose directory is a folder of this one's. It shares the extras."""
+    def inside(self, name: str, *, continues: bool = True) -> RunState:
+        """Return a copy for another optimizer, whose directory is a folder of this one's. It shares the extras.
+
+        Args:
+            continues: the optimizer continues from a checkpoint that is in that folder.
+        """
         found = copy.copy(self)
         found.directory = None if self.directory is None else self.directory / name
+        found.continues = continues
         found._is_used = False
         return found
 

@@ -13,6 +13,7 @@ from p2pavg.blocking import Averager
 from p2pavg.encoding import pack, unpack
 from p2pavg.errors import P2PAvgError, RemoteProtocolError
 from p2pavg.group.limits import MAX_TIMEOUT_SECONDS
+from p2pavg.group.topology import among_all
 from p2pavg.membership.certificate import Role
 from p2pavg.optim.arguments import check_averager
 from p2pavg.optim.digest import DIGEST_BYTES, digest_of
@@ -85,6 +86,7 @@ def sync_parameters(
         participation=None,
         robust=None,
         max_norm=None,
+        topology=among_all(averager.config.aggregation.topology),
         group_size=peers,
         min_group_size=peers,
         match_timeout=min(averager.config.match_timeout, longest),

@@ -13,7 +13,7 @@ import torch
 from p2pavg.blocking import Averager
 from p2pavg.codes import FailedCode
 from p2pavg.group.limits import MAX_GROUP_SIZE
-from p2pavg.group.meeting import Meeting
+from p2pavg.group.meeting import Stage
 from p2pavg.optim.attendance import PAUSE_SECONDS
 from p2pavg.optim.lineage import Lineage, first_lineage
 from p2pavg.optim.news import tell_waiting
@@ -79,7 +79,7 @@ class Together:
         self._grace = grace
         self._looks_since = math.inf
         """The time at which this peer began to look for the group of its background round."""
-        self._meeting: Meeting | None = None
+        self._stages: tuple[Stage, ...] | None = None
         """Where the next round's group is looked for, if not among all peers that are ready."""
         self._not_ours = averager.round_state is not None  # an earlier optimizer began this round
         self.run = self._view(
@@ -315,7 +315,7 @@ class Together:
             group_size=size,
             contributors=max(size - self._observers, 0),
             observe=self._observes,
-            **({} if self._meeting is None else {"meeting": self._meeting}),
+            **({} if self._stages is None else {"meeting": self._stages}),
         )
         if isinstance(result, NoPeers) and not self._stopped and not self._observes:
             self.run.came_to_nothing()

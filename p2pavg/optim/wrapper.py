@@ -7,7 +7,7 @@ import time
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast, overload
 
 import torch
 from torch.optim import Optimizer
@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from p2pavg.blocking import Averager
 from p2pavg.errors import AccumulateError
-from p2pavg.optim.arguments import check_averager, check_min_peers
+from p2pavg.optim.arguments import check_averager, check_meets_all, check_min_peers
 from p2pavg.optim.batches import NO_METRICS, Batches
 from p2pavg.optim.checkpoints import Owner
 from p2pavg.optim.common_state import CommonState, Extra
@@ -58,6 +58,8 @@ class PeerOptimizer(TorchOptimizer):
 
     _together: Together
     _training: TrainingRun
+    _is_mixed: ClassVar[bool] = False
+    """True if the peers of a run hold different parameters."""
 
     def __init__(
         self,
@@ -75,6 +77,8 @@ class PeerOptimizer(TorchOptimizer):
         measure_updates: bool,
     ) -> None:
         check_averager(averager)
+        if not self._is_mixed:
+            check_meets_all(averager)
         run_state = run_state_of(state)
         model = model_of(model, run_state)
         self.inner = inner = joined(inner, model)

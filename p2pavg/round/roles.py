@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import partial
+from types import MappingProxyType
 from typing import ClassVar, Generic, TypeVar
 
 import torch
@@ -98,6 +99,7 @@ class Contributor(Role[RoundResult]):
         on_average: is told the average of a round that succeeded, before the round returns its result, if other peers
             can check it: at least :data:`~p2pavg.state.average.MIN_TRUSTED_SIGNERS` members have signed it.
         reports: is told how the round ends.
+        metrics: travel with the contribution, besides its own.
     """
 
     auxiliary = False
@@ -112,8 +114,10 @@ class Contributor(Role[RoundResult]):
         state: bytes,
         on_average: OnAverage | None = None,
         reports: RoundReports | None = None,
+        metrics: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
         self.state = state
+        self._metrics = metrics
         self._reports = reports
         self._began = trio.current_time()
         self._on_average = on_average
@@ -134,7 +138,7 @@ class Contributor(Role[RoundResult]):
             weight=0.0 if contribution is None else self._weight(contribution),
             state=self.state,
             tags=self._config.tags,
-            metrics={} if contribution is None else contribution.metrics.means,
+            metrics={} if contribution is None else {**contribution.metrics.means, **self._metrics},
             norm=norm,
         )
 

@@ -7,19 +7,19 @@ peer brings to the round, and what it makes of the outcome.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Generic, TypeVar
 
 import trio
 
 from p2pavg.allreduce.lobby import ExpectedGroup
 from p2pavg.codes import NoPeersCode
-from p2pavg.group.meeting import EVERYWHERE, Meeting
+from p2pavg.group.meeting import EVERYWHERE, Stage
 from p2pavg.group.roster import Roster
 from p2pavg.matchmaking.actions import GaveUp, Report
 from p2pavg.result import EXCHANGES, InProgress
 from p2pavg.round.exchange import Exchange
-from p2pavg.round.roles import Role
+from p2pavg.round.roles import Offer, Role
 from p2pavg.round.rounds import Rounds
 from p2pavg.round.timing import Timing
 
@@ -38,7 +38,7 @@ class Round(Generic[ResultT]):
         role: this peer's part in the round.
         target: members to aim at; ``None`` takes the run's setting.
         contributors: contributors without which the group is not complete.
-        meeting: where the group is looked for; among all peers that are ready if ``None``.
+        stages: where the group is looked for, one place after the other; among all peers that are ready if not given.
         expected: ids of the other peers that the group is to be with, if they are known.
     """
 
@@ -48,7 +48,7 @@ class Round(Generic[ResultT]):
         role: Role[ResultT],
         target: int | None = None,
         contributors: int = 0,
-        meeting: Meeting | None = None,
+        stages: Sequence[Stage] = (Stage(EVERYWHERE),),
         expected: Collection[str] = (),
     ) -> None:
         self.role = role
@@ -58,7 +58,7 @@ class Round(Generic[ResultT]):
         self._rounds = rounds
         self._target = target
         self._contributors = contributors
-        self._meeting = meeting or EVERYWHERE
+        self._stages = tuple(stages)
         self._expected = expected
         self._started = trio.current_time()
         self._roster: Roster | None = None
@@ -67,6 +67,9 @@ class Round(Generic[ResultT]):
         self._report: Report | None = None
         self._changed = trio.Event()
         self._looking = trio.CancelScope()
+        self._at_place = trio.CancelScope()
+        self._is_late = False
+        """True if the present stage is over, and a group of it may still come about."""
         self._why_cancelled = ""
         self._why_leaving = ""
 
@@ -144,6 +147,26 @@ class Round(Generic[ResultT]):
         with self._looking:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._warn_while_alone)
+                for stage in self._stages:
+                    found = await self._find_at(stage, offer)
+                    if isinstance(found, Roster):
+                        break
+                nursery.cancel_scope.cancel()
+        if self._looking.cancelled_caught:
+            return GaveUp(self._why_cancelled, NoPeersCode.CANCELLED)
+        if isinstance(found, GaveUp):
+            alone = await self._rounds.why_alone()
+            code = alone.code if found.code is NoPeersCode.NO_PEER_READY else found.code
+            return GaveUp("; ".join(filter(None, [found.reason, alone.reason])), code)
+        return found
+
+    async def _find_at(self, stage: Stage, offer: Offer) -> Roster | GaveUp:
+        """Look in one place until there is a group, no other peer is ready, or the stage is over."""
+        found: Roster | GaveUp = GaveUp("")
+        self._is_late = False
+        with trio.CancelScope() as self._at_place:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._end_stage, stage.seconds)
                 found = await self._rounds.matchmaker.find_group(
                     weight=offer.weight,
                     auxiliary=self.role.auxiliary,
@@ -154,18 +177,19 @@ class Round(Generic[ResultT]):
                     target=self._target,
                     contributors=self._contributors,
                     expected=self._expected,
-                    meeting=self._meeting,
-                    on_report=self._on_report,
+                    meeting=stage.meeting,
+                    on_report=self._on_report if stage is self._stages[-1] else _tell_no_caller,
                     on_expect=self._on_expect,
                 )
                 nursery.cancel_scope.cancel()
-        if self._looking.cancelled_caught:
-            return GaveUp(self._why_cancelled, NoPeersCode.CANCELLED)
-        if isinstance(found, GaveUp):
-            alone = await self._rounds.why_alone()
-            code = alone.code if found.code is NoPeersCode.NO_PEER_READY else found.code
-            return GaveUp("; ".join(filter(None, [found.reason, alone.reason])), code)
         return found
+
+    async def _end_stage(self, seconds: float) -> None:
+        """End the search in one place when its time is over. A group that others count on comes first."""
+        await trio.sleep(seconds)
+        self._is_late = True
+        if self._group is None:
+            self._at_place.cancel()
 
     async def _warn_while_alone(self) -> None:
         """Warn of what is waited for, after 10 s and then ever more rarely. A warning is seen without any setup."""
@@ -216,5 +240,11 @@ class Round(Generic[ResultT]):
             self._group.close()
         lobby, begun = self._rounds.context.lobby, self._rounds.matchmaker.exchange_begun
         self._group = None if group_id is None else lobby.expect(group_id, begun)
+        if self._is_late and group_id is None:
+            self._at_place.cancel()
         if self._why_leaving:
             self.cancel_matchmaking(self._why_leaving)
+
+
+def _tell_no_caller(_report: Report) -> None:
+    """Take the report of a stage that is followed by another one."""

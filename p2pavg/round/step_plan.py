@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from p2pavg.config import AveragingConfig
 from p2pavg.group.limits import MAX_GROUP_SIZE, MAX_STATE_BYTES
-from p2pavg.group.meeting import EVERYWHERE, Meeting
+from p2pavg.group.meeting import Meeting, Stage, stages_at
+from p2pavg.group.topology import Gossip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,7 +21,8 @@ class StepPlan:
     observes: bool
     target: int | None
     contributors: int
-    meeting: Meeting = EVERYWHERE
+    stages: tuple[Stage, ...] | None = None
+    """Where the group is looked for; ``None``: where the run's topology says."""
 
 
 def checked_plan(
@@ -26,23 +30,28 @@ def checked_plan(
     observe: bool,
     group_size: int | None,
     contributors: int,
-    least: int,
-    meeting: Meeting | None = None,
+    config: AveragingConfig,
+    meeting: Meeting | Sequence[Stage] | None = None,
 ) -> StepPlan:
     """Return the plan of a round.
 
     Args:
-        least: the run's ``min_group_size``.
+        config: of the averager.
 
     Raises:
         ValueError: an argument is out of range.
     """
     if not isinstance(state, bytes) or len(state) > MAX_STATE_BYTES:
         raise ValueError(f"state must be at most {MAX_STATE_BYTES} bytes, got {state!r}")
+    least, topology = config.min_group_size, config.aggregation.topology
     whole = isinstance(group_size, int) and not isinstance(group_size, bool)
     if group_size is not None and not (whole and least <= group_size <= MAX_GROUP_SIZE):
         raise ValueError(
             f"group_size must be None or a whole number from {least} to {MAX_GROUP_SIZE}, got {group_size!r}"
+        )
+    if isinstance(topology, Gossip) and group_size not in (None, topology.group_size):
+        raise ValueError(
+            f"group_size must be None or {topology.group_size} with the topology {topology.text!r}, got {group_size}"
         )
     if not (isinstance(contributors, int) and 0 <= contributors <= MAX_GROUP_SIZE):
         raise ValueError(f"contributors must be from 0 to {MAX_GROUP_SIZE}, got {contributors!r}")
@@ -51,7 +60,7 @@ def checked_plan(
         observes=observe,
         target=group_size,
         contributors=contributors,
-        meeting=meeting or EVERYWHERE,
+        stages=None if meeting is None else stages_at(meeting),
     )
 
 

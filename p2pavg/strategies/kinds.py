@@ -14,11 +14,12 @@ from torch.optim import Optimizer
 
 from p2pavg.blocking import Averager
 from p2pavg.errors import ConfigError
-from p2pavg.group.aggregation import resolve_rule
 from p2pavg.group.participation import RandomFraction
-from p2pavg.group.topology import BUTTERFLY, Topology, resolve_topology
+from p2pavg.group.topology import BUTTERFLY, Gossip, Topology, resolve_topology
 from p2pavg.optim import (
     AveragedOptimizer,
+    CellOptimizer,
+    Cells,
     LocalUpdates,
     diloco,
     fedadagrad,
@@ -33,10 +34,16 @@ from p2pavg.optim import (
 from p2pavg.optim.intervals import SyncEvery
 from p2pavg.optim.local_options import checked_options
 from p2pavg.strategies.base import Strategy
+from p2pavg.strategies.cell_table import checked_cells, table_of
+from p2pavg.strategies.checks import (
+    MEAN,
+    check_aggregation,
+    check_count,
+    check_number,
+    check_options,
+    checked_topology,
+)
 
-MEAN = "mean"
-MAX_COUNT = 2**40
-MAX_NUMBER = 1e15
 OPTIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "diloco": ("lr", "momentum"),
@@ -110,15 +117,19 @@ class Local(Strategy):
 class DataParallel(Strategy):
     """All peers together take one large batch per update, and hold the same parameters.
 
-    Its optimizer is an :class:`~p2pavg.optim.AveragedOptimizer`.
+    Its optimizer is an :class:`~p2pavg.optim.AveragedOptimizer`; with ``cells`` a
+    :class:`~p2pavg.optim.CellOptimizer`, which trains more than 64 peers.
 
     Args:
-        target_batch_size: samples of all peers together for one update.
+        target_batch_size: samples of all peers together for one update; with ``cells``, of all peers of a cell.
         aggregation: ``"mean"``, or a robust rule as text, such as ``"median"`` (:attr:`AveragingConfig.robust`).
         topology: ``"butterfly"``, in which each member averages a share, or ``"star"``, in which one averages all
             (:attr:`AveragingConfig.topology`).
         max_grad_norm: L2 norm to which the averaged gradient is clipped, if given.
         overlap: average in the background; updates come one batch late.
+        cells: the cells into which the peers divide, or a table of the arguments of :class:`~p2pavg.optim.Cells`. They
+            go without ``overlap``, and with the aggregation ``"mean"``. All peers share all of these values, also
+            ``timeout`` and ``patience``.
 
     Raises:
         ConfigError: an argument is out of range; the message begins with its name.
@@ -131,15 +142,26 @@ class DataParallel(Strategy):
     topology: str | Topology = BUTTERFLY.text
     max_grad_norm: float | None = None
     overlap: bool = False
+    cells: Cells | Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        _check_number("target_batch_size", self.target_batch_size)
-        _check_aggregation(self.aggregation)
-        object.__setattr__(self, "topology", _check_topology(self.topology))
+        check_number("target_batch_size", self.target_batch_size)
+        check_aggregation(self.aggregation)
+        object.__setattr__(self, "topology", checked_topology(self.topology))
+        if isinstance(resolve_topology(self.topology), Gossip):
+            raise ConfigError(
+                f"topology cannot be {self.topology!r}: all peers hold the same parameters here; take Federated with"
+                " the rule 'gossip' or 'noloco'"
+            )
         if self.max_grad_norm is not None:
-            _check_number("max_grad_norm", self.max_grad_norm)
+            check_number("max_grad_norm", self.max_grad_norm)
         if not isinstance(self.overlap, bool):
             raise ConfigError(f"overlap must be true or false, got {self.overlap!r}")
+        if self.cells is not None:
+            object.__setattr__(self, "cells", checked_cells(self.cells))
+            for name, only in (("overlap", False), ("aggregation", MEAN)):
+                if getattr(self, name) != only:
+                    raise ConfigError(f"{name} must be {only!r} with cells, got {getattr(self, name)!r}")
 
     @property
     def robust(self) -> str | None:
@@ -149,6 +171,11 @@ class DataParallel(Strategy):
     def _settings(self) -> dict[str, Any]:
         return {"robust": self.robust, "topology": self.topology}
 
+    def _plain(self, name: str) -> Any:
+        if isinstance(self.cells, Cells) and name == "cells":
+            return table_of(self.cells)
+        return getattr(self, name)
+
     def _build(
         self,
         model: nn.Module,
@@ -157,7 +184,16 @@ class DataParallel(Strategy):
         *,
         allow: Collection[str] = (),  # noqa: ARG002 - it runs no function
         **options: Any,
-    ) -> AveragedOptimizer:
+    ) -> AveragedOptimizer | CellOptimizer:
+        if isinstance(self.cells, Cells):
+            return CellOptimizer(
+                inner,
+                averager,
+                cells=self.cells,
+                target_batch_size=self.target_batch_size,
+                max_grad_norm=self.max_grad_norm,
+                **{"state": model, **options},
+            )
         return AveragedOptimizer(
             inner,
             averager,
@@ -211,25 +247,42 @@ class Federated(Strategy):
             raise ConfigError(f"rule must be one of {', '.join(OPTIONS)}, got {self.rule!r}")
         self._check_steps()
         if self.rounds is not None:
-            _check_count("rounds", self.rounds)
+            check_count("rounds", self.rounds)
         try:
             RandomFraction(self.selection, self.seed)
         except ConfigError as error:
             name = "seed" if "seed" in str(error) else "selection"
             raise ConfigError(f"{name}: {error}") from None
-        _check_options(self.options, OPTIONS[self.rule], self.rule)
+        check_options(self.options, OPTIONS[self.rule], self.rule)
         for name, only in (("selection", 1.0), ("fragments", 1), ("grace", None)):
             if self.rule in MIXES and getattr(self, name) != only:
                 raise ConfigError(f"{name} must be {only} with {self.rule}, whose rounds have a few peers")
         if self.rule == "fedprox" and "mu" not in self.options:
             raise ConfigError("options.mu is missing: fedprox needs the strength of its pull")
         object.__setattr__(self, "options", MappingProxyType(dict(sorted(self.options.items()))))
-        _check_aggregation(self.aggregation)
-        object.__setattr__(self, "topology", _check_topology(self.topology))
+        check_aggregation(self.aggregation)
+        object.__setattr__(self, "topology", checked_topology(self.topology))
+        self._check_gossip()
+
+    def _check_gossip(self) -> None:
+        topology = resolve_topology(self.topology)
+        if not isinstance(topology, Gossip):
+            return
+        if self.rule not in MIXES:
+            raise ConfigError(
+                f"topology cannot be {topology.text!r} with {self.rule}, whose outer step all peers take: the rules"
+                " 'gossip' and 'noloco' can have it"
+            )
+        size = self.options.get("group_size", topology.group_size)
+        if size != topology.group_size:
+            raise ConfigError(
+                f"options.group_size is {size}, and groups of the topology {topology.text!r} have"
+                f" {topology.group_size}: leave it out"
+            )
 
     def _check_steps(self) -> None:
         for name in ("fragments", "delay") + (() if isinstance(self.sync_every, str) else ("sync_every",)):
-            _check_count(name, getattr(self, name), least=0 if name == "delay" else 1)
+            check_count(name, getattr(self, name), least=0 if name == "delay" else 1)
         try:
             checked_options(
                 sync_every=self.sync_every,
@@ -241,7 +294,7 @@ class Federated(Strategy):
         except ValueError as error:
             raise ConfigError(str(error)) from None
         if self.grace is not None:
-            _check_number("grace", self.grace)
+            check_number("grace", self.grace)
 
     def is_over(self, optimizer: LocalUpdates) -> bool:
         """Return whether an optimizer has taken all ``rounds``: the condition of a training loop."""
@@ -332,42 +385,3 @@ class Custom(Strategy):
             raise ConfigError(f"function: {self.function} is no function")
         found: Callable[..., Any] = function
         return found
-
-
-def _check_number(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= MAX_NUMBER:
-        raise ConfigError(f"{name} must be a number above 0 and at most {MAX_NUMBER:g}, got {value!r}")
-
-
-def _check_count(name: str, value: object, least: int = 1) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MAX_COUNT:
-        raise ConfigError(f"{name} must be a whole number from {least} to {MAX_COUNT}, got {value!r}")
-
-
-def _check_aggregation(value: object) -> None:
-    if value == MEAN:
-        return
-    if not isinstance(value, str):
-        raise ConfigError(f"aggregation must be text, got {value!r}")
-    try:
-        resolve_rule(value)
-    except ConfigError as error:
-        raise ConfigError(f"aggregation: {error}, or 'mean'") from None
-
-
-def _check_topology(value: object) -> str:
-    try:
-        return resolve_topology(value).text
-    except ConfigError as error:
-        raise ConfigError(f"topology: {error}") from None
-
-
-def _check_options(options: object, allowed: tuple[str, ...], rule: str) -> None:
-    if not isinstance(options, Mapping):
-        raise ConfigError(f"options must be a table of numbers, got {type(options).__name__}")
-    for name, value in options.items():
-        if name not in allowed:
-            raise ConfigError(f"options.{name} is unknown; {rule} has {', '.join(allowed) or 'none'}")
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not number or not 0 <= value <= MAX_NUMBER:
-            raise ConfigError(f"options.{name} must be a number from 0, got {value!r}")

@@ -14,7 +14,14 @@ from torch.optim import Optimizer
 
 from p2pavg.blocking import Averager
 from p2pavg.errors import ConfigError
-from p2pavg.optim import AveragedOptimizer, LocalUpdates, PeerMesh, ReplicatedOptimizer, divided_optimizer
+from p2pavg.optim import (
+    AveragedOptimizer,
+    CellOptimizer,
+    LocalUpdates,
+    PeerMesh,
+    ReplicatedOptimizer,
+    divided_optimizer,
+)
 from p2pavg.strategies.base import Strategy
 from p2pavg.strategies.kinds import MIXES, DataParallel, Federated
 
@@ -39,8 +46,8 @@ class ModelParallel(Strategy):
     :func:`~p2pavg.optim.divided_optimizer` makes it.
 
     Args:
-        training: how the peers train together: :class:`DataParallel` without ``overlap``, or :class:`Federated` without
-            ``delay`` and with a ``selection`` of 1.
+        training: how the peers train together: :class:`DataParallel` without ``overlap`` and ``cells``, or
+            :class:`Federated` without ``delay`` and with a ``selection`` of 1.
         stages: number of pipeline stages; each has its own layers.
         copies: number of copies of the model in a peer, which take different batches: HSDP's replicas.
         shards: number of ranks among which FSDP shards the parameters of a stage.
@@ -88,7 +95,7 @@ class ModelParallel(Strategy):
         if not isinstance(training, DataParallel | Federated):
             raise ConfigError(f"training must be DataParallel or Federated, got {type(training).__name__}")
         if isinstance(training, DataParallel):
-            only: dict[str, Any] = {"overlap": False}
+            only: dict[str, Any] = {"overlap": False, "cells": None}
         elif training.rule in MIXES:
             raise ConfigError(f"training.rule must not be {training.rule}: it is for peers of one process")
         else:
@@ -197,7 +204,9 @@ class ModelParallel(Strategy):
     ) -> AveragedOptimizer | LocalUpdates | ReplicatedOptimizer:
         def recipe(inner: Optimizer, averager: Averager, **given: Any) -> AveragedOptimizer | LocalUpdates:
             self._check_config(averager.config)
-            return self.training._build(given.pop("model"), averager, inner, **given)
+            found = self.training._build(given.pop("model"), averager, inner, **given)
+            assert not isinstance(found, CellOptimizer)  # `training` has no cells
+            return found
 
         return divided_optimizer(inner, averager, model=model, recipe=recipe, **options)
 

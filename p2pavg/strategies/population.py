@@ -28,7 +28,7 @@ class PopulationBased(Strategy):
     name of this peer's team.
 
     Args:
-        training: how the peers of a team train together: :class:`DataParallel` without ``overlap``.
+        training: how the peers of a team train together: :class:`DataParallel` without ``overlap`` and ``cells``.
 
     Raises:
         ConfigError: an argument is out of range; the message begins with its name.
@@ -58,6 +58,8 @@ class PopulationBased(Strategy):
             raise ConfigError(
                 "training.overlap must be False in a team, which may replace its weights at any update"
             )
+        if self.training.cells is not None:
+            raise ConfigError("training.cells must be None in a team, which has 16 peers at most")
 
     @property
     def settings(self) -> PopulationSettings:

@@ -10,7 +10,7 @@ import hashlib
 import math
 import numbers
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
@@ -151,16 +151,21 @@ class Accumulation:
     """The weighted mean of everything accumulated since the last success. Safe to use from any thread.
 
     Two buffers take turns: one belongs to the running round, the other collects what is accumulated meanwhile.
+
+    Args:
+        max_weight: see :class:`p2pavg.AveragingConfig`.
+        own_metrics: names of metrics that the averager adds to each contribution, so that callers cannot.
     """
 
-    def __init__(self, max_weight: float | None = None) -> None:
+    def __init__(self, max_weight: float | None = None, own_metrics: Collection[str] = ()) -> None:
         self._max_weight = max_weight
+        self._own_metrics = tuple(own_metrics)
         self._lock = threading.Lock()
         self._schema: Schema | None = None
         self._sum: torch.Tensor | None = None
         self._spare: torch.Tensor | None = None
         self._weight = 0.0
-        self._metrics = MetricMeans()
+        self._metrics = MetricMeans(self._own_metrics)
         self._taken_weight = 0.0  # in rounds that may still give it back
         # The part of it in ended rounds that may have used it: weights, by the contributions' identity.
         self._withheld: dict[int, float] = {}
@@ -257,7 +262,7 @@ class Accumulation:
                 return None
             taken = Contribution(self._schema, self._sum, self._weight, self._metrics, self._generation)
             self._sum, self._spare, self._weight = self._spare, None, 0.0
-            self._metrics = MetricMeans()
+            self._metrics = MetricMeans(self._own_metrics)
             self._taken_weight += taken.weight
             return taken
 
@@ -308,7 +313,7 @@ class Accumulation:
         with self._lock:
             self._withheld.clear()
             self._weight = self._taken_weight = 0.0
-            self._metrics = MetricMeans()
+            self._metrics = MetricMeans(self._own_metrics)
             self._generation += 1
 
     def mean(self) -> Tensors | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import SupportsFloat
 
 from p2pavg.errors import AccumulateError
@@ -43,9 +43,16 @@ def _float_of(value: SupportsFloat) -> float:
 
 
 class MetricMeans:
-    """Mean of each metric, by weight, over the calls or peers that gave it."""
+    """Mean of each metric, by weight, over the calls or peers that gave it.
 
-    def __init__(self) -> None:
+    Args:
+        own: names of metrics that the averager adds to a contribution. Callers cannot give them, and there is room for
+            so many others less.
+    """
+
+    def __init__(self, own: Collection[str] = ()) -> None:
+        self._own = frozenset(own)
+        self._most = MAX_METRICS - len(self._own)
         self._found: dict[str, tuple[float, float]] = {}  # name -> mean, weight
 
     @property
@@ -54,9 +61,13 @@ class MetricMeans:
         return {name: mean for name, (mean, _) in self._found.items()}
 
     def check_room(self, metrics: Mapping[str, float]) -> None:
-        """Raise AccumulateError if these metrics would exceed the names that a contribution carries."""
-        if len(self._found.keys() | metrics.keys()) > MAX_METRICS:
-            raise AccumulateError(f"at most {MAX_METRICS} metrics travel with a contribution")
+        """Raise AccumulateError if a name is the averager's own, or a contribution has no room for all of them."""
+        if taken := sorted(metrics.keys() & self._own):
+            raise AccumulateError(
+                f"metric {taken[0]!r} belongs to the run's topology; give yours another name"
+            )
+        if len(self._found.keys() | metrics.keys()) > self._most:
+            raise AccumulateError(f"at most {self._most} metrics travel with a contribution")
 
     def add(self, metrics: Mapping[str, float], weight: float) -> None:
         """Add one measurement of each metric, with a weight above 0."""
@@ -66,7 +77,7 @@ class MetricMeans:
     def merge(self, other: MetricMeans) -> None:
         """Add the means of another instance; leave out names beyond the limit."""
         for name, (mean, weight) in other._found.items():
-            if name in self._found or len(self._found) < MAX_METRICS:
+            if name in self._found or len(self._found) < self._most:
                 self._take(name, mean, weight)
 
     def _take(self, name: str, value: float, weight: float) -> None:

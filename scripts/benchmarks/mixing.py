@@ -22,7 +22,8 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
-from p2pavg.optim.mixing import MixingOptions, contraction, stages_of
+from p2pavg.group.gossip import stages_of
+from p2pavg.optim.mixing import contraction
 
 PEERS = (10, 30, 100, 300, 1000)
 VALUES = 64
@@ -58,7 +59,6 @@ class Mixing:
         self.anchors: Vectors = self._random.standard_normal((self.peers, VALUES))
         self._momenta: Vectors = np.zeros_like(self.anchors)
         self._last: list[tuple[int, ...]] = [()] * self.peers
-        self._options = MixingOptions(group_size=self.group_size, partner_timeout=1.0, max_lag=1, ahead=1.0)
 
     @property
     def distance(self) -> float:
@@ -76,7 +76,15 @@ class Mixing:
 
     def _round(self, number: int) -> None:
         searches = [
-            stages_of(peer, number, self.peers, [self.ids[one] for one in self._last[index]], self._options)
+            stages_of(
+                peer,
+                number,
+                self.peers,
+                [self.ids[one] for one in self._last[index]],
+                group_size=self.group_size,
+                seconds=1.0,
+                patience=1.0,
+            )
             for index, peer in enumerate(self.ids)
         ]
         waiting = list(self._random.permutation(self.peers))

@@ -12,7 +12,7 @@ from trio.testing import MockClock
 
 from p2pavg import AveragingConfig, NoPeers
 from p2pavg.codes import NoPeersCode
-from p2pavg.optim import AveragedOptimizer, LocalUpdates
+from p2pavg.optim import AveragedOptimizer, CellOptimizer, Cells, LocalUpdates
 from p2pavg.peer import Peer
 from p2pavg.population import LogUniform, Population, TeamPopulation
 from p2pavg.result import RoundResult
@@ -37,6 +37,7 @@ STRATEGIES: list[Strategy] = [
     DataParallel(target_batch_size=16),
     DataParallel(target_batch_size=16, topology="star"),
     DataParallel(target_batch_size=16, aggregation="median", max_grad_norm=10.0),
+    DataParallel(target_batch_size=16, cells=Cells(count=2, every=3, shares=2)),
     *(
         Federated(rule=rule, sync_every=2, rounds=UPDATES)
         for rule in ("diloco", "fedavg", "fedadagrad", "fedadam", "fedyogi")
@@ -50,7 +51,15 @@ STRATEGIES: list[Strategy] = [
 ]
 
 
+def peers_of(strategy: Strategy) -> int:
+    """Return the number of peers that train: two, or two for each cell."""
+    cells = getattr(strategy, "cells", None)
+    return PEERS * cells.count if isinstance(cells, Cells) else PEERS
+
+
 def name_of(strategy: Strategy) -> str:
+    if peers_of(strategy) > PEERS:
+        return "cells"
     return getattr(strategy, "rule", getattr(strategy, "aggregation", strategy.kind))
 
 
@@ -75,7 +84,7 @@ def train(loop: SimulatedLoop, strategy: Strategy) -> tuple[float, float, torch.
         elif isinstance(optimizer, Population):
             inner.step()
             optimizer.step(lambda: float((model.weight.detach() - wanted).square().mean()))
-        elif isinstance(optimizer, AveragedOptimizer | LocalUpdates):
+        elif isinstance(optimizer, AveragedOptimizer | LocalUpdates | CellOptimizer):
             optimizer.step(samples=8)
         else:
             optimizer.step()
@@ -90,13 +99,13 @@ def _options(strategy: Strategy) -> dict[str, Any]:
         return {"team": "one", "start": {"lr": 0.02}, "peers_to_start": PEERS}
     if isinstance(strategy, PopulationBased):
         return {"wait": 10.0, "members": PEERS, "start": {"lr": 0.02}}
-    return {} if isinstance(strategy, Local) else {"peers_to_start": PEERS}
+    return {} if isinstance(strategy, Local) else {"peers_to_start": peers_of(strategy)}
 
 
 def _is_over(optimizer: Any, steps: int) -> bool:
     if isinstance(optimizer, Population | TeamPopulation):
         return optimizer.generation >= UPDATES
-    if isinstance(optimizer, AveragedOptimizer | LocalUpdates):
+    if isinstance(optimizer, AveragedOptimizer | LocalUpdates | CellOptimizer):
         return optimizer.epoch >= UPDATES
     return steps >= UPDATES
 
@@ -107,12 +116,15 @@ async def test_a_strategy_from_json_and_toml_trains(autojump_clock: MockClock, s
     found = strategy if isinstance(strategy, Custom) else read_json(strategy.json)
     config = found.config(AveragingConfig(run_id="lab", compression=None))
     work = partial(train, strategy=found)
-    results = await run_loops(MemoryNetwork(latency=LAN), PEERS, work, config=config)
-    assert len(results) == PEERS
+    results = await run_loops(MemoryNetwork(latency=LAN), peers_of(found), work, config=config)
+    assert len(results) == peers_of(found)
     for first, last, _ in results.values():
         assert last < first
     in_a_team = isinstance(strategy, PopulationBased) and strategy.training is not None
-    if strategy.kind in ("data_parallel", "federated", "custom") or in_a_team:
+    if peers_of(found) > PEERS:  # the last update was the mix of all cells
+        for _, _, weight in results.values():
+            assert torch.allclose(weight, results[0][2], rtol=1e-5, atol=1e-6)
+    elif strategy.kind in ("data_parallel", "federated", "custom") or in_a_team:
         assert torch.equal(results[0][2], results[1][2]), "the same bits on both peers"
 
 

@@ -94,6 +94,26 @@ def test_number_of_tags_is_limited() -> None:
         AveragingConfig(run_id="run", tags=("x",) * 17)
 
 
+def test_gossip_says_the_size_of_groups() -> None:
+    assert AveragingConfig(run_id="run", topology="gossip").group_size == 2
+    assert AveragingConfig(run_id="run", topology=p2pavg.Gossip(degree=7), min_group_size=5).group_size == 8
+    assert AveragingConfig(run_id="run", topology="gossip:7", group_size=8).group_size == 8
+    assert AveragingConfig(run_id="run", group_size=8).group_size == 8
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"group_size": 3}, "group_size is 3, and groups of the topology 'gossip:1:grid' have 2 members"),
+        ({"min_group_size": 3}, "min_group_size must be a whole number from 2 to 2, got 3"),
+        ({"participation": p2pavg.RandomFraction(0.5, 0)}, "participation must be None with the topology"),
+    ],
+)
+def test_settings_that_contradict_gossip_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        AveragingConfig(**{"run_id": "run", "topology": "gossip", **changes})
+
+
 def test_a_topology_is_part_of_the_aggregation() -> None:
     by_text, by_object = (AveragingConfig(run_id="run", topology=each) for each in ("star", p2pavg.Star()))
     assert by_text.aggregation == by_object.aggregation

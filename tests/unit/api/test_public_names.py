@@ -39,6 +39,7 @@ NAMES = [
     "FailedCode",
     "Fp16",
     "Fp32",
+    "Gossip",
     "Hierarchical",
     "IdentityError",
     "InProgress",
@@ -116,7 +117,7 @@ DECLARE = "(self, tensors: 'Given') -> 'None'"
 STEP = (
     "(self, *, wait: 'float | None', state: 'bytes' = b'', observe: 'bool' = False, "
     "group_size: 'int | None' = None, contributors: 'int' = 0, "
-    "meeting: 'Meeting | None' = None) -> 'RoundResult'"
+    "meeting: 'Meeting | Sequence[Stage] | None' = None) -> 'RoundResult'"
 )
 
 SIGNATURES: list[tuple[Callable[..., Any], str]] = [

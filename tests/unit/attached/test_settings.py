@@ -91,6 +91,14 @@ def test_a_participation_rule_is_refused_with_a_remedy() -> None:
         check_shareable(config)
 
 
+def test_gossip_is_refused_with_a_remedy() -> None:
+    config = p2pavg.AveragingConfig(run_id="x", topology="gossip")
+    with pytest.raises(
+        p2pavg.ConfigError, match=r"cannot use the topology gossip: .* open an averager of its own"
+    ):
+        check_shareable(config)
+
+
 def test_a_sparse_codec_is_refused_with_a_remedy() -> None:
     config = p2pavg.AveragingConfig(run_id="x", compression="topk")
     with pytest.raises(

@@ -13,11 +13,12 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 from p2pavg.cli import authority as commands
+from p2pavg.config import AveragingConfig
 from p2pavg.membership.armour import certificate_text
 from p2pavg.membership.certificate import Role, refusal
 from p2pavg.membership.files import read_certificate_file, read_revocations_file, read_run_file
 from p2pavg.records.identity import load_seed
-from p2pavg.strategies import DataParallel, strategy_of
+from p2pavg.strategies import DataParallel, Federated, strategy_of
 from p2pavg_dht import Ed25519Signer
 from p2pavg_dht.identity import peer_id_of
 from tests.unit.cli.commands import Commands
@@ -79,6 +80,26 @@ class TestCreate:
         assert (run.match_timeout, run.exchange_timeout) == (20.0, 90.0)
         assert (run.robust, run.max_norm) == ("trimmed_mean:0.25", 2.0)
 
+    def test_gossip_says_the_size_of_groups(self, p2pavg: Commands) -> None:
+        p2pavg.succeeds("run", "create", "lab", "--topology", "gossip:3", "--bootstrap", ADDRESS)
+        run = read_run_file("lab.run")
+        assert (run.topology, run.group_size) == ("gossip:3", 4)
+        assert AveragingConfig(**run.settings).topology == "gossip:3"
+        p2pavg.succeeds("run", "create", "pairs", "--topology", "gossip", "--min-group-size", "2")
+        shown = p2pavg.succeeds("run", "show", "pairs.run")
+        assert "groups       2 members; 2 are enough after 30 s\n" in shown
+        assert "topology     gossip\n" in shown
+
+    def test_a_strategy_of_gossip_needs_no_topology_beside_it(self, p2pavg: Commands) -> None:
+        strategy = Federated(rule="noloco", sync_every=4, topology="gossip:2")
+        Path("strategy.toml").write_text(strategy.toml)
+        told = p2pavg.fails("run", "create", "lab", "--strategy", "strategy.toml", "--topology", "gossip:3")
+        assert "topology is 'gossip:3', and the strategy's is 'gossip:2:grid': leave --topology out" in told
+        for name, options in (("one", ["--topology", "gossip:2"]), ("two", [])):
+            p2pavg.succeeds("run", "create", name, "--strategy", "strategy.toml", *options)
+            run = read_run_file(f"{name}.run")
+            assert (strategy_of(run), run.topology, run.group_size) == (strategy, "gossip:2:grid", 3)
+
     def test_a_strategy_is_written_with_its_rule(self, p2pavg: Commands) -> None:
         strategy = DataParallel(target_batch_size=64, aggregation="median")
         Path("strategy.toml").write_text(strategy.toml)
@@ -120,6 +141,15 @@ class TestCreate:
             (["lab", "--compression", "zip"], "compression: .*zip"),
             (["lab", "--max-weight", "nan"], "max_weight must be a number above 0 .* got nan"),
             (["lab", "--robust", "mean"], "robust: a rule is 'trimmed_mean:FRACTION', .* got 'mean'"),
+            (
+                ["lab", "--topology", "gossip:64"],
+                "topology: degree must be a whole number from 1 to 63, got 64",
+            ),
+            (["lab", "--topology", "gossip:1:ring"], "topology: graph must be 'grid', which is the only one"),
+            (
+                ["lab", "--topology", "gossip", "--group-size", "8"],
+                "group_size is 8, and groups of the topology",
+            ),
             (["lab", "--max-norm", "0.5"], r"max_norm must be a number from 1 to 1e\+06, got 0\.5"),
             (["lab", "--bootstrap", "nonsense"], "'nonsense' is not an address"),
             (["lab", "--bootstrap", f"/ip4/1.2.3.4/udp/1/p2p/{PEER}"], "peer address .* is not of the form"),

@@ -16,7 +16,7 @@ from p2pavg.group.limits import MAX_AUXILIARY_ELEMENTS
 from p2pavg.group.reach import Reach
 from p2pavg.group.roster import share_cutter
 from p2pavg.group.star import MAX_AUXILIARY_INPUTS, elect
-from p2pavg.group.topology import BUTTERFLY, Butterfly, Star, Topology, resolve_topology
+from p2pavg.group.topology import BUTTERFLY, Butterfly, Gossip, Star, Topology, resolve_topology
 from tests.unit.group.samples import candidate, roster
 
 ELEMENTS = 1000
@@ -33,15 +33,60 @@ def elected(group: list[Candidate], elements: int = ELEMENTS) -> int:
     return elect(group, elements)
 
 
-@pytest.mark.parametrize("topology", [Butterfly(), Star()])
+@pytest.mark.parametrize("topology", [Butterfly(), Star(), Gossip(), Gossip(63)])
 def test_a_topology_is_read_from_its_text(topology: Topology) -> None:
     assert resolve_topology(topology.text) == resolve_topology(topology) == topology
 
 
-@pytest.mark.parametrize("wrong", ["", "ring", "Star", "star:1", None, 1, Star, b"star"])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "",
+        "ring",
+        "Star",
+        "star:1",
+        None,
+        1,
+        Star,
+        b"star",
+        "gossip:",
+        "gossip:01",
+        "gossip:٣",
+        "gossip:100",
+        "gossip:1:grid:2",
+    ],
+)
 def test_other_topologies_are_refused(wrong: object) -> None:
-    with pytest.raises(ConfigError, match="a topology is 'butterfly', 'star' or 'hierarchical'"):
+    with pytest.raises(ConfigError, match="a topology is 'butterfly', 'star', 'hierarchical', 'gossip' or"):
         resolve_topology(wrong)
+
+
+def test_gossip_has_one_text_however_it_is_named() -> None:
+    assert {resolve_topology(text).text for text in ("gossip", "gossip:1", "gossip:1:grid")} == {
+        "gossip:1:grid"
+    }
+    assert resolve_topology("gossip:7") == Gossip(degree=7)
+    assert read_aggregation("topology:gossip:7:grid") == Aggregation(topology=Gossip(7))
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"degree": 0}, "degree must be a whole number from 1 to 63"),
+        ({"degree": 64}, "degree must be"),
+        ({"degree": True}, "degree must be"),
+        ({"degree": 1.0}, "degree must be"),
+        ({"graph": "base"}, "graph must be 'grid'"),
+    ],
+)
+def test_gossip_out_of_range_is_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Gossip(**values)
+
+
+def test_a_group_that_gossips_shares_the_vector_like_a_butterfly() -> None:
+    group = members(20.0, 50.0)
+    assert share_cutter(ELEMENTS, 64, Gossip())(group) == share_cutter(ELEMENTS, 64)(group)
 
 
 def test_a_butterfly_changes_no_key_and_a_star_does() -> None:

@@ -65,6 +65,8 @@ seconds = st.floats(min_value=0.0, max_value=1800.0, exclude_min=True) | st.inte
     )
 )
 @example(run_file(run_id='"\\ \U0001f600', bootstrap=(ADDRESS,)))
+@example(run_file(topology="gossip"))
+@example(run_file(topology="gossip:63:grid", group_size=64, min_group_size=60))
 @example(
     run_file(
         run_id="\U0001f600" * 128,
@@ -104,6 +106,15 @@ def test_a_run_file_names_its_topology_unless_it_is_the_usual_one() -> None:
     assert "topology" not in run_file().text
     assert 'topology = "star"' in run_file(topology="star").text.splitlines()
     assert run_file(topology="star").settings["topology"] == "star"
+    pairs = run_file(topology="gossip")
+    assert pairs.settings["group_size"] == 2
+    assert "group_size = 2" in pairs.text.splitlines()
+    with pytest.raises(
+        ConfigError, match="group_size is 8, and groups of the topology 'gossip:1:grid' have 2"
+    ):
+        run_file(topology="gossip", group_size=8)
+    with pytest.raises(ConfigError, match="min_group_size must be a whole number from 2 to 2, got 3"):
+        run_file(topology="gossip", min_group_size=3)
     sited = run_file(topology="hierarchical", audit="off")
     assert parse_run_file(sited.text).settings["topology"] == "hierarchical"
 
@@ -124,8 +135,12 @@ def test_the_secret_is_in_no_repr() -> None:
         ("version = 2", "version must be 1, got 2"),
         ("version = true", "version must be 1, got True"),
         ("topology = 'hierarchical'", "audit must be 'off' with topology 'hierarchical'"),
-        ("topology = 'ring'", "topology: a topology is 'butterfly', 'star' or 'hierarchical', got 'ring'"),
+        (
+            "topology = 'ring'",
+            "topology: a topology is 'butterfly', 'star', 'hierarchical', 'gossip' or 'gossip:DEGREE', got 'ring'",
+        ),
         ("topology = 5", "topology must be text"),
+        ("topology = 'gossip:0'", "topology: degree must be a whole number from 1 to 63, got 0"),
         ("run_id = ''", "run_id must be text of 1 to 128 printable characters, got ''"),
         ("run_id = 5", "run_id must be text .*, got 5"),
         ('run_id = "clears\\u001b[2J"', "run_id must be text of 1 to 128 printable characters"),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from pathlib import Path
+from typing import Any, ClassVar, cast
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch.optim import SGD
 
 import p2pavg
 from p2pavg.blocking import Averager
-from p2pavg.optim import CellOptimizer, Cells
+from p2pavg.optim import CellOptimizer, Cells, RunState, cell_optimizer
 from p2pavg.optim.cell_member import MIXED, CellMember
 from p2pavg.optim.cells import holders
 from p2pavg.result import Failed, NoPeers, RoundResult, Success
@@ -26,6 +27,9 @@ class Counterpart(Alone):
     """The averager of a share: the other cell's values are all 1, or it does not come."""
 
     comes = True
+
+    def subscribe(self, callback: Callable[..., None]) -> None:
+        """Have no events."""
 
     def step(self, *, state: bytes, **options: Any) -> RoundResult:
         if not self.comes:
@@ -275,6 +279,7 @@ def make(config: dict[str, Any] | None = None, **options: Any) -> None:
         ({}, {"min_peers": 1}, "min_peers cannot be used with cells"),
         ({}, {"process_group": object()}, "process_group cannot be used with cells"),
         ({"robust": "median"}, {}, "a config with robust cannot be used with cells"),
+        ({"topology": "gossip"}, {}, "in which peers differ, and here all peers of a run hold the same"),
         ({"max_norm": 3.0}, {}, "a config with max_norm cannot be used with cells"),
         ({"participation": p2pavg.RandomFraction(0.5)}, {}, "a config with participation cannot be used"),
         ({"match_timeout": 15.0}, {}, "timeout is 15 s, and must be below the config's match_timeout"),
@@ -292,3 +297,86 @@ def test_what_cannot_be_used_with_cells_is_refused_by_name(
 def test_cells_must_be_cells() -> None:
     with pytest.raises(TypeError, match=r"cells must be p2pavg\.optim\.Cells"):
         make(cells=4)
+
+
+# ---------------------------------------------------------------------- a cell that is joined and left
+
+
+class Opening(Cell):
+    """An averager that notes which of its siblings are open."""
+
+    def __init__(self, **changes: Any) -> None:
+        super().__init__(**changes)
+        self.open: list[str] = []
+
+    def open_sibling(self, config: p2pavg.AveragingConfig) -> tuple[Averager, Callable[[], None]]:
+        self.open.append(config.run_id)
+        averager, _ = super().open_sibling(config)
+        return averager, lambda: self.open.remove(config.run_id)
+
+
+class Member:
+    """A member of a cell that does nothing."""
+
+    made: ClassVar[list[Member]] = []
+
+    def __init__(self, inner: SGD, averager: Averager, *, cell: int, state: RunState, **_: Any) -> None:
+        self.inner, self.cell, self.state, self.loaded = inner, cell, state, None
+        self.made.append(self)
+
+    def leave(self) -> None: ...
+
+    def close(self) -> None: ...
+
+    def load_state_dict(self, state: Any) -> None:
+        self.loaded = state
+
+
+def joined(averager: Opening, folder: Path, **options: Any) -> tuple[CellOptimizer, RunState]:
+    """Return the optimizer of a peer that was in cell 1 before, by its checkpoints."""
+    model = torch.nn.Linear(2, 1)
+    (folder / "cell-1").mkdir(parents=True, exist_ok=True)
+    state = RunState(model, folder)
+    inner = SGD(model.parameters(), lr=0.1)
+    given: dict[str, Any] = {"cells": CELLS, "target_batch_size": 4, "state": state}
+    return CellOptimizer(inner, cast(Averager, averager), **(given | options)), state
+
+
+def test_a_cell_that_cannot_be_joined_is_left(tmp_path: Path) -> None:
+    averager = Opening()
+    with pytest.raises(ValueError, match="max_grad_norm"):
+        joined(averager, tmp_path, max_grad_norm=-1.0)
+    assert averager.opened[0].config.run_id == "run/cell 1"
+    assert not averager.open
+    assert averager.boards["cells"].withdrawn
+
+
+def test_a_peer_that_moves_to_another_cell_keeps_the_values_of_its_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkpoint of that cell, from an earlier time, is older than they are."""
+    monkeypatch.setattr(cell_optimizer, "CellMember", Member)
+    monkeypatch.setattr(Member, "made", [])
+    averager = Opening()
+    optimizer, state = joined(averager, tmp_path)
+    state.extras = {"position": 7}
+    optimizer.load_state_dict({"cell": 0, "epoch": 3})
+    first, second = Member.made
+    assert (first.cell, first.state.continues) == (1, True)
+    assert (second.cell, second.state.continues) == (0, False)
+    assert second.state.directory == tmp_path / "cell-0"
+    assert second.state.extras == {"position": 7}
+    assert second.loaded == {"epoch": 3}
+    assert averager.open == ["run/cell 0"]
+
+
+@pytest.mark.parametrize("cell", [None, True, -1, 2, "0"])
+def test_a_state_of_no_cell_of_the_run_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cell: object
+) -> None:
+    monkeypatch.setattr(cell_optimizer, "CellMember", Member)
+    averager = Opening()
+    optimizer, _ = joined(averager, tmp_path)
+    with pytest.raises(ValueError, match="it is of no cell of this run"):
+        optimizer.load_state_dict({"cell": cell})
+    assert averager.open == ["run/cell 1"]

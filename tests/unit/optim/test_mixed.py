@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import ExitStack
 from typing import Any, cast
 
 import pytest
@@ -13,10 +14,11 @@ import p2pavg
 from p2pavg.blocking import Averager
 from p2pavg.codes import FailedCode
 from p2pavg.optim import MixedUpdates, StepReport, gossip, noloco
+from p2pavg.optim.ddp import _speaker_of
 from p2pavg.optim.mixed_steps import SKETCH
 from p2pavg.optim.mixing import ROUND
 from p2pavg.optim.progress import Progress, encode_progress
-from tests.unit.optim.fakes import Alone, parameter
+from tests.unit.optim.fakes import Alone, large_batch, local, parameter
 
 LR = 0.5
 
@@ -267,3 +269,30 @@ class TestSavedStates:
         saved["origin_projection"] = wrong
         with pytest.raises(ValueError, match="projection"):
             optimizer.load_state_dict(saved)
+
+
+class TestTopology:
+    @pytest.mark.parametrize("make", [gossip, noloco])
+    def test_groups_have_the_size_of_the_topology(self, make: Any) -> None:
+        averager = Partner(topology=p2pavg.Gossip(degree=3))
+        optimizer = optimizer_of(averager, parameter(1.0), make)
+        assert ("group_size", 4) in optimizer._mixing.rules
+        assert optimizer_of(averager, parameter(1.0), make, group_size=4)._mixing == optimizer._mixing
+
+    @pytest.mark.parametrize("make", [gossip, noloco])
+    def test_another_size_than_the_topology_s_is_refused(self, make: Any) -> None:
+        averager = Partner(topology="gossip")
+        with pytest.raises(
+            ValueError, match="group_size is 4, and groups of the averager's topology 'gossip:1:grid'"
+        ):
+            optimizer_of(averager, parameter(1.0), make, group_size=4)
+
+    @pytest.mark.parametrize("make", [large_batch, local])
+    def test_optimizers_of_common_parameters_refuse_gossip(self, make: Any) -> None:
+        with pytest.raises(ValueError, match=r"train with p2pavg\.optim\.gossip or noloco"):
+            make(Partner(topology="gossip"), SGD([parameter(1.0)], lr=LR))
+
+    def test_gradients_of_ddp_refuse_gossip(self) -> None:
+        averager = cast(Averager, Partner(topology="gossip"))
+        with ExitStack() as stack, pytest.raises(ValueError, match="here all peers of a run hold the same"):
+            _speaker_of(averager, [parameter(1.0)], 1.0, None, 5.0, stack)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from typing import Any
 
 import pytest
@@ -11,20 +10,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from p2pavg.group.gossip import next_round, rounds_of_others
 from p2pavg.optim.mixed_steps import SKETCH, sketch_of
 from p2pavg.optim.mixing import (
     MixingOptions,
-    cell_of,
-    cells_for,
     check_rates,
     checked_mixing,
     contraction,
     is_too_far,
     lag_behind,
-    next_round,
-    place_of,
-    rounds_of_others,
-    stages_of,
 )
 from scripts.benchmarks.mixing import Mixing, measured
 
@@ -35,78 +29,6 @@ rounds = st.integers(0, 2**53)
 def options(**changes: Any) -> MixingOptions:
     given: dict[str, Any] = {"group_size": 2, "partner_timeout": 4.0, "max_lag": 8, "ahead": 1.0, "least": 2}
     return checked_mixing(**(given | changes))
-
-
-class TestCells:
-    @given(st.integers(1, 10**6), st.integers(2, 64))
-    def test_a_cell_has_enough_peers_for_two_groups_and_no_more_than_for_four(
-        self, peers: int, group_size: int
-    ) -> None:
-        cells = cells_for(peers, group_size)
-        assert cells & (cells - 1) == 0
-        if cells > 1:
-            assert 2 * group_size <= peers / cells < 4 * group_size
-        else:
-            assert peers < 4 * group_size
-
-    @given(ids, rounds, st.integers(1, 2**20))
-    def test_every_peer_computes_the_same_cell_in_range(self, peer: str, number: int, cells: int) -> None:
-        assert 0 <= cell_of(peer, number, cells) < cells
-        assert cell_of(peer, number, cells) == cell_of(peer, number, cells)
-
-    @given(ids, ids, rounds, st.sampled_from([2, 4, 64]))
-    def test_peers_look_in_one_place_if_their_cells_are_the_same(
-        self, one: str, other: str, number: int, cells: int
-    ) -> None:
-        same = cell_of(one, number, cells) == cell_of(other, number, cells)
-        assert (place_of(one, number, cells) == place_of(other, number, cells)) == same
-
-    @given(ids, rounds, st.sampled_from([2, 4, 64]))
-    def test_places_of_two_rounds_and_of_two_numbers_of_cells_differ(
-        self, peer: str, number: int, cells: int
-    ) -> None:
-        places = {
-            place_of(peer, number, cells),
-            place_of(peer, number + 1, cells),
-            place_of(peer, number, 2 * cells),
-        }
-        assert len(places) == 3
-
-    def test_cells_of_a_few_peers_are_the_common_place(self) -> None:
-        assert place_of("peer", 7, cells_for(7, 2)) == b""
-        assert place_of("peer", 7, cells_for(8, 2)) != b""
-
-    def test_cells_are_evenly_filled_in_each_round(self) -> None:
-        for number in range(5):
-            filled = Counter(cell_of(f"peer {index}", number, 8) for index in range(8000))
-            assert all(850 < filled[cell] < 1150 for cell in range(8))
-
-    def test_the_companions_of_a_cell_are_others_in_each_round(self) -> None:
-        peers = [f"peer {index}" for index in range(1000)]
-        together = [
-            {peer for peer in peers if cell_of(peer, number, 256) == cell_of(peers[0], number, 256)}
-            for number in range(20)
-        ]
-        assert len(set().union(*together)) > 60
-
-
-class TestStages:
-    def test_a_peer_looks_in_ever_larger_cells_and_in_the_end_in_the_common_place(self) -> None:
-        stages = stages_of("me", 3, 1000, {"last"}, options())
-        places = [stage.meeting.place for stage in stages]
-        assert places == [*(place_of("me", 3, cells) for cells in (128, 16, 2)), b"", b""]
-        assert [bool(stage.meeting.avoid) for stage in stages] == [True] * 4 + [False]
-        assert stages[-1].seconds == math.inf
-        assert sum(stage.seconds for stage in stages[:-1]) == 4.0
-
-    def test_two_peers_avoid_nobody(self) -> None:
-        (only,) = stages_of("me", 3, 2, {"last"}, options())
-        assert not only.meeting.avoid
-
-    def test_three_peers_avoid_the_last_partner_for_a_while(self) -> None:
-        first, last = stages_of("me", 3, 3, {"last"}, options())
-        assert first.meeting.avoid == {"last"}
-        assert not last.meeting.avoid
 
 
 class TestRoundNumbers:

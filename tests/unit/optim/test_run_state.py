@@ -9,6 +9,7 @@ import pytest
 from torch import nn
 
 from p2pavg.optim import RunState
+from p2pavg.optim.checkpoints import Checkpoints
 from p2pavg.optim.run_state import model_of, run_state_of
 from tests.unit.optim.loops import small
 
@@ -69,3 +70,26 @@ def test_a_model_stands_for_its_run_state() -> None:
 def test_nothing_is_made_before_it_is_needed(tmp_path: Path) -> None:
     RunState(small(), tmp_path / "run-state", every=1)
     assert not (tmp_path / "run-state").exists()
+
+
+def test_a_copy_in_a_folder_shares_the_extras_also_new_ones(tmp_path: Path) -> None:
+    state = RunState(small(), tmp_path)
+    inside = state.inside("cell-1")
+    state.extras = {"position": 1}
+    assert inside.extras == {"position": 1}
+    inside.extras = {"position": 2}  # those of a checkpoint
+    assert state.extras is inside.extras
+    assert RunState(small()).extras == {}
+
+
+@pytest.mark.parametrize("continues", [True, False])
+def test_a_checkpoint_is_left_alone_if_the_peer_does_not_continue_from_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, continues: bool
+) -> None:
+    """A damaged one is named when it is read."""
+    folder = tmp_path / "cell-1"
+    folder.mkdir()
+    (folder / "update-000000000007.safetensors").write_bytes(b"damaged")
+    settings = RunState(small(), tmp_path).inside("cell-1", continues=continues)
+    Checkpoints(settings, *cast(Any, (None, None, None, None))).load_newest()
+    assert ("this checkpoint is not used" in caplog.text) == continues

@@ -226,3 +226,12 @@ def test_one_peers_tensors_are_taken_as_they_are() -> None:
     sync(rounds, [torch.zeros(3)])
     [config] = rounds.opened
     assert (config.robust, config.max_norm, config.participation) == (None, None, None)
+
+
+def test_all_peers_of_a_run_that_gossips_meet_once() -> None:
+    rounds = Rounds(came(2.0, "source"))
+    rounds.config = replace(rounds.config, topology="gossip")
+    rounds.sync_board.others["source"] = received(2.0)
+    sync(rounds, [torch.zeros(3)], peers=5)
+    [config] = rounds.opened
+    assert (config.topology, config.group_size) == (p2pavg.Butterfly(), 5)

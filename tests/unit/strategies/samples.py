@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from p2pavg import Star
+from p2pavg import Gossip, Star
 from p2pavg.blocking import Averager
-from p2pavg.optim import LocalUpdates, fedavg
+from p2pavg.optim import Cells, LocalUpdates, fedavg
 from p2pavg.population import Choice, LogUniform, Uniform
 from p2pavg.strategies import (
     Custom,
@@ -45,6 +45,8 @@ STRATEGIES: tuple[Strategy, ...] = (
     ModelParallel(
         training=Federated(rule="diloco", sync_every=4, options={"lr": 0.5}), shards=2, copies=2, tensor=2
     ),
+    Federated(rule="gossip", sync_every=4, topology=Gossip(degree=3)),
+    DataParallel(target_batch_size=64, cells=Cells(count=4, every=10, delay=2, timeout=5.0, robust="median")),
     PopulationBased(
         space={"lr": LogUniform(1e-4, 1.0)},
         interval=10,

@@ -11,12 +11,16 @@ import torch
 from p2pavg import AveragingConfig, RandomFraction
 from p2pavg.blocking import Averager
 from p2pavg.errors import ConfigError
-from p2pavg.optim import AveragedOptimizer, LocalUpdates
+from p2pavg.optim import AveragedOptimizer, CellOptimizer, Cells, LocalUpdates, RunState
 from p2pavg.strategies import Custom, DataParallel, Federated, Local, Strategy, read_json
 from tests.unit.optim.fakes import Alone
 from tests.unit.strategies.samples import FUNCTION, STRATEGIES
 
-AVERAGING = [each for each in STRATEGIES if each.kind in ("data_parallel", "federated", "custom")]
+AVERAGING = [
+    each
+    for each in STRATEGIES
+    if each.kind in ("data_parallel", "federated", "custom") and getattr(each, "cells", None) is None
+]
 
 
 def averager_of(config: AveragingConfig) -> Averager:
@@ -42,6 +46,25 @@ def test_the_optimizer_is_of_the_class_and_takes_a_step(strategy: Strategy) -> N
     optimizer = strategy.optimizer(model, averager_of(config_of(strategy)), inner, peers_to_start=2)
     assert isinstance(optimizer, AveragedOptimizer if strategy.kind == "data_parallel" else LocalUpdates)
     assert optimizer.inner is inner
+
+
+def test_a_strategy_with_cells_makes_their_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model is its state, unless the caller gives a :class:`RunState`."""
+    given: list[dict[str, Any]] = []
+
+    def note(self: CellOptimizer, inner: Any, averager: Averager, **options: Any) -> None:
+        given.append({"inner": inner, "averager": averager, **options})
+
+    monkeypatch.setattr(CellOptimizer, "__init__", note)
+    strategy = DataParallel(target_batch_size=64, max_grad_norm=2.0, cells={"count": 3, "every": 5})
+    averager, model = averager_of(config_of(strategy)), torch.nn.Linear(2, 1)
+    inner, state = torch.optim.SGD(model.parameters(), lr=0.1), RunState(model)
+    choices: tuple[dict[str, Any], ...] = ({}, {"state": state, "peers_to_start": 6})
+    for options in choices:
+        assert isinstance(strategy.optimizer(model, averager, inner, **options), CellOptimizer)
+    numbers = {"target_batch_size": 64, "max_grad_norm": 2.0, "cells": Cells(count=3, every=5)}
+    common = {"inner": inner, "averager": averager, **numbers}
+    assert given == [{**common, "state": model}, {**common, "state": state, "peers_to_start": 6}]
 
 
 def test_a_local_strategy_is_the_inner_optimizer_and_needs_no_averager() -> None:

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from p2pavg import AveragingConfig, RunFile
+from p2pavg import AveragingConfig, Median, RunFile
 from p2pavg.errors import ConfigError
 from p2pavg.group.strategy import MAX_STRATEGY_CHARS, canonical, check_text, mark, mark_in, read_table
 from p2pavg.membership.run_file import MAX_RUN_FILE_BYTES, parse_run_file
+from p2pavg.optim import Cells
 from p2pavg.population import Choice, Uniform
 from p2pavg.records.run_entry import RunEntry, why_apart
 from p2pavg.strategies import (
@@ -134,7 +135,47 @@ def inside(strategy: Strategy, **changes: Any) -> str:
         (changed(STRATEGIES[1], target_batch_size="64"), r"strategy\.target_batch_size must be a number"),
         (
             changed(STRATEGIES[1], topology="ring"),
-            r"strategy\.topology: a topology is 'butterfly', 'star' or 'hierarchical', got 'ring'",
+            r"strategy\.topology: a topology is 'butterfly', 'star', 'hierarchical', 'gossip' or .* got 'ring'",
+        ),
+        (
+            changed(STRATEGIES[1], topology="gossip"),
+            r"strategy\.topology cannot be 'gossip:1:grid': all peers",
+        ),
+        (
+            changed(STRATEGIES[3], topology="gossip"),
+            r"strategy\.topology cannot be 'gossip:1:grid' with fedavg",
+        ),
+        (
+            changed(STRATEGIES[10], topology="gossip"),
+            r"strategy\.options\.group_size is 4, and groups of the topology",
+        ),
+        (changed(STRATEGIES[1], cells=2), r"strategy\.cells must be a table, p2pavg\.optim\.Cells"),
+        (changed(STRATEGIES[1], cells={"every": 2}), r"strategy\.cells\.count is missing"),
+        (
+            changed(STRATEGIES[1], cells={"count": 1}),
+            r"strategy\.cells\.count must be a number of cells from 2",
+        ),
+        (
+            changed(STRATEGIES[1], cells={"count": 2, "evry": 2}),
+            r"strategy\.cells\.evry is unknown; cells has count",
+        ),
+        (
+            changed(STRATEGIES[1], cells={"count": 2, "every": 2, "delay": 2}),
+            r"strategy\.cells\.delay must be",
+        ),
+        (changed(STRATEGIES[1], cells={"count": 2, "timeout": "5"}), r"strategy\.cells\.timeout must be"),
+        (changed(STRATEGIES[1], cells={"count": 2, "robust": "best"}), r"strategy\.cells\.robust: a rule is"),
+        (
+            changed(STRATEGIES[1], cells={"count": 2}, overlap=True),
+            r"strategy\.overlap must be False with cells, got True",
+        ),
+        (
+            changed(STRATEGIES[1], cells={"count": 2}, aggregation="median"),
+            r"strategy\.aggregation must be 'mean' with cells",
+        ),
+        (
+            inside(STRATEGIES[12], cells={"count": 2}),
+            r"strategy\.training\.cells must be None if ranks divide the model",
         ),
         (changed(STRATEGIES[1], aggregation="best"), r"strategy\.aggregation: a rule is"),
         (changed(STRATEGIES[1], overlap=1), r"strategy\.overlap must be true or false"),
@@ -231,6 +272,8 @@ def test_a_population_of_teams_has_the_strategy_inside_of_its_teams() -> None:
         read_json(inside(strategy, kind="federated"))
     with pytest.raises(ConfigError, match=r"strategy\.training\.overlap must be False"):
         read_json(inside(strategy, overlap=True))
+    with pytest.raises(ConfigError, match=r"strategy\.training\.cells must be None in a team"):
+        read_json(inside(strategy, cells={"count": 2}, aggregation="mean"))
     with pytest.raises(ConfigError, match=r"strategy\.training\.target_batch_size must be a number"):
         read_json(inside(strategy, target_batch_size=0))
     with pytest.raises(ConfigError, match="training must be DataParallel"):
@@ -274,6 +317,17 @@ class TestRecords:
         assert "another participation rule" in why_apart(one, [self.entry(STRATEGIES[1], rule=rule)])
 
 
+def test_cells_have_one_text_however_they_are_given() -> None:
+    cells = Cells(count=3, timeout=5, robust=Median())
+    table = {"count": 3, "timeout": 5.0, "robust": "median"}
+    strategies = [DataParallel(target_batch_size=8, cells=each) for each in (cells, table)]
+    assert strategies[0] == strategies[1]
+    assert len({each.json for each in strategies}) == 1
+    assert hash(strategies[0]) == hash(strategies[1])
+    assert '"cells":{"count":3,"delay":0,"every":50,' in strategies[0].json
+    assert "[strategy.cells]\ncount = 3\n" in strategies[0].toml
+
+
 def test_a_wrong_argument_is_named() -> None:
-    with pytest.raises(ConfigError, match="topology: a topology is 'butterfly', 'star' or"):
+    with pytest.raises(ConfigError, match="topology: a topology is 'butterfly', 'star', "):
         DataParallel(target_batch_size=1, topology="ring")

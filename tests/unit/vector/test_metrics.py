@@ -93,6 +93,17 @@ class TestRoom:
         found.merge(means(({"one more": 1.0, "m3": 5.0}, 1.0)))
         assert found.means == MANY | {"m3": 4.0}
 
+    def test_a_metric_of_the_averager_is_refused_by_name(self) -> None:
+        with pytest.raises(AccumulateError, match="metric 'm3' belongs to the run's topology"):
+            MetricMeans(["m3"]).check_room(MANY)
+
+    def test_there_is_always_room_for_a_metric_of_the_averager(self) -> None:
+        own = MetricMeans(["own"])
+        with pytest.raises(AccumulateError, match="at most 15 metrics"):
+            own.check_room(MANY)
+        own.merge(means((MANY, 1.0)))
+        assert len(own.means) == 15
+
 
 class TestChecks:
     @pytest.mark.parametrize("value", [1, 1.5, np.float32(1.5), np.int64(3), Fraction(1, 2), -0.0, 5e-324])

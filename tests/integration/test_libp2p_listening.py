@@ -8,9 +8,11 @@ import sys
 
 import psutil
 import pytest
+import trio.testing
 
 from p2pavg.errors import ListenError
 from p2pavg.net.libp2p import listening, transport
+from p2pavg.net.reach import watcher
 from tests.integration.hosts import TIMEOUT, watched
 from tests.integration.libp2p_hosts import assert_serves_strangers, open_host
 
@@ -136,3 +138,30 @@ def test_no_output_and_no_log_handler_by_default() -> None:
     assert finished.returncode == 0, finished.stderr
     assert finished.stderr == ""
     assert logging.getLogger("libp2p").handlers
+
+
+@watched
+async def test_nothing_looks_at_the_listeners_once_they_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A look at this machine's addresses may be due at any moment, also while the transport closes."""
+    monkeypatch.setattr(watcher, "LOOK_AGAIN_SECONDS", 0.0)
+    looks_after = 0
+    async with open_host() as host:
+        assert isinstance(host, transport.Libp2pTransport)
+        close, listened = host._host.close, host._reaching._listened
+
+        async def close_and_look() -> None:
+            nonlocal looks_after
+            await close()
+
+            def look() -> list[tuple[str, int]]:
+                nonlocal looks_after
+                looks_after += 1
+                return []
+
+            monkeypatch.setattr(host._reaching._watcher, "_listening", look)
+            host._reaching._watcher.wake()
+            await trio.testing.wait_all_tasks_blocked()
+
+        monkeypatch.setattr(host._host, "close", close_and_look)
+        assert listened()
+    assert looks_after == 0

@@ -139,10 +139,13 @@ async def test_pairs_halve_the_distance_between_all_peers(autojump_clock: MockCl
     everyone = range(PEERS)
     groups = [swarm.groups(index) for index in everyone]
     assert {len(group) for each in groups for group in each} == {2}
-    assert all(len(set(each[:ROUNDS])) > ROUNDS / 2 for each in groups)
+    # One peer may meet another one three times by chance; all together do not.
+    assert sum(len(set(each[:ROUNDS])) for each in groups) > PEERS * ROUNDS / 2
+    repeated = sum(first == second for each in groups for first, second in itertools.pairwise(each[:ROUNDS]))
+    assert repeated < PEERS, "a peer avoids its last partner while it can"
     swarm.check_averages(everyone)
     factor = (swarm.distance(ROUNDS, everyone) / swarm.distance(0, everyone)) ** (1 / ROUNDS)
-    assert factor < 0.6, "0.5 by the formula"
+    assert factor < 0.7, "0.5 by the formula; 0.87 if all kept their partners"
 
 
 async def test_larger_groups_come_together_faster(autojump_clock: MockClock) -> None:

@@ -83,6 +83,8 @@ class Reaching:
         self._addresses: tuple[str, ...] = ()
         self._reachability = NOT_ASKED
         self._changed = trio.Event()
+        self._tasks = trio.CancelScope()
+        self._ended: trio.Event | None = None
         self._watcher = ReachWatcher(
             transport,
             neighbours=self._neighbours,
@@ -127,8 +129,23 @@ class Reaching:
         """Start the tasks; the listeners are open."""
         self._watcher.begin()
         self.reservations.want(self._wants_relays())
-        self._nursery.start_soon(self.reservations.run)
-        self._nursery.start_soon(self._watcher.run)
+        self._ended = trio.Event()
+        self._nursery.start_soon(self._run, self._ended)
+
+    async def _run(self, ended: trio.Event) -> None:
+        try:
+            with self._tasks:
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(self.reservations.run)
+                    nursery.start_soon(self._watcher.run)
+        finally:
+            ended.set()
+
+    async def stop(self) -> None:
+        """End the tasks: they look at the listeners, so this comes before those are closed."""
+        self._tasks.cancel()
+        if self._ended is not None:
+            await self._ended.wait()
 
     async def settle(self) -> None:
         """See :meth:`Transport.settle`."""

@@ -251,6 +251,7 @@ class Libp2pTransport(Transport):
         self._reaching.start()
 
     async def _close(self) -> None:
+        await self._reaching.stop()
         self._lanes.close()
         await self._connections.close_all()
         with trio.move_on_after(CLOSE_SECONDS):

@@ -16,7 +16,7 @@ UNEXPECTED_OBSERVERS = 4  # as many newcomers as an optimizer takes into a small
 
 def refusal(state: AttemptState, group: OwnGroup, candidate: Candidate, now: float) -> Declined | None:
     """Return the refusal for a candidate that cannot join, or ``None``."""
-    me, taken = state.me, tuple(group.followers)
+    me, taken = state.me, state.others_in_roster or tuple(group.followers)
     if candidate.peer_id == me.peer_id:
         return Declined("it has the id of the peer that it asked", over=True)
     if not plausible(candidate, now):
@@ -28,6 +28,8 @@ def refusal(state: AttemptState, group: OwnGroup, candidate: Candidate, now: flo
     if candidate.order <= me.order:
         # The candidate knows an earlier attempt of this peer, which is over.
         return Declined("comes before the peer it asked", over=True)
+    if state.phase is Phase.ACCEPTED:
+        return Declined("a roster is being agreed", taken=taken)
     if state.follows:
         return Declined("follows another leader", state.leader)
     if candidate.codec != me.codec:

@@ -66,6 +66,12 @@ class AttemptState:
         return self.phase in (Phase.COMMITTED, Phase.OVER)
 
     @property
+    def others_in_roster(self) -> tuple[str, ...]:
+        """Ids of the other members of the roster that is proposed, accepted or committed; else nothing."""
+        members = () if self.roster is None else self.roster.members
+        return tuple(member.peer_id for member in members if member.peer_id != self.me.peer_id)
+
+    @property
     def own_refusal(self) -> str | None:
         """The reason for which other peers refuse this one as a member of the run, or ``None``."""
         return None if self.settings.refuses is None else self.settings.refuses(self.me, self.looked)

@@ -72,6 +72,8 @@ class Matchmaker:
         self._attempt: AttemptRunner | None = None
         self._linger = trio.CancelScope()
         self._said: list[bytes] = []
+        self._taken: tuple[str, ...] = ()
+        """Ids of the other members of the last group, as long as their records may still be read."""
         self._rung: int | None = None
         self._banned: dict[str, tuple[str, float]] = {}
         self._memory = Memory()
@@ -158,6 +160,7 @@ class Matchmaker:
         if self._attempt is not None:
             raise RuntimeError("an attempt runs already")
         self._linger.cancel()
+        self._taken = ()
         self._place_key = key_at(self._key, meeting.place)
         settings = self._settings_for(meeting, target, contributors, frozenset(expected))
         outcome: Roster | GaveUp | Renew = Renew("the first attempt")
@@ -174,6 +177,9 @@ class Matchmaker:
                     outcome = await self._attempt.run()
                 finally:
                     self._leave(search, settings.target)
+            if isinstance(outcome, Roster):
+                mine = self._context.signer.peer_id
+                self._taken = tuple(member.peer_id for member in outcome.members if member.peer_id != mine)
             return outcome
         finally:
             self._attempt = None
@@ -296,7 +302,8 @@ class Matchmaker:
         attempt = self._attempt
         if attempt is None:
             if isinstance(message, Ask):
-                await send_message(stream, encode(Declined("not looking for a group", over=True)))
+                declined = Declined("not looking for a group", taken=self._taken, over=True)
+                await send_message(stream, encode(declined))
                 await stream.aclose()
         elif isinstance(message, Nudge):
             attempt.nudged(message.me)
@@ -314,6 +321,7 @@ class Matchmaker:
         with trio.CancelScope() as self._linger:
             await trio.sleep(LINGER_SECONDS)
         if not self._linger.cancelled_caught and self._attempt is None:
+            self._taken = ()
             await self.withdraw()
 
 

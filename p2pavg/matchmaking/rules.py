@@ -18,7 +18,8 @@ signed it. The reach is dialable, punchable or relayed, in this order. A peer as
 asked peer declines a candidate that does not come after it. All parts of the order are fixed for an attempt, so waiting
 has no cycles. A peer that follows no leader leads, so the first peer to announce leads and later peers join it. A
 leader nudges later candidates, which may not have seen its record. A leader that joins an earlier one disbands its own
-group, and names the new leader to its followers.
+group, and names the new leader to its followers. A peer whose roster is agreed names its members when it declines, so
+that the asker goes on to the next group, and not to each of them.
 
 **Places.** Among many candidates, those that exchange directly come first. A leader puts a relayed candidate off while
 enough others are ready to fill the group, and one that can be dialled while relayed ones need it more. It does so for

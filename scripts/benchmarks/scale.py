@@ -2,8 +2,9 @@
 
 The peers join the network one after the other, and then open their averagers one after the other. When all have done
 so, the rounds begin. All peers want groups of one size. In each round, each becomes ready at a random moment within a
-second. Seconds are virtual; ``wall time`` is the duration of the simulation. Calls and bytes of a round are those from
-its begin until this peer's result; those of the start are until the rounds begin.
+second. A peer's averager stays open until all peers have had their results. Seconds are virtual; ``wall time`` is the
+duration of the simulation. Calls and bytes of a round are those of the calls that a peer makes from the begin of the
+rounds until its own results; those of the start are until the rounds begin.
 """
 
 from __future__ import annotations
@@ -58,8 +59,10 @@ class Swarm:
         self.start = Traffic()
         self.traffic = self.start
         """What is counted now."""
-        self._open = 0
-        self._all_open = trio.Event()
+        self.counts: set[str] = set()
+        """Peers whose calls are counted, by their ids."""
+        self._open = self._done = 0
+        self._all_open, self._all_done = trio.Event(), trio.Event()
         self.to_group: list[float] = []
         self.sizes: list[int] = []
         self.held: list[int] = []
@@ -70,6 +73,7 @@ class Swarm:
         """Run the rounds of one peer."""
         answer: Callable[[str, bytes], bytes] = peer.records.answer
         vars(peer.records)["answer"] = partial(self.counted, answer)
+        self.counts.add(peer.id)
         values = torch.full((ELEMENTS,), float(index))
         await trio.sleep(self.every * index)
         async with peer.averager(self.config) as averager:
@@ -86,8 +90,10 @@ class Swarm:
                     self.sizes.append(result.peers_count)
                 else:
                     self.without += 1
+            self.counts.discard(peer.id)
             # Counted while the others' records are alive: the load of a peer in the middle of a run.
             self.held.append(records_held(peer))
+            await self.all_done()
 
     async def all_open(self) -> None:
         """Wait until all peers have opened their averagers. What they send from then on is that of the rounds."""
@@ -97,11 +103,19 @@ class Swarm:
             self._all_open.set()
         await self._all_open.wait()
 
+    async def all_done(self) -> None:
+        """Wait until all peers have had their rounds: those of a run that goes on would still be there."""
+        self._done += 1
+        if self._done == self.peers:
+            self._all_done.set()
+        await self._all_done.wait()
+
     def counted(self, answer: Callable[[str, bytes], bytes], sender: str, request: bytes) -> bytes:
         """Count a call from one peer's record node to another's, and its bytes both ways."""
         answered = answer(sender, request)
-        self.traffic.calls += 1
-        self.traffic.bytes += len(request) + len(answered)
+        if sender in self.counts:
+            self.traffic.calls += 1
+            self.traffic.bytes += len(request) + len(answered)
         return answered
 
 

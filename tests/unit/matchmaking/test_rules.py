@@ -249,6 +249,21 @@ class TestAsking:
         rules.told_by_leader(first.peer_id, Declined("full", taken=(second.peer_id,)), EPOCH)
         assert rules.state.leader == third
 
+    @pytest.mark.parametrize("committed", [False, True])
+    def test_a_member_names_the_others_once_their_roster_is_agreed(self, committed: bool) -> None:
+        leader, me, third, stranger = (candidate(index, EPOCH + 1 + index) for index in range(4))
+        rules = follower_of(leader, me)
+        members = (leader, me, third)
+        roster = Roster(members=members, shares=settings().cut_shares(members), proposal=1)
+        assert declined(rules.asked(stranger, EPOCH)).leader == leader
+        rules.told_by_leader(leader.peer_id, Propose(roster), EPOCH)
+        if committed:
+            rules.told_by_leader(leader.peer_id, Commit(roster.group_id), EPOCH)
+        answer = declined(rules.asked(stranger, EPOCH))
+        assert answer.taken == (leader.peer_id, third.peer_id)
+        assert answer.leader is None, "it takes nobody now"
+        assert answer.over == committed
+
     def test_a_banned_peer_is_neither_asked_nor_admitted(self) -> None:
         early, late, me = candidate(0, EPOCH + 1), candidate(2, EPOCH + 9), candidate(1, EPOCH + 2)
         rules = matchmaking(me)

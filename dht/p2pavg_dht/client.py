@@ -73,15 +73,18 @@ class Client:
             self._on_live(contact)
         return answer
 
-    async def walk(self, lookup: Lookup, request: Request, on_answer: OnAnswer) -> None:
-        """Send `request` to the contacts that `lookup` names, until it has finished or LOOKUP_TIMEOUT is over."""
+    async def walk(self, lookup: Lookup, request: Callable[[], Request], on_answer: OnAnswer) -> None:
+        """Send requests to the contacts that `lookup` names, until it has finished or LOOKUP_TIMEOUT is over.
+
+        `request` returns that of the next call. By then, all earlier answers were given to `on_answer`.
+        """
         # The channel has room for every outcome, so a call that has ended never blocks.
         send, receive = trio.open_memory_channel[Outcome](MOST_CALLS)
         with trio.move_on_after(LOOKUP_TIMEOUT):
             async with trio.open_nursery() as nursery:
                 while True:
                     for contact in lookup.next_calls(trio.current_time()):
-                        nursery.start_soon(self._ask_into, contact, request, send)
+                        nursery.start_soon(self._ask_into, contact, request(), send)
                     if lookup.finished:
                         break
                     with trio.move_on_at(lookup.next_stall):

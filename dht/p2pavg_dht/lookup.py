@@ -113,7 +113,8 @@ class Lookup:
 
     The contacts in `seeds` are dealt to the paths. If `starts` are given, the `ends` of an earlier lookup with as
     many paths, each path begins with its own of these, and the first one gets the remaining seeds too. With `wide`,
-    all of the K nearest are asked at once from the beginning. Use it if they are known already.
+    all of the K nearest are asked at once from the beginning. Use it if they are known already. With `patient`, each
+    path has one call under way at most: each call can tell what earlier answers have named.
     """
 
     def __init__(
@@ -123,6 +124,7 @@ class Lookup:
         *,
         own_id: str,
         wide: bool,
+        patient: bool = False,
         paths: int = PATHS,
         starts: Ends = (),
     ) -> None:
@@ -130,6 +132,8 @@ class Lookup:
         self._own = Contact(own_id)
         self._share = -(-K // paths)
         self._narrow = max(1, ALPHA // paths)
+        self._wide = self._narrow if patient else self._share
+        self._most_at_once = ALPHA if patient else K
         self._most_calls = MOST_CALLS // paths
         self._calls = _Calls()
         known = {contact.peer_id: contact for contact in seeds}
@@ -158,11 +162,11 @@ class Lookup:
         """Return the contacts to ask at `now`, nearest first, and count them as asked."""
         chosen = []
         for path in self._paths:
-            room = (self._share if path.wide else self._narrow) - self._under_way(path)
+            room = (self._wide if path.wide else self._narrow) - self._under_way(path)
             for contact in self._open_share(path)[: max(0, room)]:
                 self._calls.begin(path, contact, now)
                 chosen.append(contact)
-        for contact in self._open_rest()[: max(0, K - self._under_way())]:
+        for contact in self._open_rest()[: max(0, self._most_at_once - self._under_way())]:
             # Several paths may know the contact. The one that has made the fewest calls asks it.
             knowing = [path for path in self._paths if contact in self._open(path)]
             if knowing:  # none if the calls of this loop were the last ones of these paths

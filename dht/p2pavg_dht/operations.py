@@ -89,7 +89,7 @@ class Operations:
                 lookup = self._lookup(point)
                 await self._locate(lookup, point)
                 self._note_resolved(point, lookup.ends)
-            await self._client.walk(self._lookup(point), request, outcome.note)
+            await self._client.walk(self._lookup(point), lambda: request, outcome.note)
         return outcome
 
     async def find(
@@ -97,8 +97,9 @@ class Operations:
     ) -> list[Record]:
         """Return all records under `key` that the K nearest peers and those in `also` hold, not merged yet.
 
-        The records in `known` are among them, whether a peer holds them or not. The contacts in `also` are asked at the
-        end, for what the others have not named: usually for nothing.
+        The records in `known` are among them, whether a peer holds them or not. Each peer is asked for what earlier
+        answers have not named, so half of the K nearest send nothing as a rule. The contacts in `also` are asked at
+        the end.
         """
         found = list(known)
 
@@ -107,12 +108,16 @@ class Operations:
             found.extend(answer.records)
 
         point = key_point(key)
-        request = Find(self._client.addresses(), key, marks_of(found))
-        lookup = self._lookup(point)
+        addresses = self._client.addresses()
+
+        def request() -> Find:
+            return Find(addresses, key, marks_of(merge(found).values()))
+
+        # In a network of K peers, this one holds all records itself, and has marked them.
+        lookup = self._lookup(point, patient=len(self._table.live()) >= K)
         await self._client.walk(lookup, request, collect)
         self._note_resolved(point, lookup.ends)
-        newest = merge(found).values()
-        async with self._beside(point, also, replace(request, known=marks_of(newest), brief=True), collect):
+        async with self._beside(point, also, replace(request(), brief=True), collect):
             pass
         return found
 
@@ -144,9 +149,9 @@ class Operations:
 
     async def _locate(self, lookup: Lookup, point: int) -> None:
         request = Locate(self._client.addresses(), point_bytes(point))
-        await self._client.walk(lookup, request, _ignore)
+        await self._client.walk(lookup, lambda: request, _ignore)
 
-    def _lookup(self, point: int, seeds: Iterable[Contact] = ()) -> Lookup:
+    def _lookup(self, point: int, seeds: Iterable[Contact] = (), *, patient: bool = False) -> Lookup:
         # Twice as many as are asked. The second half replaces those that do not answer.
         known = [*self._table.nearest(point, 2 * K), *seeds]
         return Lookup(
@@ -154,6 +159,7 @@ class Operations:
             known,
             own_id=self._own_id,
             wide=self._known(point),
+            patient=patient,
             paths=self._paths,
             starts=self._starts(point),
         )

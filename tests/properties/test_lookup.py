@@ -28,12 +28,14 @@ def contact_named(number: int, false: bool) -> Contact:
     st.sets(st.integers(0, len(PEERS) - 1), max_size=20),
     behaviours,
     st.booleans(),
+    st.booleans(),
     st.randoms(use_true_random=False),
 )
 def test_a_lookup_asks_each_contact_once_and_ends_in_a_bounded_number_of_calls(
-    seeds: set[int], answers: list[list[tuple[int, bool]] | str], wide: bool, dice: object
+    seeds: set[int], answers: list[list[tuple[int, bool]] | str], wide: bool, patient: bool, dice: object
 ) -> None:
-    lookup = Lookup(POINT, [PEERS[number] for number in seeds], own_id=ME.peer_id, wide=wide)
+    known = [PEERS[number] for number in seeds]
+    lookup = Lookup(POINT, known, own_id=ME.peer_id, wide=wide, patient=patient)
     asked: list[Contact] = []
     answered: list[str] = []
     under_way: list[tuple[Contact, list[tuple[int, bool]] | str]] = []
@@ -65,14 +67,14 @@ def test_a_lookup_asks_each_contact_once_and_ends_in_a_bounded_number_of_calls(
     assert all(count == 1 for count in Counter(answered).values())
 
 
-def shares_asked(liar: Contact, lie: Callable[[Contact], list[Contact] | None]) -> set[str]:
+def shares_asked(liar: Contact, lie: Callable[[Contact], list[Contact] | None], *, patient: bool) -> set[str]:
     """Return the peers that the paths without `liar` ask while the honest contacts are still on their way.
 
     An honest contact names the next nearer ones. `lie` says what `liar` and invented contacts name, or None if they
     never answer.
     """
     seeds = HONEST[-PATHS:]
-    lookup = Lookup(POINT, seeds, own_id=ME.peer_id, wide=False)
+    lookup = Lookup(POINT, seeds, own_id=ME.peer_id, wide=False, patient=patient)
     asked: set[str] = set()
     now = 0.0
     waiting: list[Contact] = []
@@ -101,12 +103,19 @@ def shares_asked(liar: Contact, lie: Callable[[Contact], list[Contact] | None]) 
 FALSE = [Contact(contact.peer_id, ("/false",)) for contact in HONEST[:K]]
 
 
-@given(st.integers(0, PATHS - 1), st.lists(st.sampled_from([*INVENTED, *FALSE]), max_size=K), st.booleans())
+@given(
+    st.integers(0, PATHS - 1),
+    st.lists(st.sampled_from([*INVENTED, *FALSE]), max_size=K),
+    st.booleans(),
+    st.booleans(),
+)
 def test_contacts_that_one_path_invents_keep_no_other_path_from_the_nearest(
-    number: int, lies: list[Contact], dead: bool
+    number: int, lies: list[Contact], dead: bool, patient: bool
 ) -> None:
     liar = HONEST[-1 - number]
     asked = shares_asked(
-        liar, lambda contact: None if contact in FALSE or (dead and contact != liar) else lies
+        liar,
+        lambda contact: None if contact in FALSE or (dead and contact != liar) else lies,
+        patient=patient,
     )
     assert {contact.peer_id for contact in HONEST[: K - K // PATHS]} <= asked

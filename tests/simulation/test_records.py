@@ -4,6 +4,7 @@ A dead peer here is the worst kind: it accepts the call and never answers.
 """
 
 import random
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from trio.testing import MockClock
 from p2pavg_dht import RPC_TIMEOUT, Contact, Ed25519Signer, Published, RecordNode, RpcError
 from p2pavg_dht.distance import K, key_point, nearest
 from p2pavg_dht.lookup import HEDGE_DELAY
+from p2pavg_dht.messages import Found, decode_answer
 from p2pavg_dht.routing import LONGEST_BACKOFF
 from p2pavg_dht.upkeep import Started
 
@@ -437,3 +439,32 @@ async def test_a_cancelled_publish_leaves_a_node_that_works(autojump_clock: Mock
         await peers[0].node.withdraw(KEY)
         assert await values_seen_by(peers) == [[]] * 8
         assert len(peers[0].node.contacts) == 7
+
+
+async def test_a_reader_gets_each_record_from_half_of_its_keepers_at_most(
+    autojump_clock: MockClock,
+) -> None:
+    """The others are asked for what it has not heard yet. Each keeper is asked all the same."""
+    async with open_network(autojump_clock) as network:
+        peers = await network.grow(40)
+        await trio.sleep(SETTLE)
+        keepers = network.holders(KEY)
+        reader = next(peer for peer in peers[20:] if peer not in keepers)
+        assert not await reader.node.find(KEY)  # it knows the keepers now, and could ask all of them at once
+        for publisher in peers[:20]:
+            await publisher.node.publish(KEY, publisher.peer_id.encode(), ttl=60.0)
+        asked, sent = set(), Counter[str]()
+        deliver = network.deliver
+
+        async def noted(sender: str, contact: Contact, request: bytes) -> bytes:
+            answer = await deliver(sender, contact, request)
+            if sender == reader.peer_id and isinstance(found := decode_answer(answer), Found):
+                asked.add(contact.peer_id)
+                sent.update(record.publisher for record in found.records)
+            return answer
+
+        network.deliver = noted  # type: ignore[method-assign]
+        found = await reader.node.find(KEY)
+        assert {record.publisher for record in found} == {publisher.peer_id for publisher in peers[:20]}
+        assert asked >= {keeper.peer_id for keeper in keepers}
+        assert max(sent.values()) <= K // 2

@@ -43,6 +43,22 @@ def test_a_path_makes_one_call_until_its_first_answer() -> None:
     assert unknown.next_calls(0.0) == []
 
 
+def test_a_patient_lookup_has_one_call_of_each_path_under_way() -> None:
+    patient = Lookup(POINT, PEERS[:20], own_id=ME.peer_id, wide=True, patient=True)
+    assert patient.next_calls(0.0) == PEERS[:PATHS]
+    assert patient.next_calls(0.0) == []
+    patient.answered(PEERS[1], [])
+    assert patient.next_calls(0.0) == [PEERS[1 + PATHS]], "the next one of the path that has its answer"
+    for peer in (PEERS[0], *PEERS[2:PATHS]):
+        patient.answered(peer, [])
+    rest = patient.next_calls(0.0)
+    assert set(rest) == {*PEERS[PATHS:K]} - {PEERS[1 + PATHS]}
+    for peer in (*rest, PEERS[1 + PATHS]):
+        assert not patient.finished
+        patient.answered(peer, [])
+    assert patient.finished
+
+
 def test_a_failed_peer_is_replaced_by_the_next_nearest() -> None:
     replaced = lookup(PEERS[:20])
     replaced.next_calls(0.0)

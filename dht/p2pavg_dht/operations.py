@@ -82,14 +82,20 @@ class Operations:
         """
         point = key_point(record.key)
         outcome = StoreRound()
-        marks = b"" if brief else marks_of(known)
-        request = Store(self._client.addresses(), (record,), marks, brief)
-        async with self._beside(point, also, replace(request, known=b"", brief=True), outcome.note):
+        addresses = self._client.addresses()
+        briefly = Store(addresses, (record,), brief=True)
+
+        def request() -> Store:
+            heard = merge([*known, *outcome.records]).values()
+            return briefly if brief else Store(addresses, (record,), marks_of(heard))
+
+        async with self._beside(point, also, briefly, outcome.note):
             if not self._known(point):
                 lookup = self._lookup(point)
                 await self._locate(lookup, point)
                 self._note_resolved(point, lookup.ends)
-            await self._client.walk(self._lookup(point), lambda: request, outcome.note)
+            patient = not brief and self._is_large
+            await self._client.walk(self._lookup(point, patient=patient), request, outcome.note)
         return outcome
 
     async def find(
@@ -113,8 +119,7 @@ class Operations:
         def request() -> Find:
             return Find(addresses, key, marks_of(merge(found).values()))
 
-        # In a network of K peers, this one holds all records itself, and has marked them.
-        lookup = self._lookup(point, patient=len(self._table.live()) >= K)
+        lookup = self._lookup(point, patient=self._is_large)
         await self._client.walk(lookup, request, collect)
         self._note_resolved(point, lookup.ends)
         async with self._beside(point, also, replace(request(), brief=True), collect):
@@ -166,7 +171,12 @@ class Operations:
 
     def _known(self, point: int) -> bool:
         """Return whether the nearest known contacts are probably the nearest peers of the whole network."""
-        return len(self._table.live()) < K or bool(self._starts(point))
+        return not self._is_large or bool(self._starts(point))
+
+    @property
+    def _is_large(self) -> bool:
+        """True if the network has more than K peers. In a smaller one, this peer holds all records itself."""
+        return len(self._table.live()) >= K
 
     def _starts(self, point: int) -> Ends:
         """Return the usable contacts at which the last lookup of `point` has ended, if it was not long ago."""

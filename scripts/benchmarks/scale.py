@@ -2,9 +2,9 @@
 
 The peers join the network one after the other, and then open their averagers one after the other. When all have done
 so, the rounds begin. All peers want groups of one size. In each round, each becomes ready at a random moment within a
-second. A peer's averager stays open until all peers have had their results. Seconds are virtual; ``wall time`` is the
-duration of the simulation. Calls and bytes of a round are those of the calls that a peer makes from the begin of the
-rounds until its own results; those of the start are until the rounds begin.
+second. Seconds are virtual; ``wall time`` is the duration of the simulation. Calls and bytes of a round are those of
+the calls that a peer makes from the begin of the rounds until its own results; those of the start are until the rounds
+begin.
 """
 
 from __future__ import annotations
@@ -28,6 +28,9 @@ from scripts.benchmarks.figures import Report
 NAME = "scale"
 LATENCY = (0.005, 0.05)
 READY_WITHIN = 1.0
+STAYS_OPEN = 5.0
+"""Seconds until a peer with its result closes its averager. Its readiness record is withdrawn by then, as it is in a
+run that trains on; and it answers those that still read it."""
 ELEMENTS = 64
 RARE_COLLECTIONS = (200_000, 50, 100)
 """Thresholds of the garbage collector. With Python's own, it looks through a thousand peers all the time."""
@@ -61,8 +64,8 @@ class Swarm:
         """What is counted now."""
         self.counts: set[str] = set()
         """Peers whose calls are counted, by their ids."""
-        self._open = self._done = 0
-        self._all_open, self._all_done = trio.Event(), trio.Event()
+        self._open = 0
+        self._all_open = trio.Event()
         self.to_group: list[float] = []
         self.sizes: list[int] = []
         self.held: list[int] = []
@@ -93,7 +96,7 @@ class Swarm:
             self.counts.discard(peer.id)
             # Counted while the others' records are alive: the load of a peer in the middle of a run.
             self.held.append(records_held(peer))
-            await self.all_done()
+            await trio.sleep(STAYS_OPEN)
 
     async def all_open(self) -> None:
         """Wait until all peers have opened their averagers. What they send from then on is that of the rounds."""
@@ -102,13 +105,6 @@ class Swarm:
             self.traffic = Traffic()
             self._all_open.set()
         await self._all_open.wait()
-
-    async def all_done(self) -> None:
-        """Wait until all peers have had their rounds: those of a run that goes on would still be there."""
-        self._done += 1
-        if self._done == self.peers:
-            self._all_done.set()
-        await self._all_done.wait()
 
     def counted(self, answer: Callable[[str, bytes], bytes], sender: str, request: bytes) -> bytes:
         """Count a call from one peer's record node to another's, and its bytes both ways."""

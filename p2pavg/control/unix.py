@@ -6,7 +6,6 @@ states of each caller. Where a system states none (anything but Linux), the mode
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import socket
@@ -27,6 +26,7 @@ from p2pavg.errors import (
     StreamBrokenError,
 )
 from p2pavg.net.transport import Buffer, Stream
+from p2pavg.shortage import is_shortage
 
 if sys.platform != "win32":
     import fcntl
@@ -119,7 +119,7 @@ async def accept_unix(listener: trio.SocketListener) -> trio.SocketStream:
         try:
             return await listener.accept()
         except OSError as error:  # trio takes the next one itself if this one was aborted
-            if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS):
+            if not is_shortage(error):
                 raise
             logger.warning(
                 "cannot take a connection at %s: %s", listener.socket.getsockname(), error.strerror

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import socket
 from dataclasses import replace
@@ -73,6 +74,19 @@ class TestChangeOfNetworks:
             monkeypatch.setattr(reaching, "machine_hosts", lambda: ["192.0.2.1"])
             await here._reaching._drop_dead_connections()
             await eventually(lambda: not here.is_connected(there.peer_id))
+
+    @watched
+    async def test_a_machine_without_a_file_to_open_drops_no_connection(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def fail() -> list[str]:
+            raise OSError(errno.EMFILE, "Too many open files")
+
+        async with open_host(LOOPBACK) as here, open_host(LOOPBACK) as there:
+            await here.dial(there.addresses[0], timeout=TIMEOUT)
+            monkeypatch.setattr(reaching, "machine_hosts", fail)
+            await here._reaching._drop_dead_connections()
+            await assert_serves(here, there)
 
     @watched
     async def test_a_peer_that_can_be_dialled_now_tells_those_that_reach_it_through_relays(self) -> None:

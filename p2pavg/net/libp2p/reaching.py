@@ -46,6 +46,7 @@ from p2pavg.net.relay.circuits import InboundCircuits
 from p2pavg.net.relay.reservations import Reservations
 from p2pavg.net.relay.service import RelayService
 from p2pavg.net.transport import PeerId, Stream, Transport
+from p2pavg.shortage import is_shortage
 
 logger = logging.getLogger(__name__)
 
@@ -236,7 +237,13 @@ class Reaching:
 
     async def _drop_dead_connections(self) -> None:
         """Drop the connections from addresses that this machine does not have any more."""
-        own = set(machine_hosts())
+        try:
+            own = set(machine_hosts())
+        except OSError as error:
+            if not is_shortage(error):
+                raise
+            logger.warning("connections of addresses that are gone may stay: %s", error.strerror)
+            return
         for muxed in self._connections.all():
             try:
                 local = muxed.socket.getsockname()[0] if muxed.socket is not None else ""

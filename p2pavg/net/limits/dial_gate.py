@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import logging
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -17,6 +18,9 @@ from p2pavg.net.addresses import parse_address_of
 from p2pavg.net.limits.admission import Acquaintances
 from p2pavg.net.limits.dial_policy import DialBudget, DialPolicy, Network
 from p2pavg.net.transport import PeerId
+from p2pavg.shortage import is_shortage
+
+logger = logging.getLogger(__name__)
 
 # The interfaces are listed this often: they change when a laptop moves or a VPN starts. Listing takes 0.3 ms.
 INTERFACES_SECONDS = 30.0
@@ -101,7 +105,12 @@ class DialGate:
     def _notice_interfaces(self) -> None:
         if trio.current_time() >= self._interfaces_until:
             self._interfaces_until = trio.current_time() + INTERFACES_SECONDS
-            self.policy.own_networks = own_networks()
+            try:
+                self.policy.own_networks = own_networks()
+            except OSError as error:
+                if not is_shortage(error):
+                    raise
+                logger.warning("cannot look at this machine's networks: %s", error.strerror)
 
     async def _look_up(self, address: Multiaddr) -> list[Multiaddr]:
         """Look up the DNS name in an address, because libp2p's TCP transport dials no names."""
@@ -124,7 +133,11 @@ class DialGate:
 
 
 def own_networks() -> list[Network]:
-    """Return the subnets of this machine's interfaces, without loopback."""
+    """Return the subnets of this machine's interfaces, without loopback.
+
+    Raises:
+        OSError: the machine has no file to open.
+    """
     found: list[Network] = []
     for entries in psutil.net_if_addrs().values():
         for entry in entries:

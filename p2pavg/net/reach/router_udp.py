@@ -51,16 +51,16 @@ async def ask_router(
     """
     if gateway is None:
         raise UnreachableError("no router is known")
-    with trio.socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as opened:
-        try:
+    try:
+        with trio.socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as opened:
             await opened.connect((gateway, port))
             packet = request(opened.getsockname()[0])
             for pause in PAUSES:
                 await opened.send(packet)
                 with trio.move_on_after(pause):
                     return await _receive(opened, read)
-        except OSError as error:
-            raise UnreachableError(f"{gateway}: {error.strerror}") from None
+    except OSError as error:
+        raise UnreachableError(f"{gateway}: {error.strerror}") from None
     raise UnreachableError(f"the router {gateway} does not answer")
 
 

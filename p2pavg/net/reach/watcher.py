@@ -44,6 +44,7 @@ from p2pavg.net.reach.reachability import NOT_ASKED, NOT_KNOWN_YET, Reachability
 from p2pavg.net.reach.service import ask_dial_back, look
 from p2pavg.net.reach.whoami import ask
 from p2pavg.net.transport import PeerId, Transport
+from p2pavg.shortage import is_shortage
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +67,11 @@ OnChange = Callable[[Reachability, tuple[str, ...]], None]
 
 
 def machine_hosts() -> list[str]:
-    """Return the IP addresses of this machine."""
+    """Return the IP addresses of this machine.
+
+    Raises:
+        OSError: the machine has no file to open.
+    """
     found = [
         str(address)
         for entries in psutil.net_if_addrs().values()
@@ -80,13 +85,18 @@ def machine_source6() -> str:
     """Return the global address from which this machine connects to other networks over IPv6; empty if it cannot.
 
     A machine may have several addresses, such as temporary ones (RFC 8981). The system chooses, and no packet is sent.
+
+    Raises:
+        OSError: the machine has no file to open.
     """
     try:
         with socket.socket(socket.AF_INET6, socket.SOCK_DGRAM) as opened:
             opened.connect((_FAR6, 9))
             address = parse_host(opened.getsockname()[0])
-    except OSError:  # no IPv6, or no way to other networks
-        return ""
+    except OSError as error:
+        if is_shortage(error):
+            raise
+        return ""  # no IPv6, or no way to other networks
     return str(address) if address is not None and address.is_global else ""
 
 
@@ -184,8 +194,15 @@ class ReachWatcher:
 
     def _look_at_the_machine(self) -> None:
         network = self._knowledge.network
-        listening = [(found, port) for host, port in self._listening() for found in reachable_hosts(host)]
-        self._knowledge.machine(self._hosts(), listening, source6=self._source6())
+        try:
+            listening = [(found, port) for host, port in self._listening() for found in reachable_hosts(host)]
+            hosts, source6 = self._hosts(), self._source6()
+        except OSError as error:
+            if not is_shortage(error):
+                raise
+            logger.warning("cannot look at this machine's addresses: %s", error.strerror)
+            return
+        self._knowledge.machine(hosts, listening, source6=source6)
         if self._mapping is not None and self._knowledge.network != network:
             self._mapping.cancel()  # the mapping is of another router
 

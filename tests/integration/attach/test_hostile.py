@@ -18,6 +18,7 @@ import p2pavg
 from p2pavg.attached import combining, guest, rounds, serving
 from p2pavg.attached.messages import MAX_MESSAGE_BYTES, VERSION, frame
 from p2pavg.attached.settings import encode_config, encode_schema, on_cpu
+from p2pavg.net.reach import watcher
 from p2pavg.vector.accumulation import schema_of
 from tests.integration.optim.company import config
 
@@ -235,9 +236,16 @@ def test_an_exception_about_one_message_costs_its_process(
     check_that_the_peer_serves(shared)
 
 
+@pytest.fixture
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let peers look at the machine's addresses often."""
+    monkeypatch.setattr(watcher, "LOOK_AGAIN_SECONDS", 0.05)
+
+
 def test_a_machine_without_a_file_to_open_delays_an_attachment(
-    shared: str, caplog: pytest.LogCaptureFixture
+    often: None, shared: str, caplog: pytest.LogCaptureFixture
 ) -> None:
+    awaited = ("cannot take a connection", "cannot look at this machine's addresses")
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(30.0)
@@ -245,7 +253,7 @@ def test_a_machine_without_a_file_to_open_delays_an_attachment(
         try:
             connection.connect(shared.removeprefix("unix:"))
             until = time.monotonic() + 30.0
-            while "cannot take a connection" not in caplog.text:
+            while not all(text in caplog.text for text in awaited):
                 assert time.monotonic() < until
                 time.sleep(0.01)
         finally:

@@ -1,5 +1,6 @@
 """The policy for addresses that other peers name, and the budget of failed dials."""
 
+import errno
 import ipaddress
 import socket
 
@@ -197,6 +198,20 @@ class TestGate:
         networks.append(ipaddress.IPv4Network("10.0.0.0/24"))
         gate._interfaces_until = 0.0
         assert await gate.candidates(PEER, address("10.0.0.1"))
+
+    async def test_a_machine_without_a_file_to_open_keeps_the_known_interfaces(
+        self, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        def fail() -> list[ipaddress.IPv4Network]:
+            raise OSError(errno.EMFILE, "Too many open files")
+
+        gate, _ = self.gate()
+        monkeypatch.setattr(dial_gate, "own_networks", lambda: [ipaddress.IPv4Network("10.0.0.0/24")])
+        assert await gate.candidates(PEER, address("10.0.0.1"))
+        monkeypatch.setattr(dial_gate, "own_networks", fail)
+        gate._interfaces_until = 0.0
+        assert await gate.candidates(PEER, address("10.0.0.1"))
+        assert "cannot look at this machine's networks: Too many open files" in caplog.text
 
     async def test_too_many_failures_at_a_host_are_reported(self, autojump_clock: MockClock) -> None:
         gate, _ = self.gate()

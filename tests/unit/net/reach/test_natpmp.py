@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -30,6 +31,15 @@ def mapped(port: int = PORT, outer: int = 4777, lease: int = LEASE, *, clock: in
         + outer.to_bytes(2, "big")
         + lease.to_bytes(4, "big")
     )
+
+
+async def test_a_machine_without_a_file_to_open_asks_no_router(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(trio.socket, "socket", fail)
+    with pytest.raises(UnreachableError, match="Too many open files"):
+        await NatPmp(gateway=lambda: LOOPBACK).add(PORT, PORT, LEASE)
 
 
 class Router:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -50,6 +51,8 @@ class Stage:
         self.dialable: set[tuple[str, int]] = set()
         self.outer = OUTER
         self.hosts = [HOME, "127.0.0.1"]
+        self.failure: OSError | None = None
+        """What keeps the watcher from a look at the machine's addresses."""
         self.neighbours = [Neighbour(peer_id=name, host=host, port=PORT) for name, host in HOSTS.items()]
         self.told: list[tuple[Reachability, tuple[str, ...]]] = []
         self.relays: tuple[list[str], list[str]] = ([], [])
@@ -63,6 +66,11 @@ class Stage:
     def make_mapper(self, on_mapped: Callable[[Mapped | None], None]) -> FakeMapper:
         self.mapper = FakeMapper(on_mapped)
         return self.mapper
+
+    def look(self) -> list[str]:
+        if self.failure is not None:
+            raise self.failure
+        return self.hosts
 
     @property
     def reachability(self) -> Reachability:
@@ -123,7 +131,7 @@ async def stage(
             on_change=lambda reachability, addresses: found.told.append((reachability, addresses)),
             announce=announce,
             make_mapper=found.make_mapper,  # type: ignore[arg-type]
-            hosts=lambda: found.hosts,
+            hosts=found.look,
         )
         nursery.start_soon(found.watcher.run)
         yield found
@@ -281,6 +289,43 @@ class TestMapping:
             await trio.sleep(100.0)
             assert found.mapper is None
             assert found.reachability.kind is Kind.ANNOUNCED
+
+
+class TestShortages:
+    async def test_a_machine_without_a_file_to_open_keeps_the_known_addresses(
+        self, autojump_clock: MockClock, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        async with stage() as found:
+            await trio.sleep(100.0)
+            told = list(found.told)
+            found.failure = OSError(errno.EMFILE, "Too many open files")
+            await trio.sleep(2 * LOOK_AGAIN_SECONDS)
+            assert found.told == told
+            assert "cannot look at this machine's addresses: Too many open files" in caplog.text
+            found.failure, found.hosts = None, ["10.0.0.9"]
+            await trio.sleep(2 * LOOK_AGAIN_SECONDS)
+            assert found.told != told
+
+    async def test_any_other_failure_of_the_system_is_not_hidden(self, autojump_clock: MockClock) -> None:
+        def fail(found: Stage) -> None:
+            found.failure = OSError(errno.EBADF, "bad descriptor")
+
+        async def watch() -> None:
+            async with stage(fail):
+                await trio.sleep(LOOK_AGAIN_SECONDS)
+
+        with pytest.raises(OSError, match="bad descriptor"):
+            await watch()
+
+    def test_a_shortage_is_not_taken_for_a_machine_without_ipv6(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def fail(*_: object) -> None:
+            raise OSError(errno.EMFILE, "Too many open files")
+
+        monkeypatch.setattr("p2pavg.net.reach.watcher.socket.socket", fail)
+        with pytest.raises(OSError, match="Too many"):
+            watcher.machine_source6()
 
 
 def test_machine_has_normal_ip_addresses() -> None:

@@ -130,6 +130,7 @@ async def test_a_dial_that_is_given_up_leaves_no_socket_open() -> None:
         stranger = Ed25519Signer(next(seeds)).peer_id
         address = f"/ip4/127.0.0.1/tcp/{silent.getsockname()[1]}/p2p/{stranger}"
         async with open_host() as host:
+            await wait_all_tasks_blocked()  # until the tasks of the host have started
             before = tasks(), open_sockets()
             with pytest.raises(UnreachableError, match="within"):
                 await host.dial(address, timeout=0.1)

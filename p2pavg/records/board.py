@@ -8,6 +8,7 @@ from the peers that store it, and expires elsewhere.
 from __future__ import annotations
 
 import hashlib
+import math
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -92,6 +93,8 @@ class Board:
         self._look_seconds = look_seconds
         self._changed = threading.Condition()
         self._entries: dict[str, Entry] = {}
+        self._departed: dict[str, float] = {}
+        """When a peer's process was seen to have ended, by the wall clock. While older entries of it can be live."""
         self._version = 0
         self._to_publish: bytes | None = None  # None: nothing new; empty: withdraw the entry
         self._urgent = False
@@ -166,8 +169,14 @@ class Board:
     # ------------------------------------------------------------------ in trio
 
     def depart(self, peer_id: str) -> None:
-        """Take a peer's entry for withdrawn, because its process has ended. A later entry of that peer counts."""
+        """Take a peer's entries for withdrawn, because its process has ended.
+
+        That holds also for an entry which it published before its end and which arrives after this call. An entry that
+        it publishes later, because it has been started again, counts. What is later is told by the expiration time,
+        which the publisher's clock sets: the entries of a peer whose clock is slow count that much later again.
+        """
         with self._changed:
+            self._departed[peer_id] = self._wall_clock()
             known = self._entries.get(peer_id)
             if known is not None and known.value:
                 self._entries[peer_id] = Entry(b"", known.sequence, known.expiration_time)
@@ -243,6 +252,7 @@ class Board:
         with self._changed:
             before = dict(self._entries)
             now = self._wall_clock()
+            self._departed = {peer: at for peer, at in self._departed.items() if at + SAID_TTL_SECONDS > now}
             for record in records:
                 if record.expiration_time > now + SAID_TTL_SECONDS + MAX_SKEW_SECONDS:
                     continue  # an entry that lives longer would make others wait for a dead peer
@@ -250,8 +260,11 @@ class Board:
                 if known is None and len(self._entries) >= MAX_PUBLISHERS:
                     continue
                 if record.publisher != self._peer_id and (known is None or known.sequence < record.sequence):
+                    ended_at = self._departed.get(record.publisher, -math.inf)
                     self._entries[record.publisher] = Entry(
-                        record.value, record.sequence, record.expiration_time
+                        record.value if record.expiration_time > ended_at + SAID_TTL_SECONDS else b"",
+                        record.sequence,
+                        record.expiration_time,
                     )
             self._entries = {peer: said for peer, said in self._entries.items() if said.expiration_time > now}
             changed = self._entries != before

@@ -232,6 +232,40 @@ class TestWhatIsHeard:
 
         trio.run(main, clock=MockClock())
 
+    async def test_an_entry_from_before_the_end_of_its_peer_does_not_bring_it_back(
+        self, mock_clock: MockClock
+    ) -> None:
+        """The last entry of a peer that is killed may arrive after its end is noticed."""
+        records = Records()
+        async with open_board(records) as board:
+            records.store(record(ALICE, b"first", sequence=1, until=SAID_TTL_SECONDS))
+            mock_clock.jump(2.0)
+            board.depart(ALICE.peer_id)
+            assert not heard(board)
+            records.store(record(ALICE, b"last", sequence=2, until=SAID_TTL_SECONDS + 1.9))
+            assert not heard(board)
+            assert board.entries == {}
+
+    async def test_an_entry_from_after_the_end_of_its_peer_brings_it_back(
+        self, mock_clock: MockClock
+    ) -> None:
+        records = Records()
+        async with open_board(records) as board:
+            mock_clock.jump(2.0)
+            board.depart(ALICE.peer_id)
+            records.store(record(ALICE, b"again", sequence=3, until=SAID_TTL_SECONDS + 2.1))
+            assert heard(board) == {ALICE.peer_id: b"again"}
+
+    async def test_ends_of_peers_are_forgotten_when_their_entries_cannot_be_live(
+        self, mock_clock: MockClock
+    ) -> None:
+        records = Records()
+        async with open_board(records) as board:
+            board.depart(ALICE.peer_id)
+            mock_clock.jump(SAID_TTL_SECONDS + 0.1)
+            records.store(record(BOB, b"b", until=2 * SAID_TTL_SECONDS))
+            assert not board._departed
+
     async def test_own_entry_is_left_out(self, mock_clock: MockClock) -> None:
         records = Records()
         records.there = (record(ME, b"mine"),)

@@ -76,7 +76,7 @@ class Client:
     async def walk(self, lookup: Lookup, request: Callable[[], Request], on_answer: OnAnswer) -> None:
         """Send requests to the contacts that `lookup` names, until it has finished or LOOKUP_TIMEOUT is over.
 
-        `request` returns that of the next call. By then, all earlier answers were given to `on_answer`.
+        `request` returns that of the next call, and is called after `on_answer` has had the answers that led to it.
         """
         # The channel has room for every outcome, so a call that has ended never blocks.
         send, receive = trio.open_memory_channel[Outcome](MOST_CALLS)

@@ -32,6 +32,8 @@ ALPHA = 4
 # peers, all of four paths are captured in (1 - 0.7^2)^4 = 7 % of lookups. Each path keeps two of the K places.
 PATHS = 4
 HEDGE_DELAY = 0.5
+PATIENCE = 0.3
+"""Seconds for which a lookup is patient: invented contacts would delay it by HEDGE_DELAY for each of its turns."""
 # The limit of calls of one lookup. Malicious peers can name invented peers that are ever nearer, so each path has
 # an equal part of it.
 MOST_CALLS = 64
@@ -113,8 +115,8 @@ class Lookup:
 
     The contacts in `seeds` are dealt to the paths. If `starts` are given, the `ends` of an earlier lookup with as
     many paths, each path begins with its own of these, and the first one gets the remaining seeds too. With `wide`,
-    all of the K nearest are asked at once from the beginning. Use it if they are known already. With `patient`, each
-    path has one call under way at most: each call can tell what earlier answers have named.
+    all of the K nearest are asked at once from the beginning. Use it if they are known already. A `patient` lookup has
+    ALPHA calls under way at most for PATIENCE, so that later calls can tell what earlier answers have named.
     """
 
     def __init__(
@@ -132,8 +134,8 @@ class Lookup:
         self._own = Contact(own_id)
         self._share = -(-K // paths)
         self._narrow = max(1, ALPHA // paths)
-        self._wide = self._narrow if patient else self._share
-        self._most_at_once = ALPHA if patient else K
+        self._patient = patient
+        self._patient_until: float | None = None  # the first calls begin the time
         self._most_calls = MOST_CALLS // paths
         self._calls = _Calls()
         known = {contact.peer_id: contact for contact in seeds}
@@ -161,12 +163,15 @@ class Lookup:
     def next_calls(self, now: float) -> list[Contact]:
         """Return the contacts to ask at `now`, nearest first, and count them as asked."""
         chosen = []
+        if self._patient_until is None:
+            self._patient_until = now + PATIENCE if self._patient else now
+        wide, most_at_once = (self._narrow, ALPHA) if now < self._patient_until else (self._share, K)
         for path in self._paths:
-            room = (self._wide if path.wide else self._narrow) - self._under_way(path)
+            room = (wide if path.wide else self._narrow) - self._under_way(path)
             for contact in self._open_share(path)[: max(0, room)]:
                 self._calls.begin(path, contact, now)
                 chosen.append(contact)
-        for contact in self._open_rest()[: max(0, self._most_at_once - self._under_way())]:
+        for contact in self._open_rest()[: max(0, most_at_once - self._under_way())]:
             # Several paths may know the contact. The one that has made the fewest calls asks it.
             knowing = [path for path in self._paths if contact in self._open(path)]
             if knowing:  # none if the calls of this loop were the last ones of these paths

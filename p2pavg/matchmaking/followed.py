@@ -135,10 +135,12 @@ class FollowedLeader:
         asked = self._state.peers[self._leader.peer_id]
         if answer.over:  # believed for the asked peer only: about others it may lie
             asked.ended, asked.candidate = self._leader.deadline, None
+            # Else a peer could begin one attempt after the other, and keep this one from all that it names.
+            taken, asked.has_named = () if asked.has_named else answer.taken, True
         else:
             asked.fruitless += 1
-            asked.declined = answer.reason
-        for peer_id in {asked.peer_id, *answer.taken}:
+            asked.declined, taken = answer.reason, answer.taken
+        for peer_id in {asked.peer_id, *taken}:
             self._state.peers.avoid(peer_id, now + RETRY_SECONDS)
         self._state.learn_leader(answer.leader, now)
 

@@ -78,6 +78,8 @@ class KnownPeer:
     """Reason for which its candidates are not taken."""
     declined: str | None = None
     """Reason for which it declined this peer."""
+    has_named: bool = False
+    """True if it has said that its attempt is over, and which peers were with it: that counts once."""
     unreached: tuple[Candidate, str] | None = None
     """The attempt that could not be reached, and the reason."""
     reached_again: float | None = None

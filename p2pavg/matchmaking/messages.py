@@ -48,7 +48,7 @@ class Joined:
 class Declined:
     """Not now. ``leader`` is the peer that I follow; ``taken`` are peers that you need not ask either.
 
-    ``over``: the attempt that you know has ended, and those of the peers in ``taken`` too. Only ask a new one.
+    ``over``: the attempt that you know has ended. Only ask a new one. The peers in ``taken`` were in its group.
     """
 
     reason: str

@@ -173,7 +173,8 @@ class Board:
 
         That holds also for an entry which it published before its end and which arrives after this call. An entry that
         it publishes later, because it has been started again, counts. What is later is told by the expiration time,
-        which the publisher's clock sets: the entries of a peer whose clock is slow count that much later again.
+        which the publisher's clock sets. So the entries of a peer whose clock is slow count that much later again, and
+        if its clock is fast, its last entry may still count.
         """
         with self._changed:
             self._departed[peer_id] = self._wall_clock()
@@ -252,7 +253,9 @@ class Board:
         with self._changed:
             before = dict(self._entries)
             now = self._wall_clock()
-            self._departed = {peer: at for peer, at in self._departed.items() if at + SAID_TTL_SECONDS > now}
+            self._departed = {
+                peer: at for peer, at in self._departed.items() if at <= now < at + SAID_TTL_SECONDS
+            }
             for record in records:
                 if record.expiration_time > now + SAID_TTL_SECONDS + MAX_SKEW_SECONDS:
                     continue  # an entry that lives longer would make others wait for a dead peer

@@ -139,6 +139,7 @@ class ReachWatcher:
         self._awaited: dict[PeerId, _DialBack] = {}
         self._woken = trio.Event()
         self._alone_since: float | None = None
+        self._seen_hosts: Sequence[str] = ()
 
     @property
     def reachability(self) -> Reachability:
@@ -202,6 +203,7 @@ class ReachWatcher:
                 raise
             logger.warning("cannot look at this machine's addresses: %s", error.strerror)
             return
+        self._seen_hosts = hosts
         self._knowledge.machine(hosts, listening, source6=source6)
         if self._mapping is not None and self._knowledge.network != network:
             self._mapping.cancel()  # the mapping is of another router
@@ -297,7 +299,7 @@ class ReachWatcher:
         self.wake()
 
     def _has_public_host(self) -> bool:
-        return any(not is_private(host) and ":" not in host for host in self._hosts())
+        return any(not is_private(host) and ":" not in host for host in self._seen_hosts)
 
 
 class _DialBack:

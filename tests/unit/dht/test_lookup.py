@@ -1,8 +1,8 @@
-from collections.abc import Set
+from collections.abc import Mapping, Set
 
 from p2pavg_dht import Contact, Ed25519Signer
 from p2pavg_dht.distance import K, peer_point
-from p2pavg_dht.lookup import ALPHA, HEDGE_DELAY, MOST_CALLS, PATHS, Lookup
+from p2pavg_dht.lookup import ALPHA, HEDGE_DELAY, MOST_CALLS, PATHS, PATIENCE, Lookup
 
 POINT = 1 << 200
 ME, *PEERS = sorted(
@@ -57,6 +57,42 @@ def test_a_patient_lookup_has_one_call_of_each_path_under_way() -> None:
         assert not patient.finished
         patient.answered(peer, [])
     assert patient.finished
+
+
+def test_a_patient_lookup_is_patient_for_a_while_only() -> None:
+    patient = Lookup(POINT, PEERS[:20], own_id=ME.peer_id, wide=True, patient=True)
+    assert patient.next_calls(1.0) == PEERS[:PATHS]
+    assert patient.next_calls(1.0 + PATIENCE) == PEERS[PATHS:K]
+
+
+def test_a_hostile_keeper_delays_a_patient_lookup_hardly_more_than_another_one() -> None:
+    """The nearest known one names eight invented ones that are nearer and silent, or slow."""
+    known, invented = PEERS[20:40], PEERS[:K]
+    silent = dict.fromkeys(invented, float("inf"))
+    slow = dict.fromkeys(invented, HEDGE_DELAY - 0.01)
+    for delays in (silent, slow):
+        answers = {known[0]: invented}
+        eager, patient = (
+            lasts(Lookup(POINT, known, own_id=ME.peer_id, wide=True, patient=patient), answers, delays)
+            for patient in (False, True)
+        )
+        assert patient <= eager + 2 * HEDGE_DELAY
+
+
+def lasts(path: Lookup, answer: Mapping[Contact, list[Contact]], delays: Mapping[Contact, float]) -> float:
+    """Return the seconds until a lookup has finished, if calls take 0.05 s unless ``delays`` says more."""
+    now = 0.0
+    waiting: dict[Contact, float] = {}
+    while True:
+        waiting |= {contact: now + delays.get(contact, 0.05) for contact in path.next_calls(now)}
+        if path.finished:
+            return now
+        now = min(path.next_stall, *waiting.values())
+        assert now < float("inf")
+        for contact in [each for each, at in waiting.items() if at <= now]:
+            del waiting[contact]
+            path.answered(contact, answer.get(contact, []))
+        path.notice_stalls(now)
 
 
 def test_a_failed_peer_is_replaced_by_the_next_nearest() -> None:

@@ -322,6 +322,18 @@ class TestStandingInTheWay:
         rules.tick(EPOCH + RETRY_SECONDS)
         assert rules.state.leader == honest
 
+    def test_a_peer_whose_attempts_are_over_again_and_again_keeps_nobody_from_others(self) -> None:
+        """It begins one attempt after the other, and says each time that the honest one was in its group."""
+        liar, honest, me = candidate(0, EPOCH + 50), candidate(1, EPOCH + 55), candidate(2, EPOCH + 60)
+        rules = matchmaking(me, liar, honest)
+        over = Declined("over", taken=(honest.peer_id,), over=True)
+        rules.told_by_leader(liar.peer_id, over, EPOCH)
+        rules.nudged(candidate(0, EPOCH + 51), EPOCH + 0.9)
+        assert rules.state.leader == candidate(0, EPOCH + 51)
+        rules.told_by_leader(liar.peer_id, over, EPOCH + RETRY_SECONDS)
+        rules.tick(EPOCH + RETRY_SECONDS)
+        assert rules.state.leader == honest
+
     def test_peers_that_do_not_answer_are_asked_last(self) -> None:
         silent, honest, me = candidate(0, EPOCH + 50), candidate(1, EPOCH + 51), candidate(2, EPOCH + 60)
         rules = matchmaking(me, silent)

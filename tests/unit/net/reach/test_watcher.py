@@ -306,6 +306,21 @@ class TestShortages:
             await trio.sleep(2 * LOOK_AGAIN_SECONDS)
             assert found.told != told
 
+    async def test_a_lonely_peer_without_a_file_to_open_keeps_looking(
+        self, autojump_clock: MockClock
+    ) -> None:
+        """A peer that is alone asks whether it has a public address, before it maps a port."""
+
+        def alone(found: Stage) -> None:
+            found.neighbours.clear()
+
+        async with stage(alone) as found:
+            await trio.sleep(LOOK_AGAIN_SECONDS)
+            found.failure = OSError(errno.EMFILE, "Too many open files")
+            await trio.sleep(3 * ALONE_SECONDS)
+            assert found.mapper is not None
+            assert found.mapper.ports == [PORT]
+
     async def test_any_other_failure_of_the_system_is_not_hidden(self, autojump_clock: MockClock) -> None:
         def fail(found: Stage) -> None:
             found.failure = OSError(errno.EBADF, "bad descriptor")

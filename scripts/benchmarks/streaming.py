@@ -7,6 +7,8 @@ fragments, over the same links.
 
 With ``--unequal`` it measures eight peers that synchronise by time in the background: all alike, with one whose batches
 take ten times as long, and with one whose link has a tenth of the rate. The figures are the others' samples per second.
+With ``--mixing`` it measures DiLoCo in one group of all peers, and NoLoCo and gossip in small groups, each with one
+peer whose link has a tenth of the rate.
 
 A window begins and ends with an update, so it has whole intervals. The loop stands still for the time of its calls of
 ``step`` beyond their median, since most calls wait for nothing.
@@ -50,6 +52,10 @@ def add_arguments(parser: argparse.ArgumentParser, *, small: bool) -> None:
     parser.add_argument("--delay", type=int, default=2 if small else 20)
     parser.add_argument("--seconds", type=float, default=0.5 if small else 60.0, help="of a window, at least")
     parser.add_argument("--unequal", action="store_true", help="one slow peer, and one slow link")
+    parser.add_argument(
+        "--mixing", action="store_true", help="small groups beside one group, with one slow link"
+    )
+    parser.add_argument("--group-size", type=int, default=2, help="of the small groups")
 
 
 def run(arguments: argparse.Namespace, report: Report) -> int:
@@ -61,7 +67,8 @@ def run(arguments: argparse.Namespace, report: Report) -> int:
             print(f"scripts/bench {NAME}: {reason}", file=sys.stderr)
             return UNABLE
     try:
-        (unequal if arguments.unequal else equal)(arguments, report)
+        measure = mixing if arguments.mixing else unequal if arguments.unequal else equal
+        measure(arguments, report)
     except CrewError as error:
         report.error(NAME, "p2pavg", str(error))
     return 0
@@ -128,6 +135,36 @@ def unequal(arguments: argparse.Namespace, report: Report) -> None:
         report.figure(NAME, "part of the last one in all samples", "", [last["part"]], system=name, **how)
 
 
+def mixing(arguments: argparse.Namespace, report: Report) -> None:
+    """Measure what a slow link costs the others in one group of all, and in small groups."""
+    peers, together = arguments.peers, 0.0
+    small = {"sync_every": arguments.sync_every, "group_size": arguments.group_size}
+    cases = {
+        "diloco": {"sync_every": arguments.sync_every},
+        "noloco": small,
+        "gossip": small,
+    }
+    for name, options in cases.items():
+        with places(arguments, [1.0] * (peers - 1) + [1 / SLOWER]) as places_:
+            found = windows(places_, arguments, options, recipe=name)
+        speeds = [window["samples_a_second"] for window in found[:-1]]
+        together = together or statistics.median(speeds)
+        how = {"peers": peers, "elements": arguments.elements, "mbps": arguments.mbps}
+        report.figure(NAME, "samples per second of the others", "", speeds, system=name, **how)
+        report.figure(
+            NAME, "speed of the others", "of diloco's", [s / together for s in speeds], system=name, **how
+        )
+        report.figure(
+            NAME,
+            "samples per second of the slow link",
+            "",
+            [found[-1]["samples_a_second"]],
+            system=name,
+            **how,
+        )
+        report.figure(NAME, "updates", "", [window["updates"] for window in found[:-1]], system=name, **how)
+
+
 @contextmanager
 def places(arguments: argparse.Namespace, links: list[float]) -> Iterator[list[Place]]:
     """Provide a place for each peer, with its part of ``--mbps``."""
@@ -148,6 +185,7 @@ def windows(
     arguments: argparse.Namespace,
     options: Mapping[str, Any] | None,
     slowness: list[float] | None = None,
+    recipe: str = "diloco",
 ) -> list[dict[str, float]]:
     """Train for a window on all peers; return what each reports."""
     count = len(places_)
@@ -163,6 +201,7 @@ def windows(
         "elements": arguments.elements,
         "batch": arguments.batch,
         "slowness": slowness or [1.0] * count,
+        "recipe": recipe,
     }
     with Crew(System(name=NAME, module=MODULE), places_, setup) as crew:
         crew.tell(seconds=arguments.seconds)

@@ -11,7 +11,7 @@ import torch
 
 import p2pavg
 from p2pavg import blocking
-from p2pavg.optim import RunState, StepReport, diloco
+from p2pavg.optim import RunState, StepReport, diloco, gossip, noloco
 from scripts.benchmarks.worker import Line
 
 FEATURES = 1000
@@ -74,8 +74,11 @@ def train(line: Line, averager: blocking.Averager, setup: Mapping[str, Any]) -> 
     options, batch = setup["options"], setup["batch"] * setup["slowness"][setup["index"]]
     optimizer = None
     if options is not None:
-        state = RunState(model)
-        optimizer = diloco(inner, averager, peers_to_start=setup["count"], state=state, **options)
+        if setup["recipe"] == "diloco":
+            state = RunState(model)
+            optimizer = diloco(inner, averager, peers_to_start=setup["count"], state=state, **options)
+        else:
+            optimizer = {"noloco": noloco, "gossip": gossip}[setup["recipe"]](inner, averager, **options)
     warm_up = WARM_UP_UPDATES * (options or {}).get("fragments", 1)
     window: Window | None = None
     reported = False

@@ -119,6 +119,13 @@ def test_streaming_measures_training_alone_and_with_peers(bench: Bench) -> None:
     assert all(found[kind, "updates"] > 0 for kind in kinds - {"alone"})
 
 
+def test_streaming_measures_small_groups_beside_one_group(bench: Bench) -> None:
+    found = medians(bench("streaming", "--mixing", "--peers", "3", "--codec", "bf16"))
+    for name in ("diloco", "noloco", "gossip"):
+        assert found[name, "samples per second of the others"] > 0
+    assert found["diloco", "speed of the others"] == 1.0
+
+
 def test_streaming_measures_what_a_slow_peer_costs_the_others(bench: Bench) -> None:
     found = medians(bench("streaming", "--unequal", "--peers", "3"))
     names = {"all alike", "one ten times slower", "one with a tenth of the link"}

@@ -153,8 +153,12 @@ def test_a_process_that_does_not_read_its_result_is_dropped(
         peer.averager(config(2)) as averager,
     ):
         asks = frame("step", 0, 1, 1.0, (), b"", 0, 0, False, False, ())
-        connection.sendall(frame("attach", VERSION, "deaf") + OPEN + DECLARE + asks)
-        averager.accumulate([torch.ones(3)])
+        averager.accumulate([torch.ones(3)])  # from here on the peer waits for this process, too
+        answered = frame("cancel", 0, 2, "no such step")  # its answer comes when the step before it was taken
+        connection.sendall(frame("attach", VERSION, "deaf") + OPEN + DECLARE + asks + answered)
+        heard = b""
+        while b"cancelled" not in heard:
+            heard += connection.recv(2**16)
         first = averager.step(wait=30.0)
         assert isinstance(first, p2pavg.Success)
         assert len(first.peers) == 2

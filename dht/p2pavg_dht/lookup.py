@@ -134,7 +134,7 @@ class Lookup:
         self._own = Contact(own_id)
         self._share = -(-K // paths)
         self._narrow = max(1, ALPHA // paths)
-        self._patient = patient
+        self._patience = PATIENCE if patient else 0.0
         self._patient_until: float | None = None  # the first calls begin the time
         self._most_calls = MOST_CALLS // paths
         self._calls = _Calls()
@@ -164,7 +164,7 @@ class Lookup:
         """Return the contacts to ask at `now`, nearest first, and count them as asked."""
         chosen = []
         if self._patient_until is None:
-            self._patient_until = now + PATIENCE if self._patient else now
+            self._patient_until = now + self._patience
         wide, most_at_once = (self._narrow, ALPHA) if now < self._patient_until else (self._share, K)
         for path in self._paths:
             room = (wide if path.wide else self._narrow) - self._under_way(path)

@@ -322,7 +322,7 @@ class TestStandingInTheWay:
         rules.tick(EPOCH + RETRY_SECONDS)
         assert rules.state.leader == honest
 
-    def test_a_peer_whose_attempts_are_over_again_and_again_keeps_nobody_from_others(self) -> None:
+    def test_names_of_a_peer_whose_attempts_end_again_and_again_count_once(self) -> None:
         """It begins one attempt after the other, and says each time that the honest one was in its group."""
         liar, honest, me = candidate(0, EPOCH + 50), candidate(1, EPOCH + 55), candidate(2, EPOCH + 60)
         rules = matchmaking(me, liar, honest)

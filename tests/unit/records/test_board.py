@@ -256,6 +256,15 @@ class TestWhatIsHeard:
             records.store(record(ALICE, b"again", sequence=3, until=SAID_TTL_SECONDS + 2.1))
             assert heard(board) == {ALICE.peer_id: b"again"}
 
+    async def test_an_end_in_the_future_hides_no_entry(self, mock_clock: MockClock) -> None:
+        """The wall clock of this machine was set back after it noticed the end."""
+        records = Records()
+        async with open_board(records) as board:
+            board.depart(ALICE.peer_id)
+            board._departed[ALICE.peer_id] += 10.0
+            records.store(record(ALICE, b"again", sequence=3, until=SAID_TTL_SECONDS))
+            assert heard(board) == {ALICE.peer_id: b"again"}
+
     async def test_ends_of_peers_are_forgotten_when_their_entries_cannot_be_live(
         self, mock_clock: MockClock
     ) -> None:

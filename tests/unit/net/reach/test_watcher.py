@@ -52,7 +52,7 @@ class Stage:
         self.outer = OUTER
         self.hosts = [HOME, "127.0.0.1"]
         self.failure: OSError | None = None
-        """What keeps the watcher from a look at the machine's addresses."""
+        """The error of each look at the machine's addresses, if any."""
         self.neighbours = [Neighbour(peer_id=name, host=host, port=PORT) for name, host in HOSTS.items()]
         self.told: list[tuple[Reachability, tuple[str, ...]]] = []
         self.relays: tuple[list[str], list[str]] = ([], [])

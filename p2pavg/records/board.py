@@ -94,7 +94,7 @@ class Board:
         self._changed = threading.Condition()
         self._entries: dict[str, Entry] = {}
         self._departed: dict[str, float] = {}
-        """Times at which processes of peers were seen to have ended, wall clock; kept while older entries can be live."""
+        """Times at which peers' processes were seen to have ended, wall clock, while older entries can be live."""
         self._version = 0
         self._to_publish: bytes | None = None  # None: nothing new; empty: withdraw the entry
         self._urgent = False

@@ -146,6 +146,7 @@ class Exchange:
             max_silence=timeout / 3,  # there has to be time for another attempt
         )
         self._attempt: Attempt | None = None
+        self._ended: Outcome | None = None  # until it is taken
         self._held_at = 0.0
         self._traffic = Traffic(context.meter)
         self._news = AttemptNews(
@@ -157,10 +158,10 @@ class Exchange:
         )
         self._audits = RoundAudits(context, roster, on_finding, self._news.lose)
 
-    async def run(self, *, task_status: TaskStatus[Outcome] = trio.TASK_STATUS_IGNORED) -> None:
-        """Start with ``nursery.start``: it returns the outcome, then sees to it that the others hear of it.
+    async def run(self, *, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Start with ``nursery.start``: it returns when :meth:`take_outcome` may be called.
 
-        From the outcome on, ``vector`` is not read any more.
+        From then on, ``vector`` is not read any more, and this call sees to it that the others hear of the outcome.
         """
         try:
             async with trio.open_nursery() as nursery:
@@ -172,14 +173,17 @@ class Exchange:
                     finally:
                         self._voting.nursery = None
                     inner.cancel_scope.cancel()
-                outcome = self._outcome()
+                # Not handed over by `started`: trio would keep it, and so the result's memory, until this call has
+                # ended. Audits may take half a minute.
+                self._ended = self._outcome()
+                is_open = self._ended.used is None
                 self._begin_audits()
-                task_status.started(outcome)
+                task_status.started()
                 self._let_go()
                 self._remember()
                 self._group.end()
                 nursery.start_soon(self._audits.run)
-                if outcome.used is None:
+                if is_open:
                     nursery.start_soon(self._find_out)
         finally:
             self._remember()
@@ -187,6 +191,12 @@ class Exchange:
             self._audits.close()
             if self._found_out is not None:
                 self._found_out(self._voting.is_taken_as_used())
+
+    def take_outcome(self) -> Outcome:
+        """Return the outcome, once: nothing here refers to it afterwards."""
+        assert self._ended is not None
+        outcome, self._ended = self._ended, None
+        return outcome
 
     async def _find_out(self) -> None:
         """Find out later whether this member's contribution was used."""

@@ -102,7 +102,8 @@ class Rounds:
 
     async def hold(self, exchange: Exchange) -> Outcome:
         """Run an exchange, and learn from its outcome. It goes on telling the others after this has returned."""
-        outcome: Outcome = await self._tails.start(exchange.run)
+        await self._tails.start(exchange.run)
+        outcome = exchange.take_outcome()
         self._telling.append(exchange)
         if len(self._telling) > MAX_TELLING:
             self._telling.popleft().end()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from functools import partial
 
 import torch
@@ -55,6 +56,35 @@ async def test_no_vector_outlives_its_round(autojump_clock: MockClock) -> None:
                 nursery.start_soon(partial(live, peer))
     finally:
         gc.enable()
+
+
+async def test_a_result_is_freed_while_its_round_is_audited(autojump_clock: MockClock) -> None:
+    config = p2pavg.AveragingConfig(run_id="memory", group_size=2, match_timeout=5.0, audit="after:1")
+    freed = []
+
+    async def live(peer: Peer) -> None:
+        async with peer.averager(config) as averager:
+            averager.accumulate([torch.ones(ELEMENTS)])
+            result = await averager.step(wait=None)
+            assert isinstance(result, p2pavg.Success)
+            assert isinstance(result.averaged, list)
+            memory = weakref.ref(result.averaged[0].untyped_storage())
+            del result
+            await trio.sleep(0.01)  # less than an audit's question is on its way
+            assert peer.lobby.audited
+            freed.append(memory() is None)
+            await trio.sleep(1.0)
+
+    gc.collect()
+    gc.disable()
+    try:
+        network = MemoryNetwork(latency=(0.1, 0.1))
+        async with simulated_peers(network, 2) as peers, trio.open_nursery() as nursery:
+            for peer in peers:
+                nursery.start_soon(partial(live, peer))
+    finally:
+        gc.enable()
+    assert freed == [True, True]
 
 
 async def test_failed_round_keeps_its_vector_once(autojump_clock: MockClock) -> None:

@@ -14,7 +14,7 @@ from p2pavg.allreduce.messages import Lane, LaneHeader, encode_header
 from p2pavg.consensus.statements import Statement
 from p2pavg.consensus.votes import Commit, Left, Unknown, Vote, decode_vote, encode_vote
 from p2pavg.net.transport import Stream, Transport
-from p2pavg.round.exchange import Exchange, Outcome
+from p2pavg.round.exchange import Exchange
 from p2pavg.round.voting import FIND_OUT_SECONDS
 from p2pavg_compression import Fp32
 from tests.unit.allreduce.attempts import A, B, C, Reaches, three
@@ -70,7 +70,9 @@ async def test_a_member_alone_ends_in_time_and_loses_no_contribution(
     lobby, heard = Lobby(), list[bool]()
     began = trio.current_time()
     async with trio.open_nursery() as nursery:
-        outcome: Outcome = await nursery.start(exchange(lobby, me, heard.append).run)
+        running = exchange(lobby, me, heard.append)
+        await nursery.start(running.run)
+        outcome = running.take_outcome()
         assert trio.current_time() - began < TIMEOUT + 2.0
         assert heard == []
     assert trio.current_time() - began < TIMEOUT + FIND_OUT_SECONDS + 30.0
@@ -121,8 +123,8 @@ async def test_a_member_that_was_cut_off_learns_the_outcome_of_the_round(
     async with trio.open_nursery() as nursery:
         # B and C have to say it before A takes its contribution as used: one of them may lie.
         side = exchange(lobby, A, heard.append, transport=Tells(A, commit, [B, C] if used else [C]))
-        outcome: Outcome = await nursery.start(side.run)
-        assert outcome.used is None
+        await nursery.start(side.run)
+        assert side.take_outcome().used is None
         assert isinstance(await answer(lobby, B), Left)
     assert trio.current_time() - began < TIMEOUT + 60.0
     assert heard == [used]

@@ -1,6 +1,7 @@
 """The codecs alone: MB of fp32 that one core encodes and decodes per second, and the error.
 
-Normally distributed values are encoded part by part, as in an exchange. ``bitsandbytes`` is that library's own CPU
+Normally distributed values are encoded part by part, as in an exchange. ``reduce`` is a reducer's work on a part: it
+averages four contributions, of which one is its own and not encoded, encodes the average and decodes it. ``bitsandbytes`` is that library's own CPU
 code, with the same format and block size as ``blockwise8``. Where numba is installed, ``torch`` after a codec's name
 means torch's expressions, which do its work until numba has compiled it.
 """
@@ -13,6 +14,7 @@ from collections.abc import Callable
 
 import torch
 
+from p2pavg.allreduce.reduction import Contribution, average_part
 from p2pavg.group.shares import MAX_PART_ELEMENTS
 from p2pavg_compression import Codec, resolve_codec
 from p2pavg_compression.blocks import BlockCodec
@@ -22,6 +24,8 @@ from scripts.benchmarks.figures import Report
 NAME = "codecs"
 CODECS = "fp32,fp16,bf16,blockwise8,int8"
 BLOCK = 64
+REDUCED = 4
+"""Contributions to a part."""
 Parts = list[torch.Tensor]
 
 
@@ -55,7 +59,7 @@ def run(arguments: argparse.Namespace, report: Report) -> None:
 
 
 Work = dict[str, Callable[[], object]]
-"""Functions by name; after ``encode`` and ``decode``, ``out`` holds the decoded values."""
+"""Functions by name; after all of them, ``out`` holds the decoded values."""
 
 
 def compile_now(codec: Codec) -> bool:
@@ -85,7 +89,22 @@ def of_codec(codec: Codec, values: torch.Tensor, out: torch.Tensor, *, compiled:
         for part, payload in zip(parts, payloads, strict=True):
             codec.accumulate(payload, sums[: part.numel()], 0.25)
 
-    return {"encode": encode, "decode": decode, "accumulate": accumulate}
+    encoded = bytearray(codec.encoded_nbytes(MAX_PART_ELEMENTS))
+
+    def reduce() -> None:
+        for part, payload, target in zip(parts, payloads, outs, strict=True):
+            others = [Contribution(str(index), 1.0, payload) for index in range(REDUCED - 1)]
+            average_part(
+                codec,
+                [Contribution("own", 1.0, part), *others],
+                float(REDUCED),
+                target,
+                floats=lambda count: sums[:count],
+                payload=memoryview(encoded)[: codec.encoded_nbytes(part.numel())],
+            )
+
+    # In this order: a reduction needs payloads, and the error is that of decoding.
+    return {"encode": encode, "accumulate": accumulate, "reduce": reduce, "decode": decode}
 
 
 def of_bitsandbytes(values: torch.Tensor, out: torch.Tensor) -> Work:

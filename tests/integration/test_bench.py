@@ -138,7 +138,7 @@ def test_codecs(bench: Bench) -> None:
     names = {"fp32", "fp16", "bf16", "blockwise8", "int8"}
     if find_spec("numba"):
         names |= {"blockwise8 torch", "int8 torch"}
-    figures = ("encode", "decode", "accumulate", "error")
+    figures = ("encode", "decode", "accumulate", "reduce", "error")
     assert set(found) == {(name, figure) for name in names for figure in figures}
     assert found["fp32", "error"] == 0.0
     assert 0.0 < found["blockwise8", "error"] < 0.05

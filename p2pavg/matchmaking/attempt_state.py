@@ -91,7 +91,7 @@ class AttemptState:
         if candidate.peer_id == self.me.peer_id or not plausible(candidate, now):
             return
         known = self.peers[candidate.peer_id]
-        if known.banned is not None or candidate.deadline <= known.ended:
+        if known.banned is not None or candidate.deadline <= known.ended or self.memory.is_spent(candidate):
             return
         if (wrong := not_admitted(candidate, self.settings, now)) is not None:
             known.refuse(wrong)

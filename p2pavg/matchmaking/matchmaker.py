@@ -102,7 +102,7 @@ class Matchmaker:
     def finished_with(self, members: Sequence[Candidate]) -> None:
         """Note that a round with these members was finished; later attempts prefer them."""
         others = [member for member in members if member.peer_id != self._context.signer.peer_id]
-        self._memory.finished_with(member.peer_id for member in others)
+        self._memory.finished_with(others)
         self._records.met(others)
 
     def recheck(self) -> None:

@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from p2pavg.group.candidate import Candidate
 from p2pavg.matchmaking.timing import PUT_OFF_SECONDS
 
 HOLD_SECONDS = 10.0
@@ -42,7 +43,8 @@ class Memory:
 
     def __init__(self) -> None:
         self._late: OrderedDict[str, _Late] = OrderedDict()
-        self._proven: OrderedDict[str, None] = OrderedDict()
+        # The attempt with which each of them was in the last finished round, named by its deadline.
+        self._proven: OrderedDict[str, float] = OrderedDict()
         # The attempt in which a candidate was first put off, and the time.
         self._put_off: OrderedDict[str, tuple[float, float]] = OrderedDict()
 
@@ -68,13 +70,14 @@ class Memory:
         # If the clock was set back meanwhile, the backoff must not become longer.
         return now if late is None or late.until > now + MAX_HOLD_SECONDS else late.until
 
-    def finished_with(self, peer_ids: Iterable[str]) -> None:
-        """Note that a round with these peers was finished."""
-        for peer_id in peer_ids:
+    def finished_with(self, members: Iterable[Candidate]) -> None:
+        """Note that a round with these members was finished."""
+        for member in members:
+            peer_id = member.peer_id
             self._late.pop(peer_id, None)
             self._put_off.pop(peer_id, None)
             self._proven.pop(peer_id, None)
-            self._proven[peer_id] = None
+            self._proven[peer_id] = member.deadline
             if len(self._proven) > MAX_PROVEN:
                 self._proven.popitem(last=False)
 
@@ -95,3 +98,10 @@ class Memory:
     def is_proven(self, peer_id: str) -> bool:
         """Return whether a round with this peer was finished and it has wasted no time since."""
         return peer_id in self._proven
+
+    def is_spent(self, candidate: Candidate) -> bool:
+        """Return whether a round was finished with this very attempt of a peer. Its record may still be read.
+
+        An attempt is in one group at most, so the peer declines all who ask it as this candidate.
+        """
+        return self._proven.get(candidate.peer_id) == candidate.deadline

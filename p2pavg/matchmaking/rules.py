@@ -19,7 +19,8 @@ asked peer declines a candidate that does not come after it. All parts of the or
 has no cycles. A peer that follows no leader leads, so the first peer to announce leads and later peers join it. A
 leader nudges later candidates, which may not have seen its record. A leader that joins an earlier one disbands its own
 group, and names the new leader to its followers. A peer whose roster is agreed names its members when it declines, so
-that the asker goes on to the next group, and not to each of them.
+that the asker goes on to the next group, and not to each of them. An attempt with which this peer has finished a round
+is not asked: its record is read until the peer has announced its next attempt.
 
 **Places.** Among many candidates, those that exchange directly come first. A leader puts a relayed candidate off while
 enough others are ready to fill the group, and one that can be dialled while relayed ones need it more. It does so for

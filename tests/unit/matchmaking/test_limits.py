@@ -30,7 +30,7 @@ from p2pavg.matchmaking.timing import (
 from p2pavg_dht import Ed25519Signer
 from tests.unit.matchmaking.bus import EPOCH, KEY, MATCH_TIMEOUT, Bus, candidate, settings
 
-MANY = [Ed25519Signer(bytes([index // 256, index % 256]) * 16) for index in range(200)]
+MANY = [Ed25519Signer(bytes([index // 256, index % 256]) * 16) for index in range(MAX_PROVEN + 10)]
 
 
 def one_of_many(index: int, *, weight: float = 1.0, auxiliary: bool = False) -> Candidate:
@@ -192,7 +192,7 @@ class TestLateLeaders:
         memory = Memory()
         leader, me = candidate(0, EPOCH + 25), candidate(1, EPOCH + 30)
         others = [candidate(index, EPOCH + 30 + index) for index in (2, 3)]
-        memory.finished_with([leader.peer_id])
+        memory.finished_with([candidate(0, EPOCH)])
         rules = following(leader, me, *others, memory=memory)
         for seconds in range(1, 25):
             rules.discovered(others, EPOCH + seconds)
@@ -266,7 +266,7 @@ class TestPreference:
     def test_a_proven_leader_is_asked_before_an_earlier_one(self) -> None:
         memory = Memory()
         stranger, proven, me = (candidate(index, EPOCH + 20 + index) for index in range(3))
-        memory.finished_with([proven.peer_id])
+        memory.finished_with([candidate(1, EPOCH)])
         rules = Matchmaking(me, settings(), EPOCH, memory)
         rules.discovered([stranger, proven], EPOCH)
         assert rules.state.leader == proven
@@ -274,7 +274,7 @@ class TestPreference:
     def test_enough_proven_peers_have_time_before_another_peer_is_asked(self) -> None:
         memory = Memory()
         stranger, me, proven = (candidate(index, EPOCH + 20 + index) for index in range(3))
-        memory.finished_with([proven.peer_id])
+        memory.finished_with([candidate(2, EPOCH)])
         rules = Matchmaking(me, settings(2), EPOCH, memory)
         rules.discovered([stranger, proven], EPOCH)
         assert rules.state.leader is None
@@ -305,24 +305,58 @@ class TestPreference:
         assert rules.state.leader == early
 
 
+class TestSpentAttempts:
+    """Records of a finished round's members are read until they are replaced, which takes a moment in every round."""
+
+    def test_a_candidate_of_a_finished_round_is_not_asked(self) -> None:
+        memory = Memory()
+        before, me = candidate(0, EPOCH + 10), candidate(1, EPOCH + 20)
+        memory.finished_with([before])
+        rules = Matchmaking(me, settings(), EPOCH, memory)
+        assert not rules.discovered([before], EPOCH)
+        assert rules.ready_peers == 1
+        renewed = candidate(0, EPOCH + 15)
+        rules.discovered([before, renewed, before], EPOCH)
+        assert rules.state.leader == renewed
+
+    def test_an_attempt_of_a_peer_whose_clock_was_set_back_is_asked(self) -> None:
+        memory = Memory()
+        memory.finished_with([candidate(0, EPOCH + 10)])
+        earlier, me = candidate(0, EPOCH + 5), candidate(1, EPOCH + 20)
+        rules = Matchmaking(me, settings(), EPOCH, memory)
+        rules.discovered([earlier], EPOCH)
+        assert rules.state.leader == earlier
+
+
 class TestMemory:
     def test_the_backoff_doubles_is_bounded_and_is_forgiven(self) -> None:
-        memory = Memory()
-        assert [memory.wasted("a", EPOCH) - EPOCH for _ in range(8)] == [10, 20, 40, 80, 160, 320, 600, 600]
-        assert memory.held_until("a", EPOCH - 1e6) == EPOCH - 1e6, "the clock was set back"
+        memory, member = Memory(), candidate(0, EPOCH)
+        peer_id = member.peer_id
+        assert [memory.wasted(peer_id, EPOCH) - EPOCH for _ in range(8)] == [
+            10,
+            20,
+            40,
+            80,
+            160,
+            320,
+            600,
+            600,
+        ]
+        assert memory.held_until(peer_id, EPOCH - 1e6) == EPOCH - 1e6, "the clock was set back"
         later = EPOCH + 10 * FORGIVE_SECONDS
-        assert memory.wasted("a", later) - later == HOLD_SECONDS
-        memory.finished_with(["a"])
-        assert memory.held_until("a", later) == later
-        assert memory.is_proven("a")
-        memory.wasted("a", later)
-        assert not memory.is_proven("a")
+        assert memory.wasted(peer_id, later) - later == HOLD_SECONDS
+        memory.finished_with([member])
+        assert memory.held_until(peer_id, later) == later
+        assert memory.is_proven(peer_id)
+        memory.wasted(peer_id, later)
+        assert not memory.is_proven(peer_id)
 
     def test_the_size_of_the_memory_is_bounded(self) -> None:
         memory = Memory()
-        for index in range(MAX_LATE + MAX_PROVEN + 10):
+        for index in range(MAX_LATE + 10):
             memory.wasted(f"late {index}", EPOCH)
-            memory.finished_with([f"good {index}"])
+        for index in range(MAX_PROVEN + 10):
+            memory.finished_with([one_of_many(index)])
         assert len(memory._late) == MAX_LATE
         assert len(memory._proven) == MAX_PROVEN
 

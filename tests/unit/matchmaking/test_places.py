@@ -107,7 +107,8 @@ class TestNoCandidateStarves:
         assert answer(first.asked(self.relayed, EPOCH), self.relayed) == WAITS_FOR_DIRECT
         self.me, *_ = peers("d", deadline=EPOCH + MATCH_TIMEOUT - 1.0)
         assert answer(self.ready(memory).asked(self.relayed, EPOCH), self.relayed) is None
-        memory.finished_with([self.relayed.peer_id])
+        *_, before = peers("dppr", deadline=EPOCH)
+        memory.finished_with([before])
         assert answer(self.ready(memory).asked(self.relayed, EPOCH), self.relayed) == WAITS_FOR_DIRECT
 
     def test_it_is_not_put_off_near_the_deadline(self) -> None:
@@ -173,7 +174,7 @@ def test_a_peer_that_is_always_one_too_many_is_in_every_second_round() -> None:
         rounds.append(last.formed is not None)
         for attempt in list(bus.attempts.values()):
             if attempt.formed is not None:
-                members = [member.peer_id for member in attempt.formed.members]
-                attempt.rules.state.memory.finished_with(set(members) - {attempt.me.peer_id})
+                others = [one for one in attempt.formed.members if one.peer_id != attempt.me.peer_id]
+                attempt.rules.state.memory.finished_with(others)
             bus.crash(attempt)
     assert rounds == [False, True] * 4

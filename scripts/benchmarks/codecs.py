@@ -1,9 +1,9 @@
 """The codecs alone: MB of fp32 that one core encodes and decodes per second, and the error.
 
 Normally distributed values are encoded part by part, as in an exchange. ``reduce`` is a reducer's work on a part: it
-averages four contributions, of which one is its own and not encoded, encodes the average and decodes it. ``bitsandbytes`` is that library's own CPU
-code, with the same format and block size as ``blockwise8``. Where numba is installed, ``torch`` after a codec's name
-means torch's expressions, which do its work until numba has compiled it.
+averages four contributions, of which one is its own and not encoded, encodes the average and decodes it.
+``bitsandbytes`` is that library's own CPU code, with the same format and block size as ``blockwise8``. Where numba is
+installed, ``torch`` after a codec's name means torch's expressions, which do its work until numba has compiled it.
 """
 
 from __future__ import annotations

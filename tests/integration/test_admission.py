@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
@@ -77,6 +78,7 @@ async def hand_over(revoked: bytes, bootstrap: list[str], folder: Path) -> int:
         return await spread(records, membership, "admission", newest, timeout=60.0)
 
 
+@pytest.mark.long
 def test_only_members_take_part_among_real_processes(tmp_path: Path) -> None:
     """Two members average throughout. A third one is revoked on the way."""
     members = [arguments(tmp_path, number) for number in (1, 2, 3)]

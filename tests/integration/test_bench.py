@@ -74,6 +74,7 @@ def test_allreduce_measures_all_systems_in_one_run(bench: Bench) -> None:
     assert [line["skipped"] for line in lines if line["system"] == "hivemind"] == ["left out"]
 
 
+@pytest.mark.long
 def test_wan_reports_the_fraction_of_the_bound(bench: Bench) -> None:
     try:
         netns.check()
@@ -111,6 +112,7 @@ def test_overlap(bench: Bench) -> None:
     }
 
 
+@pytest.mark.long
 def test_streaming_measures_training_alone_and_with_peers(bench: Bench) -> None:
     found = medians(bench("streaming"))
     kinds = {"alone", "diloco", "diloco in the background", "diloco in fragments"}
@@ -119,6 +121,7 @@ def test_streaming_measures_training_alone_and_with_peers(bench: Bench) -> None:
     assert all(found[kind, "updates"] > 0 for kind in kinds - {"alone"})
 
 
+@pytest.mark.long
 def test_streaming_measures_small_groups_beside_one_group(bench: Bench) -> None:
     found = medians(bench("streaming", "--mixing", "--peers", "3", "--codec", "bf16"))
     for name in ("diloco", "noloco", "gossip"):
@@ -126,6 +129,7 @@ def test_streaming_measures_small_groups_beside_one_group(bench: Bench) -> None:
     assert found["diloco", "speed of the others"] == pytest.approx(1.0)
 
 
+@pytest.mark.long
 def test_streaming_measures_what_a_slow_peer_costs_the_others(bench: Bench) -> None:
     found = medians(bench("streaming", "--unequal", "--peers", "3"))
     names = {"all alike", "one ten times slower", "one with a tenth of the link"}
@@ -167,12 +171,14 @@ def test_attacked_shares_are_combined_by_the_rule() -> None:
     torch.testing.assert_close(combine_shares(rows, read_aggregation("")), rows.mean(0))
 
 
+@pytest.mark.long
 def test_state(bench: Bench) -> None:
     lines = [line for line in bench("state", "--hivemind-python", "none") if "figure" in line]
     assert {line["figure"] for line in lines} == {"fetch", "rate", "cpu"}
     assert {(line["donors"], line.get("Mbit/s each")) for line in lines} == {(2, None), (2, 400.0)}
 
 
+@pytest.mark.long
 def test_training_of_donors(bench: Bench) -> None:
     found = medians(bench("state", "--training"))
     assert found["p2pavg", "batches of a donor, no joiner"] > 0

@@ -176,6 +176,7 @@ class TestInformation:
 
 
 class TestPeer:
+    @pytest.mark.long
     @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
     def test_a_peer_prints_one_line_and_leaves_quickly(self, tmp_path: Path, number: signal.Signals) -> None:
         file = tmp_path / "peer.key"
@@ -188,6 +189,7 @@ class TestPeer:
             assert f"leaving: {number.name}" in "".join(peer.log)
             assert "Traceback" not in "".join(peer.log)
 
+    @pytest.mark.long
     def test_a_second_peer_bootstraps_from_the_first_and_both_leave(self) -> None:
         with daemon("--verbose") as first:
             address = first.address()
@@ -286,6 +288,7 @@ class TestInvitations:
 
 
 class TestRevoking:
+    @pytest.mark.long
     def test_a_revoked_list_is_handed_to_a_daemon_that_helps_the_run(self, tmp_path: Path) -> None:
         run_file, certificate, key = (str(tmp_path / name) for name in ("lab.run", "a.cert", "a.key"))
         peer_id = succeed("identity", key).strip()

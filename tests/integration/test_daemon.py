@@ -143,6 +143,7 @@ def test_a_hangup_starts_the_daemon_again_in_its_place(start: Start) -> None:
     assert "starting again, with the files as they are now" in daemon.log
 
 
+@pytest.mark.long
 def test_a_daemon_joins_again_through_peers_that_it_knew(start: Start) -> None:
     """Its bootstrap peer is gone for good; another peer of the network is there."""
     hub = start("hub", "--listen", LOOPBACK)
@@ -158,6 +159,7 @@ def test_a_daemon_joins_again_through_peers_that_it_knew(start: Start) -> None:
     back.until(lambda: status(back.home)[0] == ExitCode.DONE)
 
 
+@pytest.mark.long
 def test_a_bootstrap_peer_starts_first_and_meets_those_that_it_knew(start: Start) -> None:
     """Everything was stopped. It waits for no other peer, and finds them when they are there."""
     hub = start("hub", "--listen", LOOPBACK)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 from scripts.fault_search import day
 from scripts.fault_search.day_stage import Stage
 
@@ -21,6 +23,7 @@ HEADINGS = [
 ]
 
 
+@pytest.mark.long
 def test_nothing_is_lost_in_an_operators_day(tmp_path: Path) -> None:
     """The day itself compares epochs and digests, and raises DayError if they differ."""
     lines: list[str] = []

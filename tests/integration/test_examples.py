@@ -29,7 +29,9 @@ def test_every_example_is_tested() -> None:
     assert {path.stem for path in EXAMPLES.glob("*.py")} == set(SHORT)
 
 
-@pytest.mark.parametrize("name", SHORT)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name == "char_gpt" else pytest.mark.long) for name in SHORT]
+)
 def test_the_example_runs_unchanged(name: str, tmp_path: Path) -> None:
     run = subprocess.run(
         [sys.executable, str(EXAMPLES / f"{name}.py"), *SHORT[name]],

@@ -22,6 +22,7 @@ starts = pytest.mark.parametrize("fork", [True, False], ids=["forked", "new inte
 only_linux = pytest.mark.skipif(not forking.can_fork(), reason="processes are forked on Linux only")
 
 
+@pytest.mark.long
 @starts
 def test_a_restarted_process_has_its_index_its_arguments_and_its_peer_id(tmp_path: Path, fork: bool) -> None:
     if fork and not forking.can_fork():
@@ -163,6 +164,7 @@ def test_leaving_ends_the_children_of_the_processes() -> None:
 ENDS = [("return", 0), ("raise", 1), ("interrupt", -2), (0, 0), (7, 7), ("a text", 1)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("fork", "how", "code"), [*((True, *each) for each in ENDS), *((False, *each) for each in ENDS[:3])]
 )

@@ -195,6 +195,7 @@ def full_run(address: str, peers: int, **headers: str) -> dict[str, Any] | None:
     return run if run["summary"]["peers"] == peers else None
 
 
+@pytest.mark.long
 def test_terminal_view_is_printed_once_where_there_is_no_terminal() -> None:
     with LocalSwarm(WORK, peers=2, arguments={"peers": 2}) as swarm:
         swarm.start()
@@ -231,6 +232,7 @@ def test_daemon_serves_the_page_of_the_run_that_it_helps() -> None:
         assert run["me"] in {peer["id"] for peer in run["peers"] if peer["role"] == "auxiliary"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from p2pavg.testing import LocalSwarm
 from tests.integration.population_work import CHUNKS, train
 
@@ -13,6 +15,7 @@ AFTER = 2
 ARGUMENTS = ({"lr": 0.05, "dies_at": CHUNKS // 2}, {"lr": 0.05}, {"lr": 1e-6}, {"lr": 2e-6})
 
 
+@pytest.mark.long
 def test_a_member_that_is_killed_while_it_is_copied_costs_no_other_its_weights() -> None:
     with LocalSwarm(train, peers=0) as swarm:
         first, *more = ARGUMENTS

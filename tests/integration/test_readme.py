@@ -99,6 +99,7 @@ def test_the_quickstart_is_the_program_that_the_other_tests_run(page: str) -> No
     assert snippets(page)[0] == snippets("docs/training.md")[0]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("position", [0, 1, 2])
 def test_the_programs_for_your_own_tests_run(position: int, tmp_path: Path) -> None:
     path = tmp_path / "program.py"
@@ -107,6 +108,7 @@ def test_the_programs_for_your_own_tests_run(position: int, tmp_path: Path) -> N
     assert run.returncode == 0, run.stdout + run.stderr
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", ["prepend", "importlib"])
 def test_the_documented_test_runs_under_pytest(mode: str, tmp_path: Path) -> None:
     """pytest is started in the root, and the test is in a folder that no new process can import from."""

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from scripts.fault_search import starts
 
 
+@pytest.mark.long
 def test_three_peers_end_in_one_lineage_and_a_late_one_reports_that_it_cannot_follow(tmp_path: Path) -> None:
     """The other peers are in the middle of their updates when the late one starts.
 

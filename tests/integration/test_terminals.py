@@ -95,6 +95,7 @@ def test_the_monitor_draws_and_leaves_the_terminal_as_it_was() -> None:
             assert terminal.settings == terminal.before
 
 
+@pytest.mark.long
 def test_the_volunteers_view_draws_and_leaves_the_terminal_as_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

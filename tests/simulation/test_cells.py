@@ -66,11 +66,13 @@ def churned() -> CellCourse:
     return play_cells(replace(CALM, peers=20, seconds=19.5, every=5.0))
 
 
+@pytest.mark.long
 def test_kills_and_joins_leave_each_cell_with_one_state(churned: CellCourse) -> None:
     assert sum(life.killed for life in churned.lives) == 3
     assert not cell_findings(churned)
 
 
+@pytest.mark.long
 def test_peers_that_join_later_replay_mixes_and_hold_the_cells_bits() -> None:
     course = play_cells(replace(CALM, peers=8, seconds=29.0, every=10.0))
     came = course.newcomers()
@@ -80,6 +82,7 @@ def test_peers_that_join_later_replay_mixes_and_hold_the_cells_bits() -> None:
     assert not cell_findings(course)
 
 
+@pytest.mark.long
 def test_churn_costs_less_than_one_percent_of_loss(churned: CellCourse) -> None:
     calm = play_cells(replace(CALM, peers=20, seconds=13.0))
     rows = compared(churned, calm)

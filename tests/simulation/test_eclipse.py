@@ -74,6 +74,7 @@ async def rounds(
             await trio.sleep(40.0)  # longer than a record lives
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("acquainted", [True, False], ids=["known to each other", "without direct calls"])
 async def test_keepers_that_store_nothing_do_not_delay_peers_that_know_each_other(
     autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, acquainted: bool

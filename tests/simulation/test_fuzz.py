@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 
 def test_valid_looking_messages_in_random_order_harm_no_honest_peer() -> None:
     """Each failing seed prints the command that repeats it."""
@@ -13,6 +15,7 @@ def test_valid_looking_messages_in_random_order_harm_no_honest_peer() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.long
 def test_rule_that_raises_on_a_vote_is_found_and_its_seed_printed() -> None:
     """It is a bug although it only excludes the member that sent the vote."""
     broken = (

@@ -296,6 +296,7 @@ async def test_a_checkpoint_has_the_life_of_its_update(autojump_clock: MockClock
         assert checked >= 5
 
 
+@pytest.mark.long
 async def test_a_late_peer_gets_the_weights_and_hyperparameters_of_its_team(
     autojump_clock: MockClock,
 ) -> None:
@@ -314,6 +315,7 @@ async def test_a_late_peer_gets_the_weights_and_hyperparameters_of_its_team(
     assert any(late[epoch][2] != {"lr": RATES["slow"]} for epoch in shared)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("hears_ballots", [True, False])
 async def test_peers_that_have_heard_different_words_do_not_go_apart(
     autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, hears_ballots: bool

@@ -47,6 +47,7 @@ def until_members(process: SwarmProcess, names: list[str]) -> dict[object, objec
             return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM], ids=["killed", "ended"])
 def test_both_processes_go_on_after_the_peer_is_started_again(tmp_path: Path, how: signal.Signals) -> None:
     """Nothing is done by hand: the same command again is enough."""
@@ -83,6 +84,7 @@ def test_the_others_go_on_without_a_killed_process(tmp_path: Path) -> None:
     assert sorted(name.partition("/")[2] for name in last) == ["p0", "p1"]
 
 
+@pytest.mark.long
 def test_a_stopped_process_costs_itself(tmp_path: Path) -> None:
     """The others go on without it, in rounds that are among themselves."""
     with daemon(tmp_path) as peer:

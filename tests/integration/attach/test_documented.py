@@ -7,11 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.integration.attach.daemon import daemon
 
 ROOT = Path(__file__).resolve().parents[3]
 
 
+@pytest.mark.long
 def test_two_processes_share_a_peer_with_the_documented_program(tmp_path: Path) -> None:
     page = (ROOT / "docs/training.md").read_text(encoding="utf-8")
     [code] = (

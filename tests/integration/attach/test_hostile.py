@@ -142,6 +142,7 @@ def test_more_processes_than_the_limit_are_turned_away(shared: str) -> None:
     check_that_the_peer_serves(shared)
 
 
+@pytest.mark.long
 def test_a_process_that_does_not_read_its_result_is_dropped(
     shared: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -41,6 +41,7 @@ def check_joins(swarm: LocalSwarm, late: SwarmProcess, name: str) -> None:
         assert all(seen[update]["digest"] == other[update]["digest"] for update in common)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("local", [False, True], ids=["gradients", "local updates"])
 def test_a_late_process_gets_the_state_of_its_siblings(tmp_path: Path, local: bool) -> None:
     """No other peer is there, so the averages have no certificate, and no other peer could pass them on."""
@@ -54,6 +55,7 @@ def test_a_late_process_gets_the_state_of_its_siblings(tmp_path: Path, local: bo
             check_joins(swarm, late, "/p2")
 
 
+@pytest.mark.long
 def test_a_late_process_gets_the_state_of_another_peer_through_its_own(tmp_path: Path) -> None:
     """The process is the only one at its peer."""
     (tmp_path / "one").mkdir()
@@ -71,6 +73,7 @@ def test_a_late_process_gets_the_state_of_another_peer_through_its_own(tmp_path:
             check_joins(swarm, late, "/p2")
 
 
+@pytest.mark.long
 def test_a_late_peer_gets_the_state_from_attached_processes(tmp_path: Path) -> None:
     with daemon(tmp_path) as peer:
         arguments: dict[str, Any] = {"peers": 3, "path": peer.path, "attached": 2, "address": peer.address}

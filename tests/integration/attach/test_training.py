@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from p2pavg.testing import LocalSwarm
 from p2pavg.testing.swarm import Member
 from tests.integration.attach import work
@@ -30,6 +32,7 @@ def run(
         return found
 
 
+@pytest.mark.long
 def test_two_attached_processes_train_like_two_peers_to_the_bit(tmp_path: Path) -> None:
     with daemon(tmp_path) as peer:
         together = run({"path": peer.path})
@@ -42,6 +45,7 @@ def test_two_attached_processes_train_like_two_peers_to_the_bit(tmp_path: Path) 
     assert [name.partition("/")[2] for name in names] == ["p0", "p1"]
 
 
+@pytest.mark.long
 def test_local_updates_of_attached_processes_are_those_of_two_peers_to_the_bit(tmp_path: Path) -> None:
     with daemon(tmp_path) as peer:
         together = run({"path": peer.path}, work.train_locally)

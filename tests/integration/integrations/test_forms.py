@@ -28,6 +28,9 @@ RANKS = 2
 MOST_LINES = 5
 SECONDS = 240.0
 forms = pytest.mark.parametrize("form", PACKAGES)
+plain_and_others = pytest.mark.parametrize(
+    "form", [pytest.param(form, marks=[] if form == "plain" else pytest.mark.long) for form in PACKAGES]
+)
 
 
 def lines_of(name: str) -> list[str]:
@@ -87,7 +90,7 @@ def parameters_in(folder: Path) -> list[torch.Tensor]:
     return [torch.cat([tensor.reshape(-1) for tensor in state.values()]) for state in states]
 
 
-@forms
+@plain_and_others
 def test_the_original_trains(form: str, tmp_path: Path) -> None:
     needs(form)
     with started(tmp_path / "alone", *command(form, "loop")) as process:
@@ -96,7 +99,7 @@ def test_the_original_trains(form: str, tmp_path: Path) -> None:
     assert parameters_in(tmp_path / "alone")
 
 
-@forms
+@plain_and_others
 def test_three_peers_end_with_the_same_parameters(form: str, tmp_path: Path) -> None:
     """The bootstrap peer is no peer of the run: each program is started in the same way."""
     needs(form)

@@ -27,6 +27,7 @@ ALONE = 15
 TOGETHER = 4
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("make", [adamw, by_diloco])
 def test_peers_join_one_that_trains_alone(make: Maker) -> None:
     """Its updates have no log, so it pauses until they have its state and a batch."""

@@ -122,6 +122,7 @@ def test_rate_set_by_hand_on_one_peer_separates_it_with_a_reason() -> None:
     assert other == ("1 peer of this run took update 4 with lr 0.025, this one with lr 0.17500000000000002",)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["large batch", "local updates"])
 def test_drifted_parameters_are_reported_by_both_peers(kind: str) -> None:
     """Neither averaged gradients nor outer steps remove drift: all peers add the same values."""

@@ -189,6 +189,7 @@ def test_peer_with_other_first_parameters_is_told() -> None:
     assert not torch.equal(one, other)
 
 
+@pytest.mark.long
 def test_saved_state_continues_identically() -> None:
     """Every peer stops after some updates and starts again from the first one's state."""
     half = 5

@@ -77,6 +77,7 @@ def test_two_peers_of_two_ranks_match_four_ranks(tmp_path: Path) -> None:
     assert away.abs().max() < 1e-5
 
 
+@pytest.mark.long
 def test_peer_continues_after_losing_the_other(tmp_path: Path) -> None:
     dying = how(2, dies_after=3)
     found = results(tmp_path / "peers", start(tmp_path / "peers", [how(2), dying], ranks=2))
@@ -86,6 +87,7 @@ def test_peer_continues_after_losing_the_other(tmp_path: Path) -> None:
     assert found[0]["parameters"] == found[1]["parameters"]
 
 
+@pytest.mark.long
 def test_a_gradient_that_overflows_costs_one_step(tmp_path: Path) -> None:
     """Mixed precision causes overflows now and then. All peers skip that step and continue."""
     folder = tmp_path / "peers"
@@ -94,6 +96,7 @@ def test_a_gradient_that_overflows_costs_one_step(tmp_path: Path) -> None:
     assert all(rank["parameters"] == found[0]["parameters"] for rank in found)
 
 
+@pytest.mark.long
 def test_a_peer_that_is_behind_is_told_what_helps_on_all_ranks(tmp_path: Path) -> None:
     """Without an error, a peer that comes late would compute batches of which none counts, without an end."""
     plans = [how(3), how(3), how(3, late=True)]
@@ -110,6 +113,7 @@ def test_a_peer_that_is_behind_is_told_what_helps_on_all_ranks(tmp_path: Path) -
     assert all(rank["stepped"] >= 3 and not rank["said"] for rank in found[:2])
 
 
+@pytest.mark.long
 def test_sharded_ranks_average_their_own_shards(tmp_path: Path) -> None:
     """Two peers of two FSDP ranks match one process with all four batches, with clipping by the whole norm."""
     clip = 0.05
@@ -160,6 +164,7 @@ def test_diloco_of_sharded_ranks_matches_one_process(tmp_path: Path) -> None:
     assert torch.allclose(torch.tensor(told), torch.tensor(norms), rtol=1e-4), "norms are of all shards"
 
 
+@pytest.mark.long
 def test_sharded_ranks_return_to_the_anchor_together(tmp_path: Path) -> None:
     """One rank's shard has NaN, and all ranks of its peer drop the step. The run goes on with its fragments."""
     plans = [how(2, fragments=2, steps=8, breaks_at=2), how(2, fragments=2, steps=8)]
@@ -174,6 +179,7 @@ def test_sharded_ranks_return_to_the_anchor_together(tmp_path: Path) -> None:
     assert found[0]["parameters"] == found[1]["parameters"]
 
 
+@pytest.mark.long
 def test_sharded_peer_that_comes_late_fetches_each_ranks_state(tmp_path: Path) -> None:
     """A peer of two ranks joins two others, and all ranks end with the same parameters and optimizer state."""
     plans = [how(2), how(2), how(2, late=True)]
@@ -185,6 +191,7 @@ def test_sharded_peer_that_comes_late_fetches_each_ranks_state(tmp_path: Path) -
     assert all(rank["contributed"] >= 2 for rank in found)
 
 
+@pytest.mark.long
 def test_rank_without_its_rounds_result_blocks_no_other(tmp_path: Path) -> None:
     """One of two sharded ranks has the average and the other has not: neither takes it, and both report it."""
     plans = [how(2, steps=1500, impatient=1), how(2, steps=1)]
@@ -197,6 +204,7 @@ def test_rank_without_its_rounds_result_blocks_no_other(tmp_path: Path) -> None:
     assert first[0]["parameters"] == vector_of(small_model()).tolist()
 
 
+@pytest.mark.long
 def test_mistake_on_one_rank_is_raised_on_all(tmp_path: Path) -> None:
     """Otherwise the other ranks would wait in a collective for ever."""
     found = results(tmp_path / "peer", start(tmp_path / "peer", [how(2)], ranks=2, work=ddp_work.mistakes))

@@ -55,9 +55,14 @@ def of_both(steps: int) -> list[list[tuple[int, int]]]:
     [
         STAGES,
         ModelParallel(training=LARGE, tensor=2),
-        ModelParallel(training=LARGE, shards=2, copies=2),
-        ModelParallel(training=LARGE, stages=2, shards=2, microbatches=2),
-        ModelParallel(training=LARGE, stages=2, tensor=2, microbatches=2, schedule="gpipe"),
+        pytest.param(ModelParallel(training=LARGE, shards=2, copies=2), marks=pytest.mark.long),
+        pytest.param(
+            ModelParallel(training=LARGE, stages=2, shards=2, microbatches=2), marks=pytest.mark.long
+        ),
+        pytest.param(
+            ModelParallel(training=LARGE, stages=2, tensor=2, microbatches=2, schedule="gpipe"),
+            marks=pytest.mark.long,
+        ),
     ],
     ids=["pipeline", "tensor", "hsdp", "pipeline of shards", "pipeline of tensor parallel stages"],
 )
@@ -81,6 +86,7 @@ def test_two_peers_match_one_process_with_the_whole_batch(strategy: ModelParalle
         assert all(step["loss"] is not None for step in rank["seen"] if rank["stage"] == strategy.stages - 1)
 
 
+@pytest.mark.long
 def test_copies_of_a_parameter_stay_the_same_with_a_lossy_codec(tmp_path: Path) -> None:
     """Each rank's round rounds in its own way: the ranks take the average of the first rank that holds a part."""
     strategy = ModelParallel(training=LARGE, tensor=2)
@@ -89,6 +95,7 @@ def test_copies_of_a_parameter_stay_the_same_with_a_lossy_codec(tmp_path: Path) 
     assert torch.equal(whole(found[:2]), whole(found[2:])), "`whole` compares the ranks of each peer"
 
 
+@pytest.mark.long
 def test_stages_stay_together_when_the_other_peer_is_lost_between_their_rounds(tmp_path: Path) -> None:
     """One stage has the average with the lost peer, the other has none: neither takes it, and both go on alone."""
     lost = 2
@@ -102,6 +109,7 @@ def test_stages_stay_together_when_the_other_peer_is_lost_between_their_rounds(t
     assert (whole(found) - vector_of(network)).abs().max() < 1e-5
 
 
+@pytest.mark.long
 def test_two_peers_of_stages_stay_together_when_a_third_is_lost_between_their_rounds(tmp_path: Path) -> None:
     """Whatever each round of that step came to, the peers that are left have taken the same updates in all stages."""
     plans = [how(STAGES, peers=3, updates=5) for _ in range(3)]
@@ -115,6 +123,7 @@ def test_two_peers_of_stages_stay_together_when_a_third_is_lost_between_their_ro
         assert first == second
 
 
+@pytest.mark.long
 def test_a_peer_of_stages_that_comes_late_fetches_the_state_of_each_stage(tmp_path: Path) -> None:
     plans = [how(STAGES, late=False, ends=3, peers=3) for _ in range(2)] + [
         how(STAGES, late=True, ends=3, peers=3)
@@ -149,6 +158,7 @@ def test_a_mistake_on_one_rank_is_raised_on_all_and_says_what_to_do(tmp_path: Pa
     assert first["right"] == second["right"] == "AveragedOptimizer"
 
 
+@pytest.mark.long
 def test_diloco_of_stages_matches_one_process(tmp_path: Path) -> None:
     """Each stage averages its pseudo-gradients, and takes the outer steps of them."""
     training = Federated(rule="diloco", sync_every=2, options={"lr": 0.7, "momentum": 0.9})

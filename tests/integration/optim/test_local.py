@@ -158,6 +158,7 @@ def test_error_feedback_of_lossy_codecs(with_feedback: bool) -> None:
     assert (max(first, second) > 0) == with_feedback
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("audit", ["before:1", "after"])
 def test_sparse_values_are_averaged_and_the_others_kept(audit: str) -> None:
     def work(peer: int, averager: Averager) -> tuple[torch.Tensor, list[float], list[int]]:
@@ -182,6 +183,7 @@ def test_sparse_values_are_averaged_and_the_others_kept(audit: str) -> None:
         assert all(0 < each <= 4 * chunks for each in sent)
 
 
+@pytest.mark.long
 def test_saved_state_continues_identically() -> None:
     saved: list[dict[str, Any]] = [{}, {}]
     make = partial(LocalUpdates, sync_every=SYNC_EVERY, peers_to_start=2)

@@ -30,6 +30,7 @@ def final_of(process: SwarmProcess) -> dict[str, Any]:
     return next(event for event in process.events(WATCHDOG_SECONDS) if "final" in event)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("recipe", ["gossip", "noloco"])
 def test_peers_train_in_changing_pairs_and_one_of_them_is_killed(recipe: str) -> None:
     arguments = {"peers": PEERS, "recipe": recipe, "sync_every": 5}

@@ -13,6 +13,7 @@ from tests.integration.optim.test_ddp import how, results, start
 STREAMED = {"sync_every": 4, "fragments": 2, "delay": 1, "offload": True}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("local", "options"),
     [(False, {}), (True, {}), (True, STREAMED)],
@@ -52,6 +53,7 @@ def test_an_error_of_rank_0_is_raised_on_all_ranks(tmp_path: Path) -> None:
     assert second[5] == "RuntimeError: on rank 0 of this peer: 'a mistake in the program'"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("ranks", "local"),
     [([1, 1, 2], False), ([2, 2, 1], False), ([1, 2, 2], True)],

@@ -82,6 +82,7 @@ def test_a_peer_that_joins_in_the_middle_ends_with_the_same_bits(
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("make", [adamw, by_diloco, by_fragments], ids=lambda make: make.__name__)
 def test_a_peer_that_missed_a_few_updates_comes_back_by_the_log_alone(
     make: Maker, caplog: pytest.LogCaptureFixture

@@ -55,12 +55,14 @@ def company(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Company]:
         yield Company(swarm)
 
 
+@pytest.mark.long
 def test_a_joiner_that_is_killed_resumes_its_download(company: Company) -> None:
     first, again = company.joiner("resumes"), company.joiner("resumes")
     faults.joiner_dies_downloading(first, again, company.donors[0], part=0.4)
     again.kill()
 
 
+@pytest.mark.long
 def test_a_joiner_that_is_killed_while_it_loads_a_state_is_a_valid_peer_again(company: Company) -> None:
     first, again = company.joiner("loads"), company.joiner("loads")
     faults.joiner_dies_loading(first, again, company.donors[0], tensors=2)
@@ -85,6 +87,7 @@ def test_a_donor_that_sends_a_wrong_chunk_is_excluded_by_name(company: Company) 
     raise AssertionError("the wrong chunk was not noticed")
 
 
+@pytest.mark.long
 def test_a_joiner_goes_on_with_the_other_donors_when_one_is_killed(company: Company) -> None:
     donor, victim = company.donors[:2]
     faults.arm(victim, 1)
@@ -97,5 +100,6 @@ def test_a_joiner_goes_on_with_the_other_donors_when_one_is_killed(company: Comp
     raise AssertionError("the donor did not come to the chunk at which it dies")
 
 
+@pytest.mark.long
 def test_a_joiner_without_any_donor_keeps_its_state(company: Company) -> None:
     faults.donors_vanish(company.joiner("alone"), company.swarm)

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
+import pytest
+
 from scripts.fault_search.starts import Program, running
 
 TRAINING = Path(__file__).parents[3] / "docs/training.md"
@@ -85,6 +87,7 @@ def update_in(line: str) -> int:
     return int(line.split()[1])
 
 
+@pytest.mark.long
 def test_a_late_and_a_restarted_process_end_with_the_same_parameters(tmp_path: Path) -> None:
     """Nothing is done by hand: the third process starts late, and the second one is stopped and started again."""
     plain = program(tmp_path, "plain")

@@ -6,6 +6,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from p2pavg.testing import LocalSwarm
 from p2pavg.testing.swarm import SwarmProcess
 from tests.integration.optim import state_work
@@ -37,6 +39,7 @@ def checkpoints(folder: Path) -> list[Path]:
     return sorted(folder.glob("update-*.safetensors"))
 
 
+@pytest.mark.long
 def test_a_run_that_was_killed_goes_on_from_the_newest_checkpoint(tmp_path: Path) -> None:
     """All peers but one have lost their newest checkpoint, and download the state from the one that has it."""
     behind = PEERS - 1

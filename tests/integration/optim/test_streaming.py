@@ -129,6 +129,7 @@ def test_streaming_matches_one_process(every: int, fragments: int, delay: int, a
     assert (expected - vector_of(small_model()).double()).abs().max() > 1e-2, "nothing was learned"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "options",
     [

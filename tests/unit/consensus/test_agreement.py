@@ -81,7 +81,7 @@ def commit(*signers: int, digest: bytes = RESULT, members: Members = ALL_MEMBERS
         (3, Faults(crashes=1), 0, 2),
         (3, Faults(suspicions=1), 0, 2),
         (4, Faults(), 0, 0),
-        (4, Faults(suspicions=1), 0, 0),
+        pytest.param(4, Faults(suspicions=1), 0, 0, marks=pytest.mark.long),
         (3, Faults(crashes=1, suspicions=1), 1, 0),
     ],
     ids=str,

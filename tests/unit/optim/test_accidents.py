@@ -256,6 +256,7 @@ class TestBuffers:
 class TestMemory:
     ELEMENTS = 30_011
 
+    @pytest.mark.long
     def test_diloco_holds_two_vectors_beside_the_parameters_and_the_averagers(self) -> None:
         """The vectors are the anchor and the momentum; the contribution is kept neither during a round nor after it."""
         weights = parameter(*[0.0] * self.ELEMENTS)

@@ -47,6 +47,8 @@ class InboundLane:
         self.header = header
         self.finished = trio.Event()
         """Set by the task that took the lane; a stream that is not ``clean`` is reset after it."""
+        self.taken = False
+        """True once a task has taken the lane. That task sets ``finished`` then, however it ends."""
         self.clean = False
         """True if all that was sent for this header was read, so that another header may follow."""
 
@@ -78,10 +80,15 @@ class Lanes:
         return await self._arriving.receive()
 
     def close(self) -> None:
-        """None is wanted any more; all are let go."""
+        """None is wanted any more; all that wait are let go.
+
+        A lane that was taken is let go by its task, which ends soon. Its sender may have read the acknowledgement
+        already, and keeps the lane for the next attempt, which would find it broken.
+        """
         self.closed = True
         for lane in self._waiting:
-            lane.finished.set()
+            if not lane.taken:
+                lane.finished.set()
 
 
 class ExpectedGroup:

@@ -98,8 +98,13 @@ class Receiver:
         taken: dict[tuple[str, Lane, int], _Taken] = {}
         while True:
             lane = await self._lanes.receive()
-            with guarded(lane.remote, partial(self._cannot_take, lane), what="a lane's header"):
-                await self._accept(lane, taken, nursery)
+            lane.taken = True
+            try:
+                with guarded(lane.remote, partial(self._cannot_take, lane), what="a lane's header"):
+                    await self._accept(lane, taken, nursery)
+            except trio.Cancelled:
+                lane.finished.set()
+                raise
 
     def _cannot_take(self, lane: InboundLane, peer_id: str, error: Exception) -> None:
         lane.finished.set()

@@ -167,6 +167,28 @@ class TestLanes:
                 assert await streams.kept() == [newest, next_one]
                 assert await streams_of(lanes) == [newest]
 
+    @pytest.mark.parametrize("clean", [True, False])
+    async def test_a_lane_of_an_older_attempt_that_was_taken_is_let_go_by_its_task(self, clean: bool) -> None:
+        """If it was read to its end, its sender may use it for the next attempt."""
+        lobby, outcome = Lobby(), list[bool]()
+        with lobby.expect(GROUP) as group:
+            lanes = group.lanes(0)
+
+            async def serve() -> None:
+                header = LaneHeader(GROUP, Lane.PARTS, 0)
+                outcome.append(await group.arrived(opened(Lane.PARTS, 0), header))
+
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(serve)
+                [lane] = await taken(lanes)
+                lane.taken = True
+                group.lanes(5)
+                await wait_all_tasks_blocked()
+                assert outcome == []
+                lane.clean = clean
+                lane.finished.set()
+            assert outcome == [clean]
+
     async def test_a_control_stream_belongs_to_no_attempt(self) -> None:
         lobby = Lobby()
         with lobby.expect(GROUP) as group:

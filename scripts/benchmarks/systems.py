@@ -24,7 +24,7 @@ def p2pavg(codec: str, peers: int, *, timeout: float = 60.0, **config: Any) -> S
     robust = config.get("robust")
     tolerance = EXACT if isinstance(resolve_codec(codec), Fp32) else EIGHT_BITS
     return System(
-        name=" ".join(["p2pavg", codec, *config.values(), *([] if compiled else ["torch"])]),
+        name=" ".join(["p2pavg", codec, *map(str, config.values()), *([] if compiled else ["torch"])]),
         module="scripts.benchmarks.p2pavg_worker",
         arguments={
             "compiled": compiled,

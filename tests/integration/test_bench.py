@@ -26,7 +26,7 @@ from scripts.benchmarks.attack import combine_shares, little_z
 from scripts.benchmarks.crew import Crew, CrewError, Place
 from scripts.benchmarks.figures import Report
 from scripts.benchmarks.main import main
-from scripts.benchmarks.systems import gloo
+from scripts.benchmarks.systems import gloo, p2pavg
 from scripts.benchmarks.vectors import vectors
 
 Line = dict[str, Any]
@@ -100,6 +100,10 @@ def test_group(bench: Bench) -> None:
 def test_cold(bench: Bench) -> None:
     found = medians(bench("cold", "--hivemind-python", "none"))
     assert set(found) == {("p2pavg blockwise8", "start to first result on all")}
+
+
+def test_a_limit_is_a_part_of_a_systems_name() -> None:
+    assert p2pavg("fp32", 2, max_upload_mbps=100.0).name == "p2pavg fp32 100.0"
 
 
 def test_overlap(bench: Bench) -> None:

@@ -48,7 +48,7 @@ class InboundLane:
         self.finished = trio.Event()
         """Set by the task that took the lane; a stream that is not ``clean`` is reset after it."""
         self.taken = False
-        """True once a task has taken the lane. That task sets ``finished`` then, however it ends."""
+        """True once a task has taken the lane for good. That task sets ``finished`` then, however it ends."""
         self.clean = False
         """True if all that was sent for this header was read, so that another header may follow."""
 
@@ -82,8 +82,8 @@ class Lanes:
     def close(self) -> None:
         """None is wanted any more; all that wait are let go.
 
-        A lane that was taken is let go by its task, which ends soon. Its sender may have read the acknowledgement
-        already, and keeps the lane for the next attempt, which would find it broken.
+        A lane with :attr:`InboundLane.taken` is let go by its task, which ends soon. Its sender may have read the
+        acknowledgement already, and keeps the lane for the next attempt, which would find it broken.
         """
         self.closed = True
         for lane in self._waiting:
@@ -120,7 +120,7 @@ class ExpectedGroup:
         self._lobby.on_members(self.members)
 
     def lanes(self, attempt: int) -> Lanes:
-        """The lanes of an attempt; those of older ones are let go and refused from now on."""
+        """The lanes of an attempt; those of older ones that wait are let go, and others refused from now on."""
         self._newest = attempt
         for older in [number for number in self._attempts if number < attempt]:
             self._attempts.pop(older).close()

@@ -142,6 +142,6 @@ class LoopUse(DirectUse):
         coming.add(len(rest))
         self.moved += FRAME_BYTES + len(found)
         if step.ends:
-            self.finished = True
             await self.lane.acknowledge_from_loop()
+            self.finished = True  # not before: if this is cancelled, the sender waits for the acknowledgement
         return coming.payload, found[len(rest) :]

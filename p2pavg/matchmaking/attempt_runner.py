@@ -230,7 +230,7 @@ class AttemptRunner:
                 with guarded(
                     record.publisher, self._on_fault, what="a record", expected=(RemoteProtocolError,)
                 ):
-                    self.rules.state.learn(read_candidate(record), self._now())
+                    self.rules.state.learn_record(read_candidate(record), self._now())
             except RemoteProtocolError as error:
                 logger.info("%s published an invalid candidate: %s", record.publisher, error)
         self._do(self.rules.discovered((), self._now()))

@@ -86,12 +86,17 @@ class AttemptState:
             for known in self.peers
         )
 
+    def learn_record(self, candidate: Candidate, now: float) -> None:
+        """Take in a candidate from its record, which may be left over from a round that was finished with it."""
+        if not self.memory.is_spent(candidate):
+            self.learn(candidate, now)
+
     def learn(self, candidate: Candidate, now: float) -> None:
-        """Take in a candidate from its record."""
+        """Take in a candidate that its peer has sent itself, or whose record is a new one."""
         if candidate.peer_id == self.me.peer_id or not plausible(candidate, now):
             return
         known = self.peers[candidate.peer_id]
-        if known.banned is not None or candidate.deadline <= known.ended or self.memory.is_spent(candidate):
+        if known.banned is not None or candidate.deadline <= known.ended:
             return
         if (wrong := not_admitted(candidate, self.settings, now)) is not None:
             known.refuse(wrong)

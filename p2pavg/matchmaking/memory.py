@@ -102,6 +102,8 @@ class Memory:
     def is_spent(self, candidate: Candidate) -> bool:
         """Return whether a round was finished with this very attempt of a peer. Its record may still be read.
 
-        An attempt is in one group at most, so the peer declines all who ask it as this candidate.
+        An honest leader's group has only members that accepted it, and their attempts are over. A liar can put a peer
+        into a roster that never heard of it. So only records are left out because of this, not what the peer itself
+        sends.
         """
         return self._proven.get(candidate.peer_id) == candidate.deadline

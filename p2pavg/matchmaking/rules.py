@@ -19,8 +19,8 @@ asked peer declines a candidate that does not come after it. All parts of the or
 has no cycles. A peer that follows no leader leads, so the first peer to announce leads and later peers join it. A
 leader nudges later candidates, which may not have seen its record. A leader that joins an earlier one disbands its own
 group, and names the new leader to its followers. A peer whose roster is agreed names its members when it declines, so
-that the asker goes on to the next group, and not to each of them. An attempt with which this peer has finished a round
-is not asked: its record is read until the peer has announced its next attempt.
+that the asker goes on to the next group, and not to each of them. The record of an attempt with which this peer has
+finished a round does not count: it is read until the peer has announced its next attempt.
 
 **Places.** Among many candidates, those that exchange directly come first. A leader puts a relayed candidate off while
 enough others are ready to fill the group, and one that can be dialled while relayed ones need it more. It does so for
@@ -189,9 +189,16 @@ class Matchmaking:
         if self.state.has_ended:
             return []
         for candidate in candidates:
-            self.state.learn(candidate, now)
+            self.state.learn_record(candidate, now)
         self._followed.look(now)
         return self._advance(now)
+
+    def _sent(self, candidate: Candidate, now: float) -> Actions:
+        """Take in a candidate that its peer has sent itself, and act on it."""
+        if self.state.has_ended:
+            return []
+        self.state.learn(candidate, now)
+        return self.discovered((), now)
 
     def moved(self, now: float) -> Actions:
         """Begin a new attempt, because other peers reach this one in another way than it has signed.
@@ -214,7 +221,7 @@ class Matchmaking:
         this peer ask it without end.
         """
         self.state.peers[candidate.peer_id].came_back(candidate.deadline)
-        return self.discovered([candidate], now)
+        return self._sent(candidate, now)
 
     def connected(self, peer_id: str, now: float) -> Actions:
         """Handle a new connection with a peer: a candidate that could not be reached before can be asked now.
@@ -238,7 +245,7 @@ class Matchmaking:
             Close(candidate.peer_id, "declined"),
         ]
         if candidate.order < self.state.me.order:
-            actions += self.discovered([candidate], now)
+            actions += self._sent(candidate, now)
         return actions
 
     def told(self, peer_id: str, message: Message, now: float) -> Actions:

@@ -139,9 +139,11 @@ class Rounds:
 
     def _prefer(self, roster: Roster, lost: Iterable[Verdict]) -> None:
         """Forget the stalls of members that finished a round, and ask these members first from now on."""
-        for peer_id in {member.peer_id for member in roster.members} - {verdict.peer_id for verdict in lost}:
-            self._stalls.pop(peer_id, None)
-        self.matchmaker.finished_with(roster.members)
+        gone = {verdict.peer_id for verdict in lost}
+        finished = [member for member in roster.members if member.peer_id not in gone]
+        for member in finished:
+            self._stalls.pop(member.peer_id, None)
+        self.matchmaker.finished_with(finished)
 
     def _avoid(self, verdict: Verdict) -> None:
         """Ban a member that this peer itself saw break the protocol, or stall round after round."""

@@ -168,6 +168,24 @@ NOTHING = ("no member", Lane.AVERAGES)
 RESULT = torch.tensor([2.0] * SHARE + [20.0] * SHARE + [30.0] * SHARE)
 
 
+@pytest.mark.parametrize("taken_twice", [False, True])
+async def test_an_attempt_that_is_cancelled_lets_go_of_each_lane_that_it_took(
+    taken_twice: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second lane waits for the end of the first one, whose place it takes, when the attempt ends."""
+
+    async def never_ends(_taken: object) -> None:
+        await trio.sleep_forever()
+
+    monkeypatch.setattr("p2pavg.allreduce.receiver._Taken.end", never_ends)
+    side = Side()
+    async with side.running():
+        lanes = [await side.comes(B, Lane.PASSED_ON, b"", reducer=2) for _ in range(1 + taken_twice)]
+        assert [lane.taken for lane in lanes] == [True] * len(lanes)
+        assert not any(lane.finished.is_set() for lane in lanes)
+    assert all(lane.finished.is_set() for lane in lanes)
+
+
 class TestResult:
     async def test_the_result_is_complete_when_all_parts_have_come(self) -> None:
         side = Side()

@@ -319,6 +319,21 @@ class TestSpentAttempts:
         rules.discovered([before, renewed, before], EPOCH)
         assert rules.state.leader == renewed
 
+    def test_a_peer_that_was_put_into_a_roster_without_its_knowledge_is_heard(self) -> None:
+        """Others believe that its attempt is over. It nudges them, or asks them itself."""
+        memory = Memory()
+        victim, me, later = candidate(0, EPOCH + 10), candidate(1, EPOCH + 20), candidate(2, EPOCH + 30)
+        memory.finished_with([victim, later])
+        rules = Matchmaking(me, settings(), EPOCH, memory)
+        rules.nudged(victim, EPOCH)
+        assert rules.state.leader == victim
+        rules = Matchmaking(me, settings(), EPOCH, memory)
+        rules.asked(victim, EPOCH)
+        assert rules.state.leader == victim
+        rules = Matchmaking(me, settings(), EPOCH, memory)
+        rules.asked(later, EPOCH)
+        assert later.peer_id in rules.group.followers
+
     def test_an_attempt_of_a_peer_whose_clock_was_set_back_is_asked(self) -> None:
         memory = Memory()
         memory.finished_with([candidate(0, EPOCH + 10)])

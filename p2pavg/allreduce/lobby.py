@@ -120,7 +120,7 @@ class ExpectedGroup:
         self._lobby.on_members(self.members)
 
     def lanes(self, attempt: int) -> Lanes:
-        """The lanes of an attempt; those of older ones that wait are let go, and others refused from now on."""
+        """Return the lanes of an attempt. Those of older ones that wait are let go, and later ones are refused."""
         self._newest = attempt
         for older in [number for number in self._attempts if number < attempt]:
             self._attempts.pop(older).close()

@@ -186,6 +186,34 @@ async def test_an_attempt_that_is_cancelled_lets_go_of_each_lane_that_it_took(
     assert all(lane.finished.is_set() for lane in lanes)
 
 
+class Unread(Takes):
+    """A lane that has brought everything, and whose acknowledgement is not accepted."""
+
+    def __init__(self, said: bytes, remote: str) -> None:
+        super().__init__(remote)
+        self._said = said
+
+    async def receive_exactly(self, count: int) -> bytes:
+        await trio.lowlevel.checkpoint()
+        found, self._said = self._said[:count], self._said[count:]
+        return found
+
+    async def acknowledge_from_loop(self) -> None:
+        self.awaited = True
+        await trio.sleep_forever()
+
+
+async def test_a_lane_that_was_not_acknowledged_is_not_kept() -> None:
+    """Its sender takes another one for the next attempt."""
+    side = Side()
+    async with side.running():
+        inbound = await side.comes(B, Lane.PARTS, part(2.0) + part(20.0), stream=Unread)
+        assert isinstance(inbound.stream, Unread)
+        assert inbound.stream.awaited
+    assert inbound.finished.is_set()
+    assert not inbound.clean
+
+
 class TestResult:
     async def test_the_result_is_complete_when_all_parts_have_come(self) -> None:
         side = Side()

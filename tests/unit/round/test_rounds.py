@@ -1,0 +1,35 @@
+"""What a peer learns from the outcome of an exchange."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import trio
+
+from p2pavg.allreduce.reduction import Verdict
+from p2pavg.round.exchange import Exchange
+from p2pavg.round.rounds import Rounds, RoundSettings
+from tests.unit.allreduce.attempts import A, B, C, three
+
+
+class Ended:
+    """An exchange that has ended, in which one member was lost after it had contributed."""
+
+    async def run(self, *, task_status: Any) -> None:
+        task_status.started()
+
+    def take_outcome(self) -> SimpleNamespace:
+        return SimpleNamespace(verdict=None, roster=three(), lost=(Verdict("it closed its stream", C),))
+
+
+async def test_a_member_that_was_lost_has_not_finished_the_round() -> None:
+    finished = list[str]()
+    matchmaker = SimpleNamespace(
+        finished_with=lambda members: finished.extend(member.peer_id for member in members)
+    )
+    settings = RoundSettings(run_id="run", target=3, minimum=2, exchange_timeout=10.0)
+    async with trio.open_nursery() as tails:
+        rounds = Rounds(cast(Any, None), cast(Any, matchmaker), settings, tails)
+        await rounds.hold(cast(Exchange, Ended()))
+    assert finished == [A, B]

@@ -97,6 +97,7 @@ def train(how: argparse.Namespace) -> None:
         if how.result is not None:
             parameters = [parameter.tolist() for parameter in network.parameters()]
             how.result.write_text(json.dumps({"losses": losses, "parameters": parameters}))
+    dist.barrier()  # else gloo may abort the exit: PyTorch issue 190489
     dist.destroy_process_group()
 
 

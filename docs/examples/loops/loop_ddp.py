@@ -41,6 +41,7 @@ def main() -> None:
         opt.step()
     print(f"rank {rank}: loss {loss.item():.4f}")
     torch.save(net.state_dict(), f"{sys.argv[1]}.{rank}")
+    dist.barrier()  # else gloo may abort the exit: PyTorch issue 190489
     dist.destroy_process_group()
 
 

@@ -117,10 +117,12 @@ def _training(company: Company, arguments: argparse.Namespace, report: Report, d
         fetches = turn % 4 in (1, 2)
         fetcher.tell(fetch=fetches)
         if fetches:
-            _until_states(fetcher, 1)
+            _until(fetcher, "states")
         for process in (*company.donors, fetcher):
             process.tell(mark=True)
         time.sleep(arguments.seconds)
+        if fetches:  # a window in which nothing was fetched is none with a joiner
+            _until(fetcher, "bytes")
         found = [read(donor) for donor in company.donors]
         rate = sum(each["batches"] for each in found) / sum(each["seconds"] for each in found)
         (beside if fetches else alone).append(rate)
@@ -134,12 +136,12 @@ def _training(company: Company, arguments: argparse.Namespace, report: Report, d
     report.figure(NAME, "training lost to a joiner", "%", lost, **conditions)
 
 
-def _until_states(fetcher: Process, count: int) -> None:
-    """Wait until so many different states have come."""
+def _until(fetcher: Process, figure: str, count: int = 1) -> None:
+    """Wait until a figure of the fetcher's, different states that have come or bytes, is as large as this."""
     deadline = time.monotonic() + WAIT_SECONDS
-    while read(fetcher)["states"] < count:
+    while read(fetcher)[figure] < count:
         if time.monotonic() > deadline:
-            raise CrewError(f"{count} states did not come in {WAIT_SECONDS:g} s")
+            raise CrewError(f"{count} {figure} did not come in {WAIT_SECONDS:g} s")
         time.sleep(LOOK_SECONDS)
 
 
@@ -176,7 +178,7 @@ def measured_memory(state_bytes: int, donors: int = 2) -> Memory:
             donor.tell(mark=True)
         fetcher = company.start("fetches")
         fetcher.tell(fetch=True)
-        _until_states(fetcher, SNAPSHOTS)
+        _until(fetcher, "states", SNAPSHOTS)
         fetcher.tell(fetch=False)
         beside = [read(donor)["resident"] for donor in company.donors]
         joiner = company.start("joins")

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import logging
 import struct
+from typing import TYPE_CHECKING, cast
 
 import trio
 from libp2p.io.exceptions import IOException
 from libp2p.stream_muxer.exceptions import MuxedStreamEOF, MuxedStreamError, MuxedStreamReset
 from libp2p.stream_muxer.yamux import yamux as _yamux
 from libp2p.stream_muxer.yamux.yamux import YamuxStream
+
+from p2pavg.net.libp2p.speed import Started
+
+if TYPE_CHECKING:
+    from p2pavg.net.libp2p.guarded_yamux import GuardedYamux
 
 logger = logging.getLogger(__name__)
 
@@ -39,12 +45,30 @@ class PatientStream(YamuxStream):
             self.__dict__.setdefault("_window_opened", trio.Event()).set()
 
     async def read(self, n: int | None = -1) -> bytes:
+        """Read at most ``n`` bytes, first of all those that came before the other side reset the stream.
+
+        libp2p discards them. A handler that answers and returns resets its stream right after its answer.
+        """
         try:
             return await super().read(n)
+        except MuxedStreamReset:
+            if rest := await self._take_rest(n):
+                return rest
+            raise
         except MuxedStreamEOF as error:
             if self.reset_received or self.conn.event_shutting_down.is_set():
                 raise MuxedStreamReset("the other side reset it, or its connection is gone") from error
             raise
+
+    async def _take_rest(self, n: int | None) -> bytes:
+        buffer = self.conn.stream_buffers.get(self.stream_id)
+        if not buffer:
+            return b""
+        rest = bytes(buffer if n is None or n < 0 else buffer[:n])
+        del buffer[: len(rest)]
+        if not buffer:
+            await self.conn._finalize_stream(self, fully_closed=True)
+        return rest
 
     async def send_window_update(self, increment: int, skip_lock: bool = False) -> None:  # noqa: ARG002
         """Send a window update from a task of the connection.
@@ -94,6 +118,20 @@ class PatientStream(YamuxStream):
         self.conn.stream_buffers.get(self.stream_id, bytearray()).clear()
         await self.conn._finalize_stream(self, fully_closed=True)
 
+    def start_write(self, data: bytes) -> Started:
+        """Write without waiting, if the window and the connection allow it.
+
+        Raises:
+            ConnectionClosedError: the connection has ended.
+        """
+        if self.send_closed or self.closed or self.send_window < len(data):
+            return Started.NOTHING
+        conn = cast("GuardedYamux", self.conn)
+        started = conn.start_frame(self._header(len(data)) + data)
+        if started is not Started.NOTHING:
+            self.send_window -= len(data)
+        return started
+
     async def write(self, data: bytes) -> None:
         sent = 0
         while sent < len(data):
@@ -102,9 +140,11 @@ class PatientStream(YamuxStream):
                 raise MuxedStreamError("stream is closed for sending")
             count = min(self.send_window, _yamux.MAX_MESSAGE_SIZE - _yamux.HEADER_SIZE, len(data) - sent)
             self.send_window -= count
-            header = struct.pack(_yamux.YAMUX_HEADER_FORMAT, 0, _yamux.TYPE_DATA, 0, self.stream_id, count)
-            await self.conn._write_frame(header + data[sent : sent + count])
+            await self.conn._write_frame(self._header(count) + data[sent : sent + count])
             sent += count
+
+    def _header(self, count: int) -> bytes:
+        return struct.pack(_yamux.YAMUX_HEADER_FORMAT, 0, _yamux.TYPE_DATA, 0, self.stream_id, count)
 
     async def _window(self) -> None:
         """Wait until the window opens or the stream ends."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
+from typing import Any
 
 import pytest
 import trio
 
 from p2pavg.errors import StreamBrokenError
-from p2pavg.net.libp2p.speed import ReadAheadStream, Started
+from p2pavg.net.libp2p.speed import EagerPackets, ReadAheadStream, Started
 from p2pavg.net.libp2p.transport import Libp2pTransport
 from p2pavg.net.transport import Stream
 from tests.integration.hosts import TIMEOUT, eventually, watched
@@ -75,6 +76,8 @@ async def test_a_small_message_needs_no_task() -> None:
         taking.begin.set()
         there.serve(HELD, taking)
         stream = await to(there, here, HELD)
+        secured: Any = connection_of(here, there.peer_id).secured_conn
+        assert isinstance(secured.conn.read_writer, EagerPackets)
         spawns = Spawns()
         trio.lowlevel.add_instrument(spawns)
         for message in numbered(20):

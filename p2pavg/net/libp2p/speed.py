@@ -16,6 +16,7 @@ from typing import Any
 
 import libp2p.io.trio as _io_trio
 import libp2p.network.stream.net_stream as _net_stream
+import libp2p.security.noise.io as _noise_io
 import libp2p.stream_muxer.rw_lock as _rw_lock
 import libp2p.stream_muxer.yamux.yamux as _yamux
 import trio
@@ -28,12 +29,15 @@ from libp2p.protocol_muxer.exceptions import MultiselectClientError, Multiselect
 from libp2p.protocol_muxer.multiselect import DEFAULT_NEGOTIATE_TIMEOUT, Multiselect
 from libp2p.protocol_muxer.multiselect_client import MULTISELECT_PROTOCOL_ID, MultiselectClient
 from libp2p.protocol_muxer.multiselect_communicator import MultiselectCommunicator
+from libp2p.security.noise.io import NoisePacketReadWriter
 from libp2p.stream_muxer.yamux.yamux import YamuxStream
 from libp2p.utils.varint import encode_delim
 
 from p2pavg.net.limits.admission import Arrival
 
 READ_AHEAD_BYTES = 64 * 1024
+
+_LENGTH_BYTES = 2  # of a message of Noise, before it
 
 
 class EagerLock:
@@ -80,9 +84,10 @@ class _TrioWithEagerLocks(ModuleType):
 
 
 def install() -> None:
-    """Let libp2p's modules make eager locks from now on. A second call changes nothing."""
+    """Let libp2p's modules make eager locks and readers from now on. A second call changes nothing."""
     for module in (_yamux, _net_stream, _rw_lock, _io_trio):
         module.trio = _TrioWithEagerLocks("trio")  # type: ignore[attr-defined]
+    _noise_io.NoisePacketReadWriter = EagerPackets  # type: ignore[misc]
 
 
 class Started(enum.Enum):
@@ -176,6 +181,18 @@ class ReadAheadStream(TrioTCPStream):
                 self._ahead = memoryview(bytes(self._ahead) + found)
             return bytes(self._ahead[:count])
 
+    async def read_packet(self) -> bytes | None:
+        """Return the next message of Noise, or ``None`` and consume nothing if not all of it comes at once."""
+        async with self._ahead_lock:
+            if not self._ahead:
+                self._ahead = memoryview(await super().read(READ_AHEAD_BYTES))
+            end = _LENGTH_BYTES + int.from_bytes(self._ahead[:_LENGTH_BYTES], "big")
+            if len(self._ahead) < end:
+                return None
+            packet = bytes(self._ahead[_LENGTH_BYTES:end])
+            self._ahead = self._ahead[end:]
+            return packet
+
     async def read(self, n: int | None = None) -> bytes:
         if n == 0:
             return b""
@@ -185,6 +202,15 @@ class ReadAheadStream(TrioTCPStream):
             taken = bytes(self._ahead[:n])
             self._ahead = self._ahead[len(taken) :]
             return taken
+
+
+class EagerPackets(NoisePacketReadWriter):
+    """Reads a message of Noise at once if it has arrived, without the four calls for its length and its body."""
+
+    async def read_msg(self) -> bytes:
+        stream = getattr(self.read_write_closer, "stream", None)
+        packet = await stream.read_packet() if isinstance(stream, ReadAheadStream) else None
+        return await super().read_msg() if packet is None else packet
 
 
 class EagerMultiselectClient(MultiselectClient):

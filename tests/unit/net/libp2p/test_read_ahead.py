@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import cast
 
@@ -10,15 +11,17 @@ import trio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from libp2p.io.abc import ReadWriteCloser
-from libp2p.io.exceptions import ConnectionClosedError
+from libp2p.io.exceptions import ConnectionClosedError, IncompleteReadError
 from libp2p.io.trio import TrioTCPStream
+from libp2p.network.connection.raw_connection import RawConnection
 from trio.testing import memory_stream_pair, wait_all_tasks_blocked
 
-from p2pavg.net.libp2p.speed import (
-    ReadAheadStream,
-)
+from p2pavg.net.libp2p.speed import EagerPackets, ReadAheadStream
 
 WATCHDOG_SECONDS = 120.0
+Original = cast(
+    type[EagerPackets], EagerPackets.__bases__[0]
+)  # libp2p's module has the other one under this name
 
 
 class Counting(trio.abc.HalfCloseableStream):
@@ -90,6 +93,54 @@ async def test_reads_of_any_size_return_the_same_bytes(written: list[bytes], siz
             nursery.start_soon(write)
             results.append(await read_all(stream, sizes))
     assert results == [b"".join(written)] * 2
+
+
+@given(
+    messages=st.lists(st.binary(max_size=300), max_size=8),
+    cuts=st.lists(st.integers(0, 700), max_size=8),
+    left=st.binary(max_size=1),
+)
+@settings(max_examples=60)
+async def test_messages_of_noise_are_the_same_however_they_are_cut(
+    messages: list[bytes], cuts: list[int], left: bytes
+) -> None:
+    """Also the end of the stream within a message is an error of the same kind."""
+    sent = b"".join(len(message).to_bytes(2, "big") + message for message in messages) + left
+    places = sorted({0, len(sent), *(cut for cut in cuts if cut < len(sent))})
+    results: list[list[bytes]] = []
+    for kind in (EagerPackets, Original):
+        near, far = memory_stream_pair()
+        stream, _ = ahead(near)
+        reader, found = kind(RawConnection(stream, True)), list[bytes]()
+
+        async def write(far: trio.StapledStream = far) -> None:
+            for begin, end in itertools.pairwise(places):
+                await far.send_all(sent[begin:end])
+                await trio.lowlevel.checkpoint()
+            await far.send_eof()
+
+        async def read(reader: EagerPackets = reader, found: list[bytes] = found) -> None:
+            while True:
+                found.append(await reader.read_msg())
+
+        with pytest.RaisesGroup(IncompleteReadError):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(write)
+                nursery.start_soon(read)
+        results.append(found)
+    assert results == [messages, messages]
+
+
+async def test_a_message_of_noise_is_one_read_of_the_socket() -> None:
+    near, far = memory_stream_pair()
+    stream, counting = ahead(near)
+    await far.send_all(b"\x00\x05hello\x00\x02yo\x00\x03on")
+    reader = EagerPackets(RawConnection(stream, True))
+    assert [await reader.read_msg(), await reader.read_msg()] == [b"hello", b"yo"]
+    assert counting.reads == 1
+    assert await stream.read_packet() is None, "a part of a message is left to the original"
+    await far.send_all(b"e")
+    assert await reader.read_msg() == b"one"
 
 
 async def test_a_frame_is_one_read_of_the_socket() -> None:

@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import struct
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
 
 import pytest
 import trio
+from libp2p.stream_muxer.yamux.yamux import (
+    FLAG_RST,
+    FLAG_SYN,
+    TYPE_DATA,
+    TYPE_PING,
+    TYPE_WINDOW_UPDATE,
+    YAMUX_HEADER_FORMAT,
+)
 
 from p2pavg.errors import StreamBrokenError
+from p2pavg.net.libp2p import guarded_yamux
+from p2pavg.net.libp2p.guarded_yamux import GuardedYamux
 from p2pavg.net.libp2p.speed import EagerPackets, ReadAheadStream, Started
 from p2pavg.net.libp2p.transport import Libp2pTransport
 from p2pavg.net.transport import Stream
 from tests.integration.hosts import TIMEOUT, eventually, watched
-from tests.integration.libp2p_hosts import HELD, connection_of, open_host
+from tests.integration.libp2p_hosts import HELD, assert_serves_strangers, connection_of, open_host
+from tests.integration.raw_peers import raw_peer
 
 SAYS = "/says/1"
 MESSAGE_BYTES = 1000
@@ -175,3 +187,130 @@ async def test_a_cancelled_caller_sends_nothing() -> None:
         await stream.send_all(b"but this")
         await eventually(lambda: bool(taking.found))
         assert taking.found == b"but this"
+
+
+def pings(count: int) -> bytes:
+    """Frames that want a reply each, 12 bytes long."""
+    return b"".join(
+        struct.pack(YAMUX_HEADER_FORMAT, 0, TYPE_PING, FLAG_SYN, 0, number) for number in range(count)
+    )
+
+
+def openings(count: int) -> bytes:
+    return b"".join(
+        struct.pack(YAMUX_HEADER_FORMAT, 0, TYPE_WINDOW_UPDATE, FLAG_SYN, 2 * number + 1, 0)
+        for number in range(count)
+    )
+
+
+@pytest.mark.parametrize("frames", [pings(60), openings(60)], ids=["pings", "openings"])
+@watched
+async def test_the_reader_ends_with_the_first_reply_to_a_lost_connection(frames: bytes) -> None:
+    """libp2p would go on with all frames that have come, and wait 10 ms for each."""
+    async with open_host() as host, raw_peer(host) as stranger:
+        await eventually(partial(host.is_connected, stranger.peer_id))
+        connection = connection_of(host, stranger.peer_id)
+        socket = connection.socket
+        assert socket is not None
+        asked = 0
+        start = connection.start_frame
+
+        def count(frame: bytes) -> Started:
+            nonlocal asked
+            asked += 1
+            return start(frame)
+
+        connection.start_frame = count  # type: ignore[method-assign]
+        socket.shutdown(trio.socket.SHUT_WR)
+        await stranger.write_raw(frames)
+        await eventually(connection.event_closed.is_set)
+        assert asked <= 2, "the reader's first reply, and at most a ping of this side"
+
+
+@watched
+async def test_a_message_full_of_pings_ends_the_connection_of_its_sender() -> None:
+    """The reader answers a few at once, tasks a few more; no message keeps the event loop for thousands."""
+    async with open_host() as host, raw_peer(host) as stranger:
+        await eventually(partial(host.is_connected, stranger.peer_id))
+        few = guarded_yamux.MAX_REPLIES_AT_ONCE
+        await stranger.write_raw(pings(few))
+        await stranger.until_pong(few - 1)
+        connection = connection_of(host, stranger.peer_id)
+        await stranger.write_raw(pings(few + guarded_yamux.MAX_REPLIES))
+        await stranger.until_pong(few + guarded_yamux.MAX_REPLIES - 1)
+        await stranger.write_raw(pings(few + guarded_yamux.MAX_REPLIES + 1))
+        await eventually(connection.event_closed.is_set)
+        await assert_serves_strangers(host)
+
+
+@asynccontextmanager
+async def reset_with_unread_bytes(
+    host: Libp2pTransport, handler: Callable[[Stream], Awaitable[None]]
+) -> AsyncIterator[GuardedYamux]:
+    """Let a stranger send 100 kB on stream 1, and reset it."""
+    host.serve(HELD, handler)
+    async with raw_peer(host) as stranger:
+        await stranger.open(1, HELD)
+        await stranger.read_until(lambda kind, _flags, found, _length: (kind, found) == (TYPE_DATA, 1))
+        for _ in range(2):
+            await stranger.send_data(1, bytes(50_000))
+        await stranger.write(TYPE_WINDOW_UPDATE, FLAG_RST, 1, 0)
+        connection = connection_of(host, stranger.peer_id)
+        await eventually(partial(connection.is_reset, 1))
+        yield connection
+
+
+@watched
+async def test_unread_bytes_of_a_reset_stream_can_be_shed() -> None:
+    """Otherwise the bytes of others would be shed in their place."""
+    async with open_host() as host:
+        begin, broken = trio.Event(), trio.Event()
+
+        async def read_late(stream: Stream) -> None:
+            await begin.wait()
+            with pytest.raises(StreamBrokenError):
+                await stream.receive_some(1)
+            broken.set()
+
+        async with reset_with_unread_bytes(host, read_late) as connection:
+            assert connection.held() == 100_000
+            assert connection.shed() == 100_000
+            assert connection.held() == 0
+            begin.set()
+            await broken.wait()
+
+
+@watched
+async def test_a_message_that_is_assembled_from_a_reset_stream_is_counted() -> None:
+    async with open_host() as host:
+        begin, held = trio.Event(), list[int]()
+
+        async def assemble(stream: Stream) -> None:
+            await begin.wait()
+            await stream.receive_some(40_000)
+            stream.hold(40_000)
+            held.append(connection.held())
+            stream.hold(0)
+            held.append(connection.held())
+
+        async with reset_with_unread_bytes(host, assemble) as connection:
+            begin.set()
+            await eventually(lambda: held == [100_000, 60_000])
+
+
+@watched
+async def test_a_circuit_ends_with_a_reset() -> None:
+    """What a relay still holds for it is not carried any more."""
+    async with open_host() as host:
+        begin, broken = trio.Event(), trio.Event()
+
+        async def carry(stream: Stream) -> None:
+            stream.carry_circuit()
+            await begin.wait()
+            with pytest.raises(StreamBrokenError):
+                await stream.receive_some(1)
+            broken.set()
+
+        async with reset_with_unread_bytes(host, carry):
+            begin.set()
+            await broken.wait()

@@ -8,7 +8,7 @@ from functools import cached_property, partial
 from typing import Any, cast
 
 import trio
-from libp2p.io.exceptions import IOException
+from libp2p.io.exceptions import ConnectionClosedError, IOException
 from libp2p.network.connection.exceptions import RawConnError
 from libp2p.security.noise.io import NoiseTransportReadWriter
 from libp2p.security.secure_session import SecureSession
@@ -34,6 +34,8 @@ SMALL_FRAME_BYTES = 4 * 1024
 
 # Replies (acknowledgements, pongs) to one peer that wait to be written.
 MAX_REPLIES = 256
+# Replies that the reader writes itself, to frames that have come in one read of the socket.
+MAX_REPLIES_AT_ONCE = 64
 
 
 class ReceiveBuffer(bytearray):
@@ -106,6 +108,8 @@ class GuardedYamux(Yamux):
         """True if this process has dropped the connection."""
         self._reader: trio.lowlevel.Task | None = None
         self._replies = 0
+        self._replied_in = -1  # the number of the socket's read whose frames are answered now
+        self._replied = 0  # replies at once, to these frames
 
     async def handle_incoming(self) -> None:
         self._reader = trio.lowlevel.current_task()
@@ -147,18 +151,39 @@ class GuardedYamux(Yamux):
         libp2p's reader writes its replies itself, and so waits for the other side to read. When both directions are
         busy, the two readers wait for each other: a deadlock.
         """
-        started = self.start_frame(data)
+        if trio.lowlevel.current_task() is not self._reader or self._nursery is None:
+            started = self.start_frame(data)
+            if started is Started.PART:
+                await self.finish_frame()
+            elif started is Started.NOTHING:
+                await super()._write_frame(data)
+            return
+        try:
+            started = self.start_frame(data) if self._may_reply_at_once() else Started.NOTHING
+        except ConnectionClosedError as error:
+            # After this error, libp2p goes on with the next frame that it has, and waits 10 ms for each.
+            raise RawConnError(f"{self.peer_id} has gone: {error}") from error
         if started is Started.WHOLE:
             return
         write = self.finish_frame if started is Started.PART else partial(super()._write_frame, data)
-        if trio.lowlevel.current_task() is not self._reader or self._nursery is None:
-            await write()
-            return
         if self._replies >= MAX_REPLIES:
             # RawConnError ends the connection. After any other error, libp2p goes on reading.
             raise RawConnError(f"{self.peer_id} asks for replies faster than it reads them")
         self._replies += 1
         self._nursery.start_soon(self._reply, write)
+
+    def _may_reply_at_once(self) -> bool:
+        """Return whether the reader may write one more reply before it reads from the socket again.
+
+        It makes no turn of the event loop in between, and a peer can ask for thousands of replies in one message.
+        """
+        carrier = self.carrier
+        if not isinstance(carrier, ReadAheadStream):
+            return False
+        if carrier.reads != self._replied_in:
+            self._replied_in, self._replied = carrier.reads, 0
+        self._replied += 1
+        return self._replied <= MAX_REPLIES_AT_ONCE
 
     async def _reply(self, write: Callable[[], Awaitable[None]]) -> None:
         try:
@@ -180,8 +205,7 @@ class GuardedYamux(Yamux):
     def shed(self) -> int:
         sizes = {
             stream_id: len(self.stream_buffers.get(stream_id, b"")) + self.assembling.get(stream_id, 0)
-            for stream_id, stream in self.streams.items()
-            if not stream.reset_received
+            for stream_id in self.streams
         }
         largest = max(sizes, key=sizes.__getitem__, default=None)
         if largest is None or sizes[largest] == 0:
@@ -202,6 +226,7 @@ class GuardedYamux(Yamux):
     def reset_soon(self, stream_id: int) -> None:
         """Reset a stream from synchronous code: mark it now, send the frame from a task."""
         stream = self.streams[stream_id]
+        cast(PatientStream, stream).dropped_here = True
         if self._nursery is not None and not stream.reset_received:
             stream.reset_received = True
             self._nursery.start_soon(self._reset, stream)

@@ -31,6 +31,10 @@ class PatientStream(YamuxStream):
 
     window_grows = True
     """False keeps the first receive window of 256 KiB, which carries 20 Mbit/s over a link of 100 ms."""
+    delivers_rest = True
+    """False if what came before a reset of the other side is not read any more."""
+    dropped_here = False
+    """True if this process has reset it because it held too much."""
     starved = False
     """True while a write waits for the window, and if it was cancelled there: then no half frame was written."""
 
@@ -62,7 +66,7 @@ class PatientStream(YamuxStream):
 
     async def _take_rest(self, n: int | None) -> bytes:
         buffer = self.conn.stream_buffers.get(self.stream_id)
-        if not buffer:
+        if not buffer or not self.delivers_rest:
             return b""
         rest = bytes(buffer if n is None or n < 0 else buffer[:n])
         del buffer[: len(rest)]

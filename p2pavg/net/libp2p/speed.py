@@ -118,6 +118,8 @@ class ReadAheadStream(TrioTCPStream):
 
     _ahead: memoryview
     _ahead_lock: EagerLock
+    reads = 0
+    """Reads of the socket so far."""
     _unsent: bytes = b""
     """What the system has not taken of the last write that was started."""
     arrival: Arrival | None = None
@@ -181,11 +183,15 @@ class ReadAheadStream(TrioTCPStream):
                 self._ahead = memoryview(bytes(self._ahead) + found)
             return bytes(self._ahead[:count])
 
+    async def _fill(self) -> None:
+        self._ahead = memoryview(await super().read(READ_AHEAD_BYTES))
+        self.reads += 1
+
     async def read_packet(self) -> bytes | None:
         """Return the next message of Noise, or ``None`` and consume nothing if not all of it comes at once."""
         async with self._ahead_lock:
             if not self._ahead:
-                self._ahead = memoryview(await super().read(READ_AHEAD_BYTES))
+                await self._fill()
             end = _LENGTH_BYTES + int.from_bytes(self._ahead[:_LENGTH_BYTES], "big")
             if len(self._ahead) < end:
                 return None
@@ -198,7 +204,7 @@ class ReadAheadStream(TrioTCPStream):
             return b""
         async with self._ahead_lock:
             if not self._ahead:
-                self._ahead = memoryview(await super().read(READ_AHEAD_BYTES))
+                await self._fill()
             taken = bytes(self._ahead[:n])
             self._ahead = self._ahead[len(taken) :]
             return taken

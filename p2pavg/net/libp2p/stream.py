@@ -144,7 +144,7 @@ class Libp2pStream(Stream):
             raise StreamBrokenError(self._unreadable) from None
 
     def hold(self, count: int) -> None:
-        if count and not self._muxed.is_reset(self._stream_id):
+        if count and not self._patient.dropped_here:
             self._muxed.assembling[self._stream_id] = count
         else:
             self._muxed.assembling.pop(self._stream_id, None)
@@ -162,6 +162,7 @@ class Libp2pStream(Stream):
     def carry_circuit(self) -> None:
         self._ends_alone = True
         self._patient.window_grows = False
+        self._patient.delivers_rest = False
 
     async def wait_closed(self) -> None:
         if not self._lifetime.has_ended:

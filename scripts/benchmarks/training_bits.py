@@ -8,6 +8,7 @@ peers on this machine.
 from __future__ import annotations
 
 import argparse
+import math
 import multiprocessing
 import statistics
 import sys
@@ -26,10 +27,11 @@ from p2pavg.optim.fragments import fragments_of
 from p2pavg.optim.joined import joined
 from p2pavg.testing import LocalSwarm
 from p2pavg_compression import Codec, resolve_codec
-from scripts.benchmarks.training_work import SIZES, Task, in_one_process
+from scripts.benchmarks.training_work import LR, SIZES, Task, in_one_process
 
 SYNC_EVERY = 30
 ELEMENTS = 2**24
+LAST_FRACTION = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,8 @@ class Row:
     inner: str = "adamw"
     nesterov: bool = True
     """Of the outer step's momentum."""
+    every: int = SYNC_EVERY
+    """Inner steps for one outer step."""
 
 
 ROWS = (
@@ -61,6 +65,7 @@ ROWS = (
     Row("SparseLoCo, 1.6 %, 3 fragments, delay 5", "topk:4096:64", fragments=3, delay=5),
     Row("outer SGD, rate 1, Muon inside", "fp32", inner="muon"),
     Row("SparseLoCo, 1.6 %, Muon inside", "topk:4096:64", inner="muon"),
+    Row("SparseLoCo, 1.6 %, rate 2, every 10", "topk:4096:64", 2.0, every=10),
 )
 
 
@@ -74,6 +79,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--size", choices=list(SIZES), default="small", help="of the GPT, for bits [small]")
     parser.add_argument(
         "--rows", help="numbers of the rows after the first one, for example 2,6; default: all, for bits"
+    )
+    parser.add_argument(
+        "--decay", action="store_true", help="let the inner rate fall to a tenth by a cosine, for bits"
     )
 
 
@@ -98,7 +106,17 @@ def bits(given: argparse.Namespace) -> tuple[str, Sequence[str], Sequence[Sequen
         seeds = range(1, given.seeds + 1)
         jobs: dict[Row | None, list[Future[float]]] = {
             row: [
-                pool.submit(held_out, row, peers, steps, given.first_steps, checkpoint, seed, given.size)
+                pool.submit(
+                    held_out,
+                    row,
+                    peers,
+                    steps,
+                    given.first_steps,
+                    checkpoint,
+                    seed,
+                    given.size,
+                    decay=given.decay,
+                )
                 for seed in seeds
             ]
             for row in chosen
@@ -118,7 +136,8 @@ def bits(given: argparse.Namespace) -> tuple[str, Sequence[str], Sequence[Sequen
     ]
     title = (
         f"a {given.size} GPT, {peers} workers, {steps} batches each from a checkpoint of {given.first_steps},"
-        f" averages every {SYNC_EVERY} steps, {given.seeds} seeds"
+        f" averages every {SYNC_EVERY} steps if not said otherwise, {given.seeds} seeds"
+        f"{', inner rate falling to a tenth' if given.decay else ''}"
     )
     columns = ("", "codec", "bits a parameter", "held-out loss", "from .. to", "against DiLoCo")
     return title, columns, rows
@@ -130,18 +149,29 @@ def _told(row: Row | None, jobs: list[Future[float]]) -> list[Future[float]]:
 
 
 def held_out(
-    row: Row | None, peers: int, steps: int, first: int, checkpoint: str, seed: int, size: str
+    row: Row | None,
+    peers: int,
+    steps: int,
+    first: int,
+    checkpoint: str,
+    seed: int,
+    size: str,
+    *,
+    decay: bool = False,
 ) -> float:
     """Train; return the held-out loss. Without a row, one process takes all batches step by step."""
     torch.set_num_threads(1)
+    fractions = [cosine(done / steps) if decay else 1.0 for done in range(steps)]
     if row is None:
-        return in_one_process(peers, steps, first=first, checkpoint=checkpoint, seed=seed, size=size)[1]
+        return in_one_process(
+            peers, steps, first=first, checkpoint=checkpoint, seed=seed, size=size, fractions=fractions
+        )[1]
     workers = [Worker(index, Task(peers, checkpoint, seed, size), row) for index in range(peers)]
-    every = SYNC_EVERY // row.fragments
+    every = row.every // row.fragments
     running: tuple[int, int, torch.Tensor] | None = None  # the step that takes it, its fragment, the average
     for done in range(1, steps + 1):
         for worker in workers:
-            worker.train(first + done - 1)
+            worker.train(first + done - 1, fractions[done - 1])
         if done % every == 0:
             fragment = (done // every - 1) % row.fragments
             running = (done + row.delay, fragment, average(row, workers, fragment))
@@ -151,6 +181,11 @@ def held_out(
             running = None
     workers[0].anchor.give()
     return workers[0].task.held_out_loss()
+
+
+def cosine(done: float) -> float:
+    """Return the fraction of the inner rate after a fraction of the steps: from 1 down to :data:`LAST_FRACTION`."""
+    return LAST_FRACTION + (1 - LAST_FRACTION) * (1 + math.cos(math.pi * done)) / 2
 
 
 def average(row: Row, workers: Sequence[Worker], fragment: int) -> torch.Tensor:
@@ -189,8 +224,10 @@ class Worker:
         self._sent: list[torch.Tensor] = []
         """The fragment's parameters as they were when it was contributed."""
 
-    def train(self, step: int) -> None:
-        """Take an inner step."""
+    def train(self, step: int, fraction: float = 1.0) -> None:
+        """Take an inner step, at a fraction of the rate."""
+        for group in self._inner.param_groups:
+            group["lr"] = fraction * LR
         self._inner.zero_grad()
         torch.autograd.backward(self.task.loss(self.task.batches.of_peer(self.index, step)))
         torch.nn.utils.clip_grad_norm_(self.task.model.parameters(), 1.0)

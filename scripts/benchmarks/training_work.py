@@ -1,13 +1,13 @@
-"""A small GPT on Python's documentation, trained by one peer, or by one process alone."""
+"""A GPT that one peer trains, or one process alone: a small one on Python's documentation, a larger one on its code."""
 
 from __future__ import annotations
 
 import hashlib
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,10 @@ import p2pavg
 from p2pavg.blocking import Averager
 from p2pavg.optim import AveragedOptimizer, LocalUpdates, StepReport, diloco, gossip, noloco
 from p2pavg.testing import Member
+from scripts.benchmarks.sources import load_sources
 from scripts.demo_gpt.batches import Batches, held_out_windows
 from scripts.demo_gpt.model import GPT, ModelConfig
-from scripts.demo_gpt.text import load_text
+from scripts.demo_gpt.text import Text, load_text
 
 BATCH = 8
 SIZES = {
@@ -28,6 +29,7 @@ SIZES = {
     "large": {"context": 64, "width": 160, "heads": 4, "layers": 4},
 }
 """Of the GPT: 115,000 and 1.3 million parameters."""
+TEXTS = {"small": cache(load_text), "large": load_sources}
 HELD_OUT = 512
 LR = 3e-3
 SEED = 1
@@ -54,10 +56,15 @@ class Task:
         """Return the number of characters from which the model predicts the next one."""
         return SIZES[self.size]["context"]
 
+    @property
+    def text(self) -> Text:
+        """Return the text, which is longer for the larger model."""
+        return TEXTS[self.size]()
+
     @cached_property
     def model(self) -> GPT:
         """Return the initial model."""
-        text = load_text()
+        text = self.text
         config = ModelConfig(vocabulary_size=len(text.vocabulary), **SIZES[self.size])
         model = GPT(config, seed=SEED)
         if self.checkpoint is not None:
@@ -68,7 +75,7 @@ class Task:
     def batches(self) -> Batches:
         """Return the batches of every peer."""
         return Batches(
-            load_text().train, context=self.context, batch_size=BATCH, peers=self.peers, seed=self.seed
+            self.text.train, context=self.context, batch_size=BATCH, peers=self.peers, seed=self.seed
         )
 
     def loss(self, windows: torch.Tensor) -> torch.Tensor:
@@ -79,7 +86,7 @@ class Task:
     @torch.no_grad()
     def held_out_loss(self) -> float:
         """Return the loss on held-out text."""
-        windows = held_out_windows(load_text().held_out, context=self.context, count=HELD_OUT)
+        windows = held_out_windows(self.text.held_out, context=self.context, count=HELD_OUT)
         return float(self.loss(windows))
 
     def digest(self) -> str:
@@ -120,6 +127,7 @@ def in_one_process(
     save_to: str | None = None,
     seed: int = SEED,
     size: str = "small",
+    fractions: Sequence[float] = (),
 ) -> tuple[list[float], float]:
     """Train in one process; return the loss of every step on all peers' batches, and the final held-out loss.
 
@@ -131,12 +139,15 @@ def in_one_process(
         save_to: file for the final model.
         seed: of the batches.
         size: of the model.
+        fractions: of the rate, one for each step; empty: the whole rate.
     """
     task = Task(peers, checkpoint, seed, size)
     optimizer = task.optimizer(name)
     losses: list[float] = []
     late: list[list[torch.Tensor | None]] = []
     for step in range(first, first + steps):
+        if fractions:
+            optimizer.param_groups[0]["lr"] = LR * fractions[step - first]
         optimizer.zero_grad()
         parts = [task.batches.of_peer(peer, step) for peer in range(peers)]
         batches = parts if one_by_one else [torch.cat(parts)]

@@ -1,6 +1,7 @@
 """The windows of text that each peer sees at each step: a function of the seed alone."""
 
 import random
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ def cut_windows(tokens: Tensor, context: int) -> Tensor:
     return tokens[: count * length].view(count, length)
 
 
+@lru_cache(maxsize=64)
 def shuffled(count: int, *key: object) -> Tensor:
     order = list(range(count))
     random.Random(repr(key)).shuffle(order)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import struct
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import trio
 from libp2p.io.exceptions import IOException
@@ -12,10 +12,7 @@ from libp2p.stream_muxer.exceptions import MuxedStreamEOF, MuxedStreamError, Mux
 from libp2p.stream_muxer.yamux import yamux as _yamux
 from libp2p.stream_muxer.yamux.yamux import YamuxStream
 
-from p2pavg.net.libp2p.speed import Started
-
-if TYPE_CHECKING:
-    from p2pavg.net.libp2p.guarded_yamux import GuardedYamux
+from p2pavg.net.libp2p.speed import Started, StartsFrames
 
 logger = logging.getLogger(__name__)
 
@@ -130,8 +127,7 @@ class PatientStream(YamuxStream):
         """
         if self.send_closed or self.closed or self.send_window < len(data):
             return Started.NOTHING
-        conn = cast("GuardedYamux", self.conn)
-        started = conn.start_frame(self._header(len(data)) + data)
+        started = cast(StartsFrames, self.conn).start_frame(self._header(len(data)) + data)
         if started is not Started.NOTHING:
             self.send_window -= len(data)
         return started

@@ -12,7 +12,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Sequence
 from types import ModuleType, TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 import libp2p.io.trio as _io_trio
 import libp2p.network.stream.net_stream as _net_stream
@@ -98,6 +98,12 @@ class Started(enum.Enum):
     PART = enum.auto()
     """The rest is sent before the next frame, and the writer waits for that."""
     WHOLE = enum.auto()
+
+
+class StartsFrames(Protocol):
+    """A connection that can write a small frame without waiting."""
+
+    def start_frame(self, frame: bytes) -> Started: ...
 
 
 class ReadAheadStream(TrioTCPStream):

@@ -10,9 +10,7 @@ import os
 from functools import cache
 from pathlib import Path
 
-import torch
-
-from scripts.demo_gpt.text import Text, vocabulary_of
+from scripts.demo_gpt.text import Text, tokens_of, vocabulary_of
 
 _LEFT_OUT = {"site-packages", "test", "tests", "__pycache__"}
 _HELD_OUT_EVERY = 10
@@ -25,11 +23,7 @@ def load_sources() -> Text:
     files = sorted(path for path in root.rglob("*.py") if _LEFT_OUT.isdisjoint(path.relative_to(root).parts))
     texts = [path.read_text(encoding="utf-8", errors="replace") for path in files]
     vocabulary = vocabulary_of("".join(texts))
-    numbers = {character: number for number, character in enumerate(vocabulary)}
-
-    def tokens(parts: list[str]) -> torch.Tensor:
-        return torch.tensor([numbers.get(character, 0) for character in "\n".join(parts)])
-
     held_out = texts[_HELD_OUT_EVERY - 1 :: _HELD_OUT_EVERY]
     del texts[_HELD_OUT_EVERY - 1 :: _HELD_OUT_EVERY]
-    return Text(train=tokens(texts), held_out=tokens(held_out), vocabulary=vocabulary)
+    train, rest = (tokens_of("\n".join(parts), vocabulary) for parts in (texts, held_out))
+    return Text(train=train, held_out=rest, vocabulary=vocabulary)

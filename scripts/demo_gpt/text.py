@@ -25,10 +25,15 @@ def vocabulary_of(text: str) -> tuple[str, ...]:
     return (RARE, *sorted(c for c, n in counts.items() if n >= MIN_COUNT and c != RARE))
 
 
+def tokens_of(text: str, vocabulary: tuple[str, ...]) -> torch.Tensor:
+    """Return the characters' numbers, int64 (characters,). 0 is that of all rare ones."""
+    numbers = {character: number for number, character in enumerate(vocabulary)}
+    return torch.tensor([numbers.get(character, 0) for character in text])
+
+
 def load_text() -> Text:
     text = "\n".join(topics[name] for name in sorted(topics))
     vocabulary = vocabulary_of(text)
-    numbers = {character: number for number, character in enumerate(vocabulary)}
-    tokens = torch.tensor([numbers.get(character, 0) for character in text])
+    tokens = tokens_of(text, vocabulary)
     cut = int(len(tokens) * (1 - HELD_OUT_SHARE))
     return Text(train=tokens[:cut], held_out=tokens[cut:], vocabulary=vocabulary)

@@ -22,7 +22,7 @@ from libp2p.stream_muxer.yamux.yamux import (
 from p2pavg.errors import StreamBrokenError
 from p2pavg.net.libp2p import guarded_yamux
 from p2pavg.net.libp2p.guarded_yamux import GuardedYamux
-from p2pavg.net.libp2p.speed import EagerPackets, ReadAheadStream, Started
+from p2pavg.net.libp2p.speed import EagerPackets, Started
 from p2pavg.net.libp2p.transport import Libp2pTransport
 from p2pavg.net.transport import Stream
 from tests.integration.hosts import TIMEOUT, eventually, watched
@@ -52,12 +52,6 @@ async def two_hosts() -> AsyncIterator[tuple[Libp2pTransport, Libp2pTransport]]:
 
 async def to(there: Libp2pTransport, here: Libp2pTransport, protocol: str) -> Stream:
     return await here.open_stream(there.peer_id, protocol, addresses=there.addresses, timeout=TIMEOUT)
-
-
-def carrier(host: Libp2pTransport, peer_id: str) -> ReadAheadStream:
-    found = connection_of(host, peer_id).carrier
-    assert isinstance(found, ReadAheadStream)
-    return found
 
 
 def numbered(count: int) -> list[bytes]:
@@ -135,6 +129,18 @@ async def test_messages_to_a_full_socket_arrive_in_order() -> None:
         await eventually(lambda: len(first.found) == len(second.found) == MESSAGE_BYTES * len(messages))
         assert first.found == second.found == b"".join(messages)
         assert started >= {Started.PART, Started.WHOLE}, "the socket was full, and it was not"
+
+
+@watched
+async def test_a_frame_goes_before_no_other_that_waits() -> None:
+    """A close would otherwise arrive before a cancelled write, which is still finished."""
+    async with two_hosts() as (here, there):
+        there.serve(HELD, Taking())
+        await to(there, here, HELD)
+        connection = connection_of(here, there.peer_id)
+        async with connection._write_lock:
+            assert connection.start_frame(pings(1)) is Started.NOTHING
+        assert connection.start_frame(pings(1)) is Started.WHOLE
 
 
 @watched
@@ -300,7 +306,7 @@ async def test_a_message_that_is_assembled_from_a_reset_stream_is_counted() -> N
 
 @watched
 async def test_a_circuit_ends_with_a_reset() -> None:
-    """What a relay still holds for it is not carried any more."""
+    """Bytes that a relay still holds for it are not carried any more."""
     async with open_host() as host:
         begin, broken = trio.Event(), trio.Event()
 

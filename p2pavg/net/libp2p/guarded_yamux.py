@@ -17,7 +17,7 @@ from libp2p.stream_muxer.yamux.yamux import Yamux, YamuxStream
 
 from p2pavg.net.libp2p.carriers import Carrier
 from p2pavg.net.libp2p.patient_stream import PatientStream
-from p2pavg.net.libp2p.speed import ReadAheadStream, Started
+from p2pavg.net.libp2p.speed import SMALL_FRAME_BYTES, ReadAheadStream, Started
 
 logger = logging.getLogger(__name__)
 
@@ -27,10 +27,6 @@ logger = logging.getLogger(__name__)
 MAX_WINDOW_BYTES = 4 * 1024 * 1024
 MAX_STREAM_BYTES = MAX_WINDOW_BYTES + 64 * 1024
 MAX_CONNECTION_BYTES = 64 * 1024 * 1024
-
-# Frames up to this size are written without waiting, where that is possible. Larger ones wait for their turn, so that
-# a long transfer does not keep the event loop.
-SMALL_FRAME_BYTES = 4 * 1024
 
 # Replies (acknowledgements, pongs) to one peer that wait to be written.
 MAX_REPLIES = 256
@@ -116,7 +112,7 @@ class GuardedYamux(Yamux):
         await super().handle_incoming()
 
     async def _read_data_body(self, length: int) -> bytes:
-        """Read what a frame carries: without a timeout if it is here already, as mostly, since libp2p sets one up."""
+        """Read the body of a frame. If it has arrived, as it mostly has, no timeout is set up for it."""
         session = self.secured_conn
         if isinstance(session, SecureSession) and session.high_watermark - session.low_watermark >= length:
             return session._drain(length)

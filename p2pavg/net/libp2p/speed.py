@@ -2,9 +2,8 @@
 
 In a round of a small vector, each peer handles a few dozen messages. For each of them, libp2p makes about twenty turns
 of the event loop: one whenever a lock is taken, two for every frame that is read, and four for every frame that is
-written. Nothing outside
-:mod:`p2pavg.net.libp2p` imports this module. The tests in ``tests/unit/net/libp2p`` check that the replacements behave
-like the originals.
+written. Nothing outside :mod:`p2pavg.net.libp2p` imports this module. The tests in ``tests/unit/net/libp2p`` and
+``tests/integration/test_libp2p_writes.py`` check that the replacements behave like the originals.
 """
 
 from __future__ import annotations
@@ -36,6 +35,10 @@ from libp2p.utils.varint import encode_delim
 from p2pavg.net.limits.admission import Arrival
 
 READ_AHEAD_BYTES = 64 * 1024
+
+# Frames up to this size are written without waiting, where that is possible. Larger ones wait for their turn, so that
+# a long transfer does not keep the event loop.
+SMALL_FRAME_BYTES = 4 * 1024
 
 _LENGTH_BYTES = 2  # of a message of Noise, before it
 
@@ -91,7 +94,7 @@ def install() -> None:
 
 
 class Started(enum.Enum):
-    """What became of a frame that was to be written without waiting."""
+    """The outcome of an attempt to write a frame without waiting."""
 
     NOTHING = enum.auto()
     """It has to be written by waiting."""
@@ -127,7 +130,7 @@ class ReadAheadStream(TrioTCPStream):
     reads = 0
     """Reads of the socket so far."""
     _unsent: bytes = b""
-    """What the system has not taken of the last write that was started."""
+    """The bytes of the last write that the system has not taken."""
     arrival: Arrival | None = None
     """The place of an inbound connection among the others; ``None`` for an outbound connection."""
     expected: str = ""

@@ -18,7 +18,7 @@ from p2pavg.net.libp2p.errors import error_text
 from p2pavg.net.libp2p.guarded_yamux import GuardedYamux
 from p2pavg.net.libp2p.lifetime import Lifetime
 from p2pavg.net.libp2p.patient_stream import PatientStream
-from p2pavg.net.libp2p.speed import Started
+from p2pavg.net.libp2p.speed import SMALL_FRAME_BYTES, Started
 from p2pavg.net.transport import Buffer, Stream
 
 logger = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ class Libp2pStream(Stream):
     """One stream of yamux.
 
     A write that has to wait runs in the transport's nursery, so that a cancelled caller leaves no half-written frame
-    behind. A small one mostly has not to wait.
+    behind. A small one mostly need not wait.
     """
 
     def __init__(self, net_stream: NetStream, lifetime: Lifetime) -> None:
@@ -99,7 +99,7 @@ class Libp2pStream(Stream):
             self._check(self._unwritable)
 
     def _start_write(self, piece: bytes) -> Started:
-        if self._net_stream._state in _UNWRITABLE_STATES:
+        if len(piece) > SMALL_FRAME_BYTES or self._net_stream._state in _UNWRITABLE_STATES:
             return Started.NOTHING
         try:
             return self._patient.start_write(piece)

@@ -152,7 +152,7 @@ class TestNoPunch:
                 await lane_to(here, there)
             with pytest.raises(UnreachableError, match=r"a moment ago: .*try 3"):
                 await lane_to(here, there)
-            while keeper(there)._inbound.slots._taken:  # it frees the place after it has answered
+            while keeper(there)._inbound.slots._taken:  # freed once the sender's close has come
                 await trio.sleep(0.01)  # the watchdog bounds it
 
     @watched

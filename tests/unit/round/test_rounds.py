@@ -1,4 +1,4 @@
-"""What a peer learns from the outcome of an exchange."""
+"""The outcome of an exchange tells a peer with whom it has finished a round."""
 
 from __future__ import annotations
 

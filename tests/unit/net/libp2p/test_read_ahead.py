@@ -19,9 +19,8 @@ from trio.testing import memory_stream_pair, wait_all_tasks_blocked
 from p2pavg.net.libp2p.speed import EagerPackets, ReadAheadStream
 
 WATCHDOG_SECONDS = 120.0
-Original = cast(
-    type[EagerPackets], EagerPackets.__bases__[0]
-)  # libp2p's module has the other one under this name
+# Once the replacements are installed, libp2p's module has the eager class under the name of the original one.
+Original = cast(type[EagerPackets], EagerPackets.__bases__[0])
 
 
 class Counting(trio.abc.HalfCloseableStream):

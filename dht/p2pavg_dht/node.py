@@ -76,6 +76,7 @@ class RecordNode:
         self._now = wall_clock
         self._watchers: dict[bytes, Callable[[], None]] = {}
         self._also: dict[bytes, tuple[Contact, ...]] = {}
+        self._kept: dict[bytes, frozenset[str]] = {}
         self._store = RecordStore(self._limits)
         self._heard = Heard()
         self._table = RoutingTable(self._peer_id)
@@ -167,7 +168,20 @@ class RecordNode:
         if tombstone is not None:
             await self._announce_briefly(tombstone, also)
         if key not in self._also:  # not published again meanwhile
-            self._store.reserve(key, ())
+            self._store.reserve(key, self._kept.get(key, frozenset()))
+
+    def keep_places(self, key: bytes, contacts: Sequence[Contact]) -> None:
+        """Keep places for the records of `contacts` under `key`, though this peer has published none there.
+
+        It lasts until it is called with none. A record that this peer publishes keeps those of its `also` instead.
+        """
+        _check_key(key)
+        if contacts:
+            self._kept[key] = frozenset({self._peer_id, *(contact.peer_id for contact in contacts)})
+        else:
+            self._kept.pop(key, None)
+        if key not in self._also:
+            self._store.reserve(key, self._kept.get(key, frozenset()))
 
     async def withdraw_all(self) -> None:
         """Withdraw all records at once, within WITHDRAW_TIMEOUT. It works before, during and after `run`."""

@@ -9,7 +9,7 @@ import trio
 
 from p2pavg_dht.client import Client, OnAnswer
 from p2pavg_dht.contact import Contact
-from p2pavg_dht.distance import K, key_point, point_bytes
+from p2pavg_dht.distance import K, key_point, nearest, point_bytes
 from p2pavg_dht.lookup import PATHS, Ends, Lookup
 from p2pavg_dht.messages import Answer, Find, Found, Locate, Request, Store, Stored, marks_of
 from p2pavg_dht.record import Record, merge
@@ -137,9 +137,11 @@ class Operations:
         """
         async with trio.open_nursery() as nursery:
             now = trio.current_time()
-            nearest = {contact.peer_id for contact in self._table.nearest(point, K)}
+            # A lookup counts this peer itself among the K.
+            known = [Contact(self._own_id, ()), *self._table.nearest(point, K)]
+            called = {contact.peer_id for contact in nearest(known, point)}
             for contact in map(self._table.prefer_live, contacts):
-                if contact.peer_id not in nearest and self._table.usable(contact, now):
+                if contact.peer_id not in called and self._table.usable(contact, now):
                     nursery.start_soon(self._ask, contact, request, on_answer)
             yield
             nursery.cancel_scope.deadline = trio.current_time() + BESIDE_TIMEOUT

@@ -58,6 +58,8 @@ class AttemptRunner:
         on_fault: Callable[[str, Exception], None],
         has_moved: Callable[[], bool],
         search: Search,
+        *,
+        holds_back: bool,
     ) -> None:
         self._context = context
         self._records = records
@@ -66,12 +68,14 @@ class AttemptRunner:
         self._on_fault = on_fault
         self._has_moved = has_moved
         self._search = search
+        self._holds_back = holds_back
         self._on_report = on_report
         self._on_expect = on_expect
         self._started = (now, trio.current_time())
         self._upward: dict[str, Link] = {}
         self._downward: dict[str, Link] = {}
         self._opening: dict[str, trio.CancelScope] = {}
+        self._watched: set[bytes] = set()
         self._changed = trio.Event()
         self._done = trio.Event()
         self._outcome: Roster | GaveUp | Renew | None = None
@@ -82,6 +86,11 @@ class AttemptRunner:
         """The leader that this peer has asked or follows, and its own followers."""
         leader = self.rules.state.leader
         return [*self.rules.group.followers.values(), *([] if leader is None else [leader])]
+
+    @property
+    def keys_said(self) -> list[bytes]:
+        """The keys under which this peer has announced itself."""
+        return self._search.said
 
     def expel(self, peer_id: str, reason: str) -> None:
         """Drop a peer whose message raised an exception. The rules may have handled half of the message."""
@@ -174,10 +183,17 @@ class AttemptRunner:
 
         The record goes to one place after the other, until there is a group (:mod:`p2pavg.group.rungs`). Each poll
         looks at one of them. Records that others store here are read at once: a lookup among hostile keepers can take
-        seconds.
+        seconds. A peer that hopes to be in its last group again only looks at these at first.
         """
         records, search, watched = self._records, self._search, deque[bytes]()
         try:
+            if self._holds_back:
+                self._watch(first := search.key_on(search.ladder.start))
+                records.keep_places(first)
+                self._read(records.held(first))
+                while (left := self.rules.state.strangers_from - self._now()) > 0:
+                    with trio.move_on_after(left):
+                        await self._changed.wait()
             pause = 0.0
             rung: int | None = search.ladder.start
             while True:
@@ -197,14 +213,18 @@ class AttemptRunner:
                 due = trio.current_time() >= stepped + self._patience()
                 rung = search.ladder.take(full=search.full) if due else None
         finally:
-            for key in search.said:
+            for key in self._watched:
                 records.unwatch(key)
+
+    def _watch(self, key: bytes) -> None:
+        self._watched.add(key)
+        self._records.watch(key, lambda: self._read(self._records.held(key)))
 
     async def _publish_on(self, rung: int) -> bytes:
         """Publish this peer's record in its place on a rung; return the key."""
         records, key = self._records, self._search.key_on(rung)
         self._search.said.append(key)
-        records.watch(key, lambda: self._read(records.held(key)))
+        self._watch(key)
         published = await records.publish(key, self._me.record.value, ttl=RECORD_TTL_SECONDS)
         self._search.full = len(published.refused) >= published.stored
         self._take_found(key, published.records)

@@ -44,6 +44,10 @@ class AttemptState:
     """Time of the last tick, discovery or message of the leader."""
     report_at: float
     """Time of the next report to the caller, unless there is a group by then."""
+    companions: frozenset[str]
+    """Ids of the members of the last group, if this peer hopes to be in it again."""
+    strangers_from: float
+    """Until then it waits for that group's leader. It does not, once it sees a peer that was not in the group."""
     phase: Phase = Phase.LEADING
     leader: Candidate | None = None
     """The candidate that was asked, or is followed."""
@@ -103,6 +107,9 @@ class AttemptState:
             return
         known.seen = now
         known.take(candidate)
+        is_other = candidate.peer_id not in self.companions and not candidate.auxiliary
+        if is_other and candidate.fits(self.me):
+            self.strangers_from = min(self.strangers_from, now)
 
     def learn_leader(self, leader: Candidate | None, now: float) -> None:
         """Take in a leader that another peer has named, if this peer may ask it."""

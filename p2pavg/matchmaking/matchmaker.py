@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
@@ -26,8 +27,10 @@ from p2pavg.matchmaking.actions import (
 from p2pavg.matchmaking.attempt_runner import ATTEMPT_SECONDS, AttemptRunner
 from p2pavg.matchmaking.memory import Memory
 from p2pavg.matchmaking.messages import Ask, Declined, Nudge, encode
+from p2pavg.matchmaking.reunion import LastGroup, holds_back, last_group
 from p2pavg.matchmaking.rules import Matchmaking
 from p2pavg.matchmaking.search import Search, rung_after
+from p2pavg.matchmaking.timing import REUNION_SECONDS
 from p2pavg.net.addresses import is_circuit
 from p2pavg.net.dialling import MAX_ADDRESSES_DIALLED
 from p2pavg.net.framing import send_message
@@ -72,8 +75,13 @@ class Matchmaker:
         self._attempt: AttemptRunner | None = None
         self._linger = trio.CancelScope()
         self._said: list[bytes] = []
+        """Keys under which there may be a record of an earlier attempt, or of this one."""
         self._taken: tuple[str, ...] = ()
         """Ids of the other members of the last group, as long as their records may still be read."""
+        self._last: LastGroup | None = None
+        """The group of the last round, if it was finished."""
+        self._looked = -math.inf
+        """Time of the last attempt in which this peer announced itself."""
         self._rung: int | None = None
         self._banned: dict[str, tuple[str, float]] = {}
         self._memory = Memory()
@@ -100,9 +108,10 @@ class Matchmaker:
             del self._banned[next(iter(self._banned))]
 
     def finished_with(self, members: Sequence[Candidate]) -> None:
-        """Note that a round with these members was finished; later attempts prefer them."""
+        """Note that a round with these members, in the roster's order, was finished; later attempts prefer them."""
         others = [member for member in members if member.peer_id != self._context.signer.peer_id]
         self._memory.finished_with(others)
+        self._last = last_group(self._place_key, members)
         self._records.met(others)
 
     def recheck(self) -> None:
@@ -163,15 +172,41 @@ class Matchmaker:
         self._taken = ()
         self._place_key = key_at(self._key, meeting.place)
         settings = self._settings_for(meeting, target, contributors, frozenset(expected))
+        last, self._last = self._last, None  # after a round that fails, the next one begins without it
+        again = not (meeting.avoid or auxiliary) and holds_back(
+            self._context.signer.peer_id,
+            last,
+            key=self._place_key,
+            target=settings.target,
+            expected=settings.expected,
+            match_timeout=settings.match_timeout,
+            looked=trio.current_time() - self._looked,
+            network=self._records.network_size,
+        )
         outcome: Roster | GaveUp | Renew = Renew("the first attempt")
         moves = 0
         try:
             while isinstance(outcome, Renew):
-                me = self._sign(settings, weight, auxiliary, state, tags, metrics, norm, outcome.deadline)
-                moves += outcome.deadline is not None
                 search = self._search_in(meeting, settings.target)
+                # The common place alone has the same key for all members.
+                hold_back = REUNION_SECONDS if again and search.ladder.start == 0 else 0.0
+                again = False
+                self._enter(search, holds_back=hold_back > 0)
+                deadline = outcome.deadline
+                if deadline is None:
+                    patience = ATTEMPT_SECONDS if auxiliary else settings.match_timeout
+                    deadline = self._context.wall_clock() + patience + hold_back
+                me = self._sign(weight, auxiliary, state, tags, metrics, norm, deadline)
+                moves += outcome.deadline is not None
                 self._attempt = self._begin(
-                    me, settings, on_report, on_expect, search, may_move=moves < MAX_MOVES
+                    me,
+                    settings,
+                    on_report,
+                    on_expect,
+                    search,
+                    may_move=moves < MAX_MOVES,
+                    companions=frozenset() if last is None else last.members,
+                    hold_back=hold_back,
                 )
                 try:
                     outcome = await self._attempt.run()
@@ -189,16 +224,23 @@ class Matchmaker:
         """Return the places of an attempt. A meeting's own place is small enough already."""
         ladder = Ladder(0, 0) if meeting.place else ladder_for(self._records.network_size, target, self._rung)
         slot = slot_at(self._context.wall_clock())
-        search = Search(self._context.signer.peer_id, self._place_key, slot, ladder)
-        first = search.key_on(ladder.start)
+        return Search(self._context.signer.peer_id, self._place_key, slot, ladder)
+
+    def _enter(self, search: Search, *, holds_back: bool) -> None:
+        """Enter the first place of an attempt, and leave those of earlier ones."""
+        first = search.key_on(search.ladder.start)
         self._forget(key for key in self._said if key != first)
-        self._said = [first]
-        return search
+        self._said = [key for key in self._said if key == first] if holds_back else [first]
 
     def _leave(self, search: Search, target: int) -> None:
         """Leave the places of an attempt, but for the first one: the next attempt is likely to begin there."""
         self._forget(search.said[1:])
-        if search.key == self._key and search.said:
+        before, self._said = self._said, search.said[:1]
+        if not search.said:  # what is left of an earlier attempt is not true any more
+            self._forget(before)
+            return
+        self._looked = trio.current_time()
+        if search.key == self._key:
             self._rung = rung_after(search, target)
 
     def _forget(self, keys: Iterable[bytes]) -> None:
@@ -206,7 +248,7 @@ class Matchmaker:
             self._context.nursery.start_soon(self._withdraw_left, key)
 
     async def _withdraw_left(self, key: bytes) -> None:
-        if key not in self._said:  # the next attempt may begin where this one has ended
+        if key not in self._keys_said():  # the next attempt may begin where this one has ended
             await self._records.withdraw(key)
 
     def _settings_for(
@@ -224,22 +266,19 @@ class Matchmaker:
 
     def _sign(
         self,
-        settings: Settings,
         weight: float,
         auxiliary: bool,
         state: bytes,
         tags: Sequence[str],
         metrics: Mapping[str, float],
         norm: float,
-        deadline: float | None,
+        deadline: float,
     ) -> Candidate:
-        now = self._context.wall_clock()
-        usual = now + (ATTEMPT_SECONDS if auxiliary else settings.match_timeout)
         return sign_candidate(
             self._context.signer,
             key=self._place_key,
-            deadline=usual if deadline is None else deadline,
-            expiration_time=now + ATTEMPT_SECONDS + 60.0,
+            deadline=deadline,
+            expiration_time=self._context.wall_clock() + ATTEMPT_SECONDS + 60.0,
             weight=weight,
             bandwidth=self._bandwidth(),
             codec=self._codec,
@@ -263,9 +302,11 @@ class Matchmaker:
         search: Search,
         *,
         may_move: bool,
+        companions: frozenset[str],
+        hold_back: float,
     ) -> AttemptRunner:
         now = self._context.wall_clock()
-        rules = Matchmaking(me, settings, now, self._memory)
+        rules = Matchmaking(me, settings, now, self._memory, companions=companions, hold_back=hold_back)
         for peer_id, (reason, until) in list(self._banned.items()):
             if until > trio.current_time():
                 rules.state.peers.ban(peer_id, reason)
@@ -282,6 +323,7 @@ class Matchmaker:
             self._blame,
             lambda: may_move and self._has_moved(me),
             search,
+            holds_back=hold_back > 0,
         )
 
     def _has_moved(self, me: Candidate) -> bool:
@@ -313,9 +355,13 @@ class Matchmaker:
     async def withdraw(self) -> None:
         """Withdraw the readiness record, if there is one."""
         self._linger.cancel()
-        said, self._said = self._said, []
-        for key in said:
+        said, self._said = self._keys_said(), []
+        self._records.keep_no_places()
+        for key in sorted(said):
             await self._records.withdraw(key)
+
+    def _keys_said(self) -> set[bytes]:
+        return {*self._said, *(() if self._attempt is None else self._attempt.keys_said)}
 
     async def _withdraw_unless_renewed(self) -> None:
         with trio.CancelScope() as self._linger:

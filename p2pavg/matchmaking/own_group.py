@@ -11,7 +11,7 @@ from p2pavg.group.roster import Roster
 from p2pavg.matchmaking.actions import Actions, Close, Expect, Formed, Send
 from p2pavg.matchmaking.attempt_state import AttemptState, Phase
 from p2pavg.matchmaking.messages import Commit, Disband, Joined, Propose, Status
-from p2pavg.matchmaking.timing import ANSWER_SECONDS, HEARTBEAT_SECONDS, SETTLE_SECONDS
+from p2pavg.matchmaking.timing import ANSWER_SECONDS, HEARTBEAT_SECONDS, SETTLE_SECONDS, STATUS_SECONDS
 
 
 class OwnGroup:
@@ -23,7 +23,7 @@ class OwnGroup:
         self.answers_due = 0.0  # end of the wait for answers to the proposal
         self._accepted: set[str] = set()
         self._proposals = 0
-        self._spoken = state.begun  # time of the last message to the followers
+        self._tell_at = state.begun + HEARTBEAT_SECONDS  # time of the next status for the followers
         self._enough_since: float | None = (
             None  # time since which the group has had enough members to go ahead
         )
@@ -79,11 +79,10 @@ class OwnGroup:
         """Take a candidate as a follower."""
         self.followers[candidate.peer_id] = candidate
         self._state.peers[candidate.peer_id].nudges.awaited_until = None
+        # Not at once: a group that meets again would send a message for each pair of members, and is complete soon.
+        self._tell_at = min(self._tell_at, now + STATUS_SECONDS)
         joined = Joined(self._state.me)
-        return [
-            Send(candidate.peer_id, joined, "it comes after this peer, and there is room"),
-            *self.tell(now),
-        ]
+        return [Send(candidate.peer_id, joined, "it comes after this peer, and there is room")]
 
     def disband(self, reason: str, why: str, *, leader: Candidate | None = None) -> Actions:
         """Send the followers away.
@@ -105,19 +104,19 @@ class OwnGroup:
         Args:
             decided: the deadline is over, so each follower reports to its caller.
         """
-        self._spoken = now
+        self._tell_at = now + HEARTBEAT_SECONDS
         status = Status(self.holders, decided)
         return [
             Send(peer_id, status, "its group has changed, or time has passed") for peer_id in self.followers
         ]
 
     def heartbeat(self, now: float) -> Actions:
-        """Send the status, if the followers have heard nothing for :data:`HEARTBEAT_SECONDS`."""
-        return self.tell(now) if self.followers and now >= self._spoken + HEARTBEAT_SECONDS else []
+        """Send the status, if the group has grown, or the followers have heard nothing for a while."""
+        return self.tell(now) if self.followers and now >= self._tell_at else []
 
     def times(self) -> list[float]:
         """Return the times of the next heartbeat and of going ahead although the group is incomplete."""
-        times = [self._spoken + HEARTBEAT_SECONDS] if self.followers else []
+        times = [self._tell_at] if self.followers else []
         if self._enough_since is not None:
             times.append(max(self._state.me.deadline, self._enough_since + SETTLE_SECONDS))
         return times

@@ -20,7 +20,8 @@ has no cycles. A peer that follows no leader leads, so the first peer to announc
 leader nudges later candidates, which may not have seen its record. A leader that joins an earlier one disbands its own
 group, and names the new leader to its followers. A peer whose roster is agreed names its members when it declines, so
 that the asker goes on to the next group, and not to each of them. The record of an attempt with which this peer has
-finished a round does not count: it is read until the peer has announced its next attempt.
+finished a round does not count: it is read until the peer has announced its next attempt. In a group that may meet
+again, only the peer that led it announces itself at once (:mod:`p2pavg.matchmaking.reunion`).
 
 **Places.** Among many candidates, those that exchange directly come first. A leader puts a relayed candidate off while
 enough others are ready to fill the group, and one that can be dialled while relayed ones need it more. It does so for
@@ -97,9 +98,21 @@ class Matchmaking:
 
     Args:
         memory: knowledge from earlier attempts; this one adds to it.
+        companions: ids of the members of the last group, if this peer hopes to be in it again.
+        hold_back: seconds for which it waits for that group's leader, and asks no stranger
+            (:mod:`p2pavg.matchmaking.reunion`).
     """
 
-    def __init__(self, me: Candidate, settings: Settings, now: float, memory: Memory | None = None) -> None:
+    def __init__(
+        self,
+        me: Candidate,
+        settings: Settings,
+        now: float,
+        memory: Memory | None = None,
+        *,
+        companions: frozenset[str] = frozenset(),
+        hold_back: float = 0.0,
+    ) -> None:
         self.state = AttemptState(
             me=me,
             settings=settings,
@@ -108,6 +121,8 @@ class Matchmaking:
             begun=now,
             looked=now,
             report_at=me.deadline,
+            companions=companions,
+            strangers_from=now + hold_back,
         )
         self.group = OwnGroup(self.state)
         self._followed = FollowedLeader(self.state)

@@ -40,6 +40,8 @@ def first_earlier(state: AttemptState, followers: Collection[str], now: float) -
 
 def _waits_for_proven(state: AttemptState, now: float) -> bool:
     """Return whether peers with which a round was finished are enough for a group and have time left to form it."""
+    if now < state.strangers_from:
+        return True
     if now >= state.begun + PROVEN_SECONDS:
         return False
     proven = (
@@ -55,8 +57,7 @@ def times_to_ask(state: AttemptState) -> list[float]:
     looked = state.looked
     held = (state.memory.held_until(peer_id, looked) for peer_id in state.peers.candidates)
     times = [until for until in held if until > looked]
-    if looked < state.begun + PROVEN_SECONDS:
-        times.append(state.begun + PROVEN_SECONDS)
+    times += [time for time in (state.strangers_from, state.begun + PROVEN_SECONDS) if looked < time]
     return times
 
 

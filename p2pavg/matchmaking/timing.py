@@ -28,6 +28,15 @@ RENEW_SECONDS = 60.0  # a leader begins a new attempt this long after its deadli
 MOVED_SECONDS = 10.0
 """A peer whose reach or addresses have changed has at least so long for its new attempt. Others poll every 4 s."""
 LATER_SECONDS = 0.001  # a deadline is moved by this to name another attempt
+STATUS_SECONDS = (
+    0.25  # followers are told within this time that the group has grown; mostly, it is proposed before
+)
+REUNION_SECONDS = 0.5
+"""Members of the last group wait so long for the record of the peer that led it, before they announce themselves. The
+record needs a trip, and two training steps do not end at the same time."""
+REUNIONS_SECONDS = 30.0
+"""Each member announces itself this often all the same, and sees whether there are others for its group. Runs that step
+less often hardly notice what it costs."""
 PROVEN_SECONDS = 1.0
 """If enough peers for a group have finished a round with each other, they have so long to form it before they ask
 other peers. A group takes a few round trips."""

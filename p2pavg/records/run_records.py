@@ -46,6 +46,7 @@ class RecordNode(Protocol):
         self, key: bytes, value: bytes, *, ttl: float, also: Sequence[Contact] = ()
     ) -> Published: ...
     async def withdraw(self, key: bytes) -> None: ...
+    def keep_places(self, key: bytes, contacts: Sequence[Contact]) -> None: ...
     async def find(self, key: bytes, also: Sequence[Contact] = ()) -> tuple[Record, ...]: ...
     def held(self, key: bytes) -> tuple[Record, ...]: ...
     def watch(self, key: bytes, changed: Callable[[], None]) -> None: ...
@@ -80,6 +81,8 @@ class RunRecords:
         """The other members of the last round, with their addresses."""
         self._refused: dict[str, str] = {}
         self._guarded: set[bytes] = set()
+        self._kept = b""
+        """Key, as it is stored, under which places are kept for others."""
         self._ttls: dict[bytes, float] = {}
         self._guards = ExitStack()
 
@@ -125,6 +128,17 @@ class RunRecords:
         )
         published = await self._node.publish(stored, sealed, ttl=ttl, also=self._mates)
         return replace(published, records=await self._opened_in_turns(key, published.records))
+
+    def keep_places(self, key: bytes) -> None:
+        """Keep places here for the records of the members of the last round, before this peer publishes one itself."""
+        self._kept = self.stored_key(key)
+        self._node.keep_places(self._kept, self._mates)
+
+    def keep_no_places(self) -> None:
+        """Keep places no longer."""
+        kept, self._kept = self._kept, b""
+        if kept:
+            self._node.keep_places(kept, ())
 
     async def withdraw(self, key: bytes) -> None:
         """Withdraw this peer's record under a key."""

@@ -161,6 +161,25 @@ async def test_a_refusal_names_its_reason() -> None:
     assert answer.outcomes == (Refusal.EXPIRED, Refusal.TOO_FAR, "")
 
 
+async def test_places_are_kept_before_a_record_is_published_and_after_it_is_withdrawn() -> None:
+    asked, _ = node(limits=Limits(publishers_per_key=1))
+    await ask(asked, Store((), (record(ALICE),)))
+    assert (await ask(asked, Store((), (record(BOB),)), BOB)).outcomes == (Refusal.KEY_FULL,)
+    asked.keep_places(KEY, [contact(BOB)])
+    assert (await ask(asked, Store((), (record(BOB),)), BOB)).outcomes == ("",)
+    await asked.publish(KEY, b"mine", ttl=60.0, also=[contact(BOB)])
+    await asked.withdraw(KEY)
+    newer = sign_record(BOB, key=KEY, sequence=2, expiration_time=NOW + 60.0, value=b"v")
+    assert (await ask(asked, Store((), (newer,)), BOB)).outcomes == ("",)
+    assert (await ask(asked, Store((), (record(CAROL),)), CAROL)).outcomes == (Refusal.KEY_FULL,)
+    asked.keep_places(KEY, [contact(CAROL)])
+    assert (await ask(asked, Store((), (record(CAROL),)), CAROL)).outcomes == ("",)
+    asked.keep_places(KEY, ())
+    assert asked.held(KEY)
+    dave = Ed25519Signer(b"d" * 32)
+    assert (await ask(asked, Store((), (record(dave),)), dave)).outcomes == (Refusal.KEY_FULL,)
+
+
 async def test_records_after_a_forged_one_are_not_checked() -> None:
     asked, _ = node()
     forged = replace(record(BOB), value=b"forged")

@@ -15,6 +15,9 @@ class Records:
     def __init__(self) -> None:
         self.withdrawn: list[bytes] = []
 
+    def keep_no_places(self) -> None:
+        """Do nothing: none are kept."""
+
     async def withdraw(self, key: bytes) -> None:
         await trio.lowlevel.checkpoint()
         self.withdrawn.append(key)

@@ -1,0 +1,286 @@
+"""Rounds of peers that have finished one together: their leader announces itself, and the others need not."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import pytest
+import trio
+from trio.testing import MockClock
+
+import p2pavg
+from p2pavg.group.rungs import Ladder
+from p2pavg.matchmaking.attempt_runner import AttemptRunner
+from p2pavg.matchmaking.reunion import MOST_OTHERS
+from p2pavg.matchmaking.timing import REUNION_SECONDS
+from p2pavg.peer import Peer
+from p2pavg.records.run_records import RunRecords
+from p2pavg.testing import MemoryNetwork, simulated_peers
+from tests.simulation.swarm import LAN, config, values
+
+PEERS = 4
+PAUSE = 5.0
+"""Seconds from the beginning of one round to that of the next one."""
+
+
+class Announcements:
+    """Counts the records by which peers announce themselves."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.counts: Counter[int] = Counter()
+        """By the number of the round."""
+        self.keys = set[bytes]()
+        original = AttemptRunner._publish_on
+
+        async def publish(runner: AttemptRunner, rung: int) -> bytes:
+            self.counts[int(trio.current_time() / PAUSE)] += 1
+            key = await original(runner, rung)
+            self.keys.add(key)
+            return key
+
+        monkeypatch.setattr(AttemptRunner, "_publish_on", publish)
+
+
+async def live(
+    peer: Peer,
+    results: list[list[p2pavg.RoundResult]],
+    rounds: Sequence[int],
+    late: float = 0.0,
+    **changes: object,
+) -> None:
+    """Take part in rounds, and keep the result of each."""
+    async with peer.averager(config(group_size=PEERS, **changes)) as averager:
+        for number in rounds:
+            await trio.sleep_until(PAUSE * number + late)
+            averager.clear()
+            averager.accumulate([values(number)])
+            results[number].append(await averager.step(wait=None))
+
+
+def members_of(results: Sequence[p2pavg.RoundResult]) -> set[frozenset[str]]:
+    assert all(isinstance(result, p2pavg.Success) for result in results), results
+    return {frozenset(result.peers) for result in results if isinstance(result, p2pavg.Success)}
+
+
+async def test_only_the_leader_of_the_last_group_announces_itself(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    announcements = Announcements(monkeypatch)
+    results: list[list[p2pavg.RoundResult]] = [[] for _ in range(5)]
+    network = MemoryNetwork(latency=LAN)
+    async with simulated_peers(network, PEERS) as peers, trio.open_nursery() as nursery:
+        for peer in peers:
+            nursery.start_soon(live, peer, results, range(1, 5))
+    assert all(len(members_of(found)) == 1 for found in results[1:])
+    assert announcements.counts[1] == PEERS
+    assert [announcements.counts[number] for number in (2, 3, 4)] == [1, 1, 1]
+
+
+async def test_a_record_of_the_round_before_is_withdrawn(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others would read it for as long as it is valid, and ask peers that are not looking for a group."""
+    announcements = Announcements(monkeypatch)
+    withdrawn: Counter[int] = Counter()
+    original = RunRecords.withdraw
+
+    async def withdraw(records: RunRecords, key: bytes) -> None:
+        withdrawn[int(trio.current_time() / PAUSE)] += key in announcements.keys
+        await original(records, key)
+
+    monkeypatch.setattr(RunRecords, "withdraw", withdraw)
+    monkeypatch.setattr("p2pavg.matchmaking.matchmaker.LINGER_SECONDS", 1.2 * PAUSE)
+    results: list[list[p2pavg.RoundResult]] = [[] for _ in range(4)]
+    async with simulated_peers(MemoryNetwork(latency=LAN), PEERS) as peers, trio.open_nursery() as nursery:
+        for peer in peers:
+            nursery.start_soon(live, peer, results, range(1, 4))
+        await trio.sleep_until(2 * PAUSE)
+        assert withdrawn[1] == 0, "the records of the first round are still there when the second one begins"
+        await trio.sleep_until(2.9 * PAUSE)
+        assert withdrawn[2] == PEERS - 1
+        nursery.cancel_scope.cancel()
+
+
+async def test_the_others_meet_without_a_leader_that_has_left(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    announcements = Announcements(monkeypatch)
+    results: list[list[p2pavg.RoundResult]] = [[] for _ in range(4)]
+    async with simulated_peers(MemoryNetwork(latency=LAN), PEERS) as peers, trio.open_nursery() as nursery:
+        first, *others = peers
+        nursery.start_soon(live, first, results, [1])  # it begins first, and so it leads
+        for peer in others:
+            nursery.start_soon(lambda peer=peer: live(peer, results, [1, 2, 3], late=0.1, match_timeout=3.0))
+    assert {len(members) for members in members_of(results[1])} == {PEERS}
+    for number in (2, 3):
+        assert members_of(results[number]) == {frozenset(peer.id for peer in others)}
+        assert announcements.counts[number] == PEERS - 1, "an incomplete group is no group to meet again"
+
+
+@pytest.mark.parametrize(("late", "announced"), [(0.1 + 0.8 * REUNION_SECONDS, 1), (2.0, PEERS)])
+async def test_a_leader_that_is_late_is_met(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, late: float, announced: int
+) -> None:
+    """A little later than the others, it is still before them in the order of candidates."""
+    announcements = Announcements(monkeypatch)
+    results: list[list[p2pavg.RoundResult]] = [[] for _ in range(4)]
+    async with simulated_peers(MemoryNetwork(latency=LAN), PEERS) as peers, trio.open_nursery() as nursery:
+        first, *others = peers
+        async with first.averager(config(group_size=PEERS)) as averager:
+            for peer in others:
+                nursery.start_soon(lambda peer=peer: live(peer, results, [1, 2, 3], late=0.1))
+            for number in (1, 2, 3):
+                await trio.sleep_until(PAUSE * number + (0.0 if number == 1 else late))
+                averager.accumulate([values(number)])
+                results[number].append(await averager.step(wait=None))
+                assert trio.current_time() - PAUSE * number < max(late, 0.1) + 0.1
+    for number in (1, 2, 3):
+        assert {len(members) for members in members_of(results[number])} == {PEERS}
+    assert announcements.counts[2] == announced
+
+
+async def test_a_newcomer_sees_that_a_group_is_there_and_is_in_one_soon(autojump_clock: MockClock) -> None:
+    results: list[list[p2pavg.RoundResult]] = [[] for _ in range(8)]
+    async with (
+        simulated_peers(MemoryNetwork(latency=LAN), PEERS + 1) as peers,
+        trio.open_nursery() as nursery,
+    ):
+        newcomer, *others = peers
+        for peer in others:
+            nursery.start_soon(lambda peer=peer: live(peer, results, range(1, 8), match_timeout=30.0))
+        await trio.sleep_until(2.5 * PAUSE)
+        async with newcomer.averager(config(group_size=PEERS, match_timeout=PAUSE)) as averager:
+            averager.accumulate([values(0)])
+            while not isinstance(found := await averager.step(wait=None), p2pavg.Success):
+                assert isinstance(found, p2pavg.InProgress), found
+                assert found.ready_peers > 1
+            assert trio.current_time() < 5 * PAUSE
+        nursery.cancel_scope.cancel()
+
+
+async def test_peers_that_failed_together_announce_themselves(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    announcements = Announcements(monkeypatch)
+    results: list[list[p2pavg.RoundResult]] = [[] for _ in range(4)]
+    network = MemoryNetwork(latency=LAN)
+    async with simulated_peers(network, PEERS) as peers, trio.open_nursery() as nursery:
+        for peer in peers:
+            nursery.start_soon(
+                lambda peer=peer: live(peer, results, [1, 2, 3], exchange_timeout=2.0, min_group_size=PEERS)
+            )
+        await trio.sleep_until(1.9 * PAUSE)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(
+                "p2pavg.round.exchange.Exchange._completed", lambda _exchange, _attempt, _digests: None
+            )
+            await trio.sleep_until(2.9 * PAUSE)
+    assert all(isinstance(result, p2pavg.Failed) for result in results[2])
+    assert announcements.counts[2] == 1
+    assert announcements.counts[3] == PEERS
+
+
+class Crowd:
+    """Peers of which not all fit in one group, or of which all do, round after round."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.announcements = Announcements(monkeypatch)
+        self.rounds: Counter[str] = Counter()
+        """Number of rounds in which each peer had a result."""
+        self.groups = set[frozenset[str]]()
+        self.took: dict[int, float] = {}
+        """Seconds of the slowest peer, by the number of the round."""
+
+    async def run(self, peers: int, size: int, rounds: int, pause: float = PAUSE) -> None:
+        async with (
+            simulated_peers(MemoryNetwork(latency=LAN), peers) as there,
+            trio.open_nursery() as nursery,
+        ):
+            for index, peer in enumerate(there):
+                nursery.start_soon(self._live, peer, index, size, rounds, pause)
+
+    async def _live(self, peer: Peer, index: int, size: int, rounds: int, pause: float) -> None:
+        async with peer.averager(config(group_size=size, match_timeout=2 * PAUSE)) as averager:
+            for number in range(1, rounds + 1):
+                await trio.sleep_until(pause * number + 0.01 * ((index * number) % 7))
+                averager.clear()
+                averager.accumulate([values(number)])
+                with trio.move_on_at(pause * (number + 1) - 0.1):
+                    result = await averager.step(wait=None)
+                    assert isinstance(result, p2pavg.Success | p2pavg.InProgress), result
+                    if isinstance(result, p2pavg.Success):
+                        self.rounds[peer.id] += 1
+                        self.groups.add(frozenset(result.peers))
+                        took = trio.current_time() - pause * number
+                        self.took[number] = max(self.took.get(number, 0.0), took)
+
+
+@pytest.mark.parametrize(("peers", "size", "rounds"), [(5, 4, 12), (3, 2, 14), (9, 4, 10)])
+async def test_a_peer_too_many_is_not_left_out_every_time(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, peers: int, size: int, rounds: int
+) -> None:
+    crowd = Crowd(monkeypatch)
+    await crowd.run(peers, size, rounds)
+    assert len(crowd.rounds) == peers
+    assert min(crowd.rounds.values()) >= rounds // 3
+    announced = [crowd.announcements.counts[number] for number in range(3, rounds)]
+    assert min(announced) >= peers - 1, "all but a peer that still waits: no group is the whole run"
+
+
+async def test_groups_of_a_larger_run_mix(autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch) -> None:
+    crowd = Crowd(monkeypatch)
+    await crowd.run(8, 4, 10)
+    assert len(crowd.groups) >= 8
+    assert all(crowd.announcements.counts[number] == 8 for number in range(2, 11))
+    assert set(crowd.rounds.values()) == {10}
+
+
+@pytest.mark.parametrize("peers", [9, 13, 17, 18])
+async def test_nobody_holds_back_in_vain(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, peers: int
+) -> None:
+    """The leader's record reaches all members directly, whatever keeps the run's key; larger groups announce."""
+    crowd = Crowd(monkeypatch)
+    await crowd.run(peers, peers, 4)
+    assert set(crowd.rounds.values()) == {4}
+    assert all(took < REUNION_SECONDS for took in crowd.took.values()), crowd.took
+    assert crowd.announcements.counts[4] == (1 if peers <= MOST_OTHERS + 1 else peers)
+
+
+async def test_nobody_holds_back_away_from_the_common_place(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a large network, peers begin in places that differ from each other."""
+    monkeypatch.setattr("p2pavg.matchmaking.matchmaker.ladder_for", lambda *_: Ladder(1, 1))
+    crowd = Crowd(monkeypatch)
+    await crowd.run(PEERS, PEERS, 3)
+    assert set(crowd.rounds.values()) == {3}
+    assert all(took < REUNION_SECONDS for took in crowd.took.values()), crowd.took
+
+
+async def test_each_member_announces_itself_now_and_then(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it would not see that there are others by now, where it keeps none of the run's records."""
+    crowd = Crowd(monkeypatch)
+    await crowd.run(PEERS, PEERS, 9)
+    announced = [crowd.announcements.counts[number] for number in range(1, 10)]
+    assert announced[:6] == [PEERS, 1, 1, 1, 1, 1]
+    assert sum(announced[6:]) == 3 + PEERS - 1, "the leader each time, and each of the others once after 30 s"
+
+
+async def test_a_newcomer_is_not_left_alone_when_the_leader_is_gone(autojump_clock: MockClock) -> None:
+    results: list[list[p2pavg.RoundResult]] = [[] for _ in range(3)]
+    async with (
+        simulated_peers(MemoryNetwork(latency=LAN), PEERS + 1) as peers,
+        trio.open_nursery() as nursery,
+    ):
+        leader, newcomer, *others = peers
+        nursery.start_soon(live, leader, results, [1])
+        for peer in others:
+            nursery.start_soon(lambda peer=peer: live(peer, results, [1, 2], late=0.1, match_timeout=2.0))
+        nursery.start_soon(lambda: live(newcomer, results, [2], match_timeout=2.0))
+        await trio.sleep_until(2 * PAUSE + 0.1 + REUNION_SECONDS + 0.1)
+        assert members_of(results[2]) == {frozenset(peer.id for peer in (newcomer, *others))}
+        assert len(results[2]) == PEERS

@@ -1,0 +1,162 @@
+"""When a peer expects its last group again, and what it does then."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import pytest
+
+from p2pavg.group.candidate import Candidate
+from p2pavg.matchmaking.actions import Open, Send
+from p2pavg.matchmaking.memory import Memory
+from p2pavg.matchmaking.messages import Joined, Status
+from p2pavg.matchmaking.reunion import (
+    EVERYONE_KEEPS,
+    LEAST_MATCH_TIMEOUT,
+    MOST_OTHERS,
+    LastGroup,
+    holds_back,
+    last_group,
+)
+from p2pavg.matchmaking.rules import Matchmaking
+from p2pavg.matchmaking.timing import (
+    HEARTBEAT_SECONDS,
+    REUNION_SECONDS,
+    REUNIONS_SECONDS,
+    STATUS_SECONDS,
+)
+from p2pavg.records.run_records import MAX_MATES
+from tests.unit.matchmaking.bus import EPOCH, candidate, settings
+
+KEY, OTHER_KEY = b"k" * 32, b"o" * 32
+
+
+class TestHoldingBack:
+    LAST = LastGroup(KEY, "a", frozenset("abc"), frozenset("abc"))
+    USUAL: ClassVar[dict[str, Any]] = {
+        "key": KEY,
+        "target": 3,
+        "expected": (),
+        "match_timeout": 30.0,
+        "looked": 1.0,
+        "network": EVERYONE_KEEPS,
+    }
+
+    def holds_back(self, last: LastGroup | None = LAST, me: str = "b", **changes: Any) -> bool:
+        return holds_back(me, last, **(self.USUAL | changes))
+
+    def test_a_member_waits_for_the_leader_of_its_last_group(self) -> None:
+        assert self.holds_back()
+        assert self.holds_back(target=2)
+        assert self.holds_back(expected=("a", "c"))
+
+    def test_a_group_that_is_the_whole_network_may_be_large(self) -> None:
+        members = frozenset({"b", *map(str, range(MOST_OTHERS))})
+        last = replace(self.LAST, members=members, holders=members)
+        assert self.holds_back(last, network=len(members))
+        assert not self.holds_back(last, network=len(members) + 1)
+
+    def test_the_leader_itself_does_not(self) -> None:
+        assert not self.holds_back(me="a")
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            {"target": 4},
+            {"expected": ("a", "d")},
+            {"key": OTHER_KEY},
+            {"match_timeout": LEAST_MATCH_TIMEOUT - 0.1},
+            {"looked": REUNIONS_SECONDS},
+            {"network": EVERYONE_KEEPS + 1},
+            {"last": None},
+            {"last": replace(LAST, members=frozenset(map(str, range(MOST_OTHERS + 2))))},
+        ],
+        ids=[
+            "larger group",
+            "another one expected",
+            "another place",
+            "impatient",
+            "long ago",
+            "large network",
+            "none",
+            "large",
+        ],
+    )
+    def test_it_does_not_if_the_last_group_may_not_do(self, change: dict[str, Any]) -> None:
+        assert not self.holds_back(**change)
+
+    def test_auxiliaries_are_no_members_that_a_group_needs(self) -> None:
+        members = [candidate(1, EPOCH), candidate(2, EPOCH), candidate(3, EPOCH, auxiliary=True)]
+        group = last_group(KEY, members)
+        ids = [member.peer_id for member in members]
+        assert group == LastGroup(KEY, ids[0], frozenset(ids), frozenset(ids[:2]))
+
+    def test_a_round_that_nobody_finished_leaves_no_group(self) -> None:
+        assert last_group(KEY, []) is None
+
+    def test_a_leader_gives_its_record_to_all_members_of_such_a_group(self) -> None:
+        assert MOST_OTHERS <= MAX_MATES
+
+
+class TestStrangers:
+    def test_a_stranger_that_is_seen_ends_the_wait(self) -> None:
+        """The group would not be the whole run."""
+        me, stranger = candidate(1, EPOCH + 2), candidate(2, EPOCH + 1)
+        rules = Matchmaking(me, settings(2), EPOCH, hold_back=REUNION_SECONDS)
+        assert rules.state.strangers_from == EPOCH + REUNION_SECONDS
+        assert [type(action) for action in rules.discovered([stranger], EPOCH)] == [Open]
+        assert rules.state.strangers_from == EPOCH
+
+    @pytest.mark.parametrize(
+        "other",
+        [
+            candidate(2, EPOCH + 1),
+            candidate(3, EPOCH + 1, auxiliary=True),
+            candidate(3, EPOCH + 1, state=b"o"),
+        ],
+        ids=["companion", "auxiliary", "other state"],
+    )
+    def test_others_do_not_end_the_wait(self, other: Candidate) -> None:
+        companions = frozenset({candidate(2, EPOCH).peer_id})
+        rules = Matchmaking(
+            candidate(1, EPOCH + 2), settings(3), EPOCH, companions=companions, hold_back=REUNION_SECONDS
+        )
+        rules.discovered([other], EPOCH)
+        assert rules.state.strangers_from == EPOCH + REUNION_SECONDS
+
+    def test_an_unproven_companion_is_asked_after_the_wait(self) -> None:
+        """Such as one that has wasted this peer's time."""
+        companion = candidate(2, EPOCH + 1)
+        rules = Matchmaking(
+            candidate(1, EPOCH + 2),
+            settings(2),
+            EPOCH,
+            companions=frozenset({companion.peer_id}),
+            hold_back=REUNION_SECONDS,
+        )
+        assert rules.discovered([companion], EPOCH) == []
+        assert rules.wake_at() <= EPOCH + REUNION_SECONDS
+        assert [type(action) for action in rules.tick(EPOCH + REUNION_SECONDS)] == [Open]
+
+    def test_a_member_of_the_last_group_is_asked_at_once(self) -> None:
+        me, leader, memory = candidate(1, EPOCH + 2), candidate(2, EPOCH + 1), Memory()
+        memory.finished_with([candidate(2, EPOCH - 10)])
+        companions = frozenset({leader.peer_id})
+        rules = Matchmaking(me, settings(3), EPOCH, memory, companions=companions, hold_back=REUNION_SECONDS)
+        assert [type(action) for action in rules.discovered([leader], EPOCH)] == [Open]
+
+
+class TestStatus:
+    def test_followers_are_told_soon_and_not_one_by_one_that_the_group_has_grown(self) -> None:
+        me, followers = candidate(1, EPOCH + 1), [candidate(n, EPOCH + n) for n in (2, 3, 4)]
+        rules = Matchmaking(me, settings(5), EPOCH)
+        said = [action for follower in followers for action in rules.asked(follower, EPOCH)]
+        assert [type(action.message) for action in said if isinstance(action, Send)] == 3 * [Joined]
+        assert rules.wake_at() <= EPOCH + STATUS_SECONDS
+        told = rules.tick(EPOCH + STATUS_SECONDS)
+        statuses = [action for action in told if isinstance(action, Send)]
+        assert {action.peer_id for action in statuses} == {follower.peer_id for follower in followers}
+        assert {action.message for action in statuses} == {Status(4, False)}
+        assert rules.tick(EPOCH + 2 * STATUS_SECONDS) == []
+        assert rules.tick(EPOCH + STATUS_SECONDS + HEARTBEAT_SECONDS) != []

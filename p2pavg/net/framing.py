@@ -6,7 +6,7 @@ framing, and are read directly into the caller's buffer.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import trio
 
@@ -28,7 +28,14 @@ _READ_CHUNK = 256 * 1024  # the initial window of a stream; a read rarely finds 
 
 async def send_message(stream: Stream, message: Buffer) -> None:
     """Send one message, preceded by its length."""
-    await stream.send_all(len(message).to_bytes(LENGTH_BYTES, "big") + bytes(message))
+    await send_messages(stream, [message])
+
+
+async def send_messages(stream: Stream, messages: Iterable[Buffer]) -> None:
+    """Send messages one after the other, each preceded by its length, in one write."""
+    await stream.send_all(
+        b"".join(len(message).to_bytes(LENGTH_BYTES, "big") + bytes(message) for message in messages)
+    )
 
 
 async def receive_message(stream: Stream, *, max_bytes: int = MAX_CONTROL_BYTES) -> bytes | None:

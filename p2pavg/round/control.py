@@ -26,7 +26,7 @@ from p2pavg.errors import (
     UnreachableError,
 )
 from p2pavg.group.roster import Roster
-from p2pavg.net.framing import receive_message, send_message
+from p2pavg.net.framing import receive_message, send_message, send_messages
 from p2pavg.net.transport import Stream, Transport
 
 logger = logging.getLogger(__name__)
@@ -74,7 +74,7 @@ class _Line:
         self.changed = trio.Event()
         self.ending = False
         self.scope = trio.CancelScope()
-        self.done = trio.Event()
+        self.is_done = False
         self.taken = False
         self.asked = False
 
@@ -112,6 +112,7 @@ class Control:
         self._me = self._positions[transport.peer_id]
         self.scope = trio.CancelScope()
         """Cancel it to say nothing more."""
+        self._all_done = trio.Event()
         now = trio.current_time()
         self._lines: dict[int, _Line] = {}
         for position, member in enumerate(roster.members):
@@ -129,8 +130,7 @@ class Control:
                 for position in self._lines:
                     if position < self._me:
                         nursery.start_soon(self._open, position)
-                for line in self._lines.values():
-                    await line.done.wait()
+                await self._all_done.wait()
                 nursery.cancel_scope.cancel()
 
     def tell(self, position: int, vote: Vote) -> None:
@@ -145,16 +145,23 @@ class Control:
     def drop(self, position: int) -> None:
         """Have nothing more to do with a member."""
         line = self._lines[position]
-        line.done.set()
+        self._is_done(line)
         line.scope.cancel()
 
+    def _is_done(self, line: _Line) -> None:
+        line.is_done = True
+        if all(each.is_done for each in self._lines.values()):
+            self._all_done.set()
+
     def end(self) -> None:
-        """Send what was to be said, and close; bounded in time."""
+        """Send what was to be said, and close; bounded in time, from the first call on."""
         for line in self._lines.values():
+            if line.ending:
+                continue
             line.ending = True
             line.scope.deadline = trio.current_time() + FLUSH_SECONDS
             if not line.taken:
-                line.done.set()
+                self._is_done(line)
             line.wake()
 
     def arrived(self, peer_id: str, count: int) -> None:
@@ -173,7 +180,7 @@ class Control:
 
     def _lose_if_overdue(self, position: int, line: _Line) -> bool:
         now = trio.current_time()
-        reason = None if line.done.is_set() else line.pace.overdue(now)
+        reason = None if line.is_done else line.pace.overdue(now)
         if reason is not None:
             # A member that sends votes and no parts may wait for a leader that lies.
             self._hears.lost(position, reason, silent=True, reachable=not line.pace.is_silent(now))
@@ -211,27 +218,34 @@ class Control:
     # ------------------------------------------------------------------ streams
 
     async def _open(self, position: int) -> None:
-        line, member = self._lines[position], self._roster.members[position]
+        line = self._lines[position]
         line.taken = True
-        with line.scope:
-            rested = await self._resting.take(member.peer_id)
-            if rested is not None and await self._used_again(position, rested):
-                return
-            try:
-                stream = await self._transport.open_stream(
-                    member.peer_id,
-                    PROTOCOL,
-                    addresses=member.addresses,
-                    timeout=OPEN_SECONDS,
-                    wait_inbound=True,
-                )
-            except UnreachableError as error:
-                self._hears.lost(position, str(error))
-                return
-            try:
-                await self._begin(position, stream)
-            except (StreamBrokenError, ClosedError) as error:
-                self._hears.lost(position, str(error))
+        try:
+            with line.scope:
+                await self._open_and_talk(position)
+        finally:
+            self._is_done(line)  # also if it was cancelled before there was a stream
+
+    async def _open_and_talk(self, position: int) -> None:
+        member = self._roster.members[position]
+        rested = await self._resting.take(member.peer_id)
+        if rested is not None and await self._used_again(position, rested):
+            return
+        try:
+            stream = await self._transport.open_stream(
+                member.peer_id,
+                PROTOCOL,
+                addresses=member.addresses,
+                timeout=OPEN_SECONDS,
+                wait_inbound=True,
+            )
+        except UnreachableError as error:
+            self._hears.lost(position, str(error))
+            return
+        try:
+            await self._begin(position, stream)
+        except (StreamBrokenError, ClosedError) as error:
+            self._hears.lost(position, str(error))
 
     async def _used_again(self, position: int, stream: Stream) -> bool:
         """Vote on a stream that has rested; return False if the other side had closed it, so that it takes another.
@@ -262,7 +276,7 @@ class Control:
             inbound = await self._group.controls.receive()
             position = self._positions.get(inbound.stream.remote)
             line = None if position is None else self._lines.get(position)
-            if line is None or position is None or position < self._me or line.taken or line.done.is_set():
+            if line is None or position is None or position < self._me or line.taken or line.is_done:
                 logger.debug("%s opened a control stream that is not due", inbound.stream.remote)
                 inbound.finished.set()
                 continue
@@ -302,7 +316,7 @@ class Control:
         finally:
             has_ended = bool(broken) and not line.heard
             if not has_ended:
-                line.done.set()
+                self._is_done(line)
             if not may_rest:
                 # Closed, what was sent still arrives; the other side may be slower than the last word may take.
                 await (stream.aclose() if has_spoken else stream.reset())
@@ -314,15 +328,12 @@ class Control:
 
     async def _speak(self, line: _Line, stream: Stream) -> None:
         while True:
-            if line.unsent:
-                vote = line.unsent.popleft()
-                if not line.heard:
-                    line.unanswered.append(vote)
-                await send_message(stream, encode_vote(vote))
+            if line.unsent or line.ending:
+                has_ended = line.ending
+                await send_messages(stream, [*_taken(line), *([encode_vote(Rest())] if has_ended else [])])
+                if has_ended:
+                    return
                 continue
-            if line.ending:
-                await send_message(stream, encode_vote(Rest()))
-                return
             changed = line.changed
             with trio.move_on_after(PING_SECONDS) as scope:
                 await changed.wait()
@@ -363,3 +374,12 @@ class Control:
                 if not (line.pace.heard or line.asked) and trio.current_time() >= began + MISSING_SECONDS:
                     line.asked = True
                     self._hears.missing(position)
+
+
+def _taken(line: _Line) -> list[bytes]:
+    """Take the votes that are to be sent, encoded."""
+    votes = list(line.unsent)
+    line.unsent.clear()
+    if not line.heard:
+        line.unanswered += votes
+    return [encode_vote(vote) for vote in votes]

@@ -129,6 +129,8 @@ class Voting:
         if self.member.phase is not before.phase and self.member.phase in _MILESTONES:
             self._moves.reached(_MILESTONES[self.member.phase])
         if self.member.phase in FINAL:
+            if self.member.phase is Phase.COMMITTED:
+                self.control.end()  # nothing is left to say: so the last word goes out together with the commit
             self.ended.set()
             self._heard_more.set()
             self._heard_more = trio.Event()

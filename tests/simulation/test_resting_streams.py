@@ -12,7 +12,8 @@ from trio.testing import MockClock
 import p2pavg
 from p2pavg.allreduce import lobby
 from p2pavg.allreduce.resting import REST_SECONDS
-from p2pavg.consensus.votes import Ping, Rest, encode_vote
+from p2pavg.consensus.votes import Commit, Ping, Rest, Vote, decode_vote, encode_vote
+from p2pavg.net.framing import send_messages
 from p2pavg.net.transport import Stream
 from p2pavg.peer import Peer
 from p2pavg.round import control
@@ -136,3 +137,21 @@ async def test_a_member_that_says_no_last_word_costs_nothing(
     await rounds.run([1.0, 5.0])
     rounds.check()
     assert rounds.opened == [PAIRS] * 3
+
+
+async def test_the_last_word_goes_out_together_with_the_commit(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A message less for each pair of members, of the three that a round takes."""
+    written: list[list[type[Vote]]] = []
+
+    async def send(stream: Stream, messages: Sequence[bytes]) -> None:
+        written.append([type(decode_vote(message, PEERS)) for message in messages])
+        await send_messages(stream, messages)
+
+    monkeypatch.setattr(control, "send_messages", send)
+    rounds = Rounds(Opened(monkeypatch))
+    await rounds.run([])
+    commits = [kinds for kinds in written if Commit in kinds]
+    assert len(commits) == 2 * PAIRS
+    assert all(kinds[-2:] == [Commit, Rest] for kinds in commits)

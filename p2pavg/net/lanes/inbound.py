@@ -106,7 +106,8 @@ class InboundLanes:
             self._idle.pop(lane, None)
             if lane.has_ended():
                 return False
-            await self._handler_set.wait()
+            if self._handler is None:  # for an event that is set, trio would make a turn of the event loop
+                await self._handler_set.wait()
             return True
         return False
 

@@ -34,6 +34,7 @@ class Line(Stream):
         self.ended = ""
         """``"closed"`` or ``"reset"`` once this side has ended it."""
         self.received = bytearray()
+        self.writes = 0
         self._said, self._unread = trio.open_memory_channel[bytes](20)
         self._rest = b""
 
@@ -62,6 +63,7 @@ class Line(Stream):
     async def send_all(self, data: Buffer) -> None:
         await trio.lowlevel.checkpoint()
         self.received += bytes(data)
+        self.writes += 1
 
     async def receive_some(self, max_bytes: int) -> bytes:
         if not self._rest:
@@ -142,6 +144,20 @@ async def test_a_stream_rests_when_both_sides_have_said_their_last_word(autojump
         assert line.ended == ""
 
 
+async def test_votes_that_wait_and_the_last_word_go_in_one_write(autojump_clock: MockClock) -> None:
+    line = Line(A)
+    side = Side(line)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(side.control.run)
+        await wait_all_tasks_blocked()
+        before = line.writes
+        side.control.tell(0, GATHER)
+        side.control.tell(0, Unknown())
+        await side.end_politely(line)
+        assert line.heard == [GATHER, Unknown(), Rest()]
+        assert line.writes == before + 1
+
+
 async def test_a_last_word_that_does_not_come_closes_the_stream_so_that_votes_still_arrive(
     autojump_clock: MockClock,
 ) -> None:
@@ -157,6 +173,36 @@ async def test_a_last_word_that_does_not_come_closes_the_stream_so_that_votes_st
     assert line.heard == [GATHER, Rest()]
     assert line.ended == "closed"
     assert len(side.resting) == 0
+
+
+async def test_the_end_is_bounded_from_its_first_call_on(autojump_clock: MockClock) -> None:
+    """A member that goes on voting after the commit, and says no last word, holds nobody up."""
+    line = Line(A)
+    side = Side(line)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(side.control.run)
+        await wait_all_tasks_blocked()
+        began = trio.current_time()
+        side.control.end()
+        await trio.sleep(0.9 * FLUSH_SECONDS)
+        side.control.end()
+    assert trio.current_time() - began == pytest.approx(FLUSH_SECONDS)
+
+
+async def test_a_stream_that_does_not_open_does_not_put_off_the_end(autojump_clock: MockClock) -> None:
+    class Hangs(Opens):
+        async def open_stream(self, *_args: object, **_options: object) -> Stream:
+            await trio.sleep_forever()
+            raise AssertionError
+
+    side = Side()
+    side.control._transport = Hangs(B, [])
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(side.control.run)
+        await wait_all_tasks_blocked()
+        began = trio.current_time()
+        side.control.end()
+    assert trio.current_time() - began == pytest.approx(FLUSH_SECONDS)
 
 
 async def test_a_dropped_member_gets_its_stream_reset(autojump_clock: MockClock) -> None:

@@ -3,6 +3,8 @@
 Starting a thread and waking it takes longer than a few kilobytes do. So where a whole lane carries no more than that,
 its parts are moved here: the same bytes in the same order as in :mod:`p2pavg.allreduce.lane_driver`, which the other
 end may use. What is ready goes in one write. Nothing here blocks, whatever the other end does.
+
+Between processes on one machine this holds for far more bytes: no link carries them, so no turns are needed either.
 """
 
 from __future__ import annotations
@@ -10,9 +12,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
+import torch
+import trio
+
+from p2pavg.allreduce.context import RunContext
 from p2pavg.allreduce.errors import BadContributionError
 from p2pavg.allreduce.inputs import Coming
-from p2pavg.allreduce.lane_driver import UNSENT_BYTES, DirectUse, Hears
+from p2pavg.allreduce.lane_driver import COMING_BYTES, UNSENT_BYTES, DirectUse, Hears
 from p2pavg.allreduce.messages import FRAME_BYTES, Lane, LaneHeader, encode_header, part_frame
 from p2pavg.allreduce.part_schedule import Step
 from p2pavg.allreduce.proofs import trailer_bytes
@@ -27,11 +33,28 @@ from p2pavg.net.transport import Buffer, DirectLane
 
 SMALL_ELEMENTS = 4096
 """A lane that carries at most so many values needs no thread, and no turn: as fp32 they are half as long as a turn."""
+LOCAL_ELEMENTS = 262_144
+"""The same between processes on one machine. As fp32 these are 1 MiB, half of it each way. To encrypt them takes less
+than a millisecond."""
+LOCAL_SUM = 2_097_152
+"""The same for all members together, so that the average of a part takes about a millisecond. With a sparse codec or a
+robust rule it would take longer."""
 
 
-def is_small(parts: Iterable[Part], limit: RateLimit) -> bool:
-    """Return whether the event loop may move these parts of one lane."""
-    return limit.unlimited and sum(part.elements for part in parts) <= SMALL_ELEMENTS
+def is_small(
+    lane: DirectLane, parts: Iterable[Part], members: int, context: RunContext, limit: RateLimit
+) -> bool:
+    """Return whether the event loop may move these parts of one lane.
+
+    Args:
+        members: of the attempt.
+        limit: of the direction in which they go.
+    """
+    quick = not context.codec.is_sparse and context.aggregation.robust is None
+    # Of a program's own event loop, torch may use more threads than this. They would compete with its training loop.
+    local = lane.is_local and quick and torch.get_num_threads() == 1
+    most = max(min(LOCAL_ELEMENTS, LOCAL_SUM // members), SMALL_ELEMENTS) if local else SMALL_ELEMENTS
+    return limit.unlimited and sum(part.elements for part in parts) <= most
 
 
 class HearsOnLoop(Hears, Protocol):
@@ -115,6 +138,8 @@ class LoopUse(DirectUse):
                 payload, trailer = await self._take(step, self._memory_of(step.part))
                 self._values.receive_average(step.reducer, step.part, payload, trailer)
             self._hears.progressed()
+            if step.part.elements > SMALL_ELEMENTS:
+                await trio.lowlevel.checkpoint()  # other tasks have their turn
 
     async def _take_contribution(self, step: Step, begin: Mark) -> None:
         remote, values = self.lane.remote, self._values
@@ -137,11 +162,15 @@ class LoopUse(DirectUse):
         """Return a part, and the bytes that follow it if it is the last one of its kind."""
         rest = coming.rest
         after = trailer_bytes(self._values.proofs, step.kind) if step.last else 0
-        found = await self.lane.receive_exactly(len(rest) + after)
-        rest[:] = found[: len(rest)]
-        coming.add(len(rest))
-        self.moved += FRAME_BYTES + len(found)
+        filled = 0
+        while filled < len(rest):
+            found = await self.lane.receive_some(min(len(rest) - filled, COMING_BYTES))
+            rest[filled : filled + len(found)] = found
+            filled += len(found)
+            coming.add(len(found))
+        trailer = await self.lane.receive_exactly(after)
+        self.moved += FRAME_BYTES + len(rest) + after
         if step.ends:
             await self.lane.acknowledge_from_loop()
             self.finished = True  # not before: if this is cancelled, the sender waits for the acknowledgement
-        return coming.payload, found[len(rest) :]
+        return coming.payload, trailer

@@ -188,7 +188,10 @@ class Receiver:
             begin = lane.header.begin
             steps = incoming(*self._parts_of(lane.remote), begin.parts)
             work = partial(use.receive_parts, steps, begin)
-            if plan.values.is_on_cpu and is_small([step.part for step in steps], plan.context.download):
+            parts = [step.part for step in steps]
+            if plan.values.is_on_cpu and is_small(
+                direct, parts, len(plan.roster.members), plan.context, plan.context.download
+            ):
                 small = partial(use.receive_small, steps, begin)
         try:
             if small is not None:

@@ -92,7 +92,10 @@ class Sender:
         header = plan.header(Lane.PARTS, begin=begin)
 
         async def send(use: LoopUse) -> None:
-            if plan.values.is_on_cpu and is_small([step.part for step in steps], plan.context.upload):
+            parts = [step.part for step in steps]
+            if plan.values.is_on_cpu and is_small(
+                use.lane, parts, len(plan.roster.members), plan.context, plan.context.upload
+            ):
                 await use.send_small(header, steps)
             else:
                 await self._in_thread(use, partial(use.send_parts, header, steps))

@@ -91,6 +91,8 @@ class DirectLane(abc.ABC):
 
     remote: PeerId
     """The authenticated id of the peer at the other end."""
+    is_local = False
+    """True if the other end is on this machine, so that no link carries the bytes."""
     bytes_sent: int
     """Bytes handed to the operating system so far."""
     bytes_received: int
@@ -130,8 +132,8 @@ class DirectLane(abc.ABC):
         """
 
     @abc.abstractmethod
-    async def receive_exactly(self, count: int) -> bytes:
-        """Return exactly ``count`` bytes, from trio, while no thread uses the lane. Meant for a few bytes.
+    async def receive_some(self, count: int) -> bytes:
+        """Return between 1 and ``count`` bytes, from trio, while no thread uses the lane.
 
         A cancelled call leaves the lane unusable.
 
@@ -139,9 +141,16 @@ class DirectLane(abc.ABC):
             StreamBrokenError: the lane ended before.
         """
 
+    async def receive_exactly(self, count: int) -> bytes:
+        """Return exactly ``count`` bytes, as :meth:`receive_some` does. Meant for a few bytes."""
+        received = b""
+        while len(received) < count:
+            received += await self.receive_some(count - len(received))
+        return received
+
     @abc.abstractmethod
     async def send_from_loop(self, data: Buffer) -> None:
-        """Send all of ``data`` from trio, while no thread uses the lane. Meant for a few kilobytes.
+        """Send all of ``data`` from trio, while no thread uses the lane. Meant for a few hundred kilobytes at most.
 
         A cancelled call leaves the lane unusable.
 

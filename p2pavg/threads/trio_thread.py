@@ -16,7 +16,7 @@ import trio
 from p2pavg.errors import ClosedError
 from p2pavg.threads.exceptions import bare_exceptions
 from p2pavg.threads.holding import hold_in
-from p2pavg.threads.workers import be_nice
+from p2pavg.threads.workers import prepare_thread
 
 if TYPE_CHECKING:
     # libp2p installs trio-typing, whose stubs mypy prefers to trio's own.
@@ -159,7 +159,7 @@ class TrioThread(Generic[R]):
     def _run(self) -> None:
         error: BaseException | None = None
         try:
-            be_nice()  # the training loop has priority
+            prepare_thread()  # the training loop has priority, and torch's other threads
             trio.run(self._main)
         except BaseException as raised:  # noqa: BLE001 - it is raised again in the threads that wait
             error = raised

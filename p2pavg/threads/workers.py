@@ -137,7 +137,7 @@ NICENESS = 5
 
 
 def prepare_thread() -> None:
-    """Limit this thread to one thread of torch, and lower its priority. Each worker thread calls it once."""
+    """Limit this thread to one thread of torch, and lower its priority. Each thread of ours calls it once."""
     _use_one_thread_here()
     be_nice()
 

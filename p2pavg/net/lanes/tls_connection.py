@@ -16,6 +16,7 @@ from functools import cached_property
 import trio
 
 from p2pavg.net.lanes.certificates import check_connection
+from p2pavg.net.limits.sources import parse_host
 from p2pavg.net.transport import Buffer
 
 # The bytes that are encrypted and then handed to the system at once. A lane's thread releases the GIL once per piece.
@@ -193,6 +194,14 @@ class TlsConnection:
             return False
 
     # -- from any thread
+
+    def is_local(self) -> bool:
+        """Return whether the other end has a loopback address; False if it has gone already."""
+        try:
+            address = parse_host(self._socket.getpeername()[0])
+        except OSError:
+            return False
+        return address is not None and address.is_loopback
 
     def fileno(self) -> int:
         """Return the socket's descriptor; -1 once it is closed."""

@@ -27,6 +27,7 @@ class TlsLane(DirectLane):
         self.bytes_sent = 0
         """Bytes handed to the kernel so far; see :meth:`unsent`."""
         self.bytes_received = 0
+        self.is_local = connection.is_local()
         self._connection = connection
         self._shared = SharedConnection(connection, remote)
         # The sender has sent everything; the receiver has answered. Both are used from trio only.
@@ -68,26 +69,25 @@ class TlsLane(DirectLane):
                 filled += count
                 self.bytes_received += count
 
-    async def receive_exactly(self, count: int) -> bytes:
-        received = b""
-        while len(received) < count:
+    async def receive_some(self, count: int) -> bytes:
+        while True:
             with self._shared.using():
-                found = self._connection.receive_nowait(count - len(received))
+                found = self._connection.receive_nowait(count)
             if found is None:
                 await self.wait_readable(ours_to_read=False)
-            elif not found:
-                raise StreamBrokenError(
-                    f"the direct lane of {self.remote} ended {count - len(received)} bytes early"
-                )
-            else:
-                received += found
-                self.bytes_received += len(found)
-        return received
+                continue
+            if not found:
+                raise StreamBrokenError(f"the direct lane of {self.remote} ended {count} bytes early")
+            self.bytes_received += len(found)
+            return found
 
     async def send_from_loop(self, data: Buffer) -> None:
         self.owed = True
-        await self._send_from_loop(data)
-        self.bytes_sent += len(data)
+        with memoryview(data).cast("B") as view:
+            for start in range(0, len(view), PIECE_BYTES):
+                piece = view[start : start + PIECE_BYTES]
+                await self._send_from_loop(piece)
+                self.bytes_sent += len(piece)
 
     async def acknowledge_from_loop(self) -> None:
         await self._send_from_loop(_ACKNOWLEDGEMENT)
@@ -127,7 +127,10 @@ class TlsLane(DirectLane):
                 await self.wait_readable(ours_to_read=False)
                 if self.has_ended():
                     return
-                await self._finished.wait()
+                if (
+                    not self._finished.is_set()
+                ):  # for an event that is set, trio would make a turn of the event loop
+                    await self._finished.wait()
                 if self._take_acknowledgement():
                     self.owed = False
                     self._finished = trio.Event()

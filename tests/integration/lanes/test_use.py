@@ -9,6 +9,7 @@ import trio.testing
 from p2pavg.net.lanes import inbound, pool
 from p2pavg.net.lanes.pool import LaneKeeper
 from p2pavg.net.libp2p.transport import Libp2pTransport
+from p2pavg.net.transport import DirectLane
 from tests.integration.hosts import eventually, watched
 from tests.integration.lanes.company import Inbox, in_thread, keeper, lane_to, pair, post
 
@@ -27,6 +28,33 @@ async def test_bytes_arrive_whole_and_in_order() -> None:
         assert lane.remote == there.peer_id
         assert {found.remote for found in inbox.lanes} == {here.peer_id}
         assert lane.bytes_sent == inbox.lanes[0].bytes_received == sum(map(len, bodies)) + 8 * len(bodies)
+
+
+@watched
+async def test_the_event_loop_moves_bytes_whole_and_in_order() -> None:
+    """As processes on one machine do, also more bytes than the system takes at once."""
+    sizes = (1, 16_385, 300_000, 5_000_003)
+    bodies = [os.urandom(size) for size in sizes]
+    found: list[bytes] = []
+
+    async def take(lane: DirectLane) -> None:
+        received = b""
+        while len(received) < sum(sizes):
+            some = await lane.receive_some(100_000)
+            assert 0 < len(some) <= 100_000
+            received += some
+        found.append(received)
+        await lane.acknowledge_from_loop()
+
+    async with pair() as (here, there):
+        there.serve_lanes(take)
+        lane = await lane_to(here, there)
+        assert lane.is_local
+        for body in bodies:
+            await lane.send_from_loop(body)
+        await lane.acknowledged()
+    assert found == [b"".join(bodies)]
+    assert lane.bytes_sent == sum(sizes)
 
 
 @watched

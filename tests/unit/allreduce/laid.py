@@ -57,16 +57,13 @@ class PairLane(DirectLane):
             self.bytes_received += count
             buffer = buffer[count:]
 
-    async def receive_exactly(self, count: int) -> bytes:
-        received = b""
-        while len(received) < count:
-            await trio.lowlevel.wait_readable(self.socket.fileno())
-            found = self.socket.recv(count - len(received))
-            if not found:
-                raise StreamBrokenError("it ended early")
-            received += found
-        self.bytes_received += count
-        return received
+    async def receive_some(self, count: int) -> bytes:
+        await trio.lowlevel.wait_readable(self.socket.fileno())
+        found = self.socket.recv(count)
+        if not found:
+            raise StreamBrokenError("it ended early")
+        self.bytes_received += len(found)
+        return found
 
     async def send_from_loop(self, data: Buffer) -> None:
         await trio.lowlevel.checkpoint()
@@ -120,7 +117,7 @@ class Takes(DirectLane):
     def receive_into(self, buffer: memoryview) -> None:
         raise NotImplementedError
 
-    async def receive_exactly(self, count: int) -> bytes:
+    async def receive_some(self, count: int) -> bytes:
         await trio.sleep_forever()
         raise AssertionError
 

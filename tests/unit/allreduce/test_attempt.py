@@ -193,7 +193,7 @@ class Unread(Takes):
         super().__init__(remote)
         self._said = said
 
-    async def receive_exactly(self, count: int) -> bytes:
+    async def receive_some(self, count: int) -> bytes:
         await trio.lowlevel.checkpoint()
         found, self._said = self._said[:count], self._said[count:]
         return found

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
+import torch
 import trio
 
 from p2pavg.errors import ClosedError
@@ -78,6 +79,19 @@ class TestCalls:
         with running() as thread:
             assert thread.call(where) == "under test"
             assert is_running("under test")
+
+    def test_torch_uses_one_thread_inside_and_is_unchanged_outside(self) -> None:
+        async def count() -> int:
+            return torch.get_num_threads()
+
+        before = torch.get_num_threads()
+        torch.set_num_threads(3)
+        try:
+            with running() as thread:
+                assert thread.call(count) == 1
+                assert torch.get_num_threads() == 3
+        finally:
+            torch.set_num_threads(before)
 
     def test_an_exception_of_a_call_reaches_its_caller_only(self) -> None:
         with running() as thread:

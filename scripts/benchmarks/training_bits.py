@@ -66,6 +66,8 @@ ROWS = (
     Row("outer SGD, rate 1, Muon inside", "fp32", inner="muon"),
     Row("SparseLoCo, 1.6 %, Muon inside", "topk:4096:64", inner="muon"),
     Row("SparseLoCo, 1.6 %, rate 2, every 10", "topk:4096:64", 2.0, every=10),
+    Row("SparseLoCo, 1.6 %, rate 4, every 5", "topk:4096:64", 4.0, every=5),
+    Row("SparseLoCo, 1.6 %, rate 6, every 5", "topk:4096:64", 6.0, every=5),
 )
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -159,6 +160,14 @@ def test_leaving_ends_the_children_of_the_processes() -> None:
         assert child.is_running()
     psutil.wait_procs([child], timeout=30.0)
     assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+
+
+@pytest.fixture(autouse=True)
+def _ctrl_c_is_heard() -> Iterator[None]:
+    """Restore the default handler of SIGINT, because a shell makes background jobs and their children ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 ENDS = [("return", 0), ("raise", 1), ("interrupt", -2), (0, 0), (7, 7), ("a text", 1)]

@@ -58,8 +58,6 @@ class AttemptRunner:
         on_fault: Callable[[str, Exception], None],
         has_moved: Callable[[], bool],
         search: Search,
-        *,
-        holds_back: bool,
     ) -> None:
         self._context = context
         self._records = records
@@ -68,7 +66,6 @@ class AttemptRunner:
         self._on_fault = on_fault
         self._has_moved = has_moved
         self._search = search
-        self._holds_back = holds_back
         self._on_report = on_report
         self._on_expect = on_expect
         self._started = (now, trio.current_time())
@@ -187,7 +184,7 @@ class AttemptRunner:
         """
         records, search, watched = self._records, self._search, deque[bytes]()
         try:
-            if self._holds_back:
+            if self.rules.state.strangers_from > self._now():
                 self._watch(first := search.key_on(search.ladder.start))
                 records.keep_places(first)
                 self._read(records.held(first))

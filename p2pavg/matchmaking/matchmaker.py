@@ -323,7 +323,6 @@ class Matchmaker:
             self._blame,
             lambda: may_move and self._has_moved(me),
             search,
-            holds_back=hold_back > 0,
         )
 
     def _has_moved(self, me: Candidate) -> bool:

@@ -8,8 +8,8 @@ So a leader that begins within that time after them comes before them. Nor do th
 **The group must be the whole run,** as far as its members see. In a run of several groups, or with a peer too many,
 groups that meet again would never mix, and leave the same peer out in every round. So a peer that sees another one
 that was not in the group announces itself at once. It sees all others in a network of at most :data:`EVERYONE_KEEPS`
-peers, and in one without a peer besides the group. In larger networks nobody holds back. And each member announces
-itself now and then, in case that there are others by now (:data:`~p2pavg.matchmaking.timing.REUNIONS_SECONDS`).
+peers, and in one without a peer besides the group. In larger networks all peers announce themselves. And each member
+does so now and then, in case that there are others by now (:data:`~p2pavg.matchmaking.timing.REUNIONS_SECONDS`).
 
 A leader that is gone, or late, costs the others the time for which they hold back. They then announce themselves and
 look for others as in any attempt.

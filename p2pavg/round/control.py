@@ -145,10 +145,10 @@ class Control:
     def drop(self, position: int) -> None:
         """Have nothing more to do with a member."""
         line = self._lines[position]
-        self._is_done(line)
+        self._finish(line)
         line.scope.cancel()
 
-    def _is_done(self, line: _Line) -> None:
+    def _finish(self, line: _Line) -> None:
         line.is_done = True
         if all(each.is_done for each in self._lines.values()):
             self._all_done.set()
@@ -161,7 +161,7 @@ class Control:
             line.ending = True
             line.scope.deadline = trio.current_time() + FLUSH_SECONDS
             if not line.taken:
-                self._is_done(line)
+                self._finish(line)
             line.wake()
 
     def arrived(self, peer_id: str, count: int) -> None:
@@ -224,7 +224,7 @@ class Control:
             with line.scope:
                 await self._open_and_talk(position)
         finally:
-            self._is_done(line)  # also if it was cancelled before there was a stream
+            self._finish(line)  # also if it was cancelled before there was a stream
 
     async def _open_and_talk(self, position: int) -> None:
         member = self._roster.members[position]
@@ -316,7 +316,7 @@ class Control:
         finally:
             has_ended = bool(broken) and not line.heard
             if not has_ended:
-                self._is_done(line)
+                self._finish(line)
             if not may_rest:
                 # Closed, what was sent still arrives; the other side may be slower than the last word may take.
                 await (stream.aclose() if has_spoken else stream.reset())

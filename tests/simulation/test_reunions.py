@@ -237,7 +237,7 @@ async def test_groups_of_a_larger_run_mix(autojump_clock: MockClock, monkeypatch
 
 
 @pytest.mark.parametrize("peers", [9, 13, 17, 18])
-async def test_nobody_holds_back_in_vain(
+async def test_no_member_holds_back_in_vain(
     autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, peers: int
 ) -> None:
     """The leader's record reaches all members directly, whatever keeps the run's key; larger groups announce."""
@@ -248,7 +248,7 @@ async def test_nobody_holds_back_in_vain(
     assert crowd.announcements.counts[4] == (1 if peers <= MOST_OTHERS + 1 else peers)
 
 
-async def test_nobody_holds_back_away_from_the_common_place(
+async def test_no_member_holds_back_away_from_the_common_place(
     autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a large network, peers begin in places that differ from each other."""

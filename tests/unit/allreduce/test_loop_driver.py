@@ -1,4 +1,4 @@
-"""What the event loop moves over direct lanes itself, without a thread."""
+"""Parts that the event loop moves over direct lanes itself, without a thread."""
 
 from __future__ import annotations
 

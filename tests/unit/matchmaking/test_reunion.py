@@ -1,4 +1,4 @@
-"""When a peer expects its last group again, and what it does then."""
+"""A peer that expects its last group again, and the messages that a group saves."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class TestHoldingBack:
         ids = [member.peer_id for member in members]
         assert group == LastGroup(KEY, ids[0], frozenset(ids), frozenset(ids[:2]))
 
-    def test_a_round_that_nobody_finished_leaves_no_group(self) -> None:
+    def test_a_round_without_members_that_finished_leaves_no_group(self) -> None:
         assert last_group(KEY, []) is None
 
     def test_a_leader_gives_its_record_to_all_members_of_such_a_group(self) -> None:

@@ -176,7 +176,7 @@ async def test_a_last_word_that_does_not_come_closes_the_stream_so_that_votes_st
 
 
 async def test_the_end_is_bounded_from_its_first_call_on(autojump_clock: MockClock) -> None:
-    """A member that goes on voting after the commit, and says no last word, holds nobody up."""
+    """A member that goes on voting after the commit, and says no last word, does not delay the others."""
     line = Line(A)
     side = Side(line)
     async with trio.open_nursery() as nursery:

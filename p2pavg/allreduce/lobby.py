@@ -99,6 +99,8 @@ class ExpectedGroup:
         self.members: frozenset[str] | None = None
         """Peer ids; ``None`` until they are known."""
         self._on_arrival = on_arrival
+        self.on_asked: Callable[[str], None] = lambda _: None
+        """Is told the id of each peer that asks how the round stands."""
         self.controls = Lanes()
         self._lobby = lobby
         self._attempts: dict[int, Lanes] = {}
@@ -231,10 +233,15 @@ class Lobby:
     async def _serve_round(self, stream: Stream, header: LaneHeader) -> bool:
         """Hand a stream to the round that its header names; return whether it was read to the end of its use."""
         group = self.groups.get(header.group_id)
-        if group is None:
+        if group is not None:
+            return await group.arrived(stream, header)
+        if header.lane is Lane.CONTROL and header.group_id in self._ended:
+            await self._answer(
+                stream, header.group_id
+            )  # it opens its stream late, and may not know the end yet
+        else:
             logger.debug("%s opened a lane of a group that is not expected", stream.remote)
-            return False
-        return await group.arrived(stream, header)
+        return False
 
     async def serve_lane(self, lane: DirectLane) -> None:
         """A direct lane on which another use begins."""
@@ -256,10 +263,13 @@ class Lobby:
             raise StreamBrokenError("the pieces on the direct lane are no longer wanted")
 
     async def _answer(self, stream: Stream, group_id: bytes) -> None:
+        group = self.groups.get(group_id)
         if group_id in self._ended:
             answer = self._ended[group_id](stream.remote)
         else:
-            answer = Ping() if group_id in self.groups else Unknown()
+            answer = Unknown() if group is None else Ping()
+        if group is not None:
+            group.on_asked(stream.remote)
         with trio.move_on_after(HEADER_SECONDS):
             await send_message(stream, encode_vote(answer))
             await stream.aclose()

@@ -6,14 +6,14 @@ import hashlib
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from p2pavg.encoding import checked, pack, unpack
 from p2pavg.errors import RemoteProtocolError
 from p2pavg.group.candidate import Candidate, link_of, read_signed_candidate
 from p2pavg.group.limits import MAX_MEMBERS
 from p2pavg.group.ranges import Range, ranges_after_loss, whole_ranges
-from p2pavg.group.shares import fastest_shares, largest_fraction, levelled
+from p2pavg.group.shares import MemberLink, fastest_shares, largest_fraction, levelled
 from p2pavg.group.sites import shares_of_sites
 from p2pavg.group.star import elect
 from p2pavg.group.topology import BUTTERFLY, Hierarchical, Star, Topology
@@ -39,10 +39,15 @@ def share_cutter(
         )
         if of_sites is not None:
             return of_sites
-        links = levelled([link_of(member) for member in members])
-        return fastest_shares(elements, links, granularity, largest_fraction(links))
+        return _fastest_shares(elements, granularity, tuple(map(link_of, members)))
 
     return cut
+
+
+@lru_cache(maxsize=64)  # groups meet again; with 16 members, exact fractions take a millisecond
+def _fastest_shares(elements: int, granularity: int, members: tuple[MemberLink, ...]) -> tuple[int, ...]:
+    links = levelled(members)
+    return fastest_shares(elements, links, granularity, largest_fraction(links))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,12 +3,20 @@
 One stream a pair, opened by the later of the two in the roster. It is kept for the whole round; when it ends, or is
 silent for too long, the other member is lost, for good. When both have said their last word, the stream rests until the
 next round of the two: :mod:`p2pavg.allreduce.resting`.
+
+In a round without trouble, the leader of the first ballot hears from all members, and tells all of them its end. The
+others have nothing to say to each other. So in a short round (:mod:`p2pavg.round.quiet`), two of them open their stream
+only when one of them has, or after :data:`~p2pavg.round.quiet.QUIET_SECONDS`: from then on, its pings show that a
+member lives. A member that has something to say, and is not the one that opens, asks the other one how the round
+stands, which opens the stream then. A commit is not worth a stream: it is passed on where there is one. A member that
+does not hear of it, since the leader died or lies, opens its streams and asks, and is answered how the round ended.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import deque
+from functools import partial
 from typing import Protocol, cast
 
 import trio
@@ -17,7 +25,7 @@ from p2pavg.allreduce.lobby import ExpectedGroup, InboundLane
 from p2pavg.allreduce.messages import PROTOCOL, Lane, LaneHeader, encode_header
 from p2pavg.allreduce.resting import RestingStreams
 from p2pavg.consensus.failure_detector import PING_SECONDS, Pace
-from p2pavg.consensus.votes import MAX_VOTE_BYTES, Ping, Rest, Vote, decode_vote, encode_vote
+from p2pavg.consensus.votes import MAX_VOTE_BYTES, Commit, Ping, Rest, Vote, decode_vote, encode_vote
 from p2pavg.errors import (
     ClosedError,
     RefusedError,
@@ -28,9 +36,11 @@ from p2pavg.errors import (
 from p2pavg.group.roster import Roster
 from p2pavg.net.framing import receive_message, send_message, send_messages
 from p2pavg.net.transport import Stream, Transport
+from p2pavg.round.quiet import QUIET_SECONDS
 
 logger = logging.getLogger(__name__)
 
+LEADER = 0  # position of the first ballot's leader
 OPEN_SECONDS = 10.0
 ASK_SECONDS = 2.0  # for an answer to the question how a round ended
 FLUSH_SECONDS = 2.0  # for the last votes, after the end
@@ -56,7 +66,7 @@ class Hears(Protocol):
         """A member's stream has ended, or it was silent for too long. ``reachable``: its votes still arrive."""
 
     def missing(self, position: int) -> None:
-        """A member has not been heard of at all, and may not know that the group stands."""
+        """A member is to be asked: it may not know that the group stands, or have ended the round."""
 
 
 class _Line:
@@ -88,6 +98,7 @@ class Control:
 
     Args:
         resting: streams of earlier rounds that may be used again.
+        short: whether followers open their streams to each other only when they need them.
         part_bytes: of the largest part.
         max_silence: seconds that a member may be silent at most, however slow its link.
     """
@@ -99,12 +110,14 @@ class Control:
         roster: Roster,
         group: ExpectedGroup,
         resting: RestingStreams,
+        short: bool,
         hears: Hears,
         part_bytes: int,
         max_silence: float,
     ) -> None:
         self._transport = transport
         self._resting = resting
+        self._quiet_seconds = QUIET_SECONDS if short else 0.0
         self._roster = roster
         self._group = group
         self._hears = hears
@@ -113,6 +126,8 @@ class Control:
         self.scope = trio.CancelScope()
         """Cancel it to say nothing more."""
         self._all_done = trio.Event()
+        group.on_asked = self.asked
+        self._nursery: trio.Nursery | None = None
         now = trio.current_time()
         self._lines: dict[int, _Line] = {}
         for position, member in enumerate(roster.members):
@@ -124,14 +139,19 @@ class Control:
     async def run(self) -> None:
         """Carry votes until :attr:`scope` is cancelled, or until :meth:`end` has sent the last ones."""
         with self.scope:
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(self._accept, nursery)
-                nursery.start_soon(self._watch)
-                for position in self._lines:
-                    if position < self._me:
-                        nursery.start_soon(self._open, position)
-                await self._all_done.wait()
-                nursery.cancel_scope.cancel()
+            try:
+                async with trio.open_nursery() as self._nursery:
+                    self._nursery.start_soon(self._accept, self._nursery)
+                    self._nursery.start_soon(self._watch)
+                    for position, line in self._lines.items():
+                        if not self._quiet_seconds or LEADER in (position, self._me):
+                            self._have_opened(position)
+                        elif _is_needed(line):
+                            self._need(position)
+                    await self._all_done.wait()
+                    self._nursery.cancel_scope.cancel()
+            finally:
+                self._nursery = None
 
     def tell(self, position: int, vote: Vote) -> None:
         """Have a vote sent. Never blocks."""
@@ -140,7 +160,37 @@ class Control:
             self._hears.lost(position, "it no longer takes votes")
             return
         line.unsent.append(vote)
+        if self._nursery is not None and _is_needed(line):
+            self._need(position)
         line.wake()
+
+    def _need(self, position: int) -> None:
+        """Have the stream to a member opened before its time: by this side, or by the other one, which is asked."""
+        if position < self._me:
+            self._have_opened(position)
+        elif self._quiet_seconds and not self._lines[position].taken:
+            self._ask_once(position)
+
+    def asked(self, peer_id: str) -> None:
+        """Open the stream to a member that has asked how the round stands: it waits for it."""
+        if peer_id in self._positions:
+            self._have_opened(self._positions[peer_id])
+
+    def _have_opened(self, position: int) -> None:
+        """Open the stream to a member, unless the member is to open it."""
+        if position >= self._me or self._nursery is None:
+            return
+        line = self._lines[position]
+        if not (line.taken or line.is_done):
+            line.taken = True
+            self._nursery.start_soon(self._open, position)
+
+    def _ask_once(self, position: int) -> None:
+        """Ask a member how the round stands for it, which has it open its stream."""
+        line = self._lines[position]
+        if not (line.asked or line.is_done):
+            line.asked = True
+            self._hears.missing(position)
 
     def drop(self, position: int) -> None:
         """Have nothing more to do with a member."""
@@ -219,7 +269,6 @@ class Control:
 
     async def _open(self, position: int) -> None:
         line = self._lines[position]
-        line.taken = True
         try:
             with line.scope:
                 await self._open_and_talk(position)
@@ -232,13 +281,7 @@ class Control:
         if rested is not None and await self._used_again(position, rested):
             return
         try:
-            stream = await self._transport.open_stream(
-                member.peer_id,
-                PROTOCOL,
-                addresses=member.addresses,
-                timeout=OPEN_SECONDS,
-                wait_inbound=True,
-            )
+            stream = await self._new_stream(position)
         except UnreachableError as error:
             self._hears.lost(position, str(error))
             return
@@ -246,6 +289,29 @@ class Control:
             await self._begin(position, stream)
         except (StreamBrokenError, ClosedError) as error:
             self._hears.lost(position, str(error))
+
+    async def _new_stream(self, position: int) -> Stream:
+        """Open a stream, or wait until the member has connected, if it cannot be dialled.
+
+        Raises:
+            UnreachableError: neither happened. A process that is gone is not waited for in a round that was quiet.
+        """
+        member = self._roster.members[position]
+        open_stream = partial(
+            self._transport.open_stream,
+            member.peer_id,
+            PROTOCOL,
+            addresses=member.addresses,
+            timeout=OPEN_SECONDS,
+        )
+        if self._quiet_seconds:
+            try:
+                return await open_stream()
+            except RefusedError:
+                raise
+            except UnreachableError as error:
+                logger.debug("%s cannot be dialled: %s", member.peer_id, error)
+        return await open_stream(wait_inbound=True)
 
     async def _used_again(self, position: int, stream: Stream) -> bool:
         """Vote on a stream that has rested; return False if the other side had closed it, so that it takes another.
@@ -360,7 +426,7 @@ class Control:
     # ------------------------------------------------------------------ silence
 
     async def _watch(self) -> None:
-        """Give up members that are silent for too long."""
+        """Give up members that are silent for too long, and open the streams that were not needed before."""
         began = trio.current_time()
         while True:
             before = trio.current_time()
@@ -371,9 +437,24 @@ class Control:
                 line.pace.excuse(max(held_up, 0.0))
                 if self._lose_if_overdue(position, line):
                     continue
-                if not (line.pace.heard or line.asked) and trio.current_time() >= began + MISSING_SECONDS:
-                    line.asked = True
-                    self._hears.missing(position)
+                seconds = trio.current_time() - began
+                if seconds >= self._quiet_seconds:
+                    self._have_opened(position)
+                if self._is_missing(line, seconds):
+                    self._ask_once(position)
+
+    def _is_missing(self, line: _Line, seconds: float) -> bool:
+        """Return whether a member may not know the group, or have ended the round, so many seconds after its begin."""
+        if not line.pace.heard and seconds >= MISSING_SECONDS:
+            return True
+        # By now a living member would have opened its stream, if it were not for the end.
+        late = self._quiet_seconds > 0.0 and seconds >= self._quiet_seconds + PING_SECONDS
+        return late and not (line.taken or line.is_done)
+
+
+def _is_needed(line: _Line) -> bool:
+    """Return whether something is to be said that is worth a stream."""
+    return any(not isinstance(vote, Commit) for vote in line.unsent)
 
 
 def _taken(line: _Line) -> list[bytes]:

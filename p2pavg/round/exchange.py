@@ -36,6 +36,7 @@ from p2pavg.group.topology import Hierarchical, Star
 from p2pavg.round.attempt_news import AttemptNews
 from p2pavg.round.audits import Finding, OnFinding, RoundAudits
 from p2pavg.round.control import Control
+from p2pavg.round.quiet import is_short
 from p2pavg.round.signing import Signing
 from p2pavg.round.slow_members import SlowMembers
 from p2pavg.round.traffic import Traffic
@@ -139,6 +140,7 @@ class Exchange:
             roster=roster,
             group=group,
             resting=context.lobby.resting,
+            short=is_short(context.codec.encoded_nbytes(sum(roster.shares))),
             hears=self._voting,
             part_bytes=context.codec.encoded_nbytes(
                 min(part_size(sum(roster.shares), len(roster.members)), max(roster.shares))

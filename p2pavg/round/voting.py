@@ -259,7 +259,10 @@ class Voting:
             self.nursery.start_soon(self._ask_first, position)
 
     async def _ask_first(self, position: int) -> None:
-        """A member whose leader died before it heard of the commit has left the group, and says so."""
+        """A member whose leader died before it heard of the commit has left the group, and says so.
+
+        So does one that has ended the round.
+        """
         try:
             answer = await self.control.ask(position)
             if answer is None:  # over a connection that was just going, perhaps
@@ -267,8 +270,11 @@ class Voting:
         except RefusedError as error:
             self.lost(position, str(error))
             return
-        if isinstance(answer, Unknown) and position not in self.member.lost:
+        if position in self.member.lost:
+            return
+        if isinstance(answer, Unknown):
             self.losses.note(position, "it does not know this round")
+        if isinstance(answer, Commit | Left | Unknown):
             self._hear(position, answer)
 
     async def _ask_until_gone(self, position: int) -> None:

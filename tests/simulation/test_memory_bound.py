@@ -169,6 +169,7 @@ def control(transport: Transport, hears: Hearing) -> Control:
         roster=ROSTER,
         group=Lobby().expect(ROSTER.group_id),
         resting=RestingStreams(),
+        short=False,
         hears=hears,
         part_bytes=1024,
         max_silence=10.0,

@@ -18,11 +18,13 @@ from p2pavg.net.transport import Stream
 from p2pavg.peer import Peer
 from p2pavg.round import control
 from p2pavg.round.control import Control
+from p2pavg.round.quiet import QUIET_BYTES
 from p2pavg.testing import MemoryNetwork, simulated_peers
 from tests.simulation.swarm import LAN, config, same_bits, values
 
 PEERS = 4
 PAIRS = PEERS * (PEERS - 1) // 2
+ELEMENTS = QUIET_BYTES // 4 + 1  # the least with which each pair of members opens its stream at once
 
 
 class Opened:
@@ -82,7 +84,7 @@ class Rounds:
         async with peer.averager(how) as averager:
             for number, event in enumerate(begin):
                 await event.wait()
-                averager.accumulate([values(index)])
+                averager.accumulate([values(index, ELEMENTS)])
                 self.results[number].append(await averager.step(wait=None))
                 ended[number][index] += 1
 

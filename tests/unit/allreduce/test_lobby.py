@@ -462,6 +462,30 @@ class TestAsking:
         await Lobby().serve(Deaf(framed(encode_header(LaneHeader(GROUP, Lane.ASK)))))
         assert trio.current_time() - began == pytest.approx(HEADER_SECONDS)
 
+    async def test_the_group_is_told_who_asks(self) -> None:
+        lobby, asked = Lobby(), list[str]()
+        with lobby.expect(GROUP) as group:
+            group.on_asked = asked.append
+            await answer(lobby)
+            await answer(lobby, group_id=OTHER_GROUP)
+        assert asked == ["a member"]
+
+    async def test_a_stream_of_votes_that_comes_after_the_end_is_told_of_it(self) -> None:
+        lobby = Lobby()
+        lobby.remember(GROUP, ended(COMMIT))
+        said = []
+        for lane, remote in [
+            (Lane.CONTROL, "a member"),
+            (Lane.CONTROL, "a stranger"),
+            (Lane.AVERAGES, "a member"),
+        ]:
+            stream = opened(lane, remote=remote)
+            assert isinstance(stream, SaidBefore)
+            await lobby.serve(stream)
+            message = await receive_message(SaidBefore(bytes(stream.sent)))
+            said.append(None if message is None else decode_vote(message, 4))
+        assert said == [COMMIT, Unknown(), None]
+
     async def test_asking_costs_the_group_nothing(self) -> None:
         lobby = Lobby()
         with lobby.expect(GROUP) as group:

@@ -11,10 +11,12 @@ from trio.testing import MockClock, wait_all_tasks_blocked
 from p2pavg.allreduce.lobby import Lobby
 from p2pavg.allreduce.messages import decode_header
 from p2pavg.allreduce.resting import RestingStreams
-from p2pavg.consensus.votes import Behind, Ping, Rest, Unknown, Vote, decode_vote, encode_vote
+from p2pavg.consensus.failure_detector import PING_SECONDS
+from p2pavg.consensus.votes import Behind, Commit, Ping, Rest, Unknown, Vote, decode_vote, encode_vote
 from p2pavg.errors import StreamBrokenError
 from p2pavg.net.transport import Buffer, Stream
 from p2pavg.round.control import FLUSH_SECONDS, Control
+from p2pavg.round.quiet import QUIET_SECONDS
 from tests.unit.allreduce.attempts import A, B, C, Reaches, three
 from tests.unit.allreduce.streams import SaidBefore
 from tests.unit.round.hearing import Hearing
@@ -115,6 +117,7 @@ class Side:
             roster=three(),
             group=Lobby().expect(three().group_id),
             resting=self.resting,
+            short=False,
             hears=self.member,
             part_bytes=100,
             max_silence=20.0,
@@ -274,3 +277,127 @@ async def test_a_used_stream_that_ends_after_it_was_heard_loses_the_member(
 async def test_a_last_word_is_no_answer_to_a_question(autojump_clock: MockClock) -> None:
     side = Side(SaidBefore(framed(encode_vote(Rest())), C))
     assert await side.control.ask(2) is None
+
+
+class Quiet:
+    """A member of three in a short round. A leads; of the two others, C opens their stream."""
+
+    def __init__(self, me: str, *streams: Stream) -> None:
+        self.lobby = Lobby()
+        self.group = self.lobby.expect(three().group_id)
+        self.member = Asking()
+        self.transport = Opens(me, streams)
+        self.control = Control(
+            transport=self.transport,
+            roster=three(),
+            group=self.group,
+            resting=RestingStreams(),
+            short=True,
+            hears=self.member,
+            part_bytes=100,
+            max_silence=20.0,
+        )
+
+
+class Asking(Hearing):
+    """Notes the members that it is to ask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[int] = []
+
+    def missing(self, position: int) -> None:
+        self.asked.append(position)
+
+
+COMMIT = Commit(0, frozenset({0, 1, 2}), b"", ())
+
+
+class TestQuiet:
+    async def test_a_follower_opens_its_stream_to_another_one_when_it_has_something_to_say(
+        self, autojump_clock: MockClock
+    ) -> None:
+        side = Quiet(C, Line(A), other := Line(B))
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(side.control.run)
+            await wait_all_tasks_blocked()
+            side.control.tell(1, COMMIT)
+            await wait_all_tasks_blocked()
+            assert side.transport.asked == [A]
+            side.control.tell(1, GATHER)
+            await wait_all_tasks_blocked()
+            assert side.transport.asked == [A, B]
+            assert other.heard == [COMMIT, GATHER]
+            nursery.cancel_scope.cancel()
+
+    async def test_it_opens_it_in_any_case_before_the_other_one_would_wait_for_a_ping(
+        self, autojump_clock: MockClock
+    ) -> None:
+        side = Quiet(C, Line(A), Line(B))
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(side.control.run)
+            await trio.sleep(QUIET_SECONDS - 0.1)
+            assert side.transport.asked == [A]
+            await trio.sleep(0.2)
+            assert side.transport.asked == [A, B]
+            nursery.cancel_scope.cancel()
+
+    async def test_it_opens_it_when_the_other_one_asks(self, autojump_clock: MockClock) -> None:
+        side = Quiet(C, Line(A), Line(B))
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(side.control.run)
+            await wait_all_tasks_blocked()
+            for peer_id in ("a stranger", A, B, B):
+                side.group.on_asked(peer_id)
+            await wait_all_tasks_blocked()
+            assert side.transport.asked == [A, B]
+            nursery.cancel_scope.cancel()
+
+    async def test_a_member_that_waits_for_a_stream_asks_the_one_that_is_to_open_it(
+        self, autojump_clock: MockClock
+    ) -> None:
+        side = Quiet(B, Line(A))
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(side.control.run)
+            await wait_all_tasks_blocked()
+            side.control.tell(2, COMMIT)
+            assert side.member.asked == []
+            side.control.tell(2, GATHER)
+            side.control.tell(2, GATHER)
+            assert side.member.asked == [2]
+            nursery.cancel_scope.cancel()
+
+    async def test_a_member_whose_stream_does_not_come_is_asked_though_its_parts_have_come(
+        self, autojump_clock: MockClock
+    ) -> None:
+        """It has ended the round, perhaps."""
+        side = Quiet(B, Line(A))
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(side.control.run)
+            for peer_id in (A, C):
+                side.control.arrived(peer_id, 100)
+            await trio.sleep(QUIET_SECONDS + PING_SECONDS - 0.1)
+            assert side.member.asked == []
+            await trio.sleep(0.2)
+            assert side.member.asked == [2]
+            nursery.cancel_scope.cancel()
+
+    async def test_after_it_was_cancelled_no_stream_is_opened(self, autojump_clock: MockClock) -> None:
+        side = Quiet(C, Line(A), Line(B))
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(side.control.run)
+            await wait_all_tasks_blocked()
+            side.control.scope.cancel()
+        side.control.tell(1, GATHER)
+        assert side.transport.asked == [A]
+
+    async def test_after_the_end_no_stream_is_opened(self, autojump_clock: MockClock) -> None:
+        side = Quiet(C, line := Line(A), Line(B))
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(side.control.run)
+            await wait_all_tasks_blocked()
+            side.control.end()
+            line.say(Rest())
+        side.control.tell(1, GATHER)
+        side.group.on_asked(B)
+        assert side.transport.asked == [A]

@@ -473,5 +473,11 @@ class DecentralizedAverager:
             raise ClosedError("the averager is closed")
 
 
+def only_waits(averager: DecentralizedAverager) -> bool:
+    """Return whether its ``step`` could only return the progress of the round that runs. Any thread may call this."""
+    running = averager._round
+    return running is not None and running.only_waits
+
+
 def _another_averages(group_size: int) -> InProgress:
     return InProgress(ready_peers=1, target_size=group_size, reason="another thread is averaging")

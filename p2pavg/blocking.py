@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import os
 import threading
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, ExitStack, contextmanager
 from functools import partial
@@ -17,21 +18,25 @@ from typing import Any, TypeVar
 
 import trio
 
-from p2pavg.averager import DecentralizedAverager
+from p2pavg.averager import DecentralizedAverager, only_waits
 from p2pavg.config import AveragingConfig
 from p2pavg.group.meeting import Meeting, Stage
 from p2pavg.net.reach.reachability import Reachability
 from p2pavg.net.relay.limits import DEFAULT_RELAY_MBPS
 from p2pavg.peer import DEFAULT_LISTEN, open_peer
 from p2pavg.records.board import LOOK_SECONDS, Topic
-from p2pavg.result import RoundResult, Success, Tensors
+from p2pavg.result import InProgress, RoundResult, Success, Tensors
 from p2pavg.round.shared_states import ShareSettings
 from p2pavg.round.statuses import Statuses
+from p2pavg.round.step_plan import checked_plan, checked_wait
 from p2pavg.state.sharing import StateSharing
 from p2pavg.telemetry.hub import Events, OnEvent, Subscription
 from p2pavg.telemetry.members import RunPeer
 from p2pavg.threads.trio_thread import TrioThread
 from p2pavg.vector.accumulation import Given
+
+PROGRESS_SECONDS = 0.25
+"""For so long, ``step(wait=0)`` may repeat what it said of a round that still runs."""
 
 T = TypeVar("T")
 
@@ -42,6 +47,10 @@ class Averager:
     def __init__(self, thread: TrioThread[DecentralizedAverager], averager: DecentralizedAverager) -> None:
         self._thread = thread
         self._averager = averager
+        self._progress: tuple[float, InProgress | None] = (
+            0.0,
+            None,
+        )  # with the time until which it is told again
 
     @property
     def config(self) -> AveragingConfig:
@@ -142,11 +151,28 @@ class Averager:
         contributors: int = 0,
         meeting: Meeting | Sequence[Stage] | None = None,
     ) -> RoundResult:
-        """See :meth:`p2pavg.DecentralizedAverager.step`. Ctrl-C ends the waiting, not the round."""
+        """See :meth:`p2pavg.DecentralizedAverager.step`. Ctrl-C ends the waiting, not the round.
+
+        A training loop that calls it with ``wait=0`` in every step loses no time by that. While there is nothing but
+        progress to report, the averager's thread is asked at most every :data:`PROGRESS_SECONDS`, since it has a lower
+        priority than the loop. In between, the call returns the progress of the last time.
+        """
+        if checked_wait(wait) == 0.0 and (known := self._known_progress()) is not None:
+            checked_plan(state, observe, group_size, contributors, self.config, meeting)
+            return known
         step = partial(self._averager.step, wait=wait, state=state, observe=observe)
-        return self._thread.call(
+        result = self._thread.call(
             partial(step, group_size=group_size, contributors=contributors, meeting=meeting)
         )
+        if isinstance(result, InProgress):
+            self._progress = (time.monotonic() + PROGRESS_SECONDS, result)
+        return result
+
+    def _known_progress(self) -> InProgress | None:
+        """Return the progress that a call of ``step`` has returned a moment ago, if nothing else is to be said."""
+        self._thread.check()
+        until, progress = self._progress
+        return progress if time.monotonic() < until and only_waits(self._averager) else None
 
     def expect(self, peers: Collection[str]) -> None:
         """See :meth:`p2pavg.DecentralizedAverager.expect`."""

@@ -26,8 +26,6 @@ from p2pavg.net.framing import LENGTH_BYTES
 from p2pavg.net.limits.rate import RateLimit
 from p2pavg.net.transport import Buffer, DirectLane
 
-# Under a limit, bytes go in pieces: a whole part at once would be a burst.
-LIMITED_PIECE_BYTES = 64 * 1024
 # That a lane sends in its turn, 3 ms of a link of 100 Mbit/s, and that the system may hold of it afterwards. With more
 # the lanes compete in the system instead, and at the end some links carry little while others are still full.
 TURN_BYTES = 32 * 1024
@@ -264,7 +262,7 @@ class DirectUse:
 
     def _pieces(self, data: memoryview, size: int | None) -> list[memoryview]:
         if not self._limit.unlimited:
-            size = LIMITED_PIECE_BYTES
+            size = self._limit.piece_bytes
         if size is None or len(data) <= size:
             return [data]
         return [data[start : start + size] for start in range(0, len(data), size)]

@@ -85,6 +85,11 @@ class Round(Generic[ResultT]):
         return self.progress(reason)
 
     @property
+    def only_waits(self) -> bool:
+        """True until there is a result or a report, or the round was cancelled."""
+        return not self._changed.is_set()
+
+    @property
     def is_exchanging(self) -> bool:
         """True while the group exchanges."""
         return self._roster is not None and self.result is None

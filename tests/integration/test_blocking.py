@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 
 from p2pavg import Failed, InProgress, NoPeers, NoPeersCode, RoundResult, Success
 from p2pavg.blocking import Averager, open_averager
+from p2pavg.errors import ClosedError
 from tests.integration.loopback import (
     LOOPBACK,
     WATCHDOG_SECONDS,
@@ -102,6 +104,73 @@ def test_a_step_without_waiting_is_collected_by_a_later_one() -> None:
         assert torch.equal(tensors(result)[0], tensors(other)[0])
         assert first.weight == 7.0
         assert torch.equal(first.accumulated[0], torch.full((4,), 100.0))  # type: ignore[index]
+
+
+class TestSteppingWithoutWaiting:
+    """A training loop may call ``step(wait=0)`` in each of its steps: mostly, the averager's thread is not asked."""
+
+    @pytest.fixture(autouse=True)
+    def seldom(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Let what is known of a round be told again for the whole test."""
+        monkeypatch.setattr("p2pavg.blocking.PROGRESS_SECONDS", 1e6)
+
+    def test_a_round_without_news_costs_no_call_of_the_thread(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        with open_averager(config(match_timeout=1800.0), listen=LOOPBACK) as alone:
+            alone.accumulate([torch.ones(2)])
+            begun = alone.step(wait=0)
+            called: list[object] = []
+            monkeypatch.setattr(alone._thread, "call", called.append)
+            assert [alone.step(wait=0.0) for _ in range(100)] == [begun] * 100
+            assert called == []
+            with pytest.raises(ValueError, match=r"^group_size\b"):
+                alone.step(wait=0, group_size=65)
+
+    def test_progress_is_asked_again_after_a_while(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("p2pavg.blocking.PROGRESS_SECONDS", 0.05)
+        with two_averagers(match_timeout=1800.0, group_size=3) as (first, second):
+            first.accumulate([torch.ones(2)])
+            assert first.step(wait=0) == InProgress(
+                ready_peers=1, target_size=3, reason="a group is being formed"
+            )
+            second.accumulate([torch.ones(2)])
+            second.step(wait=0)
+            assert until(first, lambda told: isinstance(told, InProgress) and told.ready_peers == 2)
+
+    def test_a_result_is_returned_as_soon_as_it_is_there(self) -> None:
+        with two_averagers() as (first, second):
+            first.accumulate([torch.ones(2)])
+            assert isinstance(first.step(wait=0), InProgress)
+            second.accumulate([torch.ones(2)])
+            assert isinstance(second.step(wait=None), Success)
+            assert isinstance(until(first, lambda told: not isinstance(told, InProgress)), Success)
+            assert isinstance(first.step(wait=0), NoPeers), "nothing is accumulated"
+
+    def test_the_end_of_a_match_timeout_is_told(self) -> None:
+        with open_averager(config(match_timeout=0.3), listen=LOOPBACK) as alone:
+            alone.accumulate([torch.ones(2)])
+            assert isinstance(alone.step(wait=0), InProgress)
+            assert isinstance(until(alone, lambda told: not isinstance(told, InProgress)), NoPeers)
+
+    def test_a_closed_averager_says_so(self) -> None:
+        with open_averager(config(match_timeout=1800.0), listen=LOOPBACK) as alone:
+            sibling, close = alone.open_sibling(config(match_timeout=1800.0, run_id="another"))
+            for averager in (alone, sibling):
+                averager.accumulate([torch.ones(2)])
+                assert isinstance(averager.step(wait=0), InProgress)
+            close()
+            with pytest.raises(ClosedError):
+                sibling.step(wait=0)
+        with pytest.raises(ClosedError):
+            alone.step(wait=0)
+
+
+def until(averager: Averager, wanted: Callable[[RoundResult], bool]) -> RoundResult:
+    """Call ``step(wait=0)`` until it returns what is wanted."""
+    deadline = time.monotonic() + WATCHDOG_SECONDS
+    while not wanted(told := averager.step(wait=0)):
+        assert time.monotonic() < deadline, told
+        time.sleep(0.001)
+    return told
 
 
 def test_one_peer_declares_and_the_other_observes() -> None:

@@ -20,6 +20,12 @@ MIN_BURST_BYTES = 32 * 1024
 A piece of a write goes as a whole anyhow. On a slow link, it makes up for tasks that wake late.
 """
 
+PIECE_SECONDS = 0.02
+MIN_PIECE_BYTES = 64 * 1024
+MAX_PIECE_BYTES = 256 * 1024
+"""Under a limit, bytes go in pieces: a whole part at once would be a burst. The pauses between small ones cost the
+processor more than the bytes do."""
+
 
 class TokenBucket:
     """A token bucket that may go into debt.
@@ -70,8 +76,11 @@ class RateLimit:
         self._clock = clock
         self._lock = threading.Lock()
         self._bucket: TokenBucket | None = None
+        self.piece_bytes = MAX_PIECE_BYTES
+        """Bytes that go without a pause between them."""
         if mbps is not None:
             rate = mbps * 1e6 / 8 / WIRE_OVERHEAD
+            self.piece_bytes = min(max(int(rate * PIECE_SECONDS), MIN_PIECE_BYTES), MAX_PIECE_BYTES)
             self._bucket = TokenBucket(rate, max(rate * BURST_SECONDS, MIN_BURST_BYTES))
 
     @property

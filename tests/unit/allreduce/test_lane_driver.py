@@ -301,7 +301,7 @@ async def test_every_byte_of_a_part_asks_the_limit_in_small_pieces(monkeypatch: 
             return 0.0
 
     monkeypatch.setattr("p2pavg.round.contributing.RateLimit", Counting)
-    monkeypatch.setattr("p2pavg.allreduce.lane_driver.LIMITED_PIECE_BYTES", 256)
+    monkeypatch.setattr("p2pavg.net.limits.rate.MAX_PIECE_BYTES", 256)
 
     async def test(rounds: Rounds) -> None:
         found = check(await rounds.play(), range(SIZE))

@@ -144,6 +144,12 @@ class TestRateLimit:
             gone += 1024
         assert 0.95 * rate * window <= gone <= 1.05 * rate * window
 
+    @pytest.mark.parametrize(
+        ("mbps", "kib"), [(1.0, 64), (20.0, 64), (60.0, 140), (1000.0, 256), (None, 256)]
+    )
+    def test_a_piece_takes_a_fiftieth_of_a_second_within_bounds(self, mbps: float | None, kib: int) -> None:
+        assert RateLimit(mbps).piece_bytes == pytest.approx(kib * 1024, rel=0.01)
+
     def test_the_burst_is_small(self) -> None:
         assert BURST_SECONDS <= 0.05
         assert MIN_BURST_BYTES <= 64 * 1024

@@ -473,10 +473,10 @@ class DecentralizedAverager:
             raise ClosedError("the averager is closed")
 
 
-def only_waits(averager: DecentralizedAverager) -> bool:
-    """Return whether its ``step`` could only return the progress of the round that runs. Any thread may call this."""
+def waiting_round(averager: DecentralizedAverager) -> object | None:
+    """Return the round that runs, if ``step`` could only return its progress. Any thread may call this."""
     running = averager._round
-    return running is not None and running.only_waits
+    return running if running is not None and running.only_waits else None
 
 
 def _another_averages(group_size: int) -> InProgress:

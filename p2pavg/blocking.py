@@ -18,14 +18,14 @@ from typing import Any, TypeVar
 
 import trio
 
-from p2pavg.averager import DecentralizedAverager, only_waits
+from p2pavg.averager import DecentralizedAverager, waiting_round
 from p2pavg.config import AveragingConfig
 from p2pavg.group.meeting import Meeting, Stage
 from p2pavg.net.reach.reachability import Reachability
 from p2pavg.net.relay.limits import DEFAULT_RELAY_MBPS
 from p2pavg.peer import DEFAULT_LISTEN, open_peer
 from p2pavg.records.board import LOOK_SECONDS, Topic
-from p2pavg.result import InProgress, RoundResult, Success, Tensors
+from p2pavg.result import EXCHANGES, FORMS, InProgress, RoundResult, Success, Tensors
 from p2pavg.round.shared_states import ShareSettings
 from p2pavg.round.statuses import Statuses
 from p2pavg.round.step_plan import checked_plan, checked_wait
@@ -47,10 +47,8 @@ class Averager:
     def __init__(self, thread: TrioThread[DecentralizedAverager], averager: DecentralizedAverager) -> None:
         self._thread = thread
         self._averager = averager
-        self._progress: tuple[float, InProgress | None] = (
-            0.0,
-            None,
-        )  # with the time until which it is told again
+        self._progress: tuple[float, object | None, InProgress | None] = (0.0, None, None)
+        """What is told again of a round that runs: the time until which it is, the round, its progress."""
 
     @property
     def config(self) -> AveragingConfig:
@@ -164,15 +162,17 @@ class Averager:
         result = self._thread.call(
             partial(step, group_size=group_size, contributors=contributors, meeting=meeting)
         )
-        if isinstance(result, InProgress):
-            self._progress = (time.monotonic() + PROGRESS_SECONDS, result)
+        # A report at the end of a match timeout has a reason of its own, and is returned once.
+        if isinstance(result, InProgress) and result.reason in (EXCHANGES, FORMS):
+            self._progress = (time.monotonic() + PROGRESS_SECONDS, waiting_round(self._averager), result)
         return result
 
     def _known_progress(self) -> InProgress | None:
         """Return the progress that a call of ``step`` has returned a moment ago, if nothing else is to be said."""
         self._thread.check()
-        until, progress = self._progress
-        return progress if time.monotonic() < until and only_waits(self._averager) else None
+        until, of_round, progress = self._progress
+        running = waiting_round(self._averager)
+        return progress if running is not None and running is of_round and time.monotonic() < until else None
 
     def expect(self, peers: Collection[str]) -> None:
         """See :meth:`p2pavg.DecentralizedAverager.expect`."""

@@ -76,6 +76,8 @@ class Success:
 
 EXCHANGES = "the group exchanges"
 """The ``reason`` of :class:`InProgress` once the round has its group."""
+FORMS = "a group is being formed"
+"""The same before that, unless a match timeout has just passed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

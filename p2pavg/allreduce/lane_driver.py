@@ -29,6 +29,7 @@ from p2pavg.net.transport import Buffer, DirectLane
 # That a lane sends in its turn, 3 ms of a link of 100 Mbit/s, and that the system may hold of it afterwards. With more
 # the lanes compete in the system instead, and at the end some links carry little while others are still full.
 TURN_BYTES = 32 * 1024
+LIMITED_TURN_BYTES = 64 * 1024
 UNSENT_IN_TURNS_BYTES = 16 * 1024
 UNSENT_BYTES = 128 * 1024
 COMING_BYTES = 64 * 1024
@@ -150,11 +151,10 @@ class DirectUse:
 
     def _send_part(self, part: Part, payload: Buffer) -> None:
         self.lane.send(part_frame(part.index))
-        for piece in (
-            self._pieces(memoryview(payload), TURN_BYTES if self._turns else None) if payload else ()
-        ):
-            self._pause(len(piece))
-            self._send_piece(piece)
+        for paced in self._paced(memoryview(payload)):
+            self._pause(len(paced))
+            for piece in _pieces(paced, self._turn_bytes):
+                self._send_piece(piece)
         self.moved += FRAME_BYTES + len(payload)
 
     def _send_trailer(self, trailer: bytes) -> None:
@@ -251,21 +251,26 @@ class DirectUse:
 
     def _receive_payload(self, coming: Coming) -> Buffer:
         rest = coming.rest
-        for piece in self._pieces(rest, COMING_BYTES) if rest else ():
-            self._pause(len(piece))
-            self.lane.receive_into(piece)
-            coming.add(len(piece))
+        for paced in self._paced(rest):
+            self._pause(len(paced))
+            for piece in _pieces(paced, COMING_BYTES):
+                self.lane.receive_into(piece)
+                coming.add(len(piece))
         self.moved += FRAME_BYTES + len(rest)
         return coming.payload
 
     # ------------------------------------------------------------------ both
 
-    def _pieces(self, data: memoryview, size: int | None) -> list[memoryview]:
-        if not self._limit.unlimited:
-            size = self._limit.piece_bytes
-        if size is None or len(data) <= size:
-            return [data]
-        return [data[start : start + size] for start in range(0, len(data), size)]
+    def _paced(self, data: memoryview) -> list[memoryview]:
+        """Return the pieces of a part between which this member pauses under a limit."""
+        return _pieces(data, None if self._limit.unlimited else self._limit.piece_bytes)
+
+    @property
+    def _turn_bytes(self) -> int | None:
+        """Bytes that go in one turn, if there are turns."""
+        if self._turns is None:
+            return None
+        return TURN_BYTES if self._limit.unlimited else LIMITED_TURN_BYTES
 
     def _pause(self, count: int) -> None:
         seconds = self._limit.delay(count)
@@ -280,3 +285,9 @@ class DirectUse:
             if self._stopped.is_set():
                 raise StreamBrokenError("the attempt is over")
             return values.is_ready(index)
+
+
+def _pieces(data: memoryview, size: int | None) -> list[memoryview]:
+    """Cut ``data`` into pieces of ``size`` bytes, the last of them shorter; not at all if it is ``None``."""
+    step = len(data) if size is None else size
+    return [data[start : start + step] for start in range(0, len(data), step)] if data else []

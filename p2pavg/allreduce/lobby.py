@@ -2,7 +2,7 @@
 
 A member may hear of a commit, or of a new attempt, later than another one's first lane of it arrives. So a group is
 expected from the moment in which this peer accepts its roster, and lanes wait for their attempt. A lane of any other
-group is refused at once; how the last rounds ended is told to their members that ask.
+group is refused at once. How the last rounds ended is told to their members that ask, or open a stream of votes late.
 """
 
 from __future__ import annotations
@@ -232,16 +232,16 @@ class Lobby:
 
     async def _serve_round(self, stream: Stream, header: LaneHeader) -> bool:
         """Hand a stream to the round that its header names; return whether it was read to the end of its use."""
-        group = self.groups.get(header.group_id)
-        if group is not None:
-            return await group.arrived(stream, header)
         if header.lane is Lane.CONTROL and header.group_id in self._ended:
             await self._answer(
                 stream, header.group_id
-            )  # it opens its stream late, and may not know the end yet
-        else:
+            )  # it comes late, and its sender may not know the end yet
+            return False
+        group = self.groups.get(header.group_id)
+        if group is None:
             logger.debug("%s opened a lane of a group that is not expected", stream.remote)
-        return False
+            return False
+        return await group.arrived(stream, header)
 
     async def serve_lane(self, lane: DirectLane) -> None:
         """A direct lane on which another use begins."""

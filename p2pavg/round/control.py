@@ -8,13 +8,15 @@ In a round without trouble, the leader of the first ballot hears from all member
 others have nothing to say to each other. So in a short round (:mod:`p2pavg.round.quiet`), two of them open their stream
 only when one of them has, or after :data:`~p2pavg.round.quiet.QUIET_SECONDS`: from then on, its pings show that a
 member lives. A member that has something to say, and is not the one that opens, asks the other one how the round
-stands, which opens the stream then. A commit is not worth a stream: it is passed on where there is one. A member that
-does not hear of it, since the leader died or lies, opens its streams and asks, and is answered how the round ended.
+stands. This question makes the other one open it. A commit is not worth a stream: it is passed on where there is one. A
+member that does not hear of it, since the leader died or lies, opens its streams and asks, and is answered how the
+round ended.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 from collections import deque
 from functools import partial
 from typing import Protocol, cast
@@ -44,6 +46,7 @@ LEADER = 0  # position of the first ballot's leader
 OPEN_SECONDS = 10.0
 ASK_SECONDS = 2.0  # for an answer to the question how a round ended
 FLUSH_SECONDS = 2.0  # for the last votes, after the end
+ASK_AGAIN_SECONDS = 1.0  # whose stream is missing, and who may have begun the round later than this member
 MISSING_SECONDS = 0.5  # then a member that has sent nothing is asked whether it knows the group
 MAX_UNSENT = 64  # votes to a member that reads none; an honest round takes a few each
 
@@ -86,7 +89,7 @@ class _Line:
         self.scope = trio.CancelScope()
         self.is_done = False
         self.taken = False
-        self.asked = False
+        self.asked = -math.inf  # when the member was asked last
 
     def wake(self) -> None:
         self.changed.set()
@@ -139,19 +142,20 @@ class Control:
     async def run(self) -> None:
         """Carry votes until :attr:`scope` is cancelled, or until :meth:`end` has sent the last ones."""
         with self.scope:
-            try:
-                async with trio.open_nursery() as self._nursery:
-                    self._nursery.start_soon(self._accept, self._nursery)
-                    self._nursery.start_soon(self._watch)
+            async with trio.open_nursery() as nursery:
+                self._nursery = nursery
+                try:
+                    nursery.start_soon(self._accept, nursery)
+                    nursery.start_soon(self._watch)
                     for position, line in self._lines.items():
                         if not self._quiet_seconds or LEADER in (position, self._me):
                             self._have_opened(position)
                         elif _is_needed(line):
                             self._need(position)
                     await self._all_done.wait()
-                    self._nursery.cancel_scope.cancel()
-            finally:
-                self._nursery = None
+                finally:
+                    self._nursery = None
+                nursery.cancel_scope.cancel()
 
     def tell(self, position: int, vote: Vote) -> None:
         """Have a vote sent. Never blocks."""
@@ -169,7 +173,7 @@ class Control:
         if position < self._me:
             self._have_opened(position)
         elif self._quiet_seconds and not self._lines[position].taken:
-            self._ask_once(position)
+            self._ask(position)
 
     def asked(self, peer_id: str) -> None:
         """Open the stream to a member that has asked how the round stands: it waits for it."""
@@ -185,11 +189,11 @@ class Control:
             line.taken = True
             self._nursery.start_soon(self._open, position)
 
-    def _ask_once(self, position: int) -> None:
-        """Ask a member how the round stands for it, which has it open its stream."""
-        line = self._lines[position]
-        if not (line.asked or line.is_done):
-            line.asked = True
+    def _ask(self, position: int, *, again_after: float = math.inf) -> None:
+        """Have a member asked how the round stands for it, once, or again after a while; it opens its stream then."""
+        line, now = self._lines[position], trio.current_time()
+        if now - line.asked >= again_after and not line.is_done:
+            line.asked = now
             self._hears.missing(position)
 
     def drop(self, position: int) -> None:
@@ -440,16 +444,11 @@ class Control:
                 seconds = trio.current_time() - began
                 if seconds >= self._quiet_seconds:
                     self._have_opened(position)
-                if self._is_missing(line, seconds):
-                    self._ask_once(position)
-
-    def _is_missing(self, line: _Line, seconds: float) -> bool:
-        """Return whether a member may not know the group, or have ended the round, so many seconds after its begin."""
-        if not line.pace.heard and seconds >= MISSING_SECONDS:
-            return True
-        # By now a living member would have opened its stream, if it were not for the end.
-        late = self._quiet_seconds > 0.0 and seconds >= self._quiet_seconds + PING_SECONDS
-        return late and not (line.taken or line.is_done)
+                if not line.pace.heard and seconds >= MISSING_SECONDS:
+                    self._ask(position)
+                # By now a living member has opened its stream, unless it has ended the round, or began later.
+                if self._quiet_seconds and seconds >= self._quiet_seconds + PING_SECONDS and not line.taken:
+                    self._ask(position, again_after=ASK_AGAIN_SECONDS)
 
 
 def _is_needed(line: _Line) -> bool:

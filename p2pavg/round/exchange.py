@@ -354,6 +354,10 @@ class Exchange:
         if self._attempt is not None:
             self._attempt.take_from(self._roster.members[source].peer_id, _peer_ids(self._roster, reducers))
 
+    def committed(self) -> None:
+        """See :class:`~p2pavg.round.voting.Moves`."""
+        self._remember()
+
     # ------------------------------------------------------------------ the outcome
 
     def _overdue(self) -> str:

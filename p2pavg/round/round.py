@@ -17,7 +17,7 @@ from p2pavg.codes import NoPeersCode
 from p2pavg.group.meeting import EVERYWHERE, Stage
 from p2pavg.group.roster import Roster
 from p2pavg.matchmaking.actions import GaveUp, Report
-from p2pavg.result import EXCHANGES, InProgress
+from p2pavg.result import EXCHANGES, FORMS, InProgress
 from p2pavg.round.exchange import Exchange
 from p2pavg.round.roles import Offer, Role
 from p2pavg.round.rounds import Rounds
@@ -99,7 +99,7 @@ class Round(Generic[ResultT]):
         if self._roster is not None:
             ready, reason = len(self._roster.holders), reason or EXCHANGES
         else:
-            ready, reason = self._rounds.matchmaker.ready_peers, reason or "a group is being formed"
+            ready, reason = self._rounds.matchmaker.ready_peers, reason or FORMS
         target = self._target or self._rounds.settings.target
         return InProgress(ready_peers=ready, target_size=target, reason=reason, waits_for=self._waits_for())
 

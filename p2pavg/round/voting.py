@@ -75,6 +75,9 @@ class Moves(Protocol):
     def came_from(self, position: int) -> Came | None:
         """Return how far a member's contribution has come; ``None`` if nothing of it is kept."""
 
+    def committed(self) -> None:
+        """Answer members that ask from now on with the commit."""
+
     def reached(self, milestone: Milestone) -> None:
         """Tell the observer of a test how far this member is."""
 
@@ -130,6 +133,7 @@ class Voting:
             self._moves.reached(_MILESTONES[self.member.phase])
         if self.member.phase in FINAL:
             if self.member.phase is Phase.COMMITTED:
+                self._moves.committed()
                 self.control.end()  # nothing is left to say: so the last word goes out together with the commit
             self.ended.set()
             self._heard_more.set()
@@ -254,14 +258,14 @@ class Voting:
     # ------------------------------------------------------------------ questions
 
     def missing(self, position: int) -> None:
-        """Ask a member that was not heard of yet whether it knows of the round."""
+        """Ask a member whether it knows of the round, or has ended it."""
         if self.nursery is not None:
             self.nursery.start_soon(self._ask_first, position)
 
     async def _ask_first(self, position: int) -> None:
-        """A member whose leader died before it heard of the commit has left the group, and says so.
+        """Ask a member that may have left the group: its leader may have died before it heard that the group stands.
 
-        So does one that has ended the round.
+        It may also have ended the round. Either way, it says so.
         """
         try:
             answer = await self.control.ask(position)
@@ -276,6 +280,8 @@ class Voting:
             self.losses.note(position, "it does not know this round")
         if isinstance(answer, Commit | Left | Unknown):
             self._hear(position, answer)
+        if isinstance(answer, Commit):  # if it is no proof for this member, another one has to give it
+            self.lost(position, "it has ended the round")
 
     async def _ask_until_gone(self, position: int) -> None:
         """Ask a lost member again and again how the round ended for it, until its process is known to be dead."""

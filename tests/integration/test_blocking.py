@@ -145,6 +145,20 @@ class TestSteppingWithoutWaiting:
             assert isinstance(until(first, lambda told: not isinstance(told, InProgress)), Success)
             assert isinstance(first.step(wait=0), NoPeers), "nothing is accumulated"
 
+    def test_the_next_round_is_not_told_the_progress_of_the_one_before(self) -> None:
+        with open_averager(config(match_timeout=0.5), listen=LOOPBACK) as alone:
+            alone.accumulate([torch.ones(2)])
+            assert alone.step(wait=0, group_size=3) == InProgress(
+                ready_peers=1, target_size=3, reason="a group is being formed"
+            )
+            assert isinstance(alone.step(wait=None), NoPeers)
+            with ThreadPoolExecutor(1) as threads:
+                other = threads.submit(alone.step, wait=None, group_size=4)
+                told = until(alone, lambda told: isinstance(told, InProgress))
+                assert isinstance(told, InProgress)
+                assert told.target_size == 4
+                assert isinstance(other.result(WATCHDOG_SECONDS), NoPeers)
+
     def test_the_end_of_a_match_timeout_is_told(self) -> None:
         with open_averager(config(match_timeout=0.3), listen=LOOPBACK) as alone:
             alone.accumulate([torch.ones(2)])

@@ -77,7 +77,7 @@ class RateLimit:
         self._lock = threading.Lock()
         self._bucket: TokenBucket | None = None
         self.piece_bytes = MAX_PIECE_BYTES
-        """Bytes that go without a pause between them."""
+        """Bytes of a part between two pauses."""
         if mbps is not None:
             rate = mbps * 1e6 / 8 / WIRE_OVERHEAD
             self.piece_bytes = min(max(int(rate * PIECE_SECONDS), MIN_PIECE_BYTES), MAX_PIECE_BYTES)

@@ -486,6 +486,20 @@ class TestAsking:
             said.append(None if message is None else decode_vote(message, 4))
         assert said == [COMMIT, Unknown(), None]
 
+    async def test_so_is_one_that_comes_before_the_others_have_heard_of_the_end(self) -> None:
+        """The group is still expected, and its streams of votes may be read by no task any more."""
+        lobby = Lobby()
+        with lobby.expect(GROUP) as group:
+            lobby.remember(GROUP, ended(COMMIT))
+            stream = opened(Lane.CONTROL)
+            assert isinstance(stream, SaidBefore)
+            with trio.fail_after(5.0):
+                await lobby.serve(stream)
+            assert await streams_of(group.controls) == []
+            message = await receive_message(SaidBefore(bytes(stream.sent)))
+            assert message is not None
+            assert decode_vote(message, 4) == COMMIT
+
     async def test_asking_costs_the_group_nothing(self) -> None:
         lobby = Lobby()
         with lobby.expect(GROUP) as group:

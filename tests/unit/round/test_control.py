@@ -15,7 +15,7 @@ from p2pavg.consensus.failure_detector import PING_SECONDS
 from p2pavg.consensus.votes import Behind, Commit, Ping, Rest, Unknown, Vote, decode_vote, encode_vote
 from p2pavg.errors import StreamBrokenError
 from p2pavg.net.transport import Buffer, Stream
-from p2pavg.round.control import FLUSH_SECONDS, Control
+from p2pavg.round.control import ASK_AGAIN_SECONDS, FLUSH_SECONDS, Control
 from p2pavg.round.quiet import QUIET_SECONDS
 from tests.unit.allreduce.attempts import A, B, C, Reaches, three
 from tests.unit.allreduce.streams import SaidBefore
@@ -380,6 +380,8 @@ class TestQuiet:
             assert side.member.asked == []
             await trio.sleep(0.2)
             assert side.member.asked == [2]
+            await trio.sleep(ASK_AGAIN_SECONDS)
+            assert side.member.asked == [2, 2]
             nursery.cancel_scope.cancel()
 
     async def test_after_it_was_cancelled_no_stream_is_opened(self, autojump_clock: MockClock) -> None:

@@ -7,10 +7,10 @@ from contextlib import asynccontextmanager
 from typing import cast
 
 import trio
-from trio.testing import MockClock
+from trio.testing import MockClock, wait_all_tasks_blocked
 
 from p2pavg.consensus.member import Phase, new_member
-from p2pavg.consensus.votes import Promise, Vote
+from p2pavg.consensus.votes import Commit, Promise, Vote
 from p2pavg.group.milestones import Milestone
 from p2pavg.round.control import Control
 from p2pavg.round.signing import Signing
@@ -27,6 +27,7 @@ class Lines:
     def __init__(self) -> None:
         self.told: list[tuple[int, Vote]] = []
         self.closed: list[int] = []
+        self.answer: Vote | None = None
 
     def tell(self, position: int, vote: Vote) -> None:
         self.told.append((position, vote))
@@ -37,8 +38,8 @@ class Lines:
     def doubt(self, position: int) -> None:
         pass
 
-    async def ask(self, _position: int) -> None:
-        return None
+    async def ask(self, _position: int) -> Vote | None:
+        return self.answer
 
 
 class NoMoves:
@@ -53,6 +54,9 @@ class NoMoves:
 
     def came_from(self, position: int) -> None:
         return None
+
+    def committed(self) -> None:
+        pass
 
     def reached(self, milestone: Milestone) -> None:
         pass
@@ -102,3 +106,14 @@ async def test_a_member_that_can_be_reached_no_longer_is_lost(autojump_clock: Mo
         voting.lost(1, "too slow", reachable=True)
         voting.lost(1, "it closed its stream")
         assert lines.closed == [1]
+
+
+async def test_a_member_that_answers_with_a_commit_takes_part_no_longer(autojump_clock: MockClock) -> None:
+    """Its signatures may be too few for this member, which must not wait for its promise then."""
+    async with leader() as (voting, lines):
+        lines.answer = Commit(0, ALL, bytes(32), ())
+        voting.missing(1)
+        await wait_all_tasks_blocked()
+        assert voting.member.lost == {1}
+        assert voting.member.hostile == set()
+        assert voting.member.phase is not Phase.COMMITTED

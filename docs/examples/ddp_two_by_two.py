@@ -15,6 +15,7 @@ take the same steps, as the ranks of one DistributedDataParallel would.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import subprocess
@@ -97,7 +98,9 @@ def train(how: argparse.Namespace) -> None:
         if how.result is not None:
             parameters = [parameter.tolist() for parameter in network.parameters()]
             how.result.write_text(json.dumps({"losses": losses, "parameters": parameters}))
-    dist.barrier()  # else gloo may abort the exit: PyTorch issue 190489
+    dist.barrier()
+    del model, gradients
+    gc.collect()  # with the model, gloo's threads end: else one may abort the exit (PyTorch issue 190489)
     dist.destroy_process_group()
 
 

@@ -1,5 +1,6 @@
 """Train a small network on several ranks: torchrun --nproc-per-node 2 loop_ddp.py model.pt."""
 
+import gc
 import sys
 from collections.abc import Iterator
 
@@ -46,7 +47,9 @@ def main() -> None:
         opt.step()
     print(f"rank {rank}: loss {loss.item():.4f}")
     torch.save(net.state_dict(), f"{sys.argv[1]}.{rank}")
-    dist.barrier()  # else gloo may abort the exit: PyTorch issue 190489
+    dist.barrier()
+    del model
+    gc.collect()  # with the model, gloo's threads end: else one may abort the exit (PyTorch issue 190489)
     dist.destroy_process_group()
 
 

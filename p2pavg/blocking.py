@@ -48,7 +48,7 @@ class Averager:
         self._thread = thread
         self._averager = averager
         self._progress: tuple[float, object | None, InProgress | None] = (0.0, None, None)
-        """What is told again of a round that runs: the time until which it is, the round, its progress."""
+        """Time until which progress is told again, the round that it is of, the progress."""
 
     @property
     def config(self) -> AveragingConfig:
@@ -162,7 +162,9 @@ class Averager:
         result = self._thread.call(
             partial(step, group_size=group_size, contributors=contributors, meeting=meeting)
         )
-        # A report at the end of a match timeout has a reason of its own, and is returned once.
+        # A report at the end of a match timeout has a reason of its own, and is returned once. A round that has ended
+        # is let go: it has the whole average.
+        self._progress = (0.0, None, None)
         if isinstance(result, InProgress) and result.reason in (EXCHANGES, FORMS):
             self._progress = (time.monotonic() + PROGRESS_SECONDS, waiting_round(self._averager), result)
         return result

@@ -29,7 +29,7 @@ from p2pavg.net.transport import Buffer, DirectLane
 # That a lane sends in its turn, 3 ms of a link of 100 Mbit/s, and that the system may hold of it afterwards. With more
 # the lanes compete in the system instead, and at the end some links carry little while others are still full.
 TURN_BYTES = 32 * 1024
-LIMITED_TURN_BYTES = 64 * 1024
+LIMITED_TURN_BYTES = 64 * 1024  # under a limit
 UNSENT_IN_TURNS_BYTES = 16 * 1024
 UNSENT_BYTES = 128 * 1024
 COMING_BYTES = 64 * 1024

@@ -233,9 +233,8 @@ class Lobby:
     async def _serve_round(self, stream: Stream, header: LaneHeader) -> bool:
         """Hand a stream to the round that its header names; return whether it was read to the end of its use."""
         if header.lane is Lane.CONTROL and header.group_id in self._ended:
-            await self._answer(
-                stream, header.group_id
-            )  # it comes late, and its sender may not know the end yet
+            # It comes late, and its sender may not know the end yet.
+            await self._answer(stream, header.group_id)
             return False
         group = self.groups.get(header.group_id)
         if group is None:

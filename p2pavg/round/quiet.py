@@ -1,4 +1,4 @@
-"""Whether a round is so short that its followers need no streams of votes to each other. No I/O, no clock."""
+"""Short rounds, whose followers need no streams of votes to each other. No I/O, no clock."""
 
 from __future__ import annotations
 

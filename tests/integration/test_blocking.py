@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -144,6 +146,16 @@ class TestSteppingWithoutWaiting:
             assert isinstance(second.step(wait=None), Success)
             assert isinstance(until(first, lambda told: not isinstance(told, InProgress)), Success)
             assert isinstance(first.step(wait=0), NoPeers), "nothing is accumulated"
+
+    def test_the_average_of_a_round_that_has_ended_is_not_kept(self) -> None:
+        with two_averagers() as (first, second):
+            first.accumulate([torch.ones(2)])
+            assert isinstance(first.step(wait=0), InProgress)
+            second.accumulate([torch.ones(2)])
+            assert isinstance(second.step(wait=None), Success)
+            average = weakref.ref(tensors(first.step(wait=None))[0])
+            gc.collect()
+            assert average() is None
 
     def test_the_next_round_is_not_told_the_progress_of_the_one_before(self) -> None:
         with open_averager(config(match_timeout=0.5), listen=LOOPBACK) as alone:

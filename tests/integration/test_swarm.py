@@ -88,23 +88,16 @@ def test_a_member_of_a_site_that_is_killed_or_stopped_costs_its_own_contribution
 def test_memory_and_files_do_not_grow_with_the_rounds() -> None:
     config = {"group_size": 3, "min_group_size": 3, "match_timeout": 40.0}
     every = run("soak", 3, elements=100_000, rounds=40, config=config)
-    # A member that merely ended sooner is not reported as lost. On a busy machine a member may be silent for long,
-    # which ends the round for all three. The one that notices it says so.
-    failed: dict[int, list[str]] = {}
-    for event in chain.from_iterable(every):
-        if event["result"] != "Success":
-            failed.setdefault(event["round"], []).append(event["reason"])
-    assert all(any(map(is_silence, reasons)) for reasons in failed.values()), failed
-    assert len(failed) <= 4, failed
+    failed = [(event["round"], event["reason"]) for event in chain(*every) if event["result"] != "Success"]
+    assert not failed, failed
     for events in every:
-        early, late = (event for event in events if event["round"] in (9, 39))
-        assert all(map(is_silence, late["lost"])), late
+        early, late = events
+        assert (early["round"], late["round"]) == (9, 39)
+        # A member that merely ended sooner is not reported as lost. (On a busy machine, a member may be silent for
+        # long.)
+        assert all("silent" in reason for reason in late["lost"]), late
         assert late["files"] <= early["files"] + 2, (early, late)
         assert late["rss"] <= early["rss"] * 1.1 + 16e6, (early, late)
-
-
-def is_silence(reason: str) -> bool:
-    return "silent for" in reason or "sent no part of its contribution for" in reason
 
 
 def test_a_lone_process_gets_no_peers() -> None:

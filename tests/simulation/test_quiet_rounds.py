@@ -45,7 +45,7 @@ async def test_followers_of_a_short_round_open_no_streams_to_each_other(
     assert pairs.opened == {(0, follower) for follower in range(1, SIZE)}
 
 
-async def test_a_member_answers_with_the_commit_before_it_opens_no_stream_any_more(
+async def test_a_member_answers_with_the_commit_before_its_streams_end(
     autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers: list[bool] = []

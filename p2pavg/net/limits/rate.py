@@ -23,8 +23,8 @@ A piece of a write goes as a whole anyhow. On a slow link, it makes up for tasks
 PIECE_SECONDS = 0.02
 MIN_PIECE_BYTES = 64 * 1024
 MAX_PIECE_BYTES = 256 * 1024
-"""Under a limit, bytes go in pieces: a whole part at once would be a burst. The pauses between small ones cost the
-processor more than the bytes do."""
+"""Under a limit, bytes go in pieces: a whole part at once would be a burst. Each pause between them costs processor
+time."""
 
 
 class TokenBucket:

@@ -486,7 +486,7 @@ class TestAsking:
             said.append(None if message is None else decode_vote(message, 4))
         assert said == [COMMIT, Unknown(), None]
 
-    async def test_so_is_one_that_comes_before_the_others_have_heard_of_the_end(self) -> None:
+    async def test_a_stream_of_votes_of_a_round_that_has_just_ended_is_told_of_it(self) -> None:
         """The group is still expected, and its streams of votes may be read by no task any more."""
         lobby = Lobby()
         with lobby.expect(GROUP) as group:

@@ -330,7 +330,7 @@ class TestQuiet:
             assert other.heard == [COMMIT, GATHER]
             nursery.cancel_scope.cancel()
 
-    async def test_it_opens_it_in_any_case_before_the_other_one_would_wait_for_a_ping(
+    async def test_a_follower_opens_its_stream_after_a_second_in_any_case(
         self, autojump_clock: MockClock
     ) -> None:
         side = Quiet(C, Line(A), Line(B))
@@ -342,7 +342,9 @@ class TestQuiet:
             assert side.transport.asked == [A, B]
             nursery.cancel_scope.cancel()
 
-    async def test_it_opens_it_when_the_other_one_asks(self, autojump_clock: MockClock) -> None:
+    async def test_a_follower_opens_its_stream_when_the_other_one_asks(
+        self, autojump_clock: MockClock
+    ) -> None:
         side = Quiet(C, Line(A), Line(B))
         async with trio.open_nursery() as nursery:
             nursery.start_soon(side.control.run)

@@ -26,19 +26,18 @@ from p2pavg.files import PUBLIC, replace_file
 from p2pavg.optim import AveragedOptimizer, RunState, diloco, shard_config
 from p2pavg.optim.ddp import ddp_comm_hook, peer_gradients
 from tests.integration.optim.company import LISTEN, Batches, config, loss_of, small_model, vector_of
+from tests.integration.optim.process_group import with_ranks
 
 BATCH = 4
 MOMENT = 1e-3  # seconds; too short for any round
 
 
+@with_ranks
 def main(how: dict[str, Any]) -> None:
     """Train with DDP. ``how``: folder, peer, rank, ranks, peers, steps, and optional steps of death or overflow."""
     folder = Path(how["folder"])
     torch.set_num_threads(1)
     peer, rank = how["peer"], how["rank"]
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/rendezvous{peer}", rank=rank, world_size=how["ranks"]
-    )
     network = small_model()
     model = DistributedDataParallel(network, bucket_cap_mb=0.0001)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -72,10 +71,9 @@ def main(how: dict[str, Any]) -> None:
             optimizer.zero_grad()
     name = f"result{peer}.{rank}.json"
     (folder / name).write_text(json.dumps({"stepped": stepped, "parameters": vector_of(network).tolist()}))
-    dist.barrier()
-    dist.destroy_process_group()
 
 
+@with_ranks
 def late(how: dict[str, Any]) -> None:
     """Train with DDP until the peer that is ``late`` has tried to take part in two backward passes, and has said so.
 
@@ -83,9 +81,6 @@ def late(how: dict[str, Any]) -> None:
     """
     folder, peer, rank = Path(how["folder"]), how["peer"], how["rank"]
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/rendezvous{peer}", rank=rank, world_size=how["ranks"]
-    )
     network = small_model()
     model = DistributedDataParallel(network)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -113,10 +108,9 @@ def late(how: dict[str, Any]) -> None:
         if how.get("late"):
             (folder / "said").touch()
         (folder / f"result{peer}.{rank}.json").write_text(json.dumps({"said": said, "stepped": stepped}))
-    dist.barrier()
-    dist.destroy_process_group()
 
 
+@with_ranks
 def shards(how: dict[str, Any]) -> None:
     """Train like :func:`main`, with sharded parameters, of which each rank averages its shard.
 
@@ -125,9 +119,6 @@ def shards(how: dict[str, Any]) -> None:
     """
     folder, peer, rank, ranks = Path(how["folder"]), how["peer"], how["rank"], how["ranks"]
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/rendezvous{peer}", rank=rank, world_size=ranks
-    )
     network = small_model()
     fully_shard(network, mesh=init_device_mesh("cpu", (ranks,)))
     batches = Batches(peer * ranks + rank, BATCH)
@@ -159,10 +150,9 @@ def shards(how: dict[str, Any]) -> None:
         parameters = torch.cat([tensor.reshape(-1) for tensor in whole])
         found = {"parameters": parameters.tolist(), "seen": seen, "state": optimizer.lineage.state.hex()}
         (folder / f"result{peer}.{rank}.json").write_text(json.dumps(found))
-    dist.barrier()
-    dist.destroy_process_group()
 
 
+@with_ranks
 def local_shards(how: dict[str, Any]) -> None:
     """Train by DiLoCo with sharded parameters, of which each rank averages its shard.
 
@@ -171,9 +161,6 @@ def local_shards(how: dict[str, Any]) -> None:
     """
     folder, peer, rank, ranks = Path(how["folder"]), how["peer"], how["rank"], how["ranks"]
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/rendezvous{peer}", rank=rank, world_size=ranks
-    )
     network = small_model()
     fully_shard(network, mesh=init_device_mesh("cpu", (ranks,)))
     batches = Batches(peer * ranks + rank, BATCH)
@@ -210,10 +197,9 @@ def local_shards(how: dict[str, Any]) -> None:
             "state": optimizer.lineage.state.hex(),
         }
         (folder / f"result{peer}.{rank}.json").write_text(json.dumps(found))
-    dist.barrier()
-    dist.destroy_process_group()
 
 
+@with_ranks
 def late_shards(how: dict[str, Any]) -> None:
     """Train with sharded parameters until all peers are at one update that the late peer names.
 
@@ -221,9 +207,6 @@ def late_shards(how: dict[str, Any]) -> None:
     """
     folder, peer, rank, ranks = Path(how["folder"]), how["peer"], how["rank"], how["ranks"]
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/rendezvous{peer}", rank=rank, world_size=ranks
-    )
     network, until = small_model(), folder / "until"
     if how.get("late"):
         wait_until((folder / "three").exists)
@@ -262,8 +245,6 @@ def late_shards(how: dict[str, Any]) -> None:
         (folder / f"result{peer}.{rank}.json").write_text(
             json.dumps({"values": found, "state": state, "contributed": contributed})
         )
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def all_ranks_say(here: bool) -> bool:
@@ -273,10 +254,10 @@ def all_ranks_say(here: bool) -> bool:
     return all(found)
 
 
+@with_ranks
 def mistakes(how: dict[str, Any]) -> None:
     """Make mistakes on one rank of a peer; write the errors of all ranks as texts."""
     folder, rank, said = Path(how["folder"]), how["rank"], []
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
     network = small_model()
     batches = Batches(rank, BATCH)
 
@@ -320,8 +301,6 @@ def mistakes(how: dict[str, Any]) -> None:
             said[-1] = said[-1].partition("(")[0]
             said.append(str(averager.weight))
     (folder / f"result0.{rank}.json").write_text(json.dumps({"said": said}))
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def wait_until(it_is_so: Callable[[], bool]) -> None:

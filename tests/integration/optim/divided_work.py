@@ -30,6 +30,7 @@ from p2pavg.optim import (
 from p2pavg.strategies import DataParallel, ModelParallel, read_json
 from tests.integration.optim.company import LISTEN, Batches, config
 from tests.integration.optim.ddp_work import all_ranks_say, wait_until
+from tests.integration.optim.process_group import with_ranks
 
 BATCH = 8
 CUT = 3  # number of modules in the first stage
@@ -99,6 +100,7 @@ def part_of(strategy: ModelParallel, place: Any) -> Part:
     return Part(module, staged)
 
 
+@with_ranks
 def train(how: dict[str, Any]) -> None:
     """Train one rank of a peer.
 
@@ -108,9 +110,6 @@ def train(how: dict[str, Any]) -> None:
     """
     folder, peer, rank, ranks = Path(how["folder"]), how["peer"], how["rank"], how["ranks"]
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/rendezvous{peer}", rank=rank, world_size=ranks
-    )
     strategy = cast(ModelParallel, read_json(how["strategy"]))
     place = strategy.place("cpu")
     part, batches = part_of(strategy, place), Batches(peer, BATCH)
@@ -164,8 +163,6 @@ def train(how: dict[str, Any]) -> None:
             "epoch": optimizer.epoch,
         }
         (folder / f"result{peer}.{rank}.json").write_text(json.dumps(found))
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def any_late(how: dict[str, Any]) -> int:
@@ -228,10 +225,10 @@ def averager_of(
         yield averager
 
 
+@with_ranks
 def mistakes(how: dict[str, Any]) -> None:
     """Make mistakes on the ranks of one peer; write the words of each rank."""
     folder, rank, said = Path(how["folder"]), how["rank"], {}
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
     place, module = PeerMesh(mesh, stages="pp"), model()[:CUT] if rank == 0 else model()[CUT:]
     large: dict[str, Any] = {"target_batch_size": BATCH, "peers_to_start": 1}
@@ -274,5 +271,3 @@ def mistakes(how: dict[str, Any]) -> None:
         attempt("copies that divide", copied)
         attempt("fragments", lambda: diloco(inner_of(whole), averager, sync_every=4, fragments=2, **everyone))
     (folder / f"result0.{rank}.json").write_text(json.dumps({"said": said}))
-    dist.barrier()
-    dist.destroy_process_group()

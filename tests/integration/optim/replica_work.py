@@ -26,6 +26,7 @@ from p2pavg.optim.whole import WholeCopy, full_of
 from p2pavg.result import Success
 from tests.integration.optim.company import LISTEN, Batches, config, loss_of, small_model, vector_of
 from tests.integration.optim.ddp_work import BATCH, all_ranks_say, open_peer_of, wait_until
+from tests.integration.optim.process_group import with_ranks
 
 MORE_UPDATES = 6
 """Updates that all peers take together after the late one has contributed twice."""
@@ -51,6 +52,7 @@ def optimizer_of(
     )
 
 
+@with_ranks
 def late(how: dict[str, Any]) -> None:
     """Train until all peers are at one update that the late peer names.
 
@@ -60,9 +62,6 @@ def late(how: dict[str, Any]) -> None:
     """
     folder, peer, rank, ranks = Path(how["folder"]), how["peer"], how["rank"], how["ranks"]
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/rendezvous{peer}", rank=rank, world_size=ranks
-    )
     network, until = small_model(), folder / "until"
     if how.get("late"):
         wait_until((folder / "three").exists)
@@ -102,8 +101,6 @@ def late(how: dict[str, Any]) -> None:
         (folder / f"done{peer}.{rank}").touch()
         wait_until(lambda: len(list(folder.glob("done*"))) == how["total"])
         (folder / f"result{peer}.{rank}.json").write_text(json.dumps(found))
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def whole_vector(network: torch.nn.Module) -> list[float]:
@@ -128,10 +125,10 @@ def _fails(samples: float, metrics: object) -> StepReport:
     raise KeyError("a mistake in the program")
 
 
+@with_ranks
 def mistakes(how: dict[str, Any]) -> None:
     """Make mistakes on one rank of a peer; write the errors of all ranks as texts."""
     folder, rank, said = Path(how["folder"]), how["rank"], []
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
     network = small_model()
 
     def attempt(act: Callable[[], object]) -> None:
@@ -159,14 +156,12 @@ def mistakes(how: dict[str, Any]) -> None:
             optimizer._step = _fails  # type: ignore[method-assign]
         attempt(partial(replicas.step, samples=8))
     (folder / f"result0.{rank}.json").write_text(json.dumps({"said": said}))
-    dist.barrier()
-    dist.destroy_process_group()
 
 
+@with_ranks
 def sharded_mistakes(how: dict[str, Any]) -> None:
     """Make mistakes with shards on one rank of a peer of two; write the errors of all ranks as texts."""
     folder, rank, said = Path(how["folder"]), how["rank"], []
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
     network = small_model()
     whole = copy.deepcopy(network) if rank == 0 else None
     fully_shard(network, mesh=init_device_mesh("cpu", (2,)))
@@ -204,17 +199,15 @@ def sharded_mistakes(how: dict[str, Any]) -> None:
         torch.autograd.backward(scaler.scale(loss_of(network, batches.next())))
         attempt(lambda: scaler.step(replicas))
     (folder / f"result0.{rank}.json").write_text(json.dumps({"said": said}))
-    dist.barrier()
-    dist.destroy_process_group()
 
 
+@with_ranks
 def there_and_back(how: dict[str, Any]) -> None:
     """Copy parameters into shards and gradients out of them, with FSDP and with HSDP.
 
     Writes the largest differences of the shards from the copy, and of the copy's gradients from those of one process.
     """
     folder, rank, ranks = Path(how["folder"]), how["rank"], how["ranks"]
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=ranks)
     batches = [Batches(each, BATCH).next() for each in range(ranks)]
     expected = small_model()
     for batch in batches:
@@ -235,5 +228,3 @@ def there_and_back(how: dict[str, Any]) -> None:
             away += [(mine.grad - its.grad).abs().max().item() for mine, its in pairs]  # type: ignore[operator]
         away.append(shards.abs().max().item())
     (folder / f"result0.{rank}.json").write_text(json.dumps({"away": away}))
-    dist.barrier()
-    dist.destroy_process_group()

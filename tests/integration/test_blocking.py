@@ -166,7 +166,8 @@ class TestSteppingWithoutWaiting:
             assert isinstance(alone.step(wait=None), NoPeers)
             with ThreadPoolExecutor(1) as threads:
                 other = threads.submit(alone.step, wait=None, group_size=4)
-                told = until(alone, lambda told: isinstance(told, InProgress))
+                # Whichever of the two threads begins the round, it is one of four.
+                told = until(alone, lambda told: isinstance(told, InProgress), group_size=4)
                 assert isinstance(told, InProgress)
                 assert told.target_size == 4
                 assert isinstance(other.result(WATCHDOG_SECONDS), NoPeers)
@@ -190,10 +191,12 @@ class TestSteppingWithoutWaiting:
             alone.step(wait=0)
 
 
-def until(averager: Averager, wanted: Callable[[RoundResult], bool]) -> RoundResult:
+def until(
+    averager: Averager, wanted: Callable[[RoundResult], bool], *, group_size: int | None = None
+) -> RoundResult:
     """Call ``step(wait=0)`` until it returns what is wanted."""
     deadline = time.monotonic() + WATCHDOG_SECONDS
-    while not wanted(told := averager.step(wait=0)):
+    while not wanted(told := averager.step(wait=0, group_size=group_size)):
         assert time.monotonic() < deadline, told
         time.sleep(0.001)
     return told

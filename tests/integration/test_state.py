@@ -81,7 +81,7 @@ async def test_pieces_go_over_direct_lanes_which_are_kept_for_rounds() -> None:
         assert peers[0].lobby.wants_lane(peers[1].id)
         sessions.close()
         await eventually(lambda: idle_lanes(peers[1:]) == [1, 1])
-        assert peers[0].lobby.tickets == {}
+        await eventually(lambda: peers[0].lobby.tickets == {})
         await eventually(lambda: not state_threads())
         await check_fetch(fetch_of(sessions, second, peers[1:]), second)
         await eventually(lambda: idle_lanes(peers[1:]) == [0, 0])
@@ -214,7 +214,7 @@ async def test_a_joiner_that_is_cancelled_leaves_no_thread_and_no_ticket() -> No
             async with open_sessions(peers[0].context, peers[0].lobby, key=KEY) as sessions:
                 await fetch_of(sessions, blob, peers[1:]).run()
         assert scope.cancelled_caught
-        assert peers[0].lobby.tickets == {}
+        await eventually(lambda: peers[0].lobby.tickets == {})
         await eventually(lambda: not state_threads())
         await eventually(lambda: not any(peer.state._served for peer in peers))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 from p2pavg.consensus.statements import RESULT_BYTES, Statement
@@ -10,8 +11,11 @@ from p2pavg.errors import RemoteProtocolError
 from p2pavg.group.audits import Audits
 
 REQUEST_BYTES = RESULT_BYTES + SIGNATURE_BYTES
-ANSWER_BYTES = 2**15
-"""Bytes of an answer that are sent at once. The messages of the next round wait behind them on the link."""
+ANSWER_PIECE_SECONDS = 0.005
+"""Time that the link takes for the bytes of an answer that are sent at once. The messages of the next round wait behind
+them."""
+MIN_PIECE_BYTES, MAX_PIECE_BYTES = 2**14, 2**16
+"""Limits of the bytes that are sent at once. A message costs the event loop about as much as its bytes."""
 ANSWER_PART = 1 / 8
 """Part of this peer's bandwidth that an answer takes, if it does not take too long."""
 ANSWER_SECONDS = 10.0
@@ -54,6 +58,21 @@ def seconds_a_byte(total: int, mbps: float) -> float:
         mbps: this peer's bandwidth in Mbit/s, as far as it is known.
     """
     return min(8 / (ANSWER_PART * mbps * 1e6), ANSWER_SECONDS / max(total, 1))
+
+
+def answer_pieces(nbytes: int, mbps: float) -> list[range]:
+    """Return the pieces in which bytes of an answer are sent, as ranges of their places.
+
+    Args:
+        nbytes: number of the bytes.
+        mbps: this peer's bandwidth in Mbit/s, as far as it is known.
+    """
+    if not nbytes:
+        return []
+    most = min(max(int(mbps * 1e6 / 8 * ANSWER_PIECE_SECONDS), MIN_PIECE_BYTES), MAX_PIECE_BYTES)
+    count = -(-nbytes // most)
+    edges = [piece * nbytes // count for piece in range(count + 1)]
+    return [range(start, stop) for start, stop in itertools.pairwise(edges)]
 
 
 def read_request(data: bytes) -> AuditRequest:

@@ -17,9 +17,9 @@ from p2pavg.allreduce.messages import PROTOCOL, Lane, LaneHeader, encode_header
 from p2pavg.audit.keeping import KeptShare
 from p2pavg.audit.layout import Share
 from p2pavg.audit.requests import (
-    ANSWER_BYTES,
     REQUEST_BYTES,
     AuditRequest,
+    answer_pieces,
     read_request,
     seconds_a_byte,
     ticket_bytes,
@@ -239,7 +239,7 @@ class RoundAudits:
             manifest, inputs = await self._context.run_in_thread(kept.answer, request)
             pieces = [manifest, *(each for buffers in inputs for each in buffers)]
             a_byte = self._seconds_a_byte(sum(map(len, pieces)))
-            for piece in (part for each in pieces for part in _cut(each)):
+            for piece in (part for each in pieces for part in self._cut(each)):
                 await trio.sleep(max(self._context.upload.delay(len(piece)), a_byte * len(piece)))
                 await stream.send_all(piece)
             await stream.aclose()
@@ -251,8 +251,7 @@ class RoundAudits:
             return 0.0
         return seconds_a_byte(total, self._context.meter.mbps)
 
-
-def _cut(data: Buffer) -> Iterator[memoryview]:
-    view = memoryview(data).cast("B")
-    for start in range(0, len(view), ANSWER_BYTES):
-        yield view[start : start + ANSWER_BYTES]
+    def _cut(self, data: Buffer) -> Iterator[memoryview]:
+        view = memoryview(data).cast("B")
+        for piece in answer_pieces(len(view), self._context.meter.mbps):
+            yield view[piece.start : piece.stop]

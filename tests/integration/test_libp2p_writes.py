@@ -1,7 +1,8 @@
-"""Small messages are written without a task or a wait, and nothing is lost, doubled or overtaken where that ends."""
+"""Messages are written without a task while the system takes them; nothing is lost, doubled or overtaken after that."""
 
 from __future__ import annotations
 
+import random
 import struct
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -13,6 +14,7 @@ import trio
 from libp2p.stream_muxer.yamux.yamux import (
     FLAG_RST,
     FLAG_SYN,
+    HEADER_SIZE,
     TYPE_DATA,
     TYPE_PING,
     TYPE_WINDOW_UPDATE,
@@ -22,7 +24,8 @@ from libp2p.stream_muxer.yamux.yamux import (
 from p2pavg.errors import StreamBrokenError
 from p2pavg.net.libp2p import guarded_yamux
 from p2pavg.net.libp2p.guarded_yamux import GuardedYamux
-from p2pavg.net.libp2p.speed import EagerPackets, Started
+from p2pavg.net.libp2p.speed import MAX_FRAME_BYTES, EagerPackets, Started
+from p2pavg.net.libp2p.stream import LONG_PIECE_BYTES, WRITE_PIECE_BYTES
 from p2pavg.net.libp2p.transport import Libp2pTransport
 from p2pavg.net.transport import Stream
 from tests.integration.hosts import TIMEOUT, eventually, watched
@@ -193,6 +196,143 @@ async def test_a_cancelled_caller_sends_nothing() -> None:
         await stream.send_all(b"but this")
         await eventually(lambda: bool(taking.found))
         assert taking.found == b"but this"
+
+
+@watched
+async def test_a_long_message_needs_no_task_and_few_frames_while_the_system_takes_it() -> None:
+    """Each piece but the first fills a message of Noise, and other tasks run after each.
+
+    Now and then the system takes a part of a frame only, also with a large buffer. Such a message is sent once more.
+    """
+    async with two_hosts() as (here, there):
+        taking = Taking()
+        taking.begin.set()
+        there.serve(HELD, taking)
+        message = random.Random(1).randbytes(WRITE_PIECE_BYTES + 2 * LONG_PIECE_BYTES + 5000)
+        turns = 0
+
+        async def count_turns() -> None:
+            nonlocal turns
+            while True:
+                turns += 1
+                await trio.lowlevel.checkpoint()
+
+        async def send_once() -> tuple[list[str], list[int]]:
+            stream = await to(there, here, HELD)
+            connection = connection_of(here, there.peer_id)
+            frames: list[int] = []
+            start = connection.start_frame
+
+            def note(frame: bytes) -> Started:
+                frames.append(len(frame))
+                return start(frame)
+
+            connection.start_frame = note  # type: ignore[method-assign]
+            spawns, before = Spawns(), turns
+            trio.lowlevel.add_instrument(spawns)
+            await stream.send_all(message)
+            trio.lowlevel.remove_instrument(spawns)
+            # A turn after each of the four pieces. trio runs tasks in a random order, so one may be counted later.
+            assert turns - before >= 3
+            connection.start_frame = start  # type: ignore[method-assign]
+            return spawns.names, frames
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(count_turns)
+            await trio.lowlevel.checkpoint()
+            for tries in range(1, 21):
+                names, frames = await send_once()
+                await eventually(lambda sent=tries * message: taking.found == sent)  # type: ignore[misc]
+                if not any("_finish_write" in name for name in names):
+                    break
+            nursery.cancel_scope.cancel()
+        assert not any("_finish_write" in name for name in names)
+        assert [each for each in frames if each > 12] == [
+            WRITE_PIECE_BYTES + HEADER_SIZE,
+            MAX_FRAME_BYTES,
+            MAX_FRAME_BYTES,
+            5000 + HEADER_SIZE,
+        ]
+
+
+@watched
+async def test_pieces_are_short_again_after_a_wait() -> None:
+    """Behind a long piece, other streams of a slow link would wait longer for their turn."""
+    async with two_hosts() as (here, there):
+        there.serve(HELD, Taking())
+        stream = await to(there, here, HELD)
+        connection = connection_of(here, there.peer_id)
+        socket = connection.socket
+        assert socket is not None
+        frames: list[tuple[int, Started]] = []
+        start = connection.start_frame
+
+        def note(frame: bytes) -> Started:
+            found = start(frame)
+            frames.append((len(frame), found))
+            return found
+
+        connection.start_frame = note  # type: ignore[method-assign]
+        socket.setsockopt(trio.socket.SOL_SOCKET, trio.socket.SO_SNDBUF, 4096)
+        with trio.move_on_after(1.0):  # nobody reads, and the window of 256 KiB closes
+            await stream.send_all(bytes(1_000_000))
+        waits = [number for number, (_, found) in enumerate(frames) if found is not Started.WHOLE]
+        assert waits, "the socket was full"
+        assert all(
+            frames[number + 1][0] <= WRITE_PIECE_BYTES + HEADER_SIZE
+            for number in waits
+            if number + 1 < len(frames)
+        )
+
+
+@watched
+async def test_a_long_message_ends_between_two_pieces_when_its_sender_is_cancelled() -> None:
+    async with two_hosts() as (here, there):
+        first, second = Taking(), Taking()
+        for protocol, taking in ((HELD, first), (SAYS, second)):
+            there.serve(protocol, taking)
+            taking.begin.set()
+        stream, other = await to(there, here, HELD), await to(there, here, SAYS)
+        connection = connection_of(here, there.peer_id)
+        start = connection.start_frame
+        with trio.CancelScope() as scope:
+
+            def cancel_after_first(frame: bytes) -> Started:
+                found = start(frame)
+                scope.cancel()
+                return found
+
+            connection.start_frame = cancel_after_first  # type: ignore[method-assign]
+            await stream.send_all(bytes(200_000))
+        assert scope.cancelled_caught
+        connection.start_frame = start  # type: ignore[method-assign]
+        with pytest.raises(StreamBrokenError, match="cancelled half-way"):
+            await stream.send_all(b"x")
+        await other.send_all(b"the connection is whole")
+        await eventually(lambda: second.found == b"the connection is whole")
+        assert len(first.found) <= WRITE_PIECE_BYTES
+
+
+@watched
+async def test_a_message_that_was_sent_whole_is_not_broken_by_a_cancelled_sender() -> None:
+    async with two_hosts() as (here, there):
+        taking = Taking()
+        taking.begin.set()
+        there.serve(HELD, taking)
+        stream = await to(there, here, HELD)
+        connection = connection_of(here, there.peer_id)
+        start = connection.start_frame
+        with trio.CancelScope() as scope:
+
+            def cancel(frame: bytes) -> Started:
+                scope.cancel()
+                return start(frame)
+
+            connection.start_frame = cancel  # type: ignore[method-assign]
+            await stream.send_all(bytes(WRITE_PIECE_BYTES))
+        connection.start_frame = start  # type: ignore[method-assign]
+        await stream.send_all(b"more")
+        await eventually(lambda: taking.found == bytes(WRITE_PIECE_BYTES) + b"more")
 
 
 def pings(count: int) -> bytes:

@@ -17,7 +17,7 @@ from libp2p.stream_muxer.yamux.yamux import Yamux, YamuxStream
 
 from p2pavg.net.libp2p.carriers import Carrier
 from p2pavg.net.libp2p.patient_stream import PatientStream
-from p2pavg.net.libp2p.speed import SMALL_FRAME_BYTES, ReadAheadStream, Started
+from p2pavg.net.libp2p.speed import MAX_FRAME_BYTES, ReadAheadStream, Started
 
 logger = logging.getLogger(__name__)
 
@@ -119,7 +119,7 @@ class GuardedYamux(Yamux):
         return await super()._read_data_body(length)
 
     def start_frame(self, frame: bytes) -> Started:
-        """Write a small frame without waiting, if nothing else is being written and the system takes it.
+        """Write a frame without waiting, if nothing else is being written and the system takes it.
 
         It saves a task and several turns of the event loop, which is most of what a small message costs.
 
@@ -127,7 +127,7 @@ class GuardedYamux(Yamux):
             ConnectionClosedError: the connection has ended.
         """
         noise = getattr(self.secured_conn, "conn", None)
-        if len(frame) > SMALL_FRAME_BYTES or not isinstance(noise, NoiseTransportReadWriter):
+        if len(frame) > MAX_FRAME_BYTES or not isinstance(noise, NoiseTransportReadWriter):
             return Started.NOTHING
         carrier = self.carrier
         if not isinstance(carrier, ReadAheadStream) or self._write_lock.locked() or carrier.is_writing:

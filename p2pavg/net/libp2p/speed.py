@@ -36,8 +36,10 @@ from p2pavg.net.limits.admission import Arrival
 
 READ_AHEAD_BYTES = 64 * 1024
 
-# Frames up to this size are written without waiting, where that is possible. Larger ones wait for their turn, so that
-# a long transfer does not keep the event loop.
+# The longest frame that one message of Noise holds. Frames up to this size are written without waiting, where that is
+# possible. After one of more than SMALL_FRAME_BYTES the writer lets other tasks run, so that a long transfer does not
+# keep the event loop.
+MAX_FRAME_BYTES = _noise_io.MAX_PLAINTEXT_LENGTH
 SMALL_FRAME_BYTES = 4 * 1024
 
 _LENGTH_BYTES = 2  # of a message of Noise, before it
@@ -104,7 +106,7 @@ class Started(enum.Enum):
 
 
 class StartsFrames(Protocol):
-    """A connection that can write a small frame without waiting."""
+    """A connection that can write a frame without waiting."""
 
     def start_frame(self, frame: bytes) -> Started: ...
 

@@ -12,22 +12,25 @@ from libp2p.io.exceptions import IOException
 from libp2p.network.stream.exceptions import StreamEOF
 from libp2p.network.stream.net_stream import NetStream, StreamState
 from libp2p.stream_muxer.exceptions import MuxedStreamError
+from libp2p.stream_muxer.yamux.yamux import HEADER_SIZE
 
 from p2pavg.errors import ClosedError, StreamBrokenError
 from p2pavg.net.libp2p.errors import error_text
 from p2pavg.net.libp2p.guarded_yamux import GuardedYamux
 from p2pavg.net.libp2p.lifetime import Lifetime
 from p2pavg.net.libp2p.patient_stream import PatientStream
-from p2pavg.net.libp2p.speed import SMALL_FRAME_BYTES, Started
+from p2pavg.net.libp2p.speed import MAX_FRAME_BYTES, SMALL_FRAME_BYTES, Started
 from p2pavg.net.transport import Buffer, Stream
 
 logger = logging.getLogger(__name__)
 
 # A write is cut into pieces. Each piece is finished even if its caller is cancelled: half a frame would corrupt the
-# connection for every stream on it. With small pieces, other streams get their turn soon.
+# connection for every stream on it. With small pieces, other streams get their turn soon. While the system takes each
+# piece at once, nobody waits for a turn, and the next piece is as long as a message of Noise can be.
 WRITE_PIECE_BYTES = 32 * 1024
+LONG_PIECE_BYTES = MAX_FRAME_BYTES - HEADER_SIZE
 
-# The timeout of one piece. A link of 10 kbit/s moves a piece in 26 s.
+# The timeout of WRITE_PIECE_BYTES. A link of 10 kbit/s moves them in 26 s.
 STALL_SECONDS = 30.0
 
 _CLOSE_SECONDS = 1.0
@@ -46,7 +49,7 @@ class Libp2pStream(Stream):
     """One stream of yamux.
 
     A write that has to wait runs in the transport's nursery, so that a cancelled caller leaves no half-written frame
-    behind. A small one mostly need not wait.
+    behind. While the connection is not full, none has to wait.
     """
 
     def __init__(self, net_stream: NetStream, lifetime: Lifetime) -> None:
@@ -62,6 +65,7 @@ class Libp2pStream(Stream):
         self._unwritable: str | None = None
         self._ahead = memoryview(b"")
         self._ends_alone = False
+        self._piece_bytes = WRITE_PIECE_BYTES
         self._gone = trio.Event()
 
     @property
@@ -78,28 +82,45 @@ class Libp2pStream(Stream):
         await trio.lowlevel.checkpoint_if_cancelled()
         view = memoryview(data)
         self._check(self._unwritable)
-        for start in range(0, len(view), WRITE_PIECE_BYTES):
-            piece = bytes(view[start : start + WRITE_PIECE_BYTES])
+        sent = 0
+        while sent < len(view):
+            piece = bytes(view[sent : sent + self._piece_bytes])
+            sent += len(piece)
             started = self._start_write(piece)
             self._check(self._unwritable)
-            if started is Started.WHOLE:
-                continue
-            done = trio.Event()
-            write = (
-                self._muxed.finish_frame
-                if started is Started.PART
-                else partial(self._net_stream.write, piece)
-            )
-            self._lifetime.nursery.start_soon(self._finish_write, write, done)
-            try:
-                await done.wait()
-            except trio.Cancelled:
-                self._unwritable = f"a write to {self.remote} was cancelled half-way"
-                raise
-            self._check(self._unwritable)
+            self._piece_bytes = LONG_PIECE_BYTES if started is Started.WHOLE else WRITE_PIECE_BYTES
+            if started is not Started.WHOLE:
+                await self._wait_for_write(piece, started)
+            elif len(piece) > SMALL_FRAME_BYTES:
+                await self._let_others_run(sent < len(view))
+
+    async def _wait_for_write(self, piece: bytes, started: Started) -> None:
+        done = trio.Event()
+        write = (
+            self._muxed.finish_frame if started is Started.PART else partial(self._net_stream.write, piece)
+        )
+        seconds = STALL_SECONDS * max(1.0, len(piece) / WRITE_PIECE_BYTES)
+        self._lifetime.nursery.start_soon(self._finish_write, write, seconds, done)
+        try:
+            await done.wait()
+        except trio.Cancelled:
+            self._unwritable = f"a write to {self.remote} was cancelled half-way"
+            raise
+        self._check(self._unwritable)
+
+    async def _let_others_run(self, more: bool) -> None:
+        """Let other tasks run. If the caller is cancelled, raise it between two pieces only, not after the last one."""
+        await trio.lowlevel.cancel_shielded_checkpoint()
+        try:
+            if more:
+                await trio.lowlevel.checkpoint_if_cancelled()
+        except trio.Cancelled:
+            self._unwritable = f"a write to {self.remote} was cancelled half-way"
+            raise
+        self._check(self._unwritable)
 
     def _start_write(self, piece: bytes) -> Started:
-        if len(piece) > SMALL_FRAME_BYTES or self._net_stream._state in _UNWRITABLE_STATES:
+        if self._net_stream._state in _UNWRITABLE_STATES:
             return Started.NOTHING
         try:
             return self._patient.start_write(piece)
@@ -107,12 +128,14 @@ class Libp2pStream(Stream):
             self._unwritable = f"the stream to {self.remote} broke: {error_text(error)}"
             return Started.NOTHING
 
-    async def _finish_write(self, write: Callable[[], Awaitable[None]], done: trio.Event) -> None:
+    async def _finish_write(
+        self, write: Callable[[], Awaitable[None]], seconds: float, done: trio.Event
+    ) -> None:
         try:
-            with trio.move_on_after(STALL_SECONDS) as scope:
+            with trio.move_on_after(seconds) as scope:
                 await write()
             if scope.cancelled_caught:
-                self._unwritable = f"{self.remote} took no data for {STALL_SECONDS:.0f} s"
+                self._unwritable = f"{self.remote} took no data for {seconds:.0f} s"
                 await self._give_up()
         except (IOException, MuxedStreamError, ValueError) as error:
             self._unwritable = f"the stream to {self.remote} broke: {error_text(error)}"

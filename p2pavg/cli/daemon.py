@@ -36,6 +36,7 @@ from p2pavg.records.revocations import Revocations
 from p2pavg.records.run_records import RunRecords
 from p2pavg.round.auxiliary import assist
 from p2pavg.threads.exceptions import bare_exceptions
+from p2pavg.threads.workers import be_nice
 from p2pavg_dht import Ed25519Signer
 
 logger = logging.getLogger(__name__)
@@ -192,6 +193,9 @@ def run_peer(options: DaemonOptions) -> None:
         P2PAvgError: what :func:`p2pavg.open_peer` raises.
     """
     options.check()
+
+    if options.attach is not None:
+        be_nice()  # the processes that train on this machine have priority; later threads inherit it
 
     async def main() -> bool:
         life = DaemonProcess(options.part, options.home)

@@ -31,6 +31,11 @@ def add_arguments(parser: argparse.ArgumentParser, *, small: bool) -> None:
     parser.add_argument("--peers", type=int, default=2 if small else 4)
     parser.add_argument("--elements", type=int, default=20_480 if small else 4_000_000)
     parser.add_argument("--mbps", default=f"100,{UNLIMITED}", help="limits of each peer's link, both ways")
+    parser.add_argument(
+        "--attached",
+        action="store_true",
+        help="the training process shares a peer that runs in its own process",
+    )
     parser.add_argument("--seconds", type=float, default=0.3 if small else 10.0, help="of one window")
     parser.add_argument("--repeats", type=int, default=1 if small else 5, help="windows of each kind")
 
@@ -51,7 +56,8 @@ def run(arguments: argparse.Namespace, report: Report) -> None:
 def measure(mbps: str, limits: dict[str, float], arguments: argparse.Namespace, report: Report) -> None:
     """Measure the windows in turn."""
     system = replace(p2pavg(CODEC, arguments.peers, **limits), module=MODULE)
-    with Crew(system, [Place()] * arguments.peers, {"elements": arguments.elements}) as crew:
+    setup = {"elements": arguments.elements, "attached": arguments.attached}
+    with Crew(system, [Place()] * arguments.peers, setup) as crew:
         training = crew.processes[0]
 
         def window(rounds: bool, seconds: float) -> dict[str, float]:

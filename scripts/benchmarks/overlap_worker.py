@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -83,6 +90,28 @@ def stay_aside() -> None:
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[-1:])
 
 
+@contextmanager
+def averager_of(setup: dict[str, Any], config: p2pavg.AveragingConfig) -> Iterator[blocking.Averager]:
+    """Open an averager in this process; or, for the training one with ``attached``, in a peer of its own process."""
+    listen = f"/ip4/{setup['host']}/tcp/0"
+    if setup["index"] > 0 or not setup["attached"]:
+        with blocking.open_averager(config, bootstrap=setup["bootstrap"], listen=[listen]) as averager:
+            yield averager
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        socket = Path(folder) / "peer.sock"
+        command = [sys.executable, "-m", "p2pavg", "peer", "--attach", str(socket), "--listen", listen]
+        peer = subprocess.Popen([*command, "--log-level", "error"], stdout=subprocess.PIPE, text=True)
+        try:
+            assert peer.stdout is not None
+            peer.stdout.readline()  # its address: it is ready
+            with p2pavg.attach(socket, name="training") as attached, attached.averager(config) as averager:
+                yield averager
+        finally:
+            peer.terminate()
+            peer.wait()
+
+
 def main() -> None:
     """Run the worker."""
     torch.set_num_threads(1)
@@ -91,9 +120,7 @@ def main() -> None:
     if setup["index"] > 0:
         stay_aside()
     config = p2pavg.AveragingConfig(run_id="bench", **setup["config"])
-    with blocking.open_averager(
-        config, bootstrap=setup["bootstrap"], listen=[f"/ip4/{setup['host']}/tcp/0"]
-    ) as averager:
+    with averager_of(setup, config) as averager:
         line.report(address=averager.addresses[0])
         work = train if setup["index"] == 0 else average
         work(line, averager, setup["elements"])

@@ -48,6 +48,12 @@ class Daemon:
         return code
 
     @property
+    def niceness(self) -> int:
+        """The niceness of its event loop's thread, which is the process's first."""
+        assert self._process is not None
+        return os.getpriority(os.PRIO_PROCESS, self._process.pid)
+
+    @property
     def running(self) -> bool:
         """True until the process has ended."""
         return self._process is not None and self._process.poll() is None

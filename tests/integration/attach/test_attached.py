@@ -21,6 +21,8 @@ from p2pavg.attached import AttachedAverager, share_peer
 from p2pavg.optim import AveragedOptimizer, RunState
 from p2pavg.result import Failed, InProgress, NoPeers, Success
 from p2pavg.telemetry.events import AnyEvent, RoundEnded
+from p2pavg.threads.workers import NICENESS
+from tests.integration.attach.daemon import daemon
 from tests.integration.optim.company import LISTEN, Batches, config, loss_of, small_model
 
 WAIT = 60.0
@@ -40,6 +42,11 @@ def processes(address: str, count: int, **changes: object) -> Iterator[list[Atta
 def all_at_once(averagers: list[AttachedAverager], act: Callable[[AttachedAverager], object]) -> list[object]:
     with ThreadPoolExecutor(len(averagers)) as pool:
         return list(pool.map(act, averagers))
+
+
+def test_the_peer_of_attached_processes_has_a_lower_priority_than_they(tmp_path: Path) -> None:
+    with daemon(tmp_path) as peer:
+        assert peer.niceness == max(NICENESS, os.getpriority(os.PRIO_PROCESS, 0))
 
 
 def test_processes_average_without_optimizers(shared: str) -> None:

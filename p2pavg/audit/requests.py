@@ -14,8 +14,11 @@ REQUEST_BYTES = RESULT_BYTES + SIGNATURE_BYTES
 ANSWER_PIECE_SECONDS = 0.005
 """Time that the link takes for the bytes of an answer that are sent at once. The messages of the next round wait behind
 them."""
-MIN_PIECE_BYTES, MAX_PIECE_BYTES = 2**14, 2**16
-"""Limits of the bytes that are sent at once. A message costs the event loop about as much as its bytes."""
+MIN_PIECE_BYTES, MAX_PIECE_BYTES = 2**14, 60 * 2**10
+"""Limits of the bytes that are sent at once. Each piece costs the event loop about as much as its bytes do. The longest
+one fits into one frame of the connection."""
+UNKNOWN_PIECE_BYTES = 2**15
+"""Bytes that are sent at once as long as the bandwidth is not known."""
 ANSWER_PART = 1 / 8
 """Part of this peer's bandwidth that an answer takes, if it does not take too long."""
 ANSWER_SECONDS = 10.0
@@ -65,11 +68,13 @@ def answer_pieces(nbytes: int, mbps: float) -> list[range]:
 
     Args:
         nbytes: number of the bytes.
-        mbps: this peer's bandwidth in Mbit/s, as far as it is known.
+        mbps: this peer's bandwidth in Mbit/s; 0 if it is not known.
     """
     if not nbytes:
         return []
-    most = min(max(int(mbps * 1e6 / 8 * ANSWER_PIECE_SECONDS), MIN_PIECE_BYTES), MAX_PIECE_BYTES)
+    most = UNKNOWN_PIECE_BYTES
+    if mbps:
+        most = min(max(int(mbps * 1e6 / 8 * ANSWER_PIECE_SECONDS), MIN_PIECE_BYTES), MAX_PIECE_BYTES)
     count = -(-nbytes // most)
     edges = [piece * nbytes // count for piece in range(count + 1)]
     return [range(start, stop) for start, stop in itertools.pairwise(edges)]

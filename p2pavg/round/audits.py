@@ -253,5 +253,5 @@ class RoundAudits:
 
     def _cut(self, data: Buffer) -> Iterator[memoryview]:
         view = memoryview(data).cast("B")
-        for piece in answer_pieces(len(view), self._context.meter.mbps):
+        for piece in answer_pieces(len(view), self._context.meter.announced_mbps):
             yield view[piece.start : piece.stop]

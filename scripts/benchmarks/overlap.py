@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import tempfile
 import time
 from dataclasses import replace
 
@@ -56,8 +57,14 @@ def run(arguments: argparse.Namespace, report: Report) -> None:
 def measure(mbps: str, limits: dict[str, float], arguments: argparse.Namespace, report: Report) -> None:
     """Measure the windows in turn."""
     system = replace(p2pavg(CODEC, arguments.peers, **limits), module=MODULE)
-    setup = {"elements": arguments.elements, "attached": arguments.attached}
-    with Crew(system, [Place()] * arguments.peers, setup) as crew:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        Crew(
+            system,
+            [Place()] * arguments.peers,
+            {"elements": arguments.elements, "socket": f"{folder}/peer.sock" if arguments.attached else None},
+        ) as crew,
+    ):
         training = crew.processes[0]
 
         def window(rounds: bool, seconds: float) -> dict[str, float]:

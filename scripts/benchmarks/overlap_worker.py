@@ -5,11 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -92,24 +90,22 @@ def stay_aside() -> None:
 
 @contextmanager
 def averager_of(setup: dict[str, Any], config: p2pavg.AveragingConfig) -> Iterator[blocking.Averager]:
-    """Open an averager in this process; or, for the training one with ``attached``, in a peer of its own process."""
-    listen = f"/ip4/{setup['host']}/tcp/0"
-    if setup["index"] > 0 or not setup["attached"]:
+    """Open an averager here; with a ``socket``, the training process opens its own in a peer of another process."""
+    listen, socket = f"/ip4/{setup['host']}/tcp/0", setup["socket"]
+    if setup["index"] > 0 or socket is None:
         with blocking.open_averager(config, bootstrap=setup["bootstrap"], listen=[listen]) as averager:
             yield averager
         return
-    with tempfile.TemporaryDirectory() as folder:
-        socket = Path(folder) / "peer.sock"
-        command = [sys.executable, "-m", "p2pavg", "peer", "--attach", str(socket), "--listen", listen]
-        peer = subprocess.Popen([*command, "--log-level", "error"], stdout=subprocess.PIPE, text=True)
-        try:
-            assert peer.stdout is not None
-            peer.stdout.readline()  # its address: it is ready
-            with p2pavg.attach(socket, name="training") as attached, attached.averager(config) as averager:
-                yield averager
-        finally:
-            peer.terminate()
-            peer.wait()
+    command = [sys.executable, "-m", "p2pavg", "peer", "--attach", socket, "--listen", listen]
+    peer = subprocess.Popen([*command, "--log-level", "error"], stdout=subprocess.PIPE, text=True)
+    try:
+        assert peer.stdout is not None
+        peer.stdout.readline()  # its address: it is ready
+        with p2pavg.attach(socket, name="training") as attached, attached.averager(config) as averager:
+            yield averager
+    finally:
+        peer.terminate()
+        peer.wait()
 
 
 def main() -> None:

@@ -24,7 +24,12 @@ from libp2p.stream_muxer.yamux.yamux import (
 from p2pavg.errors import StreamBrokenError
 from p2pavg.net.libp2p import guarded_yamux
 from p2pavg.net.libp2p.guarded_yamux import GuardedYamux
-from p2pavg.net.libp2p.speed import MAX_FRAME_BYTES, EagerPackets, Started
+from p2pavg.net.libp2p.speed import (
+    MAX_FRAME_BYTES,
+    SMALL_FRAME_BYTES,
+    EagerPackets,
+    Started,
+)
 from p2pavg.net.libp2p.stream import LONG_PIECE_BYTES, WRITE_PIECE_BYTES
 from p2pavg.net.libp2p.transport import Libp2pTransport
 from p2pavg.net.transport import Stream
@@ -329,10 +334,41 @@ async def test_a_message_that_was_sent_whole_is_not_broken_by_a_cancelled_sender
                 return start(frame)
 
             connection.start_frame = cancel  # type: ignore[method-assign]
-            await stream.send_all(bytes(WRITE_PIECE_BYTES))
+            await stream.send_all(bytes(SMALL_FRAME_BYTES + 1))  # an empty socket takes it at once
         connection.start_frame = start  # type: ignore[method-assign]
         await stream.send_all(b"more")
-        await eventually(lambda: taking.found == bytes(WRITE_PIECE_BYTES) + b"more")
+        await eventually(lambda: taking.found == bytes(SMALL_FRAME_BYTES + 1) + b"more")
+
+
+@watched
+async def test_a_piece_that_has_to_wait_is_short() -> None:
+    """The other streams' writers wait behind it."""
+    async with two_hosts() as (here, there):
+        taking = Taking()
+        taking.begin.set()
+        there.serve(HELD, taking)
+        stream = await to(there, here, HELD)
+        stream._piece_bytes = LONG_PIECE_BYTES  # type: ignore[attr-defined]
+        connection = connection_of(here, there.peer_id)
+        frames: list[tuple[int, Started]] = []
+        start = connection.start_frame
+
+        def note(frame: bytes) -> Started:
+            found = start(frame)
+            frames.append((len(frame) - HEADER_SIZE, found))
+            return found
+
+        connection.start_frame = note  # type: ignore[method-assign]
+        message = random.Random(2).randbytes(LONG_PIECE_BYTES)
+        async with trio.open_nursery() as nursery, connection._write_lock:
+            nursery.start_soon(stream.send_all, message)
+            await eventually(lambda: len(frames) == 3)
+        # The long piece is refused, then a short one, which a task writes when it is its turn.
+        assert (
+            frames[:3] == [(LONG_PIECE_BYTES, Started.NOTHING)] + [(WRITE_PIECE_BYTES, Started.NOTHING)] * 2
+        )
+        assert max(count for count, _ in frames[3:]) <= WRITE_PIECE_BYTES
+        await eventually(lambda: taking.found == message)
 
 
 def pings(count: int) -> bytes:

@@ -34,15 +34,15 @@ from libp2p.utils.varint import encode_delim
 
 from p2pavg.net.limits.admission import Arrival
 
-READ_AHEAD_BYTES = 64 * 1024
+_LENGTH_BYTES = 2  # of a message of Noise, before it
+
+READ_AHEAD_BYTES = _LENGTH_BYTES + _noise_io.MAX_NOISE_MESSAGE_LEN  # of the longest message
 
 # The longest frame that one message of Noise holds. Frames up to this size are written without waiting, where that is
 # possible. After one of more than SMALL_FRAME_BYTES the writer lets other tasks run, so that a long transfer does not
 # keep the event loop.
 MAX_FRAME_BYTES = _noise_io.MAX_PLAINTEXT_LENGTH
 SMALL_FRAME_BYTES = 4 * 1024
-
-_LENGTH_BYTES = 2  # of a message of Noise, before it
 
 
 class EagerLock:
@@ -181,8 +181,17 @@ class ReadAheadStream(TrioTCPStream):
         return not self._unsent
 
     async def write(self, data: bytes) -> None:
+        """Send the rest of the last write, and then ``data``. If that is cancelled half-way, close the connection.
+
+        The rest may be of another stream's frame, whose writer nobody would tell.
+        """
+        await trio.lowlevel.checkpoint_if_cancelled()
         data, self._unsent = self._unsent + data, b""
-        await super().write(data)
+        try:
+            await super().write(data)
+        except trio.Cancelled:
+            self.stream.socket.close()
+            raise
 
     async def look_ahead(self, count: int) -> bytes:
         """Return the first ``count`` bytes without consuming them; fewer if the stream ends before."""

@@ -25,12 +25,13 @@ from p2pavg.net.transport import Buffer, Stream
 logger = logging.getLogger(__name__)
 
 # A write is cut into pieces. Each piece is finished even if its caller is cancelled: half a frame would corrupt the
-# connection for every stream on it. With small pieces, other streams get their turn soon. While the system takes each
-# piece at once, nobody waits for a turn, and the next piece is as long as a message of Noise can be.
+# connection for every stream on it. With small pieces, other streams get their turn soon. After a piece that the system
+# took at once, the next one may be as long as a message of Noise: nobody waits for a turn then. A piece that has to
+# wait before any of it is written is a small one in any case.
 WRITE_PIECE_BYTES = 32 * 1024
 LONG_PIECE_BYTES = MAX_FRAME_BYTES - HEADER_SIZE
 
-# The timeout of WRITE_PIECE_BYTES. A link of 10 kbit/s moves them in 26 s.
+# The timeout of one piece. A link of 20 kbit/s moves the longest one in 26 s.
 STALL_SECONDS = 30.0
 
 _CLOSE_SECONDS = 1.0
@@ -49,7 +50,7 @@ class Libp2pStream(Stream):
     """One stream of yamux.
 
     A write that has to wait runs in the transport's nursery, so that a cancelled caller leaves no half-written frame
-    behind. While the connection is not full, none has to wait.
+    behind. One that the window allows and the system takes at once need not wait.
     """
 
     def __init__(self, net_stream: NetStream, lifetime: Lifetime) -> None:
@@ -80,27 +81,37 @@ class Libp2pStream(Stream):
 
     async def send_all(self, data: Buffer) -> None:
         await trio.lowlevel.checkpoint_if_cancelled()
-        view = memoryview(data)
+        view = memoryview(data).cast("B")
         self._check(self._unwritable)
         sent = 0
         while sent < len(view):
-            piece = bytes(view[sent : sent + self._piece_bytes])
+            piece, started = self._start_piece(view[sent:])
             sent += len(piece)
-            started = self._start_write(piece)
             self._check(self._unwritable)
-            self._piece_bytes = LONG_PIECE_BYTES if started is Started.WHOLE else WRITE_PIECE_BYTES
             if started is not Started.WHOLE:
+                self._piece_bytes = WRITE_PIECE_BYTES
                 await self._wait_for_write(piece, started)
-            elif len(piece) > SMALL_FRAME_BYTES:
+                continue
+            if len(piece) >= WRITE_PIECE_BYTES:
+                self._piece_bytes = LONG_PIECE_BYTES
+            if len(piece) > SMALL_FRAME_BYTES:
                 await self._let_others_run(sent < len(view))
+
+    def _start_piece(self, left: memoryview) -> tuple[bytes, Started]:
+        """Begin to write the next piece. Return it, and how far it has come."""
+        piece = bytes(left[: self._piece_bytes])
+        started = self._start_write(piece)
+        if started is Started.NOTHING and len(piece) > WRITE_PIECE_BYTES:
+            piece = piece[:WRITE_PIECE_BYTES]
+            started = self._start_write(piece)
+        return piece, started
 
     async def _wait_for_write(self, piece: bytes, started: Started) -> None:
         done = trio.Event()
         write = (
             self._muxed.finish_frame if started is Started.PART else partial(self._net_stream.write, piece)
         )
-        seconds = STALL_SECONDS * max(1.0, len(piece) / WRITE_PIECE_BYTES)
-        self._lifetime.nursery.start_soon(self._finish_write, write, seconds, done)
+        self._lifetime.nursery.start_soon(self._finish_write, write, done)
         try:
             await done.wait()
         except trio.Cancelled:
@@ -128,14 +139,12 @@ class Libp2pStream(Stream):
             self._unwritable = f"the stream to {self.remote} broke: {error_text(error)}"
             return Started.NOTHING
 
-    async def _finish_write(
-        self, write: Callable[[], Awaitable[None]], seconds: float, done: trio.Event
-    ) -> None:
+    async def _finish_write(self, write: Callable[[], Awaitable[None]], done: trio.Event) -> None:
         try:
-            with trio.move_on_after(seconds) as scope:
+            with trio.move_on_after(STALL_SECONDS) as scope:
                 await write()
             if scope.cancelled_caught:
-                self._unwritable = f"{self.remote} took no data for {seconds:.0f} s"
+                self._unwritable = f"{self.remote} took no data for {STALL_SECONDS:.0f} s"
                 await self._give_up()
         except (IOException, MuxedStreamError, ValueError) as error:
             self._unwritable = f"the stream to {self.remote} broke: {error_text(error)}"

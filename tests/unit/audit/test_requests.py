@@ -14,9 +14,11 @@ from p2pavg.audit.requests import (
     ANSWER_SECONDS,
     MAX_PIECE_BYTES,
     MIN_PIECE_BYTES,
+    UNKNOWN_PIECE_BYTES,
     answer_pieces,
     seconds_a_byte,
 )
+from p2pavg.net.libp2p.stream import LONG_PIECE_BYTES
 
 
 @pytest.mark.parametrize("mbps", [0.1, 5.0, 1000.0])
@@ -49,4 +51,12 @@ def test_pieces_of_an_answer_are_all_of_its_bytes_and_keep_the_link_for_a_moment
 
 
 def test_a_fast_link_carries_an_answer_in_few_pieces() -> None:
-    assert [len(answer_pieces(2**19, mbps)) for mbps in (1.0, 50.0, 1000.0)] == [32, 17, 8]
+    assert [len(answer_pieces(2**19, mbps)) for mbps in (1.0, 50.0, 1000.0)] == [32, 17, 9]
+
+
+def test_pieces_for_an_unknown_link_are_those_of_a_slow_one() -> None:
+    assert {len(piece) for piece in answer_pieces(2**19, 0.0)} == {UNKNOWN_PIECE_BYTES}
+
+
+def test_a_frame_of_the_connection_holds_the_longest_piece() -> None:
+    assert MAX_PIECE_BYTES <= LONG_PIECE_BYTES

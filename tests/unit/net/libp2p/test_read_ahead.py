@@ -242,3 +242,21 @@ async def test_two_concurrent_reads_lose_nothing() -> None:
     found.append(await stream.read(100))
     rest = b"" if b"".join(found).endswith(b"h") else await stream.read(100)
     assert b"".join([*found, rest]) == b"abcdefgh"
+
+
+async def test_a_write_that_is_cancelled_half_way_closes_the_connection() -> None:
+    """Half a frame was sent, perhaps the rest of another stream's, whose writer nobody would tell."""
+    near, far = trio.socket.socketpair()
+    with far:
+        stream = ReadAheadStream.of(TrioTCPStream(trio.SocketStream(near)))
+        with trio.move_on_after(0.0) as before:
+            await stream.write(b"nothing of this")
+        assert before.cancelled_caught
+        assert near.fileno() >= 0, "nothing was sent, and nothing is lost"
+        with trio.CancelScope() as scope:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(stream.write, bytes(2**24))
+                await trio.testing.wait_all_tasks_blocked()
+                scope.cancel()
+        assert near.fileno() == -1
+        assert await far.recv(1) == b"\0"

@@ -68,6 +68,9 @@ ROWS = (
     Row("SparseLoCo, 1.6 %, rate 2, every 10", "topk:4096:64", 2.0, every=10),
     Row("SparseLoCo, 1.6 %, rate 4, every 5", "topk:4096:64", 4.0, every=5),
     Row("SparseLoCo, 1.6 %, rate 6, every 5", "topk:4096:64", 6.0, every=5),
+    Row("SparseLoCo, 1.6 %, rate 4, every 5, Muon inside", "topk:4096:64", 4.0, every=5, inner="muon"),
+    Row("SparseLoCo, 1.6 %, rate 4, every 10, Muon inside", "topk:4096:64", 4.0, every=10, inner="muon"),
+    Row("DiLoCo, Muon inside", "fp32", 0.7, 0.9, inner="muon"),
 )
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 import struct
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -71,6 +71,31 @@ async def read_on(stream: Stream, piece: int, found: bytearray) -> None:
         found += data
 
 
+@contextmanager
+def frames_of(
+    connection: GuardedYamux, then: Callable[[], object] = lambda: None
+) -> Iterator[list[tuple[int, Started]]]:
+    """Note the length of each frame that a connection tries to write without waiting, and how far it came.
+
+    Args:
+        then: is called after each try.
+    """
+    frames: list[tuple[int, Started]] = []
+    start = connection.start_frame
+
+    def note(frame: bytes) -> Started:
+        found = start(frame)
+        frames.append((len(frame), found))
+        then()
+        return found
+
+    connection.start_frame = note  # type: ignore[method-assign]
+    try:
+        yield frames
+    finally:
+        connection.start_frame = start  # type: ignore[method-assign]
+
+
 class Taking:
     """A handler that reads when it may, and keeps what it has read."""
 
@@ -110,14 +135,6 @@ async def test_messages_to_a_full_socket_arrive_in_order() -> None:
         there.serve(SAYS, second)
         streams = [await to(there, here, protocol) for protocol in (HELD, SAYS)]
         connection = connection_of(here, there.peer_id)
-        started: set[Started] = set()
-        start = connection.start_frame
-
-        def note(frame: bytes) -> Started:
-            started.add(found := start(frame))
-            return found
-
-        connection.start_frame = note  # type: ignore[method-assign]
         socket = connection.socket
         assert socket is not None
         socket.setsockopt(trio.socket.SOL_SOCKET, trio.socket.SO_SNDBUF, 4096)
@@ -129,14 +146,17 @@ async def test_messages_to_a_full_socket_arrive_in_order() -> None:
             await stream.aclose()
 
         # The other side's window is larger than its socket's buffer, and so the socket is full first.
-        async with trio.open_nursery() as nursery:
-            for stream in streams:
-                nursery.start_soon(send, stream)
-            first.begin.set()
-            second.begin.set()
+        with frames_of(connection) as frames:
+            async with trio.open_nursery() as nursery:
+                for stream in streams:
+                    nursery.start_soon(send, stream)
+                first.begin.set()
+                second.begin.set()
         await eventually(lambda: len(first.found) == len(second.found) == MESSAGE_BYTES * len(messages))
         assert first.found == second.found == b"".join(messages)
-        assert started >= {Started.PART, Started.WHOLE}, "the socket was full, and it was not"
+        assert {started for _, started in frames} >= {Started.PART, Started.WHOLE}, (
+            "the socket was full, and it was not"
+        )
 
 
 @watched
@@ -224,23 +244,14 @@ async def test_a_long_message_needs_no_task_and_few_frames_while_the_system_take
 
         async def send_once() -> tuple[list[str], list[int]]:
             stream = await to(there, here, HELD)
-            connection = connection_of(here, there.peer_id)
-            frames: list[int] = []
-            start = connection.start_frame
-
-            def note(frame: bytes) -> Started:
-                frames.append(len(frame))
-                return start(frame)
-
-            connection.start_frame = note  # type: ignore[method-assign]
             spawns, before = Spawns(), turns
-            trio.lowlevel.add_instrument(spawns)
-            await stream.send_all(message)
-            trio.lowlevel.remove_instrument(spawns)
+            with frames_of(connection_of(here, there.peer_id)) as frames:
+                trio.lowlevel.add_instrument(spawns)
+                await stream.send_all(message)
+                trio.lowlevel.remove_instrument(spawns)
             # A turn after each of the four pieces. trio runs tasks in a random order, so one may be counted later.
             assert turns - before >= 3
-            connection.start_frame = start  # type: ignore[method-assign]
-            return spawns.names, frames
+            return spawns.names, [count for count, _ in frames]
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(count_turns)
@@ -269,17 +280,11 @@ async def test_pieces_are_short_again_after_a_wait() -> None:
         connection = connection_of(here, there.peer_id)
         socket = connection.socket
         assert socket is not None
-        frames: list[tuple[int, Started]] = []
-        start = connection.start_frame
-
-        def note(frame: bytes) -> Started:
-            found = start(frame)
-            frames.append((len(frame), found))
-            return found
-
-        connection.start_frame = note  # type: ignore[method-assign]
         socket.setsockopt(trio.socket.SOL_SOCKET, trio.socket.SO_SNDBUF, 4096)
-        with trio.move_on_after(1.0):  # nobody reads, and the window of 256 KiB closes
+        with (
+            frames_of(connection) as frames,
+            trio.move_on_after(1.0),
+        ):  # nobody reads, and the window of 256 KiB closes
             await stream.send_all(bytes(1_000_000))
         waits = [number for number, (_, found) in enumerate(frames) if found is not Started.WHOLE]
         assert waits, "the socket was full"
@@ -299,18 +304,9 @@ async def test_a_long_message_ends_between_two_pieces_when_its_sender_is_cancell
             taking.begin.set()
         stream, other = await to(there, here, HELD), await to(there, here, SAYS)
         connection = connection_of(here, there.peer_id)
-        start = connection.start_frame
-        with trio.CancelScope() as scope:
-
-            def cancel_after_first(frame: bytes) -> Started:
-                found = start(frame)
-                scope.cancel()
-                return found
-
-            connection.start_frame = cancel_after_first  # type: ignore[method-assign]
+        with trio.CancelScope() as scope, frames_of(connection, scope.cancel):
             await stream.send_all(bytes(200_000))
         assert scope.cancelled_caught
-        connection.start_frame = start  # type: ignore[method-assign]
         with pytest.raises(StreamBrokenError, match="cancelled half-way"):
             await stream.send_all(b"x")
         await other.send_all(b"the connection is whole")
@@ -326,16 +322,8 @@ async def test_a_message_that_was_sent_whole_is_not_broken_by_a_cancelled_sender
         there.serve(HELD, taking)
         stream = await to(there, here, HELD)
         connection = connection_of(here, there.peer_id)
-        start = connection.start_frame
-        with trio.CancelScope() as scope:
-
-            def cancel(frame: bytes) -> Started:
-                scope.cancel()
-                return start(frame)
-
-            connection.start_frame = cancel  # type: ignore[method-assign]
+        with trio.CancelScope() as scope, frames_of(connection, scope.cancel):
             await stream.send_all(bytes(SMALL_FRAME_BYTES + 1))  # an empty socket takes it at once
-        connection.start_frame = start  # type: ignore[method-assign]
         await stream.send_all(b"more")
         await eventually(lambda: taking.found == bytes(SMALL_FRAME_BYTES + 1) + b"more")
 
@@ -350,24 +338,14 @@ async def test_a_piece_that_has_to_wait_is_short() -> None:
         stream = await to(there, here, HELD)
         stream._piece_bytes = LONG_PIECE_BYTES  # type: ignore[attr-defined]
         connection = connection_of(here, there.peer_id)
-        frames: list[tuple[int, Started]] = []
-        start = connection.start_frame
-
-        def note(frame: bytes) -> Started:
-            found = start(frame)
-            frames.append((len(frame) - HEADER_SIZE, found))
-            return found
-
-        connection.start_frame = note  # type: ignore[method-assign]
-        message = random.Random(2).randbytes(LONG_PIECE_BYTES)
-        async with trio.open_nursery() as nursery, connection._write_lock:
-            nursery.start_soon(stream.send_all, message)
-            await eventually(lambda: len(frames) == 3)
+        message, short = random.Random(2).randbytes(LONG_PIECE_BYTES), WRITE_PIECE_BYTES + HEADER_SIZE
+        with frames_of(connection) as frames:
+            async with trio.open_nursery() as nursery, connection._write_lock:
+                nursery.start_soon(stream.send_all, message)
+                await eventually(lambda: len(frames) == 3)
         # The long piece is refused, then a short one, which a task writes when it is its turn.
-        assert (
-            frames[:3] == [(LONG_PIECE_BYTES, Started.NOTHING)] + [(WRITE_PIECE_BYTES, Started.NOTHING)] * 2
-        )
-        assert max(count for count, _ in frames[3:]) <= WRITE_PIECE_BYTES
+        assert frames[:3] == [(MAX_FRAME_BYTES, Started.NOTHING)] + [(short, Started.NOTHING)] * 2
+        assert max(count for count, _ in frames[3:]) <= short
         await eventually(lambda: taking.found == message)
 
 
@@ -394,19 +372,11 @@ async def test_the_reader_ends_with_the_first_reply_to_a_lost_connection(frames:
         connection = connection_of(host, stranger.peer_id)
         socket = connection.socket
         assert socket is not None
-        asked = 0
-        start = connection.start_frame
-
-        def count(frame: bytes) -> Started:
-            nonlocal asked
-            asked += 1
-            return start(frame)
-
-        connection.start_frame = count  # type: ignore[method-assign]
         socket.shutdown(trio.socket.SHUT_WR)
-        await stranger.write_raw(frames)
-        await eventually(connection.event_closed.is_set)
-        assert asked <= 2, "the reader's first reply, and at most a ping of this side"
+        with frames_of(connection) as replies:
+            await stranger.write_raw(frames)
+            await eventually(connection.event_closed.is_set)
+        assert len(replies) <= 2, "the reader's first reply, and at most a ping of this side"
 
 
 @watched

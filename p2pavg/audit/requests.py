@@ -64,7 +64,7 @@ def seconds_a_byte(total: int, mbps: float) -> float:
 
 
 def answer_pieces(nbytes: int, mbps: float) -> list[range]:
-    """Return the pieces in which bytes of an answer are sent, as ranges of their places.
+    """Return the pieces in which bytes of an answer are sent, as ranges of positions among them.
 
     Args:
         nbytes: number of the bytes.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import struct
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -99,8 +100,10 @@ def frames_of(
 class Taking:
     """A handler that reads when it may, and keeps what it has read."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, at_once: bool = False) -> None:
         self.begin, self.found = trio.Event(), bytearray()
+        if at_once:
+            self.begin.set()
 
     async def __call__(self, stream: Stream) -> None:
         await self.begin.wait()
@@ -108,14 +111,20 @@ class Taking:
             self.found += piece
 
 
-@watched
-async def test_a_small_message_needs_no_task() -> None:
+@asynccontextmanager
+async def taken_at_once() -> AsyncIterator[tuple[Stream, GuardedYamux, Taking]]:
+    """Yield a stream, its connection, and the handler that reads it at the other end."""
     async with two_hosts() as (here, there):
-        taking = Taking()
-        taking.begin.set()
+        taking = Taking(at_once=True)
         there.serve(HELD, taking)
         stream = await to(there, here, HELD)
-        secured: Any = connection_of(here, there.peer_id).secured_conn
+        yield stream, connection_of(here, there.peer_id), taking
+
+
+@watched
+async def test_a_small_message_needs_no_task() -> None:
+    async with taken_at_once() as (stream, connection, taking):
+        secured: Any = connection.secured_conn
         assert isinstance(secured.conn.read_writer, EagerPackets)
         spawns = Spawns()
         trio.lowlevel.add_instrument(spawns)
@@ -210,11 +219,7 @@ async def test_a_message_to_a_lost_connection_breaks_its_stream() -> None:
 
 @watched
 async def test_a_cancelled_caller_sends_nothing() -> None:
-    async with two_hosts() as (here, there):
-        taking = Taking()
-        taking.begin.set()
-        there.serve(HELD, taking)
-        stream = await to(there, here, HELD)
+    async with taken_at_once() as (stream, _, taking):
         with trio.CancelScope() as scope:
             scope.cancel()
             await stream.send_all(b"not this")
@@ -230,8 +235,7 @@ async def test_a_long_message_needs_no_task_and_few_frames_while_the_system_take
     Now and then the system takes a part of a frame only, also with a large buffer. Such a message is sent once more.
     """
     async with two_hosts() as (here, there):
-        taking = Taking()
-        taking.begin.set()
+        taking = Taking(at_once=True)
         there.serve(HELD, taking)
         message = random.Random(1).randbytes(WRITE_PIECE_BYTES + 2 * LONG_PIECE_BYTES + 5000)
         turns = 0
@@ -263,7 +267,7 @@ async def test_a_long_message_needs_no_task_and_few_frames_while_the_system_take
                     break
             nursery.cancel_scope.cancel()
         assert not any("_finish_write" in name for name in names)
-        assert [each for each in frames if each > 12] == [
+        assert [each for each in frames if each > HEADER_SIZE] == [
             WRITE_PIECE_BYTES + HEADER_SIZE,
             MAX_FRAME_BYTES,
             MAX_FRAME_BYTES,
@@ -281,27 +285,22 @@ async def test_pieces_are_short_again_after_a_wait() -> None:
         socket = connection.socket
         assert socket is not None
         socket.setsockopt(trio.socket.SOL_SOCKET, trio.socket.SO_SNDBUF, 4096)
-        with (
-            frames_of(connection) as frames,
-            trio.move_on_after(1.0),
-        ):  # nobody reads, and the window of 256 KiB closes
+        # The handler reads nothing, and the window of 256 KiB closes.
+        with frames_of(connection) as frames, trio.move_on_after(1.0):
             await stream.send_all(bytes(1_000_000))
-        waits = [number for number, (_, found) in enumerate(frames) if found is not Started.WHOLE]
-        assert waits, "the socket was full"
-        assert all(
-            frames[number + 1][0] <= WRITE_PIECE_BYTES + HEADER_SIZE
-            for number in waits
-            if number + 1 < len(frames)
-        )
+        after_waits = [
+            count for (_, before), (count, _) in itertools.pairwise(frames) if before is not Started.WHOLE
+        ]
+        assert after_waits, "the socket was full"
+        assert max(after_waits) <= WRITE_PIECE_BYTES + HEADER_SIZE
 
 
 @watched
 async def test_a_long_message_ends_between_two_pieces_when_its_sender_is_cancelled() -> None:
     async with two_hosts() as (here, there):
-        first, second = Taking(), Taking()
-        for protocol, taking in ((HELD, first), (SAYS, second)):
-            there.serve(protocol, taking)
-            taking.begin.set()
+        first, second = Taking(at_once=True), Taking(at_once=True)
+        there.serve(HELD, first)
+        there.serve(SAYS, second)
         stream, other = await to(there, here, HELD), await to(there, here, SAYS)
         connection = connection_of(here, there.peer_id)
         with trio.CancelScope() as scope, frames_of(connection, scope.cancel):
@@ -316,12 +315,7 @@ async def test_a_long_message_ends_between_two_pieces_when_its_sender_is_cancell
 
 @watched
 async def test_a_message_that_was_sent_whole_is_not_broken_by_a_cancelled_sender() -> None:
-    async with two_hosts() as (here, there):
-        taking = Taking()
-        taking.begin.set()
-        there.serve(HELD, taking)
-        stream = await to(there, here, HELD)
-        connection = connection_of(here, there.peer_id)
+    async with taken_at_once() as (stream, connection, taking):
         with trio.CancelScope() as scope, frames_of(connection, scope.cancel):
             await stream.send_all(bytes(SMALL_FRAME_BYTES + 1))  # an empty socket takes it at once
         await stream.send_all(b"more")
@@ -331,13 +325,8 @@ async def test_a_message_that_was_sent_whole_is_not_broken_by_a_cancelled_sender
 @watched
 async def test_a_piece_that_has_to_wait_is_short() -> None:
     """The other streams' writers wait behind it."""
-    async with two_hosts() as (here, there):
-        taking = Taking()
-        taking.begin.set()
-        there.serve(HELD, taking)
-        stream = await to(there, here, HELD)
+    async with taken_at_once() as (stream, connection, taking):
         stream._piece_bytes = LONG_PIECE_BYTES  # type: ignore[attr-defined]
-        connection = connection_of(here, there.peer_id)
         message, short = random.Random(2).randbytes(LONG_PIECE_BYTES), WRITE_PIECE_BYTES + HEADER_SIZE
         with frames_of(connection) as frames:
             async with trio.open_nursery() as nursery, connection._write_lock:

@@ -183,7 +183,7 @@ class ReadAheadStream(TrioTCPStream):
     async def write(self, data: bytes) -> None:
         """Send the rest of the last write, and then ``data``. If that is cancelled half-way, close the connection.
 
-        The rest may be of another stream's frame, whose writer nobody would tell.
+        The rest may be of another stream's frame. Its writer would not hear that it is lost.
         """
         await trio.lowlevel.checkpoint_if_cancelled()
         data, self._unsent = self._unsent + data, b""

@@ -26,8 +26,8 @@ logger = logging.getLogger(__name__)
 
 # A write is cut into pieces. Each piece is finished even if its caller is cancelled: half a frame would corrupt the
 # connection for every stream on it. With small pieces, other streams get their turn soon. After a piece that the system
-# took at once, the next one may be as long as a message of Noise: nobody waits for a turn then. A piece that has to
-# wait before any of it is written is a small one in any case.
+# took at once, the next one may be as long as a message of Noise: no other stream waits for a turn then. A piece that
+# has to wait before any of it is written is a small one in any case.
 WRITE_PIECE_BYTES = 32 * 1024
 LONG_PIECE_BYTES = MAX_FRAME_BYTES - HEADER_SIZE
 
@@ -84,18 +84,18 @@ class Libp2pStream(Stream):
         view = memoryview(data).cast("B")
         self._check(self._unwritable)
         sent = 0
-        while sent < len(view):
-            piece, started = self._start_piece(view[sent:])
-            sent += len(piece)
-            self._check(self._unwritable)
-            if started is not Started.WHOLE:
-                self._piece_bytes = WRITE_PIECE_BYTES
-                await self._wait_for_write(piece, started)
-                continue
-            if len(piece) >= WRITE_PIECE_BYTES:
-                self._piece_bytes = LONG_PIECE_BYTES
-            if len(piece) > SMALL_FRAME_BYTES:
-                await self._let_others_run(sent < len(view))
+        try:
+            while sent < len(view):
+                piece, started = self._start_piece(view[sent:])
+                sent += len(piece)
+                self._check(self._unwritable)
+                await self._finish_piece(piece, started)
+                self._check(self._unwritable)
+                if sent < len(view):
+                    await trio.lowlevel.checkpoint_if_cancelled()
+        except trio.Cancelled:
+            self._unwritable = f"a write to {self.remote} was cancelled half-way"
+            raise
 
     def _start_piece(self, left: memoryview) -> tuple[bytes, Started]:
         """Begin to write the next piece. Return it, and how far it has come."""
@@ -106,29 +106,21 @@ class Libp2pStream(Stream):
             started = self._start_write(piece)
         return piece, started
 
-    async def _wait_for_write(self, piece: bytes, started: Started) -> None:
+    async def _finish_piece(self, piece: bytes, started: Started) -> None:
+        """Wait until a piece is written. If it is written already, only let other tasks run, unless it is small."""
+        if started is Started.WHOLE:
+            if len(piece) >= WRITE_PIECE_BYTES:
+                self._piece_bytes = LONG_PIECE_BYTES
+            if len(piece) > SMALL_FRAME_BYTES:
+                await trio.lowlevel.cancel_shielded_checkpoint()
+            return
+        self._piece_bytes = WRITE_PIECE_BYTES
         done = trio.Event()
         write = (
             self._muxed.finish_frame if started is Started.PART else partial(self._net_stream.write, piece)
         )
         self._lifetime.nursery.start_soon(self._finish_write, write, done)
-        try:
-            await done.wait()
-        except trio.Cancelled:
-            self._unwritable = f"a write to {self.remote} was cancelled half-way"
-            raise
-        self._check(self._unwritable)
-
-    async def _let_others_run(self, more: bool) -> None:
-        """Let other tasks run. If the caller is cancelled, raise it between two pieces only, not after the last one."""
-        await trio.lowlevel.cancel_shielded_checkpoint()
-        try:
-            if more:
-                await trio.lowlevel.checkpoint_if_cancelled()
-        except trio.Cancelled:
-            self._unwritable = f"a write to {self.remote} was cancelled half-way"
-            raise
-        self._check(self._unwritable)
+        await done.wait()
 
     def _start_write(self, piece: bytes) -> Started:
         if self._net_stream._state in _UNWRITABLE_STATES:

@@ -245,7 +245,7 @@ async def test_two_concurrent_reads_lose_nothing() -> None:
 
 
 async def test_a_write_that_is_cancelled_half_way_closes_the_connection() -> None:
-    """Half a frame was sent, perhaps the rest of another stream's, whose writer nobody would tell."""
+    """Half a frame was sent, perhaps of another stream, whose writer would not hear of it."""
     near, far = trio.socket.socketpair()
     with far:
         stream = ReadAheadStream.of(TrioTCPStream(trio.SocketStream(near)))

@@ -1,102 +1,37 @@
 """Peers average gradients and parameters over the open internet, with no server.
 
 ``p2pavg.blocking`` is for ordinary training loops, :func:`open_peer` for trio programs.
+
+Importing the package is cheap. The first use of one of its names loads :mod:`p2pavg.api`, and torch with it. So a
+command that needs no torch, such as ``p2pavg status``, answers at once.
 """
 
 from __future__ import annotations
 
-from p2pavg import blocking
-from p2pavg.attached import attach
-from p2pavg.averager import DecentralizedAverager
-from p2pavg.codes import FailedCode, NoPeersCode
-from p2pavg.config import AveragingConfig
-from p2pavg.consensus.certificate import CommitCertificate, verify_certificate
-from p2pavg.errors import (
-    AccumulateError,
-    AddressError,
-    AttachError,
-    BehindError,
-    BootstrapError,
-    BusyError,
-    CertificateError,
-    ClosedError,
-    ConfigError,
-    IdentityError,
-    ListenError,
-    P2PAvgError,
-    StateError,
-)
-from p2pavg.group.aggregation import CenteredClip, Median, TrimmedMean
-from p2pavg.group.audits import Audits
-from p2pavg.group.participation import ByCapability, Participation, RandomFraction
-from p2pavg.group.topology import Butterfly, Gossip, Hierarchical, Star
-from p2pavg.logs import install_default as _install_default
-from p2pavg.membership.access import RunAccess
-from p2pavg.membership.files import read_run_file
-from p2pavg.membership.run_file import RunFile
-from p2pavg.net.reach.reachability import Reachability
-from p2pavg.peer import Peer, open_peer
-from p2pavg.result import Failed, InProgress, NoPeers, RoundResult, Success, Tensors
-from p2pavg.telemetry.members import RunPeer
-from p2pavg.version import __version__ as __version__
-from p2pavg_compression import NF4, Bf16, Blockwise8, Codec, CodecError, Fp16, Fp32, Int4, Int8, TopK
+from importlib import import_module
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "NF4",
-    "AccumulateError",
-    "AddressError",
-    "AttachError",
-    "Audits",
-    "AveragingConfig",
-    "BehindError",
-    "Bf16",
-    "Blockwise8",
-    "BootstrapError",
-    "BusyError",
-    "Butterfly",
-    "ByCapability",
-    "CenteredClip",
-    "CertificateError",
-    "ClosedError",
-    "Codec",
-    "CodecError",
-    "CommitCertificate",
-    "ConfigError",
-    "DecentralizedAverager",
-    "Failed",
-    "FailedCode",
-    "Fp16",
-    "Fp32",
-    "Gossip",
-    "Hierarchical",
-    "IdentityError",
-    "InProgress",
-    "Int4",
-    "Int8",
-    "ListenError",
-    "Median",
-    "NoPeers",
-    "NoPeersCode",
-    "P2PAvgError",
-    "Participation",
-    "Peer",
-    "RandomFraction",
-    "Reachability",
-    "RoundResult",
-    "RunAccess",
-    "RunFile",
-    "RunPeer",
-    "Star",
-    "StateError",
-    "Success",
-    "Tensors",
-    "TopK",
-    "TrimmedMean",
-    "attach",
-    "blocking",
-    "open_peer",
-    "read_run_file",
-    "verify_certificate",
-]
+from p2pavg.logs import install_default as _install_default
+from p2pavg.version import __version__ as __version__
+
+if TYPE_CHECKING:
+    from p2pavg.api import *  # noqa: F403
+    from p2pavg.api import __all__ as __all__
+else:  # a type checker would let the functions below provide any name at all
+
+    def __getattr__(name: str) -> object:
+        """Load the public names; return one of them, or a module that was loaded with them (PEP 562)."""
+        if name == "__all__" or not name.startswith("__"):
+            api = import_module("p2pavg.api")
+            # While the names are being loaded, they ask for modules of the package here. The import system finds those.
+            if name in getattr(api, "__all__", ()) or name == "__all__":
+                globals()[name] = getattr(api, name)
+            if name in globals():
+                return globals()[name]
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *import_module("p2pavg.api").__all__})
+
 
 _install_default()

@@ -23,6 +23,8 @@ LOGGERS = ("p2pavg", "p2pavg_dht", "p2pavg_compression")
 FIELDS = ("run", "round", "peer", "result", "seconds", "members", "bytes_sent", "bytes_received")
 """Fields of a line of JSON besides ``time``, ``level``, ``logger`` and ``message``, where they are known."""
 
+NOISY = ("trio.serve_listeners",)
+"""Loggers of other libraries that repeat themselves: this one ten times a second, as long as no file can be opened."""
 FIRST_PAUSE_SECONDS = 10.0
 MAX_PAUSE_SECONDS = 600.0
 MAX_CAUSES = 1024
@@ -63,7 +65,7 @@ def install_default() -> None:
     Python would write them all: a peer that has died would fill the terminal. A program that sets up
     :mod:`logging` decides by itself, and may take :class:`RepeatFilter` from here.
     """
-    for name in LOGGERS:
+    for name in (*LOGGERS, *NOISY):
         logger = logging.getLogger(name)
         if not logger.handlers:
             logger.addHandler(_DefaultHandler())

@@ -10,8 +10,6 @@ import typer
 
 from p2pavg.cli.config_file import ConfigOption, configurable, naming
 from p2pavg.cli.logs import FormatOption, LevelOption, LogFormat, LogLevel, log_to_stderr
-from p2pavg.cli.metrics import MetricsOption
-from p2pavg.cli.monitor import MonitorOption
 from p2pavg.cli.options import (
     DEFAULT_LISTEN,
     AnnounceOption,
@@ -22,6 +20,8 @@ from p2pavg.cli.options import (
     DownloadOption,
     ListenOption,
     MappingOption,
+    MetricsOption,
+    MonitorOption,
     RelayOption,
     SiteOption,
     UploadOption,

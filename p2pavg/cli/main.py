@@ -24,8 +24,6 @@ from p2pavg.cli.logs import (
     log_all,
     log_to_stderr,
 )
-from p2pavg.cli.metrics import MetricsOption
-from p2pavg.cli.monitor import MonitorOption
 from p2pavg.cli.options import (
     DEFAULT_LISTEN,
     AnnounceOption,
@@ -37,6 +35,8 @@ from p2pavg.cli.options import (
     HomeOption,
     ListenOption,
     MappingOption,
+    MetricsOption,
+    MonitorOption,
     RelayOption,
     SiteOption,
     UploadOption,

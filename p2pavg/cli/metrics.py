@@ -5,26 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
-from typing import Annotated
 
 import trio
-import typer
 
 from p2pavg.errors import ConfigError
 from p2pavg.peer import Peer
 
 logger = logging.getLogger(__name__)
-
-MetricsOption = Annotated[
-    int | None,
-    typer.Option(
-        "--metrics",
-        metavar="PORT",
-        min=0,
-        max=65535,
-        help="Serve metrics for Prometheus at http://127.0.0.1:PORT/metrics; port 0 takes a free one.",
-    ),
-]
 
 
 @asynccontextmanager

@@ -8,10 +8,8 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
 import trio
-import typer
 
 from p2pavg.config import AveragingConfig
 from p2pavg.errors import ConfigError
@@ -30,17 +28,6 @@ from p2pavg_dht import Ed25519Signer
 logger = logging.getLogger(__name__)
 
 MAX_TOKEN_FILE_BYTES = 4096
-
-MonitorOption = Annotated[
-    int | None,
-    typer.Option(
-        "--monitor",
-        metavar="PORT",
-        min=0,
-        max=65535,
-        help="Show the run that this peer takes part in at http://127.0.0.1:PORT/; port 0 takes a free one.",
-    ),
-]
 
 
 @dataclass(frozen=True, slots=True)

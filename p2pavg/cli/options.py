@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from p2pavg.membership.run_file import RunFile
+if TYPE_CHECKING:
+    from p2pavg.membership.run_file import RunFile
+
 
 DEFAULT_LISTEN = ["/ip4/0.0.0.0/tcp/0"]
 
@@ -56,6 +58,26 @@ RelayOption = Annotated[
 ]
 DelegateOption = Annotated[
     bool, typer.Option("--delegate", help="Serve the invitation links that `p2pavg run link` makes.")
+]
+MetricsOption = Annotated[
+    int | None,
+    typer.Option(
+        "--metrics",
+        metavar="PORT",
+        min=0,
+        max=65535,
+        help="Serve metrics for Prometheus at http://127.0.0.1:PORT/metrics; port 0 takes a free one.",
+    ),
+]
+MonitorOption = Annotated[
+    int | None,
+    typer.Option(
+        "--monitor",
+        metavar="PORT",
+        min=0,
+        max=65535,
+        help="Show the run that this peer takes part in at http://127.0.0.1:PORT/; port 0 takes a free one.",
+    ),
 ]
 VerboseOption = Annotated[bool, typer.Option("--verbose", "-v", help="Log every decision.")]
 AttachOption = Annotated[

@@ -14,7 +14,6 @@ from p2pavg.control.unix import NotRunningError, connect_unix
 from p2pavg.daemon.home import Home, default_home, known_homes
 from p2pavg.daemon.words import ExitCode, as_json, as_lines, exit_code
 from p2pavg.errors import ConfigError, ControlError
-from p2pavg.membership.files import read_run_file
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +34,11 @@ def homes_of(run: str | None, home: Path | None) -> list[Path]:
     if run is None:
         return known_homes()
     file = Path(run)
-    return [default_home(read_run_file(file).run_id if file.suffix == ".run" else run)]
+    if file.suffix != ".run":
+        return [default_home(run)]
+    from p2pavg.membership.files import read_run_file  # it takes torch, which nothing else here needs
+
+    return [default_home(read_run_file(file).run_id)]
 
 
 def status(homes: Sequence[Path], *, json: bool) -> tuple[str, ExitCode]:

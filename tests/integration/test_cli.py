@@ -136,6 +136,43 @@ def daemon(*arguments: str) -> Iterator[Daemon]:
         started.join()
 
 
+WITHOUT_TORCH = """
+import sys
+sys.modules["torch"] = None  # an import of it fails
+from p2pavg.cli.main import main
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("command", "code"),
+    [
+        ("--help", ExitCode.DONE),
+        ("--version", ExitCode.DONE),
+        ("peer --help", ExitCode.DONE),
+        ("join --help", ExitCode.DONE),
+        ("run create --help", ExitCode.DONE),
+        ("identity key", ExitCode.DONE),
+        ("status --home none", ExitCode.NOT_RUNNING),
+        ("stop --home none", ExitCode.NOT_RUNNING),
+    ],
+)
+def test_a_command_that_does_not_need_torch_does_not_load_it(
+    command: str, code: ExitCode, tmp_path: Path
+) -> None:
+    """It takes over a second, several times as long as the rest."""
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH, *command.split()],
+        capture_output=True,
+        text=True,
+        timeout=WATCHDOG_SECONDS,
+        env=ENVIRONMENT,
+        cwd=tmp_path,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (code, "")
+
+
 class TestInformation:
     def test_help_names_the_commands(self, call: Call) -> None:
         for done in (run("--help"), call("--help"), call()):

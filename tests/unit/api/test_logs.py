@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import logging
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
+import trio
+import trio.testing
 
 from p2pavg import logs
 from p2pavg.logs import MAX_CAUSES, JsonFormatter, RepeatFilter, Repeats, TextFormatter, configure, printable
@@ -31,7 +35,7 @@ def stream() -> Iterator[io.StringIO]:
     """A stream for the library's log, whose loggers are restored."""
     before = {
         name: (logger.level, logger.propagate, list(logger.handlers))
-        for name in logs.LOGGERS
+        for name in (*logs.LOGGERS, *logs.NOISY)
         for logger in [logging.getLogger(name)]
     }
     yield io.StringIO()
@@ -167,7 +171,7 @@ class TestRepeats:
 def bare(stream: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Take all handlers away, as in a program that has set up no log; ``stream`` is its standard error."""
     monkeypatch.setattr("sys.stderr", stream)
-    for name in logs.LOGGERS:
+    for name in (*logs.LOGGERS, *logs.NOISY):
         logging.getLogger(name).handlers = []
     logs.install_default()
     root = logging.getLogger()
@@ -176,6 +180,17 @@ def bare(stream: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
         yield
     finally:
         root.handlers = handlers
+
+
+class Exhausted(trio.abc.Listener[trio.abc.Stream]):
+    """A listener of a process that has no file left."""
+
+    async def accept(self) -> trio.abc.Stream:
+        await trio.lowlevel.checkpoint()
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    async def aclose(self) -> None:
+        await trio.lowlevel.checkpoint()
 
 
 class TestDefault:
@@ -188,6 +203,20 @@ class TestDefault:
             for _ in range(5):
                 logging.getLogger("p2pavg.net").warning("%s does not answer", PEER)
         assert stream.getvalue() == f"{PEER} does not answer\n"
+
+    def test_a_listener_for_which_no_file_can_be_opened_is_reported_once(
+        self, stream: io.StringIO, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        async def serve(_: trio.abc.Stream) -> None:
+            raise AssertionError("no connection comes")
+
+        async def listen() -> None:
+            with trio.move_on_after(5.0):
+                await trio.serve_listeners(serve, [Exhausted()])
+
+        with bare(stream, monkeypatch):
+            trio.run(listen, clock=trio.testing.MockClock(autojump_threshold=0))
+        assert stream.getvalue().count("accept returned EMFILE") == 1
 
     def test_what_is_no_warning_is_not_written(
         self, stream: io.StringIO, monkeypatch: pytest.MonkeyPatch

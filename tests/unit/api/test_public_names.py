@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -274,6 +276,29 @@ def test_the_names_of_the_package() -> None:
     assert p2pavg.__all__ == NAMES
     assert all(hasattr(p2pavg, name) for name in NAMES)
     assert all(getattr(p2pavg, name).__doc__ for name in NAMES if name not in ("RoundResult", "Tensors"))
+
+
+LAZY = """
+import sys
+import p2pavg
+
+assert "torch" not in sys.modules
+assert p2pavg.__version__
+try:
+    p2pavg.nothing
+except AttributeError as error:
+    assert str(error) == "module 'p2pavg' has no attribute 'nothing'"
+else:
+    raise AssertionError
+assert p2pavg.optim.diloco  # modules are there as well
+assert {"Success", "blocking", "optim"} <= set(dir(p2pavg))
+from p2pavg import *
+assert Success is p2pavg.Success
+"""
+
+
+def test_importing_the_package_loads_its_names_and_torch_later() -> None:
+    subprocess.run([sys.executable, "-c", LAZY], check=True, timeout=60)
 
 
 def test_the_names_of_population() -> None:

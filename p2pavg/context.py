@@ -9,6 +9,7 @@ import trio
 
 from p2pavg.group.milestones import OnMilestone, ignore
 from p2pavg.net.transport import Transport
+from p2pavg.threads.processor import ProcessorWait
 from p2pavg.threads.workers import RunInThread
 from p2pavg_dht import Signer
 
@@ -25,4 +26,6 @@ class PeerContext:
     """Lives as long as the peer, so it outlives every round."""
     run_in_thread: RunInThread
     """Runs work off the event loop. A simulation runs it on the loop."""
+    processor_wait: ProcessorWait
+    """Of the event loop's thread. A simulation never waits."""
     on_milestone: OnMilestone = ignore

@@ -40,6 +40,7 @@ from p2pavg.state.messages import PROTOCOL as STATE_PROTOCOL
 from p2pavg.state.service import StateService
 from p2pavg.telemetry.hub import Events, OnEvent, Subscription
 from p2pavg.threads.exceptions import bare_exceptions
+from p2pavg.threads.processor import ProcessorWait, wait_of_this_thread
 from p2pavg.threads.waits import told_while_waiting
 from p2pavg.threads.workers import RunInThread, Workers
 from p2pavg_dht import PROTOCOL as RECORDS_PROTOCOL
@@ -71,6 +72,7 @@ class Peer:
         *,
         wall_clock: Callable[[], float],
         run_in_thread: RunInThread,
+        processor_wait: ProcessorWait,
         on_milestone: OnMilestone = ignore,
     ) -> None:
         self._transport = transport
@@ -108,6 +110,7 @@ class Peer:
             wall_clock=wall_clock,
             nursery=nursery,
             run_in_thread=run_in_thread,
+            processor_wait=processor_wait,
             on_milestone=on_milestone,
         )
         self.evidence = EvidenceService(self.context)
@@ -242,6 +245,7 @@ async def peer_over(
     bootstrap: Sequence[str] = (),
     wall_clock: Callable[[], float] = time.time,
     run_in_thread: RunInThread | None = None,
+    processor_wait: ProcessorWait | None = None,
     on_milestone: OnMilestone = ignore,
 ) -> AsyncIterator[Peer]:
     """Open a peer over any transport. :func:`open_peer` does this over libp2p.
@@ -250,6 +254,7 @@ async def peer_over(
         wall_clock: seconds since 1970. A simulation gives its own.
         run_in_thread: how codecs work off the event loop. A simulation, whose clock stands still only while
             something runs on the loop, gives one that runs them there.
+        processor_wait: of the event loop's thread, in which the loop waited for a processor. A simulation gives 0.
         on_milestone: is told how far the peer is in each of its rounds.
     """
     workers = Workers()
@@ -261,6 +266,7 @@ async def peer_over(
                 nursery,
                 wall_clock=wall_clock,
                 run_in_thread=run_in_thread or workers.run,
+                processor_wait=processor_wait or wait_of_this_thread(),
                 on_milestone=on_milestone,
             )
             try:

@@ -14,6 +14,7 @@ from p2pavg.group.milestones import OnMilestone, ignore
 from p2pavg.group.shares import MAX_PART_ELEMENTS
 from p2pavg.net.limits.rate import RateLimit
 from p2pavg.net.transport import Transport
+from p2pavg.threads.processor import ProcessorWait, never_waits
 from p2pavg.threads.workers import RunInThread
 from p2pavg.vector.buffers import Buffers
 from p2pavg_compression import Codec
@@ -41,6 +42,8 @@ class RunContext:
     """Measures in each round what this peer's link carries."""
     cut_shares: Callable[[Sequence[Candidate]], tuple[int, ...]]
     """Cuts the vector among any members; every member computes the same shares."""
+    processor_wait: ProcessorWait = never_waits
+    """Of the event loop's thread."""
     on_milestone: OnMilestone = ignore
 
 
@@ -82,5 +85,6 @@ def run_context(
         download=download,
         meter=meter,
         cut_shares=cut_shares,
+        processor_wait=peer.processor_wait,
         on_milestone=peer.on_milestone,
     )

@@ -39,6 +39,7 @@ from p2pavg.group.roster import Roster
 from p2pavg.net.framing import receive_message, send_message, send_messages
 from p2pavg.net.transport import Stream, Transport
 from p2pavg.round.quiet import QUIET_SECONDS
+from p2pavg.threads.processor import ProcessorWait, never_waits
 
 logger = logging.getLogger(__name__)
 
@@ -104,6 +105,7 @@ class Control:
         short: whether followers open their streams to each other only when they need them.
         part_bytes: of the largest part.
         max_silence: seconds that a member may be silent at most, however slow its link.
+        processor_wait: of the event loop's thread.
     """
 
     def __init__(
@@ -117,6 +119,7 @@ class Control:
         hears: Hears,
         part_bytes: int,
         max_silence: float,
+        processor_wait: ProcessorWait = never_waits,
     ) -> None:
         self._transport = transport
         self._resting = resting
@@ -124,6 +127,7 @@ class Control:
         self._roster = roster
         self._group = group
         self._hears = hears
+        self._processor_wait = processor_wait
         self._positions = {member.peer_id: index for index, member in enumerate(roster.members)}
         self._me = self._positions[transport.peer_id]
         self.scope = trio.CancelScope()
@@ -432,13 +436,18 @@ class Control:
     async def _watch(self) -> None:
         """Give up members that are silent for too long, and open the streams that were not needed before."""
         began = trio.current_time()
+        waited = self._processor_wait()
         while True:
             before = trio.current_time()
             await trio.sleep(PING_SECONDS)
-            held_up = trio.current_time() - before - PING_SECONDS
+            # On a busy machine, the loop is often a little late with everything, and the other members may share it.
+            late = trio.current_time() - before - PING_SECONDS
+            waited, before_that = self._processor_wait(), waited
+            held_up = max(late, waited - before_that, 0.0)
+            began += held_up
             for position, line in self._lines.items():
                 # What came while this process itself stood still is read now.
-                line.pace.excuse(max(held_up, 0.0))
+                line.pace.excuse(held_up)
                 if self._lose_if_overdue(position, line):
                     continue
                 seconds = trio.current_time() - began

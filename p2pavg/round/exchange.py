@@ -146,6 +146,7 @@ class Exchange:
                 min(part_size(sum(roster.shares), len(roster.members)), max(roster.shares))
             ),
             max_silence=timeout / 3,  # there has to be time for another attempt
+            processor_wait=context.processor_wait,
         )
         self._attempt: Attempt | None = None
         self._ended: Outcome | None = None  # until it is taken

@@ -17,6 +17,7 @@ from p2pavg.net.reach.reachability import Kind
 from p2pavg.peer import Peer, peer_over
 from p2pavg.testing.faults import FaultPlan
 from p2pavg.testing.memory import DIRECT_KINDS, MemoryNetwork, MemoryTransport
+from p2pavg.threads.processor import never_waits
 from p2pavg_dht import Ed25519Signer
 
 T = TypeVar("T")
@@ -60,6 +61,7 @@ async def simulated_peer(
             bootstrap=bootstrap,
             wall_clock=simulated_clock,
             run_in_thread=run_on_loop,
+            processor_wait=never_waits,
             on_milestone=partial(network.reached, signer.peer_id),
         ) as peer,
     ):

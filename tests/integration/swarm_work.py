@@ -69,6 +69,12 @@ def average_once(member: Member) -> None:
     run_rounds(member, [member.arguments.get("weights")])
 
 
+def average_on_two_processors(member: Member) -> None:
+    """Run one round of all processes, which share two processors with whatever else runs there."""
+    os.sched_setaffinity(0, member.arguments["processors"])
+    run_rounds(member, [None])
+
+
 def average_with(member: Member) -> None:
     """Run one round of all processes for each of the ``weights``, each process with its own values and weight."""
     run_rounds(member, member.arguments["weights"])

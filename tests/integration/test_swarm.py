@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from itertools import chain
 from typing import Any
 
@@ -37,6 +42,36 @@ def test_four_processes_end_with_the_weighted_mean_and_the_same_bits(
         assert len({tuple(result["peers"]) for result in results}) == 1
         assert all(result["error"] <= bound for result in results), results
         assert all(result["total_weight"] == sum(those) for result in results)
+
+
+@pytest.mark.long
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="only Linux tells how long a process waits for a processor"
+)
+def test_sixteen_processes_meet_on_two_processors_on_which_others_compute() -> None:
+    """To connect takes all of them together seven seconds of processor time, and nobody may be given up meanwhile."""
+    processors = sorted(os.sched_getaffinity(0))[:2]
+    config = {"group_size": 16, "min_group_size": 16, "match_timeout": 90.0, "exchange_timeout": 90.0}
+    with ExitStack() as stack:
+        for processor in processors:
+            stack.enter_context(computing_on(processor))
+        reports = run(
+            "average_on_two_processors", 16, 180.0, elements=1000, config=config, processors=processors
+        )
+    assert [result["result"] for [result] in reports] == ["Success"] * 16, reports
+
+
+@contextmanager
+def computing_on(processor: int) -> Iterator[None]:
+    """Keep a processor busy."""
+    rival = subprocess.Popen(
+        [sys.executable, "-c", f"import os; os.sched_setaffinity(0, [{processor}])\nwhile True: pass"]
+    )
+    try:
+        yield
+    finally:
+        rival.kill()
+        rival.wait()
 
 
 def test_two_groups_of_two_out_of_four_processes() -> None:

@@ -77,10 +77,12 @@ from p2pavg.net.lanes.tls_lane import TlsLane
 from p2pavg.net.punch.meeting import Puncher
 from p2pavg.net.transport import DirectLane, DirectLaneHandler, PeerId, Stream, Transport
 from p2pavg.threads.exceptions import bare_exceptions
+from p2pavg.threads.processor import ProcessorWait, never_waits
 
 logger = logging.getLogger(__name__)
 
 ANSWER_SECONDS = 10.0
+EXCUSE_SECONDS = 0.25
 DIAL_SECONDS = 2.0  # for each of the two dials, which are tried one after the other
 
 # AES-GCM stays safe for 2^24.5 records of 16 KiB under one key (RFC 8446, section 5.5), and Python cannot renew it.
@@ -97,6 +99,7 @@ class LaneKeeper:
         dialled_addresses: finds the addresses at which the peer was dialled successfully.
         share: the share of the usual number of inbound lanes, where this process may open few files.
         puncher: makes connections where neither peer can dial the other; ``None`` makes none.
+        processor_wait: of the event loop's thread.
     """
 
     def __init__(
@@ -107,8 +110,10 @@ class LaneKeeper:
         dialled_addresses: DialledAddresses,
         share: float = 1.0,
         puncher: Puncher | None = None,
+        processor_wait: ProcessorWait = never_waits,
     ) -> None:
         self._transport = transport
+        self._processor_wait = processor_wait
         self._nursery = nursery
         self._doorway = doorway
         self._dialled_addresses = dialled_addresses
@@ -117,6 +122,7 @@ class LaneKeeper:
         self._outbound: dict[TlsLane, trio.CancelScope] = {}
         self._inbound = InboundLanes(nursery, share)
         self._searches: set[trio.CancelScope] = set()
+        self._excusing = False
         self._idle = IdleLanes()
         self._nowhere = Nowhere()
         transport.serve(PROTOCOL, self._answer)
@@ -147,8 +153,11 @@ class LaneKeeper:
         search = Search(peer_id, addresses)
         with trio.move_on_after(timeout) as scope:
             self._searches.add(scope)
+            if not self._excusing:
+                self._excusing = True
+                self._nursery.start_soon(self._excuse)
             try:
-                return await self._find(search, timeout)
+                return await self._find(search)
             except UnreachableError as error:
                 self._remember(search, str(error))
                 raise
@@ -159,6 +168,16 @@ class LaneKeeper:
         reason = "; ".join([*search.reasons, f"no direct lane within {timeout:.1f} s"])
         self._remember(search, reason)
         raise UnreachableError(f"no direct lane to {peer_id}: {reason}")
+
+    async def _excuse(self) -> None:
+        """Give searches the time in which this process had no processor, until none is left."""
+        waited = self._processor_wait()
+        while self._searches:
+            await trio.sleep(EXCUSE_SECONDS)
+            waited, before = self._processor_wait(), waited
+            for scope in self._searches:
+                scope.deadline += waited - before
+        self._excusing = False
 
     def _take(self, peer_id: PeerId) -> TlsLane | None:
         while (lane := self._idle.take(peer_id)) is not None:
@@ -187,10 +206,10 @@ class LaneKeeper:
         if search.futile:
             self._nowhere.add(search.peer_id, reason, NOWHERE_SECONDS if search.costly else SKIPPED_SECONDS)
 
-    async def _find(self, search: Search, timeout: float) -> TlsLane:
+    async def _find(self, search: Search) -> TlsLane:
         try:
             stream = await self._transport.open_stream(
-                search.peer_id, PROTOCOL, addresses=search.addresses, timeout=timeout, wait_inbound=True
+                search.peer_id, PROTOCOL, addresses=search.addresses, timeout=math.inf, wait_inbound=True
             )
         except UnreachableError:
             search.futile = self._transport.is_connected(search.peer_id)  # then the peer serves no lanes

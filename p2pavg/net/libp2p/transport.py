@@ -86,6 +86,7 @@ from p2pavg.net.reach.reachability import Reachability
 from p2pavg.net.relay.circuits import open_circuit
 from p2pavg.net.transport import DirectLane, DirectLaneHandler, PeerId, Stream, StreamHandler, Transport
 from p2pavg.threads.exceptions import bare_exceptions
+from p2pavg.threads.processor import wait_of_this_thread
 
 logger = logging.getLogger(__name__)
 
@@ -123,6 +124,7 @@ class Libp2pTransport(Transport):
             self._connections.dialled_addresses,
             places.lanes,
             self._reaching.puncher,
+            wait_of_this_thread(),
         )
         _transports.add(self)
 
@@ -206,6 +208,16 @@ class Libp2pTransport(Transport):
         failed: list[str] = []
         with trio.move_on_after(timeout):
             ordered = self._connections.relays.ordered(addresses, trio.current_time())
+            await self._dialler.connect(peer_id, ordered, wait_inbound=wait_inbound, failed=failed)
+            used = self._connections.of(peer_id)
+            try:
+                return await self._opener.open(peer_id, protocol)
+            except UnreachableError as error:
+                if not used or set(used) & set(self._connections.of(peer_id)):
+                    raise
+                logger.debug("connecting to %s once more: %s", peer_id, error)
+            # The connection has ended just now, which says nothing of the peer: on a busy machine, a peer that was
+            # dialled may end a connection that took too long, when this end believes that it works already.
             await self._dialler.connect(peer_id, ordered, wait_inbound=wait_inbound, failed=failed)
             return await self._opener.open(peer_id, protocol)
         raise timed_out(f"stream to {peer_id}", timeout, failed)

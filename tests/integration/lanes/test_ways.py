@@ -14,6 +14,7 @@ from p2pavg.net.lanes.certificates import OwnCertificate
 from p2pavg.net.lanes.messages import PROTOCOL, Ask, Offer
 from p2pavg.net.libp2p.transport import Libp2pTransport
 from p2pavg.net.transport import Stream
+from p2pavg.threads.processor import never_waits
 from tests.integration.hosts import LOOPBACK, TIMEOUT, hide, open_host, watched
 from tests.integration.lanes.company import Inbox, keeper, lane_to, pair, post
 
@@ -97,6 +98,28 @@ async def test_a_silent_receiver_ends_with_a_timeout() -> None:
         with pytest.raises(UnreachableError, match=r"within 0\.2 s"):
             await here.open_lane(there.peer_id, timeout=0.2)
         assert there.peer_id not in keeper(here)._nowhere._found, "it is unknown whether a lane could be made"
+
+
+@watched
+async def test_a_search_is_given_the_time_in_which_there_was_no_processor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The parts would otherwise go over streams, which takes more of a processor that is missing already."""
+    monkeypatch.setattr(pool, "EXCUSE_SECONDS", 0.01)
+
+    async def say_nothing(stream: Stream) -> None:
+        await trio.sleep_forever()
+
+    async with pair() as (here, there):
+        there.serve(PROTOCOL, say_nothing)
+        await here.dial(there.addresses[0], timeout=TIMEOUT)
+        monkeypatch.setattr(keeper(here), "_processor_wait", trio.current_time)  # it never has one
+        with trio.move_on_after(1.5) as scope:
+            await here.open_lane(there.peer_id, timeout=0.5)
+        assert scope.cancelled_caught
+        monkeypatch.setattr(keeper(here), "_processor_wait", never_waits)
+        with pytest.raises(UnreachableError, match=r"within 0\.5 s"):
+            await here.open_lane(there.peer_id, timeout=0.5)
 
 
 @watched

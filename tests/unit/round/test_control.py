@@ -11,12 +11,13 @@ from trio.testing import MockClock, wait_all_tasks_blocked
 from p2pavg.allreduce.lobby import Lobby
 from p2pavg.allreduce.messages import decode_header
 from p2pavg.allreduce.resting import RestingStreams
-from p2pavg.consensus.failure_detector import PING_SECONDS
+from p2pavg.consensus.failure_detector import FIRST_CONTACT_SECONDS, PING_SECONDS
 from p2pavg.consensus.votes import Behind, Commit, Ping, Rest, Unknown, Vote, decode_vote, encode_vote
 from p2pavg.errors import StreamBrokenError
 from p2pavg.net.transport import Buffer, Stream
 from p2pavg.round.control import ASK_AGAIN_SECONDS, FLUSH_SECONDS, Control
 from p2pavg.round.quiet import QUIET_SECONDS
+from p2pavg.threads.processor import ProcessorWait, never_waits
 from tests.unit.allreduce.attempts import A, B, C, Reaches, three
 from tests.unit.allreduce.streams import SaidBefore
 from tests.unit.round.hearing import Hearing
@@ -108,7 +109,7 @@ class Opens(Reaches):
 class Side:
     """The second member of three: it opens a stream to the first one, and the third one is out of it."""
 
-    def __init__(self, *streams: Stream) -> None:
+    def __init__(self, *streams: Stream, processor_wait: ProcessorWait = never_waits) -> None:
         self.resting = RestingStreams()
         self.member = Hearing()
         self.transport = Opens(B, streams)
@@ -121,6 +122,7 @@ class Side:
             hears=self.member,
             part_bytes=100,
             max_silence=20.0,
+            processor_wait=processor_wait,
         )
         self.control.drop(2)
 
@@ -274,6 +276,28 @@ async def test_a_used_stream_that_ends_after_it_was_heard_loses_the_member(
         assert side.transport.asked == []
 
 
+def waits_half_of_the_time() -> float:
+    """Return the wait for a processor of a process that shares it with another one."""
+    return trio.current_time() / 2
+
+
+@pytest.mark.parametrize(("processor_wait", "share"), [(never_waits, 1.0), (waits_half_of_the_time, 0.5)])
+async def test_silence_counts_only_while_this_process_had_a_processor(
+    processor_wait: ProcessorWait, share: float, autojump_clock: MockClock
+) -> None:
+    """On a busy machine, a group of its processes would otherwise lose all of its members."""
+    side = Side(Line(A), processor_wait=processor_wait)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(side.control.run)
+        await trio.sleep(FIRST_CONTACT_SECONDS / share - PING_SECONDS)
+        assert side.member.lost_members == []
+        await trio.sleep(
+            2.5 * PING_SECONDS
+        )  # it looks once a ping, which may be just before the time is over
+        assert {position for position, _, _ in side.member.lost_members} == {0}
+        nursery.cancel_scope.cancel()
+
+
 async def test_a_last_word_is_no_answer_to_a_question(autojump_clock: MockClock) -> None:
     side = Side(SaidBefore(framed(encode_vote(Rest())), C))
     assert await side.control.ask(2) is None
@@ -282,7 +306,7 @@ async def test_a_last_word_is_no_answer_to_a_question(autojump_clock: MockClock)
 class Quiet:
     """A member of three in a short round. A leads; of the two others, C opens their stream."""
 
-    def __init__(self, me: str, *streams: Stream) -> None:
+    def __init__(self, me: str, *streams: Stream, processor_wait: ProcessorWait = never_waits) -> None:
         self.lobby = Lobby()
         self.group = self.lobby.expect(three().group_id)
         self.member = Asking()
@@ -296,6 +320,7 @@ class Quiet:
             hears=self.member,
             part_bytes=100,
             max_silence=20.0,
+            processor_wait=processor_wait,
         )
 
 
@@ -337,6 +362,17 @@ class TestQuiet:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(side.control.run)
             await trio.sleep(QUIET_SECONDS - 0.1)
+            assert side.transport.asked == [A]
+            await trio.sleep(0.2)
+            assert side.transport.asked == [A, B]
+            nursery.cancel_scope.cancel()
+
+    async def test_a_second_of_a_busy_machine_is_longer(self, autojump_clock: MockClock) -> None:
+        """The streams that all followers open at once are what it can bear least."""
+        side = Quiet(C, Line(A), Line(B), processor_wait=waits_half_of_the_time)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(side.control.run)
+            await trio.sleep(2 * QUIET_SECONDS - 0.1)
             assert side.transport.asked == [A]
             await trio.sleep(0.2)
             assert side.transport.asked == [A, B]

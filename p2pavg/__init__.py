@@ -2,8 +2,9 @@
 
 ``p2pavg.blocking`` is for ordinary training loops, :func:`open_peer` for trio programs.
 
-Importing the package is cheap. The first use of one of its names loads :mod:`p2pavg.api`, and torch with it. So a
-command that needs no torch, such as ``p2pavg status``, answers at once.
+Importing the package is cheap. The first use of one of its names loads :mod:`p2pavg.api`, and torch with it; so does
+``from p2pavg import`` with a name or a module. A command that needs no torch, such as ``p2pavg status``, answers at
+once.
 """
 
 from __future__ import annotations

@@ -93,7 +93,7 @@ class _Handler(logging.StreamHandler[TextIO]):
 
 
 class _DefaultHandler(_Handler):
-    """Takes the place of Python's handler of last resort, for the loggers of this library."""
+    """Takes the place of Python's handler of last resort, for the loggers of this library and those of NOISY."""
 
     def __init__(self) -> None:
         super().__init__(sys.stderr)
@@ -103,10 +103,20 @@ class _DefaultHandler(_Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write a record, unless a handler of the program gets it."""
-        if logging.getLogger().handlers or not self._repeats.filter(record):
+        if _is_handled(record.name) or not self._repeats.filter(record):
             return
         self.stream = sys.stderr  # which a program may have replaced
         super().emit(record)
+
+
+def _is_handled(name: str) -> bool:
+    """Return whether a program's own handler gets what is logged under a name."""
+    logger: logging.Logger | None = logging.getLogger(name)
+    while logger is not None:
+        if any(not isinstance(handler, _DefaultHandler) for handler in logger.handlers):
+            return True
+        logger = logger.parent if logger.propagate else None
+    return False
 
 
 class _MessageFormatter(logging.Formatter):

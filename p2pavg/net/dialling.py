@@ -29,6 +29,10 @@ class _Attempt:
         self.reasons: list[str] = []
         self.others = 0  # addresses that failed for a reason other than a refusal
 
+    def ran_out(self, now: float) -> bool:
+        """Return whether the time was over at its end, and the caller has been given more since."""
+        return self.scope.deadline <= now < trio.current_effective_deadline()
+
 
 class Dialler:
     """Waits for a connection to a peer, whichever side makes it.
@@ -80,7 +84,7 @@ class Dialler:
         try:
             while not self._is_connected(peer_id):
                 if peer_id not in self._attempts:
-                    if mine is None:
+                    if mine is None or mine.ran_out(trio.current_time()):
                         mine = self._start(peer_id, addresses[:MAX_ADDRESSES_DIALLED])
                     elif not wait_inbound:
                         refused = bool(mine.reasons) and not mine.others

@@ -39,7 +39,7 @@ from p2pavg.group.roster import Roster
 from p2pavg.net.framing import receive_message, send_message, send_messages
 from p2pavg.net.transport import Stream, Transport
 from p2pavg.round.quiet import QUIET_SECONDS
-from p2pavg.threads.processor import ProcessorWait, never_waits
+from p2pavg.threads.processor import ProcessorWait, Waits, never_waits
 
 logger = logging.getLogger(__name__)
 
@@ -128,6 +128,7 @@ class Control:
         self._group = group
         self._hears = hears
         self._processor_wait = processor_wait
+        self._max_silence = max_silence
         self._positions = {member.peer_id: index for index, member in enumerate(roster.members)}
         self._me = self._positions[transport.peer_id]
         self.scope = trio.CancelScope()
@@ -436,14 +437,16 @@ class Control:
     async def _watch(self) -> None:
         """Give up members that are silent for too long, and open the streams that were not needed before."""
         began = trio.current_time()
-        waited = self._processor_wait()
+        waits = Waits(self._processor_wait, began)
+        may_wait = self._max_silence  # in all; there has to be time for another attempt
         while True:
             before = trio.current_time()
             await trio.sleep(PING_SECONDS)
+            now = trio.current_time()
             # On a busy machine, the loop is often a little late with everything, and the other members may share it.
-            late = trio.current_time() - before - PING_SECONDS
-            waited, before_that = self._processor_wait(), waited
-            held_up = max(late, waited - before_that, 0.0)
+            waited = min(waits.since_last_look(now), may_wait)
+            may_wait -= waited
+            held_up = max(now - before - PING_SECONDS, waited, 0.0)
             began += held_up
             for position, line in self._lines.items():
                 # What came while this process itself stood still is read now.

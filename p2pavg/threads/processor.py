@@ -20,21 +20,42 @@ def never_waits() -> float:
 def wait_of_this_thread() -> ProcessorWait:
     """Return a function that tells how long the calling thread has waited for a processor.
 
-    Linux counts it: the second number of ``schedstat`` are the nanoseconds spent on a run queue
+    Linux counts it: the second number of ``schedstat`` is the time on a run queue, in nanoseconds
     (Documentation/scheduler/sched-stats.rst). On other systems it is always 0.
     """
     file = Path(f"/proc/{os.getpid()}/task/{threading.get_native_id()}/schedstat")
-    return never_waits if _read(file) is None else _Schedstat(file)
+    first = _read(file)
+    return never_waits if first is None else _Schedstat(file, first)
+
+
+class Waits:
+    """The waits of a thread, from one look to the next.
+
+    Args:
+        processor_wait: of the thread.
+        now: seconds of a monotonic clock.
+    """
+
+    def __init__(self, processor_wait: ProcessorWait, now: float) -> None:
+        self._processor_wait = processor_wait
+        self._now = now
+        self._waited = processor_wait()
+
+    def since_last_look(self, now: float) -> float:
+        """Return the seconds that the thread has waited since the last look, at most as many as have gone by."""
+        waited, before = self._processor_wait(), self._waited
+        passed, self._now, self._waited = now - self._now, now, waited
+        return min(max(waited - before, 0.0), passed)
 
 
 class _Schedstat:
-    def __init__(self, file: Path) -> None:
+    def __init__(self, file: Path, first: float) -> None:
         self._file = file
-        self._last = 0.0
+        self._last = first
 
     def __call__(self) -> float:
         found = _read(self._file)
-        if found is not None:
+        if found is not None:  # None: perhaps no file can be opened
             self._last = found
         return self._last
 

@@ -22,6 +22,8 @@ class Search:
         self.peer_id = peer_id
         self.addresses = addresses
         self.reasons: list[str] = []
+        self.answered = False
+        """True once the other peer has said how it can be reached."""
         self.futile = False
         self.costly = False
         """True if a way was tried and has failed. It may have taken seconds, and another search would too."""

@@ -77,7 +77,7 @@ from p2pavg.net.lanes.tls_lane import TlsLane
 from p2pavg.net.punch.meeting import Puncher
 from p2pavg.net.transport import DirectLane, DirectLaneHandler, PeerId, Stream, Transport
 from p2pavg.threads.exceptions import bare_exceptions
-from p2pavg.threads.processor import ProcessorWait, never_waits
+from p2pavg.threads.processor import ProcessorWait, Waits, never_waits
 
 logger = logging.getLogger(__name__)
 
@@ -121,7 +121,7 @@ class LaneKeeper:
         self._closed = False
         self._outbound: dict[TlsLane, trio.CancelScope] = {}
         self._inbound = InboundLanes(nursery, share)
-        self._searches: set[trio.CancelScope] = set()
+        self._searches: dict[trio.CancelScope, Search] = {}
         self._excusing = False
         self._idle = IdleLanes()
         self._nowhere = Nowhere()
@@ -152,7 +152,7 @@ class LaneKeeper:
         self._nowhere.check(peer_id)
         search = Search(peer_id, addresses)
         with trio.move_on_after(timeout) as scope:
-            self._searches.add(scope)
+            self._searches[scope] = search
             if not self._excusing:
                 self._excusing = True
                 self._nursery.start_soon(self._excuse)
@@ -162,7 +162,7 @@ class LaneKeeper:
                 self._remember(search, str(error))
                 raise
             finally:
-                self._searches.remove(scope)
+                del self._searches[scope]
         if self._closed:
             raise ClosedError("the transport is closed")
         reason = "; ".join([*search.reasons, f"no direct lane within {timeout:.1f} s"])
@@ -170,13 +170,18 @@ class LaneKeeper:
         raise UnreachableError(f"no direct lane to {peer_id}: {reason}")
 
     async def _excuse(self) -> None:
-        """Give searches the time in which this process had no processor, until none is left."""
-        waited = self._processor_wait()
+        """Give searches the time in which this process had no processor, until none is left.
+
+        Once the other peer has answered, a search gets no more: it may wait for an address that never answers, and the
+        peer waits for parts.
+        """
+        waits = Waits(self._processor_wait, trio.current_time())
         while self._searches:
             await trio.sleep(EXCUSE_SECONDS)
-            waited, before = self._processor_wait(), waited
-            for scope in self._searches:
-                scope.deadline += waited - before
+            waited = waits.since_last_look(trio.current_time())
+            for scope, search in self._searches.items():
+                if not search.answered:
+                    scope.deadline += waited
         self._excusing = False
 
     def _take(self, peer_id: PeerId) -> TlsLane | None:
@@ -227,6 +232,7 @@ class LaneKeeper:
     async def _ask(self, stream: Stream, search: Search) -> TlsConnection:
         await send_message(stream, Ask(self._doorway.own.der).encode())
         offer = Offer.decode(await next_message(stream))
+        search.answered = True
         if offer.refusal:
             raise UnreachableError(f"{search.peer_id} gives no direct lane: {offer.refusal}")
         search.futile = True  # holds only if all ways fail

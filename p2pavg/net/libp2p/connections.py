@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import cast
 
@@ -31,6 +31,7 @@ from p2pavg.net.transport import PeerId, Stream
 logger = logging.getLogger(__name__)
 
 CLOSE_SECONDS = 1.0
+NOTICE_SECONDS = 0.1
 ADOPT_SECONDS = 8.0  # handshakes over a circuit: four round trips of at most a second each, twice
 
 OpenCircuit = Callable[[CircuitAddress], Awaitable[Stream]]
@@ -235,10 +236,27 @@ class Connections:
             for text in _address_of(muxed.socket, peer_id)
         ]
 
+    def to(self, peer_id: PeerId) -> list[SwarmConn]:
+        """Return the open connections to a peer, as libp2p has them."""
+        found = self._swarm.get_connections(ID.from_string(peer_id))
+        return [cast(SwarmConn, each) for each in found if not each.is_closed]
+
     def of(self, peer_id: PeerId) -> list[GuardedYamux]:
         """Return the open connections to a peer."""
-        found = self._swarm.get_connections(ID.from_string(peer_id))
-        return [cast(GuardedYamux, each.muxed_conn) for each in found if not each.is_closed]
+        return [cast(GuardedYamux, each.muxed_conn) for each in self.to(peer_id)]
+
+    async def one_was_ended(self, connections: Sequence[SwarmConn]) -> bool:
+        """Return whether one of these connections has ended, and not by this process.
+
+        A write over a connection that ends may fail before libp2p has noticed the end, so this waits a moment for it.
+        """
+        with trio.move_on_after(NOTICE_SECONDS):
+            async with trio.open_nursery() as nursery:
+                for connection in connections:
+                    nursery.start_soon(_until_closed, connection, nursery.cancel_scope)
+        return any(
+            each.is_closed and not cast(GuardedYamux, each.muxed_conn).dropped_here for each in connections
+        )
 
     def best_of(self, peer_id: PeerId) -> list[GuardedYamux]:
         """Return the open connections of which one carries the next stream to a peer: the direct ones, if any."""
@@ -291,6 +309,11 @@ class _Outcome:
     def __init__(self) -> None:
         self.known = trio.Event()
         self.reason = ""
+
+
+async def _until_closed(connection: SwarmConn, then: trio.CancelScope) -> None:
+    await connection.event_closed.wait()
+    then.cancel()
 
 
 async def _close_delivered(connection: INetConn) -> None:

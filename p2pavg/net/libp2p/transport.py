@@ -56,7 +56,7 @@ from libp2p.network.stream.net_stream import NetStream
 from libp2p.tools.anyio_service import background_trio_service
 from multiaddr import Multiaddr
 
-from p2pavg.errors import AddressError, ListenError, UnreachableError
+from p2pavg.errors import AddressError, ListenError, RefusedError, UnreachableError
 from p2pavg.net.addresses import (
     CircuitAddress,
     is_circuit,
@@ -209,16 +209,23 @@ class Libp2pTransport(Transport):
         with trio.move_on_after(timeout):
             ordered = self._connections.relays.ordered(addresses, trio.current_time())
             await self._dialler.connect(peer_id, ordered, wait_inbound=wait_inbound, failed=failed)
-            used = self._connections.of(peer_id)
+            used = self._connections.to(peer_id)
             try:
                 return await self._opener.open(peer_id, protocol)
             except UnreachableError as error:
-                if not used or set(used) & set(self._connections.of(peer_id)):
+                if not await self._connections.one_was_ended(used):
                     raise
-                logger.debug("connecting to %s once more: %s", peer_id, error)
-            # The connection has ended just now, which says nothing of the peer: on a busy machine, a peer that was
-            # dialled may end a connection that took too long, when this end believes that it works already.
-            await self._dialler.connect(peer_id, ordered, wait_inbound=wait_inbound, failed=failed)
+                first = error
+            # The other end has closed a connection just now. That says nothing of the peer: on a busy machine, it may
+            # end a connection whose handshake took too long, when this end believes that it works already.
+            logger.debug("connecting to %s once more: %s", peer_id, first)
+            self._lifetime.check()
+            try:
+                await self._dialler.connect(peer_id, ordered, failed=failed)
+            except RefusedError:
+                raise
+            except UnreachableError as error:
+                raise UnreachableError(f"{first}; then {error}") from None
             return await self._opener.open(peer_id, protocol)
         raise timed_out(f"stream to {peer_id}", timeout, failed)
 

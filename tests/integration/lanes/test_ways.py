@@ -11,10 +11,11 @@ from p2pavg.errors import StreamBrokenError, UnreachableError
 from p2pavg.net.framing import receive_message, send_message
 from p2pavg.net.lanes import pool
 from p2pavg.net.lanes.certificates import OwnCertificate
+from p2pavg.net.lanes.conversation import Search
 from p2pavg.net.lanes.messages import PROTOCOL, Ask, Offer
+from p2pavg.net.lanes.tls_connection import TlsConnection
 from p2pavg.net.libp2p.transport import Libp2pTransport
 from p2pavg.net.transport import Stream
-from p2pavg.threads.processor import never_waits
 from tests.integration.hosts import LOOPBACK, TIMEOUT, hide, open_host, watched
 from tests.integration.lanes.company import Inbox, keeper, lane_to, pair, post
 
@@ -117,9 +118,24 @@ async def test_a_search_is_given_the_time_in_which_there_was_no_processor(
         with trio.move_on_after(1.5) as scope:
             await here.open_lane(there.peer_id, timeout=0.5)
         assert scope.cancelled_caught
-        monkeypatch.setattr(keeper(here), "_processor_wait", never_waits)
-        with pytest.raises(UnreachableError, match=r"within 0\.5 s"):
-            await here.open_lane(there.peer_id, timeout=0.5)
+
+
+@watched
+async def test_a_peer_that_has_answered_is_given_no_more_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waits for parts, and its address may never answer."""
+    monkeypatch.setattr(pool, "EXCUSE_SECONDS", 0.01)
+
+    async def answer_and_wait(_: Stream, search: Search) -> TlsConnection:
+        search.answered = True
+        await trio.sleep_forever()
+        raise AssertionError
+
+    async with pair() as (here, there):
+        await here.dial(there.addresses[0], timeout=TIMEOUT)
+        monkeypatch.setattr(keeper(here), "_processor_wait", trio.current_time)
+        monkeypatch.setattr(keeper(here), "_ask", answer_and_wait)
+        with pytest.raises(UnreachableError, match=r"within 0\.2 s"):
+            await here.open_lane(there.peer_id, timeout=0.2)
 
 
 @watched

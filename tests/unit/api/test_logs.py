@@ -236,6 +236,18 @@ class TestDefault:
             logging.getLogger("p2pavg.net").warning("once")
         assert (own.getvalue(), stream.getvalue()) == ("once\n", "")
 
+    @pytest.mark.parametrize(("name", "handled"), [("p2pavg", "p2pavg"), ("trio.serve_listeners", "trio")])
+    def test_so_does_one_with_handlers_below_the_root(
+        self, name: str, handled: str, stream: io.StringIO, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        own = io.StringIO()
+        handler = logging.StreamHandler(own)
+        with bare(stream, monkeypatch):
+            logging.getLogger(handled).addHandler(handler)
+            logging.getLogger(name).warning("once")
+            logging.getLogger(handled).removeHandler(handler)
+        assert (own.getvalue(), stream.getvalue()) == ("once\n", "")
+
     def test_configure_takes_its_place(self, stream: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> None:
         configured = io.StringIO()
         with bare(stream, monkeypatch):

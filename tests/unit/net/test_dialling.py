@@ -23,6 +23,11 @@ async def failed_within(dialler: Dialler, seconds: float) -> list[str]:
     return failed
 
 
+async def give_time(scope: trio.CancelScope) -> None:
+    await trio.sleep(1.0)
+    scope.deadline += 3.0
+
+
 async def test_dials_that_failed_before_the_timeout_are_named(autojump_clock: MockClock) -> None:
     async with trio.open_nursery() as nursery:
         dialler = Dialler(nursery, lambda _: False, dial_one)
@@ -36,6 +41,25 @@ async def test_a_call_that_waits_for_the_dial_of_another_names_them_too(autojump
         await trio.sleep(1.0)
         assert await failed_within(dialler, 5.0) == ["refused: connection refused"]
         nursery.cancel_scope.cancel()
+
+
+async def test_a_caller_that_was_given_more_time_dials_again(autojump_clock: MockClock) -> None:
+    """A search for a lane is, on a busy machine. The dial had the time that the caller had when it began."""
+    dialled: list[float] = []
+
+    async def answer_the_second_time(_: str, __: str) -> None:
+        dialled.append(trio.current_time())
+        if len(dialled) == 1:
+            await trio.sleep_forever()
+
+    async with trio.open_nursery() as nursery:
+        dialler = Dialler(nursery, lambda _: len(dialled) == 2, answer_the_second_time)
+        began = trio.current_time()
+        with trio.move_on_after(3.0) as scope:
+            nursery.start_soon(give_time, scope)
+            await dialler.connect("peer", ["silent"], wait_inbound=True)
+        assert not scope.cancelled_caught
+        assert [at - began for at in dialled] == [0.0, 3.0]
 
 
 def test_the_error_has_the_reasons() -> None:

@@ -298,6 +298,18 @@ async def test_silence_counts_only_while_this_process_had_a_processor(
         nursery.cancel_scope.cancel()
 
 
+async def test_the_wait_for_a_processor_excuses_for_a_limited_time(autojump_clock: MockClock) -> None:
+    """There has to be time for another attempt."""
+    side = Side(Line(A), processor_wait=trio.current_time)  # it never has one
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(side.control.run)
+        await trio.sleep(20.0)  # the longest silence
+        assert side.member.lost_members == []
+        await trio.sleep(FIRST_CONTACT_SECONDS + 2 * PING_SECONDS)
+        assert {position for position, _, _ in side.member.lost_members} == {0}
+        nursery.cancel_scope.cancel()
+
+
 async def test_a_last_word_is_no_answer_to_a_question(autojump_clock: MockClock) -> None:
     side = Side(SaidBefore(framed(encode_vote(Rest())), C))
     assert await side.control.ask(2) is None

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from p2pavg.threads import processor
-from p2pavg.threads.processor import never_waits, wait_of_this_thread
+from p2pavg.threads.processor import Waits, never_waits, wait_of_this_thread
 
 ENDLESS = "while True: pass"
 
@@ -57,6 +57,16 @@ def test_nanoseconds_on_a_run_queue_are_counted(file: Path) -> None:
     assert wait() == 2.0
     file.unlink()
     assert wait() == 2.0
+
+
+def test_a_wait_is_not_longer_than_the_time_that_has_passed() -> None:
+    """What the system tells may jump: if no file can be opened, the last number is told again."""
+    told = iter([5.0, 5.5, 100.0, 90.0, 90.1])
+    waits = Waits(lambda: next(told), now=10.0)
+    assert waits.since_last_look(11.0) == 0.5
+    assert waits.since_last_look(12.0) == 1.0
+    assert waits.since_last_look(13.0) == 0.0
+    assert waits.since_last_look(14.0) == pytest.approx(0.1)
 
 
 @pytest.mark.parametrize("content", [None, b"", b"12 x 3"])

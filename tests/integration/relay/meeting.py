@@ -113,15 +113,21 @@ class _Changed:
         return getattr(self._stream, name)
 
 
+def unchanged() -> Change:
+    return lambda piece: piece
+
+
 def change_bytes(
-    relay: Libp2pTransport, to_target: Change = lambda piece: piece, to_source: Change = lambda piece: piece
+    relay: Libp2pTransport,
+    to_target: Callable[[], Change] = unchanged,
+    to_source: Callable[[], Change] = unchanged,
 ) -> None:
-    """Let a relay pass the bytes of new circuits through functions, of which each one sees the pieces in order."""
+    """Let a relay pass the bytes of new circuits through functions, each made for one circuit, in the pieces' order."""
     service: Any = service_of(relay)
     carry = partial(RelayService._carry, service)
 
     async def changed(circuit: Any, one: Stream, other: Stream, back: bool, *rest: Any) -> None:
-        source: Any = _Changed(one, to_source if back else to_target)
+        source: Any = _Changed(one, (to_source if back else to_target)())
         await carry(circuit, source, other, back, *rest)
 
     service._carry = changed

@@ -17,6 +17,7 @@ from p2pavg.net.transport import Stream
 from tests.integration.hosts import LOOPBACK, TIMEOUT, assert_serves, eventually, open_host, watched
 from tests.integration.libp2p_hosts import hold
 from tests.integration.relay.meeting import (
+    Change,
     ask,
     behind,
     change_bytes,
@@ -65,7 +66,7 @@ async def test_a_relay_sees_only_what_is_encrypted() -> None:
 
             return keep
 
-        change_bytes(relay, look("to target"), look("to source"))
+        change_bytes(relay, lambda: look("to target"), lambda: look("to source"))
         stream = await open_echo(here, there)
         assert await echoed(stream, SECRET) == SECRET
         for found in seen.values():
@@ -74,16 +75,20 @@ async def test_a_relay_sees_only_what_is_encrypted() -> None:
             assert there.peer_id.encode() not in found
 
 
-def at(offset: int, change: Callable[[bytes, int], bytes]) -> Callable[[bytes], bytes]:
-    """Change the piece in which the byte at ``offset`` is, once."""
-    passed = 0
+def at(offset: int, change: Callable[[bytes, int], bytes]) -> Callable[[], Change]:
+    """Change the piece of each circuit in which the byte at ``offset`` is."""
 
-    def changed(piece: bytes) -> bytes:
-        nonlocal passed
-        start, passed = passed, passed + len(piece)
-        return change(piece, offset - start) if start <= offset < passed else piece
+    def begin() -> Change:
+        passed = 0
 
-    return changed
+        def changed(piece: bytes) -> bytes:
+            nonlocal passed
+            start, passed = passed, passed + len(piece)
+            return change(piece, offset - start) if start <= offset < passed else piece
+
+        return changed
+
+    return begin
 
 
 CHANGES: dict[str, Callable[[bytes, int], bytes]] = {

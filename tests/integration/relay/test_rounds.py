@@ -93,7 +93,7 @@ async def test_a_relay_that_lies_within_a_round_causes_no_false_average() -> Non
                 lied += 1
                 return piece[:1000] + bytes([piece[1000] ^ 1]) + piece[1001:]
 
-            change_bytes(transport_of(relay), lie, lie)
+            change_bytes(transport_of(relay), lambda: lie, lambda: lie)
             config = config_of(2)
             async with one.averager(config) as first, other.averager(config) as second:
                 results = await average([first, second])

@@ -163,8 +163,12 @@ def test_leaving_ends_the_children_of_the_processes() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _ctrl_c_is_heard() -> Iterator[None]:
-    """Restore the default handler of SIGINT, because a shell makes background jobs and their children ignore it."""
+def _ctrl_c_is_heard(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Restore the default handler of SIGINT, because a shell makes background jobs and their children ignore it.
+
+    The server that another test has started ignores it, too. One of another environment is started anew.
+    """
+    monkeypatch.setenv("P2PAVG_TEST_CTRL_C", "heard")
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)

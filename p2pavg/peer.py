@@ -254,7 +254,7 @@ async def peer_over(
         wall_clock: seconds since 1970. A simulation gives its own.
         run_in_thread: how codecs work off the event loop. A simulation, whose clock stands still only while
             something runs on the loop, gives one that runs them there.
-        processor_wait: of the event loop's thread, in which the loop waited for a processor. A simulation gives 0.
+        processor_wait: returns the seconds for which this thread has waited for a processor; a simulation gives 0.
         on_milestone: is told how far the peer is in each of its rounds.
     """
     workers = Workers()

@@ -4,8 +4,7 @@ One process trains with one thread and calls ``step(wait=0)`` after every step; 
 and without rounds alternate. The others are confined to one core, since in a real run they have machines of their own.
 The training process may use all cores. On a machine with two, its averaging thus shares the second core with all the
 other processes. With ``--attached``, a peer in a process of its own averages for it. Over a home link (``--mbps``) a
-round takes many steps; without a limit it is as fast as this machine
-allows.
+round takes many steps; without a limit it is as fast as this machine allows.
 """
 
 from __future__ import annotations

@@ -74,5 +74,5 @@ async def test_a_refused_protocol_is_asked_for_once(monkeypatch: pytest.MonkeyPa
     async with open_host(LOOPBACK) as here, open_host(LOOPBACK) as there:
         tried = Tried(here, there, monkeypatch, ends=0)
         with pytest.raises(UnreachableError):
-            await here.open_stream(there.peer_id, "/nobody/1", addresses=there.addresses, timeout=TIMEOUT)
+            await here.open_stream(there.peer_id, "/unserved/1", addresses=there.addresses, timeout=TIMEOUT)
         assert tried.count == 1

@@ -291,9 +291,8 @@ async def test_silence_counts_only_while_this_process_had_a_processor(
         nursery.start_soon(side.control.run)
         await trio.sleep(FIRST_CONTACT_SECONDS / share - PING_SECONDS)
         assert side.member.lost_members == []
-        await trio.sleep(
-            2.5 * PING_SECONDS
-        )  # it looks once a ping, which may be just before the time is over
+        # It looks once in each ping's time, which may be just before the limit.
+        await trio.sleep(2.5 * PING_SECONDS)
         assert {position for position, _, _ in side.member.lost_members} == {0}
         nursery.cancel_scope.cancel()
 

@@ -60,7 +60,7 @@ def test_nanoseconds_on_a_run_queue_are_counted(file: Path) -> None:
 
 
 def test_a_wait_is_not_longer_than_the_time_that_has_passed() -> None:
-    """What the system tells may jump: if no file can be opened, the last number is told again."""
+    """The system's number may jump: if no file can be opened, the last one is returned again."""
     told = iter([5.0, 5.5, 100.0, 90.0, 90.1])
     waits = Waits(lambda: next(told), now=10.0)
     assert waits.since_last_look(11.0) == 0.5

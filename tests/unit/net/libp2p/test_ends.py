@@ -1,0 +1,45 @@
+"""Connections that end just now, as the caller of a stream over them sees it."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+import trio
+from trio.testing import MockClock
+
+from p2pavg.net.libp2p.connections import NOTICE_SECONDS, Connections
+
+
+class Connection:
+    """A connection as libp2p has it."""
+
+    def __init__(self, *, dropped_here: bool = False) -> None:
+        self.event_closed = trio.Event()
+        self.muxed_conn = self
+        self.dropped_here = dropped_here
+
+    @property
+    def is_closed(self) -> bool:
+        return self.event_closed.is_set()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "dropped_here", "ended"),
+    [(0.5, False, True), (0.5, True, False), (2.0, False, False)],
+    ids=["in time", "by this end", "too late"],
+)
+async def test_an_end_is_waited_for_a_moment(
+    seconds: float, dropped_here: bool, ended: bool, autojump_clock: MockClock
+) -> None:
+    """A write may have failed before libp2p sets the event."""
+    connections = [Connection(), Connection(dropped_here=dropped_here)]
+
+    async def end() -> None:
+        await trio.sleep(seconds * NOTICE_SECONDS)
+        connections[1].event_closed.set()
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(end)
+        owner, given = cast(Any, None), cast(Any, connections)
+        assert await Connections.one_was_ended(owner, given) is ended

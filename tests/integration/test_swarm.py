@@ -49,7 +49,7 @@ def test_four_processes_end_with_the_weighted_mean_and_the_same_bits(
     sys.platform != "linux", reason="only Linux tells how long a process waits for a processor"
 )
 def test_sixteen_processes_meet_on_two_processors_on_which_others_compute() -> None:
-    """To connect takes all of them together seven seconds of processor time, and no member may be given up meanwhile."""
+    """To connect takes seven seconds of processor time in all, and no member may be given up meanwhile."""
     processors = sorted(os.sched_getaffinity(0))[:2]
     config = {"group_size": 16, "min_group_size": 16, "match_timeout": 90.0, "exchange_timeout": 90.0}
     with ExitStack() as stack:
